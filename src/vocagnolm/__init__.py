@@ -1,0 +1,62 @@
+"""Train a language model under the guidance of any teacher, whatever the two vocabularies are.
+
+The public names are loaded on first use, so that `import vocagnolm` costs nothing and the
+command line starts without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# public name -> the module that defines it
+_PUBLIC = {
+    "Alignment": "vocagnolm.align",
+    "TextTokenizer": "vocagnolm.align",
+    "TokenSpans": "vocagnolm.align",
+    "align": "vocagnolm.align",
+    "align_batch": "vocagnolm.align",
+    "carry": "vocagnolm.align",
+    "chunk_align": "vocagnolm.align",
+    "load_tokenizer": "vocagnolm.align",
+    "token_spans": "vocagnolm.align",
+    "VocagnolmError": "vocagnolm.errors",
+}
+
+if TYPE_CHECKING:
+    from vocagnolm.align import (
+        Alignment,
+        TextTokenizer,
+        TokenSpans,
+        align,
+        align_batch,
+        carry,
+        chunk_align,
+        load_tokenizer,
+        token_spans,
+    )
+    from vocagnolm.errors import VocagnolmError
+
+__all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
+    "__version__",
+    "Alignment",
+    "TextTokenizer",
+    "TokenSpans",
+    "VocagnolmError",
+    "align",
+    "align_batch",
+    "carry",
+    "chunk_align",
+    "load_tokenizer",
+    "token_spans",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'vocagnolm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

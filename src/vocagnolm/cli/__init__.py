@@ -1,0 +1,60 @@
+"""The command line: parse, call one function, print.
+
+Every command lives in the file of its name. Those files import nothing heavy at the top, so
+that `vocagnolm --help` starts at once; the work is imported when a command runs. Results go to
+stdout, progress and messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage.
+"""
+
+import sys
+
+import typer
+
+from vocagnolm import __version__
+from vocagnolm.errors import VocagnolmError
+
+app = typer.Typer(
+    name="vocagnolm",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=(
+        "Train a language model under the guidance of any teacher, whatever the two "
+        "vocabularies are."
+    ),
+    epilog="Start with: vocagnolm compare --student S --teacher T",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vocagnolm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the version and exit.",
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point: library errors become one message on stderr and an exit code."""
+    try:
+        app()
+    except VocagnolmError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output went away: `vocagnolm ... | head`
+        sys.stderr.close()
+        sys.exit(0)
