@@ -34,3 +34,27 @@ class TilingError(VocagnolmError):
 
 class CorpusError(VocagnolmError):
     """A corpus cannot be read as documents."""
+
+
+class RecipeError(UsageError):
+    """A recipe names something unknown, or contradicts itself."""
+
+
+class BlocksError(VocagnolmError):
+    """Packed blocks cannot be made, or do not belong to this recipe."""
+
+
+class TrainingError(VocagnolmError):
+    """A training run cannot start, cannot be resumed, or went wrong."""
+
+
+class ModelError(VocagnolmError):
+    """A model cannot be loaded, or cannot be loaded safely."""
+
+
+class StoreError(VocagnolmError):
+    """A loss store is damaged, incomplete, or not the one that was asked for."""
+
+
+class ScoreError(VocagnolmError):
+    """Scoring cannot go on: the teacher's numbers or a document (with --strict) are not usable."""
