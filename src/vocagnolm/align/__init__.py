@@ -1,0 +1,50 @@
+"""Spans and alignment: the bridge between two vocabularies. NumPy and tokenizers, no torch."""
+
+from vocagnolm.align.alignment import (
+    AGGREGATIONS,
+    Aggregation,
+    Alignment,
+    align,
+    align_batch,
+    carry,
+    chunk_align,
+    chunk_bounds,
+)
+from vocagnolm.align.measures import (
+    Granularity,
+    Overlap,
+    Shares,
+    character_spans,
+    chunk_overlap,
+    granularity,
+    shares,
+    token_overlap,
+)
+from vocagnolm.align.overlap import VocabularyOverlap, vocabulary_overlap
+from vocagnolm.align.spans import TokenSpans
+from vocagnolm.align.tokenizer import TextTokenizer, load_tokenizer, token_spans
+
+__all__ = [
+    "AGGREGATIONS",
+    "Aggregation",
+    "Alignment",
+    "Granularity",
+    "Overlap",
+    "Shares",
+    "TextTokenizer",
+    "TokenSpans",
+    "VocabularyOverlap",
+    "align",
+    "align_batch",
+    "carry",
+    "character_spans",
+    "chunk_align",
+    "chunk_bounds",
+    "chunk_overlap",
+    "granularity",
+    "load_tokenizer",
+    "shares",
+    "token_overlap",
+    "token_spans",
+    "vocabulary_overlap",
+]
