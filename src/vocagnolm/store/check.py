@@ -1,0 +1,125 @@
+"""What a store is (`inspect`) and whether it can be trusted (`verify`)."""
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vocagnolm.errors import StoreError
+from vocagnolm.store.format import (
+    FORMAT_VERSION,
+    HISTOGRAM_STEP_NATS,
+    MANIFEST_FILE,
+    PARTIAL_MANIFEST_FILE,
+    SHARD_FOLDER,
+    ShardFile,
+    add_statistics,
+    identity_digest,
+    open_shard,
+    read_manifest,
+)
+from vocagnolm.store.reader import require_complete
+
+MOST_SKIPPED_SHOWN = 100
+
+
+def inspect_store(path: str | Path) -> dict[str, Any]:
+    """What the store is, from its manifest and the shards' headers; complete or not."""
+    path = Path(path)
+    complete = (path / MANIFEST_FILE).exists()
+    if not complete and not (path / PARTIAL_MANIFEST_FILE).exists():
+        require_complete(path)  # raises with the right message
+    manifest = read_manifest(path, partial=not complete)
+    files = sorted((path / SHARD_FOLDER).glob("*.safetensors"))
+    shards = [open_shard(file) for file in files]
+    totals = add_statistics([shard.about["statistics"] for shard in shards])
+    skipped = [entry for shard in shards for entry in shard.about["skipped"]]
+    reasons: dict[str, int] = {}
+    for entry in skipped:
+        kind = entry["reason"].split(":")[0]
+        reasons[kind] = reasons.get(kind, 0) + 1
+    file_bytes = sum(file.stat().st_size for file in files)
+    identity = manifest["identity"]
+    scored, scored_bytes = totals["scored_tokens"], totals["scored_bytes"]
+    return {
+        "path": str(path),
+        "complete": complete,
+        "format_version": FORMAT_VERSION,
+        "documents": totals["documents"],
+        "tokens": totals["tokens"],
+        "bytes": totals["bytes"],
+        "scored_tokens": scored,
+        "mean_nll": totals["nll_sum"] / scored if scored else None,
+        "bits_per_byte": totals["nll_sum"] / math.log(2) / scored_bytes if scored_bytes else None,
+        "skipped": totals["skipped"],
+        "skipped_reasons": reasons,
+        "skipped_documents": skipped[:MOST_SKIPPED_SHOWN],
+        "nonfinite": totals["nonfinite"],
+        "shards": len(shards),
+        "shards_expected": manifest["shard_count"],
+        "file_bytes": file_bytes,
+        "bytes_per_token": file_bytes / totals["tokens"] if totals["tokens"] else None,
+        "histogram": {"step_nats": HISTOGRAM_STEP_NATS, "counts": totals["histogram"]},
+        **identity,
+    }
+
+
+def verify_store(path: str | Path) -> list[str]:
+    """Everything that is wrong with the store; empty when it is whole. Reads every byte."""
+    path = Path(path)
+    require_complete(path)
+    manifest = read_manifest(path)
+    digest = identity_digest(manifest["identity"])
+    problems: list[str] = []
+    expected_first = 0
+    seen_files = set()
+    for number, entry in enumerate(manifest["shards"]):
+        seen_files.add(entry["file"])
+        try:
+            shard = open_shard(path / entry["file"])
+        except StoreError as error:
+            problems.append(str(error))
+            expected_first = entry["first_document"] + entry["document_span"]
+            continue
+        found = [*_shard_problems(shard, entry, number, digest, expected_first)]
+        problems += [f"{entry['file']}: {problem}" for problem in found]
+        expected_first = entry["first_document"] + entry["document_span"]
+    if expected_first != manifest["identity"]["corpus"]["documents"]:
+        problems.append(
+            f"{MANIFEST_FILE}: the shards cover {expected_first:,} documents, the corpus has "
+            f"{manifest['identity']['corpus']['documents']:,}"
+        )
+    parts = [{**entry, "histogram": [0] * 41} for entry in manifest["shards"]]
+    totals = {k: v for k, v in add_statistics(parts).items() if k != "histogram"}
+    if any(manifest["totals"][key] != value for key, value in totals.items()):
+        problems.append(f"{MANIFEST_FILE}: the totals do not add up")
+    for file in sorted((path / SHARD_FOLDER).glob("*.safetensors")):
+        if f"{SHARD_FOLDER}/{file.name}" not in seen_files:
+            problems.append(f"{SHARD_FOLDER}/{file.name}: not in the manifest")
+    return problems
+
+
+def _shard_problems(
+    shard: ShardFile, entry: dict[str, Any], number: int, digest: str, expected_first: int
+) -> list[str]:
+    if hashlib.sha256(shard.path.read_bytes()).hexdigest() != entry["sha256"]:
+        return ["its bytes do not match the checksum in the manifest"]
+    problems = []
+    about, columns = shard.about, shard.columns
+    if (damage := shard.damage()) is not None:
+        problems.append(damage)
+    if about["identity"] != digest or about["shard"] != number:
+        problems.append("it belongs to another run or place")
+    if about["first_document"] != expected_first:
+        problems.append(f"it starts at document {about['first_document']}, not {expected_first}")
+    if int(columns["token_count"].astype(np.int64).sum()) != len(columns["nll"]):
+        problems.append("its token counts do not add up to its tokens")
+    indices = [*columns["document_index"].tolist(), *(e["document"] for e in about["skipped"])]
+    wanted = range(expected_first, expected_first + about["document_span"])
+    if len(set(indices)) != len(indices):
+        problems.append("a document appears twice")
+    elif sorted(indices) != list(wanted):
+        problems.append("documents are missing")
+    return problems

@@ -1,0 +1,65 @@
+"""Parquet for `datasets`, `polars` and the hub's viewer. Needs the `data` extra."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vocagnolm.errors import MissingExtraError, StoreError
+from vocagnolm.store.format import open_shard
+from vocagnolm.store.reader import LossStore
+
+
+def export_parquet(store: str | Path, out: str | Path) -> int:
+    """Write one row a document: document_index, document_hash (hex), token_bytes, nll (float32,
+    null where unscored). One row group a shard. Returns the number of rows."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise MissingExtraError("pyarrow", "data", "exporting to Parquet") from None
+    loss_store = LossStore.open(store)
+    out = Path(out)
+    if out.exists():
+        raise StoreError(f"{out} exists already; choose another name for the export.")
+    temporary = out.with_name(out.name + ".tmp")
+    try:
+        with pq.ParquetWriter(temporary, _schema(pa), compression="zstd") as writer:
+            for entry in loss_store.manifest["shards"]:
+                writer.write_table(_table(pa, open_shard(loss_store.path / entry["file"]).columns))
+        os.replace(temporary, out)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise StoreError(f"{out} could not be written: {error}.") from error
+    return len(loss_store)
+
+
+def _schema(pa: Any) -> Any:
+    return pa.schema(
+        [
+            ("document_index", pa.uint64()),
+            ("document_hash", pa.string()),
+            ("token_bytes", pa.list_(pa.uint32())),
+            ("nll", pa.list_(pa.float32())),
+        ]
+    )
+
+
+def _table(pa: Any, columns: dict[str, np.ndarray]) -> Any:
+    ends = np.concatenate([[0], np.cumsum(columns["token_count"], dtype=np.int64)])
+    offsets = pa.array(ends, pa.int32())
+    nll = columns["nll"].astype(np.float32)
+    hashes = [row.tobytes().hex() for row in columns["document_hash"]]
+    token_bytes = pa.array(columns["token_bytes"].astype(np.uint32))
+    return pa.table(
+        [
+            pa.array(columns["document_index"]),
+            pa.array(hashes, pa.string()),
+            pa.ListArray.from_arrays(offsets, token_bytes),
+            pa.ListArray.from_arrays(offsets, pa.array(nll, mask=np.isnan(nll))),
+        ],
+        schema=_schema(pa),
+    )

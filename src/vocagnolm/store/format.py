@@ -1,0 +1,242 @@
+"""The byte format of a loss store; docs/loss-store.md describes it for other languages.
+
+A shard is a safetensors file that we write ourselves: the format is a length, a JSON header and
+the columns, and writing it here makes the bytes a function of the content alone (the library
+orders its metadata at random) and lets the writer flush to the disk before the file gets its name.
+NumPy and the standard library only.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vocagnolm.errors import StoreError
+
+FORMAT_NAME = "vocagnolm-loss-store"
+FORMAT_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+PARTIAL_MANIFEST_FILE = "manifest.partial.json"
+SHARD_FOLDER = "shards"
+METADATA_KEY = "vocagnolm"
+
+HASH_BYTES = 16
+FLOAT16_MAX = 65504.0
+# nll histogram: bins of half a nat from 0 to 20, and one for everything above
+HISTOGRAM_STEP_NATS = 0.5
+HISTOGRAM_BINS = 41
+
+_DTYPE_NAMES = {
+    "U8": np.dtype("u1"),
+    "U16": np.dtype("<u2"),
+    "U32": np.dtype("<u4"),
+    "U64": np.dtype("<u8"),
+    "F16": np.dtype("<f2"),
+}
+_NAME_OF_DTYPE = {dtype: name for name, dtype in _DTYPE_NAMES.items()}
+# Widest elements first, so that every column starts at a multiple of its element size.
+_COLUMNS = ("document_index", "token_count", "nll", "token_bytes", "document_hash")
+
+
+def shard_name(number: int) -> str:
+    return f"{SHARD_FOLDER}/{number:06d}.safetensors"
+
+
+@dataclass
+class Shard:
+    """The teacher's losses for a run of consecutive documents of the corpus.
+
+    D documents, T tokens: `document_hash` uint8 [D, 16], `document_index` uint64 [D] (place in
+    the corpus, skipped documents counted), `token_count` uint32 [D], `token_bytes` unsigned [T],
+    `nll` float16 [T] in nats, NaN where unscored.
+    """
+
+    number: int
+    first_document: int
+    document_span: int
+    """How many documents of the corpus the shard stands for: scored + skipped."""
+    document_hash: np.ndarray
+    document_index: np.ndarray
+    token_count: np.ndarray
+    token_bytes: np.ndarray
+    nll: np.ndarray
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    """`{"document": index in the corpus, "place": file:line, "reason": ...}`."""
+    nonfinite: int = 0
+    """Tokens for which the teacher gave NaN or infinity; stored as NaN."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Sums that add up over shards; what `store inspect` shows without reading the shards."""
+        nll = self.nll.astype(np.float64)
+        scored = np.isfinite(nll)
+        token_bytes = self.token_bytes.astype(np.int64)
+        bins = np.minimum(nll[scored] / HISTOGRAM_STEP_NATS, HISTOGRAM_BINS - 1).astype(np.int64)
+        return {
+            "documents": len(self.token_count),
+            "tokens": int(self.token_count.astype(np.int64).sum()),
+            "bytes": int(token_bytes.sum()),
+            "scored_tokens": int(scored.sum()),
+            "scored_bytes": int(token_bytes[scored].sum()),
+            # fsum: exactly rounded, so the figure does not depend on NumPy's summation order
+            "nll_sum": math.fsum(nll[scored]),
+            "nonfinite": self.nonfinite,
+            "skipped": len(self.skipped),
+            "histogram": np.bincount(bins, minlength=HISTOGRAM_BINS).tolist(),
+        }
+
+
+def to_float16(nll: np.ndarray) -> np.ndarray:
+    """Round to half precision, saturating at its largest number instead of overflowing to
+    infinity. NaN (unscored) stays NaN. Rounding noise below zero becomes zero."""
+    return np.clip(nll, 0.0, FLOAT16_MAX).astype("<f2")
+
+
+def narrowest_unsigned(values: np.ndarray) -> np.ndarray:
+    """One byte a token nearly always; more where a token is longer than 255 bytes."""
+    largest = int(values.max(initial=0))
+    dtype = next(d for d in ("u1", "<u2", "<u4") if largest <= np.iinfo(d).max)
+    return values.astype(dtype)
+
+
+def encode_shard(shard: Shard, identity: str) -> bytes:
+    """The bytes of a shard file. `identity` is the digest of the settings it was made with."""
+    columns = {name: np.ascontiguousarray(getattr(shard, name)) for name in _COLUMNS}
+    body = hashlib.sha256()
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, column in columns.items():
+        assert column.dtype in _NAME_OF_DTYPE, f"{name}: {column.dtype}"
+        header[name] = {
+            "dtype": _NAME_OF_DTYPE[column.dtype],
+            "shape": list(column.shape),
+            "data_offsets": [offset, offset + column.nbytes],
+        }
+        offset += column.nbytes
+        body.update(column.tobytes())
+    about = {
+        "format": FORMAT_NAME,
+        "format_version": FORMAT_VERSION,
+        "identity": identity,
+        "shard": shard.number,
+        "first_document": shard.first_document,
+        "document_span": shard.document_span,
+        "data_sha256": body.hexdigest(),
+        "statistics": shard.statistics(),
+        "skipped": shard.skipped,
+    }
+    header["__metadata__"] = {METADATA_KEY: json.dumps(about, sort_keys=True)}
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([struct.pack("<Q", len(text)), text, *(c.tobytes() for c in columns.values())])
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A shard on disk: its columns are views of the mapped file, nothing is read until used."""
+
+    path: Path
+    about: dict[str, Any]
+    columns: dict[str, np.ndarray]
+    data: memoryview
+    """Everything after the header: what `data_sha256` covers."""
+
+    @property
+    def token_count(self) -> np.ndarray:
+        return self.columns["token_count"]
+
+    def damage(self) -> str | None:
+        """What is wrong with the content, or None. Reads the whole shard."""
+        if hashlib.sha256(self.data).hexdigest() != self.about["data_sha256"]:
+            return "its content does not match its checksum"
+        return None
+
+
+def open_shard(path: Path) -> ShardFile:
+    """Map a shard. Raises StoreError when the file is missing, cut short or not a shard."""
+    try:
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise StoreError(f"{path} is missing.") from None
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        raise StoreError(f"{path} cannot be read: {error}.") from None
+    try:
+        return _parse(path, memoryview(mapped))
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise StoreError(f"{path} is damaged: {error}.") from None
+
+
+def _parse(path: Path, view: memoryview) -> ShardFile:
+    (header_bytes,) = struct.unpack_from("<Q", view)
+    start = 8 + header_bytes
+    if start > len(view):
+        raise ValueError("the header is cut short")
+    header = json.loads(bytes(view[8:start]))
+    about = json.loads(header.pop("__metadata__")[METADATA_KEY])
+    if about["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"format version {about['format_version']}, this program reads {FORMAT_VERSION}"
+        )
+    end = max(entry["data_offsets"][1] for entry in header.values())
+    if len(view) != start + end:
+        raise ValueError(f"{len(view):,} bytes, its header says {start + end:,}")
+    columns = {}
+    for name in _COLUMNS:
+        entry = header[name]
+        dtype = _DTYPE_NAMES[entry["dtype"]]
+        low, high = entry["data_offsets"]
+        columns[name] = np.frombuffer(
+            view, dtype, count=(high - low) // dtype.itemsize, offset=start + low
+        ).reshape(entry["shape"])
+    return ShardFile(path=path, about=about, columns=columns, data=view[start:])
+
+
+def identity_digest(identity: Mapping[str, Any]) -> str:
+    """Digest of everything that decides the bytes of a store."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(store: Path, *, partial: bool = False) -> dict[str, Any]:
+    path = store / (PARTIAL_MANIFEST_FILE if partial else MANIFEST_FILE)
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        name, version = manifest["format"], manifest["format_version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(
+            f"{path} cannot be read as the manifest of a loss store: {error}. "
+            "Move the folder away and score again."
+        ) from None
+    if name != FORMAT_NAME or version != FORMAT_VERSION:
+        raise StoreError(
+            f"{path} says format {name!r}, version {version}; this program reads {FORMAT_NAME!r}, "
+            f"version {FORMAT_VERSION}. Use the vocagnolm version that wrote it, or score again."
+        )
+    return manifest
+
+
+def add_statistics(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Totals of a store from the statistics of its shards."""
+    total: dict[str, Any] = {
+        key: sum(part[key] for part in parts)
+        for key in (
+            "documents",
+            "tokens",
+            "bytes",
+            "scored_tokens",
+            "scored_bytes",
+            "nonfinite",
+            "skipped",
+        )
+    }
+    total["nll_sum"] = math.fsum(part["nll_sum"] for part in parts)
+    total["histogram"] = [
+        sum(part["histogram"][i] for part in parts) for i in range(HISTOGRAM_BINS)
+    ]
+    return total
