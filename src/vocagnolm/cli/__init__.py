@@ -10,6 +10,9 @@ import sys
 import typer
 
 from vocagnolm import __version__
+from vocagnolm.cli import study
+from vocagnolm.cli.align import align
+from vocagnolm.cli.compare import compare
 from vocagnolm.errors import VocagnolmError
 
 app = typer.Typer(
@@ -43,6 +46,11 @@ def _root(
     ),
 ) -> None:
     pass
+
+
+app.command()(align)
+app.command()(compare)
+app.add_typer(study.app, name="study")
 
 
 def main() -> None:

@@ -1,0 +1,97 @@
+"""`vocagnolm compare`: the preflight of a student and its possible teachers."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from vocagnolm.compare import Pair
+
+
+def compare(
+    student: str = typer.Option(
+        ..., help="The student's tokenizer: folder, tokenizer.json, tokenizer.model or hub id."
+    ),
+    teacher: list[str] = typer.Option(..., help="A teacher's tokenizer; give it several times."),
+    corpus: Path | None = typer.Option(
+        None, help="Measure on this corpus (jsonl, text, folder, ...) instead of the sample."
+    ),
+    text_field: str = typer.Option("text", help="The field of a record that holds the text."),
+    limit_documents: int = typer.Option(1000, min=1, help="Read at most so many documents."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """What to expect of a pair before anything is computed.
+
+    Vocabulary sizes and overlap (raw strings as in the paper, with space marks made equal, by
+    true bytes), tokens per byte, how the student's tokens map, and whether both tokenizers tile
+    the text exactly. No model is loaded.
+    """
+    from vocagnolm.align import load_tokenizer
+    from vocagnolm.compare import compare as run
+    from vocagnolm.compare import texts_of
+
+    documents = texts_of(corpus, text_field=text_field, limit=limit_documents)
+    ours = load_tokenizer(student)
+    pairs = run(ours, [load_tokenizer(source) for source in teacher], documents)
+    if as_json:
+        report = {
+            "student": {
+                "name": ours.name,
+                "vocabulary": ours.vocabulary_size,
+                "kind": ours.kind,
+                "tokens_per_byte": pairs[0].student_tokens_per_byte,
+            },
+            "pairs": [pair.as_json() for pair in pairs],
+        }
+        typer.echo(json.dumps(report, ensure_ascii=False, indent=2))
+        return
+    _print(pairs, f"{corpus}" if corpus else "the built-in sample")
+
+
+def _print(pairs: "list[Pair]", where: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    student = pairs[0].student
+    console.print(
+        Text.assemble(
+            ("student ", "dim"),
+            (student.name, "bold"),
+            f"  {student.kind}, {student.vocabulary_size:,} tokens, "
+            f"{pairs[0].student_tokens_per_byte:.3f} tokens per byte",
+        )
+    )
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    for pair in pairs:
+        table.add_column(Text(pair.teacher.name, style="bold"), justify="right")
+
+    def row(name: str, *cells: str) -> None:
+        table.add_row(Text(name, style="dim"), *(Text(cell) for cell in cells))
+
+    row("kind", *(p.teacher.kind for p in pairs))
+    row("vocabulary", *(f"{p.teacher.vocabulary_size:,}" for p in pairs))
+    row("overlap, raw strings (paper)", *(f"{p.overlap.raw:.2%}" for p in pairs))
+    row("overlap, space marks made equal", *(f"{p.overlap.marks:.2%}" for p in pairs))
+    row("overlap, true bytes", *(f"{p.overlap.bytes:.2%}" for p in pairs))
+    row("tokens per byte", *(f"{p.teacher_tokens_per_byte:.3f}" for p in pairs))
+    row("one student token : one teacher token", *(f"{p.one_to_one_share:.1%}" for p in pairs))
+    row("one : many", *(f"{p.one_to_many_share:.1%}" for p in pairs))
+    row("many : one", *(f"{p.many_to_one_share:.1%}" for p in pairs))
+    row("unmapped", *(f"{p.unmapped_share:.1%}" for p in pairs))
+    row("student text covered (IoS)", *(f"{p.ios:.1%}" for p in pairs))
+    row("tiling", *("exact" if p.exact else "lossy" for p in pairs))
+    console.print(table)
+    console.print(Text(f"shares measured on {where}", style="dim"))
+    for pair in pairs:
+        console.print(Text.assemble((pair.teacher.name, "bold"), f"  {pair.verdict}"))
+        for wide in pair.widest:
+            console.print(
+                Text.assemble(
+                    ("  widest  ", "dim"), repr(wide.text), " = ", " ".join(wide.teacher_tokens)
+                )
+            )
