@@ -1,0 +1,201 @@
+"""Baselines that read the teacher's whole distribution: kld and uld.
+
+Both add to the cross entropy of every token a distance to the teacher's next-token distribution
+at the aligned positions: `sum_i [nll_i + lambda * aligned_i * distance_i] / N`. As in the guided
+head the logits of both models live for one chunk of tokens at a time.
+
+kld: KL(teacher || student), one vocabulary. Rows only the teacher has (Llemma's 16) are dropped
+    and the rest renormalised; that is refused where they hold real mass.
+uld: Wasserstein-1 distance of the two sorted probability vectors, the shorter one padded with
+    zeros (arXiv 2402.12030): sum_v |p_S sorted - p_T sorted|.
+
+Shape letters: N tokens, V rows of the student's head, U rows of the teacher's.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vocagnolm.errors import VocagnolmError
+from vocagnolm.objective import head as two_phase
+from vocagnolm.objective.config import IGNORE_INDEX, Head, ObjectiveConfig, Teacher, compute_dtype
+from vocagnolm.objective.reference import full_logits, token_nll
+from vocagnolm.objective.rows import TORCH_ROWS
+
+NEGLIGIBLE_MASS = 0.01
+"""Mean probability the teacher may have on rows that the student lacks."""
+
+
+class ObjectiveError(VocagnolmError):
+    """Teacher and student do not fit the chosen method."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distilled:
+    total: Tensor
+    """Sum over tokens, with gradient."""
+    nll_BT: Tensor
+    stats: dict[str, Tensor] = field(default_factory=dict)
+
+
+def common_rows(head: Head, teacher: Head) -> int:
+    """kld compares these first rows: all the student's tokenizer can produce."""
+    student_rows = head.vocabulary_size or head.weight.shape[0]
+    teacher_rows = teacher.vocabulary_size or teacher.weight.shape[0]
+    if teacher_rows < student_rows:
+        raise ObjectiveError(
+            f"kld needs one vocabulary: the student has {student_rows} tokens, the teacher only "
+            f"{teacher_rows}. Use method uld or guided for different vocabularies."
+        )
+    return student_rows
+
+
+def kl_rows(z_NV: Tensor, teacher_NU: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(KL, its gradient by the student's logits, the teacher's probability beyond `rows`)."""
+    q = F.softmax(teacher_NU, dim=-1)
+    mass = q[:, :rows].sum(-1)
+    q = q[:, :rows] / mass[:, None]
+    log_p = F.log_softmax(z_NV, dim=-1)
+    distance = (torch.special.xlogy(q, q) - q * log_p[:, :rows]).sum(-1)
+    gradient = log_p.exp_()
+    gradient[:, :rows] -= q
+    return distance, gradient, 1.0 - mass
+
+
+def wasserstein_rows(z_NV: Tensor, teacher_NU: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum |sorted p - sorted q|, its gradient by the student's logits)."""
+    p = F.softmax(z_NV, dim=-1)
+    q = F.softmax(teacher_NU, dim=-1).sort(dim=-1, descending=True).values
+    ranked, place = p.sort(dim=-1, descending=True)
+    v, u = ranked.shape[1], q.shape[1]
+    beyond = q[:, v:].sum(-1) if u > v else 0.0
+    if u < v:
+        q = F.pad(q, (0, v - u))
+    difference = ranked - q[:, :v]
+    distance = difference.abs().sum(-1) + beyond
+    by_p = torch.empty_like(p).scatter_(1, place, difference.sign())
+    gradient = p * (by_p - (by_p * p).sum(-1, keepdim=True))
+    return distance, gradient
+
+
+def distil(
+    hidden_BTD: Tensor, head: Head, labels_BT: Tensor, teacher: Teacher, config: ObjectiveConfig
+) -> Distilled:
+    """Chunk by chunk, gradients made in the forward pass."""
+    wanted = two_phase.Wanted.of(hidden_BTD, head)
+    hidden_ND = hidden_BTD.flatten(0, 1)
+    index_K = (labels_BT.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+    labels_K = labels_BT.flatten()[index_K]
+    place_K = _teacher_places(teacher, labels_BT)[index_K]
+    teacher_dtype = compute_dtype(teacher.hidden)
+    with two_phase.isolated(hidden_ND) as dtype:
+        work = two_phase.Workspace.of(hidden_ND.index_select(0, index_K), head, TORCH_ROWS, dtype)
+        guide = two_phase.Workspace.of(
+            teacher.hidden.flatten(0, 1), teacher.head, TORCH_ROWS, teacher_dtype
+        )
+        nll_K = torch.empty(len(index_K), dtype=work.wide, device=hidden_ND.device)
+        distance_K, dropped_K = torch.zeros_like(nll_K), torch.zeros_like(nll_K)
+
+        def gradient_of_rows(a: int, b: int, x: Tensor) -> Tensor:
+            z = work.transform(x)
+            lse = torch.logsumexp(z, dim=-1, keepdim=True)
+            target = labels_K[a:b, None]
+            nll_K[a:b] = (lse - z.gather(1, target)).squeeze(1)
+            gradient = torch.exp(z - lse)
+            gradient.scatter_add_(1, target, torch.full_like(lse, -1.0))
+            aligned = (place_K[a:b] >= 0).nonzero().squeeze(1)
+            teacher_z = guide.logits(place_K[a:b][aligned])
+            if config.method == "kld":
+                rows = common_rows(head, teacher.head)
+                distance, by_z, dropped = kl_rows(z[aligned], teacher_z, rows)
+                dropped_K[a:b][aligned] = dropped.to(nll_K.dtype)
+            else:
+                distance, by_z = wasserstein_rows(z[aligned], teacher_z)
+            distance_K[a:b][aligned] = distance.to(nll_K.dtype)
+            gradient.index_add_(0, aligned, by_z.to(z.dtype), alpha=config.distill_weight)
+            return work.transform.chain(gradient, z)
+
+        # both models' logits, probabilities, sorted copies and places are alive at once
+        rows_alive = 4 * (head.weight.shape[0] + teacher.head.weight.shape[0])
+        gradients = two_phase.backward_chunks(
+            work, wanted, gradient_of_rows, exact=True, logits_per_token=rows_alive
+        )
+        total = nll_K.sum() + config.distill_weight * distance_K.sum()
+        nll_N = torch.zeros(labels_BT.numel(), dtype=nll_K.dtype, device=nll_K.device)
+        nll_BT = nll_N.index_copy_(0, index_K, nll_K).view(labels_BT.shape)
+    if wanted.anything:
+        total = two_phase.attach(total, gradients, hidden_ND, head, index_K)
+    stats = _stats(distance_K, dropped_K, place_K >= 0, config)
+    return Distilled(total=total, nll_BT=nll_BT, stats=stats)
+
+
+def distil_reference(
+    hidden_BTD: Tensor, head: Head, labels_BT: Tensor, teacher: Teacher, config: ObjectiveConfig
+) -> Distilled:
+    """Full logits of both models and autograd."""
+    z_BTV = full_logits(hidden_BTD, head)
+    nll_BT = token_nll(z_BTV, labels_BT)
+    place_N = _teacher_places(teacher, labels_BT)
+    keep = ((place_N >= 0) & (labels_BT.flatten() != IGNORE_INDEX)).nonzero().squeeze(1)
+    z = z_BTV.flatten(0, 1)[keep]
+    with torch.no_grad():
+        q = F.softmax(full_logits(teacher.hidden.flatten(0, 1)[place_N[keep]], teacher.head), -1)
+    dropped = torch.zeros(len(keep), dtype=q.dtype, device=q.device)
+    if config.method == "kld":
+        rows = common_rows(head, teacher.head)
+        dropped = q[:, rows:].sum(-1)
+        q = q[:, :rows] / q[:, :rows].sum(-1, keepdim=True)
+        distance = F.kl_div(F.log_softmax(z, -1)[:, :rows], q, reduction="none").sum(-1)
+    else:
+        p = F.softmax(z, -1)
+        width = max(p.shape[1], q.shape[1])
+        p, q = (
+            F.pad(probability, (0, width - probability.shape[1])).sort(-1, descending=True).values
+            for probability in (p, q)
+        )
+        distance = (p - q).abs().sum(-1)
+    total = nll_BT.sum() + config.distill_weight * distance.sum()
+    everywhere = torch.ones_like(keep, dtype=torch.bool)
+    stats = _stats(distance.detach(), dropped, everywhere, config)
+    n_valid = (labels_BT != IGNORE_INDEX).sum().clamp(min=1)
+    stats["aligned_share"] = keep.numel() / n_valid
+    return Distilled(total=total, nll_BT=nll_BT.detach(), stats=stats)
+
+
+def _teacher_places(teacher: Teacher, labels_BT: Tensor) -> Tensor:
+    """Row of the teacher's flattened hidden states for each student token, -1 where none."""
+    B, U = teacher.hidden.shape[:2]
+    if labels_BT.shape[0] != B:
+        raise ValueError(f"teacher has {B} sequences, the student {labels_BT.shape[0]}")
+    position = teacher.position_BT
+    if position is None:
+        if labels_BT.shape[1] != U:
+            raise ValueError(
+                f"teacher has {U} positions, the student {labels_BT.shape[1]}: "
+                "give Teacher.position_BT"
+            )
+        position = torch.arange(U, device=labels_BT.device).expand(B, U)
+    first = torch.arange(B, device=labels_BT.device)[:, None] * U
+    return torch.where(position >= 0, position + first, -1).flatten()
+
+
+def _stats(
+    distance: Tensor, dropped: Tensor, aligned: Tensor, config: ObjectiveConfig
+) -> dict[str, Tensor]:
+    count = aligned.sum().clamp(min=1)
+    stats = {
+        "distill_loss": distance.sum() / count,
+        "aligned_share": aligned.sum() / max(1, aligned.numel()),
+    }
+    if config.method == "kld":
+        mass = dropped.sum() / count
+        stats["teacher_dropped_mass"] = mass
+        if float(mass) > NEGLIGIBLE_MASS:
+            raise ObjectiveError(
+                f"the teacher puts {float(mass):.1%} of its probability on tokens the student "
+                f"does not have (expected at most {NEGLIGIBLE_MASS:.0%}): the two vocabularies "
+                "are not the same. Use method uld or guided."
+            )
+    return stats

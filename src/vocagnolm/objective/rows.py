@@ -1,0 +1,81 @@
+"""Row operations between the head's matrix products, in torch: what a chunk of raw products
+`x = hidden @ weight.T` is turned into. `triton_rows` holds the same two functions as kernels.
+
+Shape letters: N tokens of the chunk, V rows of the head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Transform:
+    """From raw products to logits: `z = softcap(scale * (x + bias))`."""
+
+    bias: Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def __call__(self, x_NV: Tensor) -> Tensor:
+        """Logits in fp32 (fp64 stays); a tensor of its own only where something changes."""
+        z = x_NV if x_NV.dtype == torch.float64 else x_NV.float()
+        if self.bias is not None:
+            z = z + self.bias
+        if self.scale != 1.0:
+            z = z * self.scale
+        if self.softcap is not None:
+            z = torch.tanh(z / self.softcap) * self.softcap
+        return z
+
+    def chain(self, gradient_NV: Tensor, z_NV: Tensor) -> Tensor:
+        """Gradient by the logits `z` -> gradient by the raw products (also the bias's)."""
+        if self.softcap is not None:
+            gradient_NV = gradient_NV * (1.0 - (z_NV / self.softcap).square())
+        return gradient_NV * self.scale if self.scale != 1.0 else gradient_NV
+
+
+class RowLosses(NamedTuple):
+    nll_N: Tensor
+    lse_N: Tensor
+    """log-sum-exp of the logits: all that the gradient needs to know of the whole row."""
+    entropy_N: Tensor | None
+
+
+class RowOperations(NamedTuple):
+    """The two functions in which the chunked and the fused head differ."""
+
+    losses: Callable[[Tensor, Tensor, Transform, bool], RowLosses]
+    gradient_: Callable[[Tensor, Tensor, Tensor, Transform], Tensor]
+
+
+def losses(
+    x_NV: Tensor, labels_N: Tensor, transform: Transform, with_entropy: bool = False
+) -> RowLosses:
+    """nll and log-sum-exp of each row in fp32, and its entropy if asked for."""
+    z = transform(x_NV)
+    lse = torch.logsumexp(z, dim=-1)
+    nll = lse - z.gather(1, labels_N[:, None]).squeeze(1)
+    entropy = None
+    if with_entropy:  # -sum p log p = lse - sum p z; a row masked to -inf has p = 0 there
+        p = torch.exp(z - lse[:, None])
+        entropy = lse - torch.where(p > 0, p * z, 0.0).sum(-1)
+    return RowLosses(nll, lse, entropy)
+
+
+def gradient_(x_NV: Tensor, labels_N: Tensor, lse_N: Tensor, transform: Transform) -> Tensor:
+    """Overwrites the raw products by d nll / d x = (softmax - one-hot) through the transform."""
+    z = transform(x_NV)
+    own = transform.softcap is None  # z is not needed again: work in place
+    g = torch.sub(z, lse_N[:, None], out=z) if own else z - lse_N[:, None]
+    g.exp_()
+    # one-hot by scatter: each row has one label, so no two writes meet
+    g.scatter_add_(1, labels_N[:, None], g.new_full((g.shape[0], 1), -1.0))
+    g = transform.chain(g, z)
+    return x_NV if g is x_NV else x_NV.copy_(g)
+
+
+TORCH_ROWS = RowOperations(losses, gradient_)

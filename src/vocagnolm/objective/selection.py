@@ -1,0 +1,336 @@
+"""Which tokens get W = 1.
+
+Every rule is reduced to one 64-bit integer per candidate, `order = rank key << 32 | ~position`:
+larger is better, and no two candidates are equal, so that "top k" has one answer whatever the
+device, the batch shape or the number of ranks. Ties in the score go to the lower position.
+
+Shape letters: B sequences, T positions, U units of a sequence (tokens, or chunks).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from vocagnolm.objective.config import (
+    IGNORE_INDEX,
+    NEEDS_GUIDANCE,
+    SELECTING_ALL,
+    ObjectiveConfig,
+)
+from vocagnolm.objective.ranks import Ranks
+
+_NOT_A_CANDIDATE = torch.iinfo(torch.int64).min
+_POSITIONS = 1 << 32
+# Sums that decide a selection are taken in integers (1 / 2^20 nats), because a float sum depends
+# on the order and so on how a batch is split over devices.
+_FIXED_POINT = float(1 << 20)
+_LARGEST_NATS = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredBatch:
+    """What a selection reads of one micro-batch, after the student's losses are known."""
+
+    nll_BT: Tensor
+    labels_BT: Tensor
+    guidance_BT: Tensor | None = None
+    """NaN where unmapped. None (random, no_teacher): every token counts as mapped."""
+    entropy_BT: Tensor | None = None
+    """Entropy of the reference model in nats; only for `entropy_keep`."""
+    sequence_index_B: Tensor | None = None
+    """int64: place of each sequence in the whole batch of the optimiser step. It breaks ties and
+    feeds random choices. None: micro-batch by micro-batch, rank by rank, row by row, which is
+    the order in which accelerate deals batches to ranks."""
+
+    @property
+    def valid_BT(self) -> Tensor:
+        return self.labels_BT != IGNORE_INDEX
+
+    @property
+    def mapped_BT(self) -> Tensor:
+        if self.guidance_BT is None:
+            return self.valid_BT
+        return self.valid_BT & ~torch.isnan(self.guidance_BT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSelection:
+    """The selection of one optimiser step, seen from one rank."""
+
+    selected: list[Tensor]
+    """bool [B, T] for each of this rank's micro-batches."""
+    denominator: Tensor
+    """int64: what to divide the summed loss by, over all ranks and micro-batches."""
+
+
+def kept(count: Tensor, keep: float) -> Tensor:
+    """k of n: keep * n rounded half up in exact arithmetic, at least 1 when keep > 0 and n > 0."""
+    share = Fraction(str(keep)).limit_denominator(1_000_000)
+    k = (2 * share.numerator * count + share.denominator) // (2 * share.denominator)
+    return torch.maximum(k, (count > 0).to(k.dtype)) if keep > 0 else k
+
+
+def select(batch: ScoredBatch, config: ObjectiveConfig, *, step: int = 0) -> Tensor:
+    """Selection within one micro-batch of one device (scope sequence or batch): bool [B, T]."""
+    if config.scope == "global":
+        raise ValueError("scope global needs all micro-batches and ranks: use select_step")
+    return _select([batch], config, step, Ranks.of())[0]
+
+
+def select_step(
+    batches: Sequence[ScoredBatch],
+    config: ObjectiveConfig,
+    *,
+    step: int = 0,
+    group: "torch.distributed.ProcessGroup | None" = None,
+) -> StepSelection:
+    """Selection of a whole optimiser step: all micro-batches of this rank, with scope global
+    together with those of all other ranks. Every rank must call it, with equally many
+    micro-batches. Exact: the result does not depend on how the step is split."""
+    if not batches:
+        raise ValueError("select_step needs at least one micro-batch")
+    ranks = Ranks.of(group)
+    selected = _select(batches, config, step, ranks)
+    counted = selected if config.normalise == "selected" else [b.valid_BT for b in batches]
+    total = torch.stack([mask.sum() for mask in counted]).sum()
+    return StepSelection(selected=selected, denominator=ranks.sum(total))
+
+
+def _select(
+    batches: Sequence[ScoredBatch], config: ObjectiveConfig, step: int, ranks: Ranks
+) -> list[Tensor]:
+    if config.method in SELECTING_ALL:
+        return [batch.valid_BT for batch in batches]
+    if config.method in NEEDS_GUIDANCE and not (
+        config.method == "chunk" and config.chunk_choice == "random"
+    ):
+        for batch in batches:
+            if batch.guidance_BT is None:
+                raise ValueError(f"method {config.method} needs guidance_BT, got None")
+    guidance = _filled_guidance(batches, config, ranks)
+    candidates = [b.valid_BT if config.unmapped == "mean" else b.mapped_BT for b in batches]
+    index = _sequence_indices(batches, config, ranks)
+    if config.method == "chunk":
+        chosen = _select_chunks(batches, guidance, candidates, index, config, step, ranks)
+    else:
+        chosen = _select_tokens(batches, guidance, candidates, index, config, step, ranks)
+    if config.unmapped == "include":
+        return [c | (b.valid_BT & ~b.mapped_BT) for c, b in zip(chosen, batches, strict=True)]
+    return chosen
+
+
+def _select_tokens(
+    batches: Sequence[ScoredBatch],
+    guidance: list[Tensor | None],
+    candidates: list[Tensor],
+    index: list[Tensor],
+    config: ObjectiveConfig,
+    step: int,
+    ranks: Ranks,
+) -> list[Tensor]:
+    pools = candidates
+    if config.entropy_keep is not None:
+        certainty = []
+        for batch in batches:
+            if batch.entropy_BT is None:
+                raise ValueError("entropy_keep needs entropy_BT, the reference model's entropy")
+            certainty.append(float_key(-batch.entropy_BT))
+        candidates = _top(certainty, pools, pools, index, config.entropy_keep, config, ranks)
+    keys = []
+    for batch, given, seq in zip(batches, guidance, index, strict=True):
+        if config.method == "random":
+            keys.append(random_key(seq, batch.nll_BT.shape[1], config.seed, step))
+        elif config.method == "no_teacher":
+            keys.append(float_key(batch.nll_BT))
+        else:
+            assert given is not None
+            keys.append(float_key(batch.nll_BT - given))
+    return _top(keys, candidates, pools, index, config.keep, config, ranks)
+
+
+def _select_chunks(
+    batches: Sequence[ScoredBatch],
+    guidance: list[Tensor | None],
+    candidates: list[Tensor],
+    index: list[Tensor],
+    config: ObjectiveConfig,
+    step: int,
+    ranks: Ranks,
+) -> list[Tensor]:
+    """Whole chunks, by the mean excess of their candidate tokens. Only candidates of a chosen
+    chunk are selected here; the unmapped follow their own strategy."""
+    keys, pools, layouts = [], [], []
+    for batch, given, candidate, seq in zip(batches, guidance, candidates, index, strict=True):
+        B, T = candidate.shape
+        n = config.n_chunks
+        # position t lies in chunk floor(t * n / T): n chunks, equal up to one token
+        chunk_T = torch.arange(T, device=candidate.device) * n // T
+        layout = chunk_T.expand(B, T)
+        layouts.append(layout)
+        zeros = torch.zeros(B, n, dtype=torch.int64, device=candidate.device)
+        count = zeros.scatter_add(1, layout, candidate.long())
+        pools.append(count > 0)
+        if config.chunk_choice == "random":
+            keys.append(random_key(seq, n, config.seed, step))
+        else:
+            assert given is not None
+            excess = _fixed_point(batch.nll_BT - given)
+            total = zeros.scatter_add(1, layout, torch.where(candidate, excess, 0))
+            keys.append(float_key(total / count.clamp(min=1)))
+    chosen = _top(keys, pools, pools, index, config.keep, config, ranks)
+    return [
+        c & picked.gather(1, layout)
+        for c, picked, layout in zip(candidates, chosen, layouts, strict=True)
+    ]
+
+
+def _filled_guidance(
+    batches: Sequence[ScoredBatch], config: ObjectiveConfig, ranks: Ranks
+) -> list[Tensor | None]:
+    """Guidance in fp32, the unmapped given the scope's mean under `unmapped: mean`. Where nothing
+    in the scope is mapped the fill is 0: a constant, so the student's nll alone ranks."""
+    given = [None if b.guidance_BT is None else b.guidance_BT.float() for b in batches]
+    if config.unmapped != "mean" or any(g is None for g in given):
+        return list(given)
+    totals, counts = [], []
+    for batch, guidance in zip(batches, given, strict=True):
+        assert guidance is not None
+        mapped = batch.mapped_BT
+        fixed = torch.where(mapped, _fixed_point(guidance), 0)
+        rows = fixed.sum(1, keepdim=True), mapped.sum(1, keepdim=True)
+        if config.scope != "sequence":
+            rows = rows[0].sum(), rows[1].sum()
+        totals.append(rows[0])
+        counts.append(rows[1])
+    if config.scope == "global":
+        both = ranks.sum(torch.stack([torch.stack(totals).sum(), torch.stack(counts).sum()]))
+        totals, counts = [both[0]] * len(batches), [both[1]] * len(batches)
+    filled: list[Tensor | None] = []
+    for guidance, total, count in zip(given, totals, counts, strict=True):
+        assert guidance is not None
+        mean = total / count.clamp(min=1) / _FIXED_POINT
+        filled.append(torch.where(torch.isnan(guidance), mean.to(guidance.dtype), guidance))
+    return filled
+
+
+def _sequence_indices(
+    batches: Sequence[ScoredBatch], config: ObjectiveConfig, ranks: Ranks
+) -> list[Tensor]:
+    device = batches[0].nll_BT.device
+    sizes = torch.tensor([b.nll_BT.shape[0] for b in batches], dtype=torch.int64, device=device)
+    # no message for a local scope: assume equal shapes, only random choices depend on it
+    by_rank = ranks.gather(sizes) if config.scope == "global" else sizes.expand(ranks.size, -1)
+    in_order = by_rank.t().reshape(-1)
+    first = (in_order.cumsum(0) - in_order).view(len(batches), ranks.size)[:, ranks.rank]
+    return [
+        first[m] + torch.arange(b.nll_BT.shape[0], device=device)
+        if b.sequence_index_B is None
+        else b.sequence_index_B.to(device=device, dtype=torch.int64)
+        for m, b in enumerate(batches)
+    ]
+
+
+def _top(
+    keys: list[Tensor],
+    candidates: list[Tensor],
+    pools: list[Tensor],
+    index: list[Tensor],
+    keep: float,
+    config: ObjectiveConfig,
+    ranks: Ranks,
+) -> list[Tensor]:
+    """The best `keep` of each pool's size, taken among the candidates; bool [B, U] each."""
+    if config.scope == "global":
+        return _top_global(keys, candidates, pools, index, keep, ranks)
+    chosen = []
+    for key, candidate, pool in zip(keys, candidates, pools, strict=True):
+        shape = key.shape if config.scope == "sequence" else (1, key.numel())
+        position = torch.arange(shape[1], device=key.device).expand(shape)
+        order = _order(key.reshape(shape), candidate.reshape(shape), position)
+        k = kept(pool.reshape(shape).sum(1), keep).minimum(candidate.reshape(shape).sum(1))
+        ranked = order.sort(dim=1, descending=True).values
+        threshold = ranked.gather(1, (k - 1).clamp(min=0)[:, None])
+        chosen.append(((order >= threshold) & (k > 0)[:, None]).view(key.shape))
+    return chosen
+
+
+def _top_global(
+    keys: list[Tensor],
+    candidates: list[Tensor],
+    pools: list[Tensor],
+    index: list[Tensor],
+    keep: float,
+    ranks: Ranks,
+) -> list[Tensor]:
+    width = ranks.max(torch.tensor(max(key.shape[1] for key in keys), device=keys[0].device))
+    orders = []
+    for key, candidate, sequence in zip(keys, candidates, index, strict=True):
+        unit = torch.arange(key.shape[1], device=key.device)
+        orders.append(_order(key, candidate, sequence[:, None] * width + unit))
+    pool = ranks.sum(torch.stack([p.sum() for p in pools]).sum())
+    available = ranks.sum(torch.stack([c.sum() for c in candidates]).sum())
+    k = int(kept(pool, keep).minimum(available))
+    if k == 0:
+        return [torch.zeros_like(c) for c in candidates]
+    flat = torch.cat([o[c] for o, c in zip(orders, candidates, strict=True)])
+    threshold = kth_largest(flat, k, ranks)
+    return [o >= threshold for o in orders]
+
+
+def kth_largest(values: Tensor, k: int, ranks: Ranks) -> int:
+    """The k-th largest of the int64 values of all ranks (k >= 1, k <= their number), by radix:
+    four histograms of 16 bits each are summed over the ranks, the values never travel."""
+    unsigned = values ^ _NOT_A_CANDIDATE  # flipping the sign bit turns signed into unsigned order
+    prefix = 0
+    for shift in (48, 32, 16, 0):
+        digit = (unsigned >> shift) & 0xFFFF
+        if shift < 48:
+            above = (unsigned >> (shift + 16)) & ((1 << (48 - shift)) - 1)
+            digit = digit[above == prefix]
+        from_top = ranks.sum(torch.bincount(digit, minlength=1 << 16)).flip(0).cumsum(0).cpu()
+        place = int(torch.searchsorted(from_top, k))
+        if place > 0:
+            k -= int(from_top[place - 1])
+        prefix = (prefix << 16) | (0xFFFF - place)
+    return prefix - (1 << 63)
+
+
+def _order(key: Tensor, candidate: Tensor, position: Tensor) -> Tensor:
+    order = key * _POSITIONS + (_POSITIONS - 1 - position)
+    return torch.where(candidate, order, _NOT_A_CANDIDATE)
+
+
+def float_key(score: Tensor) -> Tensor:
+    """int64 with the order of the fp32 score; NaN comes first, so that a broken loss is trained
+    on, seen and stopped, not silently left out."""
+    score = score.float()
+    bits = (score + 0.0).view(torch.int32).long()  # + 0.0: minus zero ties with zero
+    key = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return torch.where(torch.isnan(score), 0x7FFFFFFF, key)
+
+
+def random_key(sequence_index_B: Tensor, units: int, seed: int, step: int) -> Tensor:
+    """Uniform int64 keys of 32 bits, a pure function of (seed, step, sequence, unit)."""
+    unit = torch.arange(units, device=sequence_index_B.device)
+    start = _signed(seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03)
+    mixed = _mix(_mix(sequence_index_B[:, None] ^ start) + unit)
+    return mixed >> 32
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele et al. 2014); int64 products wrap."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _signed(value: int) -> int:
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _fixed_point(nats: Tensor) -> Tensor:
+    limited = nats.float().nan_to_num(nan=_LARGEST_NATS).clamp(-_LARGEST_NATS, _LARGEST_NATS)
+    return (limited * _FIXED_POINT).round().long()
