@@ -1,0 +1,70 @@
+"""One question: is the answer in this output right?"""
+
+import re
+from dataclasses import dataclass
+
+from vocagnolm.evaluate.equal import same_math, same_text
+from vocagnolm.evaluate.extract import clauses, delatex, extract_number
+from vocagnolm.evaluate.extract_other import extract_choice, extract_math, extract_text
+from vocagnolm.evaluate.numbers import Number, parse_number, same_number
+from vocagnolm.evaluate.suite import Task, task_named
+
+
+@dataclass(frozen=True)
+class Grade:
+    correct: bool
+    extracted: str | None  # None: the output gives no answer, or none that is clear
+
+
+def grade(task: str, output: str, gold: str | int | float) -> Grade:
+    """Find the answer in `output` and compare it with the reference.
+
+    `task` is one of the suite's names (`gsm8k`, `math`, ...). `gold` is the reference in the
+    benchmark's own form: `18`, a GSM8K solution that ends in `#### 18`, `9 (apples)`, a MATH
+    answer or a whole solution with `\\boxed{...}`, an option letter or its index.
+    """
+    which = task_named(task)
+    if which.kind == "choice":
+        letter = extract_choice(output, which.letters)
+        return Grade(letter == gold_letter(gold, which), letter)
+    if which.kind == "math":
+        answer = extract_math(output)
+        return Grade(answer is not None and same_math(answer, gold_math(gold)), answer)
+    reference = gold_number(gold)
+    if reference is not None:
+        number = extract_number(output)
+        correct = number is not None and same_number(number, reference)
+        return Grade(correct, None if number is None else str(number))
+    if which.kind == "number":
+        raise ValueError(f"task '{which.name}' has number answers; the reference is {gold!r}")
+    phrase = extract_text(output)
+    return Grade(phrase is not None and same_text(phrase, str(gold)), phrase)
+
+
+def gold_letter(gold: str | int | float, task: Task) -> str:
+    """`C`, `(c)`, or 2, the index that MMLU counts with."""
+    if isinstance(gold, int | float) or gold.strip().isdigit():
+        index = int(gold)
+        if not 0 <= index < len(task.letters):
+            raise ValueError(f"task '{task.name}' has options {task.letters}; found index {gold}")
+        return task.letters[index]
+    letter = gold.strip().strip("()[]. ").upper()
+    if len(letter) != 1 or letter not in task.letters:
+        raise ValueError(f"task '{task.name}' has options {task.letters}; found {gold!r}")
+    return letter
+
+
+def gold_math(gold: str | int | float) -> str:
+    """The answer of a MATH solution: the content of its last box, or the text itself."""
+    text = str(gold)
+    boxes = [clause.text for clause in clauses(text) if clause.kind == "boxed"]
+    return boxes[-1] if boxes else text
+
+
+def gold_number(gold: str | int | float) -> Number | None:
+    """The reference as a number; None when it is text, a ratio or a time."""
+    if isinstance(gold, int | float):
+        return parse_number(repr(gold))
+    text = gold.rpartition("####")[2].strip()
+    text = re.sub(r"(?<=[\w%.])\s*\([^()]*\)$", "", text)  # 9 (apples)
+    return parse_number(delatex(text))

@@ -1,0 +1,117 @@
+"""The paper's ten tasks: names, answer kinds, shot counts, lengths, averages.
+
+The protocol is the one of Rho-1 (its evaluation harness for mathematics): the six word-problem
+tasks share eight GSM8K examples, MATH has Minerva's four, the multiple-choice tasks have four
+worked examples with options. Standard library only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from vocagnolm.errors import UsageError
+
+# number: one number; mixed: a number, ratio, time or short text; math: a LaTeX expression;
+# choice: an option letter
+AnswerKind = Literal["number", "mixed", "math", "choice"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    name: str
+    title: str
+    kind: AnswerKind
+    shots: int
+    # longest answer in tokens: a model that has not finished by then is rambling
+    max_new_tokens: int
+    letters: str = ""
+
+    @property
+    def lm_eval_name(self) -> str:
+        """Prefixed, because lm-eval has tasks called gsm8k, asdiv and mathqa of its own."""
+        return f"vocagnolm_{self.name}"
+
+
+def _word_problem(name: str, title: str, kind: AnswerKind = "number") -> Task:
+    return Task(name=name, title=title, kind=kind, shots=8, max_new_tokens=256)
+
+
+def _choice(name: str, title: str, letters: str) -> Task:
+    return Task(name=name, title=title, kind="choice", shots=4, max_new_tokens=512, letters=letters)
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        _word_problem("gsm8k", "GSM8K"),
+        Task(name="math", title="MATH", kind="math", shots=4, max_new_tokens=512),
+        _word_problem("svamp", "SVAMP"),
+        _word_problem("asdiv", "ASDiv", "mixed"),
+        _word_problem("mawps", "MAWPS"),
+        _word_problem("tabmwp", "TabMWP", "mixed"),
+        _choice("mathqa", "MathQA", "ABCDE"),
+        _choice("mmlu_stem", "MMLU-STEM", "ABCD"),
+        _choice("sat", "SAT", "ABCD"),
+        _word_problem("gsm_hard", "GSM-Hard"),
+    )
+}
+
+SUITES: dict[str, tuple[str, ...]] = {"math": tuple(TASKS)}
+
+_NINE = tuple(name for name in TASKS if name != "gsm_hard")
+# the three averages of the paper's tables
+AVERAGES: dict[str, tuple[str, ...]] = {
+    "avg": _NINE,
+    "avg_dagger": ("gsm8k", "math", "svamp", "asdiv", "mawps", "mathqa"),
+    "avg_double_dagger": tuple(name for name in _NINE if name != "sat"),
+}
+AVERAGE_TITLES = {"avg": "AVG", "avg_dagger": "AVG†", "avg_double_dagger": "AVG‡"}
+
+# stop strings that end an answer: the model has begun the next example
+STOP_STRINGS = ("\n\nQuestion:", "\n\nProblem:", "\n\n\n")
+
+_ALIASES = {"sat_math": "sat", "mmlu": "mmlu_stem", "minerva_math": "math", "gsmhard": "gsm_hard"}
+
+
+def task_named(name: str) -> Task:
+    """The task of that name; `GSM8K`, `mmlu-stem` and `sat_math` are understood too."""
+    key = name.strip().lower().replace("-", "_").replace(" ", "_")
+    key = _ALIASES.get(key, key)
+    if key not in TASKS:
+        raise UsageError(f"unknown task '{name}'; the tasks are: {', '.join(TASKS)}")
+    return TASKS[key]
+
+
+def tasks_named(names: str | list[str] | tuple[str, ...] | None, suite: str = "math") -> list[Task]:
+    """Tasks from `a,b,c` or a list, in the suite's order and once each; None is the whole suite."""
+    if names is None:
+        if suite not in SUITES:
+            raise UsageError(f"unknown suite '{suite}'; the suites are: {', '.join(SUITES)}")
+        names = SUITES[suite]
+    elif isinstance(names, str):
+        names = [name for name in names.split(",") if name.strip()]
+    wanted = {task_named(name).name for name in names}
+    if not wanted:
+        raise UsageError(f"no task given; the tasks are: {', '.join(TASKS)}")
+    return [task for name, task in TASKS.items() if name in wanted]
+
+
+def averages(scores: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The paper's averages; None where a task of the average was not run."""
+    result: dict[str, float | None] = {}
+    for key, names in AVERAGES.items():
+        values = [scores.get(name) for name in names]
+        known = [value for value in values if value is not None]
+        result[key] = sum(known) / len(known) if len(known) == len(values) else None
+    return result
+
+
+def average_stderrs(stderrs: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Standard errors of the averages: the tasks are independent samples, so variances add."""
+    result: dict[str, float | None] = {}
+    for key, names in AVERAGES.items():
+        values = [stderrs.get(name) for name in names]
+        known = [value for value in values if value is not None]
+        complete = len(known) == len(values)
+        result[key] = sum(v * v for v in known) ** 0.5 / len(known) if complete else None
+    return result
