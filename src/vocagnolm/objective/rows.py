@@ -60,9 +60,10 @@ def losses(
     lse = torch.logsumexp(z, dim=-1)
     nll = lse - z.gather(1, labels_N[:, None]).squeeze(1)
     entropy = None
-    if with_entropy:  # -sum p log p = lse - sum p z; a row masked to -inf has p = 0 there
-        p = torch.exp(z - lse[:, None])
-        entropy = lse - torch.where(p > 0, p * z, 0.0).sum(-1)
+    if with_entropy:
+        log_p = z - lse[:, None]
+        p = torch.exp(log_p)
+        entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1)  # a masked logit has 0 * -inf
     return RowLosses(nll, lse, entropy)
 
 

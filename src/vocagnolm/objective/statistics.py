@@ -17,6 +17,7 @@ def statistics(
         "loss_selected": (nll_BT * selected_BT).sum() / n_selected.clamp(min=1),
         "loss_all": (nll_BT * valid_BT).sum() / n_valid,
         "selected_share": n_selected / n_valid,
+        "mapped_share": torch.zeros((), device=nll_BT.device),
     }
     if guidance_BT is None:
         return stats
