@@ -64,6 +64,17 @@ class Recipe:
             self.teacher.online and self.needs_guidance
         )
 
+    @property
+    def needs_block_text(self) -> bool:
+        """Whether the teacher must read the block's text with its own tokenizer. kld and rho1
+        presuppose one vocabulary: there the teacher reads the student's ids."""
+        return self.needs_online_teacher and self.objective.method not in ("kld", "rho1")
+
+    @property
+    def needs_teacher_losses(self) -> bool:
+        """Whether chunks of the teacher's own sequence are compared, beyond carried guidance."""
+        return self.objective.method == "chunk" and self.needs_guidance
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return asdict(self)
 

@@ -2,6 +2,7 @@
 
 No torch here: a recipe is read by the command line, by `check` and by programs that only look.
 """
+# ruff: noqa: RUF009  (`key` is `dataclasses.field` with the help text first)
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -30,6 +31,10 @@ class StudentSection:
         "dtype of the weights; with train.bf16 the arithmetic is bfloat16 anyway", "float32"
     )
     attention: str | None = key("attention implementation of transformers; default: its choice")
+    bits_per_byte: float | None = key(
+        "what `vocagnolm evaluate --text` gave for it on this kind of text; `check` then warns "
+        "of a teacher that is not clearly better"
+    )
 
 
 @dataclass(kw_only=True)
@@ -49,7 +54,9 @@ class TeacherSection:
 class CorpusSection:
     """The documents. The same section serves `score` and `prepare`."""
 
-    files: list[str] = key("jsonl, jsonl.gz, jsonl.zst, parquet, text, folders or a hub dataset", [])
+    files: list[str] = key(
+        "jsonl, jsonl.gz, jsonl.zst, parquet, text, folders or a hub dataset", []
+    )
     text_field: str = key("the field that holds the text", "text")
     limit_documents: int | None = key("read only so many documents")
 
@@ -82,7 +89,12 @@ class DataSection:
         "documents that the store does not hold: stop, leave them out, or keep them unguided",
         "error",
     )
-    part_bytes: int = key("bytes of text in one part file; parts are made in parallel", 16_000_000)
+    extra_columns: list[Literal["text", "teacher_losses"]] = key(
+        "keep the text (for an online teacher) or all teacher losses (for method chunk) although "
+        "this recipe does not need them, so that other runs can share the blocks",
+        [],
+    )
+    part_documents: int = key("documents in one part file; parts are made in parallel", 4096)
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,317 @@
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training_kit import make_lab, recipe_dict, save_tokenizer, write_corpus, write_store
+
+from vocagnolm.align import align, carry, load_tokenizer
+from vocagnolm.data.blocks import Blocks, TrainingOrder
+from vocagnolm.data.prepare import prepare
+from vocagnolm.errors import BlocksError
+from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.store import LossStore
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lab")
+    return folder, make_lab(folder)
+
+
+def files_digest(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if not path.name.startswith(".")
+    }
+
+
+def reference_stream(texts, student_folder, store, how, eos):
+    """The obvious way: a document at a time."""
+    student = load_tokenizer(str(student_folder))
+    ids, guidance = [], []
+    for number, text in enumerate(texts):
+        own = student.spans(text)
+        token_bytes, nll = store[number]
+        ends = np.cumsum(token_bytes)
+        teacher_spans = np.stack([ends - token_bytes, ends], axis=1)
+        ids += [*own.ids.tolist(), eos]
+        guidance += [*carry(align(own.spans, teacher_spans), nll, how).tolist(), math.nan]
+    return np.array(ids), np.array(guidance, np.float16)
+
+
+@pytest.mark.parametrize("how", ["max", "mean", "sum"])
+def test_blocks_equal_the_document_by_document_reference(lab, tmp_path, how):
+    folder, texts = lab
+    recipe = recipe_from_dict(
+        recipe_dict(folder, data={"blocks": str(tmp_path / "b")}, objective={"aggregation": how})
+    )
+    manifest = prepare(recipe)
+    eos = load_tokenizer(str(folder / "student")).id_of("<end>")
+    ids, guidance = reference_stream(
+        texts, folder / "student", LossStore.open(folder / "store"), how, eos
+    )
+    blocks = Blocks(tmp_path / "b", 32)
+    assert blocks.tokens == len(ids) and len(blocks) == len(ids) // 32
+    assert len(manifest["parts"]) == 4  # so blocks cross part borders
+    got = [blocks[i] for i in range(len(blocks))]
+    whole = len(blocks) * 32
+    np.testing.assert_array_equal(np.concatenate([b["input_ids"] for b in got]), ids[:whole])
+    np.testing.assert_array_equal(
+        np.concatenate([b["guidance"] for b in got]).astype(np.float16), guidance[:whole]
+    )
+    summary = manifest["summary"]
+    assert summary["documents"] == len(texts) and summary["separators"] == len(texts)
+    assert summary["mapped"] == int((~np.isnan(guidance)).sum())
+    assert sum(summary["guidance_histogram"]) == summary["mapped"]
+    assert summary["mapped_share"] == summary["mapped"] / len(ids)
+    assert 0 < summary["one_to_one_share"] < 1
+
+
+def test_documents_are_numbered_within_a_block(lab, tmp_path):
+    folder, texts = lab
+    recipe = recipe_from_dict(recipe_dict(folder, data={"blocks": str(tmp_path / "b")}))
+    prepare(recipe)
+    blocks = Blocks(tmp_path / "b", 32)
+    eos = load_tokenizer(str(folder / "student")).id_of("<end>")
+    for index in range(len(blocks)):
+        block = blocks[index]
+        ends = np.concatenate([[0], np.cumsum(block["input_ids"] == eos)])[:-1]
+        first = int(block["document"][0])  # a block that starts with a new document
+        np.testing.assert_array_equal(block["document"] - first, ends)
+        touched = blocks.documents(index)
+        assert len(touched) == int(ends[-1]) + 1
+        assert touched == sorted(touched)
+
+
+def test_any_number_of_workers_gives_the_same_files(lab, tmp_path):
+    folder, _ = lab
+    one = recipe_from_dict(recipe_dict(folder, data={"blocks": str(tmp_path / "one")}))
+    two = recipe_from_dict(recipe_dict(folder, data={"blocks": str(tmp_path / "two")}))
+    prepare(one, workers=1)
+    prepare(two, workers=2)
+    assert files_digest(tmp_path / "one") == files_digest(tmp_path / "two")
+
+
+def _prepare_slowly(tree, delay):
+    from vocagnolm.data import part
+
+    original = part.tokenise
+
+    def slow(*args):
+        time.sleep(delay)
+        return original(*args)
+
+    part.tokenise = slow
+    prepare(recipe_from_dict(tree))
+
+
+@pytest.mark.parametrize("parts_before_kill", [1, 3])
+def test_killed_and_run_again_equals_uninterrupted(lab, tmp_path, parts_before_kill):
+    folder, _ = lab
+    tree = recipe_dict(folder, data={"blocks": str(tmp_path / "killed")})
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_prepare_slowly, args=(tree, 0.3))
+    process.start()
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "killed").glob("part-*"))) < parts_before_kill:
+        assert time.monotonic() < deadline and process.is_alive()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    with pytest.raises(BlocksError, match="not complete"):
+        Blocks(tmp_path / "killed", 32)
+    prepare(recipe_from_dict(tree))
+    prepare(recipe_from_dict(recipe_dict(folder, data={"blocks": str(tmp_path / "whole")})))
+    assert files_digest(tmp_path / "killed") == files_digest(tmp_path / "whole")
+
+
+def test_other_settings_are_refused_and_named(lab, tmp_path):
+    folder, _ = lab
+    base = {"blocks": str(tmp_path / "b")}
+    prepare(recipe_from_dict(recipe_dict(folder, data=base)))
+    with pytest.raises(BlocksError, match="aggregation: 'max' -> 'mean'"):
+        prepare(recipe_from_dict(recipe_dict(folder, data=base, objective={"aggregation": "mean"})))
+    with pytest.raises(BlocksError, match="eos: 0 -> None"):
+        prepare(recipe_from_dict(recipe_dict(folder, data={**base, "eos": None})))
+    # a method that needs less may share them
+    prepare(recipe_from_dict(recipe_dict(folder, data=base, objective={"method": "cpt"})))
+    with pytest.raises(BlocksError, match="teacher_losses"):
+        prepare(recipe_from_dict(recipe_dict(folder, data=base, objective={"method": "chunk"})))
+
+
+def test_a_folder_with_other_things_is_left_alone(lab, tmp_path):
+    folder, _ = lab
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(BlocksError, match="not empty"):
+        prepare(recipe_from_dict(recipe_dict(folder, data={"blocks": str(tmp_path)})))
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_documents_that_the_store_lacks(lab, tmp_path):
+    folder, texts = lab
+    corpus = write_corpus(tmp_path / "c.jsonl", [*texts[:5], "not in the store", *texts[5:8]])
+
+    def tree(name, missing):
+        return recipe_from_dict(
+            recipe_dict(
+                folder,
+                corpus={"files": [str(corpus)]},
+                data={"blocks": str(tmp_path / name), "missing": missing},
+            )
+        )
+
+    with pytest.raises(BlocksError, match=r"Document 5 .*'not in the store"):
+        prepare(tree("error", "error"))
+    dropped = prepare(tree("drop", "drop"))["summary"]
+    kept = prepare(tree("keep", "keep"))["summary"]
+    assert dropped["documents"] == 8 and kept["documents"] == 9
+    assert dropped["missing_documents"] == kept["missing_documents"] == 1
+    assert dropped["mapped"] == kept["mapped"] and dropped["tokens"] < kept["tokens"]
+
+
+def test_an_edited_document_is_noticed_by_its_hash(lab, tmp_path):
+    folder, texts = lab
+    corpus = write_corpus(tmp_path / "c.jsonl", [texts[0], texts[1].replace("a", "e", 1)])
+    tree = recipe_dict(
+        folder, corpus={"files": [str(corpus)]}, data={"blocks": str(tmp_path / "b")}
+    )
+    with pytest.raises(BlocksError, match="Document 1 "):
+        prepare(recipe_from_dict(tree))
+
+
+def test_unusable_documents_are_counted(lab, tmp_path):
+    folder, texts = lab
+    corpus = write_corpus(tmp_path / "c.jsonl", [texts[0], "", "\ud800", texts[1]])
+    corpus.write_text(corpus.read_text() + "{broken\n")
+    recipe = recipe_from_dict(
+        recipe_dict(folder, corpus={"files": [str(corpus)]}, data={"blocks": str(tmp_path / "b")})
+    )
+    summary = prepare(recipe)["summary"]
+    assert summary["documents"] == 2 and summary["unusable_documents"] == 3
+
+
+def test_without_a_store_there_is_no_guidance(lab, tmp_path):
+    folder, _ = lab
+    recipe = recipe_from_dict(
+        recipe_dict(
+            folder,
+            store={"path": None},
+            data={"blocks": str(tmp_path / "b")},
+            objective={"method": "cpt"},
+        )
+    )
+    manifest = prepare(recipe)
+    block = Blocks(tmp_path / "b", 32)[0]
+    assert "guidance" not in block and manifest["columns"] == [
+        *("ids", "document_tokens", "document_index")
+    ]
+
+
+def test_bos_from_the_template_and_wide_ids(tmp_path):
+    texts = make_lab(tmp_path, 10)
+    folder = save_tokenizer(tmp_path / "framed", kind="pieces")
+    description = json.loads((folder / "tokenizer.json").read_text())
+    description["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<s>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(description))
+    write_store(tmp_path / "s2", texts, tmp_path / "student")
+    recipe = recipe_from_dict(
+        recipe_dict(
+            tmp_path, student={"tokenizer": str(folder)}, store={"path": str(tmp_path / "s2")}
+        )
+    )
+    manifest = prepare(recipe)
+    assert (manifest["settings"]["bos"], manifest["settings"]["eos"]) == (1, 2)
+    blocks = Blocks(tmp_path / "blocks", 16)
+    stream = np.concatenate([blocks[i]["input_ids"] for i in range(len(blocks))])
+    guidance = np.concatenate([blocks[i]["guidance"] for i in range(len(blocks))])
+    assert stream[0] == 1
+    after_end = np.flatnonzero(stream[:-1] == 2) + 1
+    assert (stream[after_end] == 1).all()
+    assert np.isnan(guidance[np.isin(stream, [1, 2])]).all()
+
+
+def test_block_text_and_spans_are_exact(lab, tmp_path):
+    folder, texts = lab
+    recipe = recipe_from_dict(
+        recipe_dict(folder, data={"blocks": str(tmp_path / "b"), "extra_columns": ["text"]})
+    )
+    prepare(recipe)
+    blocks = Blocks(tmp_path / "b", 32)
+    tokenizer = load_tokenizer(str(folder / "student"))
+    joined = b""
+    for index in range(len(blocks)):
+        text, spans = blocks.text(index)
+        joined += text
+        for token, (start, end) in zip(blocks[index]["input_ids"], spans, strict=True):
+            expected = tokenizer.bytes_of(int(token)) if tokenizer.token(token) != "<end>" else b""
+            assert text[start:end] == expected
+    assert "".join(texts).encode().startswith(joined) and len(joined) > 0
+
+
+def test_chunk_guidance_is_the_mean_of_the_teacher_chunk(lab, tmp_path):
+    folder, _ = lab
+    recipe = recipe_from_dict(
+        recipe_dict(folder, data={"blocks": str(tmp_path / "b")}, objective={"method": "chunk"})
+    )
+    prepare(recipe)
+    blocks = Blocks(tmp_path / "b", 32, chunks=4)
+    store = LossStore.open(folder / "store")
+    everything = np.concatenate([store[i][1] for i in range(len(store))])
+    starts = np.cumsum([0, *(int(p["tokens"]) for p in blocks.manifest["parts"])])
+    checked = 0
+    for index in range(len(blocks)):
+        if ((starts > index * 32) & (starts < index * 32 + 32)).any():
+            continue  # crosses a part: the ranges of two parts do not share one numbering
+        ranges = blocks.read("teacher_range", index * 32, index * 32 + 32)
+        mapped = ranges[ranges[:, 0] >= 0]
+        part = int(np.searchsorted(starts, index * 32, side="right")) - 1
+        origin = sum(len(store[d][0]) for d in range(16 * part))
+        behind = everything[origin + mapped[:, 0].min() : origin + mapped[:, 1].max() + 1]
+        guidance = blocks[index]["guidance"]
+        for chunk in range(4):
+            low, high = len(behind) * chunk // 4, len(behind) * (chunk + 1) // 4
+            expected = behind[low:high].mean()
+            # positions 8c..8c+7 predict tokens 8c+1..8c+8
+            values = guidance[8 * chunk + 1 : 8 * chunk + 9]
+            np.testing.assert_allclose(values, expected, rtol=1e-3)
+        checked += 1
+    assert checked > 5
+
+
+def test_order_is_a_permutation_per_epoch_and_depends_on_the_seed(lab, tmp_path):
+    folder, _ = lab
+    prepare(recipe_from_dict(recipe_dict(folder, data={"blocks": str(tmp_path / "b")})))
+    blocks = Blocks(tmp_path / "b", 32)
+    n = len(blocks)
+    order = TrainingOrder(blocks, 2 * n + 3, seed=5)
+    visited = [order.block_index(i) for i in range(len(order))]
+    assert sorted(visited[:n]) == sorted(visited[n : 2 * n]) == list(range(n))
+    assert visited[:n] != visited[n : 2 * n]
+    again = TrainingOrder(blocks, 2 * n + 3, seed=5)
+    assert [again.block_index(i) for i in reversed(range(len(order)))] == visited[::-1]
+    other = TrainingOrder(blocks, n, seed=6)
+    assert [other.block_index(i) for i in range(n)] != visited[:n]
+    assert order[n]["block"] == visited[n]
+
+
+def test_too_small_a_corpus_says_so(lab, tmp_path):
+    folder, _ = lab
+    prepare(recipe_from_dict(recipe_dict(folder, data={"blocks": str(tmp_path / "b")})))
+    with pytest.raises(BlocksError, match="fewer than one block"):
+        Blocks(tmp_path / "b", 10_000_000)

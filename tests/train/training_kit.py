@@ -1,0 +1,133 @@
+"""Throw-away tokenizers, models, corpora and stores for the data and training tests."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from vocagnolm.align import load_tokenizer
+from vocagnolm.data.corpus import document_hash
+from vocagnolm.store import StoreWriter
+from vocagnolm.store.format import Shard, narrowest_unsigned, to_float16
+
+WORDS = (
+    "the sum of two numbers is a number and prime integers divide theorem proof let x be real "
+    "then y = x + 1 hence \\frac{a}{b} naïve café ½ 東京 42 3.14 1000 equation solution answer"
+).split()
+
+
+def documents(count: int, seed: int = 0, words: int = 60) -> list[str]:
+    rng = random.Random(seed)
+    return [
+        " ".join(rng.choice(WORDS) for _ in range(rng.randint(words // 3, words))) + ".\n"
+        for _ in range(count)
+    ]
+
+
+def write_corpus(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
+    return path
+
+
+def save_tokenizer(folder: Path, *, kind: str, size: int = 320) -> Path:
+    """`bytes`: byte-level BPE with an end token. `pieces`: SentencePiece-like BPE, other merges,
+    a beginning token in its template."""
+    texts = documents(200, seed=99)
+    if kind == "bytes":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=["<end>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
+        eos = "<end>"
+    else:
+        tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+        trainer = trainers.BpeTrainer(
+            vocab_size=size + 200,
+            special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))],
+            max_token_length=6,
+        )
+        eos = "</s>"
+    tokenizer.train_from_iterator(texts, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_store(folder: Path, texts: list[str], tokenizer: Path, seed: int = 0) -> Path:
+    """A loss store with made-up losses, a function of seed and document alone."""
+    teacher = load_tokenizer(str(tokenizer))
+    spans = teacher.spans_batch(texts)
+    rng = np.random.default_rng(seed)
+    writer = StoreWriter(folder, {"teacher": {"name": "made-up"}, "seed": seed}, 1)
+    writer.begin()
+    writer.write_shard(
+        Shard(
+            number=0,
+            first_document=0,
+            document_span=len(texts),
+            document_hash=np.stack(
+                [np.frombuffer(document_hash(text), np.uint8) for text in texts]
+            ),
+            document_index=np.arange(len(texts), dtype="<u8"),
+            token_count=np.array([len(s) for s in spans], "<u4"),
+            token_bytes=narrowest_unsigned(np.concatenate([s.token_bytes for s in spans])),
+            nll=to_float16(rng.gamma(2.0, 1.0, sum(len(s) for s in spans))),
+        )
+    )
+    writer.finish()
+    return folder
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+
+
+def recipe_dict(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A whole recipe in `folder`; sections given here are merged over it."""
+    tree: dict[str, dict[str, Any]] = {
+        "student": {"config": dict(LLAMA), "tokenizer": str(folder / "student")},
+        "corpus": {"files": [str(folder / "corpus.jsonl")]},
+        "store": {"path": str(folder / "store")},
+        "data": {"blocks": str(folder / "blocks"), "block_size": 32, "part_documents": 16},
+        "objective": {"method": "guided"},
+        "optimizer": {"learning_rate": 3e-3, "min_learning_rate": 3e-4},
+        "train": {"device": "cpu", "batch_blocks": 8, "micro_batch": 4},
+        "run": {"folder": str(folder / "run"), "save_every": 4, "log_every": 1},
+    }
+    for name, content in sections.items():
+        tree[name] = {**tree.get(name, {}), **content}
+    return tree
+
+
+def make_lab(folder: Path, count: int = 60) -> list[str]:
+    """Student and teacher tokenizers, a corpus and a store in `folder`."""
+    texts = documents(count)
+    save_tokenizer(folder / "student", kind="bytes")
+    save_tokenizer(folder / "teacher", kind="pieces")
+    write_corpus(folder / "corpus.jsonl", texts)
+    write_store(folder / "store", texts, folder / "teacher")
+    return texts
