@@ -132,8 +132,9 @@ def _is_ours_before_begin(name: str) -> bool:
 def refuse_other_identity(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     differences = list(_differences(found, wanted))
     if differences:
-        lines = "\n".join(f"  {name}: the store has {a}, this run has {b}"
-                          for name, a, b in differences[:8])
+        lines = "\n".join(
+            f"  {name}: the store has {a}, this run has {b}" for name, a, b in differences[:8]
+        )
         raise StoreError(
             f"{path} was made with other settings or another corpus:\n{lines}\n"
             "Run with the store's settings to go on with it, or choose another --out. "

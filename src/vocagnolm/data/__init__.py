@@ -1,0 +1,1 @@
+"""Documents, and the packed blocks that training reads."""

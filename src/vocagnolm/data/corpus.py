@@ -1,0 +1,218 @@
+"""Documents from files, folders and datasets, each with its place for error reports.
+
+A corpus is a numbered sequence of documents. What counts as a document is decided by the files
+alone (a line that is not blank, a row, a text file), never by whether it can be used: a broken line
+keeps its number, so that numbers, shards and fingerprints do not move when a reader grows wiser.
+"""
+
+import difflib
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vocagnolm.data.sources import (
+    JSONL_SUFFIXES,
+    TEXT_SUFFIXES,
+    DatasetSource,
+    JsonLines,
+    ParquetRows,
+    Problem,
+    Record,
+    Source,
+    TextFile,
+)
+from vocagnolm.errors import CorpusError
+
+PARQUET_SUFFIXES = (".parquet",)
+MAX_DOCUMENT_BYTES = 16 * 2**20
+
+
+def document_hash(text: str) -> bytes:
+    """First 16 bytes of the SHA-256 of the text's UTF-8 bytes."""
+    return hashlib.sha256(text.encode()).digest()[:16]
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document of a corpus. Either `text` or `problem` is set."""
+
+    index: int
+    """Number in the corpus, from 0."""
+    place: str
+    """Where it stands: `file.jsonl:12`, `file.parquet[3]`, `file.txt`."""
+    text: str | None
+    problem: str | None = None
+    """Why it cannot be used."""
+
+
+class Corpus:
+    """An ordered set of sources read as one sequence of documents."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        text_field: str = "text",
+        limit: int | None = None,
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    ):
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit must be at least 1, not {limit}")
+        self.sources = tuple(sources)
+        self.text_field = text_field
+        self.limit = limit
+        self.max_document_bytes = max_document_bytes
+        # One pass over the bytes: counts documents, remembers where to seek, takes the checksum.
+        self._starts = [0, *itertools.accumulate(len(source) for source in self.sources)]
+        self._check_text_field()
+
+    def __len__(self) -> int:
+        total = self._starts[-1]
+        return total if self.limit is None else min(total, self.limit)
+
+    def describe(self) -> dict[str, Any]:
+        """Identity of the corpus: what a store remembers and compares. Names are kept without
+        their folders, so that a corpus may move."""
+        about: dict[str, Any] = {
+            "documents": len(self),
+            "text_field": self.text_field,
+            "limit_documents": self.limit,
+            "max_document_bytes": self.max_document_bytes,
+            "sources": [
+                {"name": s.name, "documents": len(s), "sha256": s.fingerprint} for s in self.sources
+            ],
+        }
+        digest = hashlib.sha256()
+        for part in (self.text_field, str(len(self)), *(s.fingerprint for s in self.sources)):
+            digest.update(part.encode() + b"\0")
+        return {"fingerprint": digest.hexdigest(), **about}
+
+    @property
+    def fingerprint(self) -> str:
+        return self.describe()["fingerprint"]
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Document]:
+        """Documents `start..stop`, without reading what lies before them where files can seek."""
+        stop = len(self) if stop is None else min(stop, len(self))
+        for number, source in enumerate(self.sources):
+            first, last = self._starts[number], self._starts[number + 1]
+            if last <= start or first >= stop:
+                continue
+            inside = range(max(start, first) - first, min(stop, last) - first)
+            for offset, record in zip(inside, source.read(inside.start, inside.stop), strict=True):
+                yield self._document(first + offset, record)
+
+    def __iter__(self) -> Iterator[Document]:
+        return self.read()
+
+    def require_unchanged(self) -> None:
+        """The files must be those that were counted and hashed when the corpus was opened."""
+        for source in self.sources:
+            if source.changed():
+                raise CorpusError(
+                    f"{source.name} was changed while it was read. Leave the corpus alone while "
+                    "it is scored, and score again into another --out."
+                )
+
+    def _document(self, index: int, record: Record) -> Document:
+        place, value = record.place, record.value
+        if isinstance(value, dict):
+            value = value.get(self.text_field, Problem(f"no field {self.text_field!r}"))
+        if not isinstance(value, str | Problem):
+            value = Problem(f"field {self.text_field!r} holds {type(value).__name__}, not text")
+        if isinstance(value, str):
+            value = self._problem_of(value) or value
+        if isinstance(value, Problem):
+            return Document(index, place, None, value.reason)
+        return Document(index, place, value)
+
+    def _problem_of(self, text: str) -> Problem | None:
+        if not text:
+            return Problem("empty")
+        try:
+            n_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            return Problem(f"lone surrogate: at character {error.start}")
+        if n_bytes > self.max_document_bytes:
+            return Problem(f"huge: {n_bytes:,} bytes, the limit is {self.max_document_bytes:,}")
+        return None
+
+    def _check_text_field(self) -> None:
+        """A wrong --text-field would skip every document: say so at the start."""
+        for source in self.sources:
+            for record in source.read(0, min(1, len(source))):
+                if isinstance(record.value, dict) and self.text_field not in record.value:
+                    fields = sorted(map(str, record.value))
+                    near = difflib.get_close_matches(self.text_field, fields, n=1)
+                    raise CorpusError(
+                        f"{record.place} has no field {self.text_field!r}; its fields are: "
+                        f"{', '.join(fields)}."
+                        + (f" Did you mean --text-field {near[0]}?" if near else "")
+                        + ("" if near else " Name the text with --text-field.")
+                    )
+
+
+def open_corpus(
+    paths: str | Path | Sequence[str | Path],
+    *,
+    text_field: str = "text",
+    limit: int | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+) -> Corpus:
+    """A corpus from files (jsonl, jsonl.gz, jsonl.zst, parquet, txt), folders of those, or
+    datasets of the Hugging Face hub (`owner/name` or `owner/name:split`)."""
+    if isinstance(paths, str | Path):
+        paths = [paths]
+    if not paths:
+        raise ValueError("a corpus needs at least one path")
+    sources = [source for path in paths for source in _sources_of(path, text_field)]
+    corpus = Corpus(
+        sources, text_field=text_field, limit=limit, max_document_bytes=max_document_bytes
+    )
+    if len(corpus) == 0:
+        raise CorpusError(f"{', '.join(map(str, paths))} holds no documents.")
+    return corpus
+
+
+def _sources_of(path: str | Path, text_field: str) -> list[Source]:
+    local = Path(path)
+    if local.is_dir():
+        files = sorted(p for p in local.rglob("*") if p.is_file() and _reader_of(p) is not None)
+        if not files:
+            raise CorpusError(f"{local} holds no file that can be read. {_KNOWN}")
+        return [_open_file(p, p.relative_to(local).as_posix(), text_field) for p in files]
+    if local.is_file():
+        if _reader_of(local) is None:
+            raise CorpusError(f"{local} has an unknown ending. {_KNOWN}")
+        return [_open_file(local, local.name, text_field)]
+    if isinstance(path, str) and path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        return [DatasetSource(path, text_field)]
+    raise CorpusError(f"{path} does not exist. {_KNOWN}")
+
+
+_KNOWN = (
+    f"Known are {', '.join((*JSONL_SUFFIXES, *PARQUET_SUFFIXES, *TEXT_SUFFIXES))} files "
+    "(jsonl also with .gz or .zst), folders of those, and datasets of the hub (owner/name)."
+)
+
+
+def _reader_of(path: Path) -> type[JsonLines] | type[ParquetRows] | type[TextFile] | None:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in (".gz", ".zst"):
+        suffixes.pop()
+        return JsonLines if suffixes and suffixes[-1] in JSONL_SUFFIXES else None
+    last = suffixes[-1] if suffixes else ""
+    if last in JSONL_SUFFIXES:
+        return JsonLines
+    if last in PARQUET_SUFFIXES:
+        return ParquetRows
+    return TextFile if last in TEXT_SUFFIXES else None
+
+
+def _open_file(path: Path, name: str, text_field: str) -> Source:
+    reader = _reader_of(path)
+    assert reader is not None
+    return reader(path, name, text_field)

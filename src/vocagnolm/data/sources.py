@@ -1,0 +1,264 @@
+"""The kinds of places documents come from. Each counts its documents, takes a checksum of its
+bytes in the same pass, and reads any range of documents."""
+
+import contextlib
+import gzip
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from vocagnolm.errors import CorpusError, MissingExtraError
+
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".tex")
+# A place to seek to is remembered this often; between two, lines are skipped unread.
+_LINES_PER_MARK = 256
+_READ_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Problem:
+    reason: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One entry of a source as it stands: a mapping of fields, a text, or what is wrong."""
+
+    place: str
+    value: Any
+
+
+class Source(Protocol):
+    name: str
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> Iterator[Record]: ...
+
+    def changed(self) -> bool: ...
+
+
+class _File:
+    """A file on disk with the state in which it was first read."""
+
+    def __init__(self, path: Path, name: str):
+        self.path = path
+        self.name = name
+        self._state = self._stat()
+
+    def _stat(self) -> tuple[int, int]:
+        try:
+            status = self.path.stat()
+        except OSError as error:
+            raise CorpusError(f"{self.path} cannot be read: {error.strerror}.") from None
+        return status.st_size, status.st_mtime_ns
+
+    def changed(self) -> bool:
+        return self._stat() != self._state
+
+
+class JsonLines(_File):
+    """One JSON value a line; blank lines do not count. Plain, .gz or .zst."""
+
+    def __init__(self, path: Path, name: str, text_field: str):
+        super().__init__(path, name)
+        self._marks: list[tuple[int, int]] = []  # (byte, line) of every 256th document
+        digest = hashlib.sha256()
+        self._documents = 0
+        position = 0
+        with self._open() as file, self._readable():
+            for number, line in enumerate(file):
+                digest.update(line)
+                if not line.isspace():
+                    if self._documents % _LINES_PER_MARK == 0:
+                        self._marks.append((position, number))
+                    self._documents += 1
+                position += len(line)
+        # Of the content, not of the compressed bytes: compressing a corpus does not change it.
+        self.fingerprint = digest.hexdigest()
+        # Documents still to be read from an open file: shards are mostly asked for in order.
+        self._cursor: tuple[int, IO[bytes], int] | None = None
+
+    def __len__(self) -> int:
+        return self._documents
+
+    def read(self, start: int, stop: int) -> Iterator[Record]:
+        file, document, number = self._at(start)
+        with self._readable():
+            while document < stop and (line := file.readline()):
+                number += 1
+                if line.isspace():
+                    continue
+                document += 1
+                if document > start:
+                    yield Record(f"{self.name}:{number}", _json_value(line))
+        self._cursor = (document, file, number)
+
+    def _at(self, start: int) -> tuple[IO[bytes], int, int]:
+        """An open file before document `start` or some before it: (file, document, line)."""
+        cursor, self._cursor = self._cursor, None
+        mark = start // _LINES_PER_MARK
+        if cursor is not None:
+            document, file, number = cursor
+            seekable = not self._compressed
+            if document <= start and not (seekable and mark * _LINES_PER_MARK > document):
+                return file, document, number
+            file.close()
+        file = self._open()
+        if self._compressed or mark >= len(self._marks):
+            return file, 0, 0
+        position, number = self._marks[mark]
+        file.seek(position)
+        return file, mark * _LINES_PER_MARK, number
+
+    @property
+    def _compressed(self) -> bool:
+        return self.path.suffix.lower() in (".gz", ".zst")
+
+    def _open(self) -> IO[bytes]:
+        suffix = self.path.suffix.lower()
+        try:
+            if suffix == ".gz":
+                return gzip.open(self.path, "rb")
+            if suffix == ".zst":
+                return _open_zstandard(self.path)
+            return open(self.path, "rb", buffering=_READ_BYTES)
+        except OSError as error:
+            raise CorpusError(f"{self.path} cannot be read: {error.strerror}.") from None
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError) as error:
+            raise CorpusError(f"{self.path} cannot be read to its end: {error}.") from error
+        except Exception as error:
+            # zlib.error, zstandard.ZstdError: the decompressors' own kinds
+            if type(error).__module__.split(".")[0] not in ("zlib", "zstandard"):
+                raise
+            raise CorpusError(f"{self.path} cannot be decompressed: {error}.") from error
+
+
+def _open_zstandard(path: Path) -> IO[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise MissingExtraError("zstandard", "data", f"reading {path.name}") from None
+    return zstandard.open(path, "rb")
+
+
+def _json_value(line: bytes) -> Any:
+    try:
+        value = json.loads(line)
+    except UnicodeDecodeError as error:
+        return Problem(f"not UTF-8: at byte {error.start} of the line")
+    except ValueError as error:
+        return Problem(f"not JSON: {error}")
+    return value if isinstance(value, dict | str) else Problem("not JSON: not an object")
+
+
+class TextFile(_File):
+    """One file, one document."""
+
+    def __init__(self, path: Path, name: str, text_field: str):
+        super().__init__(path, name)
+        with open(path, "rb") as file:
+            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+
+    def __len__(self) -> int:
+        return 1
+
+    def read(self, start: int, stop: int) -> Iterator[Record]:
+        if start < 1 <= stop:
+            try:
+                yield Record(self.name, self.path.read_bytes().decode())
+            except UnicodeDecodeError as error:
+                yield Record(self.name, Problem(f"not UTF-8: at byte {error.start}"))
+
+
+class ParquetRows(_File):
+    """One row, one document. Only the text column is read."""
+
+    def __init__(self, path: Path, name: str, text_field: str):
+        super().__init__(path, name)
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError:
+            raise MissingExtraError("pyarrow", "data", f"reading {path.name}") from None
+        try:
+            self._file = pq.ParquetFile(path)
+        except (OSError, pa.ArrowException) as error:
+            raise CorpusError(f"{path} cannot be read as Parquet: {error}.") from None
+        self._text_field = text_field
+        with open(path, "rb") as file:
+            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+
+    def __len__(self) -> int:
+        return self._file.metadata.num_rows
+
+    def read(self, start: int, stop: int) -> Iterator[Record]:
+        names = self._file.schema_arrow.names
+        if self._text_field not in names:  # reported by the corpus, with the names there are
+            for row in range(start, stop):
+                yield Record(f"{self.name}[{row}]", dict.fromkeys(names))
+            return
+        first = 0
+        for group in range(self._file.metadata.num_row_groups):
+            rows = self._file.metadata.row_group(group).num_rows
+            low, high = max(start, first), min(stop, first + rows)
+            if low < high:
+                table = self._file.read_row_group(group, columns=[self._text_field])
+                values = table.column(0).slice(low - first, high - low)
+                for row, value in zip(range(low, high), values, strict=True):
+                    yield Record(f"{self.name}[{row}]", {self._text_field: _arrow_text(value)})
+            first += rows
+
+
+def _arrow_text(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        return Problem(f"not UTF-8: at byte {error.start}")
+
+
+class DatasetSource:
+    """A dataset of the Hugging Face hub: `owner/name`, or `owner/name:split`."""
+
+    def __init__(self, name: str, text_field: str):
+        try:
+            import datasets
+        except ImportError:
+            raise MissingExtraError("datasets", "data", f"reading {name} from the hub") from None
+        repository, _, split = name.partition(":")
+        try:
+            self._rows = datasets.load_dataset(repository, split=split or "train")
+        except Exception as error:  # the library raises a dozen kinds; all mean: not to be had
+            raise CorpusError(
+                f"{name} is neither a file nor a folder here, and it cannot be had as a dataset "
+                f"of the hub: {type(error).__name__}: {error}"
+            ) from error
+        self.name = name
+        self._text_field = text_field
+        digest = hashlib.sha256()
+        for record in self.read(0, len(self)):
+            digest.update(json.dumps(record.value, sort_keys=True, default=str).encode())
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, start: int, stop: int) -> Iterator[Record]:
+        for row in range(start, stop):
+            fields = self._rows[row]
+            if self._text_field in fields:
+                fields = {self._text_field: fields[self._text_field]}
+            yield Record(f"{self.name}[{row}]", fields)
+
+    def changed(self) -> bool:
+        return False

@@ -1,0 +1,73 @@
+"""torch.compile for the layers of a model, so that a shape decides the kernels.
+
+Kernels that differ in rounding would make a score depend on what was compiled before it. So the
+shape that carries most of the work (full batches of full windows) has a graph of its own, and all
+other shapes share one graph with symbolic sizes, which is always compiled for the same example.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from vocagnolm.model.head import row_nll_eager
+
+# Layers of one kind share a graph; models that alternate kinds (sliding and full attention) need
+# one for each, and torch gives up at 8.
+_GRAPHS_ALLOWED = 64
+
+
+def _full_layer(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(layer, *args, **kwargs)
+
+
+def _other_layer(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # The same as above on purpose: torch keeps its graphs by code object, and these two must not
+    # share theirs.
+    return forward(layer, *args, **kwargs)
+
+
+def compile_layers(model: nn.Module, full_shape: tuple[int, int], **options: Any) -> bool:
+    """Compile every layer of `model` in place; False where no stack of layers is found.
+    `full_shape` is (rows, row tokens) of a full batch."""
+    layers = find_layers(model)
+    if layers is None:
+        return False
+    torch._dynamo.config.recompile_limit = max(
+        _GRAPHS_ALLOWED, torch._dynamo.config.recompile_limit
+    )
+    full = torch.compile(_full_layer, dynamic=False, **options)
+    other = torch.compile(_other_layer, dynamic=True, **options)
+    for layer in layers:
+        layer.forward = partial(_dispatch, full, other, full_shape, layer)
+    return True
+
+
+def _dispatch(
+    full: Callable[..., Any],
+    other: Callable[..., Any],
+    full_shape: tuple[int, int],
+    layer: nn.Module,
+    hidden: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    run = full if tuple(hidden.shape[:2]) == full_shape else other
+    return run(layer, type(layer).forward, hidden, *args, **kwargs)
+
+
+def find_layers(model: nn.Module) -> nn.ModuleList | None:
+    """The stack of decoder layers: the longest list of modules, if it is as long as the
+    configuration says."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    longest = max(lists, key=len, default=None)
+    config: Any = model.config
+    expected = getattr(config.get_text_config(), "num_hidden_layers", None)
+    return longest if longest is not None and len(longest) == expected else None
+
+
+def compiled_row_nll(**options: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Log-sum-exp and label logit in one pass over a tile, without temporaries of its size."""
+    return torch.compile(row_nll_eager, dynamic=False, **options)

@@ -1,0 +1,289 @@
+"""Load a causal language model without running anybody's code.
+
+Weights come from safetensors or GGUF, which hold numbers only. Pickled checkpoints (`.bin`, `.pt`)
+can run code when they are opened and are refused, and so is a model's own Python code unless the
+user asks for it.
+"""
+
+import hashlib
+import importlib.util
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from vocagnolm.align import TextTokenizer, load_tokenizer
+from vocagnolm.errors import MissingExtraError, ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICES = ("auto", "cpu", "cuda")
+# The fingerprint reads this many evenly spaced blocks of every weight file: a 140 GB model is
+# told from its fine-tuned sister in a second.
+_FINGERPRINT_BLOCKS = 1024
+_FINGERPRINT_BLOCK_BYTES = 16 * 1024
+_HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt"]
+_HUB_IGNORED = ["consolidated*", "original/*"]
+
+# transformers' list of optional packages is long; these logs are not for our users
+logging.getLogger("transformers.modeling_gguf_pytorch_utils").setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model that was found and identified, its weights not yet in memory."""
+
+    folder: Path
+    gguf_file: str | None
+    weight_files: tuple[Path, ...]
+    config: Any
+    tokenizer: TextTokenizer
+    prefix_ids: tuple[int, ...]
+    """What the tokenizer puts before a text (beginning-of-text), as the model was trained."""
+    name: str
+    revision: str | None
+    device: torch.device
+    dtype: torch.dtype
+    trust_remote_code: bool = False
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def max_context(self) -> int | None:
+        text_config = self.config.get_text_config()
+        for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
+            value = getattr(text_config, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """What is needed to know the model again."""
+        config_file = () if self.gguf_file else (self.folder / "config.json",)
+        return {
+            "name": self.name,
+            "revision": self.revision,
+            "architecture": (self.config.architectures or [self.config.model_type])[0],
+            "fingerprint": weights_fingerprint([*config_file, *self.weight_files]),
+        }
+
+    def load(self) -> PreTrainedModel:
+        """The model, in evaluation mode, on its device. Only safetensors or GGUF are opened."""
+        options: dict[str, Any] = {"dtype": self.dtype}
+        if self.gguf_file:
+            options |= {"gguf_file": self.gguf_file}
+        else:
+            options |= {"use_safetensors": True, "trust_remote_code": self.trust_remote_code}
+        if self.device.type == "cuda":
+            options["device_map"] = {"": self.device}
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(self.folder), output_loading_info=True, **options
+            )
+        except Exception as error:
+            raise ModelError(_loading_message(self.folder, error)) from error
+        if missing := sorted(report["missing_keys"]):
+            # transformers fills them with random numbers and only warns
+            raise ModelError(
+                f"{self.folder} lacks the weights of {', '.join(missing[:3])} ({len(missing)} in "
+                "all). It is cut short, or not a causal language model."
+            )
+        if model.get_output_embeddings() is None:
+            raise ModelError(f"{self.folder}: {type(model).__name__} has no language-model head.")
+        return model.to(self.device).eval().requires_grad_(False)
+
+
+def load_causal_lm(source: str | Path, **options: Any) -> PreTrainedModel:
+    """Load a model folder, a model of the hub (`owner/name`) or a GGUF file; options as in
+    `open_model`."""
+    return open_model(source, **options).load()
+
+
+def open_model(
+    source: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> ModelFiles:
+    """Find a model and its tokenizer, without loading the weights.
+
+    `dtype="auto"`: float32 on a CPU; on a GPU the checkpoint's own half precision, else bfloat16.
+    """
+    torch_device = resolve_device(device)
+    path = Path(source)
+    if path.suffix.lower() == ".gguf":
+        return _open_gguf(path, torch_device, dtype)
+    name = path.resolve().name if path.is_dir() else str(source)
+    if not path.is_dir():
+        path, revision = _from_hub(str(source), revision, trust_remote_code)
+    files = _weight_files(path)
+    config = _load_config(path, trust_remote_code)
+    tokenizer = load_tokenizer(path)
+    tokenizer.name = name
+    return ModelFiles(
+        folder=path,
+        gguf_file=None,
+        weight_files=tuple(files),
+        config=config,
+        tokenizer=tokenizer,
+        prefix_ids=prefix_of(tokenizer, path),
+        name=name,
+        revision=revision,
+        device=torch_device,
+        dtype=resolve_dtype(dtype, torch_device, config),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def resolve_device(device: str) -> torch.device:
+    if device not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, not {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("--device cuda: torch sees no GPU here. Use --device cpu.")
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_dtype(dtype: str, device: torch.device, config: Any) -> torch.dtype:
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
+        return DTYPES[dtype]
+    if device.type == "cpu":
+        return torch.float32
+    own = getattr(config, "dtype", None)
+    return own if own in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def prefix_of(tokenizer: TextTokenizer, folder: Path | None = None) -> tuple[int, ...]:
+    """The ids that the tokenizer's own template puts before a text; where it has no template, what
+    `tokenizer_config.json` says."""
+    bare = tokenizer.spans("a").ids.tolist()
+    framed = tokenizer.spans("a", add_special_tokens=True).ids.tolist()
+    if len(framed) > len(bare):
+        for start in range(len(framed) - len(bare) + 1):
+            if framed[start : start + len(bare)] == bare:
+                return tuple(framed[:start])
+    settings_file = None if folder is None else folder / "tokenizer_config.json"
+    if settings_file is not None and settings_file.is_file():
+        settings = json.loads(settings_file.read_text(encoding="utf-8"))
+        token = settings.get("bos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if settings.get("add_bos_token") and token:
+            index = tokenizer.id_of(token)
+            return () if index is None else (index,)
+    return ()
+
+
+def weights_fingerprint(files: list[Path]) -> str:
+    """Size and evenly spaced blocks of every file (all of it when it is small)."""
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.suffix} {size}\n".encode())
+        with open(path, "rb") as file:
+            if size <= _FINGERPRINT_BLOCKS * _FINGERPRINT_BLOCK_BYTES:
+                digest.update(file.read())
+                continue
+            for block in range(_FINGERPRINT_BLOCKS):
+                file.seek((size - _FINGERPRINT_BLOCK_BYTES) * block // (_FINGERPRINT_BLOCKS - 1))
+                digest.update(file.read(_FINGERPRINT_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def _open_gguf(path: Path, device: torch.device, dtype: str) -> ModelFiles:
+    if not path.is_file():
+        raise ModelError(f"{path} does not exist.")
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingExtraError("gguf", "gguf", f"reading {path.name}")
+    place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    try:
+        config = AutoConfig.from_pretrained(**place)
+        transformers_tokenizer = AutoTokenizer.from_pretrained(**place)
+    except Exception as error:
+        raise ModelError(f"{path} cannot be read as a GGUF model: {error}") from error
+    tokenizer = load_tokenizer(transformers_tokenizer)
+    tokenizer.name = path.stem
+    prefix = prefix_of(tokenizer)
+    if not prefix and getattr(transformers_tokenizer, "add_bos_token", False):
+        index = transformers_tokenizer.bos_token_id
+        prefix = () if index is None else (int(index),)
+    return ModelFiles(
+        folder=path.parent,
+        gguf_file=path.name,
+        weight_files=(path,),
+        config=config,
+        tokenizer=tokenizer,
+        prefix_ids=prefix,
+        name=path.name,
+        revision=None,
+        device=device,
+        dtype=resolve_dtype(dtype, device, config),
+    )
+
+
+def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> tuple[Path, str]:
+    """Download what is safe to open; nothing else even reaches this machine."""
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise ModelError(
+            f"{name} does not exist. Expected a model folder, a .gguf file or a hub id such as "
+            "Qwen/Qwen2.5-Math-7B."
+        )
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_HUB_PATTERNS, "*.py"] if trust_remote_code else _HUB_PATTERNS
+    try:
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED
+        )
+    except Exception as error:  # network, authorisation, cache: many types, one meaning here
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"'{name}' is neither a folder here nor a model that the hub gave: {reason}. "
+            "Check the spelling, or download it and pass the folder."
+        ) from None
+    return Path(folder), Path(folder).name
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json: it is not a model folder.")
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+        raise ModelError(
+            f"{folder} has no safetensors weights"
+            + (
+                f", only {', '.join(pickled[:3])}: pickled files can run code when they are opened "
+                "and are not loaded. Convert the model once with "
+                "save_pretrained(folder, safe_serialization=True) where you trust it."
+                if pickled
+                else ". Expected model.safetensors or model-00001-of-0000N.safetensors."
+            )
+        )
+    return files
+
+
+def _load_config(folder: Path, trust_remote_code: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ModelError(_loading_message(folder, error)) from error
+
+
+def _loading_message(folder: Path, error: Exception) -> str:
+    text = str(error)
+    if "trust_remote_code" in text:
+        return (
+            f"{folder} needs Python code of its own, which is not run by default. Read that code, "
+            "and pass --trust-remote-code if you trust it."
+        )
+    return f"{folder} cannot be loaded as a causal language model: {type(error).__name__}: {text}"
