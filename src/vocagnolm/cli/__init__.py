@@ -13,6 +13,7 @@ from vocagnolm import __version__
 from vocagnolm.cli import study
 from vocagnolm.cli.align import align
 from vocagnolm.cli.compare import compare
+from vocagnolm.cli.view import view
 from vocagnolm.errors import VocagnolmError
 
 app = typer.Typer(
@@ -51,6 +52,7 @@ def _root(
 app.command()(align)
 app.command()(compare)
 app.add_typer(study.app, name="study")
+app.command()(view)
 
 
 def main() -> None:

@@ -1,0 +1,51 @@
+"""`vocagnolm view`: the interactive page for any pair of tokenizers and any text."""
+
+from pathlib import Path
+
+import typer
+
+
+def view(
+    student: str | None = typer.Option(
+        None,
+        help="The student's tokenizer: folder, tokenizer.json, tokenizer.model or hub id. "
+        "Default: that of --student-model.",
+    ),
+    teacher: str | None = typer.Option(None, help="The teacher's tokenizer, likewise."),
+    text: list[str] = typer.Option([], help="A text to show; give it several times."),
+    file: list[Path] = typer.Option(
+        [], help="A UTF-8 file to show, read as it is; give it several times."
+    ),
+    student_model: str | None = typer.Option(
+        None, help="A model whose losses to show: folder, hub id or GGUF file."
+    ),
+    teacher_model: str | None = typer.Option(
+        None, help="The teacher's model. With both, tokens are coloured by excess and selected."
+    ),
+    keep: float = typer.Option(0.4, min=0.0, max=1.0, help="Share of mapped tokens to keep."),
+    aggregation: str = typer.Option("max", help="Phi: max, mean or sum."),
+    unmapped: str = typer.Option("include", help="Unmapped tokens: include, exclude or mean."),
+    html: Path = typer.Option(..., help="The page to write, for example view.html."),
+) -> None:
+    """Write one self-contained HTML page that shows how two tokenizers share a text.
+
+    Tokenizers alone give the alignment. Models add their losses; with both models every token
+    shows its excess and whether it would be kept. The page needs no network.
+    """
+    from vocagnolm.cli.align import read_utf8
+    from vocagnolm.report.html import write_page
+    from vocagnolm.report.view import view_from_sources
+
+    texts = [(f"text {at}" if len(text) > 1 else "text", one) for at, one in enumerate(text, 1)]
+    texts += [(path.name, read_utf8(path)) for path in file]
+    page = view_from_sources(
+        student=student,
+        teacher=teacher,
+        student_model=student_model,
+        teacher_model=teacher_model,
+        texts=texts,
+        keep=keep,
+        aggregation=aggregation,
+        unmapped=unmapped,
+    )
+    typer.echo(str(write_page(page, html)))

@@ -1,0 +1,41 @@
+"""Pages and figures from finished runs: one self-contained HTML file, and static plots.
+
+`page_data` holds what a page shows, as plain data. `passage`, `statistics`, `runs` and `sample`
+make that data; `html` writes it into one file; `figures` draws the static plots.
+"""
+
+from vocagnolm.report.html import render_page, write_page
+from vocagnolm.report.page_data import (
+    Measure,
+    Page,
+    Passage,
+    Preflight,
+    ResultGroup,
+    Results,
+    Run,
+    Selection,
+    Statistics,
+    TokenRow,
+)
+from vocagnolm.report.passage import build_passage
+from vocagnolm.report.runs import read_run, report_page
+from vocagnolm.report.view import view_page
+
+__all__ = [
+    "Measure",
+    "Page",
+    "Passage",
+    "Preflight",
+    "ResultGroup",
+    "Results",
+    "Run",
+    "Selection",
+    "Statistics",
+    "TokenRow",
+    "build_passage",
+    "read_run",
+    "render_page",
+    "report_page",
+    "view_page",
+    "write_page",
+]

@@ -1,0 +1,58 @@
+// Puts the page together from the parts that have data.
+
+const THEMES = ["auto", "light", "dark"];
+const themeButton = document.getElementById("theme");
+function setTheme(name) {
+  if (name === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = name;
+  themeButton.textContent = { auto: "◐ Auto", light: "○ Light", dark: "● Dark" }[name];
+  themeButton.setAttribute("aria-label", `Colour theme: ${name}. Press to change.`);
+  themeButton.dataset.now = name;
+}
+function remembered() {
+  try { return localStorage.getItem("vocagnolm-theme"); } catch { return null; } // storage may be off
+}
+setTheme(THEMES.includes(remembered()) ? remembered() : "auto");
+themeButton.addEventListener("click", () => {
+  const next = THEMES[(THEMES.indexOf(themeButton.dataset.now) + 1) % THEMES.length];
+  setTheme(next);
+  try { localStorage.setItem("vocagnolm-theme", next); } catch { /* not kept, still set */ }
+});
+
+document.getElementById("title").textContent = page.title;
+if (page.subtitle) {
+  const subtitle = document.getElementById("subtitle");
+  subtitle.textContent = page.subtitle;
+  subtitle.hidden = false;
+}
+
+function headline() {
+  const pair = page.preflight[0];
+  const stats = page.statistics;
+  const items = [];
+  if (stats) items.push(["tokens kept", percent(stats.kept / stats.tokens)]);
+  if (pair && isNumber(pair.overlap_raw)) items.push(["vocabulary shared", percent(pair.overlap_raw)]);
+  if (pair && isNumber(pair.ios)) items.push(["of the text covered", percent(pair.ios)]);
+  if (pair && isNumber(pair.one_to_one)) items.push(["tokens one to one", percent(pair.one_to_one)]);
+  const shown = page.passages.reduce((sum, p) => sum + p.student.text.length, 0);
+  if (shown) items.push(["tokens on this page", whole(shown)]);
+  if (page.runs.length) items.push([page.runs.length === 1 ? "run" : "runs", whole(page.runs.length)]);
+  const list = document.getElementById("headline");
+  for (const [name, value] of items.slice(0, 6)) list.append(h("div", {}, h("dt", {}, name), h("dd", {}, value)));
+  list.hidden = !items.length;
+}
+headline();
+
+const main = document.getElementById("main");
+const nav = document.getElementById("nav");
+for (const note of page.notes) main.append(h("p", { class: "note", vars: { "margin-top": "1.4rem" } }, note));
+const NAV = { results: "Result", tokens: "Tokens", selection: "Kept", curves: "Training", pair: "Pair", recipe: "Recipe" };
+for (const make of [resultsSection, tokensSection, selectionSection, curvesSection, preflightSection, recipeSection]) {
+  const element = make();
+  if (!element) continue;
+  main.append(element);
+  element.mount?.(); // what has to measure itself waits until it is in the page
+  nav.append(h("a", { href: "#" + element.id }, NAV[element.id]));
+}
+document.getElementById("footer").append("Made by vocagnolm. This file stands alone: it holds its data and asks for nothing from the network.");
+document.documentElement.dataset.ready = "true";

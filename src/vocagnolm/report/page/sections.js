@@ -1,0 +1,153 @@
+// The parts of the page below the text. Each returns an element, or null when it has no data.
+
+function resultsSection() {
+  const results = page.results;
+  if (!results) return null;
+  const element = section("results", "The result");
+  if (results.verdict) element.append(h("p", { class: "verdict" }, results.verdict));
+  element.append(h("div", { class: "grid" }, results.measures.map((m, at) => (results.groups.some((g) => g.values[at].some(isNumber)) ? dotPlot(m, results.groups, at) : null))));
+  const best = results.measures.map((m, at) => {
+    const means = results.groups.map((g) => g.values[at].filter(isNumber)).map((v) => (v.length ? mean(v) : NaN));
+    const known = means.filter(isNumber);
+    return m.better === "lower" ? Math.min(...known) : Math.max(...known);
+  });
+  const cell = (group, at) => {
+    const values = group.values[at].filter(isNumber);
+    if (!values.length) return h("td", {}, "–");
+    const m = mean(values);
+    const s = deviation(values);
+    const { digits = 2 } = results.measures[at];
+    return h("td", { class: m === best[at] ? "best" : "" }, fixed(m, digits), s === null ? null : h("span", { class: "pm" }, ` ± ${fixed(s, digits)}`));
+  };
+  const seeds = Math.max(0, ...results.groups.flatMap((g) => g.values.map((v) => v.filter(isNumber).length)));
+  element.append(h("div", { class: "card table", vars: { "margin-top": "1.1rem" } }, h("table", {},
+    h("caption", {}, seeds > 1 ? `Mean ± standard deviation over ${seeds} seeds; the best mean is bold.` : "The best value is bold."),
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "method"), results.measures.map((m) => h("th", { scope: "col" }, m.name + (m.unit ? `, ${m.unit}` : ""))))),
+    h("tbody", {}, results.groups.map((g) => h("tr", {}, h("th", { scope: "row" }, g.name), results.measures.map((_, at) => cell(g, at))))),
+  )));
+  if (results.note) element.append(h("p", { class: "small", vars: { "margin-top": ".8rem" } }, results.note));
+  return element;
+}
+
+function rankedList(title, caption, tokens) {
+  return h("div", { class: "card" }, h("h3", {}, title), h("p", { class: "small" }, caption),
+    tokens.length
+      ? h("ol", { class: "ranked" }, tokens.map((t) => h("li", {}, showToken(h("span", { class: "tok" }), t.text, { spaces: true, limit: 40 }), h("span", { class: "num" }, `${whole(t.kept)} / ${whole(t.tokens)}`))))
+      : h("p", {}, "None occurs often enough to say."));
+}
+
+function selectionSection() {
+  const stats = page.statistics;
+  if (!stats) return null;
+  const rule = page.selection || {};
+  const share = stats.kept / stats.tokens;
+  const element = section("selection", "What was kept", `${whole(stats.kept)} of ${whole(stats.tokens)} target tokens (${percent(share)}) count in the loss${stats.unmapped ? `; ${whole(stats.unmapped)} are unmapped${rule.unmapped ? ` (${rule.unmapped})` : ""}` : ""}.`);
+  const bars = h("div", { class: "bars" });
+  for (const kind of [...stats.kinds].sort((a, b) => b.kept / b.tokens - a.kept / a.tokens)) {
+    const part = kind.kept / kind.tokens;
+    bars.append(h("span", {}, kind.kind),
+      h("div", { class: "track", "aria-hidden": "true" }, h("i", { class: "fill", vars: { "--w": (100 * part).toFixed(2) + "%" } }), h("i", { class: "ref", vars: { "--x": (100 * share).toFixed(2) + "%" } })),
+      h("span", { class: "amount" }, percent(part), " ", h("small", {}, `of ${short(kind.tokens)}`)));
+  }
+  const grid = h("div", { class: "grid pairs" });
+  grid.append(h("div", { class: "card" }, h("h3", {}, "Kept share by kind of token"), h("p", { class: "small" }, `The upright line is the share of all tokens, ${percent(share)}.`), bars));
+  if (stats.excess) {
+    grid.append(h("div", { class: "card" }, h("h3", {}, "Excess and the threshold"),
+      h("p", { class: "keys" }, ["kept", "dropped"].map((name) => h("span", {}, svg("svg", { width: 14, height: 10 }, svg("rect", { class: "bar-" + name, width: 14, height: 10, rx: 2 })), name))),
+      histogram(stats.excess, rule.threshold)));
+  }
+  grid.append(rankedList("Most often kept", "Tokens the student is told to learn: kept / seen.", stats.most_kept));
+  grid.append(rankedList("Most often dropped", "Tokens it knows already, or the teacher cannot predict either: kept / seen.", stats.most_dropped));
+  element.append(grid);
+  return element;
+}
+
+const CURVES = {
+  loss: "Loss over kept tokens, nats",
+  loss_all: "Loss over all tokens, nats",
+  selected_share: "Kept share",
+  mapped_share: "Mapped share",
+  learning_rate: "Learning rate",
+  tokens_per_second: "Tokens per second",
+};
+
+function curvesSection() {
+  const runs = page.runs.filter((run) => Object.keys(run.curves).length);
+  if (!runs.length) return null;
+  const element = section("curves", runs.length > 1 ? "Training, side by side" : "Training");
+  // one colour per method when there are several, dashes tell runs of one method apart
+  const groups = [...new Set(runs.map((run) => run.method || run.name))];
+  const byMethod = groups.length > 1 || runs.length === 1;
+  const styles = runs.map((run, at) => {
+    const group = run.method || run.name;
+    const earlier = runs.slice(0, at).filter((other) => (other.method || other.name) === group).length;
+    return byMethod ? { colour: groups.indexOf(group), dash: earlier } : { colour: at, dash: at };
+  });
+  element.append(h("div", { class: "keys" }, runs.map((run, at) => h("span", {},
+    svg("svg", { width: 30, height: 8 }, svg("line", { class: `series s${seriesClass(styles[at].colour)}`, x1: 1, x2: 29, y1: 4, y2: 4, "stroke-dasharray": DASHES[styles[at].dash % DASHES.length] })),
+    run.method && run.method !== run.name ? `${run.name} (${run.method})` : run.name))));
+  const grid = h("div", { class: "grid" });
+  const known = Object.keys(CURVES);
+  const metrics = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].sort((a, b) => ((known.indexOf(a) + 99) % 99) - ((known.indexOf(b) + 99) % 99));
+  for (const metric of metrics) {
+    const series = runs.map((run, at) => ({ name: run.name, ...styles[at], points: run.curves[metric] || [] })).filter((s) => s.points.length > 1);
+    if (series.length) grid.append(lineChart(series, { label: CURVES[metric] || metric.replaceAll("_", " ") }));
+  }
+  element.append(grid);
+  const binned = Math.max(...runs.map((run) => run.steps_per_point || 1));
+  if (binned > 1) element.append(h("p", { class: "small", vars: { "margin-top": ".8rem" } }, `Every point is the mean of up to ${binned} steps.`));
+  return element;
+}
+
+function preflightSection() {
+  if (!page.preflight.length) return null;
+  const element = section("pair", page.preflight.length > 1 ? "The pairs" : "The pair", "How the two vocabularies fit before anything is trained. Covered means that all of a student token's text lies under teacher tokens (IoS).");
+  const rows = [
+    ["Student vocabulary", (p) => (p.student_vocabulary ? whole(p.student_vocabulary) : null)],
+    ["Teacher vocabulary", (p) => (p.teacher_vocabulary ? whole(p.teacher_vocabulary) : null)],
+    ["Shared, of the teacher's tokens", (p) => (isNumber(p.overlap_raw) ? percent(p.overlap_raw) : null)],
+    ["Shared, space marks made equal", (p) => (isNumber(p.overlap_marks) ? percent(p.overlap_marks) : null)],
+    ["Shared, by bytes", (p) => (isNumber(p.overlap_bytes) ? percent(p.overlap_bytes) : null)],
+    ["Covered (IoS)", (p) => (isNumber(p.ios) ? percent(p.ios) : null)],
+    ["IoU", (p) => (isNumber(p.iou) ? percent(p.iou) : null)],
+    ["One to one", (p) => (isNumber(p.one_to_one) ? percent(p.one_to_one) : null)],
+    ["One student token, several teacher's", (p) => (isNumber(p.one_to_many) ? percent(p.one_to_many) : null)],
+    ["Several student tokens, one teacher's", (p) => (isNumber(p.many_to_one) ? percent(p.many_to_one) : null)],
+    ["Unmapped", (p) => (isNumber(p.unmapped) ? percent(p.unmapped) : null)],
+    ["Student tokens", (p) => (p.student_tokens ? whole(p.student_tokens) : null)],
+    ["Teacher tokens", (p) => (p.teacher_tokens ? whole(p.teacher_tokens) : null)],
+    ["Text, bytes", (p) => (p.text_bytes ? whole(p.text_bytes) : null)],
+    ["Spans tile the text", (p) => (p.exact === undefined ? null : p.exact ? "exactly" : "with losses")],
+  ].filter(([, value]) => page.preflight.some((p) => value(p) !== null));
+  element.append(h("div", { class: page.preflight.length > 2 ? "card table" : "card table narrow" }, h("table", {},
+    h("thead", {}, h("tr", {}, h("td"), page.preflight.map((p) => h("th", { scope: "col" }, `${p.student} ← ${p.teacher}`)))),
+    h("tbody", {}, rows.map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), page.preflight.map((p) => h("td", {}, value(p) ?? "–"))))))));
+  return element;
+}
+
+function facts(entries) {
+  return h("dl", { class: "facts" }, Object.entries(entries).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));
+}
+
+function recipeSection() {
+  const runs = page.runs.filter((run) => run.recipe || Object.keys(run.facts).length);
+  const rule = page.selection ? Object.fromEntries(Object.entries(page.selection).map(([k, v]) => [k, typeof v === "number" ? short(v) : v])) : {};
+  const environments = page.runs.filter((run) => Object.keys(run.environment).length);
+  if (!runs.length && !page.recipe && !Object.keys(page.environment).length && !environments.length && !Object.keys(rule).length) return null;
+  const element = section("recipe", "Recipe and environment", "Enough to run it again.");
+  const grid = h("div", { class: "grid" });
+  if (Object.keys(rule).length) grid.append(h("div", { class: "card" }, h("h3", {}, "Selection rule"), facts(rule)));
+  if (Object.keys(page.environment).length) grid.append(h("div", { class: "card" }, h("h3", {}, "This page was made with"), facts(page.environment)));
+  element.append(grid);
+  const folded = h("div", { class: "card", vars: { "margin-top": "1.1rem" } });
+  if (page.recipe) folded.append(h("details", { open: true }, h("summary", {}, "Recipe"), h("pre", {}, page.recipe)));
+  for (const run of page.runs) {
+    if (!run.recipe && !Object.keys(run.facts).length && !Object.keys(run.environment).length) continue;
+    folded.append(h("details", { open: page.runs.length === 1 }, h("summary", {}, run.name),
+      Object.keys(run.facts).length ? facts(run.facts) : null,
+      run.recipe ? h("pre", { tabindex: "0" }, run.recipe) : null,
+      Object.keys(run.environment).length ? facts(run.environment) : null));
+  }
+  if (folded.childElementCount) element.append(folded);
+  return element;
+}

@@ -1,0 +1,197 @@
+"""What a page shows, as plain data that becomes JSON. Any part may be missing.
+
+Tokens are kept in columns (one list per field) because a page may hold 50,000 of them. Token
+texts are slices of the document's bytes; bytes that are no UTF-8 on their own (a character split
+over two tokens) are kept as lone surrogates U+DC80..U+DCFF, Python's `surrogateescape`, which
+survive JSON and which the page shows as hexadecimal bytes.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRow:
+    """The tokens of one tokenizer over one text."""
+
+    name: str
+    text: list[str]
+    """Text of each token, cut to `passage.TOKEN_TEXT_LIMIT` characters."""
+    length: list[int]
+    """Bytes that each token covers."""
+    gap: list[int] | None = None
+    """Bytes between a token's start and the end of the one before; None when the row tiles."""
+    ids: list[int] | None = None
+    nll: list[float | None] | None = None
+    """-log p of each token in nats; None where the model gave no score."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """One text, tokenised by the student and, where there is one, by the teacher."""
+
+    title: str
+    student: TokenRow
+    teacher: TokenRow | None = None
+    first: list[int] | None = None
+    """Per student token the first teacher token that covers it; -1: unmapped."""
+    last: list[int] | None = None
+    guidance: list[float | None] | None = None
+    excess: list[float | None] | None = None
+    selected: list[int] | None = None
+    """1 where the token is kept in the loss (W = 1), else 0."""
+    note: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The rule by which tokens were kept."""
+
+    method: str = "guided"
+    keep: float | None = None
+    aggregation: str | None = None
+    unmapped: str | None = None
+    scope: str | None = None
+    threshold: float | None = None
+    """Smallest excess among the kept mapped tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """How two tokenizers fit: shares are fractions."""
+
+    student: str
+    teacher: str
+    student_vocabulary: int | None = None
+    teacher_vocabulary: int | None = None
+    overlap_raw: float | None = None
+    overlap_marks: float | None = None
+    overlap_bytes: float | None = None
+    ios: float | None = None
+    iou: float | None = None
+    one_to_one: float | None = None
+    one_to_many: float | None = None
+    many_to_one: float | None = None
+    unmapped: float | None = None
+    student_tokens: int | None = None
+    teacher_tokens: int | None = None
+    text_bytes: int | None = None
+    exact: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindShare:
+    kind: str
+    tokens: int
+    kept: int
+    mean_excess: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenShare:
+    text: str
+    tokens: int
+    kept: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """Counts of mapped tokens per bin of excess; the outer bins hold everything beyond."""
+
+    edges: list[float]
+    kept: list[int]
+    dropped: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What the selection did, over all passages of the page."""
+
+    tokens: int
+    kept: int
+    unmapped: int
+    kinds: list[KindShare]
+    most_kept: list[TokenShare]
+    most_dropped: list[TokenShare]
+    excess: Histogram | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run: its curves, recipe and environment."""
+
+    name: str
+    method: str | None = None
+    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """Metric name -> (step, value); long curves are means of equal bins of steps."""
+    steps_per_point: int = 1
+    recipe: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A column of the results: a name, its unit and which way is better."""
+
+    name: str
+    unit: str = ""
+    better: str = "higher"
+    digits: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultGroup:
+    """One method: per measure one value for every seed."""
+
+    name: str
+    values: list[list[float | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    measures: list[Measure]
+    groups: list[ResultGroup]
+    verdict: str | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    title: str
+    subtitle: str | None = None
+    passages: list[Passage] = field(default_factory=list)
+    selection: Selection | None = None
+    statistics: Statistics | None = None
+    preflight: list[Preflight] = field(default_factory=list)
+    results: Results | None = None
+    runs: list[Run] = field(default_factory=list)
+    recipe: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses as dictionaries without their None fields; NaN and infinity as None, because
+    JSON has neither."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {name: plain(item) for name, item in pairs if item is not None}
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def to_json(page: Page) -> str:
+    """The page's data as compact ASCII JSON (so lone surrogates travel as escapes)."""
+    content = {"format": FORMAT_VERSION, **plain(page)}
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

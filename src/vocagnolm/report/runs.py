@@ -1,0 +1,183 @@
+"""Run folders as page data: recipe, curves, and the selection sample where there is one."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from vocagnolm.errors import VocagnolmError
+from vocagnolm.report.environment import environment
+from vocagnolm.report.page_data import Page, Results, Run
+from vocagnolm.report.sample import SAMPLE_FILE, Sample, read_sample
+from vocagnolm.report.statistics import statistics
+
+CURVE_POINTS = 300
+"""A curve on a page has no more points than this; longer ones are means over equal bins."""
+CURVES = (
+    "loss",
+    "loss_all",
+    "selected_share",
+    "mapped_share",
+    "learning_rate",
+    "tokens_per_second",
+)
+
+
+class RunError(VocagnolmError):
+    """A folder is not a run, or its files cannot be read."""
+
+
+def read_run(folder: str | Path, name: str | None = None) -> Run:
+    """One run folder: `metrics.jsonl` and `recipe.yaml`, either of which may be missing."""
+    path = Path(folder)
+    recipe_file, metrics_file = path / "recipe.yaml", path / "metrics.jsonl"
+    if not path.is_dir() or not (recipe_file.is_file() or metrics_file.is_file()):
+        raise RunError(
+            f"{path} is not a run folder: expected recipe.yaml and metrics.jsonl in it. "
+            "Give the folder that `vocagnolm train` wrote (run.folder in the recipe)"
+        )
+    recipe = recipe_file.read_text(encoding="utf-8") if recipe_file.is_file() else None
+    steps = read_metrics(metrics_file) if metrics_file.is_file() else []
+    curves, per_point = training_curves(steps)
+    return Run(
+        name=name or path.name,
+        method=_method(recipe),
+        curves=curves,
+        steps_per_point=per_point,
+        recipe=recipe,
+        environment=_environment_of(path),
+        facts=_facts(steps),
+    )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a run. A last line cut short by a crash is left out; where a resumed run
+    wrote a step again, the later line counts."""
+    steps: dict[int, dict[str, Any]] = {}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            if number == len(lines):
+                continue
+            raise RunError(
+                f"{path}, line {number}: not JSON. Expected one object for each step; "
+                "remove the damaged line to read the rest"
+            ) from None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            steps[record["step"]] = record
+    return [steps[step] for step in sorted(steps)]
+
+
+def training_curves(
+    steps: Sequence[dict[str, Any]],
+) -> tuple[dict[str, list[tuple[float, float]]], int]:
+    """Metric -> points, and how many steps one point stands for."""
+    per_point = max(1, math.ceil(len(steps) / CURVE_POINTS))
+    curves = {}
+    for metric in CURVES:
+        pairs = [
+            (float(record["step"]), float(record[metric]))
+            for record in steps
+            if isinstance(record.get(metric), int | float) and math.isfinite(record[metric])
+        ]
+        if len(pairs) > 1:
+            bins = [pairs[at : at + per_point] for at in range(0, len(pairs), per_point)]
+            curves[metric] = [_mean_point(points) for points in bins]
+    return curves, per_point
+
+
+def _mean_point(points: list[tuple[float, float]]) -> tuple[float, float]:
+    step, value = np.mean(np.array(points), axis=0)
+    return round(float(step), 1), float(f"{value:.5g}")
+
+
+def _method(recipe: str | None) -> str | None:
+    if recipe is None:
+        return None
+    try:
+        content = yaml.safe_load(recipe)
+    except yaml.YAMLError:
+        return None
+    objective = content.get("objective") if isinstance(content, dict) else None
+    method = objective.get("method") if isinstance(objective, dict) else None
+    return str(method) if method else None
+
+
+def _environment_of(run: Path) -> dict[str, str]:
+    file = run / "environment.json"
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return {str(k): str(v) for k, v in content.items()} if isinstance(content, dict) else {}
+
+
+def _facts(steps: Sequence[dict[str, Any]]) -> dict[str, str]:
+    if not steps:
+        return {}
+    last = steps[-1]
+    facts = {"steps": f"{last['step']:,}"}
+    if isinstance(last.get("tokens"), int | float):
+        facts["tokens"] = f"{int(last['tokens']):,}"
+    if isinstance(last.get("loss"), int | float):
+        facts["last loss"] = f"{last['loss']:.4f}"
+    return facts
+
+
+def report_page(
+    runs: Sequence[str | Path],
+    *,
+    title: str | None = None,
+    subtitle: str | None = None,
+    results: Results | None = None,
+    notes: Sequence[str] = (),
+) -> Page:
+    """The page for finished runs: their curves side by side, and the text of the first run
+    that has a selection sample."""
+    folders = [Path(run) for run in runs]
+    if not folders:
+        raise RunError("no run was given: expected one or more run folders")
+    read = [read_run(f, name) for f, name in zip(folders, _names(folders), strict=True)]
+    sample = next((s for s in map(_sample_of, folders) if s is not None), None) or Sample()
+    remarks = list(notes)
+    if not sample.passages:
+        remarks.append(
+            "No run here has a selection sample, so the page shows no text. Make one with "
+            "vocagnolm.report.sample.write_sample(RUN)."
+        )
+    return Page(
+        title=title or (read[0].name if len(read) == 1 else f"{len(read)} runs, side by side"),
+        subtitle=subtitle,
+        passages=sample.passages,
+        selection=sample.selection,
+        statistics=statistics(sample.passages),
+        preflight=[sample.preflight] if sample.preflight else [],
+        results=results,
+        runs=read,
+        environment=environment(),
+        notes=remarks,
+    )
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names, with as many parents as it takes to tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for depth in range(1, max(len(p) for p in parts) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return ["/".join(p[-2:]) for p in parts]
+
+
+def _sample_of(folder: Path) -> Sample | None:
+    return read_sample(folder) if (folder / SAMPLE_FILE).is_file() else None

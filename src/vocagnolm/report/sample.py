@@ -1,0 +1,72 @@
+"""The selection sample: some blocks of a run with every number that decided their tokens.
+
+`tokens.json` in a run folder holds `{"format": 1, "passages": [...], "selection": {...},
+"preflight": {...}}` with the fields of `page_data`; `report` shows it.
+"""
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vocagnolm.errors import VocagnolmError
+from vocagnolm.report.page_data import (
+    FORMAT_VERSION,
+    Passage,
+    Preflight,
+    Selection,
+    TokenRow,
+    plain,
+)
+
+SAMPLE_FILE = "tokens.json"
+
+
+class SampleError(VocagnolmError):
+    """A selection sample cannot be read or made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    passages: list[Passage] = field(default_factory=list)
+    selection: Selection | None = None
+    preflight: Preflight | None = None
+
+
+def save_sample(sample: Sample, run: str | Path) -> Path:
+    """Write `tokens.json` into a run folder, whole or not at all."""
+    path = Path(run) / SAMPLE_FILE
+    content = json.dumps({"format": FORMAT_VERSION, **plain(sample)}, separators=(",", ":"))
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{SAMPLE_FILE}.")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(content)
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, path)
+    return path
+
+
+def read_sample(run: str | Path) -> Sample:
+    path = Path(run) / SAMPLE_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.get("format") != FORMAT_VERSION:
+            raise SampleError(
+                f"{path} has format {content.get('format')!r}, this program reads "
+                f"{FORMAT_VERSION}. Make the sample again"
+            )
+        return Sample(
+            passages=[_passage(entry) for entry in content.get("passages", [])],
+            selection=Selection(**content["selection"]) if "selection" in content else None,
+            preflight=Preflight(**content["preflight"]) if "preflight" in content else None,
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SampleError(
+            f"{path} is no selection sample ({error}). Remove it and make it again"
+        ) from None
+
+
+def _passage(entry: dict[str, Any]) -> Passage:
+    rows = {side: TokenRow(**entry[side]) for side in ("student", "teacher") if entry.get(side)}
+    return Passage(**{**entry, **rows})
