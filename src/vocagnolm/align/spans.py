@@ -68,15 +68,19 @@ def encode_utf8(text: str) -> bytes:
 
 
 class Spanner:
-    """Finds the spans of one tokenizer's tokens. Keeps the byte table; holds no other state."""
+    """Finds the spans of one tokenizer's tokens. Takes the tokenizer over: its post-processor is
+    set apart, because it may trim the offsets (`trim_offsets`); it is asked only for a template."""
 
     def __init__(self, tokenizer: Tokenizer):
         description = description_of(tokenizer)
         self._tokenizer = tokenizer
+        self._post_processor = tokenizer.post_processor
+        tokenizer.post_processor = None
         self.pipeline = describe(description)
         self.token_bytes = token_bytes_table(tokenizer, self.pipeline)
         lengths = [-1 if entry is None else len(entry) for entry in self.token_bytes]
         self._lengths = np.array(lengths or [0], np.int64)
+        self._single_bytes = frozenset(e[0] for e in self.token_bytes if e and len(e) == 1)
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._normaliser = Normaliser(
             plain_normaliser(description),
@@ -86,10 +90,11 @@ class Spanner:
 
     def spans(self, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
         encoded = encode_utf8(text)
-        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        if add_special_tokens:
-            return self._around(text, encoded, encoding)
-        return self._joined(encoding.ids, encoded) or self._traced(text, encoded, encoding)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        tokens = self._joined(encoding.ids, encoded) or self._traced(text, encoded, encoding)
+        if add_special_tokens and self._post_processor is not None:
+            return _in_template(tokens, self._post_processor.process(encoding, None, True))
+        return tokens
 
     def spans_batch(self, texts: Sequence[str]) -> list[TokenSpans]:
         """All texts at once. The tokenizer works in parallel and without the GIL; offsets are
@@ -153,16 +158,33 @@ class Spanner:
         pieces = [self.token_bytes[index] for index in ids.tolist()]
         if None in pieces:
             return None
-        joined = b"".join(pieces)
         normalised = self._normaliser(text)
-        dummy = len(joined) - len(normalised.encoded)
-        if joined != normalised.encoded and joined != b" " + normalised.encoded:
+        placed = self._place(pieces, normalised.encoded)
+        if placed is None:
             return None
-        ends = np.cumsum(self._lengths[ids]) - dummy
-        starts = np.append(0, ends[:-1]) if len(ends) else ends
+        starts, ends = placed
         spans = np.stack([normalised.start_of[starts], normalised.end_of[ends]], axis=1)
         # a zero-width token (a dummy space) stays where it stands
-        return np.maximum(spans, spans[:, :1]) if len(spans) else spans
+        return np.maximum(spans, spans[:, :1])
+
+    def _place(self, pieces: list[bytes], text: bytes) -> tuple[IntArray, IntArray] | None:
+        """Where each piece stands in the normalised text, None when they do not spell it."""
+        lengths = np.array([len(piece) for piece in pieces], np.int64)
+        joined = b"".join(pieces)
+        if joined in (text, b" " + text):
+            ends = np.cumsum(lengths) - (len(joined) - len(text))
+            return np.maximum(ends - lengths, 0), ends
+        if not self.pipeline.byte_level:
+            return None
+        # a byte-level model drops the bytes that its vocabulary lacks; nothing else may be skipped
+        starts = np.empty(len(pieces), np.int64)
+        cursor = 0
+        for i, piece in enumerate(pieces):
+            starts[i] = text.find(piece, cursor)
+            if starts[i] < 0 or not self._single_bytes.isdisjoint(text[cursor : starts[i]]):
+                return None
+            cursor = int(starts[i]) + len(piece)
+        return starts, starts + lengths
 
     def _offset_spans(
         self, text: str, ids: NDArray[np.int32], offsets: IntArray, place: IntArray
@@ -201,17 +223,16 @@ class Spanner:
         widened[gap, 0] -= 1
         return widened
 
-    def _around(self, text: str, encoded: bytes, encoding: Encoding) -> TokenSpans:
-        """With the template's special tokens: they hold no text and get zero-width spans, at the
-        start of what follows."""
-        inner = self.spans(text)
-        template = np.array(encoding.special_tokens_mask, bool)
-        ids = np.array(encoding.ids, np.int32)
-        assert int((~template).sum()) == len(inner), "the template changed the text's own tokens"
-        text_before = np.cumsum(~template)
-        spans = np.empty((len(ids), 2), np.int64)
-        spans[~template] = inner.spans
-        ends = np.append(0, inner.spans[:, 1])
-        spans[template] = ends[text_before[template]][:, None]
-        spans[template & (text_before == len(inner))] = len(encoded)
-        return TokenSpans(ids, spans, len(encoded), inner.lost_bytes)
+
+def _in_template(tokens: TokenSpans, encoding: Encoding) -> TokenSpans:
+    """Between the template's special tokens, which hold no text: they get zero-width spans."""
+    template = np.array(encoding.special_tokens_mask, bool)
+    assert int((~template).sum()) == len(tokens), "the template changed the text's own tokens"
+    text_before = np.cumsum(~template)
+    spans = np.empty((len(template), 2), np.int64)
+    spans[~template] = tokens.spans
+    ends = np.append(0, tokens.spans[:, 1])
+    ends[-1] = tokens.n_bytes if len(tokens) else 0
+    spans[template] = ends[text_before[template]][:, None]
+    ids = np.array(encoding.ids, np.int32)
+    return TokenSpans(ids, spans, tokens.n_bytes, tokens.lost_bytes)

@@ -1,0 +1,152 @@
+"""The real command, run as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import made
+import pytest
+
+TEXT = "Probability, Uncertainty: e\u0301 👩‍👧 12345\r\n"
+
+
+def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vocagnolm", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1"},
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    return (
+        made.save("sentencepiece prepend", folder / "student"),
+        made.save("byte-level NFC", folder / "teacher"),
+    )
+
+
+def test_start_up_is_quick_and_without_torch():
+    heavy = "{'torch', 'transformers', 'numpy', 'tokenizers'}"
+    code = f"import sys, vocagnolm.cli; print(sorted({heavy} & set(sys.modules)))"
+    started = time.perf_counter()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert loaded.stdout.strip() == "[]"
+    assert time.perf_counter() - started < 2.0  # 0.3 s alone; the test machine may be busy
+
+
+def test_version_help_and_exit_codes():
+    assert run("--version").stdout.startswith("vocagnolm 0.")
+    helped = run("--help")
+    assert helped.returncode == 0 and "compare" in helped.stdout
+    assert run("compare").returncode == 2
+    assert run("no-such-command").returncode == 2
+
+
+def test_align_json(pair):
+    student, teacher = pair
+    done = run("align", "--student", student, "--teacher", teacher, "--text", TEXT, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["text"] == TEXT
+    encoded = TEXT.encode()
+    for side in ("student", "teacher"):
+        spans = [(token["start"], token["end"]) for token in result[side]]
+        assert spans[0][0] == 0 and spans[-1][1] == len(encoded)
+        assert all(a[1] == b[0] for a, b in pairwise(spans))
+    for token in result["student"]:
+        first, last = token["first"], token["last"]
+        if token["start"] == token["end"]:
+            assert first == last == -1
+        else:
+            assert result["teacher"][first]["start"] <= token["start"]
+            assert result["teacher"][last]["end"] >= token["end"]
+    summary = result["summary"]
+    assert summary["ios"] == 1.0 and summary["mapped"] + summary["unmapped"] == len(
+        result["student"]
+    )
+
+
+def test_align_reads_a_file_as_bytes_and_draws(pair, tmp_path):
+    student, teacher = pair
+    file = tmp_path / "text.txt"
+    file.write_bytes("a\r\nb\t ½".encode())
+    call = ["align", "--student", student, "--teacher", teacher, "--file", file]
+    assert json.loads(run(*call, "--json").stdout)["text"] == "a\r\nb\t ½"
+    drawn = run(*call).stdout
+    assert "student" in drawn and "teacher" in drawn and "one-to-one" in drawn
+
+
+def test_compare_json_and_table(pair, tmp_path):
+    student, teacher = pair
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"body": "Two and two are four."}) + "\n")
+    call = ["compare", "--student", student, "--teacher", teacher, "--teacher", student]
+    result = json.loads(run(*call, "--corpus", corpus, "--text-field", "body", "--json").stdout)
+    assert result["student"]["name"] == "student"
+    other, same = result["pairs"]
+    assert set(other) >= {"teacher", "vocabulary", "kind", "overlap", "tiling", "unmapped_share"}
+    assert set(other["overlap"]) == {"raw", "marks", "bytes"}
+    assert other["tiling"] == "exact" and other["kind"] == "byte-level BPE"
+    assert same["overlap"]["raw"] == 1.0
+    assert same["one_to_one_share"] + same["unmapped_share"] == pytest.approx(1.0)
+    table = run(*call)
+    assert table.returncode == 0 and "overlap" in table.stdout and "ready" in table.stdout
+
+
+def test_compare_says_what_is_lossy(tmp_path):
+    student = made.save("byte-level", tmp_path / "student")
+    teacher = made.save("wordpiece", tmp_path / "bert")
+    call = ["compare", "--student", student, "--teacher", teacher, "--json"]
+    (pair,) = json.loads(run(*call).stdout)["pairs"]
+    assert pair["tiling"] == "lossy" and pair["unmapped_share"] > 0
+    assert pair["lost_bytes"]["teacher"] > 0 and "bert" in pair["verdict"]
+
+
+def test_study_granularity(pair, tmp_path):
+    student, teacher = pair
+    plot = tmp_path / "figure3.png"
+    done = run(
+        *("study", "granularity", "--student", student, "--teacher", teacher),
+        *("--chunks", "8,2", "--json", "--plot", plot),
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [point["n"] for point in result["chunks"]] == [2, 8]
+    assert result["token_level"]["ios"] == 1.0
+    assert 0 < result["chunks"][1]["iou"] < 1
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["align", "--text", "a", "--file", "b"], 2, "either --text or --file"),
+        (["align", "--file", "missing.txt"], 1, "cannot read missing.txt"),
+        (["align", "--text", "a", "--special-tokens", "x"], 2, "'text' or 'control'"),
+        (["study", "granularity", "--chunks", "8,x"], 2, "--chunks is '8,x'"),
+        (["compare", "--corpus", "missing.jsonl"], 1, "missing.jsonl"),
+    ],
+)
+def test_bad_calls_get_one_message(pair, arguments, code, message):
+    student, teacher = pair
+    done = run(*arguments, "--student", student, "--teacher", teacher)
+    assert done.returncode == code
+    assert message in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_file_that_is_not_utf8(pair, tmp_path):
+    student, teacher = pair
+    file = tmp_path / "latin1.txt"
+    file.write_bytes(b"caf\xe9 au lait")
+    done = run("align", "--student", student, "--teacher", teacher, "--file", file)
+    assert done.returncode == 1 and "byte 0xe9 at offset 3" in done.stderr
