@@ -21,6 +21,9 @@ _PUBLIC = {
     "load_tokenizer": "vocagnolm.align",
     "token_spans": "vocagnolm.align",
     "VocagnolmError": "vocagnolm.errors",
+    "LossStore": "vocagnolm.store",
+    "ScoreSettings": "vocagnolm.score",
+    "score_corpus": "vocagnolm.score",
 }
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
         token_spans,
     )
     from vocagnolm.errors import VocagnolmError
+    from vocagnolm.score import ScoreSettings, score_corpus
+    from vocagnolm.store import LossStore
 
 __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "__version__",
@@ -43,6 +48,9 @@ __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "TextTokenizer",
     "TokenSpans",
     "VocagnolmError",
+    "LossStore",
+    "ScoreSettings",
+    "score_corpus",
     "align",
     "align_batch",
     "carry",

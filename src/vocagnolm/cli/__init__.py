@@ -10,9 +10,10 @@ import sys
 import typer
 
 from vocagnolm import __version__
-from vocagnolm.cli import study
+from vocagnolm.cli import store, study
 from vocagnolm.cli.align import align
 from vocagnolm.cli.compare import compare
+from vocagnolm.cli.score import score
 from vocagnolm.cli.view import view
 from vocagnolm.errors import VocagnolmError
 
@@ -51,6 +52,8 @@ def _root(
 
 app.command()(align)
 app.command()(compare)
+app.command()(score)
+app.add_typer(store.app, name="store")
 app.add_typer(study.app, name="study")
 app.command()(view)
 

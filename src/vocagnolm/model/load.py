@@ -82,9 +82,10 @@ class ModelFiles:
         if self.device.type == "cuda":
             options["device_map"] = {"": self.device}
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(self.folder), output_loading_info=True, **options
             )
+            model, report = loaded
         except Exception as error:
             raise ModelError(_loading_message(self.folder, error)) from error
         if missing := sorted(report["missing_keys"]):

@@ -71,7 +71,8 @@ class NllModel:
         self.stride = stride
         self.batch_tokens = batch_tokens
         self.prefix_ids = tuple(prefix_ids)
-        self.vocabulary_rows = int(model.get_input_embeddings().weight.shape[0])
+        embeddings: Any = model.get_input_embeddings()
+        self.vocabulary_rows = int(embeddings.weight.shape[0])
         self._head = head_of(model)
         self._row_nll: RowNll | None = None
         # A model whose head we do not know scores through its own logits, a row at a time.

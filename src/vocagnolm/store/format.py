@@ -33,7 +33,7 @@ FLOAT16_MAX = 65504.0
 HISTOGRAM_STEP_NATS = 0.5
 HISTOGRAM_BINS = 41
 
-_DTYPE_NAMES = {
+_DTYPE_NAMES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
     "U16": np.dtype("<u2"),
     "U32": np.dtype("<u4"),

@@ -89,10 +89,11 @@ class StoreWriter:
 
     def finish(self) -> dict[str, Any]:
         """All shards are there: write the manifest, which makes the store complete."""
-        shards = []
+        shards, parts = [], []
         for number in range(self.shard_count):
             path = self.path / shard_name(number)
             about = open_shard(path).about
+            parts.append(about["statistics"])
             shards.append(
                 {
                     "file": shard_name(number),
@@ -103,16 +104,17 @@ class StoreWriter:
                     **{k: v for k, v in about["statistics"].items() if k != "histogram"},
                 }
             )
-        totals = add_statistics(
-            [open_shard(self.path / s["file"]).about["statistics"] for s in shards]
-        )
+        totals = add_statistics(parts)
         manifest = {**self._manifest_head(True), "totals": totals, "shards": shards}
         _write_whole(self.path / MANIFEST_FILE, _json_bytes(manifest))
-        with contextlib.suppress(FileNotFoundError):
-            (self.path / PARTIAL_MANIFEST_FILE).unlink()
-        for leftover in (self.path / SHARD_FOLDER).glob(f"*.safetensors{_TEMPORARY}"):
-            leftover.unlink()  # of a run that was killed while writing
         return manifest
+
+    def tidy(self) -> None:
+        """Remove what runs that were killed left of their own behind the finished store."""
+        assert (self.path / MANIFEST_FILE).exists()
+        (self.path / PARTIAL_MANIFEST_FILE).unlink(missing_ok=True)
+        for leftover in (self.path / SHARD_FOLDER).glob(f"*.safetensors{_TEMPORARY}"):
+            leftover.unlink()
 
     def _manifest_head(self, complete: bool) -> dict[str, Any]:
         return {

@@ -1,0 +1,176 @@
+"""`vocagnolm score`: a teacher reads a corpus once and leaves a loss store."""
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from click import Choice
+
+if TYPE_CHECKING:
+    from vocagnolm.score import ScoreSummary
+    from vocagnolm.score.run import Progress
+
+
+def score(
+    teacher: str = typer.Option(..., help="Model folder, hub id (owner/name) or GGUF file."),
+    corpus: list[str] = typer.Option(
+        ...,
+        help="jsonl (.gz, .zst), parquet or text file, folder of those, or hub dataset "
+        "(owner/name, owner/name:split); give it several times.",
+    ),
+    out: Path = typer.Option(..., help="The folder of the loss store."),
+    text_field: str = typer.Option("text", help="The field of a record that holds the text."),
+    limit_documents: int | None = typer.Option(None, min=1, help="Read at most so many."),
+    device: str = typer.Option("auto", click_type=Choice(["auto", "cpu", "cuda"])),
+    dtype: str = typer.Option(
+        "auto",
+        click_type=Choice(["auto", "float32", "bfloat16", "float16"]),
+        help="auto: float32 on a CPU, the model's half precision on a GPU.",
+    ),
+    context: int | None = typer.Option(
+        None, min=2, help="Longest window in tokens. [default: 2048, or the model's limit]"
+    ),
+    stride: int | None = typer.Option(
+        None,
+        min=1,
+        help="Tokens of context every token of a long document has at least. "
+        "[default: context / 8]",
+    ),
+    batch_tokens: int | None = typer.Option(
+        None, min=1, help="Tokens in a batch. [default: 16384 on a GPU, 4096 on a CPU]"
+    ),
+    shard_documents: int = typer.Option(1024, min=1, help="Documents in a shard."),
+    bos: str = typer.Option(
+        "auto", help="Before every window: auto (as the tokenizer does), none, or a token."
+    ),
+    compiled: bool | None = typer.Option(
+        None, "--compile/--no-compile", help="Compile the layers. [default: on a GPU]"
+    ),
+    strict: bool = typer.Option(False, help="Stop at the first document that cannot be scored."),
+    revision: str | None = typer.Option(None, help="Branch, tag or commit of a hub model."),
+    trust_remote_code: bool = typer.Option(False, help="Run Python code that a model brings."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as one JSON object."),
+) -> None:
+    """Score a corpus with a teacher, once, for every student there will be.
+
+    Run the same command again to resume, or to hear that all is done. To use several GPUs:
+    torchrun --nproc_per_node N -m vocagnolm score ...
+    """
+    from vocagnolm.score import ScoreSettings, score_corpus
+
+    settings = ScoreSettings(
+        device=device,
+        dtype=dtype,
+        context=context,
+        stride=stride,
+        batch_tokens=batch_tokens,
+        shard_documents=shard_documents,
+        bos=bos,
+        compiled=compiled,
+        strict=strict,
+    )
+    with _quiet_libraries(), _progress_bar() as on_progress:
+        summary = score_corpus(
+            teacher,
+            corpus,
+            out,
+            settings=settings,
+            text_field=text_field,
+            limit_documents=limit_documents,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            on_progress=on_progress,
+        )
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if as_json:
+        values = dataclasses.asdict(summary) | {"tokens_per_second": summary.tokens_per_second}
+        typer.echo(json.dumps(values, ensure_ascii=False, indent=2))
+    else:
+        _print(summary)
+
+
+@contextlib.contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Our progress bar is the one that counts; those of transformers would break it."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator["Callable[[Progress], None] | None"]:
+    if os.environ.get("RANK", "0") != "0":
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    bar = Bar(
+        TextColumn("scoring"),
+        BarColumn(),
+        TextColumn("{task.fields[documents]} documents"),
+        TextColumn("{task.fields[rate]} tokens/s"),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    task = bar.add_task("", total=None, documents="0", rate="-", start=False)
+
+    def on_progress(progress: "Progress") -> None:
+        if not bar.tasks[0].started:
+            bar.start_task(task)
+        elapsed = bar.tasks[0].elapsed or 0.0
+        bar.update(
+            task,
+            completed=progress.documents,
+            total=progress.total_documents,
+            documents=f"{int(progress.documents):,}/{progress.total_documents:,}",
+            rate=f"{progress.tokens / elapsed:,.0f}" if elapsed > 0.5 else "-",
+        )
+
+    with bar:
+        yield on_progress
+
+
+def _print(summary: "ScoreSummary") -> None:
+    store = summary.store
+    for damage in summary.mended:
+        typer.echo(f"scored again: {damage}")
+    if summary.scored_shards == 0:
+        typer.echo(f"{store['path']} is complete already; nothing to do.")
+    else:
+        rate = summary.tokens_per_second or 0.0
+        resumed = f", {summary.found_shards} were there" if summary.found_shards else ""
+        typer.echo(
+            f"{store['path']}: {summary.scored_shards} shards scored{resumed}; "
+            f"{summary.tokens:,} tokens in {summary.seconds:,.1f} s, {rate:,.0f} tokens/s"
+        )
+    bits = store["bits_per_byte"]
+    typer.echo(
+        f"{store['documents']:,} documents, {store['tokens']:,} teacher tokens, "
+        f"{store['bytes']:,} bytes of text; "
+        + (f"{bits:.4f} bits per byte; " if bits is not None else "")
+        + f"{store['bytes_per_token']:.2f} bytes a token on disk"
+    )
+    if store["nonfinite"]:
+        typer.echo(f"NaN or infinity from the teacher: {store['nonfinite']:,} tokens, masked")
+    if store["skipped"]:
+        reasons = ", ".join(f"{n:,} {reason}" for reason, n in store["skipped_reasons"].items())
+        typer.echo(f"skipped {store['skipped']:,} documents: {reasons}")
+        for entry in store["skipped_documents"][:3]:
+            typer.echo(f"  {entry['place']}: {entry['reason']}")
+        typer.echo(f"  all of them: vocagnolm store inspect {store['path']} --json")

@@ -1,0 +1,16 @@
+"""Score once: a teacher reads a corpus and leaves a loss store."""
+
+from vocagnolm.score.run import ScoreSummary, score_corpus
+from vocagnolm.score.settings import ScoreSettings
+from vocagnolm.score.shard import score_shard
+from vocagnolm.score.teacher import LocalTeacher, Teacher, TokenizedDocument
+
+__all__ = [
+    "LocalTeacher",
+    "ScoreSettings",
+    "ScoreSummary",
+    "Teacher",
+    "TokenizedDocument",
+    "score_corpus",
+    "score_shard",
+]

@@ -1,0 +1,206 @@
+"""Score a corpus into a store: which shards are missing, who does them, and the end."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus, open_corpus
+from vocagnolm.errors import ScoreError
+from vocagnolm.model.load import open_model
+from vocagnolm.score.ranks import Ranks, running_ranks
+from vocagnolm.score.settings import ScoreSettings
+from vocagnolm.score.shard import PreparedShard, prepare_shard, score_prepared, shard_count
+from vocagnolm.score.teacher import LocalTeacher, Teacher
+from vocagnolm.store.check import inspect_store
+from vocagnolm.store.writer import StoreWriter, store_lock
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far this process is with its share of the shards."""
+
+    documents: float
+    total_documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class ScoreSummary:
+    """What a run did and what the store now is."""
+
+    store: dict[str, Any]
+    """As `vocagnolm store inspect` gives it."""
+    scored_shards: int
+    """Scored by this process in this run; 0 when the store was complete already."""
+    found_shards: int
+    """Finished by earlier runs."""
+    mended: list[str]
+    """What was damaged and scored again."""
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.scored_shards and self.seconds else None
+
+
+def score_corpus(
+    teacher: str | Path | Teacher,
+    corpus: str | Path | Sequence[str | Path] | Corpus,
+    out: str | Path,
+    *,
+    settings: ScoreSettings | None = None,
+    text_field: str = "text",
+    limit_documents: int | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> ScoreSummary:
+    """Let `teacher` read `corpus` and leave a loss store in the folder `out`.
+
+    Run again to resume; a finished store is recognised. Under torchrun the shards are split by
+    rank; the store has the same bytes whatever the number of processes.
+    """
+    settings = settings or ScoreSettings()
+    with running_ranks() as ranks:
+        if not isinstance(corpus, Corpus):
+            corpus = open_corpus(
+                corpus,
+                text_field=text_field,
+                limit=limit_documents,
+                max_document_bytes=max_document_bytes,
+            )
+        if isinstance(teacher, str | Path):
+            files = open_model(
+                teacher,
+                device=settings.device,
+                dtype=settings.dtype,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+            )
+            teacher = LocalTeacher(files, settings)
+        return _score(teacher, corpus, Path(out), settings, ranks, on_progress)
+
+
+def store_identity(teacher: Teacher, corpus: Corpus, settings: ScoreSettings) -> dict[str, Any]:
+    """Everything that decides the bytes of a store."""
+    return {
+        **teacher.describe(),
+        "corpus": corpus.describe(),
+        "shard_documents": settings.shard_documents,
+        "software": {name: version(name) for name in ("tokenizers", "torch", "transformers")},
+    }
+
+
+def _score(
+    teacher: Teacher,
+    corpus: Corpus,
+    out: Path,
+    settings: ScoreSettings,
+    ranks: Ranks,
+    on_progress: Callable[[Progress], None] | None,
+) -> ScoreSummary:
+    count = shard_count(corpus, settings)
+    writer = StoreWriter(out, store_identity(teacher, corpus, settings), count)
+    with contextlib.ExitStack() as held:
+
+        def look() -> tuple[bool, list[int], list[str]]:
+            held.enter_context(store_lock(out))
+            complete = writer.begin()
+            states = [writer.has_shard(number) for number in range(count)]
+            missing = [number for number, (whole, _) in enumerate(states) if not whole]
+            return complete, missing, [damage for _, damage in states if damage]
+
+        complete, missing, mended = ranks.decide(look)
+        started = time.perf_counter()
+        ours = missing[ranks.rank :: ranks.count]
+        tokens = _score_shards(ours, teacher, corpus, settings, writer, on_progress)
+        ranks.wait_for_all()
+
+        def end() -> dict[str, Any]:
+            corpus.require_unchanged()
+            if missing or not complete:
+                writer.finish()
+            writer.tidy()
+            return inspect_store(out)
+
+        summary = ranks.decide(end)
+    if summary["documents"] == 0:
+        raise ScoreError(
+            f"none of the {len(corpus):,} documents could be scored; the first: "
+            f"{summary['skipped_documents'][0]['place']}: "
+            f"{summary['skipped_documents'][0]['reason']}."
+        )
+    return ScoreSummary(
+        store=summary,
+        scored_shards=len(ours),
+        found_shards=count - len(missing),
+        mended=mended,
+        tokens=tokens,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _score_shards(
+    numbers: list[int],
+    teacher: Teacher,
+    corpus: Corpus,
+    settings: ScoreSettings,
+    writer: StoreWriter,
+    on_progress: Callable[[Progress], None] | None,
+) -> int:
+    total_documents = len(numbers) * settings.shard_documents
+    if numbers and numbers[-1] == writer.shard_count - 1:
+        total_documents -= writer.shard_count * settings.shard_documents - len(corpus)
+    documents = tokens = 0
+    for prepared in _prepared_ahead(numbers, teacher, corpus, settings):
+        report = _reporter(prepared, documents, total_documents, tokens, on_progress)
+        writer.write_shard(score_prepared(prepared, teacher, settings, report))
+        documents += prepared.document_span
+        tokens += prepared.tokens
+        if on_progress is not None:
+            on_progress(Progress(documents, total_documents, tokens))
+    return tokens
+
+
+def _prepared_ahead(
+    numbers: list[int], teacher: Teacher, corpus: Corpus, settings: ScoreSettings
+) -> Iterator[PreparedShard]:
+    """Read and tokenise the next shard while the teacher is busy with this one."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        ahead = None
+        for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+            prepared = (
+                prepare_shard(corpus, teacher, settings, number)
+                if ahead is None
+                else ahead.result()
+            )
+            if following is not None:
+                ahead = pool.submit(prepare_shard, corpus, teacher, settings, following)
+            yield prepared
+
+
+def _reporter(
+    prepared: PreparedShard,
+    documents: int,
+    total_documents: int,
+    tokens: int,
+    on_progress: Callable[[Progress], None] | None,
+) -> Callable[[int], None] | None:
+    if on_progress is None:
+        return None
+    done = 0
+
+    def report(new_tokens: int) -> None:
+        nonlocal done
+        done += new_tokens
+        inside = prepared.document_span * done / max(1, prepared.tokens)
+        on_progress(Progress(documents + inside, total_documents, tokens + done))
+
+    return report

@@ -1,0 +1,46 @@
+"""How a corpus is scored."""
+
+from dataclasses import dataclass
+
+DEFAULT_CONTEXT = 2048
+CUDA_BATCH_TOKENS = 16384
+CPU_BATCH_TOKENS = 4096
+# Below this a stride gives hardly any context; an eighth of the window costs at most 1/7 more work.
+STRIDE_SHARE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreSettings:
+    """Settings of `vocagnolm score`. None means: chosen by model and device, and written down in
+    the manifest."""
+
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    dtype: str = "auto"
+    """auto (float32 on a CPU, the model's half precision on a GPU), float32, bfloat16, float16."""
+    context: int | None = None
+    """Longest window in tokens; 2048, or less where the model ends earlier."""
+    stride: int | None = None
+    """Tokens of context that every token of a long document has at least; context / 8."""
+    batch_tokens: int | None = None
+    """Tokens that pass through the model together; 16384 on a GPU, 4096 on a CPU."""
+    shard_documents: int = 1024
+    """Documents of the corpus in a shard: what is lost at most when a run is killed."""
+    bos: str = "auto"
+    """Before every window: auto (what the tokenizer itself adds), none, or a token's string."""
+    compiled: bool | None = None
+    """Compile the layers; on a GPU."""
+    strict: bool = False
+    """Stop at the first document that cannot be scored, instead of counting it."""
+    max_nonfinite_share: float = 0.01
+    """Share of a shard's tokens that may be NaN or infinite before scoring stops."""
+
+    def __post_init__(self) -> None:
+        for name in ("context", "stride", "batch_tokens", "shard_documents"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if not 0 <= self.max_nonfinite_share <= 1:
+            raise ValueError(
+                f"max_nonfinite_share must be from 0 to 1, not {self.max_nonfinite_share}"
+            )

@@ -1,0 +1,114 @@
+"""Shard i of a store is a pure function of the corpus, the teacher, the settings and i.
+
+Nothing here knows of files, ranks or machines: who computes which shard, and when, is decided
+elsewhere and cannot change a byte.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vocagnolm.data.corpus import Corpus, Document, document_hash
+from vocagnolm.errors import ScoreError
+from vocagnolm.score.settings import ScoreSettings
+from vocagnolm.score.teacher import Teacher, TokenizedDocument
+from vocagnolm.store.format import HASH_BYTES, Shard, narrowest_unsigned, to_float16
+
+
+@dataclass(frozen=True)
+class PreparedShard:
+    """A shard's documents, tokenised: the part of the work that needs no model."""
+
+    number: int
+    first_document: int
+    document_span: int
+    documents: list[Document]
+    tokenized: list[TokenizedDocument]
+    skipped: list[dict[str, Any]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(t.ids) for t in self.tokenized)
+
+
+def shard_count(corpus: Corpus, settings: ScoreSettings) -> int:
+    return -(-len(corpus) // settings.shard_documents)
+
+
+def score_shard(corpus: Corpus, teacher: Teacher, settings: ScoreSettings, number: int) -> Shard:
+    return score_prepared(prepare_shard(corpus, teacher, settings, number), teacher, settings)
+
+
+def prepare_shard(
+    corpus: Corpus, teacher: Teacher, settings: ScoreSettings, number: int
+) -> PreparedShard:
+    first = number * settings.shard_documents
+    found = list(corpus.read(first, first + settings.shard_documents))
+    texts = [document.text for document in found if document.text is not None]
+    outcomes = iter(teacher.tokenize(texts))
+    documents, tokenized, skipped = [], [], []
+    for document in found:
+        outcome = document.problem if document.text is None else next(outcomes)
+        if isinstance(outcome, TokenizedDocument):
+            documents.append(document)
+            tokenized.append(outcome)
+            continue
+        if settings.strict:
+            raise ScoreError(
+                f"{document.place} (document {document.index}) cannot be scored: {outcome}. "
+                "Mend it, or run without --strict to skip and count such documents."
+            )
+        skipped.append(
+            {"document": document.index, "place": document.place, "reason": outcome or "unknown"}
+        )
+    return PreparedShard(number, first, len(found), documents, tokenized, skipped)
+
+
+def score_prepared(
+    prepared: PreparedShard,
+    teacher: Teacher,
+    settings: ScoreSettings,
+    on_tokens: Callable[[int], None] | None = None,
+) -> Shard:
+    nll = teacher.nll(prepared.tokenized, on_tokens)
+    assert [len(n) for n in nll] == [len(t.ids) for t in prepared.tokenized]
+    nonfinite = _mask_nonfinite(nll, prepared, settings.max_nonfinite_share)
+    hashes = b"".join(document_hash(d.text) for d in prepared.documents if d.text is not None)
+    empty = np.zeros(0)
+    token_bytes = np.concatenate([empty, *(t.token_bytes for t in prepared.tokenized)])
+    return Shard(
+        number=prepared.number,
+        first_document=prepared.first_document,
+        document_span=prepared.document_span,
+        document_hash=np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES),
+        document_index=np.array([d.index for d in prepared.documents], "<u8"),
+        token_count=np.array([len(n) for n in nll], "<u4"),
+        token_bytes=narrowest_unsigned(token_bytes),
+        nll=to_float16(np.concatenate([empty, *nll])),
+        skipped=prepared.skipped,
+        nonfinite=nonfinite,
+    )
+
+
+def _mask_nonfinite(nll: list[np.ndarray], prepared: PreparedShard, most: float) -> int:
+    """Make infinities NaN, in place, and count what the teacher should have known. A first token
+    without context is NaN by right."""
+    bad_places = []
+    total = 0
+    for values, document in zip(nll, prepared.documents, strict=True):
+        bad = ~np.isfinite(values)
+        values[bad] = np.nan
+        total += int(bad[1:].sum())
+        if bad[1:].any():
+            bad_places.append(document.place)
+    tokens = prepared.tokens
+    if total > most * tokens:
+        raise ScoreError(
+            f"the teacher gave NaN or infinity for {total:,} of {tokens:,} tokens of shard "
+            f"{prepared.number} (first in {bad_places[0]}), more than the allowed "
+            f"{most:.2%}. Use --dtype bfloat16 or float32 where it was float16, or check the "
+            "teacher's weights."
+        )
+    return total

@@ -1,0 +1,170 @@
+"""What scoring asks of a teacher, and the teacher that is a model in this process."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from vocagnolm.align import TextTokenizer, TokenSpans
+from vocagnolm.errors import ScoreError, TilingError, UsageError
+from vocagnolm.model.load import ModelFiles
+from vocagnolm.model.nll import NllModel
+from vocagnolm.model.windows import LENGTH_STEP
+from vocagnolm.score.settings import (
+    CPU_BATCH_TOKENS,
+    CUDA_BATCH_TOKENS,
+    DEFAULT_CONTEXT,
+    STRIDE_SHARE,
+    ScoreSettings,
+)
+
+
+@dataclass(frozen=True)
+class TokenizedDocument:
+    """A document as the teacher reads it. The byte lengths tile the document's UTF-8 bytes."""
+
+    ids: np.ndarray
+    token_bytes: np.ndarray
+
+
+class Teacher(Protocol):
+    """Documents in, byte lengths and nll out. A server behind a socket can be one as well."""
+
+    def describe(self) -> dict[str, Any]:
+        """Everything about the teacher that decides its numbers, for the manifest."""
+        ...
+
+    def tokenize(self, texts: Sequence[str]) -> list[TokenizedDocument | str]:
+        """Each text's tokens, or the reason why it cannot be scored."""
+        ...
+
+    def nll(
+        self,
+        documents: Sequence[TokenizedDocument],
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> list[np.ndarray]:
+        """float32 nll in nats of every token, NaN where it has no context. A function of the
+        documents alone, also in its last bit."""
+        ...
+
+
+class LocalTeacher:
+    """A causal language model in this process. The weights are loaded when first needed, so
+    that a finished store is recognised at once."""
+
+    def __init__(self, files: ModelFiles, settings: ScoreSettings):
+        self._files = files
+        self._tokenizer: TextTokenizer = files.tokenizer
+        on_gpu = files.device.type == "cuda"
+        self.prefix_ids = _prefix(files, settings.bos)
+        self.context = _context(files, settings.context)
+        self.stride = settings.stride or max(1, self.context // STRIDE_SHARE)
+        if self.stride >= self.context - len(self.prefix_ids):
+            raise UsageError(
+                f"--stride {self.stride} leaves no room in windows of {self.context} tokens. "
+                f"Use at most {self.context - len(self.prefix_ids) - 1}."
+            )
+        self.batch_tokens = settings.batch_tokens or (
+            CUDA_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS
+        )
+        self.compiled = on_gpu if settings.compiled is None else settings.compiled
+
+    def describe(self) -> dict[str, Any]:
+        tokenizer = self._tokenizer
+        return {
+            "teacher": self._files.describe(),
+            "tokenizer": {
+                "name": tokenizer.name,
+                "kind": tokenizer.kind,
+                "vocabulary_size": tokenizer.vocabulary_size,
+                "fingerprint": tokenizer.fingerprint,
+            },
+            "scoring": {
+                "dtype": self._files.dtype_name,
+                "device": self._files.device.type,
+                "context": self.context,
+                "stride": self.stride,
+                "prefix_ids": list(self.prefix_ids),
+                "batch_plan": {
+                    "kind": "by length, longest first, padded on the right",
+                    "batch_tokens": self.batch_tokens,
+                    "length_step": LENGTH_STEP,
+                },
+                "compiled": self.compiled,
+            },
+        }
+
+    def tokenize(self, texts: Sequence[str]) -> list[TokenizedDocument | str]:
+        try:
+            spans: list[TokenSpans | str] = list(self._tokenizer.spans_batch(texts))
+        except TilingError:  # one of them: find out which
+            spans = [self._spans_or_reason(text) for text in texts]
+        return [entry if isinstance(entry, str) else _tokenized(entry) for entry in spans]
+
+    def nll(
+        self,
+        documents: Sequence[TokenizedDocument],
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> list[np.ndarray]:
+        try:
+            return self._model.document_nll([d.ids for d in documents], on_tokens)
+        except torch.OutOfMemoryError as error:
+            raise ScoreError(
+                f"the device ran out of memory with {self.batch_tokens:,} tokens at a time. Use a "
+                f"smaller --batch-tokens (for example {self.batch_tokens // 2}) and another --out: "
+                "the batch plan is part of a store's identity."
+            ) from error
+
+    @cached_property
+    def _model(self) -> NllModel:
+        return NllModel(
+            self._files.load(),
+            context=self.context,
+            stride=self.stride,
+            batch_tokens=self.batch_tokens,
+            prefix_ids=self.prefix_ids,
+            compiled=self.compiled,
+        )
+
+    def _spans_or_reason(self, text: str) -> TokenSpans | str:
+        try:
+            return self._tokenizer.spans(text)
+        except TilingError as error:
+            return f"does not tile: {error}"
+
+
+def _tokenized(spans: TokenSpans) -> TokenizedDocument | str:
+    if len(spans) == 0:
+        return "no tokens: the tokenizer drops all of it"
+    ends = np.concatenate([[0], spans.spans[:, 1]])
+    starts = np.concatenate([spans.spans[:, 0], [spans.n_bytes]])
+    gaps = np.flatnonzero(starts != ends)
+    if len(gaps):
+        return (
+            f"does not tile: the tokenizer leaves out {spans.lost_bytes} bytes, the first at byte "
+            f"{int(ends[gaps[0]])}"
+        )
+    return TokenizedDocument(spans.ids, spans.token_bytes)
+
+
+def _prefix(files: ModelFiles, bos: str) -> tuple[int, ...]:
+    if bos == "auto":
+        return files.prefix_ids
+    if bos == "none":
+        return ()
+    index = files.tokenizer.id_of(bos)
+    if index is None:
+        raise UsageError(f"--bos {bos}: {files.tokenizer.name} has no such token.")
+    return (index,)
+
+
+def _context(files: ModelFiles, wanted: int | None) -> int:
+    longest = files.max_context
+    if wanted is None:
+        return DEFAULT_CONTEXT if longest is None else min(DEFAULT_CONTEXT, longest)
+    if longest is not None and wanted > longest:
+        raise UsageError(f"--context {wanted}: {files.name} reads at most {longest} tokens.")
+    return wanted
