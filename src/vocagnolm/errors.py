@@ -58,3 +58,7 @@ class StoreError(VocagnolmError):
 
 class ScoreError(VocagnolmError):
     """Scoring cannot go on: the teacher's numbers or a document (with --strict) are not usable."""
+
+
+class BenchmarkError(VocagnolmError):
+    """A benchmark's questions are missing or malformed."""

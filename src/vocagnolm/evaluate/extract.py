@@ -68,7 +68,7 @@ _HASH = re.compile(r"####[ \t]*([^\n]*)")
 _BOXED = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*")
 # a full stop that ends a sentence: not 3.5, not "p.m.", not "Mrs."
 _STOP = re.compile(
-    r"(?<!\b[A-Za-z])(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bMrs)(?<!\bRs)[.!?](?=[\s*\"')]|$)"
+    r"(?<!\\)(?<!\b[A-Za-z])(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bMrs)(?<!\bRs)[.!?](?=[\s*\"')]|$)"
 )
 
 
@@ -136,14 +136,15 @@ MATH_SPAN = re.compile(
 
 
 def clauses(text: str, choice: bool = False) -> list[Clause]:
-    """Every place where the text states an answer, in the order of the text."""
+    """Every place where the text states an answer, in the order of the text. A bare heading
+    ("Answer: ...") often opens the reasoning, so it counts only where nothing else does."""
     found = [Clause(m.start(), "hash", m[1].strip()) for m in _HASH.finditer(text)]
     found += _boxed_clauses(text)
     said = list(_SAID.finditer(text)) + (list(_CHOICE_SAID.finditer(text)) if choice else [])
     found += [Clause(m.start(), "said", _sentence(text, m.end())) for m in said]
-    found += [
-        Clause(m.start(), "heading", _sentence(text, m.end())) for m in _HEADING.finditer(text)
-    ]
+    if not found:
+        headings = _HEADING.finditer(text)
+        found = [Clause(m.start(), "heading", _sentence(text, m.end())) for m in headings]
     # "The answer is \boxed{5}": the box, not the words around it
     return sorted(found, key=lambda c: (c.start, c.kind == "boxed"))
 

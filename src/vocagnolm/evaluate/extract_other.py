@@ -155,5 +155,5 @@ def extract_text(output: str) -> str | None:
     for clause in reversed(clauses(text)):
         phrase = re.sub(r"\s*I hope.*$", "", delatex(clause.text)).strip(" .\"'")
         if phrase:
-            return phrase if len(phrase.split()) <= 12 else None
+            return phrase if len(phrase.split()) <= 40 else None
     return text.strip(" .") if text and "\n" not in text and len(text.split()) <= 6 else None

@@ -68,7 +68,7 @@ AVERAGES: dict[str, tuple[str, ...]] = {
 AVERAGE_TITLES = {"avg": "AVG", "avg_dagger": "AVG†", "avg_double_dagger": "AVG‡"}
 
 # stop strings that end an answer: the model has begun the next example
-STOP_STRINGS = ("\n\nQuestion:", "\n\nProblem:", "\n\n\n")
+STOP_STRINGS = ("\n\nQuestion:", "\n\nProblem:")
 
 _ALIASES = {"sat_math": "sat", "mmlu": "mmlu_stem", "minerva_math": "math", "gsmhard": "gsm_hard"}
 

@@ -1,0 +1,370 @@
+"""Read the benchmarks' own files, from a folder or from where their authors keep them.
+
+Every reader turns a row into the same three things: the question as it is put to the model, the
+reference answer, and the option letters where there are any.
+"""
+
+import ast
+import json
+import re
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vocagnolm.errors import BenchmarkError, MissingExtraError
+from vocagnolm.evaluate.grading import gold_letter, gold_math, gold_number
+from vocagnolm.evaluate.suite import Task, task_named
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Example:
+    question: str
+    gold: str
+    letters: str = ""
+
+
+class _Malformed(Exception):
+    """What is wrong with a row, in words."""
+
+
+def _field(row: Row, *names: str) -> Any:
+    lowered = {key.lower(): value for key, value in row.items()}
+    for name in names:
+        if lowered.get(name.lower()) is not None:
+            return lowered[name.lower()]
+    raise _Malformed(f"no field '{names[0]}' (it has: {', '.join(row) or 'nothing'})")
+
+
+def _text(row: Row, *names: str) -> str:
+    value = _field(row, *names)
+    if not isinstance(value, str) or not value.strip():
+        raise _Malformed(f"field '{names[0]}' is {value!r}; expected text")
+    return value.strip()
+
+
+def _yes_or_no(question: str, gold: str) -> str:
+    """The protocol tells the model when the answer is a plain yes or no."""
+    return f"{question} (Yes or No)" if gold.strip().lower() in ("yes", "no") else question
+
+
+def _number_row(question: str, gold: Any) -> Example:
+    text = gold if isinstance(gold, str) else repr(gold)
+    if isinstance(gold, bool) or gold_number(text) is None:
+        raise _Malformed(f"the answer {gold!r} is no number")
+    return Example(question, text)
+
+
+def _gsm8k(row: Row) -> Example:
+    answer = _text(row, "answer")
+    if "####" not in answer:
+        raise _Malformed("field 'answer' has no '#### NUMBER' line")
+    return _number_row(_text(row, "question"), answer.rpartition("####")[2].strip())
+
+
+def _math(row: Row) -> Example:
+    solution = _text(row, "solution")
+    gold = gold_math(solution)
+    if gold == solution:
+        raise _Malformed("field 'solution' has no \\boxed{...} answer")
+    return Example(_text(row, "problem"), gold)
+
+
+def _svamp(row: Row) -> Example:
+    body = _text(row, "Body")
+    body = body if body.endswith(".") else f"{body}."
+    return _number_row(f"{body} {_text(row, 'Question')}", _field(row, "Answer"))
+
+
+def _asdiv(row: Row) -> Example:
+    gold = _text(row, "answer")
+    question = f"{_text(row, 'body')} {_text(row, 'question')}"
+    return Example(_yes_or_no(question, gold), gold)
+
+
+def _mawps(row: Row) -> Example:
+    return _number_row(_text(row, "input", "question"), _field(row, "target", "answer"))
+
+
+def _tabmwp(row: Row) -> Example:
+    title = row.get("table_title")
+    about = f'regarding "{title}" ' if title else ""
+    question = f"Read the following table {about}and answer a question:\n{_text(row, 'table')}\n"
+    question += _text(row, "question")
+    if choices := row.get("choices"):
+        question += f" Please select from the following options: {list(choices)}"
+    gold = str(_field(row, "answer")).strip()
+    return Example(_yes_or_no(question, gold), gold)
+
+
+def with_options(question: str, options: list[str], letters: str) -> str:
+    listed = ", ".join(f"({a}) {b}" for a, b in zip(letters, options, strict=False))
+    return f"{question}\nWhat of the following is the right choice? Explain your answer.\n{listed}"
+
+
+def _choice_row(task: Task, question: str, options: list[str], gold: Any) -> Example:
+    if not 2 <= len(options) <= len(task.letters):
+        raise _Malformed(f"{len(options)} options found; expected up to {len(task.letters)}")
+    letters = task.letters[: len(options)]
+    try:
+        answer = gold_letter(gold, task)
+    except ValueError as error:
+        raise _Malformed(str(error)) from None
+    if answer not in letters:
+        raise _Malformed(f"the answer {answer} is none of the {len(options)} options")
+    return Example(with_options(question, options, letters), answer, letters)
+
+
+def split_options(text: str, letters: str) -> list[str]:
+    """`a ) 12 , b ) 16`, `A) 50 B) 42` or `A. 1 B. 2` as a list of option texts.
+
+    A label counts only after the one before it, so that a `c )` inside option b stays there.
+    """
+    starts: list[tuple[int, int]] = []
+    position = 0
+    for letter in letters:
+        label = re.compile(rf"(?:^|[\s,(\[])(?:[{letter}{letter.lower()}]\s?[).])(?:\s|(?=\S))")
+        match = label.search(text, position)
+        if match is None:
+            break
+        starts.append((match.start(), match.end()))
+        position = match.end()
+        # "a ) a ) 1055": some rows carry the label twice
+        twice = re.compile(rf"\s*{letter.lower()}\s\)\s").match(text, position)
+        if twice:
+            starts[-1] = (match.start(), twice.end())
+            position = twice.end()
+    ends = [begin for begin, _ in starts[1:]] + [len(text)]
+    return [text[a:b].strip().rstrip(",").strip() for (_, a), b in zip(starts, ends, strict=True)]
+
+
+def _mathqa(row: Row) -> Example:
+    task = task_named("mathqa")
+    options = _text(row, "options")
+    if options.startswith("["):
+        options = " , ".join(ast.literal_eval(options))
+    problem = _text(row, "problem")
+    listed = split_options(options, task.letters)
+    return _choice_row(task, problem[0].upper() + problem[1:], listed, _text(row, "correct"))
+
+
+def _mmlu_stem(row: Row) -> Example:
+    options = [str(option).strip() for option in _field(row, "choices")]
+    return _choice_row(
+        task_named("mmlu_stem"), _text(row, "question"), options, _field(row, "answer")
+    )
+
+
+def _sat(row: Row) -> Example:
+    task = task_named("sat")
+    listed = split_options(_text(row, "options"), task.letters)
+    return _choice_row(task, _text(row, "question"), listed, _text(row, "Answer"))
+
+
+@dataclass(frozen=True)
+class Source:
+    read: Callable[[Row], Example]
+    fields: str
+    files: tuple[str, ...]  # the first that exists is read; `a+b` means both
+    where: str  # for people
+    hub: tuple[tuple[str, str | None, str], ...] = ()  # dataset, configuration, split
+    url: tuple[str, ...] = ()
+
+
+_HARNESS = "https://raw.githubusercontent.com/ZubinGou/math-evaluation-harness/main/data"
+_MAWPS_PARTS = ("singleeq", "singleop", "addsub", "multiarith")
+_TABMWP_URL = (
+    "https://raw.githubusercontent.com/lupantech/PromptPG/main/data/tabmwp/problems_test1k.json"
+)
+_MATH_SUBJECTS = (
+    "algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra "
+    "precalculus"
+)
+_STEM_SUBJECTS = (
+    "abstract_algebra astronomy college_biology college_chemistry college_computer_science "
+    "college_mathematics college_physics computer_security conceptual_physics "
+    "electrical_engineering elementary_mathematics high_school_biology high_school_chemistry "
+    "high_school_computer_science high_school_mathematics high_school_physics "
+    "high_school_statistics machine_learning"
+)
+
+SOURCES: dict[str, Source] = {
+    "gsm8k": Source(
+        _gsm8k,
+        "question, answer (ending in '#### NUMBER')",
+        ("gsm8k/test.jsonl",),
+        "https://huggingface.co/datasets/openai/gsm8k",
+        hub=(("openai/gsm8k", "main", "test"),),
+    ),
+    "math": Source(
+        _math,
+        "problem, solution (with \\boxed{...})",
+        ("math/test.jsonl",),
+        "https://huggingface.co/datasets/EleutherAI/hendrycks_math",
+        hub=tuple(("EleutherAI/hendrycks_math", s, "test") for s in _MATH_SUBJECTS.split()),
+    ),
+    "svamp": Source(
+        _svamp,
+        "Body, Question, Answer",
+        ("svamp/test.jsonl",),
+        "https://huggingface.co/datasets/ChilleD/SVAMP (train and test together)",
+        hub=(("ChilleD/SVAMP", None, "train"), ("ChilleD/SVAMP", None, "test")),
+    ),
+    "asdiv": Source(
+        _asdiv,
+        "body, question, answer",
+        ("asdiv/test.jsonl",),
+        "https://huggingface.co/datasets/EleutherAI/asdiv",
+        hub=(("EleutherAI/asdiv", None, "validation"),),
+    ),
+    "mawps": Source(
+        _mawps,
+        "input, target",
+        ("mawps/test.jsonl", "+".join(f"mawps/{part}.jsonl" for part in _MAWPS_PARTS)),
+        f"{_HARNESS}/mawps/test.jsonl",
+        url=(f"{_HARNESS}/mawps/test.jsonl",),
+    ),
+    "tabmwp": Source(
+        _tabmwp,
+        "question, choices, answer, table_title, table",
+        ("tabmwp/problems_test1k.json", "tabmwp/test.jsonl"),
+        "https://github.com/lupantech/PromptPG (data/tabmwp)",
+        url=(_TABMWP_URL,),
+    ),
+    "mathqa": Source(
+        _mathqa,
+        "problem, options, correct",
+        ("mathqa/test.jsonl",),
+        f"{_HARNESS}/mathqa/test.jsonl",
+        url=(f"{_HARNESS}/mathqa/test.jsonl",),
+    ),
+    "mmlu_stem": Source(
+        _mmlu_stem,
+        "question, choices, answer (0 to 3)",
+        ("mmlu_stem/test.jsonl",),
+        "https://huggingface.co/datasets/cais/mmlu (18 subjects)",
+        hub=tuple(("cais/mmlu", s, "test") for s in _STEM_SUBJECTS.split()),
+    ),
+    "sat": Source(
+        _sat,
+        "question, options ('A) ... B) ...'), Answer",
+        ("sat_math/test.jsonl", "sat/test.jsonl"),
+        "https://huggingface.co/datasets/mcaleste/sat_multiple_choice_math_may_23",
+        hub=(("mcaleste/sat_multiple_choice_math_may_23", None, "train"),),
+    ),
+    "gsm_hard": Source(
+        _mawps,
+        "input, target",
+        ("gsm_hard/test.jsonl",),
+        "https://huggingface.co/datasets/reasoning-machines/gsm-hard",
+        hub=(("reasoning-machines/gsm-hard", None, "train"),),
+    ),
+}
+
+
+def load_examples(task: str, folder: str | Path | None = None) -> list[Example]:
+    """All questions of a task, from `folder` or, without one, from where they are published."""
+    name = task_named(task).name
+    source = SOURCES[name]
+    found = _local_rows(name, source, Path(folder)) if folder is not None else _far_rows(name)
+    examples = []
+    for place, row in found:
+        # ASDiv marks several answers with a semicolon; the protocol leaves those rows out
+        if name == "asdiv" and ";" in str(row.get("answer", "")):
+            continue
+        try:
+            examples.append(source.read(row))
+        except (_Malformed, ValueError, SyntaxError, TypeError) as error:
+            raise BenchmarkError(
+                f"{place}: {error}. A row of {name} needs: {source.fields}. "
+                f"The original is at {source.where}"
+            ) from None
+    if not examples:
+        raise BenchmarkError(
+            f"{name}: no questions in {folder or source.where}. "
+            f"Expected one JSON object a line with: {source.fields}. "
+            f"The original is at {source.where}"
+        )
+    return examples
+
+
+def _local_rows(name: str, source: Source, folder: Path) -> Iterator[tuple[str, Row]]:
+    for candidate in source.files:
+        paths = [folder / part for part in candidate.split("+")]
+        if all(path.is_file() for path in paths):
+            for path in paths:
+                yield from _parse(str(path), path.read_bytes(), name)
+            return
+    expected = " or ".join(str(folder / file.replace("+", ", ")) for file in source.files)
+    problem = "is no folder" if not folder.is_dir() else f"has no questions for {name}"
+    raise BenchmarkError(
+        f"{folder} {problem}. Expected {expected}: one JSON object a line with {source.fields}. "
+        f"Get it from {source.where}, or leave out --benchmarks to download it."
+    )
+
+
+def _parse(place: str, data: bytes, name: str) -> Iterator[tuple[str, Row]]:
+    """Rows of a .jsonl file, or of a .json file that holds a list or an object of objects."""
+    source = SOURCES[name]
+    try:
+        text = data.decode("utf-8-sig")
+        if place.endswith(".json"):
+            whole = json.loads(text)
+            rows = list(whole.values()) if isinstance(whole, dict) else whole
+            numbered = list(enumerate(rows, start=1))
+            what = "entry"
+        else:
+            # not splitlines: U+2028 is legal inside a JSON string
+            lines = text.split("\n")
+            numbered = [(n, line) for n, line in enumerate(lines, start=1) if line.strip()]
+            what = "line"
+    except ValueError as error:
+        raise BenchmarkError(
+            f"{place} cannot be read as JSON: {error}. Expected {source.fields}. "
+            f"Get it again from {source.where}"
+        ) from None
+    for number, item in numbered:
+        row = item
+        if what == "line":
+            try:
+                row = json.loads(item)
+            except ValueError as error:
+                raise BenchmarkError(
+                    f"{place}, line {number} is no JSON: {error}. Expected one object a line with "
+                    f"{source.fields}. Get it again from {source.where}"
+                ) from None
+        if not isinstance(row, dict):
+            raise BenchmarkError(
+                f"{place}, {what} {number} is no JSON object. Expected {source.fields}. "
+                f"Get it again from {source.where}"
+            )
+        yield f"{place}, {what} {number}", row
+
+
+def _far_rows(name: str) -> Iterator[tuple[str, Row]]:
+    source = SOURCES[name]
+    try:
+        for url in source.url:
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                yield from _parse(url, answer.read(), name)
+        for dataset, configuration, split in source.hub:
+            rows = _hub_split(dataset, configuration, split)
+            for number, row in enumerate(rows):
+                yield f"{dataset} {configuration or ''} {split}, row {number}", dict(row)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BenchmarkError(
+            f"the questions of {name} could not be downloaded ({first}). Get them from "
+            f"{source.where} and pass --benchmarks DIR with DIR/{source.files[0].split('+')[0]}"
+        ) from None
+
+
+def _hub_split(dataset: str, configuration: str | None, split: str) -> Any:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise MissingExtraError("datasets", "eval", f"Loading {dataset} from the hub") from None
+    return load_dataset(dataset, configuration, split=split)

@@ -1,0 +1,111 @@
+"""Questions become prompts: lm-eval's task files, rendered once, before any model is loaded.
+
+A request holds all that generation and grading need, so that the three steps (render, generate,
+grade) can run on different machines and an interrupted run can go on by example.
+"""
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vocagnolm.errors import MissingExtraError, UsageError
+from vocagnolm.evaluate.suite import Task
+
+Method = Literal["generate", "likelihood"]
+TASK_FOLDER = Path(__file__).parent / "tasks"
+
+
+@dataclass(frozen=True)
+class Request:
+    task: str
+    index: int  # of the question in its benchmark
+    prompt: str
+    gold: str
+    stop: tuple[str, ...] = ()
+    max_new_tokens: int = 0
+    # continuations to be compared by likelihood, with the letter each stands for; empty when
+    # an answer is generated
+    options: tuple[str, ...] = ()
+    letters: str = ""
+
+
+def render(
+    tasks: list[Task],
+    *,
+    benchmarks: str | Path | None = None,
+    limit: int | None = None,
+    choices: Method = "generate",
+) -> dict[str, list[Request]]:
+    """Prompts of every task, in the order of the benchmark.
+
+    `choices="likelihood"` compares the options of the multiple-choice tasks instead of generating
+    an answer; the other tasks are not touched by it.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError(f"--limit must be at least 1, not {limit}")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise MissingExtraError("lm-eval", "eval", "Evaluation") from None
+    metadata = {} if benchmarks is None else {"benchmarks": str(benchmarks)}
+    manager = TaskManager(include_path=TASK_FOLDER, include_defaults=False, metadata=metadata)
+    requests = {}
+    for task in tasks:
+        by_likelihood = choices == "likelihood" and task.kind == "choice"
+        name = f"{task.lm_eval_name}_likelihood" if by_likelihood else task.lm_eval_name
+        loaded = manager.load([name])["tasks"][name]
+        requests[task.name] = _render_task(task, loaded, limit, by_likelihood)
+    return requests
+
+
+def spread(total: int, limit: int | None) -> list[int]:
+    """`limit` indices spread evenly: MATH and MMLU are sorted by subject, and the first few
+    questions would be all algebra."""
+    if limit is None or limit >= total:
+        return list(range(total))
+    return [i * total // limit for i in range(limit)]
+
+
+def _render_task(task: Task, loaded: Any, limit: int | None, by_likelihood: bool) -> list[Request]:
+    docs = loaded.test_docs()
+    generation = {} if by_likelihood else loaded.config.generation_kwargs
+    requests = []
+    for index in spread(len(docs), limit):
+        doc = docs[index]
+        options: tuple[str, ...] = ()
+        if by_likelihood:
+            delimiter = loaded.config.target_delimiter
+            options = tuple(f"{delimiter}{label}" for label in loaded.doc_to_choice(doc))
+        requests.append(
+            Request(
+                task=task.name,
+                index=index,
+                prompt=loaded.fewshot_context(doc, loaded.config.num_fewshot),
+                gold=doc["gold"],
+                stop=tuple(generation.get("until", ())),
+                max_new_tokens=int(generation.get("max_gen_toks", 0)),
+                options=options,
+                letters=doc["letters"] if by_likelihood else "",
+            )
+        )
+    return requests
+
+
+def write_requests(path: str | Path, requests: Iterable[Request]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        for request in requests:
+            file.write(json.dumps(asdict(request), ensure_ascii=False) + "\n")
+
+
+def read_requests(path: str | Path) -> list[Request]:
+    requests = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            fields = json.loads(line)
+            fields["stop"], fields["options"] = tuple(fields["stop"]), tuple(fields["options"])
+            requests.append(Request(**fields))
+    return requests
