@@ -5,15 +5,28 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from click import Choice
 
 if TYPE_CHECKING:
     from vocagnolm.score import ScoreSummary
     from vocagnolm.score.run import Progress
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 def score(
@@ -26,11 +39,9 @@ def score(
     out: Path = typer.Option(..., help="The folder of the loss store."),
     text_field: str = typer.Option("text", help="The field of a record that holds the text."),
     limit_documents: int | None = typer.Option(None, min=1, help="Read at most so many."),
-    device: str = typer.Option("auto", click_type=Choice(["auto", "cpu", "cuda"])),
-    dtype: str = typer.Option(
-        "auto",
-        click_type=Choice(["auto", "float32", "bfloat16", "float16"]),
-        help="auto: float32 on a CPU, the model's half precision on a GPU.",
+    device: Device = typer.Option(Device.auto, help="Where the teacher runs."),
+    dtype: Dtype = typer.Option(
+        Dtype.auto, help="auto: float32 on a CPU, the model's half precision on a GPU."
     ),
     context: int | None = typer.Option(
         None, min=2, help="Longest window in tokens. [default: 2048, or the model's limit]"
@@ -64,8 +75,8 @@ def score(
     from vocagnolm.score import ScoreSettings, score_corpus
 
     settings = ScoreSettings(
-        device=device,
-        dtype=dtype,
+        device=device.value,
+        dtype=dtype.value,
         context=context,
         stride=stride,
         batch_tokens=batch_tokens,
