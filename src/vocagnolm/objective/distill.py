@@ -55,13 +55,13 @@ def common_rows(head: Head, teacher: Head) -> int:
 def kl_rows(z_NV: Tensor, teacher_NU: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """(KL, its gradient by the student's logits, the teacher's probability beyond `rows`)."""
     q = F.softmax(teacher_NU, dim=-1)
-    mass = q[:, :rows].sum(-1)
-    q = q[:, :rows] / mass[:, None]
+    dropped = q[:, rows:].sum(-1)
+    q = q[:, :rows] / q[:, :rows].sum(-1, keepdim=True)
     log_p = F.log_softmax(z_NV, dim=-1)
     distance = (torch.special.xlogy(q, q) - q * log_p[:, :rows]).sum(-1)
     gradient = log_p.exp_()
     gradient[:, :rows] -= q
-    return distance, gradient, 1.0 - mass
+    return distance, gradient, dropped
 
 
 def wasserstein_rows(z_NV: Tensor, teacher_NU: Tensor) -> tuple[Tensor, Tensor]:

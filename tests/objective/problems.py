@@ -1,0 +1,101 @@
+"""Small heads and batches for the tests of the objective, and an obvious selection."""
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from vocagnolm.objective import Head, ObjectiveConfig, Teacher
+
+NAN = math.nan
+
+
+@dataclass(frozen=True)
+class Problem:
+    hidden: Tensor
+    head: Head
+    labels: Tensor
+    guidance: Tensor
+    teacher: Teacher
+
+    def fresh(self) -> "Problem":
+        """The same numbers as new leaves that want gradients."""
+        bias = self.head.bias
+        head = replace(
+            self.head,
+            weight=self.head.weight.detach().clone().requires_grad_(),
+            bias=None if bias is None else bias.detach().clone().requires_grad_(),
+        )
+        return replace(self, hidden=self.hidden.detach().clone().requires_grad_(), head=head)
+
+    def gradients(self) -> list[Tensor | None]:
+        bias = self.head.bias
+        return [self.hidden.grad, self.head.weight.grad, None if bias is None else bias.grad]
+
+
+def problem(
+    B: int = 3,
+    T: int = 17,
+    D: int = 16,
+    V: int = 101,
+    *,
+    dtype: torch.dtype = torch.float32,
+    bias: bool = False,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    teacher_rows: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Problem:
+    g = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, V - 3, (B, T), generator=g)  # the last rows are beyond the tokenizer
+    labels[:, -1] = -100
+    guidance = 5 * torch.rand(B, T, generator=g)
+    guidance[torch.rand(B, T, generator=g) < 0.2] = NAN
+    head = Head(
+        weight=torch.randn(V, D, generator=g).to(device, dtype),
+        bias=torch.randn(V, generator=g).to(device, dtype) if bias else None,
+        softcap=softcap,
+        scale=scale,
+    )
+    teacher = Teacher(
+        hidden=torch.randn(B, T, D, generator=g).to(device, dtype),
+        head=Head(weight=torch.randn(teacher_rows or V, D, generator=g).to(device, dtype)),
+    )
+    hidden = torch.randn(B, T, D, generator=g).to(device, dtype)
+    return Problem(hidden, head, labels.to(device), guidance.to(device), teacher)
+
+
+def obvious_k(n: int, keep: float) -> int:
+    k = math.floor(Fraction(str(keep)) * n + Fraction(1, 2))
+    return max(k, 1) if n and keep > 0 else k
+
+
+def obvious_selection(
+    nll: list[list[float]],
+    guidance: list[list[float]],
+    valid: list[list[bool]],
+    config: ObjectiveConfig,
+) -> list[list[bool]]:
+    """The definition, one token at a time, for method guided and local scopes."""
+    rows = range(len(nll))
+    groups = [[b] for b in rows] if config.scope == "sequence" else [list(rows)]
+    chosen = [[False] * len(row) for row in nll]
+    for group in groups:
+        tokens = [(b, t) for b in group for t in range(len(nll[b])) if valid[b][t]]
+        mapped = [(b, t) for b, t in tokens if not math.isnan(guidance[b][t])]
+        unmapped = [(b, t) for b, t in tokens if math.isnan(guidance[b][t])]
+        teacher = {(b, t): guidance[b][t] for b, t in mapped}
+        if config.unmapped == "mean":
+            mean = sum(teacher.values()) / len(mapped) if mapped else 0.0
+            teacher |= dict.fromkeys(unmapped, mean)
+            mapped = tokens
+        if config.unmapped == "include":
+            for b, t in unmapped:
+                chosen[b][t] = True
+        ranked = sorted(mapped, key=lambda i: (-(nll[i[0]][i[1]] - teacher[i]), i))
+        for b, t in ranked[: obvious_k(len(mapped), config.keep)]:
+            chosen[b][t] = True
+    return chosen

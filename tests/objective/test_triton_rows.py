@@ -1,0 +1,63 @@
+"""The two kernels against their torch twins: on a GPU, or in Triton's interpreter
+(TRITON_INTERPRET=1) where triton is installed."""
+
+import os
+
+import pytest
+import torch
+from objective.problems import problem
+
+from vocagnolm.objective import ObjectiveConfig, objective_loss, rows
+from vocagnolm.objective import head as two_phase
+from vocagnolm.objective.rows import Transform
+
+triton_rows = pytest.importorskip("vocagnolm.objective.triton_rows", exc_type=ImportError)
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(5, 1), (3, 7), (2, 4096), (4, 5001)]
+TRANSFORMS = [(False, None, 1.0), (True, 5.0, 0.5), (False, 30.0, 1.0), (True, None, 2.0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("N", "V"), SHAPES)
+@pytest.mark.parametrize(("bias", "softcap", "scale"), TRANSFORMS)
+def test_kernels_equal_their_torch_twins(dtype, N, V, bias, softcap, scale):
+    torch.manual_seed(0)
+    x = 4 * torch.randn(N, V + 3, device=DEVICE).to(dtype)
+    x = x[:, :V]  # rows that do not follow each other in memory
+    labels = torch.randint(0, V, (N,), device=DEVICE)
+    transform = Transform(torch.randn(V, device=DEVICE) if bias else None, softcap, scale)
+    slow = rows.losses(x.clone(), labels, transform, True)
+    fast = triton_rows.losses(x, labels, transform, True)
+    for a, b in zip(fast, slow, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    expected = rows.gradient_(x.clone(), labels, slow.lse_N, transform)
+    given = triton_rows.gradient_(x, labels, slow.lse_N, transform)
+    assert given.data_ptr() == x.data_ptr()
+    atol = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
+    torch.testing.assert_close(given, expected, rtol=0, atol=atol)
+
+
+def test_a_nan_row_stays_nan():
+    x = torch.randn(2, 10, device=DEVICE)
+    x[0, 3] = torch.nan
+    nll = triton_rows.losses(x, torch.zeros(2, dtype=torch.int64, device=DEVICE), Transform()).nll_N
+    assert torch.isnan(nll).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("method", ["cpt", "guided"])
+@pytest.mark.parametrize("options", [{}, {"bias": True, "softcap": 4.0, "scale": 0.5}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_head_equals_chunked(method, options, dtype, monkeypatch):
+    monkeypatch.setattr(two_phase, "_chunk_bytes", lambda device, exact: 1)
+    results = []
+    for impl in ("chunked", "fused"):
+        p = problem(dtype=dtype, device=DEVICE, **options).fresh()
+        config = ObjectiveConfig(method=method)
+        loss = objective_loss(p.hidden, p.head, p.labels, p.guidance, config, impl=impl).loss
+        loss.backward()
+        results.append([loss.detach(), *(g for g in p.gradients() if g is not None)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-4)
