@@ -175,14 +175,10 @@ def _prepared_ahead(
     """Read and tokenise the next shard while the teacher is busy with this one."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         ahead = None
-        for number, following in zip(numbers, [*numbers[1:], None], strict=True):
-            prepared = (
-                prepare_shard(corpus, teacher, settings, number)
-                if ahead is None
-                else ahead.result()
-            )
-            if following is not None:
-                ahead = pool.submit(prepare_shard, corpus, teacher, settings, following)
+        for place, number in enumerate(numbers):
+            prepared = ahead.result() if ahead else prepare_shard(corpus, teacher, settings, number)
+            if place + 1 < len(numbers):
+                ahead = pool.submit(prepare_shard, corpus, teacher, settings, numbers[place + 1])
             yield prepared
 
 
