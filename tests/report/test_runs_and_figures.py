@@ -1,0 +1,113 @@
+"""Run folders as pages, the selection sample's file, and the static figures."""
+
+import json
+from pathlib import Path
+
+import made
+import pytest
+from report.pages import known_page, known_passage
+
+from vocagnolm.align import load_tokenizer
+from vocagnolm.compare import SAMPLE
+from vocagnolm.errors import UsageError
+from vocagnolm.report import figures
+from vocagnolm.report.page_data import plain
+from vocagnolm.report.passage import select_passages
+from vocagnolm.report.runs import CURVE_POINTS, RunError, read_run, report_page
+from vocagnolm.report.sample import SAMPLE_FILE, Sample, SampleError, read_sample, save_sample
+from vocagnolm.study.granularity import granularity_study
+
+
+def make_run(folder: Path, method: str = "guided", steps: int = 20) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(f"objective:\n  method: {method}\n")
+    lines = [
+        json.dumps({"step": s, "loss": 8 / s, "loss_all": 9 / s, "tokens": 64 * s, "x": "y"})
+        for s in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_a_run_folder_becomes_curves_and_facts(tmp_path) -> None:
+    run = read_run(make_run(tmp_path / "guided-0"))
+    assert (run.name, run.method) == ("guided-0", "guided")
+    assert run.curves["loss"][0] == (1.0, 8.0)
+    assert set(run.curves) == {"loss", "loss_all"}
+    assert run.facts["tokens"] == "1,280"
+
+
+def test_long_curves_are_means_of_bins(tmp_path) -> None:
+    run = read_run(make_run(tmp_path / "long", steps=1000))
+    assert len(run.curves["loss"]) <= CURVE_POINTS
+    assert run.steps_per_point == 4
+    assert run.curves["loss"][0][1] == pytest.approx((8 + 4 + 8 / 3 + 2) / 4, rel=1e-4)
+
+
+def test_a_crash_and_a_resume_leave_readable_metrics(tmp_path) -> None:
+    folder = make_run(tmp_path / "run", steps=3)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 7.0, "loss_all": 7.0}\n{"step": 4, "lo')
+    assert read_run(folder).curves["loss"][-1] == (3.0, 7.0)
+    (folder / "metrics.jsonl").write_text('{"step": 1\n{"step": 2, "loss": 1}\n')
+    with pytest.raises(RunError, match="line 1: not JSON"):
+        read_run(folder)
+
+
+def test_what_is_no_run_is_refused(tmp_path) -> None:
+    with pytest.raises(RunError, match="is not a run folder"):
+        read_run(tmp_path)
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path) -> None:
+    runs = [make_run(tmp_path / seed / "guided") for seed in ("seed0", "seed1")]
+    page = report_page(runs)
+    assert [run.name for run in page.runs] == ["seed0/guided", "seed1/guided"]
+    assert any("selection sample" in note for note in page.notes)
+
+
+def test_a_sample_travels_through_its_file(tmp_path) -> None:
+    run = make_run(tmp_path / "run")
+    passages, rule = select_passages([known_passage()])
+    sample = Sample(passages=passages, selection=rule, preflight=known_page().preflight[0])
+    save_sample(sample, run)
+    assert plain(read_sample(run)) == plain(sample)
+    page = report_page([run])
+    assert page.statistics is not None and page.statistics.kept == 3
+    assert not page.notes
+
+
+@pytest.mark.parametrize("content", ["{", '{"format": 99}', '{"format": 1, "passages": [{}]}'])
+def test_a_damaged_sample_is_named(tmp_path, content: str) -> None:
+    (tmp_path / SAMPLE_FILE).write_text(content)
+    with pytest.raises(SampleError, match="tokens.json"):
+        read_sample(tmp_path)
+
+
+def test_figures_are_drawn(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    student = load_tokenizer(made.tokenizer("sentencepiece prepend"))
+    teacher = load_tokenizer(made.tokenizer("byte-level"))
+    text = "Probability, 🙂 <b>$x$</b> naïve\n"
+    study = granularity_study(student, teacher, SAMPLE[:1], n_chunks=[2, 8])
+    points = [
+        figures.TeacherPoint(name="weak", teacher_score=10, student_scores=[4, 5]),
+        figures.TeacherPoint(name="strong", teacher_score=50, student_scores=[9]),
+    ]
+    made_files = [
+        figures.overlap_bars(student, [teacher, student], tmp_path / "1.png"),
+        figures.tokenisation_rows([student, teacher], text, tmp_path / "2.svg"),
+        figures.granularity_curve(study, tmp_path / "3.svg"),
+        figures.teacher_strength(points, tmp_path / "5.pdf", baseline=[6, 7]),
+    ]
+    starts = [b"\x89PNG", b"<?xml", b"<?xml", b"%PDF"]
+    assert [path.read_bytes()[: len(s)] for path, s in zip(made_files, starts, strict=True)] == starts
+    again = figures.granularity_curve(study, tmp_path / "again.svg")
+    assert again.read_bytes() == made_files[2].read_bytes()
+    assert "token level, IoS" in made_files[2].read_text()  # text stays text
+
+
+def test_an_unknown_figure_format_is_refused(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(UsageError, match=r"expected one of .png, .svg, .pdf"):
+        figures.teacher_strength([], tmp_path / "x.bmp")
