@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from vocagnolm.align import align
 from vocagnolm.report.page_data import (
     Measure,
     Page,
@@ -12,7 +13,6 @@ from vocagnolm.report.page_data import (
     Run,
 )
 from vocagnolm.report.passage import build_passage, select_passages, token_row
-from vocagnolm.align import align
 from vocagnolm.report.statistics import statistics
 
 TEXT = "Probability, Uncertainty.\n"

@@ -115,7 +115,22 @@ def test_wrong_lengths_are_refused() -> None:
 
 
 def test_kinds_read_the_row_as_one_text() -> None:
-    tokens = ["The", " answer", " is", " ", "12", ".", "5", " \\", "frac", "{", "1", "}", " =", "\n"]
+    tokens = [
+        "The",
+        " answer",
+        " is",
+        " ",
+        "12",
+        ".",
+        "5",
+        " \\",
+        "frac",
+        "{",
+        "1",
+        "}",
+        " =",
+        "\n",
+    ]
     tokens += ["<", "div", ">", " ∑", " élan", ",", "**", "日本"]
     kinds = [KINDS[kind] for kind in token_kinds(tokens)]
     assert kinds == [

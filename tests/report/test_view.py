@@ -52,7 +52,9 @@ def test_files_are_read_byte_for_byte(folders, tmp_path) -> None:
     file = tmp_path / "crlf.txt"
     file.write_bytes(b"one\r\ntwo\n")
     arguments = ["view", "--student", str(student), "--teacher", str(teacher), "--file", str(file)]
-    CliRunner().invoke(app, [*arguments, "--html", str(tmp_path / "v.html")], catch_exceptions=False)
+    CliRunner().invoke(
+        app, [*arguments, "--html", str(tmp_path / "v.html")], catch_exceptions=False
+    )
     [passage] = page_of(tmp_path / "v.html")["passages"]
     assert "".join(passage["student"]["text"]) == "one\r\ntwo\n"
     assert passage["title"] == "crlf.txt"

@@ -272,7 +272,7 @@ function tokensSection() {
     tools.append(h("div", { class: "choices", role: "group", "aria-label": "Show" }, wanted.map((name) => h("button", {
       type: "button", "data-filter": name, "aria-pressed": String(state.filter === name), disabled: !counts[name],
       onclick: () => filter(name),
-    }, names[name], h("span", { class: "n" }, whole(counts[name] || 0))))));
+    }, names[name], " ", h("span", { class: "n" }, whole(counts[name] || 0))))));
   }
 
   function filter(name) {
