@@ -11,36 +11,44 @@ function chart(draw) {
   return element;
 }
 
-function ticks(low, high, wanted) {
-  const span = high - low || 1;
-  const rough = span / Math.max(1, wanted);
+// Round places on an axis, with labels that all have the digits of the step.
+function ticks(low, high, wanted, smallest = 0) {
+  const rough = Math.max((high - low || 1) / Math.max(1, wanted), smallest);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough);
+  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
+  const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  const label = (v) => (v === 0 ? "0" : step >= 1e4 || step < 1e-3 ? short(v) : step >= 1 ? whole(v).replace("-", MINUS) : fixed(v, digits));
   const result = [];
-  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-6; k++) result.push(Number((k * step).toPrecision(12)));
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-6; k++) {
+    const at = Number((k * step).toPrecision(12));
+    result.push({ at, label: label(at) });
+  }
   return result;
 }
+const roomFor = (marks) => 14 + 6.6 * Math.max(1, ...marks.map((mark) => mark.label.length));
 
 const line = (points) => points.map(([x, y], at) => `${at ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 
 // series: [{ name, colour, dash, points: [[x, y], ...] }]
-function lineChart(series, { label, format = short }) {
+function lineChart(series, { label, range = null }) {
   const readout = h("div", { class: "readout", "aria-hidden": "true" });
   const all = series.flatMap((s) => s.points);
   const [x0, x1] = [Math.min(...all.map((p) => p[0])), Math.max(...all.map((p) => p[0]))];
   const values = all.map((p) => p[1]).sort((a, b) => a - b);
-  let [y0, y1] = [values[0], values[values.length - 1]];
-  if (y1 - y0 < 1e-12) [y0, y1] = [y0 - 0.5 * (Math.abs(y0) || 1), y1 + 0.5 * (Math.abs(y1) || 1)];
-  const pad = 0.05 * (y1 - y0);
-  [y0, y1] = [y0 >= 0 && y0 - pad < 0 ? 0 : y0 - pad, y1 + pad];
+  let [y0, y1] = range || [values[0], values[values.length - 1]];
+  if (!range) {
+    const pad = y1 - y0 < 1e-12 ? 0.5 * (Math.abs(y0) || 1) : 0.05 * (y1 - y0);
+    [y0, y1] = [y0 >= 0 && y0 - pad < 0 ? 0 : y0 - pad, y1 + pad];
+  }
 
   const canvas = chart((width) => {
-    const [left, right, top, bottom, height] = [46, 10, 8, 24, 210];
+    const marks = ticks(y0, y1, 4);
+    const [left, right, top, bottom, height] = [roomFor(marks), 10, 8, 24, 210];
     const x = (v) => left + ((v - x0) / (x1 - x0 || 1)) * (width - left - right);
     const y = (v) => height - bottom - ((v - y0) / (y1 - y0)) * (height - top - bottom);
-    const root = svg("svg", { width, height, role: "img", "aria-label": `${label}: ${series.map((s) => `${s.name} ends at ${format(s.points[s.points.length - 1][1])}`).join("; ").slice(0, 900)}` });
-    for (const v of ticks(y0, y1, 4)) root.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: y(v), y2: y(v) }), svg("text", { x: left - 7, y: y(v) + 4, "text-anchor": "end" }, format(v)));
-    for (const v of ticks(x0, x1, Math.max(2, width / 110))) root.append(svg("text", { x: x(v), y: height - 6, "text-anchor": "middle" }, short(v)));
+    const root = svg("svg", { width, height, role: "img", "aria-label": `${label}: ${series.map((s) => `${s.name} ends at ${short(s.points[s.points.length - 1][1])}`).join("; ").slice(0, 900)}` });
+    for (const { at: v, label: text } of marks) root.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: y(v), y2: y(v) }), svg("text", { x: left - 7, y: y(v) + 4, "text-anchor": "end" }, text));
+    for (const { at: v, label: text } of ticks(x0, x1, Math.max(2, width / 70))) root.append(svg("text", { x: x(v), y: height - 6, "text-anchor": x(v) > width - 24 ? "end" : "middle" }, text));
     for (const s of series) {
       const points = s.points.map(([a, b]) => [x(a), y(b)]);
       root.append(svg("path", { class: `series s${seriesClass(s.colour)}`, "stroke-dasharray": DASHES[s.dash % DASHES.length], d: line(points), opacity: series.length > 4 ? 0.8 : 1 }));
@@ -54,7 +62,7 @@ function lineChart(series, { label, format = short }) {
       cursor.setAttribute("x1", x(step));
       cursor.setAttribute("x2", x(step));
       cursor.setAttribute("visibility", "visible");
-      readout.textContent = `step ${short(step)}: ` + series.slice(0, 8).map((s) => `${s.name} ${format(near(s)[1])}`).join(" · ");
+      readout.textContent = `step ${short(step)}: ` + series.slice(0, 8).map((s) => `${s.name} ${short(near(s)[1])}`).join(" · ");
     });
     root.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); readout.textContent = ""; });
     return root;
@@ -66,19 +74,20 @@ function histogram(data, threshold) {
   const { edges, kept, dropped } = data;
   const most = Math.max(1, ...kept.map((k, i) => k + dropped[i]));
   return chart((width) => {
-    const [left, right, top, bottom, height] = [46, 10, 30, 38, 260];
+    const marks = ticks(0, most, 4, 1);
+    const [left, right, top, bottom, height] = [roomFor(marks), 10, 30, 38, 260];
     const [x0, x1] = [edges[0], edges[edges.length - 1]];
     const x = (v) => left + ((v - x0) / (x1 - x0)) * (width - left - right);
     const y = (v) => height - bottom - (v / most) * (height - top - bottom);
     const total = kept.reduce((a, b) => a + b, 0);
     const root = svg("svg", { width, height, role: "img", "aria-label": `Distribution of the excess of ${whole(total + dropped.reduce((a, b) => a + b, 0))} mapped tokens, ${whole(total)} of them kept` });
-    for (const v of ticks(0, most, 4)) root.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: y(v), y2: y(v) }), svg("text", { x: left - 7, y: y(v) + 4, "text-anchor": "end" }, short(v)));
+    for (const { at: v, label: text } of marks) root.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: y(v), y2: y(v) }), svg("text", { x: left - 7, y: y(v) + 4, "text-anchor": "end" }, text));
     kept.forEach((k, i) => {
       const [a, b] = [x(edges[i]) + 0.5, x(edges[i + 1]) - 0.5];
       if (dropped[i]) root.append(svg("rect", { class: "bar-dropped", x: a, width: Math.max(0.5, b - a), y: y(dropped[i]), height: y(0) - y(dropped[i]) }));
       if (k) root.append(svg("rect", { class: "bar-kept", x: a, width: Math.max(0.5, b - a), y: y(dropped[i] + k), height: y(dropped[i]) - y(dropped[i] + k) }));
     });
-    for (const v of ticks(x0, x1, Math.max(3, width / 90))) root.append(svg("text", { x: x(v), y: height - 20, "text-anchor": "middle" }, short(v)));
+    for (const { at: v, label: text } of ticks(x0, x1, Math.max(3, width / 90))) root.append(svg("text", { x: x(v), y: height - 20, "text-anchor": "middle" }, text));
     root.append(svg("text", { x: (left + width - right) / 2, y: height - 3, "text-anchor": "middle" }, "excess: student loss − teacher loss, nats"));
     if (isNumber(threshold) && threshold >= x0 && threshold <= x1) {
       const side = x(threshold) > width * 0.6 ? "end" : "start";
@@ -103,7 +112,7 @@ function dotPlot(measure, groups, at) {
     const height = top + step * groups.length + bottom;
     const x = (v) => label + ((v - x0) / (x1 - x0)) * (width - label - 14);
     const root = svg("svg", { width, height, role: "img", "aria-label": `${measure.name} by method, one dot per seed` });
-    for (const v of ticks(x0, x1, Math.max(2, (width - label) / 90))) root.append(svg("line", { class: "axis", x1: x(v), x2: x(v), y1: top, y2: height - bottom }), svg("text", { x: x(v), y: height - 6, "text-anchor": "middle" }, short(v)));
+    for (const { at: v, label: text } of ticks(x0, x1, Math.max(2, (width - label) / 90))) root.append(svg("line", { class: "axis", x1: x(v), x2: x(v), y1: top, y2: height - bottom }), svg("text", { x: x(v), y: height - 6, "text-anchor": "middle" }, text));
     groups.forEach((group, row) => {
       const y = top + step * (row + 0.5);
       const known = group.values[at].filter(isNumber);

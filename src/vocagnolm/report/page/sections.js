@@ -83,15 +83,18 @@ function curvesSection() {
     const earlier = runs.slice(0, at).filter((other) => (other.method || other.name) === group).length;
     return byMethod ? { colour: groups.indexOf(group), dash: earlier } : { colour: at, dash: at };
   });
-  element.append(h("div", { class: "keys" }, runs.map((run, at) => h("span", {},
-    svg("svg", { width: 30, height: 8 }, svg("line", { class: `series s${seriesClass(styles[at].colour)}`, x1: 1, x2: 29, y1: 4, y2: 4, "stroke-dasharray": DASHES[styles[at].dash % DASHES.length] })),
-    run.method && run.method !== run.name ? `${run.name} (${run.method})` : run.name))));
+  const sample = (style) => svg("svg", { width: 30, height: 8, "aria-hidden": "true" }, svg("line", { class: `series s${seriesClass(style.colour)}`, x1: 1, x2: 29, y1: 4, y2: 4, "stroke-dasharray": DASHES[style.dash % DASHES.length] }));
+  const several = byMethod && runs.length > groups.length; // then the methods are named, not each run
+  const keys = several
+    ? groups.map((group, at) => [{ colour: at, dash: 0 }, `${group} (${runs.filter((run) => (run.method || run.name) === group).length} runs)`])
+    : runs.map((run, at) => [styles[at], run.method && !run.name.includes(run.method) ? `${run.name} (${run.method})` : run.name]);
+  element.append(h("div", { class: "keys" }, keys.map(([style, name]) => h("span", {}, sample(style), name))));
   const grid = h("div", { class: "grid" });
   const known = Object.keys(CURVES);
   const metrics = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].sort((a, b) => ((known.indexOf(a) + 99) % 99) - ((known.indexOf(b) + 99) % 99));
   for (const metric of metrics) {
     const series = runs.map((run, at) => ({ name: run.name, ...styles[at], points: run.curves[metric] || [] })).filter((s) => s.points.length > 1);
-    if (series.length) grid.append(lineChart(series, { label: CURVES[metric] || metric.replaceAll("_", " ") }));
+    if (series.length) grid.append(lineChart(series, { label: CURVES[metric] || metric.replaceAll("_", " "), range: metric.endsWith("_share") ? [0, 1] : null }));
   }
   element.append(grid);
   const binned = Math.max(...runs.map((run) => run.steps_per_point || 1));
