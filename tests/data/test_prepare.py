@@ -76,7 +76,7 @@ def test_blocks_equal_the_document_by_document_reference(lab, tmp_path, how):
 
 
 def test_documents_are_numbered_within_a_block(lab, tmp_path):
-    folder, texts = lab
+    folder, _ = lab
     recipe = recipe_from_dict(recipe_dict(folder, data={"blocks": str(tmp_path / "b")}))
     prepare(recipe)
     blocks = Blocks(tmp_path / "b", 32)

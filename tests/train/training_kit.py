@@ -1,7 +1,11 @@
 """Throw-away tokenizers, models, corpora and stores for the data and training tests."""
 
 import json
+import multiprocessing
+import os
 import random
+import socket
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +17,11 @@ from vocagnolm.data.corpus import document_hash
 from vocagnolm.store import StoreWriter
 from vocagnolm.store.format import Shard, narrowest_unsigned, to_float16
 
-WORDS = (
+TEXT = (
     "the sum of two numbers is a number and prime integers divide theorem proof let x be real "
     "then y = x + 1 hence \\frac{a}{b} naïve café ½ 東京 42 3.14 1000 equation solution answer"
-).split()
+)
+WORDS = TEXT.split()
 
 
 def documents(count: int, seed: int = 0, words: int = 60) -> list[str]:
@@ -43,6 +48,7 @@ def save_tokenizer(folder: Path, *, kind: str, size: int = 320) -> Path:
         trainer = trainers.BpeTrainer(
             vocab_size=size,
             special_tokens=["<end>"],
+            show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )
         eos = "<end>"
@@ -58,6 +64,7 @@ def save_tokenizer(folder: Path, *, kind: str, size: int = 320) -> Path:
             vocab_size=size + 200,
             special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))],
             max_token_length=6,
+            show_progress=False,
         )
         eos = "</s>"
     tokenizer.train_from_iterator(texts, trainer)
@@ -131,3 +138,60 @@ def make_lab(folder: Path, count: int = 60) -> list[str]:
     write_corpus(folder / "corpus.jsonl", texts)
     write_store(folder / "store", texts, folder / "teacher")
     return texts
+
+
+def run_processes(target: Any, count: int, *arguments: Any, timeout: float = 120.0) -> None:
+    """`target(*arguments)` in `count` forked processes that see each other through torch's
+    environment variables, as under torchrun. A failure of one is raised here."""
+    port = _free_port()
+    context = multiprocessing.get_context("fork")  # imports are inherited: no start-up time
+    errors = context.Queue()
+    processes = [
+        context.Process(target=_as_rank, args=(rank, count, port, errors, target, arguments))
+        for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+    if any(process.exitcode for process in processes):
+        raise AssertionError(errors.get(timeout=5) if not errors.empty() else "a rank died")
+
+
+def _as_rank(rank: int, count: int, port: int, errors: Any, target: Any, arguments: Any) -> None:
+    fresh_process()
+    if count > 1:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(count),
+            LOCAL_WORLD_SIZE=str(count),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+    try:
+        target(*arguments)
+    except BaseException:
+        errors.put(traceback.format_exc())
+        errors.close()
+        errors.join_thread()
+        os._exit(1)
+    os._exit(0)
+
+
+def fresh_process() -> None:
+    """Forget what accelerate has learned about the parent process."""
+    import torch
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    torch.set_num_threads(1)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

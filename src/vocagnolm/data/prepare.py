@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from vocagnolm.data.part import (
 )
 from vocagnolm.data.separators import open_tokenizer, separator_ids
 from vocagnolm.errors import BlocksError
-from vocagnolm.recipe import Recipe
+from vocagnolm.recipe import Recipe, StoreSection
 from vocagnolm.store import LossStore
 from vocagnolm.store.format import identity_digest
 
@@ -68,6 +69,7 @@ def prepare(
         "fingerprint": _digest(settings),
         "tokens": summary.tokens,
         "columns": _columns(settings),
+        "teacher": _teacher_name(recipe),
         "summary": summary.to_dict(),
         "parts": [{"name": entry["name"], "tokens": entry["tokens"]} for entry in entries],
     }
@@ -99,9 +101,12 @@ def recipe_corpus(recipe: Recipe) -> Corpus:
     )
 
 
-def block_settings(recipe: Recipe, tokenizer: TextTokenizer, corpus: Corpus) -> dict[str, Any]:
+def block_settings(
+    recipe: Recipe, tokenizer: TextTokenizer, corpus: Corpus | None
+) -> dict[str, Any]:
     """Everything that decides the parts, by name; compared on resume and by `train`. The block
-    size is not among them: blocks are cut when they are read."""
+    size is not among them: blocks are cut when they are read. Without a corpus (`train` does not
+    need one) its fingerprint is None."""
     assert recipe.student_tokenizer is not None
     bos, eos = separator_ids(tokenizer, recipe.student_tokenizer, recipe.data.bos, recipe.data.eos)
     extra = recipe.data.extra_columns
@@ -109,7 +114,7 @@ def block_settings(recipe: Recipe, tokenizer: TextTokenizer, corpus: Corpus) -> 
         "tokenizer": tokenizer.fingerprint,
         "bos": bos,
         "eos": eos,
-        "corpus": corpus.fingerprint,
+        "corpus": None if corpus is None else corpus.fingerprint,
         "part_documents": recipe.data.part_documents,
         "text": recipe.needs_block_text or "text" in extra,
         "guidance": None,
@@ -117,9 +122,7 @@ def block_settings(recipe: Recipe, tokenizer: TextTokenizer, corpus: Corpus) -> 
     if recipe.store.path is not None:
         settings["guidance"] = {
             "store": store_identity(recipe.store.path),
-            "aggregation": recipe.objective.aggregation,
-            "missing": recipe.data.missing,
-            "teacher_losses": recipe.needs_teacher_losses or "teacher_losses" in extra,
+            **_guidance_settings(recipe),
         }
     return settings
 
@@ -127,9 +130,10 @@ def block_settings(recipe: Recipe, tokenizer: TextTokenizer, corpus: Corpus) -> 
 def unmet_needs(found: dict[str, Any], recipe: Recipe, wanted: dict[str, Any]) -> list[str]:
     """What blocks made with the settings `found` lack for this recipe. They may hold more than it
     needs, so that one preparation serves runs of several methods."""
+    names = ["tokenizer", "bos", "eos", *(["corpus"] if wanted["corpus"] else [])]
     lines = [
         f"{name}: {found.get(name)!r} -> {wanted[name]!r}"
-        for name in ("tokenizer", "bos", "eos", "corpus")
+        for name in names
         if found.get(name) != wanted[name]
     ]
     if recipe.needs_block_text and not found.get("text"):
@@ -141,7 +145,7 @@ def unmet_needs(found: dict[str, Any], recipe: Recipe, wanted: dict[str, Any]) -
         elif not has:
             lines.append("guidance: the blocks were made without a store")
         else:
-            names = ["store", "missing"]
+            names = ["missing", *(["store"] if wants["store"] else [])]
             if recipe.needs_teacher_losses:
                 if not has["teacher_losses"]:
                     lines.append("teacher_losses: method chunk needs them, they were not kept")
@@ -160,6 +164,26 @@ def store_identity(path: str) -> str:
     return identity_digest(LossStore.open(path).manifest["identity"])
 
 
+def train_settings(recipe: Recipe, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """What `train` compares: blocks stand for themselves, so neither the corpus nor the store
+    has to be on the machine that trains. A store that is there must be the right one."""
+    gone = recipe.store.path is not None and not Path(recipe.store.path).exists()
+    if not gone:
+        return block_settings(recipe, tokenizer, None)
+    settings = block_settings(replace(recipe, store=StoreSection()), tokenizer, None)
+    settings["guidance"] = {**_guidance_settings(recipe), "store": None}
+    return settings
+
+
+def _guidance_settings(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "aggregation": recipe.objective.aggregation,
+        "missing": recipe.data.missing,
+        "teacher_losses": recipe.needs_teacher_losses
+        or "teacher_losses" in recipe.data.extra_columns,
+    }
+
+
 def settings_difference(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """`name: found -> wanted` for every setting that differs."""
     return [
@@ -167,6 +191,13 @@ def settings_difference(found: dict[str, Any], wanted: dict[str, Any]) -> list[s
         for name in sorted({*found, *wanted})
         if found.get(name) != wanted.get(name)
     ]
+
+
+def _teacher_name(recipe: Recipe) -> str | None:
+    if recipe.store.path is None:
+        return None
+    teacher = LossStore.open(recipe.store.path).manifest["identity"].get("teacher", {})
+    return str(teacher.get("name", "unknown")) if isinstance(teacher, dict) else str(teacher)
 
 
 def _columns(settings: dict[str, Any]) -> list[str]:

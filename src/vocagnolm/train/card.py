@@ -1,0 +1,88 @@
+"""The model card of a trained student: what it is, and how to make it again."""
+
+from pathlib import Path
+from typing import Any
+
+from vocagnolm import __version__
+from vocagnolm.recipe import Recipe
+from vocagnolm.train.schedule import Schedule
+
+_METHODS = {
+    "cpt": "plain continual pretraining on every token",
+    "guided": "training on the tokens whose loss exceeds the teacher's most (VocAgnoLM)",
+    "rho1": "training on the tokens whose loss exceeds the reference model's most (Rho-1)",
+    "random": "training on a random selection of tokens",
+    "no_teacher": "training on the tokens of highest student loss, without a teacher",
+    "chunk": "training on whole chunks of a sequence (coarse alignment)",
+    "kld": "cross entropy plus Kullback-Leibler divergence from the teacher's distribution",
+    "uld": "cross entropy plus the Wasserstein distance of the sorted distributions (ULD)",
+}
+
+
+def model_card(
+    recipe: Recipe, schedule: Schedule, store_teacher: str | None, final: dict[str, Any]
+) -> str:
+    """README.md of the model folder."""
+    method = recipe.objective.method
+    base = recipe.student.model or "random weights"
+    rows = {
+        "method": f"`{method}`: {_METHODS[method]}",
+        "student": f"`{base}`" + (" with LoRA, merged" if recipe.lora.rank else ""),
+        "teacher": _teacher(recipe, store_teacher),
+        "corpus": ", ".join(f"`{name}`" for name in recipe.corpus.files) or "not stated",
+        "tokens": f"{schedule.tokens:,} in {schedule.steps:,} steps of "
+        f"{schedule.tokens_per_step:,} (blocks of {schedule.block_size:,})",
+        "epochs": f"{schedule.epochs:.3g}",
+        "learning rate": f"{recipe.optimizer.learning_rate:g} to "
+        f"{recipe.optimizer.min_learning_rate:g}, cosine, "
+        f"{recipe.optimizer.warmup_steps} warm-up steps",
+        "seed": str(recipe.run.seed),
+    }
+    if method in ("guided", "rho1", "random", "no_teacher", "chunk"):
+        o = recipe.objective
+        rows["selection"] = (
+            f"keep {o.keep:g}, aggregation {o.aggregation}, unmapped {o.unmapped}, "
+            f"scope {o.scope}, normalised by {o.normalise}"
+        )
+    if final:
+        rows["last step"] = ", ".join(
+            f"{name} {final[name]:.4f}"
+            for name in ("loss", "loss_all", "selected_share")
+            if isinstance(final.get(name), float)
+        )
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    yaml = recipe.to_yaml()
+    name = Path(recipe.run.folder or "student").name
+    hub_base = base if base.count("/") == 1 and not base.startswith((".", "/", "~")) else None
+    header = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- vocagnolm\n"
+    header += f"base_model: {hub_base}\n" if hub_base else ""
+    return f"""{header}---
+
+# {name}
+
+Trained with vocagnolm {__version__}.
+
+| | |
+| --- | --- |
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+```
+
+## Recipe
+
+```yaml
+{yaml}```
+"""
+
+
+def _teacher(recipe: Recipe, store_teacher: str | None) -> str:
+    if recipe.needs_online_teacher:
+        return f"`{recipe.teacher.model}`, online"
+    if not recipe.needs_guidance:
+        return "none"
+    name = store_teacher or recipe.teacher.model
+    return f"`{name}`, through the loss store `{recipe.store.path}`"
