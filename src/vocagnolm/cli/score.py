@@ -62,6 +62,9 @@ def score(
     compiled: bool | None = typer.Option(
         None, "--compile/--no-compile", help="Compile the layers. [default: on a GPU]"
     ),
+    threads: int | None = typer.Option(
+        None, min=1, help="Threads on a CPU. [default: all, at most 16]"
+    ),
     strict: bool = typer.Option(False, help="Stop at the first document that cannot be scored."),
     revision: str | None = typer.Option(None, help="Branch, tag or commit of a hub model."),
     trust_remote_code: bool = typer.Option(False, help="Run Python code that a model brings."),
@@ -83,6 +86,7 @@ def score(
         shard_documents=shard_documents,
         bos=bos,
         compiled=compiled,
+        threads=threads,
         strict=strict,
     )
     with _quiet_libraries(), _progress_bar() as on_progress:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 DEFAULT_CONTEXT = 2048
 CUDA_BATCH_TOKENS = 16384
 CPU_BATCH_TOKENS = 4096
+MOST_THREADS = 16
 # Below this a stride gives hardly any context; an eighth of the window costs at most 1/7 more work.
 STRIDE_SHARE = 8
 
@@ -30,13 +31,16 @@ class ScoreSettings:
     """Before every window: auto (what the tokenizer itself adds), none, or a token's string."""
     compiled: bool | None = None
     """Compile the layers; on a GPU."""
+    threads: int | None = None
+    """Threads on a CPU; all there are, at most 16. Their number can change the last bit of a sum,
+    so it is the same however many processes share the work."""
     strict: bool = False
     """Stop at the first document that cannot be scored, instead of counting it."""
     max_nonfinite_share: float = 0.01
     """Share of a shard's tokens that may be NaN or infinite before scoring stops."""
 
     def __post_init__(self) -> None:
-        for name in ("context", "stride", "batch_tokens", "shard_documents"):
+        for name in ("context", "stride", "batch_tokens", "shard_documents", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")

@@ -1,6 +1,8 @@
 """What scoring asks of a teacher, and the teacher that is a model in this process."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -17,6 +19,7 @@ from vocagnolm.score.settings import (
     CPU_BATCH_TOKENS,
     CUDA_BATCH_TOKENS,
     DEFAULT_CONTEXT,
+    MOST_THREADS,
     STRIDE_SHARE,
     ScoreSettings,
 )
@@ -71,6 +74,7 @@ class LocalTeacher:
             CUDA_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS
         )
         self.compiled = on_gpu if settings.compiled is None else settings.compiled
+        self.threads = None if on_gpu else settings.threads or _processors()
 
     def describe(self) -> dict[str, Any]:
         tokenizer = self._tokenizer
@@ -94,6 +98,7 @@ class LocalTeacher:
                     "length_step": LENGTH_STEP,
                 },
                 "compiled": self.compiled,
+                "threads": self.threads,
             },
         }
 
@@ -110,7 +115,8 @@ class LocalTeacher:
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[np.ndarray]:
         try:
-            return self._model.document_nll([d.ids for d in documents], on_tokens)
+            with _threads(self.threads):
+                return self._model.document_nll([d.ids for d in documents], on_tokens)
         except torch.OutOfMemoryError as error:
             raise ScoreError(
                 f"the device ran out of memory with {self.batch_tokens:,} tokens at a time. Use a "
@@ -134,6 +140,21 @@ class LocalTeacher:
             return self._tokenizer.spans(text)
         except TilingError as error:
             return f"does not tile: {error}"
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _processors() -> int:
+    # not torch's own number: torchrun sets it to 1, and it must not depend on torchrun
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
 def _tokenized(spans: TokenSpans) -> TokenizedDocument | str:

@@ -1,0 +1,221 @@
+"""Documents keep their number and place, whatever holds them and whatever is wrong with them."""
+
+import gzip
+import hashlib
+import json
+import sys
+
+import pytest
+
+from vocagnolm.data.corpus import document_hash, open_corpus
+from vocagnolm.errors import CorpusError, MissingExtraError
+
+TEXTS = [f"document {i} " + "wörd " * (i % 7) for i in range(700)]
+
+
+def write_jsonl(path, texts=TEXTS, field="text"):
+    path.write_text("".join(json.dumps({"title": "t", field: t}) + "\n" for t in texts))
+    return path
+
+
+def texts_of(corpus, *place):
+    return [d.text for d in corpus.read(*place)]
+
+
+def jsonl_gz(folder):
+    source = write_jsonl(folder / "x.jsonl").read_bytes()
+    (folder / "x.jsonl").unlink()
+    path = folder / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(source))
+    return path
+
+
+def jsonl_zst(folder):
+    zstandard = pytest.importorskip("zstandard")
+    source = write_jsonl(folder / "x.jsonl").read_bytes()
+    (folder / "x.jsonl").unlink()
+    path = folder / "a.jsonl.zst"
+    path.write_bytes(zstandard.compress(source))
+    return path
+
+
+def parquet(folder):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(
+        pa.table({"text": TEXTS, "n": range(700)}), folder / "a.parquet", row_group_size=111
+    )
+    return folder / "a.parquet"
+
+
+def folder_of_files(folder):
+    inner = folder / "b"
+    inner.mkdir()
+    write_jsonl(folder / "a.jsonl", TEXTS[:300])
+    write_jsonl(inner / "c.ndjson", TEXTS[300:699])
+    (folder / "z.txt").write_text(TEXTS[699])
+    (folder / "notes.pdf").write_bytes(b"not read")
+    return folder
+
+
+MAKERS = {
+    "jsonl": lambda folder: write_jsonl(folder / "a.jsonl"),
+    "gz": jsonl_gz,
+    "zst": jsonl_zst,
+    "parquet": parquet,
+    "folder": folder_of_files,
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_kind_gives_the_same_documents(kind, tmp_path):
+    corpus = open_corpus(MAKERS[kind](tmp_path))
+    assert len(corpus) == 700
+    assert texts_of(corpus) == TEXTS
+    assert [d.index for d in corpus] == list(range(700))
+    # any range, in any order: forward, backward, across files and seek marks
+    for start, stop in [(0, 3), (250, 260), (256, 257), (690, 900), (5, 600), (600, 601), (0, 0)]:
+        assert texts_of(corpus, start, stop) == TEXTS[start:stop]
+
+
+def test_a_limit_cuts_the_corpus_and_changes_its_fingerprint(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    whole, part = open_corpus(path), open_corpus(path, limit=10)
+    assert texts_of(part) == TEXTS[:10]
+    assert whole.fingerprint != part.fingerprint
+
+
+def test_several_corpora_follow_each_other(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", TEXTS[:2])
+    b = write_jsonl(tmp_path / "b.jsonl", TEXTS[2:5])
+    corpus = open_corpus([a, b])
+    assert texts_of(corpus) == TEXTS[:5]
+    assert [d.place for d in corpus] == [
+        "a.jsonl:1",
+        "a.jsonl:2",
+        "b.jsonl:1",
+        "b.jsonl:2",
+        "b.jsonl:3",
+    ]
+
+
+def test_the_fingerprint_is_the_content(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    first = open_corpus(write_jsonl(one / "a.jsonl")).fingerprint
+    assert open_corpus(write_jsonl(two / "moved.jsonl")).fingerprint == first
+    assert open_corpus(jsonl_gz(two)).fingerprint == first
+    changed = [*TEXTS[:-1], TEXTS[-1] + "!"]
+    assert open_corpus(write_jsonl(one / "a.jsonl", changed)).fingerprint != first
+
+
+def test_broken_documents_keep_their_number_and_say_what_and_where(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'{"text": "fine"}\n'
+        b"\n"
+        b"not json\n"
+        b'{"text": ""}\n'
+        b'{"text": "lone \\ud800"}\n'
+        b'{"other": 1}\n'
+        b'{"text": 7}\n'
+        b'{"text": "\xff"}\n'
+        b'{"text": "' + b"x" * 60 + b'"}\n'
+        b"[1]\n"
+        b'{"text": "last, without a newline"}'
+    )
+    corpus = open_corpus(path, max_document_bytes=50)
+    found = [(d.index, d.place, (d.problem or "").split(":")[0]) for d in corpus]
+    assert found == [
+        (0, "a.jsonl:1", ""),
+        (1, "a.jsonl:3", "not JSON"),
+        (2, "a.jsonl:4", "empty"),
+        (3, "a.jsonl:5", "lone surrogate"),
+        (4, "a.jsonl:6", "no field 'text'"),
+        (5, "a.jsonl:7", "field 'text' holds int, not text"),
+        (6, "a.jsonl:8", "not UTF-8"),
+        (7, "a.jsonl:9", "huge"),
+        (8, "a.jsonl:10", "not JSON"),
+        (9, "a.jsonl:11", ""),
+    ]
+    assert all((d.text is None) == (d.problem is not None) for d in corpus)
+
+
+def test_text_is_read_as_it_is(tmp_path):
+    text = "a\r\nb\u2028c\x00\ufeffd 👩‍👧"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    write_jsonl(tmp_path / "b.jsonl", [text])
+    assert texts_of(open_corpus(tmp_path)) == [text, text]
+    assert document_hash(text) == hashlib.sha256(text.encode()).digest()[:16]
+
+
+def test_a_wrong_text_field_is_told_with_the_right_one(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", field="texts")
+    with pytest.raises(CorpusError, match=r"a.jsonl:1 .* texts, title.*--text-field texts"):
+        open_corpus(path)
+    assert len(open_corpus(path, text_field="texts")) == 700
+
+
+def test_parquet_with_a_wrong_text_field(tmp_path):
+    with pytest.raises(CorpusError, match=r"a.parquet\[0\] .* n, text"):
+        open_corpus(parquet(tmp_path), text_field="body")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.pdf", b"x", "unknown ending"),
+        ("a.jsonl", b"", "no documents"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9000)[:-40], "to its end"),
+        ("a.parquet", b"PAR1", "as Parquet"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CorpusError, match=message):
+        open_corpus(tmp_path / name)
+
+
+def test_a_missing_file_and_an_empty_folder(tmp_path):
+    with pytest.raises(CorpusError, match="does not exist"):
+        open_corpus(tmp_path / "nowhere.jsonl")
+    with pytest.raises(CorpusError, match="no file that can be read"):
+        open_corpus(tmp_path)
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    corpus = open_corpus(path)
+    corpus.require_unchanged()
+    path.write_text(path.read_text() + '{"text": "more"}\n')
+    with pytest.raises(CorpusError, match="changed while"):
+        corpus.require_unchanged()
+
+
+def test_a_dataset_of_the_hub(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"body": TEXTS[:20], "n": range(20)})
+    asked = []
+
+    def load(name, split):
+        asked.append((name, split))
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    corpus = open_corpus("someone/corpus:test", text_field="body")
+    assert asked == [("someone/corpus", "test")]
+    assert texts_of(corpus) == TEXTS[:20]
+    assert next(corpus.read(3)).place == "someone/corpus:test[3]"
+
+
+@pytest.mark.parametrize(
+    ("package", "make"),
+    [("pyarrow", parquet), ("zstandard", jsonl_zst), ("datasets", lambda _: "someone/corpus")],
+)
+def test_a_missing_extra_is_named(package, make, tmp_path, monkeypatch):
+    path = make(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=r"vocagnolm\[data\]"):
+        open_corpus(path)
