@@ -219,3 +219,15 @@ def test_a_missing_extra_is_named(package, make, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtraError, match=r"vocagnolm\[data\]"):
         open_corpus(path)
+
+
+def test_zstandard_frames_are_all_read_and_a_cut_is_noticed(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    lines = [json.dumps({"text": t}).encode() + b"\n" for t in TEXTS]
+    frames = zstandard.compress(b"".join(lines[:99])) + zstandard.compress(b"".join(lines[99:]))
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(frames)
+    assert texts_of(open_corpus(path)) == TEXTS
+    path.write_bytes(frames[:-20])
+    with pytest.raises(CorpusError, match="cut short"):
+        open_corpus(path)

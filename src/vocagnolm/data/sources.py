@@ -4,6 +4,7 @@ bytes in the same pass, and reads any range of documents."""
 import contextlib
 import gzip
 import hashlib
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -149,7 +150,42 @@ def _open_zstandard(path: Path) -> IO[bytes]:
         import zstandard
     except ImportError:
         raise MissingExtraError("zstandard", "data", f"reading {path.name}") from None
-    return zstandard.open(path, "rb")
+    stream = _ZstandardStream(open(path, "rb"), zstandard.ZstdDecompressor())  # noqa: SIM115
+    return io.BufferedReader(stream, _READ_BYTES)
+
+
+class _ZstandardStream(io.RawIOBase):
+    """All frames of a file, one after the other. The library's own reader stops after the first
+    frame, and takes a frame that is cut short for a whole one."""
+
+    def __init__(self, file: IO[bytes], decompressor: Any):
+        self._file = file
+        self._decompressor = decompressor
+        self._frame: Any = None
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            waiting = self._frame.unused_data if self._frame and self._frame.eof else b""
+            block = waiting or self._file.read(_READ_BYTES)
+            if not block:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("it is cut short")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._decompressor.decompressobj()
+            self._ready = self._frame.decompress(block)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _json_value(line: bytes) -> Any:
