@@ -1,10 +1,13 @@
 """What the objective is given and what it gives back."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from vocagnolm.objective.statistics import statistics
 
 Method = Literal["cpt", "guided", "random", "chunk", "rho1", "no_teacher", "kld", "uld"]
 Unmapped = Literal["include", "exclude", "mean"]
@@ -157,11 +160,20 @@ class ObjectiveOutput:
     selected_BT: Tensor
     """bool: tokens with W = 1."""
     denominator: Tensor
-    """What the summed loss was divided by (before the guard against 0)."""
-    stats: dict[str, Tensor] = field(default_factory=dict)
-    """0-dim tensors on the device (reading one waits for the device): loss_selected, loss_all,
-    selected_share, mapped_share, excess_p10, excess_p50, excess_p90; kld and uld add
-    distill_loss, aligned_share, and kld teacher_dropped_mass."""
+    """What the summed loss was divided by; 0 when nothing was there."""
+    valid_BT: Tensor
+    guidance_BT: Tensor | None = None
+    distill_stats: dict[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def stats(self) -> dict[str, Tensor]:
+        """For the training log, computed when first read: loss_selected, loss_all,
+        selected_share, mapped_share; with guidance excess_p10, excess_p50, excess_p90; kld and
+        uld add distill_loss and aligned_share, kld teacher_dropped_mass. 0-dim tensors on the
+        device: reading a number waits for the device."""
+        return self.distill_stats | statistics(
+            self.nll_BT, self.selected_BT, self.valid_BT, self.guidance_BT
+        )
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:

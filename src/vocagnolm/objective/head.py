@@ -309,5 +309,5 @@ def _chunk_bytes(device: torch.device, exact: bool) -> int:
         memory = torch.cuda.get_device_properties(device).total_memory
         return min(512 * _MIB if exact else 2048 * _MIB, memory // 20)
     if device.type == "cpu":
-        return 32 * _MIB
+        return 64 * _MIB
     return 256 * _MIB

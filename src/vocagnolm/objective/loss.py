@@ -20,7 +20,6 @@ from vocagnolm.objective.config import (
 from vocagnolm.objective.distill import Distilled, distil, distil_reference
 from vocagnolm.objective.rows import TORCH_ROWS, RowLosses, RowOperations
 from vocagnolm.objective.selection import ScoredBatch, select, select_step
-from vocagnolm.objective.statistics import statistics
 
 
 def objective_loss(
@@ -132,8 +131,9 @@ def objective_loss(
         nll_BT=nll_BT,
         selected_BT=selected,
         denominator=divisor,
-        stats=statistics(nll_BT, selected, valid_BT, guidance_BT)
-        | (distilled.stats if distilled else {}),
+        valid_BT=valid_BT,
+        guidance_BT=guidance_BT,
+        distill_stats=distilled.stats if distilled else {},
     )
 
 

@@ -10,6 +10,7 @@ Shape letters: B sequences, T positions, U units of a sequence (tokens, or chunk
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,11 +46,11 @@ class ScoredBatch:
     feeds random choices. None: micro-batch by micro-batch, rank by rank, row by row, which is
     the order in which accelerate deals batches to ranks."""
 
-    @property
+    @cached_property
     def valid_BT(self) -> Tensor:
         return self.labels_BT != IGNORE_INDEX
 
-    @property
+    @cached_property
     def mapped_BT(self) -> Tensor:
         if self.guidance_BT is None:
             return self.valid_BT
@@ -219,18 +220,21 @@ def _filled_guidance(
 def _sequence_indices(
     batches: Sequence[ScoredBatch], config: ObjectiveConfig, ranks: Ranks
 ) -> list[Tensor]:
+    sizes = [b.nll_BT.shape[0] for b in batches]
     device = batches[0].nll_BT.device
-    sizes = torch.tensor([b.nll_BT.shape[0] for b in batches], dtype=torch.int64, device=device)
-    # no message for a local scope: assume equal shapes, only random choices depend on it
-    by_rank = ranks.gather(sizes) if config.scope == "global" else sizes.expand(ranks.size, -1)
-    in_order = by_rank.t().reshape(-1)
-    first = (in_order.cumsum(0) - in_order).view(len(batches), ranks.size)[:, ranks.rank]
-    return [
-        first[m] + torch.arange(b.nll_BT.shape[0], device=device)
-        if b.sequence_index_B is None
-        else b.sequence_index_B.to(device=device, dtype=torch.int64)
-        for m, b in enumerate(batches)
-    ]
+    if config.scope == "global":
+        by_rank = ranks.gather(torch.tensor(sizes, device=device)).tolist()
+    else:  # no message for a local scope: assume equal shapes, only random choices depend on it
+        by_rank = [sizes] * ranks.size
+    indices, first = [], 0
+    for m, batch in enumerate(batches):
+        start = first + sum(of_rank[m] for of_rank in by_rank[: ranks.rank])
+        first += sum(of_rank[m] for of_rank in by_rank)
+        if batch.sequence_index_B is None:
+            indices.append(torch.arange(start, start + sizes[m], device=device))
+        else:
+            indices.append(batch.sequence_index_B.to(device=device, dtype=torch.int64))
+    return indices
 
 
 def _top(

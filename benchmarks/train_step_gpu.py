@@ -1,0 +1,320 @@
+"""A whole training step: plain pretraining, guided from stored losses, and an online teacher.
+
+    PYTHONPATH=src python benchmarks/train_step_gpu.py [--third-party DIR] [--json] [--smoke]
+
+TinyLlama-1.1B's shape with random weights, 8 x 2048 tokens, bf16, compiled decoder layers, fused
+AdamW. The same layers serve every head, taking turns. The online part holds a teacher of
+Qwen2.5-7B's shape and, where TRL's `gold_trainer.py` lies in --third-party, TRL's GOLD loss.
+MFU counts 6 operations per parameter and token (the work of plain training) against the matrix
+product rate measured on the same device. Targets: guided at least 1.00 x plain with Liger's cross
+entropy, at least 20 x TRL GOLD, at least 70 thousand tokens/s. One H200, under four minutes.
+"""
+
+import ast
+import random
+import sys
+import time
+import types
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measure import (
+    GIB,
+    arguments,
+    clean,
+    liger_cross_entropy,
+    matmul_peak,
+    milliseconds,
+    report,
+    side_by_side,
+    synchronise,
+)
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+
+from vocagnolm.objective import Head, ObjectiveConfig, objective_loss, student_nll
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+GUIDED = ObjectiveConfig(method="guided", keep=0.4)
+CPT = ObjectiveConfig(method="cpt")
+
+
+def student_config(smoke: bool) -> PretrainedConfig:
+    """TinyLlama-1.1B."""
+    if smoke:
+        return _tiny(LlamaConfig, 320)
+    return LlamaConfig(
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+
+
+def teacher_config(smoke: bool) -> PretrainedConfig:
+    """Qwen2.5-7B."""
+    if smoke:
+        return _tiny(Qwen2Config, 500)
+    return Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
+
+
+def _tiny(kind: type[PretrainedConfig], vocabulary: int) -> PretrainedConfig:
+    return kind(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+
+
+def build(config: PretrainedConfig, compiled: bool) -> Any:
+    """Random weights in bf16 on the device. Layers are compiled one by one: all of them share
+    one compilation."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if CUDA else torch.float32)
+    try:
+        with torch.device(DEVICE):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    finally:
+        torch.set_default_dtype(usual)
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+    return model
+
+
+def hidden_of(model: Any, ids: Tensor) -> Tensor:
+    hidden: Tensor = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    return hidden
+
+
+def shifted(ids: Tensor) -> Tensor:
+    return F.pad(ids[:, 1:], (0, 1), value=-100)
+
+
+def forward_flops(config: PretrainedConfig, length: int) -> float:
+    """Multiplications and additions a token of a forward pass, causal attention included."""
+    d, heads = config.hidden_size, config.num_attention_heads
+    head_dim = d // heads
+    kv = config.num_key_value_heads * head_dim
+    layer = 2 * d * d + 2 * d * kv + 3 * d * config.intermediate_size
+    products = config.num_hidden_layers * layer + d * config.vocab_size
+    return 2.0 * products + 2.0 * config.num_hidden_layers * length * d
+
+
+def heads(ids: Tensor, guidance: Tensor) -> dict[str, Callable[[Any], Tensor]]:
+    """Each: model -> loss of one step."""
+    labels = shifted(ids)
+
+    def ours(config: ObjectiveConfig) -> Callable[[Any], Tensor]:
+        def loss(model: Any) -> Tensor:
+            head = Head(weight=model.lm_head.weight)
+            return objective_loss(hidden_of(model, ids), head, labels, guidance, config).loss
+
+        return loss
+
+    def full(model: Any) -> Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+    found = {
+        "plain, full logits": full,
+        "plain, ours": ours(CPT),
+        "guided, stored losses": ours(GUIDED),
+    }
+    liger = liger_cross_entropy() if CUDA else None
+    if liger is not None:
+        for const in (1, 16):
+
+            def with_liger(model: Any, const: int = const) -> Tensor:
+                hidden = hidden_of(model, ids).flatten(0, 1)
+                weight = model.lm_head.weight
+                return liger(hidden, weight, labels.flatten(), chunk_mem_const=const)
+
+            found[f"plain, Liger (chunk const {const})"] = with_liger
+    return found
+
+
+def gold_loss(folder: Path | None) -> Callable[..., Tensor] | None:
+    """TRL's GOLD loss, taken out of its source: the trainer around it needs all of TRL."""
+    sources = sorted(folder.rglob("gold_trainer.py")) if folder else []
+    if not sources:
+        print("TRL GOLD is left out: no gold_trainer.py in --third-party", file=sys.stderr)
+        return None
+    tree = ast.parse(sources[0].read_text())
+    loss = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "ULDLoss")
+    space: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "GOLDConfig": object}
+    exec(compile(ast.Module([loss], []), str(sources[0]), "exec"), space)
+    config = types.SimpleNamespace(
+        uld_crossentropy_weight=0.0,
+        uld_distillation_weight=1.0,
+        uld_student_temperature=1.0,
+        uld_teacher_temperature=1.0,
+        uld_skip_student_eos=False,
+        uld_skip_teacher_eos=False,
+        use_extended_uld=True,
+        uld_token_merge_strategy="observed",
+    )
+    made: Callable[..., Tensor] = space["ULDLoss"](config)
+    return made
+
+
+def byte_spans(tokens: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Spans of two tokenizers over one text: one teacher token in twenty covers two of the
+    student's, as for close vocabularies (more would only cost GOLD more)."""
+    rng = random.Random(0)
+    bounds = [0]
+    for _ in range(tokens):
+        bounds.append(bounds[-1] + rng.randint(1, 6))
+    student = list(pairwise(bounds))
+    teacher, i = [], 0
+    while i < tokens:
+        j = min(tokens, i + (2 if rng.random() < 0.05 else 1))
+        teacher.append((bounds[i], bounds[j]))
+        i = j
+    return student, teacher
+
+
+def online(
+    student_ids: Tensor, teacher_ids: Tensor, teacher: Any, folder: Path | None
+) -> dict[str, Callable[[Any], Tensor]]:
+    labels, teacher_labels = shifted(student_ids), shifted(teacher_ids)
+
+    def guided(model: Any) -> Tensor:
+        with torch.no_grad():
+            head = Head(weight=teacher.lm_head.weight)
+            guidance = student_nll(hidden_of(teacher, teacher_ids), head, teacher_labels)
+        head = Head(weight=model.lm_head.weight)
+        return objective_loss(hidden_of(model, student_ids), head, labels, guidance, GUIDED).loss
+
+    found: dict[str, Callable[[Any], Tensor]] = {"guided, online 7B teacher": guided}
+    gold = gold_loss(folder)
+    if gold is not None:
+        rows, length = student_ids.shape
+        one, other = byte_spans(length)
+        spans = torch.tensor([one] * rows, device=DEVICE)
+        teacher_spans = torch.tensor([other] * rows, device=DEVICE)
+        ids = teacher_ids[:, : len(other)]
+
+        def with_gold(model: Any) -> Tensor:
+            with torch.no_grad():
+                teacher_logits = teacher(input_ids=teacher_ids, use_cache=False).logits
+            logits = model(input_ids=student_ids, use_cache=False).logits
+            return gold(
+                logits,
+                teacher_logits[:, : len(other)],
+                student_ids,
+                ids,
+                student_ids,
+                ids,
+                spans,
+                teacher_spans,
+            )
+
+        found["TRL GOLD, online 7B teacher"] = with_gold
+    return found
+
+
+def main() -> None:
+    given = arguments(
+        __doc__,
+        batch={"type": int, "default": 8},
+        length={"type": int, "default": 2048},
+        rounds={"type": int, "default": 8},
+        no_compile={"action": "store_true"},
+        no_online={"action": "store_true", "help": "leave the 7B teacher out"},
+    )
+    torch.manual_seed(0)
+    smoke = given.smoke
+    batch, length, rounds = (2, 32, 2) if smoke else (given.batch, given.length, given.rounds)
+    compiled = CUDA and not given.no_compile
+    config, big = student_config(smoke), teacher_config(smoke)
+    peak = matmul_peak()
+    ids = torch.randint(0, config.vocab_size, (batch, length), device=DEVICE)
+    guidance = 10 * torch.rand(batch, length, device=DEVICE)
+    model = build(config, compiled)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=CUDA)
+
+    def step(loss_of: Callable[[Any], Tensor]) -> Callable[[], None]:
+        def call() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            loss_of(model).backward()
+            optimizer.step()
+
+        return call
+
+    started = time.time()
+    stored = {name: step(f) for name, f in heads(ids, guidance).items()}
+    times = side_by_side(stored, rounds=rounds)
+    memory = {name: peak_total(call) for name, call in stored.items()}
+    print(f"stored part: {time.time() - started:.0f} s", file=sys.stderr)
+    if not given.no_online:
+        clean()
+        teacher = build(big, compiled).eval().requires_grad_(False)
+        teacher_ids = torch.randint(0, big.vocab_size, (batch, length), device=DEVICE)
+        for name, f in online(ids, teacher_ids, teacher, given.third_party).items():
+            call = step(f)
+            call()  # compiles, warms up
+            synchronise()
+            times[name] = min(milliseconds(call) for _ in range(2))
+            memory[name] = peak_total(call) if "GOLD" not in name else None
+        print(f"all: {time.time() - started:.0f} s", file=sys.stderr)
+    flops = 3 * forward_flops(config, length)
+    rows = [
+        {
+            "step": name,
+            "ms": ms,
+            "tokens/s": batch * length / ms * 1e3,
+            "MFU": batch * length / ms * 1e3 * flops / peak,
+            "peak GiB": memory[name],
+        }
+        for name, ms in times.items()
+    ]
+    add_ratios(rows, times)
+    title = "smoke" if smoke else f"{torch.cuda.get_device_name()}, {peak / 1e12:.0f} TFLOP/s"
+    report(f"train step, {batch} x {length}, {title}", rows, given.json)
+
+
+def peak_total(call: Callable[[], None]) -> float | None:
+    if not CUDA:
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / GIB
+
+
+def add_ratios(rows: list[dict[str, Any]], times: dict[str, float]) -> None:
+    guided = next(row for row in rows if row["step"] == "guided, stored losses")
+    liger = [ms for name, ms in times.items() if "Liger" in name]
+    gold = times.get("TRL GOLD, online 7B teacher")
+    guided["x plain"] = times["plain, full logits"] / guided["ms"]
+    if liger:
+        guided["x Liger plain"] = min(liger) / guided["ms"]
+    if gold:
+        guided["x TRL GOLD"] = gold / guided["ms"]
+
+
+if __name__ == "__main__":
+    main()
