@@ -77,10 +77,11 @@ class StoreWriter:
             shard = open_shard(path)
         except StoreError as error:
             return False, str(error)
+        if (damage := shard.damage()) is not None:
+            return False, f"{path}: {damage}."
         if shard.about["identity"] != self._digest or shard.about["shard"] != number:
             return False, f"{path} belongs to another run."
-        damage = shard.damage()
-        return damage is None, None if damage is None else f"{path}: {damage}."
+        return True, None
 
     def write_shard(self, shard: Shard) -> None:
         path = self.path / shard_name(shard.number)

@@ -1,0 +1,85 @@
+"""Teachers for tests: a real two-layer model in a folder, and one made of arithmetic."""
+
+import hashlib
+import json
+import random
+
+import made
+import numpy as np
+from tokenizers import processors
+
+from vocagnolm.compare.sample import SAMPLE
+from vocagnolm.score import ScoreSettings, TokenizedDocument
+
+SETTINGS = ScoreSettings(
+    device="cpu", context=64, stride=16, batch_tokens=256, shard_documents=5, threads=1
+)
+
+
+def save_teacher(folder, *, bos=True, seed=0, **changes):
+    """A tiny Llama with a byte-level tokenizer and padded embedding rows."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = made.byte_level(400)
+    end = tokenizer.token_to_id("<|endoftext|>")
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", end)]
+        )
+    torch.manual_seed(seed)
+    config = {
+        "vocab_size": 416,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": end,
+        "eos_token_id": end,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**config | changes))
+    for parameter in model.parameters():
+        parameter.data.mul_(2.0)
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write_corpus(path, documents=23, seed=0, longest=700):
+    draw = random.Random(seed)
+    with open(path, "w", encoding="utf-8") as file:
+        for number in range(documents):
+            text = f"{number}: " + draw.choice(SAMPLE) * 3
+            file.write(json.dumps({"text": text[: draw.randrange(5, longest)]}) + "\n")
+    return path
+
+
+class ArithmeticTeacher:
+    """Tokens of three bytes; the nll is a function of the bytes. Quick, and never wrong."""
+
+    name = "arithmetic"
+
+    def describe(self):
+        return {"teacher": {"name": self.name}, "tokenizer": {}, "scoring": {"dtype": "float32"}}
+
+    def tokenize(self, texts):
+        out = []
+        for text in texts:
+            n_bytes = len(text.encode())
+            lengths = [3] * (n_bytes // 3) + ([n_bytes % 3] if n_bytes % 3 else [])
+            ids = np.frombuffer(hashlib.shake_128(text.encode()).digest(len(lengths)), np.uint8)
+            out.append(TokenizedDocument(ids.astype(np.int32), np.array(lengths)))
+        return out
+
+    def nll(self, documents, on_tokens=None):
+        if on_tokens is not None:
+            on_tokens(sum(len(d.ids) for d in documents))
+        return [np.r_[np.nan, d.ids[1:] / 16].astype(np.float32) for d in documents]
+
+
+def store_bytes(folder):
+    """Every file of a store with its content."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}

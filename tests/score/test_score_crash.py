@@ -1,0 +1,150 @@
+"""Killed at any moment and run again, a store comes out byte for byte the same."""
+
+import os
+import random
+import resource
+import signal
+import time
+
+import pytest
+from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_bytes, write_corpus
+
+from vocagnolm.errors import StoreError
+from vocagnolm.score import score_corpus
+from vocagnolm.store import LossStore, verify_store
+from vocagnolm.store import writer as store_writer
+
+
+def in_child(work):
+    """Run `work` in a forked process; its process id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return child
+
+
+def killed(child):
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def count_steps(patch, at, kill):
+    """Before every step of writing a file, count; at step `at`, `kill` the process."""
+    steps = 0
+
+    def counting(function):
+        def wrapped(*args, **kwargs):
+            nonlocal steps
+            steps += 1
+            if steps == at:
+                kill()
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    for name in ("fsync", "replace", "open", "close"):
+        patch.setattr(store_writer.os, name, counting(getattr(os, name)))
+    patch.setattr(store_writer, "open", counting(open), raising=False)
+    patch.setattr(store_writer.Path, "unlink", counting(store_writer.Path.unlink))
+    return lambda: steps
+
+
+def test_killed_before_every_step_of_writing(tmp_path, monkeypatch):
+    corpus = write_corpus(tmp_path / "c.jsonl", documents=13)
+    score_corpus(ArithmeticTeacher(), corpus, tmp_path / "whole", settings=SETTINGS)
+    expected = store_bytes(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        counted = count_steps(patch, -1, None)
+        score_corpus(ArithmeticTeacher(), corpus, tmp_path / "count", settings=SETTINGS)
+        steps = counted()
+    assert steps > 20
+
+    def score_and_die(out, at):
+        def work():
+            patch = pytest.MonkeyPatch()
+            count_steps(patch, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS)
+
+        return work
+
+    for at in range(1, steps + 1):
+        out = tmp_path / f"killed-{at}"
+        assert killed(in_child(score_and_die(out, at)))
+        if not (out / "manifest.json").exists():
+            with pytest.raises(StoreError):
+                LossStore.open(out)
+        score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS)
+        assert store_bytes(out) == expected, f"killed before step {at} of {steps}"
+
+
+def test_killed_again_and_again_at_random_moments(tmp_path):
+    """With a real model; every run gets a little further."""
+    import torch
+
+    torch.set_num_threads(1)  # a forked child has no other threads
+    teacher = save_teacher(tmp_path)
+    corpus = write_corpus(tmp_path / "c.jsonl", documents=40)
+    draw = random.Random(0)
+
+    def work(out):
+        return lambda: score_corpus(teacher, corpus, out, settings=SETTINGS)
+
+    started = time.perf_counter()
+    work(tmp_path / "whole")()
+    longest = time.perf_counter() - started
+    expected = store_bytes(tmp_path / "whole")
+    out = tmp_path / "out"
+    kills = 0
+    for _ in range(8):
+        child = in_child(work(out))
+        time.sleep(draw.uniform(0.2, 1.0) * longest)
+        os.kill(child, signal.SIGKILL)
+        kills += killed(child)
+    assert kills
+    work(out)()
+    assert store_bytes(out) == expected
+    assert verify_store(out) == []
+
+
+def test_a_full_disk_keeps_what_was_done(tmp_path, monkeypatch):
+    corpus = write_corpus(tmp_path / "c.jsonl")
+    score_corpus(ArithmeticTeacher(), corpus, tmp_path / "whole", settings=SETTINGS)
+    out = tmp_path / "s"
+    real, calls = os.fsync, []
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 8:
+            raise OSError(28, "No space left on device")
+        return real(descriptor)
+
+    monkeypatch.setattr(store_writer.os, "fsync", full)
+    with pytest.raises(StoreError, match=r"No space left on device.*run the same command again"):
+        score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS)
+    assert not list(out.rglob("*.tmp"))
+    summary = score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS)
+    assert summary.found_shards > 0
+    assert store_bytes(out) == store_bytes(tmp_path / "whole")
+
+
+def test_a_limit_on_the_size_of_files_is_a_message_not_a_broken_store(tmp_path):
+    """The kernel's own refusal, in the middle of a write."""
+    corpus = write_corpus(tmp_path / "c.jsonl")
+    out = tmp_path / "s"
+
+    def work():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+        try:
+            score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS)
+        except StoreError as error:
+            (tmp_path / "message").write_text(str(error))
+
+    assert not killed(in_child(work))
+    assert "File too large" in (tmp_path / "message").read_text()
+    assert not list(out.rglob("*.tmp"))
+    score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS)
+    assert verify_store(out) == []
