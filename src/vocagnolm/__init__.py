@@ -21,6 +21,9 @@ _PUBLIC = {
     "load_tokenizer": "vocagnolm.align",
     "token_spans": "vocagnolm.align",
     "VocagnolmError": "vocagnolm.errors",
+    "Head": "vocagnolm.objective",
+    "ObjectiveConfig": "vocagnolm.objective",
+    "objective_loss": "vocagnolm.objective",
     "LossStore": "vocagnolm.store",
     "ScoreSettings": "vocagnolm.score",
     "score_corpus": "vocagnolm.score",
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
         token_spans,
     )
     from vocagnolm.errors import VocagnolmError
+    from vocagnolm.objective import Head, ObjectiveConfig, objective_loss
     from vocagnolm.score import ScoreSettings, score_corpus
     from vocagnolm.store import LossStore
 
@@ -48,6 +52,9 @@ __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "TextTokenizer",
     "TokenSpans",
     "VocagnolmError",
+    "Head",
+    "ObjectiveConfig",
+    "objective_loss",
     "LossStore",
     "ScoreSettings",
     "score_corpus",

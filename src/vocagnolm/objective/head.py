@@ -35,6 +35,8 @@ class Workspace:
     weight_VD: Tensor
     transform: Transform
     rows: RowOperations
+    parameter_dtype: torch.dtype
+    """Of the head's weight itself: fp32 under autocast."""
 
     @classmethod
     def of(
@@ -48,6 +50,7 @@ class Workspace:
             head.weight.detach().to(dtype),
             Transform(bias, head.softcap, head.scale),
             rows,
+            head.weight.dtype,
         )
 
     @property
@@ -141,14 +144,17 @@ def backward_chunks(
     size = max(1, min(n, work.chunk_tokens(token_bytes, exact=exact)))
     # A single bf16 chunk is summed in fp32 inside the matrix product: no accumulator is needed.
     # fp16 always gets one, because a sum over tokens may leave its range.
-    narrow = n <= size and hidden.dtype != torch.float16
+    narrow = n <= size and hidden.dtype == work.parameter_dtype != torch.float16
+    weight_dtype = hidden.dtype if narrow else wide
     out = Gradients(
         torch.empty_like(hidden) if wanted.hidden else None,
-        torch.zeros(weight.shape, dtype=hidden.dtype if narrow else wide, device=hidden.device)
-        if wanted.weight and (n == 0 or not narrow)
+        torch.empty(weight.shape, dtype=weight_dtype, device=hidden.device)
+        if wanted.weight
         else None,
         torch.zeros(v, dtype=wide, device=hidden.device) if wanted.bias else None,
     )
+    if n == 0 and out.weight_VD is not None:
+        out.weight_VD.zero_()
     buffer = torch.empty(size, v, dtype=logit_dtype, device=hidden.device)
     for a in range(0, n, size):
         b = min(a + size, n)
@@ -158,11 +164,9 @@ def backward_chunks(
             torch.mm(g, weight, out=out.hidden_KD[a:b])
         if out.bias_V is not None:
             out.bias_V += g.sum(0, dtype=wide)
-        if wanted.weight:
-            if out.weight_VD is None:
-                out.weight_VD = g.t() @ hidden[a:b]
-            else:
-                _accumulate_(out.weight_VD, g.t(), hidden[a:b])
+        if out.weight_VD is not None:
+            combine = _product if a == 0 else _accumulate
+            combine(g.t(), hidden[a:b], out=out.weight_VD)
     return out
 
 
@@ -180,27 +184,24 @@ def summed_loss(
     labels_K = labels_N.index_select(0, index_K)
     with isolated(hidden_ND) as dtype:
         work = Workspace.of(hidden_ND.index_select(0, index_K), head, rows, dtype)
-        if not wanted.anything and losses is None:
-            losses_K: RowLosses | None = token_losses(work, labels_K)
-        else:
-            losses_K = losses and RowLosses(losses.nll_N[index_K], losses.lse_N[index_K], None)
-        if not wanted.anything and losses_K is not None:
-            return losses_K.nll_N.sum(), losses_K.nll_N
-        if losses_K is None:
+        if losses is not None:
+            losses_K = RowLosses(losses.nll_N[index_K], losses.lse_N[index_K], None)
+        elif wanted.anything:  # filled by the one pass below
             nll_K = torch.empty(len(index_K), dtype=work.wide, device=hidden_ND.device)
+            losses_K = RowLosses(nll_K, torch.empty_like(nll_K), None)
         else:
-            nll_K = losses_K.nll_N
+            losses_K = token_losses(work, labels_K)
+        if not wanted.anything:
+            return losses_K.nll_N.sum(), losses_K.nll_N
 
         def gradient_of_rows(a: int, b: int, x: Tensor) -> Tensor:
-            if losses_K is None:
+            if losses is None:
                 part = rows.losses(x, labels_K[a:b], work.transform, False)
-                nll_K[a:b], lse = part.nll_N, part.lse_N
-            else:
-                lse = losses_K.lse_N[a:b]
-            return rows.gradient_(x, labels_K[a:b], lse, work.transform)
+                losses_K.nll_N[a:b], losses_K.lse_N[a:b] = part.nll_N, part.lse_N
+            return rows.gradient_(x, labels_K[a:b], losses_K.lse_N[a:b], work.transform)
 
         gradients = backward_chunks(work, wanted, gradient_of_rows)
-    return attach(nll_K.sum(), gradients, hidden_ND, head, index_K), nll_K
+    return attach(losses_K.nll_N.sum(), gradients, hidden_ND, head, index_K), losses_K.nll_N
 
 
 def attach(
@@ -268,14 +269,13 @@ def _product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def _accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, summed in the dtype of `total`."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif _fused_accumulation(a.device, a.dtype):
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total += torch.mm(a, b, out_dtype=total.dtype)
+def _accumulate(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """out += a @ b, summed in the dtype of `out`."""
+    if out.dtype == a.dtype:
+        return out.addmm_(a, b)
+    if _fused_accumulation(a.device, a.dtype):
+        return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    return out.add_(torch.mm(a, b, out_dtype=out.dtype))
 
 
 @cache

@@ -1,5 +1,6 @@
 """The door: one loss for every method."""
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
@@ -105,21 +106,12 @@ def objective_loss(
         selected = choose(nll_BT)
         total = reference.masked_sum(logits, labels_BT, selected)
     else:
-        hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten().clamp(min=0)
-        rows = row_operations(impl, hidden_BTD.device)
-        losses: RowLosses | None = None
+        foreseen = None
         if config.selects_all and selected_BT is None:
-            selected = choose(valid_BT.float())  # whatever the losses are
-        else:
-            if nll_BT is None:
-                losses = _phase_one(hidden_ND, head, labels_N, rows)
-                nll_BT = losses.nll_N.view(labels_BT.shape) * valid_BT
-            selected = choose(nll_BT)
-        index_K = selected.flatten().nonzero().squeeze(1)
-        total, nll_K = two_phase.summed_loss(hidden_ND, head, labels_N, index_K, rows, losses)
-        if nll_BT is None:
-            nll_N = torch.zeros(labels_N.shape, dtype=nll_K.dtype, device=nll_K.device)
-            nll_BT = nll_N.index_copy_(0, index_K, nll_K).view(labels_BT.shape)
+            foreseen = choose(valid_BT.float())  # whatever the losses are
+        total, nll_BT, selected = _in_phases(
+            hidden_BTD, head, labels_BT, nll_BT, foreseen, choose, impl
+        )
 
     if denominator is None:
         denominator = counted
@@ -135,6 +127,35 @@ def objective_loss(
         guidance_BT=guidance_BT,
         distill_stats=distilled.stats if distilled else {},
     )
+
+
+def _in_phases(
+    hidden_BTD: Tensor,
+    head: Head,
+    labels_BT: Tensor,
+    nll_BT: Tensor | None,
+    foreseen_BT: Tensor | None,
+    choose: Callable[[Tensor], Tensor],
+    impl: Implementation,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(summed loss, nll_BT, selected_BT). A selection that is foreseen needs no first phase, nor
+    does one whose losses are known."""
+    hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten().clamp(min=0)
+    rows = row_operations(impl, hidden_BTD)
+    losses: RowLosses | None = None
+    if foreseen_BT is not None:
+        selected_BT = foreseen_BT
+    else:
+        if nll_BT is None:
+            losses = _phase_one(hidden_ND, head, labels_N, rows)
+            nll_BT = _where_valid(losses.nll_N, labels_BT)
+        selected_BT = choose(nll_BT)
+    index_K = selected_BT.flatten().nonzero().squeeze(1)
+    total, nll_K = two_phase.summed_loss(hidden_ND, head, labels_N, index_K, rows, losses)
+    if nll_BT is None:
+        nll_N = torch.zeros(labels_N.shape, dtype=nll_K.dtype, device=nll_K.device)
+        nll_BT = nll_N.index_copy_(0, index_K, nll_K).view(labels_BT.shape)
+    return total, nll_BT, selected_BT
 
 
 @torch.no_grad()
@@ -157,7 +178,6 @@ def token_losses(
     """(nll, entropy or None) of every token in fp32, without gradient; 0 where ignored. Any
     model's: an online teacher's guidance and `entropy_BT` come from here."""
     _check(hidden_BTD, head, labels_BT)
-    valid_BT = labels_BT != IGNORE_INDEX
     labels_N = labels_BT.flatten().clamp(min=0)
     hidden_ND = hidden_BTD.flatten(0, 1)
     if impl == "reference":
@@ -165,12 +185,16 @@ def token_losses(
         transform = two_phase.Transform(head.bias, head.softcap, head.scale)
         losses = TORCH_ROWS.losses(x, labels_N, transform, with_entropy)
     else:
-        rows = row_operations(impl, hidden_BTD.device)
+        rows = row_operations(impl, hidden_BTD)
         losses = _phase_one(hidden_ND, head, labels_N, rows, with_entropy)
-    nll_BT = losses.nll_N.view(labels_BT.shape) * valid_BT
+    nll_BT = _where_valid(losses.nll_N, labels_BT)
     if losses.entropy_N is None:
         return nll_BT, None
-    return nll_BT, losses.entropy_N.view(labels_BT.shape) * valid_BT
+    return nll_BT, _where_valid(losses.entropy_N, labels_BT)
+
+
+def _where_valid(value_N: Tensor, labels_BT: Tensor) -> Tensor:
+    return torch.where(labels_BT != IGNORE_INDEX, value_N.view(labels_BT.shape), 0.0)
 
 
 def _phase_one(
@@ -185,16 +209,17 @@ def _phase_one(
         return two_phase.token_losses(work, labels_N, with_entropy=with_entropy)
 
 
-def row_operations(impl: Implementation, device: torch.device) -> RowOperations:
-    """Torch's row operations, or Triton's."""
-    if impl == "chunked" or (impl == "auto" and not (device.type == "cuda" and _has_triton())):
+def row_operations(impl: Implementation, hidden: Tensor) -> RowOperations:
+    """Torch's row operations, or Triton's (which know no fp64)."""
+    usable = hidden.device.type == "cuda" and hidden.dtype != torch.float64 and _has_triton()
+    if impl == "chunked" or (impl == "auto" and not usable):
         return TORCH_ROWS
     if impl not in ("auto", "fused"):
         raise ValueError(f"impl must be auto, reference, chunked or fused; got {impl!r}")
-    if not _has_triton():
+    if not _has_triton() or hidden.dtype == torch.float64:
         raise ValueError(
-            "impl='fused' needs the package 'triton', which comes with torch for CUDA; "
-            "use impl='auto' or 'chunked' here"
+            "impl='fused' needs the package 'triton', which comes with torch for CUDA, and no "
+            "fp64; use impl='auto' or 'chunked' here"
         )
     from vocagnolm.objective.triton_rows import TRITON_ROWS
 
