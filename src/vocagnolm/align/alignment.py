@@ -5,6 +5,7 @@ Pure NumPy over byte spans: no tokenizer and no torch. Equation numbers refer to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -39,6 +40,10 @@ def as_spans(spans: ArrayLike, name: str = "spans") -> IntArray:
         raise ValueError(f"{name} must be an integer array [N, 2], got {array.dtype} {array.shape}")
     array = array.astype(np.int64, copy=False)
     starts, ends = array[:, 0], array[:, 1]
+    # as one flat row, start and end by turns: spans without overlap only ever go up
+    flat = array.reshape(-1)
+    if (flat[1:] >= flat[:-1]).all():
+        return array
     wrong = ends < starts
     wrong[1:] |= (starts[1:] < starts[:-1]) | (ends[1:] < ends[:-1])
     if wrong.any():
@@ -56,12 +61,12 @@ def align(student_spans: ArrayLike, teacher_spans: ArrayLike) -> Alignment:
     hold no text: on the student's side they are unmapped, on the teacher's side they never open
     or close a range. A student token over bytes that no teacher token covers is unmapped.
     """
-    return _align(
+    return _search(
         as_spans(student_spans, "student_spans"), as_spans(teacher_spans, "teacher_spans")
     )
 
 
-def _align(student: IntArray, teacher: IntArray) -> Alignment:
+def _search(student: IntArray, teacher: IntArray) -> Alignment:
     starts, ends = teacher[:, 0], teacher[:, 1]
     with_text: IntArray | None = None
     if len(teacher) and (starts == ends).any():
@@ -89,30 +94,24 @@ def align_batch(
         )
     if not student_spans:
         return []
-    students = [as_spans(s, f"student_spans[{i}]") for i, s in enumerate(student_spans)]
-    teachers = [as_spans(t, f"teacher_spans[{i}]") for i, t in enumerate(teacher_spans)]
-    widths = [max(_end(s), _end(t)) for s, t in zip(students, teachers, strict=True)]
-    origins = np.concatenate([[0], np.cumsum(widths)])[:-1]
-    together = _align(_end_to_end(students, origins), _end_to_end(teachers, origins))
-
-    result = []
-    token = teacher_token = 0
-    for student, teacher in zip(students, teachers, strict=True):
-        here = slice(token, token + len(student))
-        shift = np.where(together.mapped[here], teacher_token, 0)
-        result.append(Alignment(together.first[here] - shift, together.last[here] - shift))
-        token += len(student)
-        teacher_token += len(teacher)
-    return result
+    students = [as_spans(spans, f"student_spans[{i}]") for i, spans in enumerate(student_spans)]
+    teachers = [as_spans(spans, f"teacher_spans[{i}]") for i, spans in enumerate(teacher_spans)]
+    n_student, n_teacher = [len(s) for s in students], [len(t) for t in teachers]
+    ends = [max(_end(s), _end(t)) for s, t in zip(students, teachers, strict=True)]
+    origins = np.cumsum([0, *ends[:-1]])
+    together = _search(
+        np.concatenate(students) + np.repeat(origins, n_student)[:, None],
+        np.concatenate(teachers) + np.repeat(origins, n_teacher)[:, None],
+    )
+    before = np.repeat(np.cumsum([0, *n_teacher[:-1]]), n_student)
+    before[together.first < 0] = 0
+    first, last = together.first - before, together.last - before
+    cuts = np.cumsum([0, *n_student]).tolist()
+    return [Alignment(first[a:b], last[a:b]) for a, b in pairwise(cuts)]
 
 
 def _end(spans: IntArray) -> int:
     return int(spans[-1, 1]) if len(spans) else 0
-
-
-def _end_to_end(documents: list[IntArray], origins: IntArray) -> IntArray:
-    lengths = [len(spans) for spans in documents]
-    return np.concatenate(documents) + np.repeat(origins, lengths)[:, None]
 
 
 def carry(
