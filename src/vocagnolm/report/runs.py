@@ -112,14 +112,12 @@ def _method(recipe: str | None) -> str | None:
 
 
 def _environment_of(run: Path) -> dict[str, str]:
-    file = run / "environment.json"
-    if not file.is_file():
-        return {}
+    """The versions that `train` wrote into run.json."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        return {}
-    return {str(k): str(v) for k, v in content.items()} if isinstance(content, dict) else {}
+        content = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        return {str(name): str(value) for name, value in content["versions"].items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {}  # an older run, or one of another program: the page does without
 
 
 def _facts(steps: Sequence[dict[str, Any]]) -> dict[str, str]:
