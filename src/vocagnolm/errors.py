@@ -62,3 +62,11 @@ class ScoreError(VocagnolmError):
 
 class BenchmarkError(VocagnolmError):
     """A benchmark's questions are missing or malformed."""
+
+
+class StudyError(UsageError):
+    """A study names something unknown, or its materials are missing."""
+
+
+class EvaluationError(VocagnolmError):
+    """An evaluation folder does not fit the command, or holds no results."""

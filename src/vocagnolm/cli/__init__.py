@@ -12,8 +12,13 @@ import typer
 from vocagnolm import __version__
 from vocagnolm.cli import store, study
 from vocagnolm.cli.align import align
+from vocagnolm.cli.check import check
 from vocagnolm.cli.compare import compare
+from vocagnolm.cli.evaluate import evaluate
+from vocagnolm.cli.prepare import prepare
+from vocagnolm.cli.report import report
 from vocagnolm.cli.score import score
+from vocagnolm.cli.train import train
 from vocagnolm.cli.view import view
 from vocagnolm.errors import VocagnolmError
 
@@ -51,10 +56,15 @@ def _root(
 
 
 app.command()(align)
+app.command()(check)
 app.command()(compare)
+app.command()(evaluate)
+app.command()(prepare)
+app.command()(report)
 app.command()(score)
 app.add_typer(store.app, name="store")
 app.add_typer(study.app, name="study")
+app.command()(train)
 app.command()(view)
 
 

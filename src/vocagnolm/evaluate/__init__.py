@@ -9,15 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
     "Grade": "vocagnolm.evaluate.grading",
+    "Evaluation": "vocagnolm.evaluate.results",
     "averages": "vocagnolm.evaluate.suite",
+    "compare_runs": "vocagnolm.evaluate.compare",
+    "evaluate": "vocagnolm.evaluate.run",
     "grade": "vocagnolm.evaluate.grading",
 }
 
 if TYPE_CHECKING:
+    from vocagnolm.evaluate.compare import compare_runs
     from vocagnolm.evaluate.grading import Grade, grade
+    from vocagnolm.evaluate.results import Evaluation
+    from vocagnolm.evaluate.run import evaluate
     from vocagnolm.evaluate.suite import averages
 
-__all__ = ["Grade", "averages", "grade"]
+__all__ = ["Evaluation", "Grade", "averages", "compare_runs", "evaluate", "grade"]
 
 
 def __getattr__(name: str) -> Any:

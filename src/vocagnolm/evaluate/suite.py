@@ -1,4 +1,4 @@
-"""The paper's ten tasks: names, answer kinds, shot counts, lengths, averages.
+"""The paper's ten tasks: names, answer kinds, shot counts, averages.
 
 The protocol is the one of Rho-1 (its evaluation harness for mathematics): the six word-problem
 tasks share eight GSM8K examples, MATH has Minerva's four, the multiple-choice tasks have four
@@ -22,8 +22,6 @@ class Task:
     title: str
     kind: AnswerKind
     shots: int
-    # longest answer in tokens: a model that has not finished by then is rambling
-    max_new_tokens: int
     letters: str = ""
 
     @property
@@ -33,18 +31,18 @@ class Task:
 
 
 def _word_problem(name: str, title: str, kind: AnswerKind = "number") -> Task:
-    return Task(name=name, title=title, kind=kind, shots=8, max_new_tokens=256)
+    return Task(name=name, title=title, kind=kind, shots=8)
 
 
 def _choice(name: str, title: str, letters: str) -> Task:
-    return Task(name=name, title=title, kind="choice", shots=4, max_new_tokens=512, letters=letters)
+    return Task(name=name, title=title, kind="choice", shots=4, letters=letters)
 
 
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
         _word_problem("gsm8k", "GSM8K"),
-        Task(name="math", title="MATH", kind="math", shots=4, max_new_tokens=512),
+        Task(name="math", title="MATH", kind="math", shots=4),
         _word_problem("svamp", "SVAMP"),
         _word_problem("asdiv", "ASDiv", "mixed"),
         _word_problem("mawps", "MAWPS"),
@@ -66,9 +64,6 @@ AVERAGES: dict[str, tuple[str, ...]] = {
     "avg_double_dagger": tuple(name for name in _NINE if name != "sat"),
 }
 AVERAGE_TITLES = {"avg": "AVG", "avg_dagger": "AVG†", "avg_double_dagger": "AVG‡"}
-
-# stop strings that end an answer: the model has begun the next example
-STOP_STRINGS = ("\n\nQuestion:", "\n\nProblem:")
 
 _ALIASES = {"sat_math": "sat", "mmlu": "mmlu_stem", "minerva_math": "math", "gsmhard": "gsm_hard"}
 

@@ -1,0 +1,143 @@
+"""`vocagnolm evaluate`: the paper's math suite and bits per byte for a model."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from vocagnolm.evaluate.run import Progress
+
+
+class Choices(StrEnum):
+    generate = "generate"
+    likelihood = "likelihood"
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def evaluate(
+    model: str = typer.Argument(help="Model folder, hub id (owner/name) or GGUF file."),
+    suite: str | None = typer.Option(
+        None, help="A named set of tasks: math, the paper's ten. [default: math]"
+    ),
+    tasks: str | None = typer.Option(
+        None, help="Some tasks only, for example gsm8k,math,mmlu_stem."
+    ),
+    benchmarks: Path | None = typer.Option(
+        None, help="Folder with the benchmarks' files. [default: download them]"
+    ),
+    limit: int | None = typer.Option(
+        None, min=1, help="Questions of each task, spread evenly: a quick look."
+    ),
+    text: list[str] = typer.Option(
+        [], help="Held-out text for bits per byte: jsonl, parquet or text; may be repeated."
+    ),
+    choices: Choices = typer.Option(
+        Choices.generate,
+        help="Multiple choice by a generated answer, or by the likelihood of the options "
+        "(for small models).",
+    ),
+    out: Path | None = typer.Option(
+        None, help="Run folder: keeps every answer, and an interrupted run goes on."
+    ),
+    batch_size: int | None = typer.Option(
+        None, min=1, help="Prompts at a time. [default: 32 on a CPU, by memory on a GPU]"
+    ),
+    device: Device = typer.Option(Device.auto, help="Where the model runs."),
+    dtype: Dtype = typer.Option(
+        Dtype.auto, help="auto: float32 on a CPU, the model's half precision on a GPU."
+    ),
+    text_field: str = typer.Option("text", help="The field of a record that holds the text."),
+    revision: str | None = typer.Option(None, help="Branch, tag or commit of a hub model."),
+    trust_remote_code: bool = typer.Option(False, help="Run Python code that a model brings."),
+    as_json: bool = typer.Option(False, "--json", help="Print the scores as one JSON object."),
+) -> None:
+    """Score a model: few-shot chain of thought on the math suite, bits per byte on text."""
+    from vocagnolm.evaluate.compare import format_table, scores_table
+    from vocagnolm.evaluate.run import evaluate as evaluate_model
+
+    with _quiet_libraries(), _progress_bar() as on_progress:
+        evaluation = evaluate_model(
+            model,
+            suite=suite,
+            tasks=tasks,
+            text=text,
+            benchmarks=benchmarks,
+            limit=limit,
+            choices=choices.value,
+            out=out,
+            batch_size=batch_size,
+            device=device.value,
+            dtype=dtype.value,
+            text_field=text_field,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            on_progress=on_progress,
+        )
+    if as_json:
+        typer.echo(json.dumps(evaluation.to_json(), indent=2, ensure_ascii=False))
+    else:
+        typer.echo(format_table(scores_table(evaluation)))
+        if out is not None:
+            typer.echo(f"answers: {out / 'evaluation' / 'outputs'}", err=True)
+
+
+@contextlib.contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Our progress bar is the one that counts; those of the libraries would break it."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator["Callable[[Progress], None]"]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    bar = Bar(
+        TextColumn("{task.description:10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    lines: dict[str, tuple] = {}
+
+    def on_progress(progress: "Progress") -> None:
+        if progress.task not in lines:
+            line = bar.add_task(progress.task, total=progress.total, rate="")
+            lines[progress.task] = (line, progress.done)
+        line, before = lines[progress.task]
+        elapsed = bar.tasks[bar.task_ids.index(line)].elapsed or 0.0
+        rate = f"{(progress.done - before) / elapsed:.1f}/s" if elapsed > 0.5 else ""
+        bar.update(line, completed=progress.done, total=progress.total, rate=rate)
+
+    with bar:
+        yield on_progress

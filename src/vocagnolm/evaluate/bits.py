@@ -1,0 +1,92 @@
+"""Bits per byte: how well a model predicts a text, whatever its vocabulary is."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from vocagnolm.data.corpus import open_corpus
+from vocagnolm.errors import EvaluationError, TilingError
+from vocagnolm.model import ModelFiles, NllModel
+
+DEFAULT_CONTEXT = 2048
+_TOKENS_AT_A_TIME = 2**20
+
+
+@dataclass(frozen=True)
+class BitsPerByte:
+    bits: float
+    scored_bytes: int
+    documents: int
+    skipped_documents: int
+
+    @property
+    def value(self) -> float:
+        return self.bits / self.scored_bytes
+
+
+def bits_per_byte(
+    model: PreTrainedModel,
+    files: ModelFiles,
+    paths: Sequence[str | Path],
+    *,
+    context: int | None = None,
+    batch_tokens: int | None = None,
+    text_field: str = "text",
+    on_documents: Callable[[int, int], None] | None = None,
+) -> BitsPerByte:
+    """Bits the model needs for a byte of the documents.
+
+    Long documents go through windows of `context` tokens; every token has at least a quarter of
+    a window before it, or all there is. A first token without anything before it (models without
+    a beginning-of-text token) counts neither in bits nor in bytes.
+    """
+    corpus = open_corpus(list(paths), text_field=text_field)
+    window = min(context or DEFAULT_CONTEXT, files.max_context or DEFAULT_CONTEXT)
+    scorer = NllModel(
+        model,
+        context=window,
+        stride=max(1, (window - len(files.prefix_ids)) // 4),
+        batch_tokens=batch_tokens or (4096 if model.device.type == "cpu" else 32768),
+        prefix_ids=files.prefix_ids,
+    )
+    nats = 0.0
+    scored_bytes = documents = skipped = 0
+    waiting: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def score() -> None:
+        nonlocal nats, scored_bytes
+        for nll, (_, sizes) in zip(
+            scorer.document_nll([ids for ids, _ in waiting]), waiting, strict=True
+        ):
+            known = ~np.isnan(nll)
+            nats += float(nll[known].sum(dtype=np.float64))
+            scored_bytes += int(sizes[known].sum())
+        waiting.clear()
+
+    for document in corpus:
+        try:
+            spans = None if document.text is None else files.tokenizer.spans(document.text)
+        except TilingError:
+            spans = None
+        if spans is None or len(spans.ids) == 0:
+            skipped += 1
+        else:
+            documents += 1
+            waiting.append((spans.ids, spans.spans[:, 1] - spans.spans[:, 0]))
+        if sum(len(ids) for ids, _ in waiting) >= _TOKENS_AT_A_TIME:
+            score()
+        if on_documents is not None:
+            on_documents(documents + skipped - len(waiting), len(corpus))
+    score()
+    if on_documents is not None:
+        on_documents(len(corpus), len(corpus))
+    if scored_bytes == 0:
+        raise EvaluationError(
+            f"{', '.join(map(str, paths))}: no text that the model could be scored on "
+            f"({skipped} documents could not be read or tokenised)."
+        )
+    return BitsPerByte(nats / math.log(2), scored_bytes, documents, skipped)

@@ -1,0 +1,230 @@
+"""Several evaluations side by side: scores, differences, standard errors, significance.
+
+The same questions are put to all models, so the test is paired: McNemar's exact test for a task
+(a binomial test on the questions that only one of two models got right), a sign-flip permutation
+test for the averages and for anything that pools tasks. Standard library only.
+"""
+
+import random
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+from typing import Any
+
+from vocagnolm.evaluate.results import Evaluation, open_run
+from vocagnolm.evaluate.suite import AVERAGE_TITLES, AVERAGES, TASKS
+
+_FLIPS = 10_000
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Second run minus first, in percentage points, on the questions that both answered."""
+
+    difference: float
+    stderr: float | None
+    p_value: float | None
+    n: int
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    evaluation: Evaluation
+    correct: dict[str, dict[int, bool]]  # task -> question -> right
+
+
+@dataclass(frozen=True)
+class Comparison:
+    runs: list[Run]
+    # row (task or average) -> difference of every run but the first to the first
+    differences: dict[str, list[Difference | None]]
+
+    def rows(self) -> list[str]:
+        tasks = [t for t in TASKS if any(t in run.evaluation.tasks for run in self.runs)]
+        keys = [
+            k for k in AVERAGES if any(r.evaluation.averages()[k] is not None for r in self.runs)
+        ]
+        return tasks + keys
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "runs": [{"name": run.name, **run.evaluation.to_json()} for run in self.runs],
+            "differences": {
+                row: [None if d is None else vars(d) for d in listed]
+                for row, listed in self.differences.items()
+            },
+        }
+
+
+def mcnemar_exact(only_first: int, only_second: int) -> float:
+    """Two-sided exact p-value: of the questions that one model alone got right, is the split
+    between the two like that of a fair coin?"""
+    n = only_first + only_second
+    if n == 0:
+        return 1.0
+    tail = sum(comb(n, k) for k in range(min(only_first, only_second) + 1))
+    return min(1.0, 2 * tail / 2**n)
+
+
+def paired_difference(first: dict[int, bool], second: dict[int, bool]) -> Difference | None:
+    shared = sorted(first.keys() & second.keys())
+    if not shared:
+        return None
+    n = len(shared)
+    gains = [int(second[i]) - int(first[i]) for i in shared]
+    mean = sum(gains) / n
+    variance = sum((gain - mean) ** 2 for gain in gains) / (n - 1) if n > 1 else None
+    stderr = None if variance is None else 100 * (variance / n) ** 0.5
+    p_value = mcnemar_exact(gains.count(-1), gains.count(1))
+    return Difference(100 * mean, stderr, p_value, n)
+
+
+def average_difference(
+    first: dict[str, dict[int, bool]], second: dict[str, dict[int, bool]], tasks: tuple[str, ...]
+) -> Difference | None:
+    """Difference of an average over tasks. The p-value is from a permutation test: under the null
+    hypothesis the two models' answers to a question may be exchanged."""
+    parts = []
+    for task in tasks:
+        one = paired_difference(first.get(task, {}), second.get(task, {}))
+        if one is None:
+            return None
+        shared = first[task].keys() & second[task].keys()
+        weight = 100 / (len(shared) * len(tasks))
+        changed = [i for i in shared if first[task][i] != second[task][i]]
+        parts.append((one, weight, len(changed)))
+    difference = sum(one.difference for one, _, _ in parts) / len(tasks)
+    errors = [one.stderr for one, _, _ in parts]
+    known = [e for e in errors if e is not None]
+    stderr = sum(e * e for e in known) ** 0.5 / len(tasks) if len(known) == len(errors) else None
+    dice = random.Random(0)  # the same table every time
+    extreme = 0
+    for _ in range(_FLIPS):
+        flipped = sum(
+            weight * (2 * dice.getrandbits(changed).bit_count() - changed)
+            for _, weight, changed in parts
+            if changed
+        )
+        extreme += abs(flipped) >= abs(difference) - 1e-9
+    p_value = (extreme + 1) / (_FLIPS + 1)
+    return Difference(difference, stderr, p_value, sum(one.n for one, _, _ in parts))
+
+
+def load_run(path: str | Path, name: str | None = None) -> Run:
+    folder, evaluation = open_run(path)
+    correct = {
+        task: {record.index: record.correct for record in folder.records(task) or []}
+        for task in evaluation.tasks
+    }
+    return Run(name or folder.path.resolve().name, evaluation, correct)
+
+
+def compare_runs(paths: list[str | Path]) -> Comparison:
+    """Read finished evaluations; the first is the one the others are compared with."""
+    runs = [load_run(path) for path in paths]
+    names = [run.name for run in runs]
+    # runs/a/eval and runs/b/eval have the same last part: then the whole path tells them apart
+    if len(set(names)) < len(names):
+        runs = [Run(str(p), r.evaluation, r.correct) for p, r in zip(paths, runs, strict=True)]
+    differences: dict[str, list[Difference | None]] = {}
+    base, others = runs[0], runs[1:]
+    table = Comparison(runs, differences)
+    for row in table.rows():
+        if row in TASKS:
+            differences[row] = [
+                paired_difference(base.correct.get(row, {}), run.correct.get(row, {}))
+                for run in others
+            ]
+        else:
+            differences[row] = [
+                average_difference(base.correct, run.correct, AVERAGES[row]) for run in others
+            ]
+    return table
+
+
+# --- text -----------------------------------------------------------------------------------
+
+
+def _number(value: float | None, sign: bool = False) -> str:
+    if value is None:
+        return "-"
+    return f"{value:+.1f}" if sign else f"{value:.1f}"
+
+
+def _with_error(value: float | None, stderr: float | None, sign: bool = False) -> str:
+    text = _number(value, sign)
+    return text if value is None or stderr is None else f"{text} ± {stderr:.1f}"
+
+
+def _p_value(p: float | None) -> str:
+    if p is None:
+        return ""
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+
+
+def scores_table(evaluation: Evaluation) -> list[list[str]]:
+    """Rows of cells for one evaluation, the heading first."""
+    rows = [["task", "score", "n", "no answer"]]
+    for name, task in evaluation.tasks.items():
+        score = _with_error(task.score, task.stderr)
+        rows.append([TASKS[name].title, score, str(task.n), str(task.no_answer)])
+    means, errors = evaluation.averages(), evaluation.average_stderrs()
+    for key, value in means.items():
+        if value is not None:
+            rows.append([AVERAGE_TITLES[key], _with_error(value, errors[key]), "", ""])
+    if evaluation.bits_per_byte is not None:
+        rows.append(["bits per byte", f"{evaluation.bits_per_byte:.4f}", "", ""])
+    return rows
+
+
+def comparison_table(comparison: Comparison) -> list[list[str]]:
+    """Rows of cells: every run's score, and for all but the first the difference to the first."""
+    heading = ["task", comparison.runs[0].name]
+    for run in comparison.runs[1:]:
+        heading += [run.name, "difference", ""]
+    rows = [heading]
+    for row in comparison.rows():
+        cells = [TASKS[row].title if row in TASKS else AVERAGE_TITLES[row]]
+        for position, run in enumerate(comparison.runs):
+            if row in TASKS:
+                task = run.evaluation.tasks.get(row)
+                cells.append("-" if task is None else _with_error(task.score, task.stderr))
+            else:
+                means, errors = run.evaluation.averages(), run.evaluation.average_stderrs()
+                cells.append(_with_error(means[row], errors[row]))
+            if position:
+                change = comparison.differences[row][position - 1]
+                if change is None:
+                    cells += ["-", ""]
+                else:
+                    cells += [
+                        _with_error(change.difference, change.stderr, sign=True),
+                        _p_value(change.p_value),
+                    ]
+        rows.append(cells)
+    if any(run.evaluation.bits_per_byte is not None for run in comparison.runs):
+        cells = ["bits per byte"]
+        base = comparison.runs[0].evaluation.bits_per_byte
+        for position, run in enumerate(comparison.runs):
+            bits = run.evaluation.bits_per_byte
+            cells.append("-" if bits is None else f"{bits:.4f}")
+            if position:
+                known = bits is not None and base is not None
+                cells += [f"{bits - base:+.4f}" if known else "-", ""]  # type: ignore[operator]
+        rows.append(cells)
+    return rows
+
+
+def format_table(rows: list[list[str]]) -> str:
+    """Columns under each other: names to the left, figures to the right."""
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if c == 0 else cell.rjust(width)
+            for c, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)

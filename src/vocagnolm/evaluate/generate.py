@@ -1,0 +1,280 @@
+"""Greedy answers to many prompts: torch and transformers alone.
+
+Prompts of similar length share a batch, the worked examples before them are read once, and a row
+leaves the batch when its answer is complete. The batches are fixed by the prompts and the batch
+size, never by what was done before, so that a resumed run gives the same answers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from vocagnolm.evaluate import prefix as shared_prefix
+from vocagnolm.model import ModelFiles
+
+# below this a shared prefix is not worth a pass of its own
+_LEAST_SHARED_TOKENS = 16
+_GPU_CHECK_STEPS = 8  # on a GPU, looking at the tokens means waiting for them
+_END_TOKENS = (
+    "</s>", "<|endoftext|>", "<|im_end|>", "<eos>", "<end_of_turn>", "<|eot_id|>",
+    "<|end_of_text|>",
+)  # fmt: skip
+
+
+def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Indices in batches of similar length, longest first (a lack of memory shows at once)."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
+
+
+def default_batch_size(model: PreTrainedModel) -> int:
+    """What half of a GPU's memory holds in keys and values, at 2,048 tokens a row; 32 on a CPU."""
+    if model.device.type != "cuda":
+        return 32
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
+    total = torch.cuda.get_device_properties(model.device).total_memory
+    rows = int(total * 0.5 / (per_token * 2048))
+    return max(1, min(256, 1 << max(0, rows.bit_length() - 1)))
+
+
+def common_prefix_length(rows: Sequence[Sequence[int]]) -> int:
+    """Tokens that all rows begin with, leaving every row at least one of its own."""
+    limit = max(0, min(len(row) for row in rows) - 1)
+    first = rows[0]
+    for row in rows:
+        limit = min(limit, _agreed(row, first))
+    return limit
+
+
+def _agreed(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two rows have in common at their beginning."""
+    for position, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return position
+    return min(len(a), len(b))
+
+
+@dataclass
+class _Row:
+    """One answer under way."""
+
+    index: int
+    data: bytearray
+    tokens: int = 0
+    done: bool = False
+
+
+class Generator:
+    """A model that answers prompts, and compares continuations."""
+
+    def __init__(
+        self, model: PreTrainedModel, files: ModelFiles, batch_size: int | None = None
+    ) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        self.model = model
+        self.tokenizer = files.tokenizer
+        self.prefix_ids = list(files.prefix_ids)
+        self.max_context = files.max_context
+        self.device = model.device
+        self.batch_size = batch_size or default_batch_size(model)
+        # rows of a recurrent model cannot be padded apart
+        self._drops_rows = shared_prefix.can_drop_rows(self.model)
+        if not self._drops_rows:
+            self.batch_size = 1
+        self._shares = shared_prefix.enable_shared_prefix(self.model)
+        self._last_id = max(self.tokenizer.vocabulary.values()) + 1
+        self._ends = self._end_ids()
+        self.truncated_prompts = 0
+
+    def close(self) -> None:
+        """Give the model its ordinary attention back."""
+        shared_prefix.disable_shared_prefix(self.model)
+
+    def _end_ids(self) -> set[int]:
+        ends = {self.tokenizer.id_of(token) for token in _END_TOKENS}
+        for config in (self.model.config, self.model.generation_config):
+            declared = getattr(config, "eos_token_id", None)
+            ends |= set(declared) if isinstance(declared, list | tuple) else {declared}
+        return {int(end) for end in ends if end is not None}
+
+    def encode(self, prompts: Sequence[str], room_for: int = 0) -> list[list[int]]:
+        """Token ids with the model's own beginning-of-text. A prompt that does not fit loses its
+        beginning, as in lm-eval."""
+        rows = []
+        for one in self.tokenizer.spans_batch(list(prompts)):
+            ids = one.ids.tolist()
+            if self.max_context is not None:
+                room = max(1, self.max_context - room_for - len(self.prefix_ids))
+                if len(ids) > room:
+                    self.truncated_prompts += 1
+                    ids = ids[-room:]
+            rows.append(self.prefix_ids + ids)
+        return rows
+
+    def _shared(
+        self, rows: Sequence[Sequence[int]]
+    ) -> tuple[int, list[shared_prefix.KeysAndValues] | None]:
+        length = common_prefix_length(rows) if self._shares else 0
+        if length < _LEAST_SHARED_TOKENS:
+            return 0, None
+        return length, shared_prefix.prefix_keys_and_values(self.model, list(rows[0][:length]))
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        stop: Sequence[str],
+        max_new_tokens: int,
+        is_done: Callable[[Sequence[int]], bool] | None = None,
+    ) -> Iterator[list[tuple[int, str]]]:
+        """Answers batch by batch, as (index of the prompt, text up to the stop string). Batches
+        of which `is_done` says that they are there already are passed over."""
+        rows = self.encode(prompts, room_for=max_new_tokens)
+        batches = plan_batches([len(row) for row in rows], self.batch_size)
+        batches = [batch for batch in batches if is_done is None or not is_done(batch)]
+        if not batches:
+            return
+        length, shared = self._shared(rows)
+        stops = [text.encode() for text in stop]
+        for batch in batches:
+            with shared_prefix.sharing(shared):
+                own = [rows[i][length:] for i in batch]
+                answers = self._answer(batch, own, length, stops, max_new_tokens)
+            yield [(row.index, bytes(row.data).decode("utf-8", "replace")) for row in answers]
+
+    def _forward(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Cache,
+        keep: int,
+    ) -> torch.Tensor:
+        """Logits of the last `keep` positions, over the tokens that the tokenizer knows."""
+        logits = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        ).logits
+        return logits[:, -keep:, : self._last_id]
+
+    def _padded(self, rows: list[list[int]], shared: int) -> tuple[torch.Tensor, ...]:
+        """ids, mask, positions: padded on the left, so that all rows end together."""
+        width = max(len(row) for row in rows)
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+        lengths = torch.tensor([len(row) for row in rows])
+        mask = (torch.arange(width) >= width - lengths[:, None]).long()
+        positions = (mask.cumsum(-1) - 1).clamp(min=0) + shared
+        return tuple(part.to(self.device) for part in (ids, mask, positions))
+
+    def _answer(
+        self,
+        batch: list[int],
+        rows: list[list[int]],
+        shared: int,
+        stops: list[bytes],
+        max_new_tokens: int,
+    ) -> list[_Row]:
+        ids, mask, positions = self._padded(rows, shared)
+        cache = shared_prefix.new_cache(self.model, shared > 0)
+        answers = [_Row(index, bytearray()) for index in batch]
+        alive = list(answers)
+        limit = max_new_tokens
+        if self.max_context is not None:
+            limit = min(limit, self.max_context - shared - ids.shape[1])
+        check = 1 if self.device.type == "cpu" else _GPU_CHECK_STEPS
+        fresh: list[torch.Tensor] = []
+        next_ids = self._forward(ids, mask, positions, cache, keep=1)[:, -1].argmax(-1)
+        positions = positions[:, -1:]
+        for step in range(1, limit + 1):
+            fresh.append(next_ids)
+            if step % check == 0 or step == limit:
+                for row, tokens in zip(alive, torch.stack(fresh, 1).tolist(), strict=True):
+                    self._take(row, tokens, stops)
+                fresh = []
+                keep = [i for i, row in enumerate(alive) if not row.done]
+                if not keep or step == limit:
+                    break
+                # dropping rows copies the cache: worth it for a few at a time
+                if self._drops_rows and len(keep) <= len(alive) - max(1, len(alive) // 8):
+                    chosen = torch.tensor(keep, device=self.device)
+                    cache.batch_select_indices(chosen)
+                    mask, positions, next_ids = mask[chosen], positions[chosen], next_ids[chosen]
+                    alive = [alive[i] for i in keep]
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+            positions = positions + 1
+            logits = self._forward(next_ids[:, None], mask, positions, cache, keep=1)
+            next_ids = logits[:, -1].argmax(-1)
+        return answers
+
+    def _take(self, row: _Row, tokens: list[int], stops: list[bytes]) -> None:
+        """Append tokens to an answer until it ends."""
+        for token in tokens:
+            if row.done:
+                return
+            if token in self._ends:
+                row.done = True
+                return
+            row.tokens += 1
+            before = len(row.data)
+            row.data += self.tokenizer.bytes_of(token) or b""
+            for stop in stops:
+                found = row.data.find(stop, max(0, before - len(stop)))
+                if found >= 0:
+                    del row.data[found:]
+                    row.done = True
+
+    @torch.inference_mode()
+    def compare(
+        self,
+        prompts: Sequence[str],
+        options: Sequence[Sequence[str]],
+        is_done: Callable[[Sequence[int]], bool] | None = None,
+    ) -> Iterator[list[tuple[int, list[float]]]]:
+        """Log-likelihood in nats of every option after its prompt, batch by batch."""
+        contexts = self.encode(prompts)
+        whole = [
+            self.encode([prompt + option for option in listed])
+            for prompt, listed in zip(prompts, options, strict=True)
+        ]
+        batches = plan_batches([len(rows[0]) for rows in whole], self.batch_size)
+        batches = [batch for batch in batches if is_done is None or not is_done(batch)]
+        if not batches:
+            return
+        # what is compared stays out of the shared part, and so does the token that predicts it
+        length, shared = self._shared(
+            [row[: _agreed(row, contexts[i])] for i, rows in enumerate(whole) for row in rows]
+        )
+        for batch in batches:
+            rows = [(i, row) for i in batch for row in whole[i]]
+            likelihoods: dict[int, list[float]] = {i: [] for i in batch}
+            with shared_prefix.sharing(shared):
+                for at in range(0, len(rows), self.batch_size):
+                    part = rows[at : at + self.batch_size]
+                    # prompt and option must not fuse into one token: then all of it is compared
+                    counts = [max(1, len(row) - _agreed(row, contexts[i])) for i, row in part]
+                    values = self._likelihood([row[length:] for _, row in part], length, counts)
+                    for (i, _), value in zip(part, values, strict=True):
+                        likelihoods[i].append(value)
+            yield list(likelihoods.items())
+
+    def _likelihood(self, rows: list[list[int]], shared: int, counts: list[int]) -> list[float]:
+        """Sum of log p of the last `counts[i]` tokens of each row."""
+        ids, mask, positions = self._padded(rows, shared)
+        cache = shared_prefix.new_cache(self.model, shared > 0)
+        widest = min(max(counts) + 1, ids.shape[1])
+        logits = self._forward(ids, mask, positions, cache, keep=widest)
+        log_p = torch.log_softmax(logits[:, :-1].float(), -1)
+        taken = log_p.gather(-1, ids[:, -(widest - 1) :, None])[..., 0]
+        return [float(row[-count:].sum()) for row, count in zip(taken, counts, strict=True)]

@@ -1,0 +1,202 @@
+"""Attention in which all rows of a batch share one prefix.
+
+The worked examples before a question are the same for a whole task: some 700 tokens of prefix for
+100 of question. Their keys and values are computed once and kept once, not once a row. A query
+attends to the shared part by one large matrix product and to its own row's part by another; the
+two are joined under one softmax, so that the result is that of ordinary attention.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]  # each [1, heads, tokens, size]
+
+_NAME = "vocagnolm_shared_prefix"
+_GROW_TOKENS = 64
+_MAX_SCORES = 2**26  # elements of a score matrix that are held at a time
+
+# the layers' shared keys and values while a batch is under way
+_active: list[KeysAndValues] | None = None
+
+
+def shared_prefix_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`key` and `value` are the rows' own part; the shared part is the active prefix."""
+    if _active is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    shared_key, shared_value = _active[int(module.layer_idx)]  # type: ignore[arg-type]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    per_row = query.shape[1] * query.shape[2] * shared_key.shape[2]
+    rows = max(1, _MAX_SCORES // per_row)
+    parts = [
+        _attend(
+            query[at : at + rows],
+            key[at : at + rows],
+            value[at : at + rows],
+            _rows_mask(attention_mask, at, rows, query, key),
+            shared_key[0],
+            shared_value[0],
+            scale,
+        )
+        for at in range(0, len(query), rows)
+    ]
+    return torch.cat(parts), None
+
+
+def _rows_mask(
+    mask: torch.Tensor | None, at: int, rows: int, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor | None:
+    if mask is not None:
+        return mask if len(mask) == 1 else mask[at : at + rows]
+    if query.shape[2] == 1:
+        return None
+    # transformers leaves the mask out where it is plainly causal
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(
+        key.shape[2] - query.shape[2]
+    )[None, None]
+
+
+def _attend(
+    query_BHQD: torch.Tensor,
+    key_BGKD: torch.Tensor,
+    value_BGKD: torch.Tensor,
+    mask_B1QK: torch.Tensor | None,
+    shared_key_GPD: torch.Tensor,
+    shared_value_GPD: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """B rows, H query heads in G groups, Q queries, K own keys, P shared keys, D numbers each."""
+    B, H, Q, D = query_BHQD.shape
+    G = key_BGKD.shape[1]
+    query = (query_BHQD * scale).reshape(B, G, H // G, Q, D)
+    shared = query.transpose(0, 1).reshape(G, -1, D) @ shared_key_GPD.transpose(1, 2)
+    shared = shared.reshape(G, B, H // G, Q, -1).transpose(0, 1).float()
+    own = torch.einsum("bgrqd,bgkd->bgrqk", query, key_BGKD).float()
+    if mask_B1QK is not None:
+        mask = mask_B1QK[:, :, None]
+        own = own.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else own + mask
+    top = torch.maximum(shared.amax(-1, keepdim=True), own.amax(-1, keepdim=True))
+    shared, own = (shared - top).exp_(), (own - top).exp_()
+    total = shared.sum(-1, keepdim=True) + own.sum(-1, keepdim=True)
+    shared, own = shared.to(query.dtype), own.to(query.dtype)
+    out = shared.transpose(0, 1).reshape(G, -1, shared.shape[-1]) @ shared_value_GPD
+    out = out.reshape(G, B, H // G, Q, -1).transpose(0, 1)
+    out = out + torch.einsum("bgrqk,bgkd->bgrqd", own, value_BGKD)
+    out = out / total.to(out.dtype)
+    return out.reshape(B, H, Q, -1).transpose(1, 2).contiguous()
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values in a buffer with room to spare: no copy of everything at every token."""
+
+    _buffers: KeysAndValues | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> KeysAndValues:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        held = self.get_seq_length()
+        needed = held + key_states.shape[-2]
+        if self._buffers is None or needed > self._buffers[0].shape[-2]:
+            old = self._buffers
+            self._buffers = (
+                _with_room(key_states, needed + _GROW_TOKENS),
+                _with_room(value_states, needed + _GROW_TOKENS),
+            )
+            if old is not None:
+                for buffer, before in zip(self._buffers, old, strict=True):
+                    buffer[:, :, :held] = before[:, :, :held]
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, held:needed] = states
+        self.keys, self.values = (buffer[:, :, :needed] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self._buffers is not None:
+            held = self.get_seq_length()
+            self._buffers = (self._buffers[0][indices], self._buffers[1][indices])
+            self.keys, self.values = (buffer[:, :, :held] for buffer in self._buffers)
+
+
+def _with_room(states: torch.Tensor, tokens: int) -> torch.Tensor:
+    return states.new_empty(*states.shape[:2], tokens, states.shape[-1])
+
+
+def new_cache(model: PreTrainedModel, shared: bool) -> Cache:
+    """A cache for the rows' own part; for models with special layers, their own kind of cache."""
+    if shared or has_plain_layers(model):
+        return Cache(layer_class_to_replicate=GrowingLayer)
+    return DynamicCache(config=model.config)
+
+
+def has_plain_layers(model: PreTrainedModel) -> bool:
+    """Only full attention: no sliding windows, no recurrent layers."""
+    layers = DynamicCache(config=model.config).layers
+    return all(type(layer) is DynamicLayer for layer in layers)
+
+
+def can_drop_rows(model: PreTrainedModel) -> bool:
+    return all(
+        isinstance(layer, DynamicLayer) for layer in DynamicCache(config=model.config).layers
+    )
+
+
+def enable_shared_prefix(model: PreTrainedModel) -> bool:
+    """Switch the model to attention that can share a prefix; False where it cannot be done."""
+    config = model.config.get_text_config()
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap or not has_plain_layers(model) or model.config._attn_implementation != "sdpa":
+        return False
+    if not getattr(model, "_supports_attention_backend", False):
+        return False
+    AttentionInterface.register(_NAME, shared_prefix_attention)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    model.set_attn_implementation(_NAME)
+    return bool(model.config._attn_implementation == _NAME)
+
+
+def disable_shared_prefix(model: PreTrainedModel) -> None:
+    if model.config._attn_implementation == _NAME:
+        model.set_attn_implementation("sdpa")
+
+
+def prefix_keys_and_values(model: PreTrainedModel, ids: list[int]) -> list[KeysAndValues]:
+    """One pass over the shared tokens."""
+    cache = DynamicCache(config=model.config)
+    input_ids = torch.tensor([ids], device=model.device)
+    model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    found = []
+    for layer in cache.layers:
+        assert isinstance(layer, DynamicLayer)
+        assert layer.keys is not None and layer.values is not None
+        found.append((layer.keys, layer.values))
+    return found
+
+
+@contextmanager
+def sharing(prefix: list[KeysAndValues] | None) -> Iterator[None]:
+    """Within, attention sees `prefix` before every row."""
+    global _active
+    before, _active = _active, prefix
+    try:
+        yield
+    finally:
+        _active = before

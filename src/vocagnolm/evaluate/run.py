@@ -1,0 +1,167 @@
+"""Evaluate a model: render the prompts, generate the answers, grade them."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from vocagnolm.errors import UsageError
+from vocagnolm.evaluate.grading import grade
+from vocagnolm.evaluate.render import Method, Request, render
+from vocagnolm.evaluate.results import Evaluation, Record, RunFolder, score_records
+from vocagnolm.evaluate.suite import Task, tasks_named
+
+# part of a run's identity: answers made by another version of the loop may differ
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Progress:
+    task: str
+    done: int
+    total: int
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def evaluate(
+    model: str | Path,
+    *,
+    suite: str | None = None,
+    tasks: str | Sequence[str] | None = None,
+    text: Sequence[str | Path] = (),
+    benchmarks: str | Path | None = None,
+    limit: int | None = None,
+    choices: Method = "generate",
+    out: str | Path | None = None,
+    batch_size: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    text_field: str = "text",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Evaluation:
+    """Scores of a model on the tasks, and its bits per byte on `text`.
+
+    Without `suite` and `tasks`, and with `text`, only bits per byte are computed; with none of
+    the three, the whole math suite is run. With `out`, all answers are kept there and an
+    interrupted run goes on where it stopped.
+    """
+    if choices not in ("generate", "likelihood"):
+        raise UsageError(f"choices must be generate or likelihood, not '{choices}'")
+    wanted: list[Task] = []
+    if tasks is not None or suite is not None or not text:
+        names = tasks if tasks is None or isinstance(tasks, str) else list(tasks)
+        wanted = tasks_named(names, suite or "math")
+    # the questions first: a missing file shows before a model is loaded
+    requests = render(wanted, benchmarks=benchmarks, limit=limit, choices=choices) if wanted else {}
+
+    from vocagnolm.evaluate.bits import bits_per_byte
+    from vocagnolm.evaluate.generate import Generator
+    from vocagnolm.model import open_model
+
+    files = open_model(
+        model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
+    )
+    settings = {
+        "format": _FORMAT,
+        "model": files.describe()["fingerprint"],
+        "tokenizer": files.tokenizer.fingerprint,
+        "device": files.device.type,
+        "dtype": files.dtype_name,
+        "batch_size": batch_size,
+    }
+    with TemporaryDirectory() as nowhere:
+        run = RunFolder(nowhere if out is None else out)
+        run.claim(settings, {name: checksum(listed) for name, listed in requests.items()})
+        missing = {name: r for name, r in requests.items() if run.records(name) is None}
+        loaded = files.load() if missing or text else None
+        if missing:
+            assert loaded is not None
+            generator = Generator(loaded, files, batch_size)
+            try:
+                for name, listed in missing.items():
+                    answer_task(run, generator, listed, on_progress)
+                    grade_task(run, name, listed)
+            finally:
+                generator.close()
+        bits = None
+        if text:
+            assert loaded is not None
+            report = (lambda d, n: on_progress(Progress("text", d, n))) if on_progress else None
+            measured = bits_per_byte(
+                loaded, files, text, text_field=text_field, on_documents=report
+            )
+            bits = measured.value
+        scores = {name: score_records(run.records(name) or []) for name in requests}
+        return run.write_results(Evaluation(scores, bits))
+
+
+def checksum(requests: Sequence[Request]) -> str:
+    digest = hashlib.sha256()
+    for request in requests:
+        digest.update(json.dumps(asdict(request)).encode())
+    return digest.hexdigest()
+
+
+def answer_task(
+    run: RunFolder, generator: Any, requests: list[Request], on_progress: OnProgress | None = None
+) -> None:
+    """Answer what an interrupted run has left open, batch by batch.
+
+    A batch of which any answer is missing is done again as a whole: alone in another batch, a
+    question could get another answer.
+    """
+    task = requests[0].task
+    there = run.answers(task)
+    done = 0
+
+    def is_done(batch: Sequence[int]) -> bool:
+        nonlocal done
+        complete = all(requests[i].index in there for i in batch)
+        done += len(batch) if complete else 0
+        return complete
+
+    prompts = [request.prompt for request in requests]
+    if requests[0].options:
+        options = [request.options for request in requests]
+        batches = (
+            [(i, requests[i].letters[values.index(max(values))]) for i, values in batch]
+            for batch in generator.compare(prompts, options, is_done)
+        )
+    else:
+        batches = generator.generate(
+            prompts,
+            stop=requests[0].stop,
+            max_new_tokens=requests[0].max_new_tokens,
+            is_done=is_done,
+        )
+    if on_progress is not None:
+        on_progress(Progress(task, 0, len(requests)))
+    for batch in batches:
+        run.add_answers(task, [(requests[i].index, output) for i, output in batch])
+        done += len(batch)
+        if on_progress is not None:
+            on_progress(Progress(task, done, len(requests)))
+
+
+def grade_task(run: RunFolder, task: str, requests: list[Request]) -> None:
+    """Grade all answers of a task and put them in their final place."""
+    answers = run.answers(task)
+    records = []
+    for request in requests:
+        output = answers[request.index]
+        extracted: str | None = output
+        correct = output == request.gold
+        if not request.options:  # else the output is the letter itself
+            graded = grade(task, output, request.gold)
+            correct, extracted = graded.correct, graded.extracted
+        records.append(
+            Record(request.index, request.prompt, output, extracted, request.gold, correct)
+        )
+    run.finish_task(task, records)
