@@ -10,6 +10,7 @@ memory of full logits.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from measure import arguments, clean, liger_cross_entropy, peak_gib, report, sid
 from torch import Tensor
 
 from vocagnolm.objective import Head, ObjectiveConfig, objective_loss, student_nll
+from vocagnolm.objective import head as two_phase
 
 SHAPES = {"TinyLlama": (2048, 32000), "Llama-3.2-1B": (2048, 128256), "Qwen2.5-0.5B": (896, 151936)}
 TIME_TARGET, MEMORY_TARGET = 0.80, 0.15
@@ -210,6 +212,48 @@ def add_ratios(rows: list[dict[str, Any]]) -> None:
         ours["memory ok"] = ours["memory / full"] <= MEMORY_TARGET
 
 
+def check_features() -> None:
+    """Bias, soft cap, scale and odd shapes on this device, several chunks, against full logits in
+    fp64: a benchmark of a wrong result would be worthless."""
+    usual = two_phase._chunk_bytes
+    two_phase._chunk_bytes = lambda device, exact: 1
+    g = torch.Generator(device=DEVICE).manual_seed(1)
+    make = lambda *shape: torch.randn(*shape, device=DEVICE, generator=g)  # noqa: E731
+    labels = torch.randint(0, 5003, (2, 77), device=DEVICE, generator=g)
+    labels[:, -1] = -100
+    guidance = 10 * make(2, 77).abs()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for options in ({}, {"softcap": 5.0, "scale": 0.5}):
+            leaves = [
+                make(2, 77, 72).to(dtype),
+                0.3 * make(5003, 72).to(dtype),
+                make(5003).to(dtype),
+            ]
+            results, chosen = [], None
+            for wide, impl in ((None, "auto"), (torch.float64, "reference")):
+                hidden, weight, bias = (
+                    t.detach().to(wide or t.dtype).requires_grad_() for t in leaves
+                )
+                head = Head(weight=weight, bias=bias, **options)
+                output = objective_loss(
+                    hidden, head, labels, guidance, ObjectiveConfig(), impl=impl, selected_BT=chosen
+                )
+                chosen = output.selected_BT
+                (output.loss * 3).backward()
+                results.append([output.loss.detach(), hidden.grad, weight.grad, bias.grad])
+            worst = max(relative(a, b.float()) for a, b in zip(*results, strict=True))
+            limit = 1e-5 if dtype == torch.float32 else 3e-2
+            assert worst < limit, f"{dtype} {options}: relative error {worst:.1e}"
+    two_phase._chunk_bytes = usual
+    device = torch.empty(0, device=DEVICE).device
+    print(
+        f"features agree with fp64 full logits; products of bf16 into fp32: "
+        f"{two_phase._fp32_output(device, torch.bfloat16)}, with accumulation: "
+        f"{two_phase._fused_accumulation(device, torch.bfloat16)}",
+        file=sys.stderr,
+    )
+
+
 def main() -> None:
     given = arguments(
         __doc__,
@@ -217,7 +261,12 @@ def main() -> None:
         keep={"type": float, "default": 0.4},
         rounds={"type": int, "default": 15},
         only={"default": "", "help": "one head by name: " + ", ".join(SHAPES)},
+        chunk_mib={"default": "", "help": "PHASE1,PHASE2: other chunk budgets, to tune them"},
     )
+    check_features()
+    if given.chunk_mib:
+        first, second = (int(x) << 20 for x in given.chunk_mib.split(","))
+        two_phase._chunk_bytes = lambda device, exact: first if exact else second
     rows = []
     for name, (d, v) in SHAPES.items():
         if given.only and given.only != name:

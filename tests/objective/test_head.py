@@ -1,5 +1,7 @@
 """The two-phase head against masked full logits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from objective.problems import NAN, Problem, problem
@@ -179,6 +181,71 @@ def test_autocast_is_honoured():
     torch.testing.assert_close(
         auto_leaves.head.weight.grad, plain_leaves.head.weight.grad.float(), rtol=5e-2, atol=1e-3
     )
+
+
+@pytest.fixture
+def wide_products(monkeypatch):
+    """A device that multiplies bf16 into fp32, as CUDA does: logits of phase 2, and the gradient
+    that overwrites them, then are bf16."""
+
+    def product(a, b, *, out):
+        return out.copy_(a.float() @ b.float())
+
+    def accumulate(a, b, *, out):
+        return out.add_(a.float() @ b.float())
+
+    monkeypatch.setattr(two_phase, "_fp32_output", lambda device, dtype: True)
+    monkeypatch.setattr(two_phase, "_product", product)
+    monkeypatch.setattr(two_phase, "_accumulate", accumulate)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 30])
+@pytest.mark.parametrize("transform", [{}, {"bias": True, "softcap": 4.0, "scale": 0.5}])
+@pytest.mark.parametrize("method", ["cpt", "guided", "kld", "uld"])
+def test_low_precision_with_wide_products(
+    dtype, chunk_bytes, transform, method, wide_products, monkeypatch
+):
+    monkeypatch.setattr(two_phase, "_chunk_bytes", lambda device, exact: chunk_bytes)
+    p = problem(3, 40, 16, 101, dtype=dtype, **transform)
+    fast, leaves = run(p, ObjectiveConfig(method=method), "chunked")
+    exact = problem(3, 40, 16, 101, dtype=dtype, **transform)
+    exact = replace(
+        exact,
+        hidden=exact.hidden.double(),
+        head=replace(
+            exact.head,
+            weight=exact.head.weight.double(),
+            bias=None if exact.head.bias is None else exact.head.bias.double(),
+        ),
+        teacher=replace(
+            exact.teacher,
+            hidden=exact.teacher.hidden.double(),
+            head=Head(weight=exact.teacher.head.weight.double()),
+        ),
+    )
+    slow, slow_leaves = run(
+        exact, ObjectiveConfig(method=method), "reference", selected_BT=fast.selected_BT
+    )
+    if method == "guided":  # phase 1 is fp32 whatever the dtype
+        assert (fast.nll_BT - slow.nll_BT).abs().max() < 2e-5
+    assert float((fast.loss - slow.loss).detach().abs()) < 5e-3
+    fast.loss.backward()
+    slow.loss.backward()
+    for mine, theirs in zip(leaves.gradients(), slow_leaves.gradients(), strict=True):
+        if theirs is not None:
+            assert mine.dtype == dtype
+            assert (mine.double() - theirs).norm() / theirs.norm() < 3e-2
+
+
+def test_autocast_keeps_the_weight_gradient_in_fp32(wide_products):
+    p = problem()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, leaves = run(p, ObjectiveConfig(), "chunked")
+    output.loss.backward()
+    gradient = leaves.head.weight.grad
+    assert gradient.dtype == torch.float32
+    assert not torch.equal(gradient, gradient.bfloat16().float())  # never rounded to bf16
 
 
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
