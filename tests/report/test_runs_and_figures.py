@@ -6,8 +6,10 @@ from pathlib import Path
 import made
 import pytest
 from report.pages import known_page, known_passage
+from typer.testing import CliRunner
 
 from vocagnolm.align import load_tokenizer
+from vocagnolm.cli import app
 from vocagnolm.compare import SAMPLE
 from vocagnolm.errors import UsageError
 from vocagnolm.report import figures
@@ -63,7 +65,6 @@ def test_runs_of_one_name_are_told_apart(tmp_path) -> None:
     runs = [make_run(tmp_path / seed / "guided") for seed in ("seed0", "seed1")]
     page = report_page(runs)
     assert [run.name for run in page.runs] == ["seed0/guided", "seed1/guided"]
-    assert any("selection sample" in note for note in page.notes)
 
 
 def test_a_sample_travels_through_its_file(tmp_path) -> None:
@@ -75,6 +76,34 @@ def test_a_sample_travels_through_its_file(tmp_path) -> None:
     page = report_page([run])
     assert page.statistics is not None and page.statistics.kept == 3
     assert not page.notes
+
+
+def test_evaluations_become_the_results(tmp_path) -> None:
+    runs = []
+    for name, method, score in (("a", "cpt", 20.5), ("b", "guided", 29.0), ("c", "guided", 31.0)):
+        runs.append(make_run(tmp_path / name, method))
+        (runs[-1] / "evaluation").mkdir()
+        content = {"tasks": {"gsm8k": {"score": score}}, "avg": None, "bits_per_byte": 0.5}
+        (runs[-1] / "evaluation" / "results.json").write_text(json.dumps(content))
+    results = report_page(runs).results
+    assert results is not None
+    assert [measure.name for measure in results.measures] == ["gsm8k", "bits per byte"]
+    assert [(group.name, group.values[0]) for group in results.groups] == [
+        ("cpt", [20.5]),
+        ("guided", [29.0, 31.0]),
+    ]
+    (runs[0] / "evaluation" / "results.json").write_text("{}")
+    with pytest.raises(RunError, match="is no result of"):
+        report_page(runs)
+
+
+def test_the_command_writes_a_page_and_says_why_it_has_no_text(tmp_path) -> None:
+    run = make_run(tmp_path / "run")
+    out = tmp_path / "report.html"
+    arguments = ["report", str(run), "--html", str(out)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.stdout.strip() == str(out)
+    assert "no selection sample could be made" in out.read_text()
 
 
 @pytest.mark.parametrize("content", ["{", '{"format": 99}', '{"format": 1, "passages": [{}]}'])

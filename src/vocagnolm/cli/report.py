@@ -1,4 +1,4 @@
-"""`vocagnolm report`: finished evaluations side by side."""
+"""`vocagnolm report`: finished evaluations side by side, or a page of whole runs."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,26 @@ def report(
         help="Run folders of finished evaluations; the others are compared with the first."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the comparison as JSON."),
+    html: Path | None = typer.Option(
+        None,
+        help="Write one self-contained page instead: what the teacher changed token by token, "
+        "training curves, evaluations, recipes.",
+    ),
+    sample: int = typer.Option(
+        16,
+        min=0,
+        help="--html: documents for the token view when no run has a tokens.json yet; 0: none.",
+    ),
 ) -> None:
-    """Compare evaluations: scores, differences, standard errors, paired significance tests."""
+    """Compare evaluations: scores, differences, standard errors, paired significance tests.
+
+    With --html: a page of the runs, whether they have been evaluated or not.
+    """
+    if html is not None:
+        from vocagnolm.report.runs import write_report
+
+        typer.echo(str(write_report(list(runs), html, sample_documents=sample)))
+        return
     from vocagnolm.evaluate.compare import compare_runs, comparison_table, format_table
 
     comparison = compare_runs(list(runs))

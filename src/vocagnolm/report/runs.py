@@ -11,7 +11,8 @@ import yaml
 
 from vocagnolm.errors import VocagnolmError
 from vocagnolm.report.environment import environment
-from vocagnolm.report.page_data import Page, Results, Run
+from vocagnolm.report.html import write_page
+from vocagnolm.report.page_data import Measure, Page, ResultGroup, Results, Run
 from vocagnolm.report.sample import SAMPLE_FILE, Sample, read_sample
 from vocagnolm.report.statistics import statistics
 
@@ -140,19 +141,13 @@ def report_page(
     results: Results | None = None,
     notes: Sequence[str] = (),
 ) -> Page:
-    """The page for finished runs: their curves side by side, and the text of the first run
-    that has a selection sample."""
+    """The page for finished runs: their evaluations and curves side by side, and the text of the
+    first run that has a selection sample."""
     folders = [Path(run) for run in runs]
     if not folders:
         raise RunError("no run was given: expected one or more run folders")
     read = [read_run(f, name) for f, name in zip(folders, _names(folders), strict=True)]
     sample = next((s for s in map(_sample_of, folders) if s is not None), None) or Sample()
-    remarks = list(notes)
-    if not sample.passages:
-        remarks.append(
-            "No run here has a selection sample, so the page shows no text. Make one with "
-            "vocagnolm.report.sample.write_sample(RUN)."
-        )
     return Page(
         title=title or (read[0].name if len(read) == 1 else f"{len(read)} runs, side by side"),
         subtitle=subtitle,
@@ -160,11 +155,76 @@ def report_page(
         selection=sample.selection,
         statistics=statistics(sample.passages),
         preflight=[sample.preflight] if sample.preflight else [],
-        results=results,
+        results=results or evaluation_results(folders, read),
         runs=read,
         environment=environment(),
-        notes=remarks,
+        notes=list(notes),
     )
+
+
+def write_report(
+    runs: Sequence[str | Path], html: str | Path, *, sample_documents: int = 16
+) -> Path:
+    """`vocagnolm report --html`: makes a selection sample when no run has one yet. Where that
+    cannot be done (no store, no model, a corpus that has moved) the page says why."""
+    folders = [Path(run) for run in runs]
+    notes = []
+    if sample_documents and not any((folder / SAMPLE_FILE).is_file() for folder in folders):
+        note = _make_sample(folders, sample_documents)
+        if note is not None:
+            notes.append(note)
+    return write_page(report_page(folders, notes=notes), html)
+
+
+def _make_sample(folders: Sequence[Path], documents: int) -> str | None:
+    """Try the guided runs first; the reason of the last failure when all fail."""
+    from vocagnolm.report.sampling import write_sample
+
+    guided_first = sorted(folders, key=lambda folder: read_run(folder).method != "guided")
+    reason = None
+    for folder in guided_first:
+        try:
+            write_sample(folder, documents=documents)
+            return None
+        except VocagnolmError as error:
+            reason = str(error)
+    return f"The page shows no text, because no selection sample could be made: {reason}"
+
+
+def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results | None:
+    """What `vocagnolm evaluate` left in the runs: a column for each task, a row for each method
+    (runs of one method are its seeds). None when no run was evaluated."""
+    scores: list[dict[str, float]] = []
+    for folder in folders:
+        file = folder / "evaluation" / "results.json"
+        scores.append(_scores(file) if file.is_file() else {})
+    names = list(dict.fromkeys(name for one in scores for name in one))
+    if not names:
+        return None
+    rows = list(dict.fromkeys(run.method or run.name for run in runs))
+    groups = []
+    for row in rows:
+        mine = [s for s, run in zip(scores, runs, strict=True) if (run.method or run.name) == row]
+        groups.append(ResultGroup(name=row, values=[[s.get(n) for s in mine] for n in names]))
+    measures = [
+        Measure(name="bits per byte", better="lower", digits=4)
+        if name == "bits_per_byte"
+        else Measure(name=name, unit="%", digits=1)
+        for name in names
+    ]
+    return Results(measures=measures, groups=groups)
+
+
+def _scores(file: Path) -> dict[str, float]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        found = {str(name): float(task["score"]) for name, task in content["tasks"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{file} is no result of `vocagnolm evaluate` ({error!r})") from None
+    for name in ("avg", "bits_per_byte"):
+        if isinstance(content.get(name), int | float):
+            found[name] = float(content[name])
+    return found
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
