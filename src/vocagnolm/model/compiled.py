@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from vocagnolm.model.head import row_nll_eager
-
 # Layers of one kind share a graph; models that alternate kinds (sliding and full attention) need
 # one for each, and torch gives up at 8.
 _GRAPHS_ALLOWED = 64
@@ -66,8 +64,3 @@ def find_layers(model: nn.Module) -> nn.ModuleList | None:
     config: Any = model.config
     expected = getattr(config.get_text_config(), "num_hidden_layers", None)
     return longest if longest is not None and len(longest) == expected else None
-
-
-def compiled_row_nll(**options: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Log-sum-exp and label logit in one pass over a tile, without temporaries of its size."""
-    return torch.compile(row_nll_eager, dynamic=False, **options)

@@ -6,20 +6,21 @@ of one tile, whatever the batch times the vocabulary. bfloat16 logits would cost
 Shape suffixes: N tokens, D hidden size, V vocabulary rows.
 """
 
-from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 
+from vocagnolm.objective.rows import Transform, losses
+
 # float32 logits alive at a time. On a CPU a tile should stay near the caches; on a GPU it must be
 # large enough to keep the matrix units busy.
 CPU_TILE_BYTES = 32 * 2**20
-CUDA_TILE_BYTES = 640 * 2**20
+CUDA_TILE_BYTES = 1280 * 2**20
 # In half precision a CPU needs the weights in float32 too: this many rows are converted at a time,
 # once for many tokens.
 _CPU_HALF_ROWS = 2048
-
-RowNll = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @torch.no_grad()
@@ -32,30 +33,29 @@ def token_nll(
     softcap: float | None = None,
     scale: float = 1.0,
     chunk: int | None = None,
-    row_nll: RowNll | None = None,
 ) -> torch.Tensor:
     """-log p(label) of every token, float32 [N].
 
     The logits are `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`, computed and
-    kept in float32 whatever the inputs are. `chunk` is the number of tokens in a tile (chosen by
-    memory when None). `row_nll` may replace the final log-sum-exp over a whole tile of `chunk`
-    rows by a compiled one.
+    kept in float32 whatever the inputs are. `chunk` is the number of tokens in a tile; None
+    chooses it by memory.
     """
-    tokens = hidden_ND.shape[0]
-    rows = weight_VD.shape[0]
+    tokens, rows = hidden_ND.shape[0], weight_VD.shape[0]
     if tokens == 0:
         return torch.empty(0, dtype=torch.float32, device=hidden_ND.device)
+    transform = Transform(bias, softcap, scale)
     chunk = chunk or default_chunk(tokens, rows, hidden_ND)
     if _is_half_on_cpu(hidden_ND):
-        return _nll_by_vocabulary(hidden_ND, weight_VD, labels_N, bias, softcap, scale, chunk)
+        return _nll_by_vocabulary(hidden_ND, weight_VD, labels_N, transform, chunk)
+    row_losses = losses
+    if hidden_ND.is_cuda and find_spec("triton") is not None:
+        from vocagnolm.objective.triton_rows import losses as row_losses  # one pass over a tile
     nll_N = torch.empty(tokens, dtype=torch.float32, device=hidden_ND.device)
     for start in range(0, tokens, chunk):
-        part = slice(start, min(start + chunk, tokens))
-        logits = _logits(hidden_ND[part], weight_VD, bias, softcap, scale)
-        whole = part.stop - part.start == chunk
-        fold = row_nll if row_nll is not None and whole else row_nll_eager
-        nll_N[part] = fold(logits, labels_N[part])
-        del logits  # before the next tile is made
+        part = slice(start, start + chunk)
+        products = _products(hidden_ND[part], weight_VD)
+        nll_N[part] = row_losses(products, labels_N[part], transform, False).nll_N
+        del products  # before the next tile is made
     return nll_N
 
 
@@ -63,49 +63,25 @@ def default_chunk(tokens: int, rows: int, like: torch.Tensor) -> int:
     if _is_half_on_cpu(like):
         return max(1, CPU_TILE_BYTES // (4 * min(rows, _CPU_HALF_ROWS)))
     budget = CUDA_TILE_BYTES if like.is_cuda else CPU_TILE_BYTES
-    fit = max(1, budget // (4 * rows))
-    # On a GPU tiles are a power of two, so that full tiles have one shape for the compiler.
-    return 2 ** (fit.bit_length() - 1) if like.is_cuda else min(fit, tokens)
-
-
-def row_nll_eager(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-    chosen = logits_NV.gather(1, labels_N[:, None]).squeeze(1)
-    return torch.logsumexp(logits_NV, dim=1) - chosen
+    return max(1, min(tokens, budget // (4 * rows)))
 
 
 def _is_half_on_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
-def _logits(
-    hidden_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    bias: torch.Tensor | None,
-    softcap: float | None,
-    scale: float,
-) -> torch.Tensor:
+def _products(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     if hidden_ND.is_cuda and hidden_ND.dtype != torch.float32:
         # half-precision matrix units, float32 accumulation and output: exact at almost no cost
-        logits = torch.mm(hidden_ND, weight_VD.t(), out_dtype=torch.float32)
-        if bias is not None:
-            logits += bias
-    else:
-        bias = None if bias is None else bias.float()
-        logits = F.linear(hidden_ND.float(), weight_VD.float(), bias)
-    if scale != 1.0:
-        logits *= scale
-    if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
-    return logits
+        return torch.mm(hidden_ND, weight_VD.t(), out_dtype=torch.float32)
+    return F.linear(hidden_ND.float(), weight_VD.float())
 
 
 def _nll_by_vocabulary(
     hidden_ND: torch.Tensor,
     weight_VD: torch.Tensor,
     labels_N: torch.Tensor,
-    bias: torch.Tensor | None,
-    softcap: float | None,
-    scale: float,
+    transform: Transform,
     chunk: int,
 ) -> torch.Tensor:
     """The same in strips of the vocabulary, with a running maximum and sum (online
@@ -118,10 +94,11 @@ def _nll_by_vocabulary(
     for low in range(0, rows, _CPU_HALF_ROWS):
         high = min(low + _CPU_HALF_ROWS, rows)
         strip = weight_VD[low:high].float()
-        strip_bias = None if bias is None else bias[low:high]
+        bias = None if transform.bias is None else transform.bias[low:high]
+        strip_transform = replace(transform, bias=bias)
         for start in range(0, tokens, chunk):
             part = slice(start, min(start + chunk, tokens))
-            logits = _logits(hidden[part], strip, strip_bias, softcap, scale)
+            logits = strip_transform(_products(hidden[part], strip))
             new_peak = torch.maximum(peak[part], logits.amax(dim=1))
             here = (labels_N[part] >= low) & (labels_N[part] < high)
             column = (labels_N[part] - low).clamp(0, high - low - 1)

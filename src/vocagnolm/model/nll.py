@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from vocagnolm.errors import ModelError
-from vocagnolm.model.compiled import compile_layers, compiled_row_nll
-from vocagnolm.model.head import RowNll, token_nll
+from vocagnolm.model.compiled import compile_layers
+from vocagnolm.model.head import token_nll
 from vocagnolm.model.windows import Batch, plan_batches
 
 _PROBE_TOKENS = 16
@@ -74,14 +74,12 @@ class NllModel:
         embeddings: Any = model.get_input_embeddings()
         self.vocabulary_rows = int(embeddings.weight.shape[0])
         self._head = head_of(model)
-        self._row_nll: RowNll | None = None
         # A model whose head we do not know scores through its own logits, a row at a time.
         self._through_logits = not self._head_is_right()
         self._full_rows = max(1, batch_tokens // context)
         self._warm = True
         if compiled:
             self._warm = not compile_layers(model, (self._full_rows, context))
-            self._row_nll = compiled_row_nll()
 
     def plan(self, token_counts: Sequence[int]) -> list[Batch]:
         return plan_batches(
@@ -166,7 +164,6 @@ class NllModel:
             bias=head.bias,
             softcap=head.softcap,
             scale=head.scale,
-            row_nll=self._row_nll,
         )
 
     def _hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
