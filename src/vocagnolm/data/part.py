@@ -41,6 +41,8 @@ class PartPlan:
     wide_ids: bool
     aggregation: Aggregation
     missing: str
+    skipped: frozenset[int]
+    """Documents that the teacher could not score: always left out."""
     keep_teacher: bool
     keep_text: bool
     identity: str
@@ -106,10 +108,10 @@ class PartMaker:
                 place = self.store.find(document_hash(text))
                 if place is None:
                     missing += 1
+                    if index in self.plan.skipped or self.plan.missing == "drop":
+                        continue
                     if self.plan.missing == "error":
                         raise _not_in_store(index, text, self.plan.store)
-                    if self.plan.missing == "drop":
-                        continue
                 else:
                     losses = self.store[place]
             kept.append((index, text))
@@ -162,8 +164,7 @@ def _not_in_store(index: int, text: str, store: str | None) -> BlocksError:
     start = " ".join(text[:60].split())
     return BlocksError(
         f"Document {index} of the corpus ('{start}...') is not in the loss store {store}: the "
-        "store was made from another corpus, or the teacher skipped this document "
-        "(`vocagnolm store inspect` lists what it skipped). Score this corpus, or set "
+        "store was made from another corpus. Score this corpus, or set "
         "data.missing to drop (leave such documents out) or keep (train on them unguided)."
     )
 

@@ -33,7 +33,7 @@ from vocagnolm.data.separators import open_tokenizer, separator_ids
 from vocagnolm.errors import BlocksError
 from vocagnolm.recipe import Recipe, StoreSection
 from vocagnolm.store import LossStore
-from vocagnolm.store.format import identity_digest
+from vocagnolm.store.format import identity_digest, open_shard
 
 SETTINGS = "settings.json"
 Progress = Callable[[PackingSummary], None]
@@ -164,6 +164,20 @@ def store_identity(path: str) -> str:
     return identity_digest(LossStore.open(path).manifest["identity"])
 
 
+def skipped_by_teacher(store: LossStore, corpus_fingerprint: str) -> frozenset[int]:
+    """Documents of this very corpus that the teacher could not score. They are known to be
+    missing, so they are left out without further ado."""
+    corpus = store.manifest["identity"].get("corpus")
+    if not isinstance(corpus, dict) or corpus.get("fingerprint") != corpus_fingerprint:
+        return frozenset()
+    return frozenset(
+        int(entry["document"])
+        for shard in store.manifest["shards"]
+        if shard["skipped"]
+        for entry in open_shard(store.path / shard["file"]).about["skipped"]
+    )
+
+
 def train_settings(recipe: Recipe, tokenizer: TextTokenizer) -> dict[str, Any]:
     """What `train` compares: blocks stand for themselves, so neither the corpus nor the store
     has to be on the machine that trains. A store that is there must be the right one."""
@@ -212,6 +226,9 @@ def _columns(settings: dict[str, Any]) -> list[str]:
 
 def _plan(recipe: Recipe, tokenizer: TextTokenizer, settings: dict[str, Any]) -> PartPlan:
     guidance = settings["guidance"]
+    skipped: frozenset[int] = frozenset()
+    if recipe.store.path is not None:
+        skipped = skipped_by_teacher(LossStore.open(recipe.store.path), settings["corpus"])
     return PartPlan(
         # as text: a pickled tokenizer would forget how special tokens in the text are read
         tokenizer_json=tokenizer._tokenizer.to_str(),
@@ -222,6 +239,7 @@ def _plan(recipe: Recipe, tokenizer: TextTokenizer, settings: dict[str, Any]) ->
         wide_ids=max(tokenizer.vocabulary.values()) > np.iinfo(np.uint16).max,
         aggregation=recipe.objective.aggregation,
         missing=recipe.data.missing,
+        skipped=skipped,
         keep_teacher=bool(guidance and guidance["teacher_losses"]),
         keep_text=settings["text"],
         identity=_digest(settings),

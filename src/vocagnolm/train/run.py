@@ -9,10 +9,7 @@ RUN/model/           the result: an ordinary model folder
 ```
 """
 
-import json
 import os
-import platform
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ import torch.distributed as dist
 import transformers
 from transformers import PrinterCallback, ProgressCallback
 
-from vocagnolm import __version__
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.data.prepare import (
     blocks_folder,
@@ -31,31 +27,26 @@ from vocagnolm.data.prepare import (
 )
 from vocagnolm.errors import BlocksError, TrainingError
 from vocagnolm.model import open_model
-from vocagnolm.recipe import Recipe, load_recipe, recipe_difference
+from vocagnolm.recipe import Recipe
 from vocagnolm.train.arguments import objective_config, training_arguments
 from vocagnolm.train.card import model_card
 from vocagnolm.train.checkpoint import newest_complete
 from vocagnolm.train.collate import BlockCollator
 from vocagnolm.train.console import Console
-from vocagnolm.train.metrics import MetricsFile, flops_per_token, peak_flops, read_metrics
+from vocagnolm.train.folder import (
+    begin_run,
+    finish_run,
+    read_run,
+    refuse_other_run,
+    run_folder,
+    run_summary,
+)
+from vocagnolm.train.metrics import MetricsFile, flops_per_token, peak_flops
 from vocagnolm.train.online import OnlineTeacher, TeacherView
 from vocagnolm.train.schedule import Schedule, plan_schedule
 from vocagnolm.train.student import add_lora, build_student, compile_layers, save_tokenizer
 from vocagnolm.train.trainer import GuidedTrainer
-
-# Keys that change nothing of what is trained: a run may go on with others.
-RUNTIME_KEYS = frozenset(
-    {
-        "run.log_every",
-        "run.report_to",
-        "run.keep_checkpoints",
-        "train.loader_workers",
-        "train.device",
-        "student.bits_per_byte",
-        "data.part_documents",
-        "data.extra_columns",
-    }
-)
+from vocagnolm.train.vocabulary import refuse_other_vocabulary
 
 
 def train(recipe: Recipe, *, quiet: bool = False) -> dict[str, Any]:
@@ -64,7 +55,7 @@ def train(recipe: Recipe, *, quiet: bool = False) -> dict[str, Any]:
     folder = run_folder(recipe)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     is_main = int(os.environ.get("RANK", "0")) == 0
-    found = _read_run(folder)
+    found = read_run(folder)
     refuse_other_run(folder, recipe, world_size, found)
     if found.get("finished"):
         return run_summary(folder)
@@ -98,12 +89,6 @@ def train(recipe: Recipe, *, quiet: bool = False) -> dict[str, Any]:
     if dist.is_initialized():
         dist.barrier()
     return run_summary(folder)
-
-
-def run_folder(recipe: Recipe) -> Path:
-    if not recipe.run.folder:
-        raise TrainingError("The recipe does not say where the run goes: set run.folder.")
-    return Path(recipe.run.folder)
 
 
 def open_blocks(recipe: Recipe) -> Blocks:
@@ -184,53 +169,6 @@ def _teacher_dtype(recipe: Recipe) -> str:
     return "float32" if on_cpu else "bfloat16"
 
 
-def refuse_other_vocabulary(student: dict[str, int], teacher: dict[str, int]) -> None:
-    """kld and rho1 presuppose one vocabulary; the teacher may have more tokens (Llemma's 16)."""
-    other = [token for token, index in student.items() if teacher.get(token) != index]
-    if other:
-        raise TrainingError(
-            f"This method needs one vocabulary, but {len(other):,} of the student's "
-            f"{len(student):,} tokens are not the teacher's (for example {other[0]!r}). "
-            "Use method guided or uld."
-        )
-
-
-def refuse_other_run(folder: Path, recipe: Recipe, world_size: int, found: dict[str, Any]) -> None:
-    """A run folder belongs to one recipe and one number of processes."""
-    path = folder / "recipe.yaml"
-    if not path.is_file():
-        if folder.is_dir() and any(folder.iterdir()):
-            raise TrainingError(f"{folder} is not empty and not a run. Choose another run.folder.")
-        return
-    difference = recipe_difference(load_recipe(path), recipe, RUNTIME_KEYS)
-    if found and found["schedule"]["world_size"] != world_size and not found.get("finished"):
-        difference.append(f"processes: {found['schedule']['world_size']} -> {world_size}")
-    if difference:
-        raise TrainingError(
-            f"{folder} holds a run with another recipe:\n  "
-            + "\n  ".join(difference)
-            + "\nGive these settings back to go on with it, or choose another run.folder."
-        )
-
-
-def begin_run(folder: Path, recipe: Recipe, schedule: Schedule) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "recipe.yaml").exists():
-        _write(folder / "recipe.yaml", recipe.to_yaml())
-    if not (folder / "run.json").exists():
-        about = {
-            "finished": False,
-            "schedule": asdict(schedule),
-            "versions": {
-                "vocagnolm": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
-        }
-        _write(folder / "run.json", json.dumps(about, indent=1) + "\n")
-
-
 def save_result(
     trainer: GuidedTrainer, recipe: Recipe, schedule: Schedule, folder: Path, teacher: str | None
 ) -> None:
@@ -243,23 +181,7 @@ def save_result(
     card = model_card(recipe, schedule, teacher, trainer.last_record)
     (temporary / "README.md").write_text(card, encoding="utf-8")
     os.replace(temporary, folder / "model")
-    about = {**_read_run(folder), "finished": True}
-    _write(folder / "run.json", json.dumps(about, indent=1) + "\n")
-
-
-def run_summary(folder: Path) -> dict[str, Any]:
-    """What `vocagnolm train` prints at the end."""
-    about = _read_run(folder)
-    records = read_metrics(folder / "metrics.jsonl")
-    schedule = about["schedule"]
-    return {
-        "run": str(folder),
-        "model": str(folder / "model"),
-        "finished": about["finished"],
-        "steps": schedule["steps"],
-        "tokens": schedule["steps"] * schedule["batch_blocks"] * schedule["block_size"],
-        "last": records[-1] if records else None,
-    }
+    finish_run(folder)
 
 
 def _mfu(trainer: GuidedTrainer, schedule: Schedule) -> Any:
@@ -273,17 +195,3 @@ def _mfu(trainer: GuidedTrainer, schedule: Schedule) -> Any:
         parameters, config.num_hidden_layers, config.hidden_size, schedule.block_size
     )
     return lambda rate: rate * per_token / (peak * schedule.world_size)
-
-
-def _read_run(folder: Path) -> dict[str, Any]:
-    try:
-        about: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        return about
-    except FileNotFoundError:
-        return {}
-
-
-def _write(path: Path, content: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(content, encoding="utf-8")
-    os.replace(temporary, path)

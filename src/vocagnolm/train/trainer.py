@@ -136,10 +136,16 @@ class GuidedTrainer(Trainer):
 
     @torch.no_grad()
     def _score(self, batch: dict[str, Any], number: int) -> Tensor:
+        """The first of two passes. Without dropout: it draws no random numbers, whose state a
+        resumed run restores only after this."""
+        scored = self._micro_batch(batch, number)
+        scored.only_nll = True
+        model: Any = self.model_wrapped
+        model.eval()
         with self.compute_loss_context_manager():
-            scored = self._micro_batch(batch, number)
-            scored.only_nll = True
-            return self.model_wrapped(micro_batch=scored)["nll"]
+            nll: Tensor = model(micro_batch=scored)["nll"]
+        model.train()
+        return nll
 
     def _select(self, batches: list[dict[str, Any]], nll: list[Tensor]) -> StepSelection:
         scored = [

@@ -1,0 +1,92 @@
+"""`vocagnolm prepare`: corpus + store + student tokenizer -> packed blocks."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from vocagnolm.data.packing import PackingSummary
+
+
+def prepare(
+    recipe: Path = typer.Argument(..., help="The recipe, a YAML file."),
+    set_: list[str] = typer.Option([], "--set", help="Override: section.key=value."),
+    workers: int | None = typer.Option(None, min=1, help="Processes. [default: one per core]"),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as one JSON object."),
+) -> None:
+    """Tokenise and pack the corpus for a student, each token with its teacher's guidance.
+
+    Run it again to resume, or to hear that all is done. The result does not depend on the number
+    of workers, and serves every block size and every method that needs no more than it holds.
+    """
+    from vocagnolm.data.prepare import prepare as run
+    from vocagnolm.recipe import load_recipe
+
+    loaded = load_recipe(recipe, set_)
+    with _progress() as note:
+        manifest = run(loaded, workers=workers or os.cpu_count() or 1, progress=note)
+    summary = {
+        "blocks": manifest["tokens"] // loaded.data.block_size,
+        "folder": loaded.data.blocks,
+        "fingerprint": manifest["fingerprint"],
+        "guided": "guidance" in manifest["columns"],
+        **manifest["summary"],
+    }
+    if as_json:
+        typer.echo(json.dumps(summary, ensure_ascii=False, indent=2))
+    else:
+        _print(summary, loaded.data.block_size)
+
+
+@contextlib.contextmanager
+def _progress() -> "Iterator[Callable[[PackingSummary], None]]":
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("preparing")
+        documents = tokens = 0
+
+        def note(part: "PackingSummary") -> None:
+            nonlocal documents, tokens
+            documents += part.documents
+            tokens += part.tokens
+            rate = tokens / max(bar.tasks[0].elapsed or 0.0, 1e-9)
+            bar.update(
+                task,
+                description=f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s",
+            )
+
+        yield note
+
+
+def _print(summary: dict[str, Any], block_size: int) -> None:
+    typer.echo(
+        f"{summary['folder']}: {summary['blocks']:,} blocks of {block_size:,}, "
+        f"{summary['tokens']:,} tokens of {summary['documents']:,} documents"
+    )
+    if summary["missing_documents"] or summary["unusable_documents"]:
+        typer.echo(
+            f"not in the store: {summary['missing_documents']:,} documents; "
+            f"unusable: {summary['unusable_documents']:,}"
+        )
+    if not summary["guided"]:
+        typer.echo("no store: the blocks hold no guidance")
+        return
+    typer.echo(
+        f"mapped {summary['mapped_share']:.2%}, 1:1 {summary['one_to_one_share']:.2%}, "
+        f"mean guidance {summary['mean_guidance']:.3f} nats"
+    )
+    counts, step = summary["guidance_histogram"], summary["histogram_step_nats"]
+    grouped = [sum(counts[i : i + 4]) for i in range(0, len(counts), 4)]
+    highest = max(*grouped, 1)
+    for number, count in enumerate(grouped):
+        low = 4 * number * step
+        edge = f"{low:4.0f} +  " if number == len(grouped) - 1 else f"{low:4.0f} - {low + 1:<2.0f}"
+        typer.echo(f"{edge} nats {'█' * round(40 * count / highest):40} {count:,}")

@@ -1,0 +1,117 @@
+"""Two processes against one: the same global batch must be the same step."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_kit import recipe_dict, run_processes
+
+from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.train.metrics import read_metrics
+from vocagnolm.train.run import train
+
+OBJECTIVES = [
+    {"method": "guided", "scope": "global", "normalise": "selected"},
+    {"method": "guided", "scope": "batch", "normalise": "all"},
+    {"method": "random", "scope": "sequence", "normalise": "selected"},
+    {"method": "chunk", "scope": "sequence", "normalise": "selected"},
+]
+
+
+def name_of(objective: dict) -> str:
+    return "-".join(objective.values())
+
+
+def settings(lab, folder, objective, tokens=4 * 256, **train_section):
+    return recipe_dict(
+        lab,
+        objective=objective,
+        train={"tokens": tokens, "micro_batch": 2, **train_section},
+        run={"folder": str(folder), "save_every": 0},
+    )
+
+
+def train_all(trees: list[dict]) -> None:
+    """Several runs in the same processes: starting them is what costs."""
+    for tree in trees:
+        train(recipe_from_dict(tree), quiet=True)
+
+
+@pytest.fixture(scope="module")
+def one_process(lab, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    trees = [settings(lab, folder / name_of(o), o) for o in OBJECTIVES]
+    run_processes(train_all, 1, trees)
+    return folder
+
+
+def assert_same(folder, reference):
+    for objective in OBJECTIVES:
+        ours, theirs = (f / name_of(objective) for f in (folder, reference))
+        a, b = (read_metrics(f / "metrics.jsonl") for f in (ours, theirs))
+        for field in ("loss", "loss_all", "selected_share", "mapped_share", "excess_p50", "tokens"):
+            np.testing.assert_allclose(
+                [r[field] for r in a], [r[field] for r in b], rtol=1e-5, atol=1e-6, err_msg=field
+            )
+        weights, expected = (load_file(f / "model" / "model.safetensors") for f in (ours, theirs))
+        assert weights.keys() == expected.keys()
+        for name in expected:
+            torch.testing.assert_close(weights[name], expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_ddp_equals_one_process(lab, tmp_path, one_process):
+    run_processes(train_all, 2, [settings(lab, tmp_path / name_of(o), o) for o in OBJECTIVES])
+    assert_same(tmp_path, one_process)
+
+
+def train_sharded(trees: list[dict]) -> None:
+    from torch.distributed.tensor import DTensor
+
+    from vocagnolm.train import trainer as module
+
+    train_all(trees[:1])
+    original = module.full_state_dict
+
+    def looked_at(model):
+        assert all(isinstance(p, DTensor) for p in model.parameters()), "not sharded"
+        return original(model)
+
+    module.full_state_dict = looked_at
+    train_all(trees[1:])
+
+
+def test_fsdp2_equals_one_process(lab, tmp_path, one_process):
+    trees = [settings(lab, tmp_path / name_of(o), o, parallel="fsdp2") for o in OBJECTIVES]
+    run_processes(train_sharded, 2, trees)
+    assert_same(tmp_path, one_process)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_processes_resume(lab, tmp_path, parallel):
+    """Interrupted by hand after a checkpoint, then run again."""
+    whole = settings(lab, tmp_path / "whole", OBJECTIVES[0], 6 * 256, parallel=parallel)
+    broken = settings(lab, tmp_path / "broken", OBJECTIVES[0], 6 * 256, parallel=parallel)
+    for tree in (whole, broken):
+        tree["run"]["save_every"] = 2
+    run_processes(train_all, 2, [whole])
+    with pytest.raises(AssertionError, match="stop here"):
+        run_processes(train_and_stop, 2, broken)
+    assert len(read_metrics(tmp_path / "broken" / "metrics.jsonl")) == 3
+    run_processes(train_all, 2, [broken])
+    a, b = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("broken", "whole"))
+    assert [r["step"] for r in a] == [1, 2, 3, 4, 5, 6]
+    assert [r["loss"] for r in a] == [r["loss"] for r in b]
+
+
+def train_and_stop(tree: dict) -> None:
+    from vocagnolm.train.trainer import GuidedTrainer
+
+    original = GuidedTrainer.end_step
+
+    def end_step(self):
+        original(self)
+        if self.state.global_step == 3:
+            raise RuntimeError("stop here")
+
+    GuidedTrainer.end_step = end_step
+    train_all([tree])

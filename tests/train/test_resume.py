@@ -1,0 +1,166 @@
+"""Real processes, really killed: what is resumed is the uninterrupted run, bit for bit."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_kit import fresh_process, recipe_dict
+
+from vocagnolm.errors import TrainingError
+from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.train.checkpoint import (
+    MARKER,
+    is_complete,
+    mark_complete,
+    newest_complete,
+    prune_checkpoints,
+)
+from vocagnolm.train.metrics import MetricsFile, read_metrics
+from vocagnolm.train.run import train
+
+# 194 blocks, 8 a step: the second epoch begins in step 25
+TOKENS = 34 * 8 * 32
+
+
+def tree(lab: Path, folder: Path) -> dict:
+    return recipe_dict(
+        lab,
+        # dropout: the state of the random numbers is part of what is resumed
+        student={"config": dict(recipe_dict(lab)["student"]["config"], attention_dropout=0.1)},
+        objective={"scope": "global"},
+        train={"tokens": TOKENS},
+        run={"folder": str(folder), "save_every": 5},
+    )
+
+
+def start(settings: dict) -> multiprocessing.Process:
+    process = multiprocessing.get_context("fork").Process(target=_train, args=(settings,))
+    process.start()
+    return process
+
+
+def _train(settings: dict) -> None:
+    fresh_process()
+    train(recipe_from_dict(settings), quiet=True)
+    os._exit(0)
+
+
+def finish(settings: dict) -> None:
+    process = start(settings)
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def kill_when(process: multiprocessing.Process, ready) -> None:
+    deadline = time.monotonic() + 60
+    while not ready():
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.0005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def lines(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(lab, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    finish(tree(lab, folder))
+    return folder
+
+
+def assert_same_run(folder: Path, whole: Path) -> None:
+    ours, theirs = (read_metrics(f / "metrics.jsonl") for f in (folder, whole))
+    for record in (*ours, *theirs):
+        del record["tokens_per_second"]
+    assert ours == theirs
+    weights, expected = (load_file(f / "model" / "model.safetensors") for f in (folder, whole))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kill_after", [[1], [12, 28]], ids=["before-a-checkpoint", "two-epochs"])
+def test_killed_runs_end_as_if_nothing_had_happened(lab, tmp_path, uninterrupted, kill_after):
+    folder = tmp_path / "run"
+    for step in kill_after:
+        kill_when(start(tree(lab, folder)), lambda step=step: lines(folder) >= step)
+        assert not (folder / "model").exists()
+    finish(tree(lab, folder))
+    assert_same_run(folder, uninterrupted)
+
+
+def test_killed_while_a_checkpoint_is_written(lab, tmp_path, uninterrupted):
+    folder = tmp_path / "run"
+    tenth = folder / "checkpoints" / "checkpoint-10"
+    kill_when(start(tree(lab, folder)), lambda: tenth.exists() and any(tenth.iterdir()))
+    # the kill may have come too late on a fast disk: then make it what it would have been
+    (tenth / MARKER).unlink(missing_ok=True)
+    assert newest_complete(folder / "checkpoints")[1] == 5
+    finish(tree(lab, folder))
+    assert is_complete(folder / "checkpoints" / "checkpoint-34")
+    assert_same_run(folder, uninterrupted)
+
+
+def test_a_damaged_checkpoint_is_passed_over(lab, tmp_path, uninterrupted):
+    folder = tmp_path / "run"
+    kill_when(start(tree(lab, folder)), lambda: lines(folder) >= 17)
+    damaged = folder / "checkpoints" / "checkpoint-15" / "optimizer.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    assert newest_complete(folder / "checkpoints")[1] == 10
+    finish(tree(lab, folder))
+    assert_same_run(folder, uninterrupted)
+
+
+def test_another_recipe_cannot_go_on_with_an_interrupted_run(lab, tmp_path):
+    folder = tmp_path / "run"
+    settings = tree(lab, folder)
+    kill_when(start(settings), lambda: lines(folder) >= 6)
+    before = sorted(folder.rglob("*"))
+    settings["objective"] = {"scope": "batch"}
+    with pytest.raises(TrainingError, match=r"objective\.scope: 'global' -> 'batch'"):
+        train(recipe_from_dict(settings), quiet=True)
+    assert sorted(folder.rglob("*")) == before
+
+
+def make_checkpoint(folder: Path, step: int, *, complete: bool = True) -> Path:
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    (path / "weights").write_bytes(b"x" * step)
+    if complete:
+        mark_complete(folder, step, world_size=1)
+    return path
+
+
+def test_only_complete_checkpoints_of_ours_are_found_and_pruned(tmp_path):
+    for step in (2, 4, 10):
+        make_checkpoint(tmp_path, step)
+    incomplete = make_checkpoint(tmp_path, 12, complete=False)
+    (tmp_path / "checkpoint-mine").mkdir()
+    assert newest_complete(tmp_path) == (tmp_path / "checkpoint-10", 10)
+    prune_checkpoints(tmp_path, 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *("checkpoint-10", "checkpoint-12", "checkpoint-mine")
+    ]
+    shutil.rmtree(tmp_path / "checkpoint-10")
+    assert newest_complete(tmp_path) is None and incomplete.exists()
+
+
+def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(1, 8):
+        file.append({"step": step})
+    with open(file.path, "a") as raw:
+        raw.write('{"step": 8, "lo')
+    file.resume_at(5)
+    assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [
+        *range(1, 6)
+    ]

@@ -1,0 +1,368 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from training_kit import LLAMA, recipe_dict
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from vocagnolm.data.blocks import Blocks, TrainingOrder
+from vocagnolm.errors import TrainingError
+from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig
+from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.train.collate import BlockCollator
+from vocagnolm.train.forward import MicroBatch, install_guided_forward, last_hidden
+from vocagnolm.train.metrics import read_metrics
+from vocagnolm.train.run import train
+
+STEPS = 5
+TOKENS = STEPS * 8 * 32
+
+
+def run(lab, folder, **sections):
+    """Train a variant of the lab's recipe and return its metrics."""
+    sections["train"] = {"tokens": TOKENS, **sections.get("train", {})}
+    sections["run"] = {"folder": str(folder), "save_every": 0, **sections.get("run", {})}
+    train(recipe_from_dict(recipe_dict(lab, **sections)), quiet=True)
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def column(records, name):
+    return [record[name] for record in records]
+
+
+def tiny(kind="llama", **settings):
+    set_seed(0)
+    base = {k: v for k, v in LLAMA.items() if k != "model_type"}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **base | settings)).eval()
+
+
+def reference_losses(lab, keep):
+    """The same run written out: full logits, masks, AdamW and the cosine by hand."""
+    set_seed(0)
+    model = tiny().train()
+    order = TrainingOrder(Blocks(lab / "blocks", 32), STEPS * 8, seed=0)
+    decayed = [p for n, p in model.named_parameters() if p.dim() > 1]
+    rest = [p for n, p in model.named_parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        lr=3e-3,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    losses = []
+    for step in range(STEPS):
+        progress = step / STEPS
+        rate = 3e-4 + (3e-3 - 3e-4) * 0.5 * (1 + math.cos(math.pi * progress))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        blocks = [order[step * 8 + i] for i in range(8)]
+        ids = torch.tensor(np.stack([b["input_ids"] for b in blocks]))
+        guidance = torch.tensor(np.stack([b["guidance"] for b in blocks]))[:, 1:]
+        logits = model(input_ids=ids).logits[:, :-1]
+        nll = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+        weight = torch.isnan(guidance)  # the unmapped are included
+        for half in (slice(0, 4), slice(4, 8)):  # two micro-batches: scope batch
+            excess = (nll - guidance)[half].detach()
+            mapped = ~torch.isnan(excess)
+            k = math.floor(keep * int(mapped.sum()) + 0.5)
+            threshold = excess[mapped].sort(descending=True).values[k - 1]
+            weight[half] |= mapped & (excess >= threshold)
+        loss = (nll * weight).sum() / nll.numel()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def test_a_run_equals_the_loop_written_out(lab, tmp_path):
+    records = run(lab, tmp_path / "run")
+    losses, model = reference_losses(lab, 0.4)
+    np.testing.assert_allclose(column(records, "loss"), losses, rtol=2e-6)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    for (name, ours), (_, theirs) in zip(
+        trained.named_parameters(), model.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5, msg=name)
+    rates = column(records, "learning_rate")
+    assert rates[0] == pytest.approx(3e-3) and rates[-1] < 1e-3
+
+
+def test_keeping_everything_is_plain_pretraining(lab, tmp_path):
+    guided = run(lab, tmp_path / "guided", objective={"keep": 1.0})
+    plain = run(lab, tmp_path / "cpt", objective={"method": "cpt"})
+    assert column(guided, "loss") == column(plain, "loss")
+    assert column(plain, "loss") == pytest.approx(column(plain, "loss_all"), rel=1e-6)
+    assert column(plain, "selected_share") == [1.0] * STEPS
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"method": "guided", "scope": "global", "normalise": "selected"},
+        {"method": "guided", "scope": "sequence", "unmapped": "mean"},
+        {"method": "random", "scope": "global"},
+        {"method": "chunk", "scope": "sequence", "normalise": "selected", "n_chunks": 5},
+        {"method": "no_teacher", "scope": "global"},
+    ],
+    ids=lambda o: "-".join(map(str, o.values())),
+)
+def test_one_batch_of_eight_equals_eight_of_one(lab, tmp_path, objective):
+    whole = run(lab, tmp_path / "8", objective=objective, train={"micro_batch": 8})
+    split = run(lab, tmp_path / "1", objective=objective, train={"micro_batch": 1})
+    for name in ("loss", "loss_all", "loss_selected", "selected_share"):
+        np.testing.assert_allclose(column(whole, name), column(split, name), rtol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("objective", "teacher", "store"),
+    [
+        ({"method": "chunk", "chunk_choice": "random"}, {}, None),
+        ({"method": "chunk", "scope": "global", "normalise": "selected"}, {}, "store"),
+        ({"method": "rho1"}, {"model": "twin", "online": True}, None),
+        ({"method": "rho1", "entropy_keep": 0.8}, {"model": "twin", "online": True}, None),
+        ({"method": "guided"}, {"model": "other", "online": True}, None),
+        ({"method": "chunk"}, {"model": "other", "online": True}, None),
+        ({"method": "kld"}, {"model": "twin"}, None),
+        ({"method": "uld"}, {"model": "other"}, None),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_every_method_trains(lab, tmp_path, objective, teacher, store):
+    if "model" in teacher:
+        teacher = {**teacher, "model": str(lab / teacher["model"])}
+    records = run(
+        lab,
+        tmp_path / "run",
+        objective=objective,
+        teacher=teacher,
+        store={"path": str(lab / store) if store else None},
+        train={"tokens": 3 * 256},
+    )
+    assert len(records) == 3 and all(math.isfinite(r["loss"]) for r in records)
+    kept = records[0]["selected_share"]
+    assert kept == 1.0 if objective["method"] in ("kld", "uld") else 0.3 < kept < 0.6
+    if objective["method"] in ("kld", "uld"):
+        assert records[-1]["distill_loss"] > 0
+        assert records[0]["aligned_share"] > (0.9 if objective["method"] == "kld" else 0.05)
+    else:
+        assert records[0]["mapped_share"] is None or records[0]["mapped_share"] > 0.9
+
+
+def test_zero_weight_distillation_is_plain_pretraining(lab, tmp_path):
+    none = run(
+        lab,
+        tmp_path / "kld",
+        objective={"method": "kld", "distill_weight": 0.0},
+        teacher={"model": str(lab / "twin")},
+    )
+    plain = run(lab, tmp_path / "cpt", objective={"method": "cpt"})
+    assert column(none, "loss") == column(plain, "loss")
+
+
+def test_kld_refuses_another_vocabulary(lab, tmp_path):
+    with pytest.raises(TrainingError, match="one vocabulary"):
+        run(
+            lab,
+            tmp_path / "run",
+            objective={"method": "kld"},
+            teacher={"model": str(lab / "other")},
+        )
+
+
+def test_documents_do_not_see_each_other_under_the_mask():
+    model = tiny()
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 320, size) for size in (9, 14, 9)]
+    block = {
+        "input_ids": np.concatenate(documents),
+        "document": np.repeat([0, 1, 2], [9, 14, 9]),
+    }
+    batch = BlockCollator(document_mask=True)([block, block])
+    assert batch["position_ids"][0].tolist() == [*range(9), *range(14), *range(9)]
+    assert (batch["labels"][0] == IGNORE_INDEX).nonzero().flatten().tolist() == [8, 22, 31]
+    packed = last_hidden(model, batch["input_ids"], batch["position_ids"])
+    alone = [last_hidden(model, torch.tensor(d)[None]) for d in documents]
+    torch.testing.assert_close(packed[0], torch.cat(alone, dim=1)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed[1], packed[0])
+    contiguous = BlockCollator()([block])
+    assert "position_ids" not in contiguous
+    assert (contiguous["labels"][0] == IGNORE_INDEX).sum() == 1
+
+
+def test_labels_and_guidance_are_shifted_together():
+    block = {
+        "input_ids": np.array([5, 6, 7]),
+        "document": np.zeros(3, np.int64),
+        "guidance": np.array([0.5, 0.6, 0.7], np.float32),
+    }
+    batch = BlockCollator()([block])
+    assert batch["labels"].tolist() == [[6, 7, IGNORE_INDEX]]
+    assert batch["guidance"][0, :2].tolist() == pytest.approx([0.6, 0.7])
+    assert torch.isnan(batch["guidance"][0, 2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("gemma2", {"final_logit_softcapping": 5.0, "head_dim": 8}),
+        ("granite", {"logits_scaling": 3.0}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("qwen2", {}),
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 320}),
+        ("phi", {"partial_rotary_factor": 0.5}),
+    ],
+)
+def test_any_causal_lm_gives_its_own_loss(kind, settings):
+    """Gradients too: they flow through head and decoder as through the model's own loss."""
+    if kind == "gpt2":
+        set_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).eval()
+    else:
+        model = tiny(kind, **settings)
+    ids = torch.randint(0, 320, (2, 12))
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    own = model(input_ids=ids, labels=ids).loss
+    model.zero_grad()
+    install_guided_forward(model)
+    batch = BlockCollator()([{"input_ids": row} for row in ids.numpy()])
+    output = model(
+        micro_batch=MicroBatch(
+            input_ids_BT=ids, labels_BT=batch["labels"], config=ObjectiveConfig(method="cpt")
+        )
+    )
+    torch.testing.assert_close(output["loss"], own, rtol=1e-5, atol=1e-5)
+    output["loss"].backward()
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, own)  # as usual, as ever
+
+
+def test_a_head_that_is_not_understood_is_refused():
+    model = tiny()
+    head = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: head(hidden) * 1.5
+    with pytest.raises(TrainingError, match="not known here"):
+        install_guided_forward(model)
+
+
+def test_the_result_is_an_ordinary_model_folder(lab, tmp_path):
+    run(lab, tmp_path / "run")
+    folder = tmp_path / "run" / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("the sum of", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] == ids.shape[1] + 3
+    card = (folder / "README.md").read_text()
+    for fact in ("`guided`", "`made-up`", "keep 0.4", "1,280 in 5 steps", "learning_rate: 0.003"):
+        assert fact in card
+    assert not list(folder.glob("*.bin")) and (folder / "model.safetensors").is_file()
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        *("checkpoints", "metrics.jsonl", "model", "recipe.yaml", "run.json")
+    ]
+
+
+def test_metrics_have_every_step_and_field(lab, tmp_path):
+    records = run(lab, tmp_path / "run")
+    assert column(records, "step") == [1, 2, 3, 4, 5]
+    assert column(records, "tokens") == [256 * step for step in range(1, 6)]
+    for name in ("loss", "loss_all", "selected_share", "mapped_share", "tokens_per_second"):
+        assert all(isinstance(value, float) for value in column(records, name)), name
+    for record in records:
+        assert record["excess_p10"] <= record["excess_p50"] <= record["excess_p90"]
+        assert 0.4 <= record["selected_share"] < 0.45 and record["mapped_share"] > 0.9
+    assert records[0]["mfu"] is None  # the peak of a CPU is not known
+
+
+def test_trackers_get_the_measures(lab, tmp_path):
+    from transformers import TrainerCallback
+
+    from vocagnolm.data.prepare import prepare
+    from vocagnolm.train import arguments, schedule
+    from vocagnolm.train import run as run_module
+
+    seen = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(logs)
+
+    recipe = recipe_from_dict(
+        recipe_dict(
+            lab, run={"folder": str(tmp_path / "run"), "save_every": 0}, train={"tokens": 512}
+        )
+    )
+    prepare(recipe)
+    blocks = run_module.open_blocks(recipe)
+    plan = schedule.plan_schedule(recipe, len(blocks))
+    trainer = run_module.build_trainer(
+        recipe, blocks, plan, arguments.training_arguments(recipe, plan)
+    )
+    trainer.add_callback(Tracker())
+    trainer.train()
+    assert {"loss", "loss_all", "selected_share", "excess_p50", "learning_rate"} <= set(seen[0])
+
+
+def test_lora_trains_the_adapters_and_merges(lab, tmp_path):
+    records = run(
+        lab,
+        tmp_path / "run",
+        student={"config": None, "model": str(lab / "twin")},
+        lora={"rank": 2},
+        optimizer={"learning_rate": 1e-2},
+    )
+    assert records[-1]["loss_all"] < records[0]["loss_all"]
+    before = AutoModelForCausalLM.from_pretrained(lab / "twin").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all("proj" in name for name in changed)
+
+
+@pytest.mark.parametrize("train_section", [{"bf16": True}, {"gradient_checkpointing": True}])
+def test_memory_and_precision_options(lab, tmp_path, train_section):
+    plain = run(lab, tmp_path / "plain")
+    other = run(lab, tmp_path / "other", train=train_section)
+    tolerance = 2e-2 if "bf16" in train_section else 1e-6
+    np.testing.assert_allclose(column(other, "loss"), column(plain, "loss"), rtol=tolerance)
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_and_blocks(lab, tmp_path):
+    with pytest.raises(TrainingError, match=r"nan in step \d+, micro-batch \d .*blocks \["):
+        run(lab, tmp_path / "run", optimizer={"learning_rate": 1e30, "max_grad_norm": 0})
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_finished_run_says_so_and_another_recipe_is_refused(lab, tmp_path):
+    folder = tmp_path / "run"
+    run(lab, folder)
+    state = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    run(lab, folder)
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == state
+    run(lab, folder, run={"log_every": 3})  # changes nothing of what is trained
+    with pytest.raises(TrainingError, match=r"objective.keep: 0.4 -> 0.6"):
+        run(lab, folder, objective={"keep": 0.6})
+
+
+def test_a_folder_with_other_things_is_left_alone(lab, tmp_path):
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(TrainingError, match="not a run"):
+        run(lab, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_another_world_size_is_refused(lab, tmp_path):
+    folder = tmp_path / "run"
+    run(lab, folder)
+    about = json.loads((folder / "run.json").read_text())
+    about["finished"], about["schedule"]["world_size"] = False, 4
+    (folder / "run.json").write_text(json.dumps(about))
+    with pytest.raises(TrainingError, match="processes: 4 -> 1"):
+        run(lab, folder)
