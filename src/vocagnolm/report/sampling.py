@@ -2,13 +2,14 @@
 beside the teacher's stored losses, and the run's own rule selects."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from vocagnolm.align import (
-    Alignment,
+    Aggregation,
     TextTokenizer,
     TokenSpans,
     align,
@@ -26,13 +27,17 @@ from vocagnolm.report.sample import Sample, SampleError, save_sample
 from vocagnolm.report.view import model_scorer
 from vocagnolm.store import LossStore
 
+PASSAGE_TOKENS = 600
+"""Short documents are joined to passages of about so many student tokens."""
 MAX_TOKENS = 50_000
 """Student tokens on a page, over all documents of the sample."""
 
 
-def write_sample(run: str | Path, *, documents: int = 16, seed: int = 0) -> Path:
+def write_sample(
+    run: str | Path, *, documents: int = 16, seed: int = 0, model: str | Path | None = None
+) -> Path:
     """Compute a run's sample and leave it in its folder as `tokens.json`."""
-    return save_sample(compute_sample(run, documents=documents, seed=seed), run)
+    return save_sample(compute_sample(run, documents=documents, seed=seed, model=model), run)
 
 
 def compute_sample(
@@ -59,29 +64,68 @@ def compute_sample(
     texts = [document.text or "" for document, _ in chosen]
     ours = tokenizer.spans_batch(texts)
     losses = score([spans.ids for spans in ours])
-    teacher_name = _teacher_name(store)
-    passages, spans_of_teacher, alignments = [], [], []
+    read = []
     for (document, at), text, own, nll in zip(chosen, texts, ours, losses, strict=True):
         token_bytes, teacher_nll = store[at]
         ends = np.cumsum(token_bytes)
         teacher_spans = np.stack([ends - token_bytes, ends], axis=1)
-        alignment = align(own.spans, teacher_spans)
-        passages.append(
-            build_passage(
-                document.place,
-                token_row(tokenizer.name, text.encode(), own.spans, own.ids.tolist(), nll),
-                token_row(teacher_name, text.encode(), teacher_spans, nll=teacher_nll),
-                alignment,
-                aggregation=recipe.objective.aggregation,
-            )
-        )
-        spans_of_teacher.append(teacher_spans)
-        alignments.append(alignment)
+        read.append(_Read(document, text.encode(), own, nll, teacher_spans, teacher_nll))
+    names = tokenizer.name, _teacher_name(store)
+    aggregation = recipe.objective.aggregation
+    passages = [_passage(group, names, aggregation) for group in _groups(read)]
     selected, rule = _select(passages, recipe)
     return Sample(
         passages=selected,
         selection=rule,
-        preflight=_preflight(recipe, tokenizer, teacher_name, ours, spans_of_teacher, alignments),
+        preflight=_preflight(recipe, tokenizer, names[1], read),
+    )
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A document with everything both models know about it."""
+
+    document: Document
+    text: bytes
+    student: TokenSpans
+    student_nll: np.ndarray
+    teacher_spans: np.ndarray
+    teacher_nll: np.ndarray
+
+
+def _groups(documents: Sequence[_Read]) -> Iterator[list[_Read]]:
+    """Short documents are shown together: a page of fifty passages of one line is no joy."""
+    group: list[_Read] = []
+    for one in documents:
+        group.append(one)
+        if sum(len(member.student) for member in group) >= PASSAGE_TOKENS:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _passage(group: Sequence[_Read], names: tuple[str, str], aggregation: Aggregation) -> Passage:
+    sizes = [len(one.text) for one in group]
+    origins = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+    text = b"".join(one.text for one in group)
+    ours = np.concatenate([o.student.spans + at for o, at in zip(group, origins, strict=True)])
+    theirs = np.concatenate([o.teacher_spans + at for o, at in zip(group, origins, strict=True)])
+    title = group[0].document.place
+    if len(group) > 1:
+        title += f" and {len(group) - 1} more"
+    return build_passage(
+        title,
+        token_row(
+            names[0],
+            text,
+            ours,
+            np.concatenate([one.student.ids for one in group]),
+            np.concatenate([one.student_nll for one in group]),
+        ),
+        token_row(names[1], text, theirs, nll=np.concatenate([o.teacher_nll for o in group])),
+        align(ours, theirs),
+        aggregation=aggregation,
     )
 
 
@@ -131,18 +175,14 @@ def _teacher_name(store: LossStore) -> str:
 
 
 def _preflight(
-    recipe: Recipe,
-    student: TextTokenizer,
-    teacher_name: str,
-    ours: Sequence[TokenSpans],
-    theirs: Sequence[np.ndarray],
-    alignments: Sequence[Alignment],
+    recipe: Recipe, student: TextTokenizer, teacher_name: str, read: Sequence[_Read]
 ) -> Preflight:
+    alignments = [align(one.student.spans, one.teacher_spans) for one in read]
     counts = [shares(alignment) for alignment in alignments]
     tokens = max(sum(count.tokens for count in counts), 1)
     covers = [
-        token_overlap(own.spans, other, alignment)
-        for own, other, alignment in zip(ours, theirs, alignments, strict=True)
+        token_overlap(one.student.spans, one.teacher_spans, alignment)
+        for one, alignment in zip(read, alignments, strict=True)
     ]
     found = Preflight(
         student=student.name,
@@ -155,9 +195,9 @@ def _preflight(
         many_to_one=sum(count.many_to_one for count in counts) / tokens,
         unmapped=sum(count.unmapped for count in counts) / tokens,
         student_tokens=tokens,
-        teacher_tokens=sum(len(spans) for spans in theirs),
-        text_bytes=sum(own.n_bytes for own in ours),
-        exact=all(own.lost_bytes == 0 for own in ours),
+        teacher_tokens=sum(len(one.teacher_spans) for one in read),
+        text_bytes=sum(len(one.text) for one in read),
+        exact=all(one.student.lost_bytes == 0 for one in read),
     )
     # the store needs no teacher tokenizer; where the recipe names one, its vocabulary is compared
     if recipe.teacher_tokenizer is None:

@@ -1,0 +1,109 @@
+"""A selection sample from a run folder: its own model, corpus, store and rule."""
+
+import json
+
+import made
+import numpy as np
+import pytest
+
+from vocagnolm.align import align, carry, load_tokenizer
+from vocagnolm.compare import SAMPLE
+from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.report.runs import report_page, write_report
+from vocagnolm.report.sample import SampleError
+from vocagnolm.report.sampling import PASSAGE_TOKENS, compute_sample, write_sample
+from vocagnolm.score import ScoreSettings, score_corpus
+from vocagnolm.store import LossStore
+
+
+def tiny_model(name: str, folder):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    made.save(name, folder)
+    config = LlamaConfig(
+        vocab_size=made.tokenizer(name).get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run folder as `train` leaves it."""
+    root = tmp_path_factory.mktemp("lab")
+    teacher = tiny_model("byte-level", root / "teacher")
+    corpus = root / "corpus.jsonl"
+    documents = [text[:400] + f" {at}" for at, text in enumerate(SAMPLE)] + ["Short."] * 2
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    score_corpus(teacher, corpus, root / "store", settings=ScoreSettings(device="cpu"))
+    folder = root / "run"
+    folder.mkdir()
+    recipe = recipe_from_dict(
+        {
+            "student": {"model": "gone"},
+            "teacher": {"tokenizer": str(teacher)},
+            "corpus": {"files": [str(corpus)]},
+            "store": {"path": str(root / "store")},
+            "objective": {"keep": 0.3, "aggregation": "mean"},
+        }
+    )
+    (folder / "recipe.yaml").write_text(recipe.to_yaml())
+    tiny_model("sentencepiece prepend", folder / "model")
+    return folder
+
+
+def test_a_sample_has_the_stores_losses_and_the_runs_rule(run) -> None:
+    sample = compute_sample(run, documents=3)
+    store = LossStore.open(run.parent / "store")
+    student = load_tokenizer(run / "model")
+    shown = 0
+    for passage in sample.passages:
+        text = "".join(passage.student.text).encode("utf-8", "surrogateescape").decode()
+        assert "".join(passage.teacher.text).encode("utf-8", "surrogateescape").decode() == text
+        own = student.spans(text)
+        ends = np.cumsum(passage.teacher.length)
+        spans = np.stack([ends - passage.teacher.length, ends], axis=1)
+        losses = np.array([np.nan if nll is None else nll for nll in passage.teacher.nll])
+        if "more" not in passage.title:  # one document: exactly what the store holds
+            at = int(passage.title.rsplit(":", 1)[1]) - 1
+            assert losses == pytest.approx(store[at][1], abs=1e-3, nan_ok=True)
+            expected = carry(align(own.spans, spans), losses, "mean")
+            guidance = [np.nan if one is None else one for one in passage.guidance]
+            assert guidance == pytest.approx(expected, abs=1e-3, nan_ok=True)
+        shown += len(passage.student.text)
+    assert sample.selection.keep == 0.3
+    assert sample.selection.aggregation == "mean"
+    assert sample.preflight.ios == 1.0
+    assert sample.preflight.student_tokens == shown
+    assert sample.preflight.overlap_raw is not None
+
+
+def test_short_documents_share_a_passage(run) -> None:
+    sample = compute_sample(run, documents=100)
+    sizes = [len(passage.student.text) for passage in sample.passages]
+    assert all(size >= PASSAGE_TOKENS for size in sizes[:-1])
+    assert len(sizes) < len(LossStore.open(run.parent / "store"))
+
+
+def test_the_report_makes_the_sample_once(run, tmp_path) -> None:
+    write_report([run], tmp_path / "r.html", sample_documents=2)
+    first = (run / "tokens.json").read_bytes()
+    write_report([run], tmp_path / "r.html", sample_documents=9)
+    assert (run / "tokens.json").read_bytes() == first
+    assert report_page([run]).statistics is not None
+
+
+def test_what_is_missing_is_named(run, tmp_path) -> None:
+    (tmp_path / "recipe.yaml").write_text((run / "recipe.yaml").read_text())
+    with pytest.raises(SampleError, match="needs the trained model"):
+        write_sample(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("corpus: {files: [a.jsonl]}\n")
+    with pytest.raises(SampleError, match="no loss store"):
+        write_sample(tmp_path)
