@@ -201,3 +201,21 @@ def test_pages_are_reproducible_and_whole(tmp_path) -> None:
     second = write_page(known_page(), tmp_path / "b.html")
     assert first.read_bytes() == second.read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b.html", "deep"]
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_text_is_readable_on_every_colour_in_both_themes() -> None:
+    html = render_page(Page(title="t"))
+    pairs = re.findall(r"--([a-z0-9]+): light-dark\((#\w{6}), (#\w{6})\)", html)
+    colours = {name: (light, dark) for name, light, dark in pairs}
+    grounds = ["paper", "card", "z0", *(f"{side}{step}" for side in "du" for step in range(1, 5))]
+    for theme in (0, 1):
+        ink = luminance(colours["ink"][theme])
+        for ground in grounds:
+            bright, dark = sorted((ink, luminance(colours[ground][theme])), reverse=True)
+            assert (bright + 0.05) / (dark + 0.05) >= 4.5, (ground, theme)  # WCAG AA
