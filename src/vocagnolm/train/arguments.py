@@ -75,7 +75,7 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
         }
     if train.parallel == "fsdp2" and schedule.world_size > 1:
         settings["fsdp"] = True
-        settings["fsdp_config"] = {"version": 2, "state_dict_type": "FULL_STATE_DICT"}
+        settings["fsdp_config"] = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
     settings.update(train.arguments)
     try:
         return TrainingArguments(**settings)

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# The whole pipeline on a laptop, without a download: a few minutes on two cores.
+# Every step can be interrupted and run again.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# 1. a small corpus with noise, its clean half, and two unlike tokenizers
+python runs/laptop_data.py out/laptop
+
+# 2. a teacher: trained on clean text with a vocabulary of its own
+vocagnolm prepare recipes/laptop-teacher.yaml
+vocagnolm train recipes/laptop-teacher.yaml
+
+# 3. the teacher reads the corpus once and leaves a loss store
+vocagnolm score --teacher out/laptop/teacher/model --corpus out/laptop/corpus.jsonl \
+    --out out/laptop/store
+
+# 4. student tokens with their guidance
+vocagnolm prepare recipes/laptop.yaml
+
+# 5. guided, and plain pretraining for comparison: the same blocks, one word changed
+vocagnolm check recipes/laptop.yaml
+vocagnolm train recipes/laptop.yaml
+vocagnolm train recipes/laptop.yaml --set objective.method=cpt --set run.folder=out/laptop/cpt
+
+# 6. bits per byte on clean text that neither has seen
+for run in guided cpt; do
+    vocagnolm evaluate "out/laptop/$run/model" --text out/laptop/held-out.txt
+done
