@@ -60,8 +60,10 @@ def teacher_config(smoke: bool) -> Qwen2Config:
 
 def build(config: Qwen2Config) -> Any:
     torch.manual_seed(0)
+    # bf16 on a CPU can be very slow
+    dtype = torch.bfloat16 if CUDA else torch.float32
     with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if CUDA else torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval().requires_grad_(False)
 
 

@@ -188,8 +188,9 @@ def _sources_of(path: str | Path, text_field: str) -> list[Source]:
         if _reader_of(local) is None:
             raise CorpusError(f"{local} has an unknown ending. {_KNOWN}")
         return [_open_file(local, local.name, text_field)]
-    if isinstance(path, str) and path.count("/") == 1 and not path.startswith((".", "/", "~")):
-        return [DatasetSource(path, text_field)]
+    named_like_hub = isinstance(path, str) and path.count("/") == 1 and path[0] not in "./~"
+    if named_like_hub and _reader_of(local) is None:
+        return [DatasetSource(str(path), text_field)]
     raise CorpusError(f"{path} does not exist. {_KNOWN}")
 
 

@@ -83,7 +83,7 @@ class JsonLines(_File):
         # Of the content, not of the compressed bytes: compressing a corpus does not change it.
         self.fingerprint = digest.hexdigest()
         # Documents still to be read from an open file: shards are mostly asked for in order.
-        self._cursor: tuple[int, IO[bytes], int] | None = None
+        self._cursor: tuple[int, io.BufferedIOBase, int] | None = None
 
     def __len__(self) -> int:
         return self._documents
@@ -100,7 +100,7 @@ class JsonLines(_File):
                     yield Record(f"{self.name}:{number}", _json_value(line))
         self._cursor = (document, file, number)
 
-    def _at(self, start: int) -> tuple[IO[bytes], int, int]:
+    def _at(self, start: int) -> tuple[io.BufferedIOBase, int, int]:
         """An open file before document `start` or some before it: (file, document, line)."""
         cursor, self._cursor = self._cursor, None
         mark = start // _LINES_PER_MARK
@@ -121,14 +121,14 @@ class JsonLines(_File):
     def _compressed(self) -> bool:
         return self.path.suffix.lower() in (".gz", ".zst")
 
-    def _open(self) -> IO[bytes]:
+    def _open(self) -> io.BufferedIOBase:
         suffix = self.path.suffix.lower()
         try:
             if suffix == ".gz":
                 return gzip.open(self.path, "rb")
             if suffix == ".zst":
                 return _open_zstandard(self.path)
-            return open(self.path, "rb", buffering=_READ_BYTES)
+            return io.BufferedReader(io.FileIO(self.path), _READ_BYTES)
         except OSError as error:
             raise CorpusError(f"{self.path} cannot be read: {error.strerror}.") from None
 
@@ -145,7 +145,7 @@ class JsonLines(_File):
             raise CorpusError(f"{self.path} cannot be decompressed: {error}.") from error
 
 
-def _open_zstandard(path: Path) -> IO[bytes]:
+def _open_zstandard(path: Path) -> io.BufferedIOBase:
     try:
         import zstandard
     except ImportError:
