@@ -1,0 +1,133 @@
+import json
+import shutil
+
+import pytest
+import yaml
+from training_kit import recipe_dict, write_corpus
+from typer.testing import CliRunner
+
+from vocagnolm.cli import app
+from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.train.check import check
+
+
+def tree(lab, tmp_path, **sections):
+    sections["run"] = {"folder": str(tmp_path / "run"), **sections.get("run", {})}
+    return recipe_dict(lab, **sections)
+
+
+def report(lab, tmp_path, processes=1, **sections):
+    return check(recipe_from_dict(tree(lab, tmp_path, **sections)), processes=processes)
+
+
+def test_a_good_recipe_is_ready_and_its_plan_is_right(lab, tmp_path):
+    found = report(lab, tmp_path, train={"tokens": 10 * 256}, processes=2)
+    assert found.ready and found.problems == [] and found.warnings == []
+    plan = found.plan
+    assert plan["schedule"]["steps"] == 10 and plan["schedule"]["tokens"] == 2560
+    assert plan["schedule"]["accumulation"] == 1
+    assert plan["blocks"]["prepared"] and plan["blocks"]["mapped_share"] > 0.9
+    assert plan["store"]["teacher"] == "made-up" and plan["store"]["bits_per_byte"] > 0
+    assert plan["student"]["parameters"] > 10_000
+    assert plan["student_tokenizer"]["eos"] == "<end>"
+    assert not (tmp_path / "run").exists()  # a dry check leaves nothing behind
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"student": {"config": None}}, "either `model` or `config`"),
+        ({"student": {"tokenizer": None}}, "student.tokenizer"),
+        ({"student": {"tokenizer": "/nowhere/at/all"}}, "does not exist"),
+        ({"student": {"config": {"model_type": "lama"}}}, "lama"),
+        ({"corpus": {"files": ["/nowhere.jsonl"]}}, "/nowhere.jsonl does not exist"),
+        ({"store": {"path": "/nowhere"}}, "not a loss store"),
+        ({"store": {"path": None}}, "needs store.path"),
+        ({"data": {"eos": "<stop>"}}, "'<stop>', which"),
+        ({"data": {"block_size": 4096}}, "the student reads at most 128"),
+        ({"train": {"batch_blocks": 9}}, "not a multiple"),
+        ({"train": {"tokens": 10}}, "less than one step"),
+        ({"objective": {"keep": 1.5}}, "keep must be between 0 and 1"),
+        ({"objective": {"method": "kld"}}, "needs teacher.model"),
+        ({"objective": {"method": "rho1", "entropy_keep": 0.8}}, "holds no entropy"),
+        ({"optimizer": {"min_learning_rate": 1.0}}, "min_learning_rate is above"),
+    ],
+)
+def test_problems_are_found_without_weights(lab, tmp_path, sections, message):
+    found = report(lab, tmp_path, **sections)
+    assert not found.ready
+    assert any(message in problem for problem in found.problems), found.problems
+
+
+def test_vocabularies_must_be_one_for_kld_and_rho1(lab, tmp_path):
+    for method in ("kld", "rho1"):
+        wrong = report(
+            lab, tmp_path, objective={"method": method}, teacher={"model": str(lab / "other")}
+        )
+        assert any("one vocabulary" in problem for problem in wrong.problems)
+        right = report(
+            lab, tmp_path, objective={"method": method}, teacher={"model": str(lab / "twin")}
+        )
+        assert not any("one vocabulary" in problem for problem in right.problems)
+
+
+def test_embedding_rows_must_hold_the_tokenizer(lab, tmp_path):
+    config = {**recipe_dict(lab)["student"]["config"], "vocab_size": 64}
+    found = report(lab, tmp_path, student={"config": config})
+    assert any("64 embedding rows" in problem for problem in found.problems)
+
+
+def test_an_incomplete_store_and_another_corpus(lab, tmp_path):
+    broken = tmp_path / "store"
+    shutil.copytree(lab / "store", broken)
+    manifest = broken / "manifest.json"
+    partial = json.loads(manifest.read_text())
+    manifest.rename(broken / "manifest.partial.json")
+    found = report(lab, tmp_path, store={"path": str(broken)})
+    assert any("not complete" in problem for problem in found.problems)
+    partial["identity"]["corpus"] = {"fingerprint": "another"}
+    manifest.write_text(json.dumps(partial))
+    found = report(lab, tmp_path, store={"path": str(broken)}, data={"blocks": str(tmp_path / "b")})
+    assert any("another corpus" in warning for warning in found.warnings)
+    assert found.plan["blocks"] == {"prepared": False, "next": "vocagnolm prepare RECIPE"}
+
+
+def test_an_edited_corpus_does_not_fit_the_blocks(lab, tmp_path):
+    edited = write_corpus(tmp_path / "corpus.jsonl", ["another text"])
+    found = report(lab, tmp_path, corpus={"files": [str(edited)]})
+    assert any("corpus:" in problem for problem in found.problems)
+
+
+def test_a_teacher_no_better_than_the_student_is_warned_of(lab, tmp_path):
+    bits = report(lab, tmp_path).plan["store"]["bits_per_byte"]
+    worse = report(lab, tmp_path, student={"bits_per_byte": bits * 1.5})
+    assert worse.warnings == []
+    better = report(lab, tmp_path, student={"bits_per_byte": bits * 1.01})
+    assert better.ready and any("did harm" in warning for warning in better.warnings)
+
+
+def test_the_commands_from_start_to_end(lab, tmp_path):
+    sections = tree(
+        lab, tmp_path, data={"blocks": str(tmp_path / "blocks")}, train={"tokens": 2 * 256}
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    runner = CliRunner()
+
+    def call(*arguments):
+        result = runner.invoke(app, [*map(str, arguments)], catch_exceptions=False)
+        return result.exit_code, result.stdout
+
+    code, text = call("check", path, "--json")
+    assert code == 0 and json.loads(text)["plan"]["blocks"]["prepared"] is False
+    code, text = call("prepare", path, "--workers", 1, "--json")
+    summary = json.loads(text)
+    assert code == 0 and summary["blocks"] > 0 and summary["guided"]
+    code, text = call("prepare", path, "--workers", 1)
+    assert code == 0 and "mapped" in text and "nats" in text
+    code, text = call("train", path, "--json", "--quiet")
+    assert code == 0 and json.loads(text)["finished"] and json.loads(text)["steps"] == 2
+    code, text = call("train", path)
+    assert code == 0 and "2 steps" in text
+    code, text = call("check", path, "--set", "train.batch_blocks=7")
+    assert code == 1 and "not ready" in text and "not a multiple" in text
