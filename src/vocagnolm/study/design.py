@@ -1,0 +1,359 @@
+"""A study: a grid of recipes, described in one YAML file. No torch.
+
+```yaml
+extends: setting.yaml            # another study file; mappings merge, lists replace
+title: what the table says
+base: {student: ..., corpus: ...}   # sections of a recipe, as in recipes/
+teachers: {strong: {model: ...}}    # scored once each
+start: {train.tokens: 3000000}      # optional plain phase that all runs start from
+rows:                               # one row of the table each, a run per seed
+  guided: {teacher: strong, set: {objective.method: guided}, seeds: [1, 2, 3]}
+use: [cpt, guided]                  # which rows this study shows; default: all
+comparisons: [[guided, cpt]]        # paired tests
+```
+
+Studies that share a setting share a folder: a run that another study has finished is not run again.
+"""
+
+import copy
+import difflib
+import itertools
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vocagnolm.errors import StudyError
+from vocagnolm.recipe import Recipe, recipe_from_dict
+
+SHIPPED = Path(__file__).parent / "studies"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherPlan:
+    """A model that scores the corpus."""
+
+    model: str
+    tokenizer: str | None = None
+    label: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningPlan:
+    """One seed, a small grid, a validation measure; the best learning rate is then fixed."""
+
+    learning_rates: list[float]
+    rows: dict[str, str]
+    """Tuning group -> the row that is run for it. Rows name their group with `tuned`."""
+    seed: int = 100
+    set: dict[str, Any] = field(default_factory=dict)
+    """Overrides of the tuning runs, for example fewer tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationPlan:
+    """What is measured on every finished run."""
+
+    held_out: dict[str, str] = field(default_factory=dict)
+    """Name -> jsonl file with a `text` field: bits per byte."""
+    validation: dict[str, str] = field(default_factory=dict)
+    """The same, for choosing learning rates; never reported as a result."""
+    requests: str | None = None
+    """Rendered questions (`vocagnolm.evaluate.render.write_requests`): greedy answers."""
+    max_new_tokens: int = 256
+    batch_size: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    context: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlan:
+    """One row of a table: the same recipe under several seeds."""
+
+    label: str | None = None
+    teacher: str | None = None
+    set: dict[str, Any] = field(default_factory=dict)
+    """Overrides of the recipe: `section.key: value`."""
+    grid: dict[str, list[Any]] = field(default_factory=dict)
+    """`section.key: [values]`: the row becomes one row per combination, named `ROW-VALUE`."""
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
+    tuned: str | None = None
+    """Take the learning rate that was tuned for this group."""
+    matched_to: str | None = None
+    """Random selection with the kept share per source of this row's first run."""
+    priority: int = 0
+    """Smaller numbers run first; within one number, seed by seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FigurePlan:
+    """kind `bars`: a bar a row. kind `lines`: rows by a number `x`, one line a series."""
+
+    kind: str = "bars"
+    measure: str = "accuracy"
+    x: dict[str, float] = field(default_factory=dict)
+    """Row -> place on the x axis (lines)."""
+    series: dict[str, list[str]] = field(default_factory=dict)
+    """Name of a line -> its rows."""
+    reference: str | None = None
+    """A row drawn as a horizontal line."""
+    x_label: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    name: str
+    title: str = ""
+    base: dict[str, Any] = field(default_factory=dict)
+    teachers: dict[str, TeacherPlan] = field(default_factory=dict)
+    start: dict[str, Any] | None = None
+    score: dict[str, Any] = field(default_factory=dict)
+    """Settings of scoring, as in `ScoreSettings`."""
+    score_files: list[str] = field(default_factory=list)
+    """What the teachers read; default: the corpora of all rows. Name it where rows use subsets:
+    documents are found by content, so one store serves them all."""
+    tune: TuningPlan | None = None
+    evaluate: EvaluationPlan = field(default_factory=EvaluationPlan)
+    rows: dict[str, RowPlan] = field(default_factory=dict)
+    use: list[str] = field(default_factory=list)
+    comparisons: list[list[str]] = field(default_factory=list)
+    figure: FigurePlan = field(default_factory=FigurePlan)
+    source_field: str = "source"
+    """Field of the corpus that names a document's source, for kept shares per source."""
+    keep_models: bool = False
+    """Keep the trained models; otherwise they are removed once they are evaluated."""
+    prepare_workers: int = 1
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One run: a row under one seed."""
+
+    name: str
+    row: str
+    seed: int
+    overrides: dict[str, Any]
+    teacher: str | None
+    tuned: str | None
+    matched_to: str | None
+    order: tuple[int, int, int]
+
+
+def shipped_studies() -> list[str]:
+    return sorted(p.stem for p in SHIPPED.glob("*.yaml") if p.stem != "setting")
+
+
+def load_study(
+    source: str | Path, overrides: Iterable[str] = (), *, materials: str | Path | None = None
+) -> Study:
+    """A shipped study by name, or a YAML file. Overrides: `rows.cpt.seeds=[1]`. `MATERIALS/` in
+    the file stands for the folder `materials`."""
+    path = Path(source)
+    if path.suffix not in (".yaml", ".yml"):
+        path = SHIPPED / f"{source}.yaml"
+        if not path.is_file():
+            raise StudyError(
+                f"There is no study '{source}'. The shipped ones are: "
+                f"{', '.join(shipped_studies())}; or give the path of a YAML file."
+            )
+    tree = _read(path, ())
+    for override in overrides:
+        _override(tree, override)
+    tree = _placed({"name": path.stem, **tree}, materials, path)
+    return study_from_dict(tree, origin=str(path))
+
+
+def _placed(value: Any, materials: str | Path | None, origin: Path) -> Any:
+    """The tree with `MATERIALS/` replaced."""
+    if isinstance(value, dict):
+        return {key: _placed(inner, materials, origin) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_placed(inner, materials, origin) for inner in value]
+    if isinstance(value, str) and value.startswith("MATERIALS/"):
+        if materials is None:
+            raise StudyError(
+                f"{origin} needs models and texts: give their folder with --materials "
+                "(docs/experiments.md says what it must hold)."
+            )
+        return str(Path(materials) / value.removeprefix("MATERIALS/"))
+    return value
+
+
+def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
+    """Build a study; unknown keys, rows and teachers are errors."""
+    study: Study = _build(Study, tree, origin)
+    rows = expand_rows(study.rows)
+    known = set(rows)
+    for name in study.use:
+        _require(name, known, f"{origin}: use", "row")
+    for pair in study.comparisons:
+        if len(pair) != 2:
+            raise StudyError(f"{origin}: a comparison names two rows, found {pair!r}.")
+        for name in pair:
+            _require(name, known | {"start"}, f"{origin}: comparisons", "row")
+    for name, row in rows.items():
+        if row.teacher is not None:
+            _require(row.teacher, set(study.teachers), f"{origin}: rows.{name}.teacher", "teacher")
+        if row.matched_to is not None:
+            _require(row.matched_to, known, f"{origin}: rows.{name}.matched_to", "row")
+            if rows[row.matched_to].matched_to or rows[row.matched_to].teacher is None:
+                raise StudyError(
+                    f"{origin}: rows.{name}.matched_to is {row.matched_to}, which has no teacher "
+                    "of its own. Name a guided row."
+                )
+        if row.tuned is not None:
+            groups = set(study.tune.rows) if study.tune else set()
+            _require(row.tuned, groups, f"{origin}: rows.{name}.tuned", "tuning group")
+    if study.tune is not None:
+        for group, name in study.tune.rows.items():
+            _require(name, known, f"{origin}: tune.rows.{group}", "row")
+    return study
+
+
+def expand_rows(rows: Mapping[str, RowPlan]) -> dict[str, RowPlan]:
+    """Every combination of a row's grid is a row of its own."""
+    expanded: dict[str, RowPlan] = {}
+    for name, row in rows.items():
+        keys = list(row.grid)
+        for values in itertools.product(*(row.grid[key] for key in keys)):
+            settings = {**row.set, **dict(zip(keys, values, strict=True))}
+            full = "-".join([name, *(_short(value) for value in values)])
+            plan = {f.name: getattr(row, f.name) for f in fields(row)}
+            label = row.label and ", ".join([row.label, *map(str, values)])
+            expanded[full] = RowPlan(**{**plan, "set": settings, "grid": {}, "label": label})
+    return expanded
+
+
+def plan_runs(study: Study) -> list[RunPlan]:
+    """The runs of the rows in use, in the order in which they are started."""
+    rows = expand_rows(study.rows)
+    names = list(study.use or rows)
+    for name in list(names):
+        target = rows[name].matched_to
+        if target is not None and target not in names:
+            names.append(target)  # its shares are needed
+    runs = []
+    for place, name in enumerate(names):
+        row = rows[name]
+        for seed in row.seeds:
+            runs.append(
+                RunPlan(
+                    name=f"{name}-s{seed}",
+                    row=name,
+                    seed=seed,
+                    overrides=dict(row.set),
+                    teacher=row.teacher,
+                    tuned=row.tuned,
+                    matched_to=row.matched_to,
+                    order=(row.priority, seed, place),
+                )
+            )
+    return sorted(runs, key=lambda run: run.order)
+
+
+def recipe_with(base: Mapping[str, Any], overrides: Mapping[str, Any], origin: str) -> Recipe:
+    """A recipe from base sections and `section.key` overrides."""
+    tree = copy.deepcopy(dict(base))
+    for path, value in overrides.items():
+        section, dot, key = path.partition(".")
+        if not dot:
+            raise StudyError(f"{origin}: an override is `section.key: value`, found '{path}'.")
+        content = tree[section] = dict(tree.get(section) or {})
+        content[key] = value
+    return recipe_from_dict(tree, origin=origin)
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise StudyError(f"{path}: `extends` goes in a circle.")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise StudyError(
+            f"The study {path} cannot be read ({error.strerror}). The shipped ones are: "
+            f"{', '.join(shipped_studies())}."
+        ) from error
+    except yaml.YAMLError as error:
+        raise StudyError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise StudyError(f"{path} must hold the keys of a study, found {tree!r:.60}.")
+    parent = tree.pop("extends", None)
+    if parent is None:
+        return tree
+    return _merge(_read(path.parent / str(parent), (*seen, path.resolve())), tree)
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(old, dict)
+        merged[key] = _merge(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    if not equals:
+        raise StudyError(f"--set wants key=value, found {override!r}.")
+    steps = path.strip().split(".")
+    # recipe keys carry a dot of their own: start.train.tokens is start -> "train.tokens"
+    if steps[0] == "start":
+        steps = ["start", ".".join(steps[1:])]
+    elif "set" in steps[:-2]:
+        at = steps.index("set")
+        steps = [*steps[: at + 1], ".".join(steps[at + 1 :])]
+    content = tree
+    for step in steps[:-1]:
+        content[step] = dict(content.get(step) or {})
+        content = content[step]
+    content[steps[-1]] = yaml.safe_load(text)
+
+
+def _build(cls: Any, content: Any, where: str) -> Any:
+    """A dataclass from a mapping, its own dataclasses built likewise."""
+    if not isinstance(content, Mapping):
+        raise StudyError(f"{where} must hold keys, found {content!r:.60}.")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in content.items():
+        _require(str(key), set(hints), where, "key")
+        values[str(key)] = _value(hints[str(key)], value, f"{where}: {key}")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise StudyError(f"{where}: {error}") from error
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    alternatives = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for alternative in alternatives:
+        if isinstance(alternative, type) and alternative in _NESTED and value is not None:
+            return _build(alternative, value, where)
+    args = typing.get_args(hint)
+    if len(args) == 2 and args[1] in _NESTED:
+        if not isinstance(value, Mapping):
+            raise StudyError(f"{where} must hold names, found {value!r:.60}.")
+        return {str(k): _build(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    if hint == list[float]:
+        return [float(v) for v in value]  # YAML 1.1 reads 1e-4 as a string
+    return value
+
+
+_NESTED = (TeacherPlan, TuningPlan, EvaluationPlan, RowPlan, FigurePlan)
+
+
+def _require(name: str, known: set[str], where: str, what: str) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, sorted(known), n=1)
+        hint = f"Did you mean '{near[0]}'?" if near else f"Known: {', '.join(sorted(known))}."
+        raise StudyError(f"{where}: unknown {what} '{name}'. {hint}")

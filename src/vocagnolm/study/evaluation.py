@@ -1,0 +1,88 @@
+"""What is measured on a finished run: bits per byte of held-out text, and greedy answers."""
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vocagnolm.study.design import EvaluationPlan
+
+ANSWERS_FILE = "answers.jsonl.gz"
+
+
+def evaluate_model(
+    model_folder: str | Path, plan: EvaluationPlan, folder: Path, *, with_answers: bool
+) -> dict[str, Any]:
+    """Bits per byte on held-out and validation text; answers go to `answers.jsonl.gz`."""
+    from vocagnolm.evaluate.bits import bits_per_byte
+    from vocagnolm.model import open_model
+
+    files = open_model(model_folder, device=plan.device, dtype=plan.dtype)
+    model = files.load()
+    result: dict[str, Any] = {"held_out": {}, "validation": {}}
+    for kind, named in (("held_out", plan.held_out), ("validation", plan.validation)):
+        for name, path in named.items():
+            bits = bits_per_byte(model, files, [path], context=plan.context)
+            result[kind][name] = bits.value
+    if with_answers and plan.requests is not None:
+        answer_requests(model, files, plan, folder / ANSWERS_FILE)
+    return result
+
+
+def answer_requests(model: Any, files: Any, plan: EvaluationPlan, path: Path) -> None:
+    """Greedy answers to all questions. Tasks with the same stop strings go through together:
+    they share their worked examples."""
+    from vocagnolm.evaluate.generate import Generator
+    from vocagnolm.evaluate.render import read_requests
+
+    assert plan.requests is not None
+    requests = read_requests(plan.requests)
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for number, request in enumerate(requests):
+        groups[request.stop].append(number)
+    generator = Generator(model, files, plan.batch_size)
+    outputs: dict[int, str] = {}
+    try:
+        for stop, numbers in groups.items():
+            wanted = max(requests[n].max_new_tokens for n in numbers)
+            for batch in generator.generate(
+                [requests[n].prompt for n in numbers],
+                stop=stop,
+                max_new_tokens=min(plan.max_new_tokens, wanted),
+            ):
+                outputs.update({numbers[place]: text for place, text in batch})
+    finally:
+        generator.close()
+    temporary = path.with_name(f".{path.name}.tmp")
+    with gzip.open(temporary, "wt", encoding="utf-8") as file:
+        for number, request in enumerate(requests):
+            line = {"task": request.task, "index": request.index, "output": outputs[number]}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    temporary.rename(path)
+
+
+Grades = dict[str, dict[int, bool]]
+
+
+def grade_answers(path: Path, golds: Mapping[tuple[str, int], str]) -> Grades:
+    """Task -> question -> right or wrong."""
+    from vocagnolm.evaluate.grading import grade
+
+    grades: Grades = {}
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for line in file:
+            answer = json.loads(line)
+            gold = golds.get((answer["task"], answer["index"]))
+            if gold is None:
+                continue
+            right = grade(answer["task"], answer["output"], gold).correct
+            grades.setdefault(answer["task"], {})[answer["index"]] = right
+    return grades
+
+
+def golds_of(requests: str | Path) -> dict[tuple[str, int], str]:
+    from vocagnolm.evaluate.render import read_requests
+
+    return {(r.task, r.index): r.gold for r in read_requests(requests)}

@@ -1,0 +1,152 @@
+"""Which sources a selection keeps, and random selection with the same share per source.
+
+Guidance may simply prefer one source (word problems, say) over another. The control that tells:
+blocks whose guidance is made of random numbers, so that the ordinary guided objective keeps as much
+of every source as the guided run did, but by chance within it.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from vocagnolm.data.blocks import MANIFEST, Blocks, TrainingOrder, read_manifest
+from vocagnolm.errors import StudyError
+from vocagnolm.recipe import Recipe
+
+# Random guidance spans this many nats, so that the student's own loss (at most a few tens) moves
+# a token by less than a thousandth; float16 reaches 65,504.
+_SPAN_NATS = 30_000.0
+
+
+def document_sources(files: Sequence[str], field: str) -> list[str]:
+    """The source of every document, in the order of the corpus: its `field`, else its file."""
+    sources = []
+    for name in files:
+        path = Path(name)
+        if path.suffix not in (".jsonl", ".ndjson"):
+            raise StudyError(
+                f"Kept shares per source need a corpus of plain .jsonl files, found {path.name}."
+            )
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                if line.strip():
+                    sources.append(str(json.loads(line).get(field, path.stem)))
+    return sources
+
+
+def token_sources(blocks: Blocks, index: int, sources: Sequence[str]) -> np.ndarray:
+    """Source of every token of a block [L]."""
+    documents = blocks.documents(index)
+    ordinal = blocks[index]["document"]
+    return np.array([sources[document] for document in documents], dtype=object)[ordinal]
+
+
+def kept_by_source(
+    recipe: Recipe, model_folder: str, sources: Sequence[str], *, micro_batches: int
+) -> dict[str, dict[str, float]]:
+    """`{source: {kept, tokens}}` for the recipe's objective with a given student, over the first
+    micro-batches of its training order. kept is the share of the source's predicted tokens."""
+    import torch
+
+    from vocagnolm.model import open_model
+    from vocagnolm.objective import ScoredBatch, student_nll
+    from vocagnolm.objective.selection import select
+    from vocagnolm.train.arguments import objective_config
+    from vocagnolm.train.collate import BlockCollator
+    from vocagnolm.train.forward import last_hidden, objective_head
+    from vocagnolm.train.run import open_blocks
+
+    blocks = open_blocks(recipe)
+    rows = recipe.train.micro_batch
+    count = min(micro_batches, len(blocks) // rows)
+    order = TrainingOrder(blocks, count * rows, recipe.run.seed)
+    device = "cpu" if recipe.train.device == "cpu" else "auto"
+    model = open_model(model_folder, device=device).load()
+    config = objective_config(recipe)
+    collate = BlockCollator(recipe.data.document_mask)
+    totals: dict[str, list[float]] = {}
+    for start in range(0, count * rows, rows):
+        items = [order[position] for position in range(start, start + rows)]
+        batch = {
+            name: value.to(model.device)
+            for name, value in collate(items).items()
+            if isinstance(value, torch.Tensor)
+        }
+        with torch.inference_mode():
+            hidden = last_hidden(model, batch["input_ids"], batch.get("position_ids"))
+            nll = student_nll(hidden, objective_head(model), batch["labels"])
+            scored = ScoredBatch(
+                nll_BT=nll, labels_BT=batch["labels"], guidance_BT=batch.get("guidance")
+            )
+            chosen = select(scored, config, step=start // rows).cpu().numpy()
+        predicted = (batch["labels"] >= 0).cpu().numpy()
+        for row, item in enumerate(items):
+            # position t predicts token t + 1
+            named = np.roll(token_sources(blocks, item["block"], sources), -1)
+            for source in np.unique(named):
+                here = (named == source) & predicted[row]
+                total = totals.setdefault(str(source), [0.0, 0.0])
+                total[0] += float((chosen[row] & here).sum())
+                total[1] += float(here.sum())
+    return {
+        source: {"kept": kept / max(tokens, 1.0), "tokens": tokens}
+        for source, (kept, tokens) in sorted(totals.items())
+    }
+
+
+def mean_shares(*measured: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Kept share per source, averaged over several measurements (before and after training)."""
+    names = sorted({name for one in measured for name in one})
+    return {
+        name: float(np.mean([one[name]["kept"] for one in measured if name in one]))
+        for name in names
+    }
+
+
+def matched_guidance(
+    guidance: np.ndarray, sources: np.ndarray, shares: dict[str, float], seed: list[int]
+) -> np.ndarray:
+    """Random guidance under which the best tokens are a share `shares[source]` of each source.
+    A token is kept when share - u is above the batch's threshold, u uniform: near 0 where the
+    shares add up to the quota. NaN (unmapped) stays."""
+    uniform = np.random.default_rng(seed).random(len(guidance))
+    names, place = np.unique(sources.astype(str), return_inverse=True)
+    overall = float(np.mean(list(shares.values())))
+    share = np.array([shares.get(name, overall) for name in names])[place]
+    made = (-_SPAN_NATS * (share - uniform)).astype(np.float16)
+    made[np.isnan(guidance)] = np.nan
+    return made
+
+
+def write_matched_blocks(
+    source: Path, target: Path, sources: Sequence[str], shares: dict[str, float], seed: int
+) -> None:
+    """The blocks of `source` with random guidance in place of the teacher's."""
+    if (target / MANIFEST).is_file():
+        return
+    manifest = read_manifest(source)
+    target.mkdir(parents=True, exist_ok=True)
+    for number, part in enumerate(manifest["parts"]):
+        columns: dict[str, Any] = {}
+        with safe_open(source / part["name"], framework="np") as file:
+            for name in ("ids", "document_tokens", "document_index", "guidance"):
+                columns[name] = file.get_tensor(name)
+            metadata = file.metadata()
+        named = np.array([sources[i] for i in columns["document_index"]], dtype=object)
+        per_token = np.repeat(named, columns["document_tokens"])
+        columns["guidance"] = matched_guidance(
+            columns["guidance"], per_token, shares, [seed, number]
+        )
+        save_file(columns, target / part["name"], metadata=metadata)
+    manifest["columns"] = ["ids", "document_tokens", "document_index", "guidance"]
+    manifest["teacher"] = "none: random, matched per source"
+    manifest["settings"]["guidance"]["teacher_losses"] = False
+    temporary = target / f".{MANIFEST}.tmp"
+    temporary.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    os.replace(temporary, target / MANIFEST)

@@ -1,0 +1,176 @@
+"""One table of a study from what its runs have left: markdown and JSON. Needs no model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vocagnolm.study.design import RowPlan
+from vocagnolm.study.evaluation import ANSWERS_FILE, Grades, golds_of, grade_answers
+from vocagnolm.study.laboratory import EVALUATION, SELECTION, Laboratory
+from vocagnolm.study.statistics import average_accuracy, compare_rows, mean_and_spread
+
+GRADES_FILE = "grades.json"
+
+
+def read_results(laboratory: Laboratory) -> dict[str, dict[int, dict[str, Any]]]:
+    """Row -> seed -> evaluation of the finished runs, with grades where there are answers."""
+    requests = laboratory.study.evaluate.requests
+    golds = golds_of(requests) if requests is not None and Path(requests).exists() else {}
+    wanted = [(run.row, run.seed, laboratory.run_folder(run)) for run in laboratory.runs]
+    if laboratory.study.start is not None:
+        wanted.insert(0, ("start", 0, laboratory.folder / "runs" / "start-s0"))
+    results: dict[str, dict[int, dict[str, Any]]] = {}
+    for row, seed, folder in wanted:
+        path = folder / EVALUATION
+        if not path.is_file():
+            continue
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if golds and (folder / ANSWERS_FILE).is_file():
+            found["grades"] = _grades(folder, golds)
+            found["accuracy"] = average_accuracy(found["grades"])
+        if (folder / SELECTION).is_file():
+            found["selection"] = json.loads((folder / SELECTION).read_text(encoding="utf-8"))
+        results.setdefault(row, {})[seed] = found
+    return results
+
+
+def _grades(folder: Path, golds: dict[tuple[str, int], str]) -> Grades:
+    """Grading takes seconds a run: kept beside the answers."""
+    path = folder / GRADES_FILE
+    if path.is_file():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return {task: {int(q): bool(v) for q, v in marks.items()} for task, marks in kept.items()}
+    grades = grade_answers(folder / ANSWERS_FILE, golds)
+    path.write_text(json.dumps({t: {q: int(v) for q, v in m.items()} for t, m in grades.items()}))
+    return grades
+
+
+def study_table(laboratory: Laboratory) -> dict[str, Any]:
+    """Everything the study has found so far, as plain data."""
+    study = laboratory.study
+    results = read_results(laboratory)
+    order = ["start", *(study.use or laboratory.rows)]
+    rows = []
+    for name in order:
+        seeds = results.get(name)
+        if seeds:
+            rows.append(_row(name, laboratory.rows.get(name), seeds))
+    comparisons = []
+    for a, b in study.comparisons:
+        left, right = (
+            {s: r["grades"] for s, r in results.get(name, {}).items() if "grades" in r}
+            for name in (a, b)
+        )
+        if b == "start" and right:  # one start for all seeds
+            right = dict.fromkeys(left, right[0])
+        if set(left) & set(right):
+            comparisons.append({"a": a, "b": b, **compare_rows(left, right).as_json()})
+    planned = {run.name for run in laboratory.runs}
+    done = {
+        run.name for run in laboratory.runs if (laboratory.run_folder(run) / EVALUATION).exists()
+    }
+    return {
+        "study": study.name,
+        "title": study.title,
+        "rows": rows,
+        "comparisons": comparisons,
+        "tuning": _tuning(laboratory),
+        "teachers": _teachers(laboratory),
+        "missing": sorted(planned - done),
+    }
+
+
+def _row(name: str, plan: RowPlan | None, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    some = next(iter(seeds.values()))
+    row: dict[str, Any] = {
+        "row": name,
+        "label": (plan.label if plan else None) or name,
+        "teacher": plan.teacher if plan else None,
+        "seeds": sorted(seeds),
+        "learning_rate": some.get("learning_rate"),
+        "bits_per_byte": {},
+        "tasks": {},
+    }
+    scores = [result["accuracy"] for result in seeds.values() if "accuracy" in result]
+    if scores:
+        row["accuracy"], row["accuracy_spread"] = mean_and_spread(scores)
+        row["accuracy_by_seed"] = {s: r.get("accuracy") for s, r in sorted(seeds.items())}
+        graded = [result["grades"] for result in seeds.values() if "grades" in result]
+        for task in graded[0]:
+            values = [100 * sum(g[task].values()) / len(g[task]) for g in graded]
+            row["tasks"][task] = mean_and_spread(values)[0]
+    for name_ in some["held_out"]:
+        values = [result["held_out"][name_] for result in seeds.values()]
+        mean, spread = mean_and_spread(values)
+        row["bits_per_byte"][name_] = {"mean": mean, "spread": spread}
+    selection = [r["selection"] for r in seeds.values() if "selection" in r]
+    if selection:
+        row["kept_by_source"] = selection[0]
+    return row
+
+
+def _tuning(laboratory: Laboratory) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted((laboratory.folder / "tuning").glob(f"*/{EVALUATION}")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        bits = result["validation"]
+        found.append(
+            {
+                "group": result["group"],
+                "learning_rate": result["learning_rate"],
+                "validation_bits_per_byte": sum(bits.values()) / len(bits),
+            }
+        )
+    return sorted(found, key=lambda entry: (entry["group"], entry["learning_rate"]))
+
+
+def _teachers(laboratory: Laboratory) -> dict[str, Any]:
+    return {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted((laboratory.folder / "stores").glob("*.json"))
+    }
+
+
+def markdown(table: dict[str, Any]) -> str:
+    """The table as people read it."""
+    tasks = list(dict.fromkeys(t for row in table["rows"] for t in row["tasks"]))
+    texts = list(dict.fromkeys(t for row in table["rows"] for t in row["bits_per_byte"]))
+    head = ["row", "runs", "lr", *(["average"] if tasks else []), *tasks]
+    head += [f"bpb {text}" for text in texts]
+    lines = [f"**{table['title'] or table['study']}**", "", _line(head)]
+    lines.append(_line(["---", *("---:" for _ in head[1:])]))
+    for row in table["rows"]:
+        cells = [row["label"], str(len(row["seeds"])), _rate(row["learning_rate"])]
+        if tasks:
+            cells.append(_with_spread(row.get("accuracy"), row.get("accuracy_spread"), 2))
+            cells += [_with_spread(row["tasks"].get(task), None, 1) for task in tasks]
+        for text in texts:
+            bits = row["bits_per_byte"].get(text, {})
+            cells.append(_with_spread(bits.get("mean"), bits.get("spread"), 4))
+        lines.append(_line(cells))
+    if table["comparisons"]:
+        head = ["comparison", "difference", "95 %", "p (questions)", "p (seeds)", "seeds"]
+        lines += ["", _line(head), _line(["---", *("---:" for _ in head[1:])])]
+        for entry in table["comparisons"]:
+            low, high = entry["interval"]
+            p_seeds = "" if entry["p_seeds"] is None else f"{entry['p_seeds']:.3f}"
+            cells = [f"{entry['a']} - {entry['b']}", f"{entry['difference']:+.2f}"]
+            cells += [f"{low:+.2f} to {high:+.2f}", f"{entry['p_questions']:.4f}", p_seeds]
+            lines.append(_line([*cells, str(len(entry["seeds"]))]))
+    if table["missing"]:
+        lines += ["", f"Not run yet: {', '.join(table['missing'])}."]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _rate(rate: float | None) -> str:
+    return "" if rate is None else f"{rate:g}"
+
+
+def _with_spread(mean: float | None, spread: float | None, digits: int) -> str:
+    if mean is None:
+        return ""
+    return f"{mean:.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")

@@ -1,0 +1,151 @@
+"""Workers: as many processes as you like take the tasks of a study one by one.
+
+    python -m vocagnolm.study.worker STUDY.yaml --folder FOLDER
+
+A task is claimed by a lock that dies with its process, and it is done when its file is there: kill
+any of them at any moment and start again.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from vocagnolm.study.design import load_study
+from vocagnolm.study.laboratory import Laboratory, Task
+
+_WAIT_SECONDS = 1.0
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    finished: list[str]
+    failed: list[str]
+    left: list[str]
+    """Not done: out of time, or waiting for something that is not there."""
+
+
+def work(
+    laboratory: Laboratory,
+    *,
+    deadline: float | None = None,
+    wait: bool = True,
+    say: Say = print,
+) -> Outcome:
+    """Do tasks until none is left that can be done. `deadline` is a `time.time()` after which
+    nothing should be under way: a task that took longer before is not started. `wait`: stay while
+    other processes work on what is missing, or while files have yet to arrive (only with a
+    deadline)."""
+    folder = laboratory.folder
+    for name in ("claims", "failed", "times"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    tasks = laboratory.tasks()
+    finished: list[str] = []
+    while True:
+        open_tasks = [task for task in tasks if not task.is_done]
+        if not open_tasks:
+            break
+        task = _take(open_tasks, folder, deadline, finished, say)
+        if task is not None:
+            continue
+        claimed = any(_is_claimed(folder, task) for task in open_tasks)
+        in_time = deadline is None or time.time() < deadline
+        if not wait or not in_time or not (claimed or deadline is not None):
+            break
+        time.sleep(_WAIT_SECONDS)
+    left = [task.name for task in tasks if not task.is_done]
+    failed = [name for name in left if (folder / "failed" / f"{name}.txt").exists()]
+    return Outcome(finished, failed, left)
+
+
+def _take(
+    tasks: list[Task], folder: Path, deadline: float | None, finished: list[str], say: Say
+) -> Task | None:
+    """Do the first task that is ready and nobody has claimed."""
+    for task in tasks:
+        if task.is_done or not task.is_ready or (folder / "failed" / f"{task.name}.txt").exists():
+            continue
+        if deadline is not None and time.time() + _expected_seconds(folder, task) > deadline:
+            continue
+        with _claim(folder, task) as ours:
+            if not ours or task.is_done:
+                continue
+            started = time.time()
+            say(f"{task.name}: started")
+            try:
+                task.action()
+            except Exception as error:  # one run that fails must not end the study
+                report = "".join(traceback.format_exception(error))
+                (folder / "failed" / f"{task.name}.txt").write_text(report, encoding="utf-8")
+                say(f"{task.name}: failed: {error}")
+                return task
+            seconds = time.time() - started
+            record = {"task": task.name, "kind": task.kind, "start": started, "seconds": seconds}
+            (folder / "times" / f"{task.name}.json").write_text(json.dumps(record))
+            finished.append(task.name)
+            say(f"{task.name}: done in {seconds:.1f} s")
+            return task
+    return None
+
+
+def _expected_seconds(folder: Path, task: Task) -> float:
+    """The longest that a task of this kind has taken here, or of any run where it is the first."""
+    same, runs = [0.0], [0.0]
+    for path in (folder / "times").glob("*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["kind"] == task.kind:
+                same.append(record["seconds"])
+            elif record["kind"].startswith("run-"):
+                runs.append(record["seconds"])
+    if len(same) > 1:
+        return max(same)
+    return max(runs) if task.kind.startswith("run-") else 0.0
+
+
+@contextlib.contextmanager
+def _claim(folder: Path, task: Task) -> Iterator[bool]:
+    path = folder / "claims" / f"{task.name}.lock"
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _is_claimed(folder: Path, task: Task) -> bool:
+    with _claim(folder, task) as ours:
+        return not ours
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m vocagnolm.study.worker")
+    parser.add_argument("study")
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--materials")
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--deadline", type=float, help="seconds since the epoch")
+    options = parser.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    began = time.time()
+
+    def say(line: str) -> None:
+        print(f"[{time.time() - began:7.1f}] {line}", flush=True)
+
+    study = load_study(options.study, options.overrides, materials=options.materials)
+    laboratory = Laboratory(study, options.folder)
+    outcome = work(laboratory, deadline=options.deadline, say=say)
+    say(f"end: {len(outcome.finished)} done here, left: {', '.join(outcome.left) or 'nothing'}")
+
+
+if __name__ == "__main__":
+    main()

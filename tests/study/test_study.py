@@ -1,0 +1,112 @@
+"""A whole study on a CPU: through the ordinary code, resumable, to a table and a figure."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from study_kit import tiny_study, write_materials
+
+from vocagnolm.study.design import load_study
+from vocagnolm.study.laboratory import Laboratory
+from vocagnolm.study.table import markdown, study_table
+from vocagnolm.study.worker import work
+
+QUIET = {"say": lambda line: None}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    folder = tmp_path_factory.mktemp("study")
+    materials = write_materials(folder / "materials")
+    seeds = {"seeds": [1, 2]}
+    study = load_study(
+        tiny_study(
+            folder / "tiny.yaml",
+            title="tiny",
+            rows={"cpt": seeds, "guided-qwen": seeds, "matched": {"seeds": [1]}},
+            use=["cpt", "guided-qwen", "matched"],
+            comparisons=[["guided-qwen", "cpt"], ["guided-qwen", "start"]],
+        ),
+        materials=materials,
+    )
+    laboratory = Laboratory(study, folder / "out")
+    outcome = work(laboratory, **QUIET)
+    failures = {p.name: p.read_text() for p in (folder / "out" / "failed").iterdir()}
+    assert not failures, failures
+    assert outcome.left == []
+    return laboratory
+
+
+def test_table_has_all_rows_and_comparisons(finished: Laboratory, tmp_path: Path) -> None:
+    table = study_table(finished)
+    assert [row["row"] for row in table["rows"]] == ["start", "cpt", "guided-qwen", "matched"]
+    assert [len(row["seeds"]) for row in table["rows"]] == [1, 2, 2, 1]
+    assert table["missing"] == []
+    assert {(c["a"], c["b"]) for c in table["comparisons"]} == {
+        ("guided-qwen", "cpt"),
+        ("guided-qwen", "start"),
+    }
+    assert all(
+        set(row["bits_per_byte"]) == {"gsm8k", "math", "nlab", "openstax"} for row in table["rows"]
+    )
+    assert len(table["tuning"]) == 4
+    assert table["teachers"]["qwen"]["bits_per_byte"] > 0
+    text = markdown(table)
+    assert "guided by Qwen, 40 %" in text and "p (questions)" in text
+    from vocagnolm.study.figure import draw
+
+    assert draw(table, finished.study.figure, tmp_path / "figure.svg").stat().st_size > 0
+
+
+def test_nothing_is_run_twice(finished: Laboratory) -> None:
+    before = {p: os.stat(p).st_mtime_ns for p in finished.folder.rglob("evaluation.json")}
+    assert before
+    assert work(finished, **QUIET).finished == []
+    assert before == {p: os.stat(p).st_mtime_ns for p in finished.folder.rglob("evaluation.json")}
+
+
+def test_a_lost_run_is_run_again_to_the_same_result(finished: Laboratory) -> None:
+    import shutil
+
+    folder = finished.folder / "runs" / "guided-qwen-s2"
+    before = json.loads((folder / "evaluation.json").read_text())
+    shutil.rmtree(folder)
+    assert work(finished, **QUIET).finished == ["guided-qwen-s2"]
+    after = json.loads((folder / "evaluation.json").read_text())
+    assert before["held_out"] == after["held_out"]
+
+
+def test_models_are_removed_once_they_are_evaluated(finished: Laboratory) -> None:
+    assert not list(finished.folder.glob("runs/*/model"))
+    assert (finished.folder / "start" / "model").is_dir()
+
+
+def test_runs_of_one_seed_see_the_same_blocks(finished: Laboratory) -> None:
+    """The same data order: plain and guided blocks hold the same tokens."""
+    from vocagnolm.data.blocks import Blocks
+
+    blocks = [
+        Blocks(finished.recipe(run, learning_rate=None).data.blocks or "", 64)
+        for run in finished.runs
+        if run.seed == 1
+    ]
+    assert len({len(b) for b in blocks}) == 1
+    for number in (0, len(blocks[0]) - 1):
+        first = blocks[0][number]["input_ids"].tolist()
+        assert all(b[number]["input_ids"].tolist() == first for b in blocks)
+
+
+def test_matched_control_keeps_the_same_share_of_every_source(finished: Laboratory) -> None:
+    guided = json.loads((finished.folder / "runs/guided-qwen-s1/selection.json").read_text())
+    matched = json.loads((finished.folder / "runs/matched-s1/selection.json").read_text())
+    for source in ("problems", "noise"):
+        wanted = (guided["before"][source]["kept"] + guided["after"][source]["kept"]) / 2
+        for when in ("before", "after"):
+            assert matched[when][source]["kept"] == pytest.approx(wanted, abs=0.06)
+
+
+def test_deadline_in_the_past_starts_nothing(finished: Laboratory, tmp_path: Path) -> None:
+    fresh = Laboratory(finished.study, tmp_path)
+    outcome = work(fresh, deadline=1.0, **QUIET)
+    assert outcome.finished == [] and "start" in outcome.left
