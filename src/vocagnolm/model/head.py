@@ -62,8 +62,9 @@ def token_nll(
 def default_chunk(tokens: int, rows: int, like: torch.Tensor) -> int:
     if _is_half_on_cpu(like):
         return max(1, CPU_TILE_BYTES // (4 * min(rows, _CPU_HALF_ROWS)))
-    budget = CUDA_TILE_BYTES if like.is_cuda else CPU_TILE_BYTES
-    return max(1, min(tokens, budget // (4 * rows)))
+    if like.is_cuda:  # whole tiles of the matrix kernels
+        return max(1, CUDA_TILE_BYTES // (4 * rows) // 256) * 256
+    return max(1, min(tokens, CPU_TILE_BYTES // (4 * rows)))
 
 
 def _is_half_on_cpu(tensor: torch.Tensor) -> bool:
