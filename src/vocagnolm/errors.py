@@ -70,3 +70,7 @@ class StudyError(UsageError):
 
 class EvaluationError(VocagnolmError):
     """An evaluation folder does not fit the command, or holds no results."""
+
+
+class ObjectiveError(VocagnolmError):
+    """Teacher and student do not fit the chosen method."""

@@ -7,6 +7,7 @@
 `student_nll` -> `select_step` -> `objective_loss(selected_BT=..., nll_BT=..., denominator=...)`.
 """
 
+from vocagnolm.errors import ObjectiveError
 from vocagnolm.objective.config import (
     IGNORE_INDEX,
     Head,
@@ -16,7 +17,6 @@ from vocagnolm.objective.config import (
     ObjectiveOutput,
     Teacher,
 )
-from vocagnolm.objective.distill import ObjectiveError
 from vocagnolm.objective.loss import objective_loss, student_nll, token_losses
 from vocagnolm.objective.selection import ScoredBatch, StepSelection, select, select_step
 

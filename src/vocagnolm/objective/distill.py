@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vocagnolm.errors import VocagnolmError
+from vocagnolm.errors import ObjectiveError
 from vocagnolm.objective import head as two_phase
 from vocagnolm.objective.config import IGNORE_INDEX, Head, ObjectiveConfig, Teacher, compute_dtype
 from vocagnolm.objective.reference import full_logits, token_nll
@@ -26,10 +26,6 @@ from vocagnolm.objective.rows import TORCH_ROWS
 
 NEGLIGIBLE_MASS = 0.01
 """Mean probability the teacher may have on rows that the student lacks."""
-
-
-class ObjectiveError(VocagnolmError):
-    """Teacher and student do not fit the chosen method."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -230,7 +230,7 @@ class _Attached(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> Any:
         gradients: Gradients | None = ctx.gradients
         if gradients is None:
             raise RuntimeError(
