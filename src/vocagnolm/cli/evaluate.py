@@ -53,6 +53,9 @@ def evaluate(
         help="Multiple choice by a generated answer, or by the likelihood of the options "
         "(for small models).",
     ),
+    max_new_tokens: int | None = typer.Option(
+        None, min=1, help="Shorter answers. [default: the task's own, 256 or 512 tokens]"
+    ),
     out: Path | None = typer.Option(
         None, help="Run folder: keeps every answer, and an interrupted run goes on."
     ),
@@ -81,6 +84,7 @@ def evaluate(
             benchmarks=benchmarks,
             limit=limit,
             choices=choices.value,
+            max_new_tokens=max_new_tokens,
             out=out,
             batch_size=batch_size,
             device=device.value,

@@ -38,11 +38,13 @@ def render(
     benchmarks: str | Path | None = None,
     limit: int | None = None,
     choices: Method = "generate",
+    max_new_tokens: int | None = None,
 ) -> dict[str, list[Request]]:
     """Prompts of every task, in the order of the benchmark.
 
     `choices="likelihood"` compares the options of the multiple-choice tasks instead of generating
-    an answer; the other tasks are not touched by it.
+    an answer; the other tasks are not touched by it. `max_new_tokens` shortens the answers that
+    the tasks allow.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"--limit must be at least 1, not {limit}")
@@ -58,7 +60,7 @@ def render(
         by_likelihood = choices == "likelihood" and task.kind == "choice"
         name = f"{task.lm_eval_name}_likelihood" if by_likelihood else task.lm_eval_name
         loaded = manager.load([name])["tasks"][name]
-        requests[task.name] = _render_task(task, loaded, limit, by_likelihood)
+        requests[task.name] = _render_task(task, loaded, limit, by_likelihood, max_new_tokens)
     return requests
 
 
@@ -70,9 +72,12 @@ def spread(total: int, limit: int | None) -> list[int]:
     return [i * total // limit for i in range(limit)]
 
 
-def _render_task(task: Task, loaded: Any, limit: int | None, by_likelihood: bool) -> list[Request]:
+def _render_task(
+    task: Task, loaded: Any, limit: int | None, by_likelihood: bool, max_new_tokens: int | None
+) -> list[Request]:
     docs = loaded.test_docs()
     generation = {} if by_likelihood else loaded.config.generation_kwargs
+    length = int(generation.get("max_gen_toks", 0))
     requests = []
     for index in spread(len(docs), limit):
         doc = docs[index]
@@ -87,7 +92,7 @@ def _render_task(task: Task, loaded: Any, limit: int | None, by_likelihood: bool
                 prompt=loaded.fewshot_context(doc, loaded.config.num_fewshot),
                 gold=doc["gold"],
                 stop=tuple(generation.get("until", ())),
-                max_new_tokens=int(generation.get("max_gen_toks", 0)),
+                max_new_tokens=min(length, max_new_tokens or length),
                 options=options,
                 letters=doc["letters"] if by_likelihood else "",
             )

@@ -92,7 +92,7 @@ class RunFolder:
             if before["settings"].get(key) != settings[key]
         ]
         different += [
-            f"the questions of {name} (another --limit, another --benchmarks or --choices)"
+            f"the prompts of {name} (--limit, --benchmarks, --choices, --max-new-tokens)"
             for name, checksum in prompts.items()
             if before["prompts"].get(name, checksum) != checksum
         ]

@@ -37,6 +37,7 @@ def evaluate(
     benchmarks: str | Path | None = None,
     limit: int | None = None,
     choices: Method = "generate",
+    max_new_tokens: int | None = None,
     out: str | Path | None = None,
     batch_size: int | None = None,
     device: str = "auto",
@@ -59,7 +60,15 @@ def evaluate(
         names = tasks if tasks is None or isinstance(tasks, str) else list(tasks)
         wanted = tasks_named(names, suite or "math")
     # the questions first: a missing file shows before a model is loaded
-    requests = render(wanted, benchmarks=benchmarks, limit=limit, choices=choices) if wanted else {}
+    requests: dict[str, list[Request]] = {}
+    if wanted:
+        requests = render(
+            wanted,
+            benchmarks=benchmarks,
+            limit=limit,
+            choices=choices,
+            max_new_tokens=max_new_tokens,
+        )
 
     from vocagnolm.evaluate.bits import bits_per_byte
     from vocagnolm.evaluate.generate import Generator

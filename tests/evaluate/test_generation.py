@@ -1,0 +1,183 @@
+"""Generation against transformers' own, whatever the batch; likelihoods against plain logits."""
+
+import re
+
+import pytest
+import torch
+from evaluation_kit import make_model
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from vocagnolm.evaluate import prefix
+from vocagnolm.evaluate.generate import Generator, common_prefix_length, plan_batches
+from vocagnolm.model import open_model
+
+SHARED = (
+    "Question: Tom has 1 apple and buys 2. How many?\nAnswer: 1 + 2 = 3. The answer is 3.\n\n\n"
+)
+PROMPTS = [
+    SHARED + question
+    for question in (
+        "How many?",
+        "What is the mean of the numbers in the table?",
+        "x",
+        "Seven red apples and two green apples are in the basket. How many apples in all, and why?",
+        "Is Ann faster?",
+    )
+]
+NEW_TOKENS = 24
+
+
+def reference(files, model, prompt):
+    """One prompt at a time through `generate`, with no padding and nothing shared."""
+    ids = torch.tensor([[*files.prefix_ids, *files.tokenizer.spans(prompt).ids.tolist()]])
+    out = model.generate(
+        ids, do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=0, pad_token_id=0
+    )
+    tokens = [t for t in out[0, ids.shape[1] :].tolist() if t != 0]
+    data = b"".join(files.tokenizer.bytes_of(t) or b"" for t in tokens)
+    return data.decode("utf-8", "replace")
+
+
+def answers(generator, prompts=PROMPTS, stop=(), **options):
+    batches = generator.generate(prompts, stop=stop, max_new_tokens=NEW_TOKENS, **options)
+    return dict(pair for batch in batches for pair in batch)
+
+
+@pytest.fixture(scope="module")
+def loaded(model_folder):
+    files = open_model(model_folder, device="cpu")
+    return files, files.load()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize("shared", [True, False])
+def test_same_answers_as_generate(loaded, batch_size, shared):
+    files, model = loaded
+    expected = {i: reference(files, model, p) for i, p in enumerate(PROMPTS)}
+    generator = Generator(model, files, batch_size)
+    assert generator._shares
+    generator._shares = shared
+    try:
+        assert answers(generator) == expected
+    finally:
+        generator.close()
+    assert model.config._attn_implementation == "sdpa"
+
+
+OTHERS = {
+    "gpt2": lambda **rest: GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=512, **rest)
+    ),
+    "mistral": lambda **rest: MistralForCausalLM(
+        MistralConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, sliding_window=16, initializer_range=0.4, **rest,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_other_architectures(name, tmp_path):
+    """Learned positions, and sliding windows, which share nothing."""
+    folder = make_model(tmp_path)  # for the tokenizer
+    size = open_model(folder, device="cpu").tokenizer.vocabulary_size
+    torch.manual_seed(0)
+    OTHERS[name](vocab_size=size, eos_token_id=0, bos_token_id=None).save_pretrained(folder)
+    files = open_model(folder, device="cpu")
+    model = files.load()
+    expected = {i: reference(files, model, p) for i, p in enumerate(PROMPTS)}
+    generator = Generator(model, files, 3)
+    assert generator._shares is (name == "gpt2")
+    assert answers(generator) == expected
+    generator.close()
+
+
+def test_stop_strings_cut_each_row_on_its_own(loaded):
+    files, model = loaded
+    generator = Generator(model, files, 5)
+    whole = answers(generator)
+    # a piece from the middle of one answer, over a token boundary
+    stop = re.findall(r"[ -~]{4}", whole[1])[-1][:3]
+    cut = answers(generator, stop=[stop])
+    generator.close()
+    for index, text in whole.items():
+        assert cut[index] == text.split(stop)[0]
+
+
+def test_done_batches_are_passed_over_and_change_nothing(loaded):
+    files, model = loaded
+    generator = Generator(model, files, 2)
+    whole = answers(generator)
+    plan = plan_batches([len(row) for row in generator.encode(PROMPTS, NEW_TOKENS)], 2)
+    rest = answers(generator, is_done=lambda batch: list(batch) == plan[0])
+    generator.close()
+    assert set(rest) == set(whole) - set(plan[0])
+    assert all(rest[i] == whole[i] for i in rest)
+
+
+def test_prompts_that_do_not_fit_lose_their_beginning(tmp_path):
+    files = open_model(make_model(tmp_path, context=64), device="cpu")
+    model = files.load()
+    generator = Generator(model, files, 4)
+    rows = generator.encode([SHARED * 3, "short"], room_for=24)
+    assert len(rows[0]) == 40 and rows[0] == files.tokenizer.spans(SHARED * 3).ids.tolist()[-40:]
+    assert generator.truncated_prompts == 1
+    assert len(answers(generator, [SHARED * 3, "short"])) == 2
+    generator.close()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 20])
+def test_likelihood_of_options(loaded, batch_size):
+    files, model = loaded
+    options = [(" (A)", " (B)"), (" (A)", " (B)", " (C)"), (" yes", " no, never")] + [(" x",)] * 2
+    generator = Generator(model, files, batch_size)
+    found = dict(pair for batch in generator.compare(PROMPTS, options) for pair in batch)
+    generator.close()
+    for index, (prompt, listed) in enumerate(zip(PROMPTS, options, strict=True)):
+        context = files.tokenizer.spans(prompt).ids.tolist()
+        for option, value in zip(listed, found[index], strict=True):
+            ids = files.tokenizer.spans(prompt + option).ids.tolist()
+            assert ids[: len(context)] == context
+            with torch.inference_mode():
+                log_p = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            expected = sum(log_p[i - 1, ids[i]].item() for i in range(len(context), len(ids)))
+            assert value == pytest.approx(expected, abs=1e-3)
+
+
+def test_shared_prefix_attention_is_attention():
+    """Against one softmax over everything, with an odd shape and a mask."""
+    torch.manual_seed(0)
+    B, H, G, Q, K, P, D = 3, 6, 2, 4, 7, 11, 5
+    query, key = torch.randn(B, H, Q, D), torch.randn(B, G, K, D)
+    value, shared_key = torch.randn(B, G, K, D), torch.randn(1, G, P, D)
+    shared_value = torch.randn(1, G, P, D)
+    mask = torch.rand(B, 1, Q, K) > 0.3
+    found = prefix._attend(query, key, value, mask, shared_key[0], shared_value[0], 0.3)
+    keys = torch.cat([shared_key.expand(B, -1, -1, -1), key], 2).repeat_interleave(H // G, 1)
+    values = torch.cat([shared_value.expand(B, -1, -1, -1), value], 2).repeat_interleave(H // G, 1)
+    whole = torch.cat([torch.ones(B, 1, Q, P, dtype=torch.bool), mask], -1)
+    scores = (query @ keys.transpose(-1, -2) * 0.3).masked_fill(~whole, float("-inf"))
+    expected = (scores.softmax(-1) @ values).transpose(1, 2)
+    torch.testing.assert_close(found, expected)
+
+
+def test_plan_and_common_prefix():
+    assert plan_batches([3, 9, 9, 1], 2) == [[1, 2], [0, 3]]
+    assert common_prefix_length([[1, 2, 3], [1, 2, 4]]) == 2
+    assert common_prefix_length([[1, 2, 3]]) == 2
+    assert common_prefix_length([[1, 2], [1, 2, 3]]) == 1
+    assert common_prefix_length([[2, 2], [1, 2]]) == 0
+
+
+def test_model_is_usable_afterwards(loaded, model_folder):
+    files, model = loaded
+    before = AutoModelForCausalLM.from_pretrained(model_folder)(torch.tensor([[5, 6, 7]])).logits
+    Generator(model, files, 2).close()
+    torch.testing.assert_close(model(torch.tensor([[5, 6, 7]])).logits, before)

@@ -1,0 +1,335 @@
+"""The whole way: files in, answers kept, scores out; killed and resumed; compared."""
+
+import json
+import logging
+import math
+import random
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vocagnolm.cli import app
+from vocagnolm.errors import EvaluationError, UsageError
+from vocagnolm.evaluate import averages, compare_runs, evaluate
+from vocagnolm.evaluate import generate as generation
+from vocagnolm.evaluate.bits import bits_per_byte
+from vocagnolm.evaluate.compare import (
+    average_difference,
+    comparison_table,
+    format_table,
+    mcnemar_exact,
+    paired_difference,
+)
+from vocagnolm.evaluate.results import Record, RunFolder, score_records
+from vocagnolm.evaluate.suite import TASKS, average_stderrs
+from vocagnolm.model import open_model
+
+PAPER_CPT = {
+    "gsm8k": 6.8, "math": 4.2, "svamp": 22, "asdiv": 36.4, "mawps": 47.1, "tabmwp": 16.5,
+    "mathqa": 12.3, "mmlu_stem": 23.2, "sat": 15.6,
+}  # fmt: skip
+
+# a random model never stops by itself
+QUICK = {"batch_size": 2, "device": "cpu", "max_new_tokens": 8}
+
+
+def files_of(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_averages_are_those_of_the_paper():
+    found = averages(PAPER_CPT)
+    assert {key: round(value, 1) for key, value in found.items()} == {
+        "avg": 20.5,
+        "avg_dagger": 21.5,
+        "avg_double_dagger": 21.1,
+    }
+    assert averages(PAPER_CPT | {"gsm_hard": 99.0}) == found
+    without_sat = averages({k: v for k, v in PAPER_CPT.items() if k != "sat"})
+    assert without_sat["avg"] is None
+    assert without_sat["avg_double_dagger"] == found["avg_double_dagger"]
+
+
+def test_standard_errors():
+    record = Record(0, "p", "o", "1", "1", True)
+    score = score_records([record] * 3 + [Record(1, "p", "o", None, "1", False)])
+    assert (score.score, score.n, score.no_answer) == (75.0, 4, 1)
+    values = [1, 1, 1, 0]
+    spread = (sum((v - 0.75) ** 2 for v in values) / 3) ** 0.5
+    assert score.stderr == pytest.approx(100 * spread / 2)
+    assert score_records([record]).stderr is None
+    errors = average_stderrs(dict.fromkeys(PAPER_CPT, 3.0))
+    assert errors["avg"] == pytest.approx(1.0)
+
+
+@pytest.fixture(scope="module")
+def finished(model_folder, benchmarks, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run")
+    evaluation = evaluate(model_folder, suite="math", benchmarks=benchmarks, out=out, **QUICK)
+    return out, evaluation
+
+
+def test_results_have_the_promised_form(finished):
+    out, evaluation = finished
+    values = json.loads((out / "evaluation/results.json").read_text())
+    assert values == evaluation.to_json()
+    assert list(values) == ["tasks", "avg", "avg_dagger", "avg_double_dagger", "bits_per_byte"]
+    assert list(values["tasks"]) == list(TASKS)
+    for task in values["tasks"].values():
+        assert list(task) == ["score", "stderr", "n", "no_answer"]
+    assert values["avg"] is not None and values["bits_per_byte"] is None
+    for name in TASKS:
+        for line in (out / f"evaluation/outputs/{name}.jsonl").read_text().splitlines():
+            assert list(json.loads(line)) == [
+                "index", "prompt", "output", "extracted", "gold", "correct",
+            ]  # fmt: skip
+    assert not list(out.rglob("*.partial.jsonl")) and not list(out.rglob("*tmp"))
+
+
+def test_second_run_finds_everything_done(finished, model_folder, benchmarks, monkeypatch):
+    out, evaluation = finished
+    before = files_of(out)
+    monkeypatch.setattr(generation.Generator, "__init__", None)  # would fail if it were made
+    again = evaluate(model_folder, benchmarks=benchmarks, out=out, **QUICK)
+    assert again == evaluation
+    assert files_of(out) == before
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_resume_by_example_gives_the_same_bytes(
+    torn, finished, model_folder, benchmarks, tmp_path, monkeypatch
+):
+    out, _ = finished
+    kept = RunFolder.add_answers
+    calls = 0
+
+    def killed(self, task, answers):
+        nonlocal calls
+        calls += 1
+        kept(self, task, answers)
+        if calls == 2:
+            if torn:  # the machine stops in the middle of a line
+                with open(self._partial(task), "ab") as file:
+                    file.write(b'{"index": 4, "out')
+            raise KeyboardInterrupt
+
+    options = {"tasks": "gsm8k,math,sat", "benchmarks": benchmarks, **QUICK}
+    monkeypatch.setattr(RunFolder, "add_answers", killed)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model_folder, out=tmp_path, **options)
+    assert len(RunFolder(tmp_path).answers("gsm8k")) == 4
+    monkeypatch.setattr(RunFolder, "add_answers", kept)
+    computed = []
+    answer = generation.Generator._answer
+    monkeypatch.setattr(
+        generation.Generator,
+        "_answer",
+        lambda self, batch, *rest: computed.append(batch) or answer(self, batch, *rest),
+    )
+    evaluate(model_folder, out=tmp_path, **options)
+    assert sum(map(len, computed)) == 10 - 4
+    for name in ("gsm8k", "math", "sat"):
+        kept_file = f"evaluation/outputs/{name}.jsonl"
+        assert (tmp_path / kept_file).read_bytes() == (out / kept_file).read_bytes()
+    assert not list(tmp_path.rglob("*.partial.jsonl"))
+
+
+def test_tasks_may_come_one_by_one(finished, model_folder, benchmarks, tmp_path):
+    _, evaluation = finished
+    for name in ("svamp", "gsm8k"):
+        partly = evaluate(model_folder, tasks=name, benchmarks=benchmarks, out=tmp_path, **QUICK)
+    assert list(partly.tasks) == ["gsm8k", "svamp"]
+    assert all(partly.tasks[name] == evaluation.tasks[name] for name in partly.tasks)
+
+
+def test_another_evaluation_is_not_mixed_in(finished, model_folder, other_model_folder, benchmarks):
+    out, _ = finished
+    before = files_of(out)
+    options = {"benchmarks": benchmarks, "out": out, "tasks": "gsm8k"} | QUICK
+    with pytest.raises(EvaluationError, match=r"the prompts of gsm8k.*another --out"):
+        evaluate(model_folder, limit=2, **options)
+    with pytest.raises(EvaluationError, match="batch_size: 2 there, 3 now"):
+        evaluate(model_folder, **options | {"batch_size": 3})
+    with pytest.raises(EvaluationError, match="model: "):
+        evaluate(other_model_folder, **options)
+    assert files_of(out) == before
+
+
+def test_choices_by_likelihood(model_folder, benchmarks, tmp_path):
+    evaluation = evaluate(
+        model_folder, tasks="mathqa,sat", benchmarks=benchmarks, out=tmp_path,
+        choices="likelihood", device="cpu",
+    )  # fmt: skip
+    assert all(task.no_answer == 0 for task in evaluation.tasks.values())
+    records = RunFolder(tmp_path).records("mathqa")
+    assert all(r.output in "ABCDE" and r.correct == (r.output == r.gold) for r in records)
+    with pytest.raises(UsageError, match="generate or likelihood"):
+        evaluate(model_folder, tasks="sat", choices="dice")
+
+
+def test_same_scores_through_lm_eval_itself(finished, model_folder, benchmarks, tmp_path):
+    """The task files are lm-eval's as much as ours."""
+    logging.disable(logging.WARNING)
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    from vocagnolm.evaluate.render import TASK_FOLDER
+
+    out, evaluation = finished
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(model_folder / "tokenizer.json"), eos_token="<|endoftext|>"
+    )
+    tokenizer.pad_token = tokenizer.eos_token
+    model = HFLM(
+        pretrained=AutoModelForCausalLM.from_pretrained(model_folder), tokenizer=tokenizer,
+        batch_size=2, device="cpu",
+    )  # fmt: skip
+    manager = TaskManager(
+        include_path=TASK_FOLDER, include_defaults=False, metadata={"benchmarks": str(benchmarks)}
+    )
+    names = ["gsm8k", "math", "mathqa"]
+    found = simple_evaluate(
+        model=model,
+        tasks=[f"vocagnolm_{name}" for name in names] + ["vocagnolm_sat_likelihood"],
+        task_manager=manager,
+        bootstrap_iters=0,
+        gen_kwargs={"max_gen_toks": 8},
+    )
+    logging.disable(logging.NOTSET)
+    for name in names:
+        scores = found["results"][f"vocagnolm_{name}"]
+        ours = evaluation.tasks[name]
+        assert 100 * scores["correct,none"] == pytest.approx(ours.score)
+        assert ours.n * scores["no_answer,none"] == pytest.approx(ours.no_answer)
+        theirs = {s["doc_id"]: s for s in found["samples"][f"vocagnolm_{name}"]}
+        for record in RunFolder(out).records(name):
+            sample = theirs[record.index]
+            assert sample["arguments"][0][0] == record.prompt
+            assert sample["resps"][0][0].strip() == record.output.strip()
+    by_likelihood = evaluate(
+        model_folder, tasks="sat", benchmarks=benchmarks, choices="likelihood", device="cpu"
+    )
+    accuracy = found["results"]["vocagnolm_sat_likelihood"]["acc,none"]
+    assert by_likelihood.tasks["sat"].score == pytest.approx(100 * accuracy)
+
+
+# --- bits per byte --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "held-out.jsonl"
+    words = ["apple", "Ölberg", "x^2", "∫", "seven", "table", "🍎", "mean"]
+    dice = random.Random(0)
+    documents = [" ".join(dice.choices(words, k=k)) for k in (1, 5, 40, 400)]
+    path.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents), encoding="utf-8")
+    return path, documents
+
+
+def test_bits_per_byte_against_plain_logits(model_folder, text):
+    path, documents = text
+    files = open_model(model_folder, device="cpu")
+    model = files.load()
+    bits = scored = 0.0
+    for document in documents:
+        spans = files.tokenizer.spans(document)
+        ids = spans.ids.tolist()
+        with torch.inference_mode():
+            log_p = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        bits -= sum(log_p[i - 1, ids[i]].item() for i in range(1, len(ids))) / math.log(2)
+        scored += len(document.encode()) - int(spans.spans[0, 1])
+    found = bits_per_byte(model, files, [path])
+    assert found.value == pytest.approx(bits / scored, rel=1e-5)
+    assert found.documents == 4 and found.scored_bytes == scored
+
+
+def test_bits_per_byte_does_not_depend_on_the_batch(model_folder, text):
+    path, _ = text
+    files = open_model(model_folder, device="cpu")
+    model = files.load()
+    values = {
+        bits_per_byte(model, files, [path], context=64, batch_tokens=tokens).value
+        for tokens in (64, 300, 5000)
+    }
+    assert max(values) - min(values) < 1e-5
+    assert values != {bits_per_byte(model, files, [path]).value}  # windows see less
+
+
+def test_text_without_a_task_is_bits_alone(model_folder, text, tmp_path):
+    evaluation = evaluate(model_folder, text=[text[0]], out=tmp_path, device="cpu")
+    assert evaluation.tasks == {} and evaluation.bits_per_byte > 0
+    assert evaluation.to_json()["avg"] is None
+
+
+# --- comparison -----------------------------------------------------------------------------
+
+
+def test_mcnemar():
+    assert mcnemar_exact(0, 0) == 1.0
+    assert mcnemar_exact(5, 5) == 1.0
+    assert mcnemar_exact(0, 5) == pytest.approx(2 / 32)
+    assert mcnemar_exact(1, 9) == pytest.approx(2 * 11 / 1024)
+    assert mcnemar_exact(9, 1) == mcnemar_exact(1, 9)
+
+
+def test_paired_difference():
+    first = {i: i < 4 for i in range(10)}
+    second = {i: i < 6 for i in range(10)}
+    found = paired_difference(first, second)
+    assert found.difference == pytest.approx(20)
+    assert found.p_value == pytest.approx(0.5)
+    assert found.stderr == pytest.approx(100 * (0.16 * 10 / 9 / 10) ** 0.5)
+    # questions that only one of them answered do not count
+    assert paired_difference(first, {0: True, 99: True}).n == 1
+    assert paired_difference(first, {}) is None
+
+
+def test_average_difference_agrees_with_mcnemar_on_one_task():
+    first = {"gsm8k": {i: i < 10 for i in range(50)}}
+    second = {"gsm8k": {i: i < 16 or i == 40 for i in range(50)}}
+    exact = paired_difference(first["gsm8k"], second["gsm8k"])
+    found = average_difference(first, second, ("gsm8k",))
+    assert found.difference == pytest.approx(exact.difference)
+    assert found.p_value == pytest.approx(exact.p_value, abs=0.02)
+    assert average_difference(first, second, ("gsm8k", "math")) is None
+
+
+def test_report_table(finished, other_model_folder, benchmarks, tmp_path):
+    out, evaluation = finished
+    other = tmp_path / "other"
+    evaluate(other_model_folder, benchmarks=benchmarks, out=other, **QUICK)
+    comparison = compare_runs([out, other, out / "evaluation"])
+    table = format_table(comparison_table(comparison))
+    assert "GSM8K" in table and "AVG‡" in table and "difference" in table
+    same = [listed[1] for listed in comparison.differences.values()]
+    assert all(d.difference == 0 and d.p_value == 1.0 for d in same)
+    shown = CliRunner().invoke(app, ["report", str(out), str(other)])
+    assert shown.exit_code == 0
+    assert len(shown.stdout.splitlines()) == 2 + 10 + 3
+    values = json.loads(CliRunner().invoke(app, ["report", str(out), str(other), "--json"]).stdout)
+    assert values["runs"][0]["tasks"] == evaluation.to_json()["tasks"]
+    assert set(values["differences"]) == {*TASKS, "avg", "avg_dagger", "avg_double_dagger"}
+
+
+def test_report_without_an_evaluation(tmp_path):
+    with pytest.raises(EvaluationError, match="vocagnolm evaluate MODEL --out"):
+        compare_runs([tmp_path])
+
+
+def test_command(model_folder, benchmarks, text, tmp_path):
+    arguments = [
+        "evaluate", str(model_folder), "--tasks", "svamp,mawps", "--benchmarks", str(benchmarks),
+        "--text", str(text[0]), "--out", str(tmp_path), "--limit", "1", "--device", "cpu",
+        "--max-new-tokens", "8",
+    ]  # fmt: skip
+    shown = CliRunner().invoke(app, [*arguments, "--json"])
+    assert shown.exit_code == 0, shown.output
+    values = json.loads(shown.stdout)
+    assert set(values["tasks"]) == {"svamp", "mawps"}
+    assert values["tasks"]["svamp"]["n"] == 1 and values["avg"] is None
+    assert values["bits_per_byte"] > 0
+    table = CliRunner().invoke(app, arguments).stdout
+    assert "SVAMP" in table and "bits per byte" in table
