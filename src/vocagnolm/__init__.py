@@ -24,7 +24,10 @@ _PUBLIC = {
     "Head": "vocagnolm.objective",
     "ObjectiveConfig": "vocagnolm.objective",
     "objective_loss": "vocagnolm.objective",
+    "Recipe": "vocagnolm.recipe",
+    "load_recipe": "vocagnolm.recipe",
     "LossStore": "vocagnolm.store",
+    "GuidedTrainer": "vocagnolm.train",
     "ScoreSettings": "vocagnolm.score",
     "score_corpus": "vocagnolm.score",
 }
@@ -43,8 +46,10 @@ if TYPE_CHECKING:
     )
     from vocagnolm.errors import VocagnolmError
     from vocagnolm.objective import Head, ObjectiveConfig, objective_loss
+    from vocagnolm.recipe import Recipe, load_recipe
     from vocagnolm.score import ScoreSettings, score_corpus
     from vocagnolm.store import LossStore
+    from vocagnolm.train import GuidedTrainer
 
 __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "__version__",
@@ -55,7 +60,10 @@ __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "Head",
     "ObjectiveConfig",
     "objective_loss",
+    "Recipe",
+    "load_recipe",
     "LossStore",
+    "GuidedTrainer",
     "ScoreSettings",
     "score_corpus",
     "align",

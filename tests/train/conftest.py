@@ -12,7 +12,7 @@ from vocagnolm.recipe import recipe_from_dict
 def lab(tmp_path_factory) -> Path:
     """Tokenizers, corpus, store, blocks that serve every method, and two teachers."""
     folder = tmp_path_factory.mktemp("training")
-    make_lab(folder)
+    make_lab(folder, 32)
     tree = recipe_dict(folder, data={"extra_columns": ["text", "teacher_losses"]})
     prepare(recipe_from_dict(tree))
     save_model(folder / "twin", folder / "student", vocab_size=322, seed=1)

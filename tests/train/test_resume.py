@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from training_kit import fresh_process, recipe_dict
 
+from vocagnolm.data.blocks import Blocks
 from vocagnolm.errors import TrainingError
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train.checkpoint import (
@@ -25,8 +26,9 @@ from vocagnolm.train.checkpoint import (
 from vocagnolm.train.metrics import MetricsFile, read_metrics
 from vocagnolm.train.run import train
 
-# 194 blocks, 8 a step: the second epoch begins in step 25
-TOKENS = 34 * 8 * 32
+# about 100 blocks, 8 a step: the second epoch begins in step 13 or so
+STEPS = 20
+TOKENS = STEPS * 8 * 32
 
 
 def tree(lab: Path, folder: Path) -> dict:
@@ -36,7 +38,7 @@ def tree(lab: Path, folder: Path) -> dict:
         student={"config": dict(recipe_dict(lab)["student"]["config"], attention_dropout=0.1)},
         objective={"scope": "global"},
         train={"tokens": TOKENS},
-        run={"folder": str(folder), "save_every": 5},
+        run={"folder": str(folder), "save_every": 4},
     )
 
 
@@ -88,9 +90,10 @@ def assert_same_run(folder: Path, whole: Path) -> None:
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("kill_after", [[1], [12, 28]], ids=["before-a-checkpoint", "two-epochs"])
+@pytest.mark.parametrize("kill_after", [[1], [7, 17]], ids=["before-a-checkpoint", "two-epochs"])
 def test_killed_runs_end_as_if_nothing_had_happened(lab, tmp_path, uninterrupted, kill_after):
     folder = tmp_path / "run"
+    assert len(Blocks(lab / "blocks", 32)) < 8 * 16  # the last kill comes in the second epoch
     for step in kill_after:
         kill_when(start(tree(lab, folder)), lambda step=step: lines(folder) >= step)
         assert not (folder / "model").exists()
@@ -100,22 +103,22 @@ def test_killed_runs_end_as_if_nothing_had_happened(lab, tmp_path, uninterrupted
 
 def test_killed_while_a_checkpoint_is_written(lab, tmp_path, uninterrupted):
     folder = tmp_path / "run"
-    tenth = folder / "checkpoints" / "checkpoint-10"
-    kill_when(start(tree(lab, folder)), lambda: tenth.exists() and any(tenth.iterdir()))
+    eighth = folder / "checkpoints" / "checkpoint-8"
+    kill_when(start(tree(lab, folder)), lambda: eighth.exists() and any(eighth.iterdir()))
     # the kill may have come too late on a fast disk: then make it what it would have been
-    (tenth / MARKER).unlink(missing_ok=True)
-    assert newest_complete(folder / "checkpoints")[1] == 5
+    (eighth / MARKER).unlink(missing_ok=True)
+    assert newest_complete(folder / "checkpoints")[1] == 4
     finish(tree(lab, folder))
-    assert is_complete(folder / "checkpoints" / "checkpoint-34")
+    assert is_complete(folder / "checkpoints" / f"checkpoint-{STEPS}")
     assert_same_run(folder, uninterrupted)
 
 
 def test_a_damaged_checkpoint_is_passed_over(lab, tmp_path, uninterrupted):
     folder = tmp_path / "run"
-    kill_when(start(tree(lab, folder)), lambda: lines(folder) >= 17)
-    damaged = folder / "checkpoints" / "checkpoint-15" / "optimizer.pt"
+    kill_when(start(tree(lab, folder)), lambda: lines(folder) >= 13)
+    damaged = folder / "checkpoints" / "checkpoint-12" / "optimizer.pt"
     damaged.write_bytes(damaged.read_bytes()[:-100])
-    assert newest_complete(folder / "checkpoints")[1] == 10
+    assert newest_complete(folder / "checkpoints")[1] == 8
     finish(tree(lab, folder))
     assert_same_run(folder, uninterrupted)
 

@@ -200,10 +200,12 @@ def _one_to_one(
     alignment: Alignment, spans: NDArray[np.int64], teacher_spans: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Student tokens whose text is exactly one teacher token."""
-    single = alignment.mapped & (alignment.first == alignment.last)
-    same = np.zeros(len(single), bool)
-    same[single] = (spans[single] == teacher_spans[alignment.first[single]]).all(axis=1)
-    return same
+    if not len(teacher_spans):
+        return np.zeros(len(spans), bool)
+    # unmapped tokens have first = -1, a valid place whose comparison is masked
+    starts = np.take(teacher_spans[:, 0], alignment.first) == spans[:, 0]
+    ends = np.take(teacher_spans[:, 1], alignment.last) == spans[:, 1]
+    return alignment.mapped & (alignment.first == alignment.last) & starts & ends
 
 
 def _origins(widths: Sequence[int]) -> NDArray[np.int64]:
