@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import re
+import unicodedata
 from pathlib import Path
 
 # megabytes of UTF-8 in main.jsonl, by source: 45 / 18 / 18 / 8 / 11 %
@@ -109,6 +110,8 @@ def shelves(corpora: Path, benchmarks: Path, rng: random.Random) -> dict[str, Sh
 def write(path: Path, documents: list[tuple[str, str]]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         for source, text in documents:
+            # one shared text for all tokenizers: some of them (Qwen's) normalise to NFC
+            text = unicodedata.normalize("NFC", text)
             file.write(json.dumps({"source": source, "text": text}, ensure_ascii=False) + "\n")
 
 

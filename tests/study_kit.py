@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from vocagnolm.evaluate.render import Request
 
-WORDS = "apples coins books stones birds cards".split()
+WORDS = ["apples", "coins", "books", "stones", "birds", "cards"]
 
 
 def save_model(folder: Path, tokenizer: Tokenizer, seed: int, hidden: int = 32) -> Path:

@@ -110,3 +110,21 @@ def test_deadline_in_the_past_starts_nothing(finished: Laboratory, tmp_path: Pat
     fresh = Laboratory(finished.study, tmp_path)
     outcome = work(fresh, deadline=1.0, **QUIET)
     assert outcome.finished == [] and "start" in outcome.left
+
+
+def test_command_prints_the_table_of_a_finished_study(
+    finished: Laboratory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vocagnolm.cli import main
+
+    home = finished.folder.parent
+    arguments = ["vocagnolm", "study", "run", str(home / "tiny.yaml"), "--table", "--json"]
+    arguments += ["--folder", str(finished.folder), "--materials", str(home / "materials")]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+    table = json.loads(capsys.readouterr().out)
+    assert table["rows"][1]["row"] == "cpt"
+    assert (finished.folder / "tiny.md").read_text().startswith("**tiny**")
+    assert (finished.folder / "tiny.svg").exists()

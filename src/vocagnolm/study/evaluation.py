@@ -4,6 +4,7 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,24 @@ def evaluate_model(
             bits = bits_per_byte(model, files, [path], context=plan.context)
             result[kind][name] = bits.value
     if with_answers and plan.requests is not None:
-        answer_requests(model, files, plan, folder / ANSWERS_FILE)
+        _answer_in_memory(model, files, plan, folder / ANSWERS_FILE)
     return result
+
+
+def _answer_in_memory(model: Any, files: Any, plan: EvaluationPlan, path: Path) -> None:
+    """Several runs may share a device: with too little memory, smaller batches."""
+    import torch
+
+    batch_size = plan.batch_size
+    while True:
+        try:
+            answer_requests(model, files, replace(plan, batch_size=batch_size), path)
+            return
+        except torch.OutOfMemoryError:
+            if batch_size is None or batch_size <= 32:
+                raise
+            batch_size //= 2
+            torch.cuda.empty_cache()
 
 
 def answer_requests(model: Any, files: Any, plan: EvaluationPlan, path: Path) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -96,7 +97,8 @@ def _take(
 
 
 def _expected_seconds(folder: Path, task: Task) -> float:
-    """The longest that a task of this kind has taken here, or of any run where it is the first."""
+    """The longest that a task of this kind has taken here; for the first of its kind, what a run
+    takes in the middle."""
     same, runs = [0.0], [0.0]
     for path in (folder / "times").glob("*.json"):
         with contextlib.suppress(OSError, ValueError):
@@ -107,7 +109,7 @@ def _expected_seconds(folder: Path, task: Task) -> float:
                 runs.append(record["seconds"])
     if len(same) > 1:
         return max(same)
-    return max(runs) if task.kind.startswith("run-") else 0.0
+    return statistics.median(runs) if task.kind.startswith("run-") else 0.0
 
 
 @contextlib.contextmanager
