@@ -89,8 +89,8 @@ def save_tokenizer(folder: Path, texts: list[str], size: int, digits: bool) -> N
 def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    write_jsonl(folder / "corpus.jsonl", documents(8000, seed=1, noisy=True))
-    write_jsonl(folder / "clean.jsonl", documents(8000, seed=2, noisy=False))
+    write_jsonl(folder / "corpus.jsonl", documents(2400, seed=1, noisy=True))
+    write_jsonl(folder / "clean.jsonl", documents(2400, seed=2, noisy=False))
     (folder / "held-out.txt").write_text("".join(documents(100, seed=3, noisy=False)))
     sample = list(documents(1500, seed=4, noisy=True))
     save_tokenizer(folder / "student-tokenizer", sample, 1024, digits=False)
