@@ -68,6 +68,11 @@ def score(
     strict: bool = typer.Option(False, help="Stop at the first document that cannot be scored."),
     revision: str | None = typer.Option(None, help="Branch, tag or commit of a hub model."),
     trust_remote_code: bool = typer.Option(False, help="Run Python code that a model brings."),
+    student_bits: float | None = typer.Option(
+        None,
+        help="The student's bits per byte on this text (`vocagnolm evaluate --text`): warns of a "
+        "teacher that is not clearly better.",
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as one JSON object."),
 ) -> None:
     """Score a corpus with a teacher, once, for every student there will be.
@@ -76,6 +81,7 @@ def score(
     torchrun --nproc_per_node N -m vocagnolm score ...
     """
     from vocagnolm.score import ScoreSettings, score_corpus
+    from vocagnolm.store.strength import teacher_warning
 
     settings = ScoreSettings(
         device=device.value,
@@ -108,6 +114,9 @@ def score(
         typer.echo(json.dumps(values, ensure_ascii=False, indent=2))
     else:
         _print(summary)
+    warning = teacher_warning(summary.store["bits_per_byte"], student_bits)
+    if warning is not None:
+        typer.echo(f"warning: {warning}", err=True)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ def draw(table: dict[str, Any], plan: FigurePlan, path: str | Path) -> Path:
     from vocagnolm.report.figures import COLOURS, INK, SOFT, _figure, _save
 
     rows = {row["row"]: row for row in table["rows"]}
-    values = {name: measure_of(row, plan.measure) for name, row in rows.items()}
-    values = {name: value for name, value in values.items() if value is not None}
+    measured = {name: measure_of(row, plan.measure) for name, row in rows.items()}
+    values = {name: value for name, value in measured.items() if value is not None}
     if not values:
         raise StudyError(f"No finished run has the measure '{plan.measure}' yet.")
     matplotlib, figure, axes = _figure(6.4, 3.6)
@@ -34,7 +34,7 @@ def draw(table: dict[str, Any], plan: FigurePlan, path: str | Path) -> Path:
         axes.bar_label(bars, [f"{mean:.2f}" for mean in means], padding=4, fontsize=8, color=INK)
         axes.set_yticks(range(len(names)), [rows[name]["label"] for name in names], color=INK)
         axes.invert_yaxis()
-    if plan.reference in values:
+    if plan.reference is not None and plan.reference in values:
         line = axes.axhline if plan.kind == "lines" else axes.axvline
         line(values[plan.reference][0], color=SOFT, linestyle="--", label=plan.reference)
     if plan.kind == "lines":

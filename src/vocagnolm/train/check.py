@@ -15,11 +15,9 @@ from typing import Any
 from vocagnolm.align import TextTokenizer
 from vocagnolm.errors import VocagnolmError
 from vocagnolm.recipe import Recipe
+from vocagnolm.store.strength import teacher_warning
 from vocagnolm.train.schedule import Schedule, check_batch, plan_schedule
 
-# A teacher should beat the student by this much to be worth following (see docs/experiments.md:
-# guidance by a teacher no better than the student did harm).
-CLEARLY_BETTER = 0.97
 # Beyond this a corpus is not read through by a mere check.
 LARGEST_CORPUS_READ_BYTES = 2 * 10**9
 
@@ -235,12 +233,9 @@ def _store(recipe: Recipe, report: CheckReport, corpus: Any) -> None:
             "the store was made from another corpus than the recipe's; documents are looked up "
             f"by content, and those not in it follow data.missing = {recipe.data.missing}."
         )
-    ours = recipe.student.bits_per_byte
-    if bits is not None and ours is not None and bits > CLEARLY_BETTER * ours:
-        report.warnings.append(
-            f"the teacher has {bits:.3f} bits per byte on its corpus, the student {ours:.3f}: a "
-            "teacher that is not clearly better than the student did harm in our experiments."
-        )
+    warning = teacher_warning(bits, recipe.student.bits_per_byte)
+    if warning is not None:
+        report.warnings.append(warning)
 
 
 def _teacher(recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer | None) -> None:

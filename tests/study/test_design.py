@@ -1,0 +1,91 @@
+"""Study files: shipped ones are whole, mistakes are named."""
+
+from pathlib import Path
+
+import pytest
+
+from vocagnolm.errors import StudyError
+from vocagnolm.study.design import (
+    RowPlan,
+    expand_rows,
+    load_study,
+    plan_runs,
+    shipped_studies,
+    study_from_dict,
+)
+from vocagnolm.study.laboratory import Laboratory
+
+
+@pytest.mark.parametrize("name", shipped_studies())
+def test_every_recipe_of_a_shipped_study_is_valid(name: str, tmp_path: Path) -> None:
+    laboratory = Laboratory(load_study(name, materials="materials"), tmp_path)
+    assert laboratory.tasks()
+    for run in laboratory.runs:
+        recipe = laboratory.recipe(run, learning_rate=1e-4)
+        assert recipe.run.seed == run.seed
+        assert recipe.optimizer.min_learning_rate == pytest.approx(1e-5)
+        # what needs a teacher has one
+        if recipe.needs_guidance and not recipe.teacher.online:
+            assert recipe.store.path
+        if recipe.needs_online_teacher:
+            assert recipe.teacher.model
+
+
+def test_command_line_lists_exactly_the_shipped_studies() -> None:
+    from vocagnolm.cli.study import SHIPPED
+
+    assert sorted(SHIPPED) == shipped_studies()
+
+
+def test_primary_comparison_runs_first() -> None:
+    runs = plan_runs(load_study("miniature", materials="m"))
+    assert [run.name for run in runs[:4]] == [
+        "cpt-s1",
+        "guided-qwen-s1",
+        "cpt-s2",
+        "guided-qwen-s2",
+    ]
+    assert {run.row for run in runs[:10]} == {"cpt", "guided-qwen"}
+
+
+def test_a_grid_becomes_rows() -> None:
+    rows = expand_rows({"g": RowPlan(grid={"objective.keep": [0.4, 0.6]}, label="kept")})
+    assert list(rows) == ["g-0.4", "g-0.6"]
+    assert rows["g-0.6"].set == {"objective.keep": 0.6}
+    assert rows["g-0.6"].label == "kept, 0.6"
+
+
+def test_a_matched_row_brings_its_target_along() -> None:
+    study = load_study("miniature", ["use=[matched]"], materials="m")
+    assert {run.row for run in plan_runs(study)} == {"matched", "guided-qwen"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"rows": {"a": {"sed": [1]}}}, "Did you mean 'seeds'"),
+        ({"rowz": {}}, "Did you mean 'rows'"),
+        ({"rows": {"cpt": {}}, "use": ["ctp"]}, "Did you mean 'cpt'"),
+        ({"rows": {"a": {"teacher": "t"}}}, "unknown teacher 't'"),
+        ({"rows": {"a": {}}, "comparisons": [["a"]]}, "names two rows"),
+        ({"rows": {"a": {}, "b": {"matched_to": "a"}}}, "no teacher"),
+    ],
+)
+def test_mistakes_are_named(tree: dict, message: str) -> None:
+    with pytest.raises(StudyError, match=message):
+        study_from_dict({"name": "x", **tree})
+
+
+def test_materials_are_asked_for() -> None:
+    with pytest.raises(StudyError, match="--materials"):
+        load_study("table1")
+    with pytest.raises(StudyError, match="shipped ones are"):
+        load_study("table9")
+
+
+def test_overrides_reach_rows_and_recipe_keys() -> None:
+    overrides = ["rows.cpt.seeds=[9]", "start.train.tokens=64", "tune.set.train.tokens=32"]
+    study = load_study("miniature", overrides, materials="m")
+    assert study.rows["cpt"].seeds == [9]
+    assert study.start is not None and study.start["train.tokens"] == 64
+    assert study.tune is not None and study.tune.set["train.tokens"] == 32
