@@ -227,6 +227,7 @@ TABMWP = [
     ("The answer is 1 hour.", "1 hour", True, "1 hour"),
     ("The answer is linear.", "nonlinear", False, "linear"),
     ("shortage", "shortage", True, "shortage"),
+    ("\x05 many\ufffd", "shortage", False, None),
     ("At this price the quantity demanded is greater than the supply so people", "shortage",
      False, None),
 ]  # fmt: skip
@@ -328,6 +329,10 @@ MATH = [
     ("so $\\boxed{\\frac{1}{2", "\\frac12", False, None),
     ("", "4", False, None),
     ("so $\\boxed{}$.", "4", False, None),
+    ("\\frac{1}{2}", "0.5", True, ...),
+    ("12", "12", True, "12"),
+    ("hm let me", "4", False, None),
+    ("\x05 many\ufffd", "4", False, None),
     # a whole solution as the reference
     ("so $\\boxed{10}$.", "The difference between 36 and 26 is $\\boxed{10}$.", True, "10"),
 ]  # fmt: skip
@@ -414,11 +419,11 @@ def test_every_task_has_a_table():
     assert set(TABLES) == set(TASKS)
 
 
-@pytest.mark.parametrize("task", ["gsm8k", "svamp", "mawps", "gsm_hard", "asdiv", "tabmwp"])
-@pytest.mark.parametrize(("output", "gold", "correct", "extracted"), NUMBERS)
-def test_numbers_are_read_alike_in_every_word_problem_task(task, output, gold, correct, extracted):
-    result = grade(task, output, gold)
-    assert (result.correct, result.extracted is None) == (correct, extracted is None)
+@pytest.mark.parametrize("task", ["svamp", "mawps", "gsm_hard", "asdiv", "tabmwp"])
+def test_numbers_are_read_alike_in_every_word_problem_task(task):
+    for output, gold, correct, extracted in NUMBERS:
+        result = grade(task, output, gold)
+        assert (result.correct, result.extracted is None) == (correct, extracted is None), output
 
 
 def test_gold_in_the_benchmarks_own_form():

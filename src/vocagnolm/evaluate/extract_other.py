@@ -142,7 +142,8 @@ def _math_of_last_sentence(text: str) -> str | None:
         return spans[0].rpartition("=")[2].strip() or None
     if spans:
         return None
-    if len(text.split()) <= 4 and "\n" not in text:
+    # the output is the bare value
+    if len(text.split()) <= 4 and re.fullmatch(r"(?=.*[\d\\])[\w\s\\{}()\[\].,^+*/=<>|-]+", text):
         return text.strip().rstrip(".") or None
     numbers = [m[0].strip() for m in NUMBER.finditer(delatex(sentence).rpartition("=")[2])]
     ends = "=" in sentence or complete
@@ -156,4 +157,6 @@ def extract_text(output: str) -> str | None:
         phrase = re.sub(r"\s*I hope.*$", "", delatex(clause.text)).strip(" .\"'")
         if phrase:
             return phrase if len(phrase.split()) <= 40 else None
-    return text.strip(" .") if text and "\n" not in text and len(text.split()) <= 6 else None
+    # the output is the bare phrase
+    bare = re.fullmatch(r"[\w :'.,/%-]+", text) and len(text.split()) <= 5
+    return text.strip(" .") if bare else None
