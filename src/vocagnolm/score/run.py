@@ -118,8 +118,10 @@ def _score(
             return complete, missing, [damage for _, damage in states if damage]
 
         complete, missing, mended = ranks.decide(look)
-        started = time.perf_counter()
         ours = missing[ranks.rank :: ranks.count]
+        if ours:
+            teacher.load()
+        started = time.perf_counter()
         tokens = _score_shards(ours, teacher, corpus, settings, writer, on_progress)
         ranks.wait_for_all()
 

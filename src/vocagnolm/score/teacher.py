@@ -40,6 +40,10 @@ class Teacher(Protocol):
         """Everything about the teacher that decides its numbers, for the manifest."""
         ...
 
+    def load(self) -> None:
+        """Make ready for `nll`. Not called when there is nothing to score."""
+        ...
+
     def tokenize(self, texts: Sequence[str]) -> list[TokenizedDocument | str]:
         """Each text's tokens, or the reason why it cannot be scored."""
         ...
@@ -101,6 +105,9 @@ class LocalTeacher:
                 "threads": self.threads,
             },
         }
+
+    def load(self) -> None:
+        assert self._model is not None  # loads it
 
     def tokenize(self, texts: Sequence[str]) -> list[TokenizedDocument | str]:
         try:
