@@ -21,6 +21,8 @@ _PUBLIC = {
     "load_tokenizer": "vocagnolm.align",
     "token_spans": "vocagnolm.align",
     "VocagnolmError": "vocagnolm.errors",
+    "Grade": "vocagnolm.evaluate",
+    "grade": "vocagnolm.evaluate",
     "Head": "vocagnolm.objective",
     "ObjectiveConfig": "vocagnolm.objective",
     "objective_loss": "vocagnolm.objective",
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
         token_spans,
     )
     from vocagnolm.errors import VocagnolmError
+    from vocagnolm.evaluate import Grade, grade
     from vocagnolm.objective import Head, ObjectiveConfig, objective_loss
     from vocagnolm.recipe import Recipe, load_recipe
     from vocagnolm.score import ScoreSettings, score_corpus
@@ -57,6 +60,8 @@ __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "TextTokenizer",
     "TokenSpans",
     "VocagnolmError",
+    "Grade",
+    "grade",
     "Head",
     "ObjectiveConfig",
     "objective_loss",

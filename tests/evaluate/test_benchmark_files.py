@@ -5,8 +5,8 @@ from vocagnolm.errors import BenchmarkError
 from vocagnolm.evaluate.benchmarks import SOURCES, load_examples, split_options
 from vocagnolm.evaluate.fewshot import shots_of
 from vocagnolm.evaluate.grading import grade
-from vocagnolm.evaluate.render import read_requests, render, spread, write_requests
-from vocagnolm.evaluate.suite import TASKS, tasks_named
+from vocagnolm.evaluate.render import TASK_FOLDER, read_requests, render, spread, write_requests
+from vocagnolm.evaluate.suite import AVERAGES, TASKS, tasks_named
 
 
 def test_every_format_is_read(benchmarks):
@@ -155,3 +155,12 @@ def test_requests_travel_as_jsonl(benchmarks, tmp_path):
     listed = [request for some in requests.values() for request in some]
     write_requests(tmp_path / "requests.jsonl", listed)
     assert read_requests(tmp_path / "requests.jsonl") == listed
+
+
+def test_the_suite_is_a_group_of_lm_eval(benchmarks, monkeypatch):
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("VOCAGNOLM_BENCHMARKS", str(benchmarks))
+    manager = TaskManager(include_path=TASK_FOLDER, include_defaults=False)
+    loaded = manager.load(["vocagnolm_math_suite"])["tasks"]
+    assert set(loaded) == {TASKS[name].lm_eval_name for name in AVERAGES["avg"]}
