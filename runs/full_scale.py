@@ -1,6 +1,6 @@
 """The table of docs/full-scale.md: rates in, GPU hours out.
 
-    python runs/full_scale.py
+python runs/full_scale.py
 """
 
 STUDENT_TOKENS = 15e9  # the paper: TinyLlama-1.1B, 15B tokens of OpenWebMath
