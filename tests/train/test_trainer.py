@@ -16,6 +16,7 @@ from vocagnolm.train.collate import BlockCollator
 from vocagnolm.train.forward import MicroBatch, install_guided_forward, last_hidden
 from vocagnolm.train.metrics import read_metrics
 from vocagnolm.train.run import train
+from vocagnolm.train.student import compile_layers
 
 STEPS = 5
 TOKENS = STEPS * 8 * 32
@@ -332,6 +333,27 @@ def test_memory_and_precision_options(lab, tmp_path, train_section):
     other = run(lab, tmp_path / "other", train=train_section)
     tolerance = 2e-2 if "bf16" in train_section else 1e-6
     np.testing.assert_allclose(column(other, "loss"), column(plain, "loss"), rtol=tolerance)
+
+
+def test_compiled_layers_change_neither_names_nor_losses():
+    model, plain = tiny(), tiny()
+    compile_layers(model, backend="aot_eager")  # the compiler's front end, without C++
+    for each in (model, plain):
+        install_guided_forward(each)
+    ids = torch.randint(0, 320, (2, 12))
+    batch = BlockCollator()([{"input_ids": row} for row in ids.numpy()])
+    losses = []
+    for each in (model, plain):
+        micro_batch = MicroBatch(
+            input_ids_BT=ids, labels_BT=batch["labels"], config=ObjectiveConfig(method="cpt")
+        )
+        output = each(micro_batch=micro_batch)
+        output["loss"].backward()
+        losses.append(output["loss"].item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_loss_that_is_not_finite_stops_with_step_and_blocks(lab, tmp_path):

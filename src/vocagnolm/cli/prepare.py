@@ -44,24 +44,23 @@ def prepare(
 
 
 @contextlib.contextmanager
-def _progress() -> "Iterator[Callable[[PackingSummary], None]]":
+def _progress() -> "Iterator[Callable[[PackingSummary, float], None]]":
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("preparing")
+    columns = (TextColumn("preparing"), BarColumn(), TextColumn("{task.description}"))
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
         documents = tokens = 0
 
-        def note(part: "PackingSummary") -> None:
+        def note(part: "PackingSummary", share: float) -> None:
             nonlocal documents, tokens
             documents += part.documents
             tokens += part.tokens
             rate = tokens / max(bar.tasks[0].elapsed or 0.0, 1e-9)
-            bar.update(
-                task,
-                description=f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s",
-            )
+            what = f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
+            bar.update(task, completed=share, description=what)
 
         yield note
 

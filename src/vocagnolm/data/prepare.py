@@ -36,7 +36,8 @@ from vocagnolm.store import LossStore
 from vocagnolm.store.format import identity_digest, open_shard
 
 SETTINGS = "settings.json"
-Progress = Callable[[PackingSummary], None]
+Progress = Callable[[PackingSummary, float], None]
+"""Called with the summary of each finished part and the share of the parts that are done."""
 
 
 def prepare(
@@ -280,13 +281,15 @@ def _make_parts(
     """Entries of all parts, in the order of the corpus. Finished parts are not read again."""
     entries: dict[int, dict[str, Any]] = {}
 
+    starts = range(0, len(corpus), part_documents)
+
     def note(number: int, entry: dict[str, Any]) -> None:
         entries[number] = entry
         if progress is not None:
-            progress(PackingSummary(**entry["summary"]))
+            progress(PackingSummary(**entry["summary"]), len(entries) / len(starts))
 
     wanted = []
-    for number, start in enumerate(range(0, len(corpus), part_documents)):
+    for number, start in enumerate(starts):
         entry = finished_part(folder / part_name(number), plan.identity)
         if entry is None:
             wanted.append((number, start))

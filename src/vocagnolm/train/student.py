@@ -84,7 +84,7 @@ def add_lora(model: PreTrainedModel, section: LoraSection) -> nn.Module:
     return adapted
 
 
-def compile_layers(model: PreTrainedModel) -> None:
+def compile_layers(model: PreTrainedModel, **options: Any) -> None:
     """torch.compile each decoder layer: all of the speed of compiling the model, in seconds
     instead of minutes, and the objective stays as it is."""
     layers = find_layers(model)
@@ -94,7 +94,7 @@ def compile_layers(model: PreTrainedModel) -> None:
         )
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for layer in layers:
-        layer.compile()
+        layer.compile(**options)
 
 
 def save_tokenizer(recipe: Recipe, folder: Path) -> None:
