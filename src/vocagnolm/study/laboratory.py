@@ -11,22 +11,18 @@ FOLDER/runs/ROW-sSEED/      run folder + evaluation.json, answers.jsonl.gz, sele
 ```
 """
 
-import gc
 import hashlib
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import StudyError
 from vocagnolm.recipe import Recipe
 from vocagnolm.study.design import (
-    EvaluationPlan,
     RowPlan,
     RunPlan,
     Study,
@@ -34,32 +30,13 @@ from vocagnolm.study.design import (
     plan_runs,
     recipe_with,
 )
+from vocagnolm.study.task import Task, existing_path, release_memory, write_json
 
 EVALUATION = "evaluation.json"
 SELECTION = "selection.json"
 _SELECTION_MICRO_BATCHES = 8
 # Methods that choose tokens: worth knowing which sources they keep.
 _CHOOSING = ("guided", "no_teacher", "rho1", "chunk")
-
-
-@dataclass(frozen=True)
-class Task:
-    """Something to do once: `done` exists afterwards."""
-
-    name: str
-    kind: str
-    done: Path
-    needs: tuple[Path, ...]
-    """Files that must be there before."""
-    action: Callable[[], None]
-
-    @property
-    def is_done(self) -> bool:
-        return self.done.exists()
-
-    @property
-    def is_ready(self) -> bool:
-        return all(path.exists() for path in self.needs)
 
 
 class Laboratory:
@@ -132,14 +109,14 @@ class Laboratory:
             f"score-{teacher}",
             f"score-{teacher}",
             out / "manifest.json",
-            _existing_path(plan.model),
+            existing_path(plan.model),
             lambda: self._score(teacher),
         )
 
     def _blocks_task(self, recipe: Recipe) -> Task:
         assert recipe.data.blocks is not None
         folder = Path(recipe.data.blocks)
-        needs = [*_existing_path(recipe.student_tokenizer)]
+        needs = [*existing_path(recipe.student_tokenizer)]
         if recipe.store.path is not None:
             needs.append(Path(recipe.store.path) / "manifest.json")
         return Task(
@@ -215,7 +192,7 @@ class Laboratory:
         if self.study.start is not None:
             needs.append(self.folder / "start" / "model")
         if recipe.needs_online_teacher:
-            needs += _existing_path(recipe.teacher.model)
+            needs += existing_path(recipe.teacher.model)
         return tuple(needs)
 
     # ---- recipes ----
@@ -285,7 +262,7 @@ class Laboratory:
         return self.folder / "runs" / f"{row}-s{self.rows[row].seeds[0]}"
 
     def _student_files(self) -> tuple[Path, ...]:
-        return _existing_path(self.study.base.get("student", {}).get("model"))
+        return existing_path(self.study.base.get("student", {}).get("model"))
 
     def learning_rate(self, group: str) -> float:
         """The rate with the lowest mean bits per byte on the validation texts."""
@@ -322,8 +299,8 @@ class Laboratory:
             "seconds_with_loading": time.perf_counter() - started,
             "bits_per_byte": summary.store["bits_per_byte"],
         }
-        _write_json(self.folder / "stores" / f"{teacher}.json", about)
-        _release()
+        write_json(self.folder / "stores" / f"{teacher}.json", about)
+        release_memory()
 
     def _all_corpus_files(self) -> list[str]:
         """What a teacher reads: `score_files`, or the corpora of all runs with a store."""
@@ -347,7 +324,7 @@ class Laboratory:
 
         started = time.perf_counter()
         train(recipe, quiet=True)
-        _release()
+        release_memory()
         return time.perf_counter() - started
 
     def _run(self, run: RunPlan) -> None:
@@ -403,8 +380,8 @@ class Laboratory:
             measured[when] = kept_by_source(
                 recipe, model, sources, micro_batches=_SELECTION_MICRO_BATCHES
             )
-        _write_json(folder / SELECTION, measured)
-        _release()
+        write_json(folder / SELECTION, measured)
+        release_memory()
 
     def _evaluate(
         self, model: Path, folder: Path, about: dict[str, Any], *, with_answers: bool = True
@@ -413,39 +390,11 @@ class Laboratory:
 
         folder.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
-        result = evaluate_model(model, self.evaluation_plan, folder, with_answers=with_answers)
+        result = evaluate_model(model, self.study.evaluate, folder, with_answers=with_answers)
         seconds = time.perf_counter() - started
-        _write_json(folder / EVALUATION, {**about, **result, "evaluate_seconds": seconds})
-        _release()
-
-    @property
-    def evaluation_plan(self) -> EvaluationPlan:
-        return self.study.evaluate
+        write_json(folder / EVALUATION, {**about, **result, "evaluate_seconds": seconds})
+        release_memory()
 
     def _discard(self, model: Path) -> None:
         if not self.study.keep_models:
             shutil.rmtree(model)
-
-
-def _existing_path(source: str | None) -> tuple[Path, ...]:
-    """A file or folder to wait for; a hub id is nothing to wait for."""
-    if source is None:
-        return ()
-    local = source.startswith((".", "/", "~")) or source.count("/") != 1 or Path(source).exists()
-    return (Path(source),) if local else ()
-
-
-def _release() -> None:
-    """Give back what the last model held."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)

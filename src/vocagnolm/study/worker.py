@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vocagnolm.study.design import load_study
-from vocagnolm.study.laboratory import Laboratory, Task
+from vocagnolm.study.laboratory import Laboratory
+from vocagnolm.study.task import Task
 
 _WAIT_SECONDS = 1.0
 Say = Callable[[str], None]

@@ -1,0 +1,53 @@
+"""A piece of work that is done once, and what its actions share."""
+
+import gc
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to do once: `done` exists afterwards."""
+
+    name: str
+    kind: str
+    done: Path
+    needs: tuple[Path, ...]
+    """Files that must be there before."""
+    action: Callable[[], None]
+
+    @property
+    def is_done(self) -> bool:
+        return self.done.exists()
+
+    @property
+    def is_ready(self) -> bool:
+        return all(path.exists() for path in self.needs)
+
+
+def existing_path(source: str | None) -> tuple[Path, ...]:
+    """A file or folder to wait for; a hub id is nothing to wait for."""
+    if source is None:
+        return ()
+    local = source.startswith((".", "/", "~")) or source.count("/") != 1 or Path(source).exists()
+    return (Path(source),) if local else ()
+
+
+def release_memory() -> None:
+    """Give back what the last model held."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
