@@ -85,7 +85,7 @@ def canonical_math(text: str) -> str:
     text = _WRAPPER.sub(r"\1", text).strip()
     if unit := _UNIT_WORDS.match(text):
         text = unit[1].strip()
-    if text.count("=") == 1:
+    if text.count("=") <= 1:
         text = _NAMED.sub("", text)
     if re.fullmatch(r"[-+]?\d{1,3}(?:,\s?\d{3})+(?:\.\d+)?(?:\\?%)?", text):
         text = text.replace(",", "").replace(" ", "")

@@ -53,14 +53,15 @@ class Clause:
 
 
 _SAID = re.compile(
-    r"\banswer\b[*_]*(?:,?\s+(?:to|for|of|in)\b[^.\n:=]{0,80}?)?,?\s+"
-    r"(?:is|was|will\s+be|would\s+be|should\s+be|must\s+be|equals|comes\s+(?:out\s+)?to)\b"
+    r"\banswers?\b[*_]*(?:,?\s+(?:to|for|of|in)\b[^.\n:=]{0,80}?)?,?\s+"
+    r"(?:is|are|was|will\s+be|would\s+be|should\s+be|must\s+be|equals|comes\s+(?:out\s+)?to)\b"
     r"(?:\s+(?:therefore|thus|then|just|simply|exactly|approximately|about|roughly|equal\s+to|"
     r"given\s+by|option|choice))*\s*[*_]*:?[*_]*\s*",
     re.IGNORECASE,
 )
 _CHOICE_SAID = re.compile(
-    r"\b(?:choice|option)\b[*_]*\s+(?:is|was|would\s+be|should\s+be|must\s+be)\b\s*[*_]*:?[*_]*\s*",
+    r"\b(?:choice|option)\b[*_]*(?:\s+(?:is|was|would\s+be|should\s+be|must\s+be)\b\s*[*_]*:?|\s*:)"
+    r"[*_]*\s*",
     re.IGNORECASE,
 )
 _HEADING = re.compile(r"\b(?:answer|ans)\b[*_]*\s*[:=][*_]*\s*", re.IGNORECASE)

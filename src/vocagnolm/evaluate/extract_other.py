@@ -70,6 +70,14 @@ def extract_choice(output: str, letters: str) -> str | None:
     )
     if verdict:
         return verdict[1]
+    conclusion = re.fullmatch(
+        rf"(?:so|thus|hence|therefore),?\s+(?:it\s+is\s+)?(?:(?:the\s+)?(?:option|choice|answer)\s+"
+        rf"\(?([{letters}])\)?|\(([{letters}])\))\W*",
+        sentence,
+        re.IGNORECASE,
+    )
+    if conclusion:
+        return (conclusion[1] or conclusion[2]).upper()
     # the output is the option itself: "B", "(B) 26", "C. 30"
     whole = re.match(
         rf"(?:[\(\[]\s*([{letters}])\s*[\)\]]|([{letters}])(?=\s*$|[).:]))", delatex(text)
