@@ -117,7 +117,7 @@ def _prepare_slowly(tree, delay):
 def test_killed_and_run_again_equals_uninterrupted(lab, tmp_path, parts_before_kill):
     folder, _ = lab
     tree = recipe_dict(folder, data={"blocks": str(tmp_path / "killed")})
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     process = context.Process(target=_prepare_slowly, args=(tree, 0.3))
     process.start()
     deadline = time.monotonic() + 60
@@ -215,7 +215,7 @@ def test_without_a_store_there_is_no_guidance(lab, tmp_path):
     ]
 
 
-def test_bos_from_the_template_and_wide_ids(tmp_path):
+def test_bos_from_the_template(tmp_path):
     texts = make_lab(tmp_path, 10)
     folder = save_tokenizer(tmp_path / "framed", kind="pieces")
     description = json.loads((folder / "tokenizer.json").read_text())
