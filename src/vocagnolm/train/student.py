@@ -35,9 +35,8 @@ def build_student(recipe: Recipe) -> PreTrainedModel:
         model = load_causal_lm(
             section.model, device="cpu", dtype=section.dtype, revision=section.revision
         )
-        # a dequantised GGUF is an ordinary model from here on
-        if getattr(model.config, "quantization_config", None) is not None:
-            del model.config.quantization_config
+        if Path(section.model).suffix.lower() == ".gguf":
+            forget_quantisation(model)
     elif section.config is not None:
         set_seed(recipe.run.seed)
         model = model_from_config(section.config, DTYPES[section.dtype])
@@ -46,6 +45,16 @@ def build_student(recipe: Recipe) -> PreTrainedModel:
     if section.attention is not None:
         model.set_attn_implementation(section.attention)
     return model.train().requires_grad_(True)
+
+
+def forget_quantisation(model: PreTrainedModel) -> None:
+    """A GGUF file is dequantised when it is loaded: from here on it is an ordinary model, but
+    transformers would refuse to train or save it."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config
+    model.__dict__["hf_quantizer"] = None
+    if "is_quantized" in model.__dict__:  # an attribute in older versions, now a property
+        model.__dict__["is_quantized"] = False
 
 
 def model_config(settings: dict[str, Any]) -> Any:
