@@ -1,6 +1,7 @@
 """Every way in, and every wrong turn with one clear message."""
 
 import json
+import pickle
 import sys
 
 import made
@@ -125,6 +126,17 @@ def test_wrong_sources(tmp_path, make, message):
 def _written(path, content):
     path.write_text(content)
     return path
+
+
+def test_a_pickled_tokenizer_keeps_its_policy_and_its_template():
+    for policy in ("text", "control"):
+        before = load_tokenizer(made.tokenizer("wordpiece"), special_tokens=policy)
+        after = pickle.loads(pickle.dumps(before))
+        assert after.fingerprint == before.fingerprint and after.name == before.name
+        for add in (False, True):
+            one, two = (t.spans("[SEP] red", add_special_tokens=add) for t in (before, after))
+            assert one.ids.tolist() == two.ids.tolist()
+            assert one.spans.tolist() == two.spans.tolist()
 
 
 def test_a_tokenizer_object_is_copied():

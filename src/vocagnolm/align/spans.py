@@ -75,7 +75,9 @@ class Spanner:
         description = description_of(tokenizer)
         self._tokenizer = tokenizer
         self._post_processor = tokenizer.post_processor
+        self._decoder = tokenizer.decoder
         tokenizer.post_processor = None
+        tokenizer.decoder = None
         self.pipeline = describe(description)
         self.token_bytes = token_bytes_table(tokenizer, self.pipeline)
         lengths = [-1 if entry is None else len(entry) for entry in self.token_bytes]
@@ -87,6 +89,15 @@ class Spanner:
             space_marks=self.pipeline.space_marks,
             lossy=self.pipeline.lossy_normaliser,
         )
+
+    def as_json(self) -> str:
+        """The tokenizer as it was taken over, post-processor and decoder included."""
+        whole = Tokenizer.from_str(self._tokenizer.to_str())
+        if self._post_processor is not None:
+            whole.post_processor = self._post_processor
+        if self._decoder is not None:
+            whole.decoder = self._decoder
+        return str(whole.to_str())
 
     def spans(self, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
         encoded = encode_utf8(text)

@@ -1,7 +1,6 @@
 """Any Hugging Face tokenizer, made ready for spans: a private copy with one fixed policy."""
 
 import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
@@ -32,12 +31,20 @@ class TextTokenizer:
     characters they are, unless `special_tokens="control"` asks for the control ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, name: str, special_tokens: str = "text"):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        special_tokens: str = "text",
+        private: bool = False,
+    ):
+        """`private`: the tokenizer is given away for good, and need not be copied."""
         if special_tokens not in ("text", "control"):
             raise ValueError(f"special_tokens must be 'text' or 'control', got {special_tokens!r}")
         self.name = name
         self.special_tokens = special_tokens
-        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer = tokenizer if private else Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = special_tokens == "text"
@@ -63,11 +70,12 @@ class TextTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over everything that decides the ids of a text."""
-        description = json.loads(self._tokenizer.to_str())
-        for section in ("truncation", "padding", "decoder", "post_processor"):
-            description.pop(section, None)
-        description["special_tokens_policy"] = self.special_tokens
-        return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+        decides = f"{self.special_tokens}\n{self._tokenizer.to_str()}"
+        return hashlib.sha256(decides.encode()).hexdigest()
+
+    def __reduce__(self) -> Any:
+        # by hand: a pickled `tokenizers.Tokenizer` forgets how special tokens in the text are read
+        return _rebuild, (self._spanner.as_json(), self.name, self.special_tokens)
 
     def token(self, index: int) -> str:
         return self._tokenizer.id_to_token(index) or ""
@@ -85,6 +93,12 @@ class TextTokenizer:
 
     def spans_batch(self, texts: Sequence[str]) -> list[TokenSpans]:
         return self._spanner.spans_batch(texts)
+
+
+def _rebuild(description: str, name: str, special_tokens: str) -> TextTokenizer:
+    return TextTokenizer(
+        Tokenizer.from_str(description), name=name, special_tokens=special_tokens, private=True
+    )
 
 
 def token_spans(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
@@ -121,7 +135,7 @@ def load_tokenizer(source: Any, *, special_tokens: str = "text") -> TextTokenize
     if isinstance(source, TextTokenizer):
         if source.special_tokens == special_tokens:
             return source
-        return TextTokenizer(source._tokenizer, name=source.name, special_tokens=special_tokens)
+        return _rebuild(source._spanner.as_json(), source.name, special_tokens)
     if isinstance(source, Tokenizer):
         return TextTokenizer(source, name="tokenizer", special_tokens=special_tokens)
     if not isinstance(source, str | Path):
@@ -131,7 +145,9 @@ def load_tokenizer(source: Any, *, special_tokens: str = "text") -> TextTokenize
         return _from_folder(path, special_tokens)
     if path.is_file():
         reader = _read_json if path.suffix == ".json" else read_sentencepiece
-        return TextTokenizer(reader(path), name=_short_name(path), special_tokens=special_tokens)
+        return TextTokenizer(
+            reader(path), name=_short_name(path), special_tokens=special_tokens, private=True
+        )
     return _from_hub(str(source), special_tokens)
 
 
@@ -157,10 +173,10 @@ def _from_folder(folder: Path, special_tokens: str) -> TextTokenizer:
         tokenizer = _read_json(folder / "tokenizer.json")
         if any((folder / f).is_file() for f in ("tokenizer_config.json", "config.json")):
             _check_auto_tokenizer(tokenizer, folder)
-        return TextTokenizer(tokenizer, name=name, special_tokens=special_tokens)
+        return TextTokenizer(tokenizer, name=name, special_tokens=special_tokens, private=True)
     if (folder / "tokenizer.model").is_file():
         tokenizer = read_sentencepiece(folder / "tokenizer.model")
-        return TextTokenizer(tokenizer, name=name, special_tokens=special_tokens)
+        return TextTokenizer(tokenizer, name=name, special_tokens=special_tokens, private=True)
     found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
     raise TokenizerError(
         f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model, found {found}"
@@ -234,16 +250,18 @@ def _check_auto_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 def _refuse_other_ids(file: Tokenizer, other: Tokenizer, file_name: str, other_name: str) -> None:
     for probe in PROBES:
-        expected = file.encode(probe, add_special_tokens=False).tokens
-        found = other.encode(probe, add_special_tokens=False).tokens
-        ids_differ = (
-            file.encode(probe, add_special_tokens=False).ids
-            != other.encode(probe, add_special_tokens=False).ids
-        )
-        if ids_differ:
+        expected = file.encode(probe, add_special_tokens=False)
+        try:
+            found = other.encode(probe, add_special_tokens=False)
+        except Exception as error:  # the Rust side raises bare Exception
             raise TokenizerError(
-                f"{other_name} and {file_name} give different ids for {probe!r}: {found} "
-                f"against {expected}. One of them is not what the model was trained with. "
+                f"{other_name}, made for {file_name}, cannot encode {probe!r}: {error}. The "
+                "configuration beside tokenizer.json belongs to another tokenizer"
+            ) from None
+        if expected.ids != found.ids:
+            raise TokenizerError(
+                f"{other_name} and {file_name} give different ids for {probe!r}: {found.tokens} "
+                f"against {expected.tokens}. One of them is not what the model was trained with. "
                 "Correct 'tokenizer_class' in tokenizer_config.json (PreTrainedTokenizerFast reads "
                 "tokenizer.json as it is), or pass the tokenizer.json file itself"
             )

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
-from tokenizers import Tokenizer
 
 from vocagnolm.align import TextTokenizer, TokenSpans
 from vocagnolm.align.alignment import Aggregation
@@ -33,8 +32,7 @@ TOKENISE_BYTES = 1_000_000
 class PartPlan:
     """Everything a worker needs to make a part, small enough to send to it."""
 
-    tokenizer_json: str
-    tokenizer_name: str
+    tokenizer: TextTokenizer
     store: str | None
     bos: int | None
     eos: int | None
@@ -55,9 +53,7 @@ class PartMaker:
     def __init__(self, plan: PartPlan, folder: Path):
         self.plan = plan
         self.folder = folder
-        self.tokenizer = TextTokenizer(
-            Tokenizer.from_str(plan.tokenizer_json), name=plan.tokenizer_name
-        )
+        self.tokenizer = plan.tokenizer
         self.store = LossStore.open(plan.store) if plan.store else None
 
     def make(self, number: int, documents: Sequence[NumberedText]) -> dict[str, Any]:

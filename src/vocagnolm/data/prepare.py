@@ -231,9 +231,7 @@ def _plan(recipe: Recipe, tokenizer: TextTokenizer, settings: dict[str, Any]) ->
     if recipe.store.path is not None:
         skipped = skipped_by_teacher(LossStore.open(recipe.store.path), settings["corpus"])
     return PartPlan(
-        # as text: a pickled tokenizer would forget how special tokens in the text are read
-        tokenizer_json=tokenizer._tokenizer.to_str(),
-        tokenizer_name=tokenizer.name,
+        tokenizer=tokenizer,
         store=recipe.store.path,
         bos=settings["bos"],
         eos=settings["eos"],
