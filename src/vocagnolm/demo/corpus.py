@@ -1,0 +1,120 @@
+"""The demo's corpus: worked problems among what the web puts around them.
+
+Three kinds of documents, drawn from one seed: problems and worksheets solved rightly, the same
+solved wrongly, and junk (menus, shop listings, codes, word salad). A model that learns everything
+alike learns the mistakes and the codes too.
+"""
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from vocagnolm.demo.problems import NAMES, THINGS, Problem, draw_problem, words
+
+CLEAN, WRONG, JUNK = "clean", "wrong", "junk"
+# problems for measuring come from another seed than any text that is trained on
+START_SEED, CORPUS_SEED, HELD_OUT_SEED = 7, 11, 97
+SHARES = {CLEAN: 0.4, WRONG: 0.3, JUNK: 0.3}
+
+_MENU = words(
+    "Home About Login Register Forum Cart Help Contact News Archive Search Sitemap Privacy Terms"
+)
+_SALAD = words(
+    "cheap best free click online offer today review guide deal shop order now top new sale travel "
+    "hotel phone credit game music video photo health home garden car insurance loan"
+)
+_CODE = "ABCDEFGHJKLMNPQRSTUVWXYZ0123456789"
+
+
+def clean_document(chance: random.Random) -> str:
+    return _page(chance, wrong_share=0.0)
+
+
+def wrong_document(chance: random.Random, wrong_share: float = 0.8) -> str:
+    """The same pages with wrong results: nothing but the arithmetic gives them away."""
+    return _page(chance, wrong_share)
+
+
+def _page(chance: random.Random, wrong_share: float) -> str:
+    """A solved problem, or a worksheet with some bare sums."""
+    head = _head(chance)
+    if chance.random() < 0.6:
+        problem = draw_problem(chance)
+        wrong = chance.random() < wrong_share
+        return head + problem.text(_wrong_result(problem, chance) if wrong else None)
+    lines = []
+    for _ in range(chance.randint(3, 6)):
+        problem = draw_problem(chance)
+        wrong = chance.random() < wrong_share
+        lines.append(problem.sum(_wrong_result(problem, chance) if wrong else None))
+    return head + "\n".join(lines) + "\n"
+
+
+def _head(chance: random.Random) -> str:
+    """Who posted it and when, before every third page."""
+    if chance.random() < 2 / 3:
+        return ""
+    when = f"{chance.randint(1, 28)}.{chance.randint(1, 12)}.20{chance.randint(10, 24)}"
+    return f"Posted by {chance.choice(NAMES).lower()}{chance.randint(10, 999)}, {when}\n"
+
+
+def _wrong_result(problem: Problem, chance: random.Random) -> int:
+    while True:
+        result = max(0, problem.answer + chance.choice((-1, 1)) * chance.randint(1, 9))
+        if result != problem.answer:
+            return result
+
+
+def junk_document(chance: random.Random) -> str:
+    kind = chance.randrange(4)
+    if kind == 0:
+        entries = chance.sample(_MENU, chance.randint(5, 9))
+        return f"{' | '.join(entries)} | (c) {chance.randint(1998, 2024)}\n"
+    if kind == 1:
+        lines = [
+            f"{chance.choice(THINGS)} {_code(chance)} "
+            f"${chance.randint(1, 99)}.{chance.randint(10, 99)}"
+            for _ in range(chance.randint(2, 4))
+        ]
+        return "\n".join(lines) + "\n"
+    if kind == 2:
+        return " ".join(chance.choices(_SALAD, k=chance.randint(12, 24))) + "\n"
+    return f"session {_code(chance)}{_code(chance)} ref {_code(chance)} {_code(chance)}\n"
+
+
+def _code(chance: random.Random) -> str:
+    return "".join(chance.choices(_CODE, k=6))
+
+
+_MAKERS = {CLEAN: clean_document, WRONG: wrong_document, JUNK: junk_document}
+
+
+def noisy_documents(seed: int) -> Iterator[tuple[str, str]]:
+    """(kind, text) without end, in random order, by `SHARES`."""
+    chance = random.Random(seed)
+    kinds = list(SHARES)
+    weights = list(SHARES.values())
+    while True:
+        kind = chance.choices(kinds, weights)[0]
+        yield kind, _MAKERS[kind](chance)
+
+
+def clean_problems(n_problems: int, seed: int) -> list[Problem]:
+    """Different problems for measuring: no question occurs twice."""
+    chance = random.Random(seed)
+    found: dict[str, Problem] = {}
+    while len(found) < n_problems:
+        problem = draw_problem(chance)
+        found.setdefault(problem.question, problem)
+    return list(found.values())
+
+
+def write_jsonl(path: Path, documents: Iterable[tuple[str, str]]) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        for kind, text in documents:
+            file.write(json.dumps({"kind": kind, "text": text}, ensure_ascii=False) + "\n")
+            count += 1
+    return count

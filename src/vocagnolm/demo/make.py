@@ -1,0 +1,160 @@
+"""Make the demo's two models: `python -m vocagnolm.demo.make FOLDER`.
+
+The teacher reads rightly solved pages, and some junk, so that it knows what cannot be known.
+The start, from which every student goes on, reads pages of the same kind whose results are all
+wrong: it knows how they look, and no arithmetic. The folders
+`teacher/` and `start/` beside this file were made by this script; run again after an
+interruption, it goes on from where it stopped.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vocagnolm.demo.corpus import START_SEED, clean_document, junk_document, wrong_document
+from vocagnolm.demo.tokenizers import END, save_tokenizer, student_tokenizer, teacher_tokenizer
+
+BATCH, LENGTH = 16, 128
+PEAK, FLOOR, WARMUP = 4e-3, 2e-4, 40
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One of the two models: what it reads, how it cuts it, how large it is, how long it trains."""
+
+    name: str
+    documents: Callable[[], Iterator[str]]
+    tokenizer: Callable[[Iterator[str]], Tokenizer]
+    hidden: int
+    layers: int
+    steps: int
+
+
+def teacher_documents() -> Iterator[str]:
+    """Seven rightly solved pages for every piece of junk."""
+    chance = random.Random(2)
+    while True:
+        yield junk_document(chance) if chance.random() < 0.125 else clean_document(chance)
+
+
+def start_documents() -> Iterator[str]:
+    """Pages without a single right result: how such pages look, but no arithmetic."""
+    chance = random.Random(START_SEED)
+    while True:
+        if chance.random() < 0.3:
+            yield junk_document(chance)
+        else:
+            yield wrong_document(chance, wrong_share=1.0)
+
+
+PLANS = (
+    Plan("teacher", teacher_documents, teacher_tokenizer, hidden=96, layers=3, steps=900),
+    Plan("start", start_documents, student_tokenizer, hidden=64, layers=3, steps=1500),
+)
+
+
+def new_model(plan: Plan, tokenizer: Tokenizer) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    end = tokenizer.token_to_id(END)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=tokenizer.get_vocab_size(),
+            hidden_size=plan.hidden,
+            intermediate_size=plan.hidden * 8 // 3 // 8 * 8,
+            num_hidden_layers=plan.layers,
+            num_attention_heads=plan.hidden // 32,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            # 0.02, made for wide models, keeps one of this width on a plateau for ages
+            initializer_range=0.08,
+            bos_token_id=None,
+            eos_token_id=end,
+            pad_token_id=end,
+        )
+    )
+
+
+def batches(tokenizer: Tokenizer, documents: Iterator[str]) -> Iterator[torch.Tensor]:
+    """Packed ids [BATCH, LENGTH], documents parted by the end token."""
+    end = tokenizer.token_to_id(END)
+    assert end is not None
+    held: list[int] = [end]
+    need = BATCH * LENGTH
+    while True:
+        while len(held) < need:
+            held += [*tokenizer.encode(next(documents)).ids, end]
+        yield torch.tensor(held[:need]).view(BATCH, LENGTH)
+        held = held[need:]
+
+
+def learning_rate(step: int, steps: int) -> float:
+    if step < WARMUP:
+        return PEAK * (step + 1) / WARMUP
+    place = (step - WARMUP) / (steps - WARMUP)
+    return FLOOR + 0.5 * (PEAK - FLOOR) * (1 + math.cos(math.pi * place))
+
+
+def make_model(plan: Plan, folder: Path, until: float) -> bool:
+    """Train, or go on training; True when the model is there."""
+    if (folder / "model.safetensors").is_file():
+        return True
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = plan.tokenizer(itertools.islice(plan.documents(), 6000))
+    model = new_model(plan, tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    state_file = folder / "state.pt"
+    first = 0
+    if state_file.exists():
+        state: dict[str, Any] = torch.load(state_file, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    for step, ids in enumerate(itertools.islice(batches(tokenizer, plan.documents()), plan.steps)):
+        if step < first:
+            continue
+        if time.monotonic() > until:
+            parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**parts, "step": step}, state_file)
+            return False
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, plan.steps)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 20 == 0:
+            print(f"{plan.name}, step {step:4d}: {loss.item():.4f} nats per token", flush=True)
+    model.half().save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    about = {"steps": plan.steps, "tokens": plan.steps * BATCH * LENGTH}
+    (folder / "made.json").write_text(json.dumps(about) + "\n")
+    state_file.unlink(missing_ok=True)
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so long")
+    parser.add_argument("--only", choices=[plan.name for plan in PLANS], help="one of the two")
+    options = parser.parse_args()
+    until = time.monotonic() + 60 * options.minutes
+    plans = [plan for plan in PLANS if options.only in (None, plan.name)]
+    done = all(make_model(plan, options.folder / plan.name, until) for plan in plans)
+    print("done" if done else "stopped early: run again to go on")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The students of the demo: one recipe for all, one word changed, the same start and budget."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from vocagnolm.recipe import Recipe, recipe_from_dict
+
+METHODS = ("cpt", "random", "guided")
+SHIPPED = Path(__file__).parent
+TEACHER, START = SHIPPED / "teacher", SHIPPED / "start"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much every student reads, and what it is measured on."""
+
+    tokens: int = 300_000
+    """Student tokens of training; the corpus has about as many, so each is seen once."""
+    documents: int = 7_000
+    problems: int = 400
+    seeds: int = 3
+
+
+def recipe_of(out: Path, method: str, seed: int, budget: Budget) -> Recipe:
+    """The methods differ in `objective.method` alone. The seed decides the order of the blocks,
+    the same for all methods, and what `random` keeps."""
+    return recipe_from_dict(
+        {
+            "student": {"model": str(START)},
+            "teacher": {"tokenizer": str(TEACHER)},
+            "corpus": {"files": [str(out / "corpus.jsonl")]},
+            "store": {"path": str(out / "store")},
+            "data": {"blocks": str(out / "blocks"), "block_size": 128},
+            "objective": {"method": method, "keep": 0.4},
+            "optimizer": {
+                "learning_rate": 4e-3,
+                "min_learning_rate": 2e-4,
+                "warmup_steps": 20,
+                "weight_decay": 0.01,
+                "beta2": 0.98,
+            },
+            "train": {
+                "tokens": budget.tokens,
+                "batch_blocks": 8,
+                "micro_batch": 8,
+                "device": "cpu",
+            },
+            "run": {
+                "folder": str(out / "runs" / f"{method}-{seed}"),
+                "seed": seed,
+                "save_every": 0,
+            },
+        },
+        origin="the demo's recipe",
+    )
+
+
+def train_and_measure(recipe: Recipe, held_out: Path, n_problems: int) -> dict[str, float]:
+    """One student from its start to its two numbers; what is finished is not done again."""
+    from vocagnolm.train.run import train
+
+    folder = Path(recipe.run.folder or "")
+    measured = folder / "measures.json"
+    if measured.is_file():
+        known: dict[str, float] = json.loads(measured.read_text())
+        return known
+    one_thread()
+    train(recipe, quiet=True)
+    measures = measure(folder / "model", held_out, n_problems)
+    measured.write_text(json.dumps(measures) + "\n")
+    return measures
+
+
+def measure(model: Path, held_out: Path, n_problems: int) -> dict[str, float]:
+    """Bits per byte of clean held-out text, and the share of held-out problems that the model
+    solves with exactly the right number."""
+    from vocagnolm.demo.answers import exact_share, solve
+    from vocagnolm.demo.corpus import HELD_OUT_SEED, clean_problems
+    from vocagnolm.evaluate.bits import bits_per_byte
+    from vocagnolm.model import open_model
+
+    files = open_model(model, device="cpu")
+    problems = clean_problems(n_problems, HELD_OUT_SEED)
+    return {
+        "exact": exact_share(solve(model, problems), problems),
+        "bits_per_byte": bits_per_byte(files.load(), files, [held_out]).value,
+    }
+
+
+def one_thread() -> None:
+    """Small students side by side are faster than one after the other with several threads."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

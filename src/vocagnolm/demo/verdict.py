@@ -1,0 +1,87 @@
+"""What the runs say, in words: paired over seeds, and honest when they say nothing."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from vocagnolm.report.page_data import Measure, ResultGroup, Results
+
+MEASURES = {
+    "exact": Measure(name="Exact answers", unit="%", better="higher", digits=1),
+    "bits_per_byte": Measure(name="Bits per byte", unit="clean text", better="lower", digits=3),
+}
+Measured = Mapping[str, Sequence[Mapping[str, float]]]
+"""Method -> one record of measures for every seed, in the same order."""
+
+
+def results_of(measured: Measured, note: str | None = None) -> Results:
+    groups = [
+        ResultGroup(
+            name=method,
+            values=[[_shown(name, record[name]) for record in records] for name in MEASURES],
+        )
+        for method, records in measured.items()
+    ]
+    return Results(
+        measures=list(MEASURES.values()), groups=groups, verdict=verdict(measured), note=note
+    )
+
+
+def _shown(measure: str, value: float) -> float:
+    return 100 * value if measure == "exact" else value
+
+
+def verdict(measured: Measured) -> str:
+    """Guided against each control, first by answers and then by bits per byte."""
+    return " ".join(
+        [
+            _sentence("exact", "exact answers", measured),
+            _sentence("bits_per_byte", "bits per byte", measured),
+        ]
+    )
+
+
+def _sentence(measure: str, name: str, measured: Measured) -> str:
+    clauses = [
+        f"{_outcome(measure, measured, control)} than {_full_name(control)}"
+        for control in measured
+        if control != "guided"
+    ]
+    guided = _mean([record[measure] for record in measured["guided"]])
+    value = f"{100 * guided:.1f} %" if measure == "exact" else f"{guided:.3f}"
+    return f"By {name}, guidance ({value}) was {' and '.join(clauses)}."
+
+
+def _outcome(measure: str, measured: Measured, control: str) -> str:
+    sign = 1 if MEASURES[measure].better == "higher" else -1
+    gains = [
+        sign * (ours[measure] - theirs[measure])
+        for ours, theirs in zip(measured["guided"], measured[control], strict=True)
+    ]
+    won, n = sum(gain > 0 for gain in gains), len(gains)
+    theirs = _mean([record[measure] for record in measured[control]])
+    value = f"{100 * theirs:.1f} %" if measure == "exact" else f"{theirs:.3f}"
+    if won == n:
+        return f"better on all {n} seeds ({value})"
+    if won == 0:
+        return f"worse on all {n} seeds ({value})"
+    return f"better on only {won} of {n} seeds ({value}), so not clearly better"
+
+
+def _full_name(method: str) -> str:
+    return {"cpt": "plain pretraining", "random": "a random choice of as many tokens"}.get(
+        method, method
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def mean_and_spread(values: Sequence[float | None], digits: int) -> str:
+    """Mean ± standard deviation over seeds."""
+    known = [value for value in values if value is not None]
+    mean = _mean(known)
+    if len(known) < 2:
+        return f"{mean:.{digits}f}"
+    spread = math.sqrt(sum((value - mean) ** 2 for value in known) / (len(known) - 1))
+    return f"{mean:.{digits}f} ± {spread:.{digits}f}"

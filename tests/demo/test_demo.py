@@ -1,0 +1,111 @@
+"""The demo's material is what it says, and the whole pipeline runs."""
+
+import importlib.util
+import itertools
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from vocagnolm.align import align, load_tokenizer, shares
+from vocagnolm.demo import corpus, students, verdict
+from vocagnolm.demo.answers import exact_share, read_answer
+from vocagnolm.demo.problems import draw_problem
+
+ROOT = Path(__file__).parents[2]
+
+
+def documents(n: int) -> list[tuple[str, str]]:
+    return list(itertools.islice(corpus.noisy_documents(3), n))
+
+
+def test_the_corpus_comes_from_its_seed_alone() -> None:
+    assert documents(50) == documents(50)
+    counts = {kind: sum(k == kind for k, _ in documents(2000)) for kind in corpus.SHARES}
+    for kind, share in corpus.SHARES.items():
+        assert counts[kind] / 2000 == pytest.approx(share, abs=0.05)
+
+
+def test_solutions_are_right_or_wrong_as_their_kind_says() -> None:
+    compute = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+    right_lines = dict.fromkeys(corpus.SHARES, 0)
+    lines = dict.fromkeys(corpus.SHARES, 0)
+    for kind, text in documents(800):
+        for left, operator, right, result in re.findall(r"(\d+) ([-+*]) (\d+) = (\d+)", text):
+            lines[kind] += 1
+            right_lines[kind] += compute[operator](int(left), int(right)) == int(result)
+        if kind == corpus.JUNK:
+            assert "answer" not in text
+    assert right_lines[corpus.CLEAN] == lines[corpus.CLEAN] > 500
+    assert right_lines[corpus.WRONG] < 0.25 * lines[corpus.WRONG]
+
+
+def test_no_problem_has_a_negative_answer() -> None:
+    chance = random.Random(0)
+    assert all(draw_problem(chance).answer > 0 for _ in range(2000))
+
+
+def test_held_out_problems_differ_and_are_graded() -> None:
+    problems = corpus.clean_problems(50, corpus.HELD_OUT_SEED)
+    assert len({problem.question for problem in problems}) == 50
+    right = [read_answer(problem.solution()) for problem in problems]
+    assert exact_share(right, problems) == 1.0
+    assert exact_share([None] * 50, problems) == 0.0
+    assert read_answer("The answer is 12. The answer is 13.") == 12
+    assert read_answer("The answer is twelve.") is None
+
+
+def test_the_shipped_tokenizers_are_unlike_and_tile_the_corpus() -> None:
+    student, teacher = load_tokenizer(students.START), load_tokenizer(students.TEACHER)
+    assert (student.kind, teacher.kind) == ("SentencePiece BPE", "byte-level BPE")
+    texts = [text for _, text in documents(100)]
+    pairs = zip(student.spans_batch(texts), teacher.spans_batch(texts), strict=True)
+    one_to_many = 0
+    for ours, theirs in pairs:
+        assert ours.lost_bytes == theirs.lost_bytes == 0
+        found = shares(align(ours.spans, theirs.spans))
+        assert found.unmapped == 0
+        one_to_many += found.one_to_many
+    assert one_to_many > 0
+
+
+def measured(guided: list[float], control: list[float]) -> dict[str, list[dict[str, float]]]:
+    def records(values: list[float]) -> list[dict[str, float]]:
+        return [{"exact": value, "bits_per_byte": 1 - value} for value in values]
+
+    return {"cpt": records(control), "guided": records(guided)}
+
+
+@pytest.mark.parametrize(
+    ("guided", "control", "words"),
+    [
+        ([0.6, 0.7], [0.5, 0.5], "better on all 2 seeds (50.0 %) than plain pretraining"),
+        ([0.4, 0.3], [0.5, 0.5], "worse on all 2 seeds"),
+        ([0.6, 0.4], [0.5, 0.5], "better on only 1 of 2 seeds (50.0 %), so not clearly better"),
+    ],
+)
+def test_the_verdict_says_what_the_numbers_say(guided, control, words) -> None:
+    text = verdict.verdict(measured(guided, control))
+    assert words in text
+    assert text.startswith("By exact answers, guidance (")
+
+
+def test_the_results_keep_every_seed() -> None:
+    results = verdict.results_of(measured([0.6, 0.7], [0.5, 0.4]))
+    assert results.groups[1].values[0] == [60.0, 70.0]
+    assert verdict.mean_and_spread([1.0, 2.0], 1) == "1.5 ± 0.7"
+
+
+def test_the_demo_runs_from_end_to_end(tmp_path, capsys) -> None:
+    specification = importlib.util.spec_from_file_location("demo", ROOT / "runs" / "demo.py")
+    demo = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(demo)
+    budget = students.Budget(tokens=4096, documents=300, problems=10, seeds=1)
+    demo.main(tmp_path, budget)
+    assert "By exact answers, guidance (" in capsys.readouterr().out
+    page = (tmp_path / "report.html").read_text()
+    assert "Does a teacher with another vocabulary help?" in page
+    runs = sorted(folder.name for folder in (tmp_path / "runs").iterdir())
+    assert runs == ["cpt-0", "guided-0", "random-0"]
+    demo.main(tmp_path, budget)  # again: everything is there
