@@ -70,6 +70,14 @@ def test_equals_the_reference_where_the_teacher_leaves_gaps(pair):
     assert ranges(align(*pair)) == slow_align(*pair)
 
 
+def test_the_package_and_its_function_share_a_name():
+    import vocagnolm
+    from vocagnolm import align as public
+
+    for door in (public, vocagnolm.align, vocagnolm.align.align):
+        assert ranges(door([[0, 2]], [[0, 1], [1, 2]])) == [(0, 1)]
+
+
 @many
 @given(pair=pairs())
 def test_the_roles_can_be_swapped(pair):

@@ -1,5 +1,9 @@
 """Spans and alignment: the bridge between two vocabularies. NumPy and tokenizers, no torch."""
 
+import sys
+from types import ModuleType
+from typing import Any
+
 from vocagnolm.align.alignment import (
     AGGREGATIONS,
     Aggregation,
@@ -48,3 +52,14 @@ __all__ = [
     "token_spans",
     "vocabulary_overlap",
 ]
+
+
+class _CallableModule(ModuleType):
+    """`from vocagnolm import align` finds this package or the function, depending on what was
+    imported before. Both can be called."""
+
+    def __call__(self, student_spans: Any, teacher_spans: Any) -> Alignment:
+        return align(student_spans, teacher_spans)
+
+
+sys.modules[__name__].__class__ = _CallableModule
