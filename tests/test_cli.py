@@ -81,7 +81,9 @@ def test_align_reads_a_file_as_bytes_and_draws(pair, tmp_path):
     file.write_bytes("a\r\nb\t ½".encode())
     call = ["align", "--student", student, "--teacher", teacher, "--file", file]
     assert json.loads(run(*call, "--json").stdout)["text"] == "a\r\nb\t ½"
-    drawn = run(*call).stdout
+    plot = tmp_path / "figure2.png"
+    drawn = run(*call, "--plot", plot).stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
     assert "student" in drawn and "teacher" in drawn and "one-to-one" in drawn
 
 
@@ -89,7 +91,9 @@ def test_compare_json_and_table(pair, tmp_path):
     student, teacher = pair
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"body": "Two and two are four."}) + "\n")
+    plot = tmp_path / "figure1.svg"
     call = ["compare", "--student", student, "--teacher", teacher, "--teacher", student]
+    call += ["--plot", plot]
     result = json.loads(run(*call, "--corpus", corpus, "--text-field", "body", "--json").stdout)
     assert result["student"]["name"] == "student"
     other, same = result["pairs"]
@@ -100,6 +104,7 @@ def test_compare_json_and_table(pair, tmp_path):
     assert same["one_to_one_share"] + same["unmapped_share"] == pytest.approx(1.0)
     table = run(*call)
     assert table.returncode == 0 and "overlap" in table.stdout and "ready" in table.stdout
+    assert "<svg" in plot.read_text()
 
 
 def test_compare_says_what_is_lossy(tmp_path):

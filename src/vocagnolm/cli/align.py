@@ -21,6 +21,9 @@ def align(
         "'control' gives their ids.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object; spans in bytes."),
+    plot: Path | None = typer.Option(
+        None, help="Draw the two rows (the paper's Figure 2) into this PNG or SVG file."
+    ),
 ) -> None:
     """Show two rows of tokens over one text, and which covers which.
 
@@ -41,6 +44,11 @@ def align(
         load_tokenizer(teacher, special_tokens=special_tokens),
         content,
     )
+    if plot is not None:
+        from vocagnolm.report.figures import tokenisation_rows
+
+        tokenisation_rows([pair.student, pair.teacher], content, plot)
+        typer.echo(f"wrote {plot}", err=True)
     if as_json:
         typer.echo(json.dumps(pair.as_json(), ensure_ascii=False, indent=2))
         return

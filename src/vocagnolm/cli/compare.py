@@ -21,6 +21,9 @@ def compare(
     text_field: str = typer.Option("text", help="The field of a record that holds the text."),
     limit_documents: int = typer.Option(1000, min=1, help="Read at most so many documents."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    plot: Path | None = typer.Option(
+        None, help="Draw the overlap bars (the paper's Figure 1) into this PNG or SVG file."
+    ),
 ) -> None:
     """What to expect of a pair before anything is computed.
 
@@ -35,6 +38,11 @@ def compare(
     documents = texts_of(corpus, text_field=text_field, limit=limit_documents)
     ours = load_tokenizer(student)
     pairs = run(ours, [load_tokenizer(source) for source in teacher], documents)
+    if plot is not None:
+        from vocagnolm.report.figures import overlap_bars
+
+        overlap_bars(ours, [pair.teacher for pair in pairs], plot)
+        typer.echo(f"wrote {plot}", err=True)
     if as_json:
         report = {
             "student": {
