@@ -31,8 +31,9 @@ console = Console(highlight=False)
 
 def main(out: Path = OUT, budget: students.Budget = students.Budget()) -> None:
     started = time.monotonic()
+    students.quiet()
     held_out = make_corpus(out, budget)
-    compare_vocabularies(out)
+    compare_vocabularies()
     score(out)
     recipes = {
         (method, seed): students.recipe_of(out, method, seed, budget)
@@ -64,7 +65,7 @@ def make_corpus(out: Path, budget: students.Budget) -> Path:
     return held_out
 
 
-def compare_vocabularies(out: Path) -> None:
+def compare_vocabularies() -> None:
     student, teacher = load_tokenizer(students.START), load_tokenizer(students.TEACHER)
     texts = [text for _, text in itertools.islice(corpus.noisy_documents(1), 200)]
     (pair,) = compare(student, [teacher], texts)

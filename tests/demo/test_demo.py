@@ -80,9 +80,13 @@ def measured(guided: list[float], control: list[float]) -> dict[str, list[dict[s
 @pytest.mark.parametrize(
     ("guided", "control", "words"),
     [
-        ([0.6, 0.7], [0.5, 0.5], "better on all 2 seeds (50.0 %) than plain pretraining"),
-        ([0.4, 0.3], [0.5, 0.5], "worse on all 2 seeds"),
-        ([0.6, 0.4], [0.5, 0.5], "better on only 1 of 2 seeds (50.0 %), so not clearly better"),
+        ([0.6, 0.7], [0.5, 0.5], "better than plain pretraining (50.0 %) on all 2 seeds"),
+        ([0.4, 0.3], [0.5, 0.5], "not better than plain pretraining (50.0 %) on any seed"),
+        (
+            [0.6, 0.4],
+            [0.5, 0.5],
+            "better than plain pretraining (50.0 %) on only 1 of 2 seeds",
+        ),
     ],
 )
 def test_the_verdict_says_what_the_numbers_say(guided, control, words) -> None:

@@ -16,9 +16,9 @@ TEACHER, START = SHIPPED / "teacher", SHIPPED / "start"
 class Budget:
     """How much every student reads, and what it is measured on."""
 
-    tokens: int = 300_000
+    tokens: int = 250_000
     """Student tokens of training; the corpus has about as many, so each is seen once."""
-    documents: int = 7_000
+    documents: int = 5_800
     problems: int = 400
     seeds: int = 3
 
@@ -59,14 +59,14 @@ def recipe_of(out: Path, method: str, seed: int, budget: Budget) -> Recipe:
 
 def train_and_measure(recipe: Recipe, held_out: Path, n_problems: int) -> dict[str, float]:
     """One student from its start to its two numbers; what is finished is not done again."""
-    from vocagnolm.train.run import train
-
     folder = Path(recipe.run.folder or "")
     measured = folder / "measures.json"
     if measured.is_file():
         known: dict[str, float] = json.loads(measured.read_text())
         return known
     one_thread()
+    from vocagnolm.train.run import train
+
     train(recipe, quiet=True)
     measures = measure(folder / "model", held_out, n_problems)
     measured.write_text(json.dumps(measures) + "\n")
@@ -93,8 +93,14 @@ def one_thread() -> None:
     """Small students side by side are faster than one after the other with several threads."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
-    from transformers.utils import logging
 
     torch.set_num_threads(1)
+    quiet()
+
+
+def quiet() -> None:
+    """The demo prints its own lines."""
+    from transformers.utils import logging
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()

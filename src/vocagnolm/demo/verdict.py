@@ -41,14 +41,9 @@ def verdict(measured: Measured) -> str:
 
 
 def _sentence(measure: str, name: str, measured: Measured) -> str:
-    clauses = [
-        f"{_outcome(measure, measured, control)} than {_full_name(control)}"
-        for control in measured
-        if control != "guided"
-    ]
-    guided = _mean([record[measure] for record in measured["guided"]])
-    value = f"{100 * guided:.1f} %" if measure == "exact" else f"{guided:.3f}"
-    return f"By {name}, guidance ({value}) was {' and '.join(clauses)}."
+    controls = [control for control in measured if control != "guided"]
+    clauses = [_outcome(measure, measured, control) for control in controls]
+    return f"By {name}, guidance ({_value(measure, measured['guided'])}) was {'; '.join(clauses)}."
 
 
 def _outcome(measure: str, measured: Measured, control: str) -> str:
@@ -58,13 +53,18 @@ def _outcome(measure: str, measured: Measured, control: str) -> str:
         for ours, theirs in zip(measured["guided"], measured[control], strict=True)
     ]
     won, n = sum(gain > 0 for gain in gains), len(gains)
-    theirs = _mean([record[measure] for record in measured[control]])
-    value = f"{100 * theirs:.1f} %" if measure == "exact" else f"{theirs:.3f}"
+    than = f"than {_full_name(control)} ({_value(measure, measured[control])})"
+    seeds = "the one seed" if n == 1 else f"all {n} seeds"
     if won == n:
-        return f"better on all {n} seeds ({value})"
+        return f"better {than} on {seeds}"
     if won == 0:
-        return f"worse on all {n} seeds ({value})"
-    return f"better on only {won} of {n} seeds ({value}), so not clearly better"
+        return f"not better {than} on any seed" if n > 1 else f"not better {than}"
+    return f"better {than} on only {won} of {n} seeds, so not clearly better"
+
+
+def _value(measure: str, records: Sequence[Mapping[str, float]]) -> str:
+    mean = _mean([record[measure] for record in records])
+    return f"{100 * mean:.1f} %" if measure == "exact" else f"{mean:.3f}"
 
 
 def _full_name(method: str) -> str:

@@ -45,6 +45,8 @@ class Passage:
     excess: list[float | None] | None = None
     selected: list[int] | None = None
     """1 where the token is kept in the loss (W = 1), else 0."""
+    breaks: list[int] | None = None
+    """Where another document begins: indices of student tokens."""
     note: str | None = None
 
 

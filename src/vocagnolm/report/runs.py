@@ -16,10 +16,10 @@ from vocagnolm.report.page_data import Measure, Page, ResultGroup, Results, Run
 from vocagnolm.report.sample import SAMPLE_FILE, Sample, read_sample
 from vocagnolm.report.statistics import statistics
 
-CURVE_POINTS = 300
+CURVE_POINTS = 100
 """A curve on a page has no more points than this; longer ones are means over equal bins."""
 CURVES = (
-    "loss",
+    "loss_selected",
     "loss_all",
     "selected_share",
     "mapped_share",
@@ -83,7 +83,9 @@ def training_curves(
     """Metric -> points, and how many steps one point stands for."""
     per_point = max(1, math.ceil(len(steps) / CURVE_POINTS))
     curves = {}
-    for metric in CURVES:
+    # what is minimised depends on the normalisation; it stands in only where nothing better is
+    known = any("loss_selected" in record for record in steps)
+    for metric in CURVES if known else ("loss", *CURVES):
         pairs = [
             (float(record["step"]), float(record[metric]))
             for record in steps

@@ -114,7 +114,7 @@ def _passage(group: Sequence[_Read], names: tuple[str, str], aggregation: Aggreg
     title = group[0].document.place
     if len(group) > 1:
         title += f" and {len(group) - 1} more"
-    return build_passage(
+    passage = build_passage(
         title,
         token_row(
             names[0],
@@ -127,6 +127,8 @@ def _passage(group: Sequence[_Read], names: tuple[str, str], aggregation: Aggreg
         align(ours, theirs),
         aggregation=aggregation,
     )
+    begins = np.cumsum([len(one.student) for one in group])[:-1]
+    return dataclasses.replace(passage, breaks=begins.tolist() or None)
 
 
 def _choose(

@@ -76,8 +76,9 @@ function nameOf(code) {
 const mark = (text, chip) => h("span", { class: chip ? "mk chip" : "mk" }, text);
 
 // Puts a token's text into an element: plain text as one text node, the rest as marks.
-// `breaks`: a line feed also breaks the line. `spaces`: show every blank (for small boxes).
-function showToken(element, text, { breaks = false, spaces = false, limit = 120 } = {}) {
+// `breaks`: a line feed also breaks the line, but with `open` not the very last one. `spaces`: show
+// every blank (for small boxes).
+function showToken(element, text, { breaks = false, open = false, spaces = false, limit = 120 } = {}) {
   let cut = text;
   let left = 0;
   if (text.length > limit) {
@@ -93,13 +94,15 @@ function showToken(element, text, { breaks = false, spaces = false, limit = 120 
   } else {
     let run = "";
     const flush = () => { if (run) element.append(run); run = ""; };
+    let at = 0;
     for (const char of cut) {
       const code = char.codePointAt(0);
+      at += char.length;
       if (HIDDEN.test(char)) {
         flush();
         const name = nameOf(code);
         element.append(mark(name, name.length > 1));
-        if (code === 0x0a && breaks) element.append("\n");
+        if (code === 0x0a && breaks && !(open && at === cut.length)) element.append("\n");
       } else if (char === " " && (spaces || blank)) {
         flush();
         element.append(mark("·"));

@@ -63,7 +63,8 @@ function selectionSection() {
 }
 
 const CURVES = {
-  loss: "Loss over kept tokens, nats",
+  loss: "Loss as minimised, nats",
+  loss_selected: "Loss over kept tokens, nats",
   loss_all: "Loss over all tokens, nats",
   selected_share: "Kept share",
   mapped_share: "Mapped share",

@@ -119,13 +119,14 @@ function makeText(container) {
   let passage, info, mode, blocks, active;
   let observer = null;
 
-  function cut(texts) {
+  function cut(texts, breaks) {
     const result = [];
     let from = 0;
+    const begins = new Set(breaks || []);
     texts.forEach((text, i) => {
       const held = i + 1 - from;
-      if ((held >= BLOCK_TOKENS && text.endsWith("\n")) || held >= BLOCK_LIMIT || i === texts.length - 1) {
-        result.push({ from, to: i, element: null, spans: null });
+      if (begins.has(i + 1) || (held >= BLOCK_TOKENS && text.endsWith("\n")) || held >= BLOCK_LIMIT || i === texts.length - 1) {
+        result.push({ from, to: i, begins: begins.has(from), element: null, spans: null });
         from = i + 1;
       }
     });
@@ -135,14 +136,14 @@ function makeText(container) {
   function load(newPassage, newInfo, newMode) {
     [passage, info, mode, active] = [newPassage, newInfo, newMode, -1];
     const texts = passage.student.text;
-    blocks = cut(texts);
+    blocks = cut(texts, passage.breaks);
     observer?.disconnect();
     observer = new IntersectionObserver((entries) => {
       for (const entry of entries) if (entry.isIntersecting) fill(blocks[Number(entry.target.dataset.block)]);
     }, { root: container, rootMargin: "900px 0px" });
     blocks.forEach((block, at) => {
-      block.element = h("div", { class: "block", role: "presentation", "data-block": at });
-      block.element.textContent = texts.slice(block.from, block.to + 1).join("").replace(HIDDEN_BUT_BREAKS, "\u00b7");
+      block.element = h("div", { class: block.begins ? "block begins" : "block", role: "presentation", "data-block": at });
+      block.element.textContent = texts.slice(block.from, block.to + 1).join("").replace(/\n$/, "").replace(HIDDEN_BUT_BREAKS, "\u00b7");
     });
     container.replaceChildren(...blocks.map((block) => block.element));
     if (blocks.length) fill(blocks[0]);
@@ -160,7 +161,8 @@ function makeText(container) {
       span.className = className(i);
       span.setAttribute("role", "option");
       span.setAttribute("data-i", i);
-      showToken(span, passage.student.text[i], { breaks: true, limit: 200 });
+      // a block ends its last line by itself
+      showToken(span, passage.student.text[i], { breaks: true, open: i === block.to, limit: 200 });
       block.spans.push(span);
     }
     block.element.replaceChildren(...block.spans);
