@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 
@@ -259,7 +260,7 @@ def main() -> None:
     def command(name: str, function) -> argparse.ArgumentParser:
         added = commands.add_parser(name)
         added.set_defaults(function=function)
-        added.add_argument("--folder", type=Path, default=Path("/tmp/miniature"))
+        added.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "miniature")
         return added
 
     packing = command("pack", pack)

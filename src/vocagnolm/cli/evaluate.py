@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vocagnolm.cli.quiet import quiet_libraries
+
 if TYPE_CHECKING:
     from vocagnolm.evaluate.run import Progress
 
@@ -75,7 +77,7 @@ def evaluate(
     from vocagnolm.evaluate.compare import format_table, scores_table
     from vocagnolm.evaluate.run import evaluate as evaluate_model
 
-    with _quiet_libraries(), _progress_bar() as on_progress:
+    with quiet_libraries(), _progress_bar() as on_progress:
         evaluation = evaluate_model(
             model,
             suite=suite,
@@ -100,21 +102,6 @@ def evaluate(
         typer.echo(format_table(scores_table(evaluation)))
         if out is not None:
             typer.echo(f"answers: {out / 'evaluation' / 'outputs'}", err=True)
-
-
-@contextlib.contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Our progress bar is the one that counts; those of the libraries would break it."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vocagnolm.cli.quiet import quiet_libraries
+
 if TYPE_CHECKING:
     from vocagnolm.score import ScoreSummary
     from vocagnolm.score.run import Progress
@@ -95,7 +97,7 @@ def score(
         threads=threads,
         strict=strict,
     )
-    with _quiet_libraries(), _progress_bar() as on_progress:
+    with quiet_libraries(), _progress_bar() as on_progress:
         summary = score_corpus(
             teacher,
             corpus,
@@ -117,21 +119,6 @@ def score(
     warning = teacher_warning(summary.store["bits_per_byte"], student_bits)
     if warning is not None:
         typer.echo(f"warning: {warning}", err=True)
-
-
-@contextlib.contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Our progress bar is the one that counts; those of transformers would break it."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
