@@ -55,9 +55,8 @@ def step(text: str) -> None:
 
 def make_corpus(out: Path, budget: students.Budget) -> Path:
     """A noisy corpus to learn from, and clean problems to be measured on."""
-    noisy = itertools.islice(corpus.noisy_documents(corpus.CORPUS_SEED), budget.documents)
-    corpus.write_jsonl(out / "corpus.jsonl", noisy)
-    problems = corpus.clean_problems(budget.problems, corpus.HELD_OUT_SEED)
+    corpus.write_jsonl(out / "corpus.jsonl", corpus.corpus_documents(budget.documents))
+    problems = corpus.held_out_problems(budget.problems, budget.documents)
     held_out = out / "held-out.jsonl"
     corpus.write_jsonl(held_out, ((corpus.CLEAN, problem.text()) for problem in problems))
     shares = ", ".join(f"{share:.0%} {kind}" for kind, share in corpus.SHARES.items())
@@ -98,10 +97,9 @@ def train_all(
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         job = students.train_and_measure
         pending = {
-            pool.submit(job, recipe, held_out, budget.problems): key
-            for key, recipe in recipes.items()
+            pool.submit(job, recipe, held_out, budget): key for key, recipe in recipes.items()
         }
-        first = pool.submit(students.measure, students.START, held_out, budget.problems)
+        first = pool.submit(students.measure, students.START, held_out, budget)
         for future in as_completed(pending):
             method, seed = key = pending[future]
             done[key] = future.result()
@@ -131,7 +129,8 @@ def make_page(
         f"Every student went on from the same start ({before['exact']:.1%} exact, "
         f"{before['bits_per_byte']:.3f} bits per byte) with the same {budget.tokens:,} tokens, the "
         f"same settings and the same order of blocks; a seed decides that order. Measured on "
-        f"{budget.problems} clean held-out problems."
+        f"{budget.problems} problems whose questions do not occur in the corpus. A toy, and a "
+        "setting chosen so that there is something to learn: see docs/limits.md."
     )
     page = report_page(
         folders,

@@ -47,8 +47,10 @@ def test_no_problem_has_a_negative_answer() -> None:
 
 
 def test_held_out_problems_differ_and_are_graded() -> None:
-    problems = corpus.clean_problems(50, corpus.HELD_OUT_SEED)
+    problems = corpus.held_out_problems(50, 2000)
     assert len({problem.question for problem in problems}) == 50
+    learned = "".join(text for _, text in corpus.corpus_documents(2000))
+    assert not any(problem.question in learned for problem in problems)
     right = [read_answer(problem.solution()) for problem in problems]
     assert exact_share(right, problems) == 1.0
     assert exact_share([None] * 50, problems) == 0.0

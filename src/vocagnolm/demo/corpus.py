@@ -5,6 +5,7 @@ solved wrongly, and junk (menus, shop listings, codes, word salad). A model that
 alike learns the mistakes and the codes too.
 """
 
+import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from vocagnolm.demo.problems import NAMES, THINGS, Problem, draw_problem, words
 
 CLEAN, WRONG, JUNK = "clean", "wrong", "junk"
 # problems for measuring come from another seed than any text that is trained on
-START_SEED, CORPUS_SEED, HELD_OUT_SEED = 7, 11, 97
+START_SEED, CORPUS_SEED, HELD_OUT_SEED = 7, 11, 20250325
 SHARES = {CLEAN: 0.4, WRONG: 0.3, JUNK: 0.3}
 
 _MENU = words(
@@ -100,13 +101,22 @@ def noisy_documents(seed: int) -> Iterator[tuple[str, str]]:
         yield kind, _MAKERS[kind](chance)
 
 
-def clean_problems(n_problems: int, seed: int) -> list[Problem]:
-    """Different problems for measuring: no question occurs twice."""
-    chance = random.Random(seed)
+def corpus_documents(n_documents: int) -> list[tuple[str, str]]:
+    """The corpus that every student of the demo learns from."""
+    return list(itertools.islice(noisy_documents(CORPUS_SEED), n_documents))
+
+
+def held_out_problems(n_problems: int, n_documents: int) -> list[Problem]:
+    """Different problems for measuring, none of whose questions occurs in the corpus. The sums
+    behind them do: there are fewer than two hundred, and learning them is the task."""
+    documents = corpus_documents(n_documents)
+    seen = {text.partition("Question: ")[2].partition("\n")[0] for _, text in documents}
+    chance = random.Random(HELD_OUT_SEED)
     found: dict[str, Problem] = {}
     while len(found) < n_problems:
         problem = draw_problem(chance)
-        found.setdefault(problem.question, problem)
+        if problem.question not in seen:
+            found.setdefault(problem.question, problem)
     return list(found.values())
 
 
