@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vocagnolm.cli.choices import Device, Dtype
 from vocagnolm.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -18,19 +19,6 @@ if TYPE_CHECKING:
 class Choices(StrEnum):
     generate = "generate"
     likelihood = "likelihood"
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Dtype(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 def evaluate(

@@ -5,30 +5,17 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from vocagnolm.cli.choices import Device, Dtype
 from vocagnolm.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from vocagnolm.score import ScoreSummary
     from vocagnolm.score.run import Progress
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Dtype(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 def score(
