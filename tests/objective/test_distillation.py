@@ -9,7 +9,8 @@ from objective.problems import Problem, problem
 from vocagnolm.errors import VocagnolmError
 from vocagnolm.objective import Head, ObjectiveConfig, ObjectiveError, Teacher, objective_loss
 from vocagnolm.objective import head as two_phase
-from vocagnolm.objective.distill import kl_rows, wasserstein_rows
+from vocagnolm.objective.distill import kl_rows
+from vocagnolm.objective.wasserstein import by_counting, by_sorting, wasserstein_rows
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +77,29 @@ def test_uld_pads_with_zeros():
     distance, _ = wasserstein_rows(certain, uniform)  # |1 - 1/4| + 3 * 1/4
     assert float(distance) == pytest.approx(1.5)
     assert float(wasserstein_rows(uniform, certain)[0]) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("student_rows", "teacher_rows"), [(3000, 9000), (9000, 3000)])
+@pytest.mark.parametrize("scale", [0.1, 2.0, 6.0])
+def test_counting_agrees_with_sorting(student_rows, teacher_rows, scale):
+    """From nearly uniform to nearly certain distributions."""
+    torch.manual_seed(0)
+    p = torch.softmax(scale * torch.randn(40, student_rows), -1)
+    q = torch.softmax(scale * torch.randn(40, teacher_rows), -1)
+    (sorted_distance, sorted_by_p), (distance, by_p) = by_sorting(p, q), by_counting(p, q)
+    torch.testing.assert_close(distance, sorted_distance, rtol=0, atol=2e-3)
+    # the signs differ only where p and q of one rank are the same to a thousandth
+    assert float((p * (by_p - sorted_by_p).abs()).sum(-1).mean()) < 5e-3
+
+
+def test_counting_by_hand():
+    p = torch.tensor([[0.5, 0.25, 0.25, 0.0]])
+    q = torch.tensor([[0.125, 0.75, 0.125]])
+    distance, by_p = by_counting(p, q)  # |0.5 - 0.75| + |0.25 - 0.125| twice
+    assert float(distance) == pytest.approx(0.5)
+    assert by_p.tolist() == [[-1, 1, 1, 0]]
+    distance, by_p = by_counting(p, torch.tensor([[0.25, 0.5, 0.25]]))
+    assert float(distance) == 0 and not by_p.any()
 
 
 @pytest.mark.parametrize("method", ["kld", "uld"])

@@ -23,6 +23,7 @@ from vocagnolm.objective import head as two_phase
 from vocagnolm.objective.config import IGNORE_INDEX, Head, ObjectiveConfig, Teacher, compute_dtype
 from vocagnolm.objective.reference import full_logits, token_nll
 from vocagnolm.objective.rows import TORCH_ROWS
+from vocagnolm.objective.wasserstein import wasserstein_rows
 
 NEGLIGIBLE_MASS = 0.01
 """Mean probability the teacher may have on rows that the student lacks."""
@@ -58,22 +59,6 @@ def kl_rows(z_NV: Tensor, teacher_NU: Tensor, rows: int) -> tuple[Tensor, Tensor
     gradient = log_p.exp_()
     gradient[:, :rows] -= q
     return distance, gradient, dropped
-
-
-def wasserstein_rows(z_NV: Tensor, teacher_NU: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum |sorted p - sorted q|, its gradient by the student's logits)."""
-    p = F.softmax(z_NV, dim=-1)
-    q = F.softmax(teacher_NU, dim=-1).sort(dim=-1, descending=True).values
-    ranked, place = p.sort(dim=-1, descending=True)
-    v, u = ranked.shape[1], q.shape[1]
-    beyond = q[:, v:].sum(-1) if u > v else 0.0
-    if u < v:
-        q = F.pad(q, (0, v - u))
-    difference = ranked - q[:, :v]
-    distance = difference.abs().sum(-1) + beyond
-    by_p = torch.empty_like(p).scatter_(1, place, difference.sign())
-    gradient = p * (by_p - (by_p * p).sum(-1, keepdim=True))
-    return distance, gradient
 
 
 def distil(
