@@ -1,6 +1,7 @@
 """The miniature study on a machine that can only be reached by small parcels.
 
-    pack OUT        here: models, texts and skeletons become parcels OUT/part01, part02, ...
+    pack OUT        here: models, texts and skeletons become parcels OUT/part01, part02, ...;
+                    runs that are finished already (--finished) go along and are not run again
     serve           there, once, in the background: unpacks what has arrived, starts the workers
     take PARCEL     there: hands a parcel to `serve`
     status          there: what is done, what failed, how fast
@@ -27,6 +28,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PARCEL_BYTES = 57_000_000
+PART_BYTES = 15_000_000
 MANIFEST = "parcels.json"
 MODELS = {"student": "smollm2-135m", "qwen": "qwen2.5-coder-1.5b", "gemma": "gemma3-270m"}
 
@@ -42,15 +44,18 @@ def pack(options: argparse.Namespace) -> None:
     with tarfile.open(tar, "w:xz", preset=3) as archive:
         for path in sorted(options.texts.iterdir()):
             archive.add(path, f"materials/{path.name}")
-        for name, model in MODELS.items():
+        for name in options.only:
             if options.models is not None:
-                archive.add(options.models.parent / "skel" / model, f"skeletons/{name}")
+                skeleton = options.models.parent / "skel" / MODELS[name]
+                archive.add(skeleton, f"skeletons/{name}")
         for path in options.packages:
             archive.add(path, f"packages/{path.name}", filter=_without_caches)
+        for path in _finished(options.finished):
+            archive.add(path, str("out" / path.relative_to(options.finished)))
     stream.append(("materials", "tar", tar))
     if options.models is not None:
-        for name, model in MODELS.items():
-            stream.append((name, "gguf", options.models / f"{model}.gguf"))
+        for name in options.only:
+            stream.append((name, "gguf", options.models / f"{MODELS[name]}.gguf"))
     manifest = [
         {"name": name, "kind": kind, "bytes": path.stat().st_size} for name, kind, path in stream
     ]
@@ -81,6 +86,15 @@ def pack(options: argparse.Namespace) -> None:
     print(f"{number} parcels in {options.out}: {manifest}")
 
 
+def _finished(folder: Path | None) -> list[Path]:
+    """What tells that a run or a tuning is done. The start is made anew there."""
+    if folder is None:
+        return []
+    patterns = ("runs/*/evaluation.json", "runs/*/selection.json", "tuning/*/evaluation.json")
+    found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    return [path for path in found if not path.parent.name.startswith("start-")]
+
+
 def _without_caches(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return None if "__pycache__" in entry.name else entry
 
@@ -107,6 +121,7 @@ def serve(options: argparse.Namespace) -> None:
         shutil.copytree(HERE.parent / "src", code / "src")
         shutil.copytree(HERE, code / "runs")
     shutil.rmtree(folder / "out" / "failed", ignore_errors=True)  # a new start tries again
+    os.environ.update(side_by_side(folder))
     workers: list[subprocess.Popen] = []
     for name, kind, content in incoming(folder, deadline):
         started = time.time()
@@ -125,6 +140,28 @@ def serve(options: argparse.Namespace) -> None:
     for worker in workers:
         worker.wait(max(1.0, deadline + 120 - time.time()))
     print(f"[{time.time() - began:6.1f}] all workers have ended", flush=True)
+
+
+def side_by_side(folder: Path) -> dict[str, str]:
+    """Settings under which kernels of several processes run at the same time (NVIDIA's MPS) instead
+    of taking turns; nothing where it cannot be had."""
+    settings = {
+        "CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps"),
+        "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps"),
+    }
+    (folder / "mps").mkdir(exist_ok=True)
+    trial = "import torch; x = torch.ones(64, 64, device='cuda'); assert (x @ x).sum() > 0"
+    around = {"env": {**os.environ, **settings}, "check": True, "timeout": 60}
+    try:
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], **around)
+        subprocess.run([sys.executable, "-c", trial], **around)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"processes take turns on the GPU: {error}", flush=True)
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(["nvidia-cuda-mps-control"], input=b"quit", **around)
+        return {}
+    print("processes share the GPU (MPS)", flush=True)
+    return settings
 
 
 def incoming(folder: Path, deadline: float):
@@ -230,9 +267,11 @@ def _rates(out: Path, task: str) -> str:
 
 
 def collect(options: argparse.Namespace) -> None:
-    """All results, without models, stores and blocks."""
+    """All results, without models and blocks; stores where they are asked for."""
     out = options.folder / "out"
     options.out.mkdir(parents=True, exist_ok=True)
+    for store in options.stores:
+        _bring_store(out / "stores" / store, options.out)
     with tarfile.open(options.out / "results.tar.gz", "w:gz", compresslevel=4) as archive:
         for pattern in (
             "runs/*/*.json*",
@@ -253,6 +292,16 @@ def collect(options: argparse.Namespace) -> None:
     print(f"results.tar.gz: {size / 1e6:.1f} MB")
 
 
+def _bring_store(store: Path, out: Path) -> None:
+    """As STORE.tar.01, .02, ...: `cat STORE.tar.* | tar x`."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        archive.add(store, store.name)
+    content = data.getvalue()
+    for number, at in enumerate(range(0, len(content), PART_BYTES), 1):
+        (out / f"{store.name}.tar.{number:02d}").write_bytes(content[at : at + PART_BYTES])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(required=True)
@@ -268,6 +317,8 @@ def main() -> None:
     packing.add_argument("--texts", type=Path, required=True)
     packing.add_argument("--models", type=Path)
     packing.add_argument("--packages", type=Path, nargs="*", default=[])
+    packing.add_argument("--only", nargs="*", choices=list(MODELS), default=list(MODELS))
+    packing.add_argument("--finished", type=Path, help="a study's folder with finished runs")
     packing.add_argument("--parcel-bytes", type=int, default=PARCEL_BYTES)
     taking = command("take", take)
     taking.add_argument("parcel", type=Path)
@@ -281,8 +332,10 @@ def main() -> None:
     looking = command("status", status)
     looking.add_argument("--after", type=float, default=0.0)
     looking.add_argument("--out", type=Path)
+    looking.add_argument("--stores", nargs="*", default=[])
     collecting = command("collect", collect)
     collecting.add_argument("out", type=Path)
+    collecting.add_argument("--stores", nargs="*", default=[])
     options = parser.parse_args()
     options.function(options)
 
