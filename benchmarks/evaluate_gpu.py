@@ -4,25 +4,45 @@
     python benchmarks/evaluate_gpu.py generate --model MODEL --requests requests.jsonl --run RUN
     python benchmarks/evaluate_gpu.py grade --requests requests.jsonl --run RUN
 
-`render` and `grade` want the `eval` extra; `generate` wants torch and transformers alone. Run
-`generate` again to resume it. What `grade` leaves in RUN is read by `vocagnolm report`.
+`render` and `grade` want the `eval` extra; `generate` wants torch and transformers alone. Tasks
+with the same worked examples are answered in the same batches, so that a large --batch-size is
+filled. `--seconds N` begins no batch after N seconds; run `generate` again to go on. `grade` takes
+several runs, leaves out tasks that are not complete, and its results are read by `vocagnolm
+report`.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-from vocagnolm.evaluate.render import read_requests
+from vocagnolm.evaluate.render import Request, read_requests
 from vocagnolm.evaluate.results import Evaluation, RunFolder, score_records
 
+# enough of a prompt to tell worked examples apart, and less than any of them has
+_EXAMPLES_CHARACTERS = 1000
 
-def by_task(path: str) -> dict:
+
+def by_task(path: str) -> dict[str, list[Request]]:
     return {task: list(some) for task, some in groupby(read_requests(path), lambda r: r.task)}
+
+
+def by_examples(requests: dict[str, list[Request]]) -> list[list[Request]]:
+    """What can share batches: the same examples, ends and longest answer. Options that are
+    compared, not written, stay with their task."""
+    groups: dict[Any, list[Request]] = {}
+    for task, some in requests.items():
+        first = some[0]
+        examples = first.prompt[:_EXAMPLES_CHARACTERS]
+        key = task if first.options else (first.stop, first.max_new_tokens, examples)
+        groups.setdefault(key, []).extend(some)
+    return list(groups.values())
 
 
 def render_step(options: argparse.Namespace) -> None:
@@ -38,6 +58,38 @@ def render_step(options: argparse.Namespace) -> None:
     )
     write_requests(options.out, [request for some in requests.values() for request in some])
     print(json.dumps({name: len(some) for name, some in requests.items()}))
+
+
+def deadline(seconds: float | None) -> Callable[[], bool]:
+    started = time.perf_counter()
+    return lambda: seconds is not None and time.perf_counter() - started >= seconds
+
+
+def answered(run: RunFolder, task: str) -> set[int]:
+    return {record.index for record in run.records(task) or []} | run.answers(task).keys()
+
+
+def answer_together(
+    run: RunFolder, generator: Any, group: list[Request], is_over: Callable[[], bool]
+) -> None:
+    """As `answer_task`, over several tasks."""
+    tasks = list(dict.fromkeys(request.task for request in group))
+    there = {task: answered(run, task) for task in tasks}
+    open_tasks = [task for task in tasks if run.records(task) is None]
+    batches = generator.generate(
+        [request.prompt for request in group],
+        stop=group[0].stop,
+        max_new_tokens=group[0].max_new_tokens,
+        is_done=lambda batch: all(group[i].index in there[group[i].task] for i in batch),
+    )
+    while not is_over():
+        batch = next(batches, None)
+        if batch is None:
+            return
+        for task in open_tasks:
+            new = [(group[i].index, output) for i, output in batch if group[i].task == task]
+            run.add_answers(task, new)
+        print(f"{' '.join(tasks)}: {len(batch)} more of {len(group)}", file=sys.stderr)
 
 
 def generate_step(options: argparse.Namespace) -> None:
@@ -56,21 +108,24 @@ def generate_step(options: argparse.Namespace) -> None:
         "device": files.device.type,
         "dtype": files.dtype_name,
         "batch_size": options.batch_size,
+        "tasks_share_batches": True,
     }
     run.claim(settings, {name: checksum(some) for name, some in requests.items()})
     model = files.load()
     generator = Generator(model, files, options.batch_size)
-    for name, some in requests.items():
+    is_over = deadline(options.seconds)
+    for group in by_examples(requests):
         started = time.perf_counter()
-        answer_task(
-            run,
-            generator,
-            some,
-            lambda p: print(f"\r{p.task} {p.done}/{p.total}", end="", file=sys.stderr),
-        )
+        if group[0].options:
+            if run.records(group[0].task) is None and not is_over():
+                answer_task(run, generator, group)
+        else:
+            answer_together(run, generator, group, is_over)
         seconds = time.perf_counter() - started
-        line = {"task": name, "questions": len(some), "seconds": round(seconds, 1)}
-        print(json.dumps(line | {"batch_size": generator.batch_size}), flush=True)
+        for name in dict.fromkeys(request.task for request in group):
+            done = len(answered(run, name))
+            line = {"task": name, "questions": len(requests[name]), "answered": done}
+            print(json.dumps(line | {"seconds of its group": round(seconds, 1)}), flush=True)
     generator.close()
     if options.text:
         measured = bits_per_byte(model, files, options.text)
@@ -82,13 +137,19 @@ def grade_step(options: argparse.Namespace) -> None:
     from vocagnolm.evaluate.compare import format_table, scores_table
     from vocagnolm.evaluate.run import grade_task
 
-    run = RunFolder(options.run)
     requests = by_task(options.requests)
-    for name, some in requests.items():
-        if run.records(name) is None:
-            grade_task(run, name, some)
-    scores = {name: score_records(run.records(name) or []) for name in requests}
-    print(format_table(scores_table(run.write_results(Evaluation(scores)))))
+    for path in options.run:
+        run = RunFolder(path)
+        scores = {}
+        for name, some in requests.items():
+            if run.records(name) is None:
+                missing = len(some) - len(run.answers(name))
+                if missing:
+                    print(f"{path}: {name} lacks {missing} answers", file=sys.stderr)
+                    continue
+                grade_task(run, name, some)
+            scores[name] = score_records(run.records(name) or [])
+        print(f"\n{path}\n" + format_table(scores_table(run.write_results(Evaluation(scores)))))
 
 
 def main() -> None:
@@ -108,12 +169,13 @@ def main() -> None:
     generate.add_argument("--text", nargs="*", default=[])
     generate.add_argument("--run", required=True)
     generate.add_argument("--batch-size", type=int)
+    generate.add_argument("--seconds", type=float, help="begin no batch after this time")
     generate.add_argument("--device", default="auto")
     generate.add_argument("--dtype", default="auto")
     generate.set_defaults(step=generate_step)
     grade = steps.add_parser("grade")
     grade.add_argument("--requests", required=True)
-    grade.add_argument("--run", required=True)
+    grade.add_argument("--run", required=True, nargs="+")
     grade.set_defaults(step=grade_step)
     options = parser.parse_args()
     options.step(options)
