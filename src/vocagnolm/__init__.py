@@ -32,6 +32,8 @@ _PUBLIC = {
     "GuidedTrainer": "vocagnolm.train",
     "ScoreSettings": "vocagnolm.score",
     "score_corpus": "vocagnolm.score",
+    "load_study": "vocagnolm.study.design",
+    "run_study": "vocagnolm.study.run",
 }
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     from vocagnolm.recipe import Recipe, load_recipe
     from vocagnolm.score import ScoreSettings, score_corpus
     from vocagnolm.store import LossStore
+    from vocagnolm.study.design import load_study
+    from vocagnolm.study.run import run_study
     from vocagnolm.train import GuidedTrainer
 
 __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
@@ -71,6 +75,8 @@ __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "GuidedTrainer",
     "ScoreSettings",
     "score_corpus",
+    "load_study",
+    "run_study",
     "align",
     "align_batch",
     "carry",

@@ -121,14 +121,16 @@ def test_figures_are_drawn(tmp_path) -> None:
     text = "Probability, 🙂 <b>$x$</b> naïve\n"
     study = granularity_study(student, teacher, SAMPLE[:1], n_chunks=[2, 8])
     points = [
-        figures.TeacherPoint(name="weak", teacher_score=10, student_scores=[4, 5]),
-        figures.TeacherPoint(name="strong", teacher_score=50, student_scores=[9]),
+        figures.TeacherPoint(name="weak", bits_per_byte=1.1, gain=-3, interval=(-4, -2)),
+        figures.TeacherPoint(
+            name="strong", bits_per_byte=0.8, gain=1, interval=(0.2, 1.8), seed_gains=[0.5, 1.5]
+        ),
     ]
     made_files = [
         figures.overlap_bars(student, [teacher, student], tmp_path / "1.png"),
         figures.tokenisation_rows([student, teacher], text, tmp_path / "2.svg"),
         figures.granularity_curve(study, tmp_path / "3.svg"),
-        figures.teacher_strength(points, tmp_path / "5.pdf", baseline=[6, 7]),
+        figures.teacher_strength(points, tmp_path / "5.pdf", student_bits_per_byte=0.9),
     ]
     starts = [b"\x89PNG", b"<?xml", b"<?xml", b"%PDF"]
     assert [

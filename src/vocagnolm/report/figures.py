@@ -169,58 +169,114 @@ def granularity_curve(study: "GranularityStudy", path: str | Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherPoint:
-    """One teacher of Figure 5: its own score, and the scores of the students it guided."""
+    """One teacher of Figure 5: its own strength, and what the students that it guided gained."""
 
     name: str
-    teacher_score: float
-    student_scores: Sequence[float]
-    """One for every seed."""
+    bits_per_byte: float
+    """Of the teacher, on the corpus."""
+    gain: float
+    interval: tuple[float, float]
+    seed_gains: Sequence[float] = ()
 
 
 def teacher_strength(
     points: Sequence[TeacherPoint],
     path: str | Path,
     *,
-    baseline: Sequence[float] = (),
-    baseline_name: str = "cpt",
-    score_name: str = "average score",
+    reference: str = "plain pretraining",
+    student_bits_per_byte: float | None = None,
+    title: str = "",
 ) -> Path:
-    """Figure 5: what a student gains against its teacher's own strength, every seed a dot."""
-    matplotlib, figure, axes = _figure(5.4, 3.7)
-    ordered = sorted(points, key=lambda point: point.teacher_score)
-    means = [sum(p.student_scores) / len(p.student_scores) for p in ordered]
-    axes.plot([p.teacher_score for p in ordered], means, "-", color=LINE, zorder=1)
-    for at, (point, mean) in enumerate(zip(ordered, means, strict=True)):
-        colour = COLOURS[at % len(COLOURS)]
-        places = [point.teacher_score] * len(point.student_scores)
-        axes.scatter(places, point.student_scores, s=22, color=colour, alpha=0.6, linewidths=0)
-        axes.scatter([point.teacher_score], [mean], s=70, marker="_", color=INK, zorder=3)
-        axes.annotate(
-            point.name,
-            (point.teacher_score, max(point.student_scores)),
-            xytext=(0, 7),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-            color=INK,
-        )
-    if baseline:
-        level = sum(baseline) / len(baseline)
-        axes.axhline(level, color=SOFT, linestyle="--", linewidth=1)
-        if len(baseline) > 1:
-            axes.axhspan(min(baseline), max(baseline), color=SOFT, alpha=0.12, linewidth=0)
-        axes.annotate(
-            f"{baseline_name} (no teacher)",
-            (1, level),
-            xycoords=("axes fraction", "data"),
-            xytext=(-2, 3),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8,
-            color=SOFT,
-        )
-    axes.margins(x=0.14, y=0.2)
+    """Figure 5: what students gain over the reference against their teachers' own strength, with
+    a 95 % interval, and every seed as a dot. Stronger teachers stand on the right."""
+    matplotlib, figure, axes = _figure(6.4, 4.0)
+    labels = []
+    for at, point in enumerate(points):
+        colour, place, seeds = COLOURS[at % len(COLOURS)], point.bits_per_byte, point.seed_gains
+        axes.vlines(place, *point.interval, color=colour, linewidth=1.8)
+        hollow = {"facecolor": "white", "edgecolor": colour, "linewidth": 1, "zorder": 2.5}
+        axes.scatter([place] * len(seeds), seeds, s=16, **hollow)
+        axes.scatter([place], [point.gain], s=52, color=colour, zorder=3)
+        reach = [*point.interval, *seeds]
+        labels.append(_PointLabel(point.name, colour, place, point.gain, min(reach), max(reach)))
+    axes.axhline(0, color=SOFT, linestyle="--", linewidth=1, zorder=1)
+    _note(axes, reference, (0, 0), ("axes fraction", "data"))
+    if student_bits_per_byte is not None:
+        axes.axvline(student_bits_per_byte, color=SOFT, linestyle=":", linewidth=1, zorder=1)
+        _note(axes, "the student itself", (student_bits_per_byte, 0), ("data", "axes fraction"))
+    axes.margins(x=0.3, y=0.14)
+    axes.invert_xaxis()
     axes.grid(axis="y", color=LINE, linewidth=0.6)
-    axes.set_xlabel(f"teacher's own {score_name}", color=SOFT)
-    axes.set_ylabel(f"student's {score_name}", color=SOFT)
+    axes.set_xlabel(
+        "teacher's bits per byte on the corpus (stronger \N{RIGHTWARDS ARROW})", color=SOFT
+    )
+    axes.set_ylabel("gain in accuracy, points\n(mean, 95 % interval, seeds)", color=SOFT)
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    _label_points(figure, axes, labels)
     return _save(matplotlib, figure, path)
+
+
+def _note(axes: Any, text: str, at: tuple[float, float], coordinates: tuple[str, str]) -> None:
+    """A word on a line, at its beginning."""
+    style = {"textcoords": "offset points", "xytext": (3, 3), "fontsize": 8, "color": SOFT}
+    axes.annotate(text, at, xycoords=coordinates, **style)
+
+
+@dataclass(frozen=True)
+class _PointLabel:
+    text: str
+    colour: str
+    x: float
+    y: float
+    low: float
+    high: float
+    """What is drawn at x reaches from low to high."""
+
+
+def _label_points(figure: Any, axes: Any, labels: Sequence[_PointLabel]) -> None:
+    """Each label beside its point, or above or below all that is drawn there: the first place
+    where it hides least of the rest and of the other labels."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # settles the layout: extents are known from here on
+    to_pixels = axes.transData.transform
+    taken = [drawn.get_window_extent() for drawn in (*axes.texts, *axes.lines)]
+    for label in labels:
+        low, high = to_pixels((label.x, label.low)), to_pixels((label.x, label.high))
+        taken.append(Bbox([low - 8, high + 8]))
+    frame = axes.get_window_extent()
+    for label in labels:
+        on_the_right = to_pixels((label.x, label.y))[0] > frame.x0 + frame.width / 2
+        beside = [(label.y, 10, 0, "left", "center"), (label.y, -10, 0, "right", "center")]
+        above, below = (label.high, 0, 7, "bottom"), (label.low, 0, -7, "top")
+        places = [*(beside[::-1] if on_the_right else beside)]
+        for y, dx, dy, vertical in (above, below):
+            places += [(y, dx, dy, side, vertical) for side in ("center", "left", "right")]
+        tried = []
+        for y, dx, dy, horizontal, vertical in places:
+            text = axes.annotate(
+                label.text,
+                (label.x, y),
+                xytext=(dx, dy),
+                textcoords="offset points",
+                ha=horizontal,
+                va=vertical,
+                fontsize=8,
+                color=label.colour,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # over the grid
+            )
+            box = text.get_window_extent()
+            outside = box.width * box.height - _shared_area(box, frame)
+            tried.append((outside + sum(_shared_area(box, other) for other in taken), text, box))
+        best = min(tried, key=lambda entry: entry[0])
+        for entry in tried:
+            if entry is not best:
+                entry[1].remove()
+        taken.append(best[2])
+
+
+def _shared_area(a: Any, b: Any) -> float:
+    """In pixels; a line counts as one pixel wide."""
+    width = min(max(a.x1, a.x0 + 1), max(b.x1, b.x0 + 1)) - max(a.x0, b.x0)
+    height = min(max(a.y1, a.y0 + 1), max(b.y1, b.y0 + 1)) - max(a.y0, b.y0)
+    return float(max(width, 0) * max(height, 0))

@@ -10,6 +10,7 @@ rows:                               # one row of the table each, a run per seed
   guided: {teacher: strong, set: {objective.method: guided}, seeds: [1, 2, 3]}
 use: [cpt, guided]                  # which rows this study shows; default: all
 comparisons: [[guided, cpt]]        # paired tests
+granularity: {teacher: strong, chunks: [8, 16]}   # optional: IoU and IoS beside the accuracies
 ```
 
 Studies that share a setting share a folder: a run that another study has finished is not run again.
@@ -91,8 +92,25 @@ class RowPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GranularityPlan:
+    """How well chunks of equal number cover each other's text, measured with the tokenizers of
+    the student and of one teacher. No model is needed."""
+
+    teacher: str
+    chunks: list[int]
+    """Numbers of chunks in a block; token-level alignment is measured too."""
+    documents: int = 1000
+    """So many documents of the corpus, from its beginning."""
+
+
+FIGURE_KINDS = ("bars", "lines", "strength")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FigurePlan:
-    """kind `bars`: a bar a row. kind `lines`: rows by a number `x`, one line a series."""
+    """kind `bars`: a bar a row. kind `lines`: rows by a number `x`, one line a series. kind
+    `strength`: what rows gain over `reference` against their teachers' bits per byte on the
+    corpus, for the rows that are compared with it."""
 
     kind: str = "bars"
     measure: str = "accuracy"
@@ -101,7 +119,7 @@ class FigurePlan:
     series: dict[str, list[str]] = field(default_factory=dict)
     """Name of a line -> its rows."""
     reference: str | None = None
-    """A row drawn as a horizontal line."""
+    """A row drawn as a line; the zero of kind `strength`."""
     x_label: str = ""
 
 
@@ -122,6 +140,7 @@ class Study:
     rows: dict[str, RowPlan] = field(default_factory=dict)
     use: list[str] = field(default_factory=list)
     comparisons: list[list[str]] = field(default_factory=list)
+    granularity: GranularityPlan | None = None
     figure: FigurePlan = field(default_factory=FigurePlan)
     source_field: str = "source"
     """Field of the corpus that names a document's source, for kept shares per source."""
@@ -212,7 +231,33 @@ def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
     if study.tune is not None:
         for group, name in study.tune.rows.items():
             _require(name, known, f"{origin}: tune.rows.{group}", "row")
+    if study.granularity is not None:
+        _check_granularity(study.granularity, set(study.teachers), f"{origin}: granularity")
+    _check_figure(study.figure, known | {"start"}, f"{origin}: figure")
     return study
+
+
+def _check_granularity(plan: GranularityPlan, teachers: set[str], where: str) -> None:
+    _require(plan.teacher, teachers, f"{where}.teacher", "teacher")
+    chunks = plan.chunks
+    if not isinstance(chunks, list) or not chunks or not all(map(_is_count, chunks)):
+        raise StudyError(f"{where}.chunks must be numbers like [8, 16], found {chunks!r:.60}.")
+    if not _is_count(plan.documents):
+        raise StudyError(
+            f"{where}.documents must be a whole number above 0, found {plan.documents!r:.60}."
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _check_figure(plan: FigurePlan, rows: set[str], where: str) -> None:
+    _require(plan.kind, set(FIGURE_KINDS), f"{where}.kind", "kind")
+    if plan.reference is not None:
+        _require(plan.reference, rows, f"{where}.reference", "row")
+    elif plan.kind == "strength":
+        raise StudyError(f"{where}: kind strength needs `reference`, the row to gain over.")
 
 
 def expand_rows(rows: Mapping[str, RowPlan]) -> dict[str, RowPlan]:
@@ -349,7 +394,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-_NESTED = (TeacherPlan, TuningPlan, EvaluationPlan, RowPlan, FigurePlan)
+_NESTED = (TeacherPlan, TuningPlan, EvaluationPlan, RowPlan, GranularityPlan, FigurePlan)
 
 
 def _require(name: str, known: set[str], where: str, what: str) -> None:

@@ -1,4 +1,5 @@
-"""One figure of a study: bars, or lines over a number. Needs the extra `plots`."""
+"""One figure of a study: bars, lines over a number, or gains against the teachers' strength. Needs
+the extra `plots`."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from vocagnolm.study.design import FigurePlan
 
 
 def draw(table: dict[str, Any], plan: FigurePlan, path: str | Path) -> Path:
+    if plan.kind == "strength":
+        return _draw_strength(table, plan, path)
     from vocagnolm.report.figures import COLOURS, INK, SOFT, _figure, _save
 
     rows = {row["row"]: row for row in table["rows"]}
@@ -44,6 +47,39 @@ def draw(table: dict[str, Any], plan: FigurePlan, path: str | Path) -> Path:
         axes.set_xlabel(plan.measure, color=SOFT)
     axes.set_title(table["title"] or table["study"], loc="left", fontsize=11, color=INK)
     return _save(matplotlib, figure, path)
+
+
+def _draw_strength(table: dict[str, Any], plan: FigurePlan, path: str | Path) -> Path:
+    from vocagnolm.report.figures import TeacherPoint, teacher_strength
+
+    rows = {row["row"]: row for row in table["rows"]}
+    points = []
+    for entry in table["comparisons"]:
+        row = rows.get(entry["a"], {})
+        teacher = table["teachers"].get(row.get("teacher"))
+        if entry["b"] != plan.reference or teacher is None:
+            continue
+        points.append(
+            TeacherPoint(
+                name=f"{row['label']}\n{teacher['label']}",
+                bits_per_byte=teacher["bits_per_byte"],
+                gain=entry["difference"],
+                interval=tuple(entry["interval"]),
+                seed_gains=entry["seed_differences"],
+            )
+        )
+    if plan.reference not in rows or not points:
+        raise StudyError(
+            f"Nothing to draw yet: no finished row with a scored teacher is compared with "
+            f"'{plan.reference}'."
+        )
+    return teacher_strength(
+        points,
+        path,
+        reference=rows[plan.reference]["label"],
+        student_bits_per_byte=table["student_bits_per_byte"],
+        title=table["title"] or table["study"],
+    )
 
 
 def measure_of(row: dict[str, Any], measure: str) -> tuple[float, float | None] | None:

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vocagnolm.align import (
     Alignment,
@@ -13,8 +15,12 @@ from vocagnolm.align import (
     TokenSpans,
     align,
     granularity,
+    load_tokenizer,
 )
-from vocagnolm.errors import CorpusError
+from vocagnolm.data.corpus import open_corpus
+from vocagnolm.errors import CorpusError, StudyError
+from vocagnolm.recipe import Recipe
+from vocagnolm.study.design import GranularityPlan
 
 DEFAULT_CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -50,17 +56,21 @@ def granularity_study(
     *,
     n_chunks: Sequence[int] = DEFAULT_CHUNKS,
     sequence_tokens: int = 2048,
+    packed: bool = False,
 ) -> GranularityStudy:
     """Cut the corpus into training sequences and measure chunk pairs in each.
 
     A sequence is up to `sequence_tokens` student tokens of one document and the teacher tokens
-    over the same text.
+    over the same text. `packed`: sequences run on over the ends of documents, as training blocks
+    do, so that short documents do not make short chunks.
     """
+    ours, theirs = student.spans_batch(documents), teacher.spans_batch(documents)
+    texts = [(o.spans, t.spans) for o, t in zip(ours, theirs, strict=True)]
+    if packed:
+        texts = [_one_after_another(ours, theirs)]
     sequences = []
-    for ours, theirs in zip(
-        student.spans_batch(documents), teacher.spans_batch(documents), strict=True
-    ):
-        sequences += _sequences(ours, theirs, sequence_tokens)
+    for student_spans, teacher_spans in texts:
+        sequences += _sequences(student_spans, teacher_spans, sequence_tokens)
     if not sequences:
         raise CorpusError("there is no text to study: every document is empty")
     return GranularityStudy(
@@ -72,11 +82,48 @@ def granularity_study(
     )
 
 
+def corpus_granularity(recipe: Recipe, teacher: str, plan: GranularityPlan) -> GranularityStudy:
+    """The same for a recipe's student, corpus and blocks, and the tokenizer of a teacher."""
+    if recipe.student_tokenizer is None:
+        raise StudyError("IoU and IoS need base.student.tokenizer or base.student.model.")
+    corpus = open_corpus(
+        list(recipe.corpus.files), text_field=recipe.corpus.text_field, limit=plan.documents
+    )
+    return granularity_study(
+        load_tokenizer(_tokenizer_file(recipe.student_tokenizer)),
+        load_tokenizer(_tokenizer_file(teacher)),
+        [document.text for document in corpus if document.text is not None],
+        n_chunks=plan.chunks,
+        sequence_tokens=recipe.data.block_size,
+        packed=True,
+    )
+
+
+def _tokenizer_file(source: str) -> str:
+    """A folder's tokenizer.json. A folder is checked against transformers, which brings torch in;
+    what trains and scores with it makes that check."""
+    file = Path(source) / "tokenizer.json"
+    return str(file) if file.is_file() else source
+
+
+def _one_after_another(
+    ours: Sequence[TokenSpans], theirs: Sequence[TokenSpans]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The spans of all documents over the bytes of all their texts in a row."""
+    none = np.zeros((0, 2), np.int64)
+    starts = np.cumsum([0, *(document.n_bytes for document in ours)])[:-1]
+    student, teacher = (
+        np.concatenate([none, *(d.spans + at for d, at in zip(side, starts, strict=True))])
+        for side in (ours, theirs)
+    )
+    return student, teacher
+
+
 def _sequences(
-    ours: TokenSpans, theirs: TokenSpans, sequence_tokens: int
+    ours: NDArray[np.int64], theirs: NDArray[np.int64], sequence_tokens: int
 ) -> list[tuple[np.ndarray, np.ndarray, Alignment]]:
     result = []
-    whole = align(ours.spans, theirs.spans)
+    whole = align(ours, theirs)
     for start in range(0, len(ours), sequence_tokens):
         part = slice(start, start + sequence_tokens)
         first, last = whole.first[part], whole.last[part]
@@ -87,5 +134,5 @@ def _sequences(
         alignment = Alignment(
             np.where(mapped, first - origin, -1), np.where(mapped, last - origin, -1)
         )
-        result.append((ours.spans[part], theirs.spans[origin:end], alignment))
+        result.append((ours[part], theirs[origin:end], alignment))
     return result

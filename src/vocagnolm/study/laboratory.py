@@ -8,6 +8,7 @@ FOLDER/stores/TEACHER/      loss stores
 FOLDER/blocks/NAME/         packed blocks, shared by all runs that can
 FOLDER/tuning/GROUP-RATE/   short runs with one seed
 FOLDER/runs/ROW-sSEED/      run folder + evaluation.json, answers.jsonl.gz, selection.json
+FOLDER/granularity-TEACHER.json   IoU and IoS of chunks, where a study asks for them
 ```
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 from vocagnolm.errors import StudyError
 from vocagnolm.recipe import Recipe
 from vocagnolm.study.design import (
+    GranularityPlan,
     RowPlan,
     RunPlan,
     Study,
@@ -72,6 +74,8 @@ class Laboratory:
                 add(task)
         for run in self.runs:
             add(self._run_task(run))
+        if self.study.granularity is not None:
+            add(self._granularity_task(self.study.granularity))
         return list(tasks.values())
 
     def _start_task(self) -> Task:
@@ -195,6 +199,20 @@ class Laboratory:
             needs += existing_path(recipe.teacher.model)
         return tuple(needs)
 
+    def _granularity_task(self, plan: GranularityPlan) -> Task:
+        recipe = recipe_with(self.study.base, {}, "granularity")
+        given = self.study.teachers[plan.teacher]
+        teacher = given.tokenizer or given.model
+        path = self.granularity_file(plan)
+
+        def action() -> None:
+            from vocagnolm.study.granularity import corpus_granularity
+
+            write_json(path, corpus_granularity(recipe, teacher, plan).as_json())
+
+        needs = (*existing_path(recipe.student_tokenizer), *existing_path(teacher))
+        return Task(path.stem, "granularity", path, needs, action)
+
     # ---- recipes ----
 
     def start_recipe(self) -> Recipe:
@@ -257,6 +275,9 @@ class Laboratory:
 
     def run_folder(self, run: RunPlan) -> Path:
         return self.folder / "runs" / run.name
+
+    def granularity_file(self, plan: GranularityPlan) -> Path:
+        return self.folder / f"granularity-{plan.teacher}.json"
 
     def _first_run(self, row: str) -> Path:
         return self.folder / "runs" / f"{row}-s{self.rows[row].seeds[0]}"

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.study.design import RowPlan
+from vocagnolm.study.design import GranularityPlan, RowPlan, recipe_with
 from vocagnolm.study.evaluation import ANSWERS_FILE, Grades, golds_of, grade_answers
 from vocagnolm.study.laboratory import EVALUATION, SELECTION, Laboratory
 from vocagnolm.study.statistics import average_accuracy, compare_rows, mean_and_spread
 
 GRADES_FILE = "grades.json"
+# Methods that carry the teacher's losses from token to token.
+_TOKEN_LEVEL = ("guided", "rho1")
 
 
 def read_results(laboratory: Laboratory) -> dict[str, dict[int, dict[str, Any]]]:
@@ -69,15 +71,19 @@ def study_table(laboratory: Laboratory) -> dict[str, Any]:
     done = {
         run.name for run in laboratory.runs if (laboratory.run_folder(run) / EVALUATION).exists()
     }
-    return {
+    table = {
         "study": study.name,
         "title": study.title,
         "rows": rows,
         "comparisons": comparisons,
         "tuning": _tuning(laboratory),
         "teachers": _teachers(laboratory),
+        "student_bits_per_byte": study.base.get("student", {}).get("bits_per_byte"),
         "missing": sorted(planned - done),
     }
+    if study.granularity is not None:
+        _add_granularity(table, laboratory, study.granularity)
+    return table
 
 
 def _row(name: str, plan: RowPlan | None, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -109,6 +115,32 @@ def _row(name: str, plan: RowPlan | None, seeds: dict[int, dict[str, Any]]) -> d
     return row
 
 
+def _add_granularity(table: dict[str, Any], laboratory: Laboratory, plan: GranularityPlan) -> None:
+    """IoU and IoS to the rows that train on an alignment with this teacher: of their chunks,
+    whoever chooses them, or of tokens."""
+    path = laboratory.granularity_file(plan)
+    if not path.is_file():
+        table["granularity"] = None
+        table["missing"].append(path.stem)
+        return
+    found = table["granularity"] = json.loads(path.read_text(encoding="utf-8"))
+    chunks = {point["n"]: point for point in found["chunks"]}
+    for row in table["rows"]:
+        name = row["row"]
+        if name not in laboratory.rows:
+            continue  # the start
+        settings = laboratory.rows[name]
+        objective = recipe_with(laboratory.study.base, settings.set, f"row {name}").objective
+        point = None
+        if objective.method == "chunk" and settings.teacher in (None, plan.teacher):
+            point = chunks.get(objective.n_chunks)
+        elif objective.method in _TOKEN_LEVEL and settings.teacher == plan.teacher:
+            # a matched row keeps tokens by chance, whatever its teacher
+            point = found["token_level"] if settings.matched_to is None else None
+        if point is not None:
+            row["iou"], row["ios"] = point["iou"], point["ios"]
+
+
 def _tuning(laboratory: Laboratory) -> list[dict[str, Any]]:
     found = []
     for path in sorted((laboratory.folder / "tuning").glob(f"*/{EVALUATION}")):
@@ -125,22 +157,26 @@ def _tuning(laboratory: Laboratory) -> list[dict[str, Any]]:
 
 
 def _teachers(laboratory: Laboratory) -> dict[str, Any]:
-    return {
-        path.stem: json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted((laboratory.folder / "stores").glob("*.json"))
-    }
+    found = {}
+    for path in sorted((laboratory.folder / "stores").glob("*.json")):
+        plan = laboratory.study.teachers.get(path.stem)
+        label = (plan.label if plan else None) or path.stem
+        found[path.stem] = {"label": label, **json.loads(path.read_text(encoding="utf-8"))}
+    return found
 
 
 def markdown(table: dict[str, Any]) -> str:
     """The table as people read it."""
     tasks = list(dict.fromkeys(t for row in table["rows"] for t in row["tasks"]))
     texts = list(dict.fromkeys(t for row in table["rows"] for t in row["bits_per_byte"]))
-    head = ["row", "runs", "lr", *(["average"] if tasks else []), *tasks]
+    overlaps = {"IoU": "iou", "IoS": "ios"} if "granularity" in table else {}
+    head = ["row", "runs", "lr", *overlaps, *(["average"] if tasks else []), *tasks]
     head += [f"bpb {text}" for text in texts]
     lines = [f"**{table['title'] or table['study']}**", "", _line(head)]
     lines.append(_line(["---", *("---:" for _ in head[1:])]))
     for row in table["rows"]:
         cells = [row["label"], str(len(row["seeds"])), _rate(row["learning_rate"])]
+        cells += [_percent(row.get(measure)) for measure in overlaps.values()]
         if tasks:
             cells.append(_with_spread(row.get("accuracy"), row.get("accuracy_spread"), 2))
             cells += [_with_spread(row["tasks"].get(task), None, 1) for task in tasks]
@@ -168,6 +204,10 @@ def _line(cells: list[str]) -> str:
 
 def _rate(rate: float | None) -> str:
     return "" if rate is None else f"{rate:g}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}"
 
 
 def _with_spread(mean: float | None, spread: float | None, digits: int) -> str:

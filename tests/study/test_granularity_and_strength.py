@@ -1,0 +1,296 @@
+"""IoU and IoS beside the accuracies; gains against the teachers' strength. No model is run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import made
+import pytest
+
+from vocagnolm.align import load_tokenizer
+from vocagnolm.errors import StudyError
+from vocagnolm.study.design import FigurePlan, Study, load_study, study_from_dict
+from vocagnolm.study.figure import draw
+from vocagnolm.study.granularity import granularity_study
+from vocagnolm.study.laboratory import EVALUATION, Laboratory
+from vocagnolm.study.table import markdown, study_table
+from vocagnolm.study.worker import work
+
+TEXTS = [f"Ann has {n} apples and finds {n * n} more. é 🙂 " * 6 for n in range(40)]
+ROWS: dict[str, dict[str, Any]] = {
+    "cpt": {"set": {"objective.method": "cpt"}},
+    "guided": {"teacher": "strong", "set": {"objective.method": "guided"}},
+    "other": {"teacher": "weak", "set": {"objective.method": "guided"}},
+    "matched": {
+        "teacher": "strong",
+        "matched_to": "guided",
+        "set": {"objective.method": "guided"},
+    },
+    "chunk": {
+        "teacher": "strong",
+        "set": {"objective.method": "chunk"},
+        "grid": {"objective.n_chunks": [4, 8, 12]},
+    },
+    "other-chunk": {
+        "teacher": "weak",
+        "set": {"objective.method": "chunk", "objective.n_chunks": 4},
+    },
+    "random": {
+        "set": {
+            "objective.method": "chunk",
+            "objective.chunk_choice": "random",
+            "objective.n_chunks": 8,
+        }
+    },
+}
+
+
+def small_study(folder: Path, **changes: Any) -> Study:
+    """Tokenizers and a corpus, no models."""
+    folder.mkdir(exist_ok=True)
+    made.byte_level(400).save(str(folder / "student.json"))
+    made.sentencepiece_bpe(700).save(str(folder / "strong.json"))
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    tree: dict[str, Any] = {
+        "name": "small",
+        "base": {
+            "student": {"tokenizer": str(folder / "student.json")},
+            "corpus": {"files": [str(corpus)]},
+            "data": {"block_size": 64},
+        },
+        "teachers": {
+            "strong": {
+                "model": str(folder / "no-model"),
+                "tokenizer": str(folder / "strong.json"),
+                "label": "a strong one",
+            },
+            "weak": {"model": str(folder / "no-model")},
+        },
+        "rows": ROWS,
+        "granularity": {"teacher": "strong", "chunks": [4, 8], "documents": 30},
+    }
+    return study_from_dict({**tree, **changes})
+
+
+def pretend_runs(laboratory: Laboratory) -> None:
+    """What finished runs leave."""
+    for run in laboratory.runs:
+        folder = laboratory.run_folder(run)
+        folder.mkdir(parents=True, exist_ok=True)
+        result = {"held_out": {"text": 1.0}, "learning_rate": 1e-3}
+        (folder / EVALUATION).write_text(json.dumps(result))
+
+
+@pytest.fixture
+def laboratory(tmp_path: Path) -> Laboratory:
+    return Laboratory(small_study(tmp_path / "materials"), tmp_path / "out")
+
+
+def test_granularity_comes_last_and_needs_no_model(laboratory: Laboratory) -> None:
+    task = laboratory.tasks()[-1]
+    assert task.name == "granularity-strong" and task.is_ready and not task.is_done
+    outcome = work(laboratory, wait=False, say=lambda line: None)
+    assert "granularity-strong" in outcome.finished and task.is_done
+    found = json.loads((laboratory.folder / "granularity-strong.json").read_text())
+    assert [point["n"] for point in found["chunks"]] == [4, 8]
+    assert found["sequence_tokens"] == 64
+
+
+def test_granularity_is_measured_without_torch(tmp_path: Path) -> None:
+    """Also where tokenizers are folders of a model, which transformers could open."""
+    study = small_study(tmp_path / "materials")
+    for name in ("student", "strong"):
+        folder = tmp_path / "materials" / name
+        folder.mkdir()
+        (tmp_path / "materials" / f"{name}.json").rename(folder / "tokenizer.json")
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+    program = f"""
+import sys
+from vocagnolm.study.design import GranularityPlan
+from vocagnolm.study.granularity import corpus_granularity
+from vocagnolm.recipe import recipe_from_dict
+recipe = recipe_from_dict({dict(study.base)!r})
+recipe.student.tokenizer = {str(tmp_path / "materials/student")!r}
+plan = GranularityPlan(teacher="strong", chunks=[4])
+found = corpus_granularity(recipe, {str(tmp_path / "materials/strong")!r}, plan)
+assert found.teacher == "strong" and found.points[-1].ios == 1
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_rows_show_the_overlap_of_their_alignment(laboratory: Laboratory) -> None:
+    pretend_runs(laboratory)
+    before = study_table(laboratory)
+    assert before["granularity"] is None and "granularity-strong" in before["missing"]
+    assert "| IoU | IoS |" in markdown(before)
+
+    work(laboratory, wait=False, say=lambda line: None)
+    table = study_table(laboratory)
+    assert not any(name.startswith("granularity") for name in table["missing"])
+    found = table["granularity"]
+    shown = {row["row"]: (row.get("iou"), row.get("ios")) for row in table["rows"]}
+    nothing = (None, None)
+    points = {point["n"]: (point["iou"], point["ios"]) for point in found["chunks"]}
+    token_level = (found["token_level"]["iou"], found["token_level"]["ios"])
+    assert token_level[1] == 1
+    assert shown == {
+        "cpt": nothing,
+        "guided": token_level,
+        "other": nothing,  # another teacher
+        "matched": nothing,  # chosen by chance
+        "chunk-4": points[4],
+        "chunk-8": points[8],
+        "chunk-12": nothing,  # not measured
+        "other-chunk": nothing,
+        "random": points[8],
+    }
+    lines = {line.split(" | ")[0].strip("| "): line for line in markdown(table).splitlines()}
+    assert f"| {100 * points[4][0]:.1f} | {100 * points[4][1]:.1f} |" in lines["chunk-4"]
+    assert "| 100.0 |" in lines["guided"]
+    assert "| 0.001 |  |  |" in lines["cpt"]
+
+
+def test_no_columns_where_the_study_does_not_ask(tmp_path: Path) -> None:
+    laboratory = Laboratory(small_study(tmp_path / "m", granularity=None), tmp_path / "out")
+    pretend_runs(laboratory)
+    table = study_table(laboratory)
+    assert "granularity" not in table and "IoU" not in markdown(table)
+    assert not any(task.kind == "granularity" for task in laboratory.tasks())
+
+
+def test_shipped_table2_measures_every_number_of_chunks_it_shows(tmp_path: Path) -> None:
+    for name in ("table2", "figure6"):
+        study = load_study(name, materials="m")
+        assert study.granularity is not None
+        laboratory = Laboratory(study, tmp_path)
+        recipes = [laboratory.recipe(run, learning_rate=None) for run in laboratory.runs]
+        wanted = {r.objective.n_chunks for r in recipes if r.objective.method == "chunk"}
+        assert wanted == set(study.granularity.chunks)
+
+
+def test_packed_sequences_run_over_the_ends_of_documents() -> None:
+    student, teacher = load_tokenizer(made.byte_level(400)), load_tokenizer(made.byte_level(700))
+    texts = ["a short one. ", "", "and another, é 🙂. "] * 50
+    apart = granularity_study(student, teacher, texts, n_chunks=[1, 4], sequence_tokens=64)
+    packed = granularity_study(
+        student, teacher, texts, n_chunks=[1, 4], sequence_tokens=64, packed=True
+    )
+    tokens = sum(map(len, student.spans_batch(texts)))
+    assert packed.sequences == -(-tokens // 64)
+    assert apart.sequences == 100
+    # a token's own cover does not depend on where sequences end, up to the teacher's cut
+    assert packed.points[-1].iou == pytest.approx(apart.points[-1].iou)
+    assert packed.points[-1].ios == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"granularity": {"teacher": "stong", "chunks": [8]}}, "Did you mean 'strong'"),
+        ({"granularity": {"teacher": "strong"}}, "chunks"),
+        ({"granularity": {"teacher": "strong", "chunks": 8}}, r"numbers like \[8, 16\]"),
+        ({"granularity": {"teacher": "strong", "chunks": [0]}}, r"numbers like \[8, 16\]"),
+        ({"granularity": {"teacher": "strong", "chunks": [8], "documents": 0}}, "above 0"),
+        ({"figure": {"kind": "strengths", "reference": "cpt"}}, "Did you mean 'strength'"),
+        ({"figure": {"kind": "strength"}}, "needs `reference`"),
+        ({"figure": {"kind": "strength", "reference": "ctp"}}, "Did you mean 'cpt'"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(StudyError, match=message):
+        small_study(tmp_path, **changes)
+
+
+def strength_table() -> dict[str, Any]:
+    def entry(a: str, b: str, difference: float) -> dict[str, Any]:
+        interval = [difference - 1, difference + 1]
+        seeds = [difference - 0.5, difference + 0.5]
+        return {
+            "a": a,
+            "b": b,
+            "difference": difference,
+            "interval": interval,
+            "seed_differences": seeds,
+        }
+
+    teachers = {"cpt": None, "by-strong": "strong", "by-weak": "weak", "by-unscored": "unscored"}
+    return {
+        "study": "small",
+        "title": "gains",
+        "rows": [{"row": n, "label": f"row {n}", "teacher": t} for n, t in teachers.items()],
+        "teachers": {
+            "strong": {"label": "Strong 2B", "bits_per_byte": 0.8},
+            "weak": {"label": "Weak 1B", "bits_per_byte": 1.0},
+        },
+        "student_bits_per_byte": 0.95,
+        "comparisons": [
+            entry("by-strong", "cpt", 1.0),
+            entry("by-weak", "cpt", -2.0),
+            entry("by-unscored", "cpt", 0.5),
+            entry("by-strong", "by-weak", 3.0),
+        ],
+    }
+
+
+def test_strength_figure_shows_the_rows_with_a_scored_teacher(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan = FigurePlan(kind="strength", reference="cpt")
+    drawn = draw(strength_table(), plan, tmp_path / "s.svg").read_text()
+    for text in ("row by-strong", "Strong 2B", "Weak 1B", "row cpt", "the student itself"):
+        assert drawn.count(f">{text}<") == 1
+    assert "row by-unscored" not in drawn
+    with pytest.raises(StudyError, match="Nothing to draw yet"):
+        draw({**strength_table(), "comparisons": []}, plan, tmp_path / "s.svg")
+
+
+def test_labels_of_the_strength_figure_do_not_overlap(tmp_path: Path) -> None:
+    """Three teachers of nearly the same strength, and gains close to each other."""
+    pytest.importorskip("matplotlib")
+    from vocagnolm.report import figures
+
+    boxes: list[Any] = []
+
+    def measure(matplotlib: Any, figure: Any, path: Path) -> Path:
+        texts = [text for text in figure.axes[0].texts if "guided" in text.get_text()]
+        boxes.extend(text.get_window_extent() for text in texts)
+        return path
+
+    points = [
+        figures.TeacherPoint(
+            name=f"guided by teacher {n}, 40 %\na teacher with a long name",
+            bits_per_byte=0.8 + (0.015 if n < 2 else 0.1) * n,
+            gain=1 + 0.3 * n,
+            interval=(0.2 + 0.3 * n, 1.8 + 0.3 * n),
+        )
+        for n in range(3)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "_save", measure)
+        figures.teacher_strength(points, tmp_path / "s.png")
+    assert len(boxes) == 3
+    assert not any(a.overlaps(b) for at, a in enumerate(boxes) for b in boxes[:at])
+
+
+def test_teachers_carry_their_labels(laboratory: Laboratory) -> None:
+    stores = laboratory.folder / "stores"
+    stores.mkdir(parents=True)
+    for name in ("strong", "weak"):
+        (stores / f"{name}.json").write_text('{"bits_per_byte": 0.9}')
+    pretend_runs(laboratory)
+    teachers = study_table(laboratory)["teachers"]
+    assert {name: t["label"] for name, t in teachers.items()} == {
+        "strong": "a strong one",
+        "weak": "weak",
+    }
+
+
+def test_studies_are_public_names() -> None:
+    import vocagnolm
+    from vocagnolm.study.run import run_study
+
+    assert vocagnolm.run_study is run_study and vocagnolm.load_study is load_study
+    assert {"run_study", "load_study"} <= set(dir(vocagnolm))
