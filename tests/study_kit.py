@@ -107,6 +107,7 @@ TINY: dict[str, Any] = {
     },
     "score": {"context": 128, "device": "cpu", "threads": 1},
     "start": {"train.tokens": 512},
+    "teachers": {"same": {"train": {"train.tokens": 512}}},
     "tune": {"learning_rates": [1e-3, 3e-3], "set": {"train.tokens": 512}},
     "evaluate": {"max_new_tokens": 8, "batch_size": 8, "device": "cpu", "context": 128},
     "prepare_workers": 1,

@@ -23,7 +23,8 @@ def test_every_recipe_of_a_shipped_study_is_valid(name: str, tmp_path: Path) -> 
     for run in laboratory.runs:
         recipe = laboratory.recipe(run, learning_rate=1e-4)
         assert recipe.run.seed == run.seed
-        assert recipe.optimizer.min_learning_rate == pytest.approx(1e-5)
+        own = run.overrides.get("optimizer.learning_rate", 1e-4)
+        assert recipe.optimizer.min_learning_rate == pytest.approx(own / 10)
         # what needs a teacher has one
         if recipe.needs_guidance and not recipe.teacher.online:
             assert recipe.store.path
@@ -48,6 +49,17 @@ def test_primary_comparison_runs_first() -> None:
     assert {run.row for run in runs[:10]} == {"cpt", "guided-qwen"}
 
 
+def test_some_seeds_can_wait() -> None:
+    tree = {
+        "rows": {"main": {"seeds": [1, 2], "later": {2: 5}}, "other": {"seeds": [1], "priority": 1}}
+    }
+    assert [run.name for run in plan_runs(study_from_dict({"name": "s", **tree}))] == [
+        "main-s1",
+        "other-s1",
+        "main-s2",
+    ]
+
+
 def test_a_grid_becomes_rows() -> None:
     rows = expand_rows({"g": RowPlan(grid={"objective.keep": [0.4, 0.6]}, label="kept")})
     assert list(rows) == ["g-0.4", "g-0.6"]
@@ -67,6 +79,7 @@ def test_a_matched_row_brings_its_target_along() -> None:
         ({"rowz": {}}, "Did you mean 'rows'"),
         ({"rows": {"cpt": {}}, "use": ["ctp"]}, "Did you mean 'cpt'"),
         ({"rows": {"a": {"teacher": "t"}}}, "unknown teacher 't'"),
+        ({"teachers": {"t": {"label": "nobody"}}}, "either `model` or `train`"),
         ({"rows": {"a": {}}, "comparisons": [["a"]]}, "names two rows"),
         ({"rows": {"a": {}, "b": {"matched_to": "a"}}}, "no teacher"),
     ],
@@ -85,7 +98,9 @@ def test_materials_are_asked_for() -> None:
 
 def test_overrides_reach_rows_and_recipe_keys() -> None:
     overrides = ["rows.cpt.seeds=[9]", "start.train.tokens=64", "tune.set.train.tokens=32"]
+    overrides.append("teachers.same.train.train.tokens=16")
     study = load_study("miniature", overrides, materials="m")
     assert study.rows["cpt"].seeds == [9]
     assert study.start is not None and study.start["train.tokens"] == 64
     assert study.tune is not None and study.tune.set["train.tokens"] == 32
+    assert (study.teachers["same"].train or {})["train.tokens"] == 16

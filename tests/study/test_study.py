@@ -24,8 +24,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
         tiny_study(
             folder / "tiny.yaml",
             title="tiny",
-            rows={"cpt": seeds, "guided-qwen": seeds, "matched": {"seeds": [1]}},
-            use=["cpt", "guided-qwen", "matched"],
+            rows={
+                "cpt": seeds,
+                "guided-qwen": seeds,
+                **{name: {"seeds": [1]} for name in ("matched", "kld", "rho1")},
+            },
+            use=["cpt", "guided-qwen", "matched", "kld", "rho1"],
             comparisons=[["guided-qwen", "cpt"], ["guided-qwen", "start"]],
         ),
         materials=materials,
@@ -40,8 +44,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
 
 def test_table_has_all_rows_and_comparisons(finished: Laboratory, tmp_path: Path) -> None:
     table = study_table(finished)
-    assert [row["row"] for row in table["rows"]] == ["start", "cpt", "guided-qwen", "matched"]
-    assert [len(row["seeds"]) for row in table["rows"]] == [1, 2, 2, 1]
+    names = ["start", "cpt", "guided-qwen", "matched", "kld", "rho1"]
+    assert [row["row"] for row in table["rows"]] == names
+    assert [len(row["seeds"]) for row in table["rows"]] == [1, 2, 2, 1, 1, 1]
     assert table["missing"] == []
     assert {(c["a"], c["b"]) for c in table["comparisons"]} == {
         ("guided-qwen", "cpt"),
@@ -80,6 +85,17 @@ def test_a_lost_run_is_run_again_to_the_same_result(finished: Laboratory) -> Non
 def test_models_are_removed_once_they_are_evaluated(finished: Laboratory) -> None:
     assert not list(finished.folder.glob("runs/*/model"))
     assert (finished.folder / "start" / "model").is_dir()
+
+
+def test_a_teacher_of_the_same_vocabulary_is_trained_by_the_study(finished: Laboratory) -> None:
+    from vocagnolm.recipe import load_recipe
+
+    assert (finished.folder / "teachers" / "same" / "model").is_dir()
+    for row in ("kld", "rho1"):
+        recipe = load_recipe(finished.folder / "runs" / f"{row}-s1" / "recipe.yaml")
+        assert recipe.teacher.model == finished.teacher_model("same")
+    assert study_table(finished)["teachers"]["same"]["bits_per_byte"] > 0  # scored for rho1
+    assert finished.recipe(finished.runs[0], learning_rate=None).teacher.model is None
 
 
 def test_runs_of_one_seed_see_the_same_blocks(finished: Laboratory) -> None:

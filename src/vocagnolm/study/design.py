@@ -36,11 +36,14 @@ SHIPPED = Path(__file__).parent / "studies"
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherPlan:
-    """A model that scores the corpus."""
+    """A model that scores the corpus: a given one, or one that the study trains first."""
 
-    model: str
+    model: str | None = None
     tokenizer: str | None = None
     label: str | None = None
+    train: dict[str, Any] | None = None
+    """Instead of a model: overrides of a plain run that makes the teacher out of the students'
+    start. It then has the student's vocabulary (kld, rho1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,8 @@ class RowPlan:
     """Random selection with the kept share per source of this row's first run."""
     priority: int = 0
     """Smaller numbers run first; within one number, seed by seed."""
+    later: dict[int, int] = field(default_factory=dict)
+    """Seed -> another priority, for seeds beyond those that every row needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +220,9 @@ def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
             raise StudyError(f"{origin}: a comparison names two rows, found {pair!r}.")
         for name in pair:
             _require(name, known | {"start"}, f"{origin}: comparisons", "row")
+    for name, teacher in study.teachers.items():
+        if (teacher.model is None) == (teacher.train is None):
+            raise StudyError(f"{origin}: teachers.{name} must have either `model` or `train`.")
     for name, row in rows.items():
         if row.teacher is not None:
             _require(row.teacher, set(study.teachers), f"{origin}: rows.{name}.teacher", "teacher")
@@ -295,7 +303,7 @@ def plan_runs(study: Study) -> list[RunPlan]:
                     teacher=row.teacher,
                     tuned=row.tuned,
                     matched_to=row.matched_to,
-                    order=(row.priority, seed, place),
+                    order=(row.later.get(seed, row.priority), seed, place),
                 )
             )
     return sorted(runs, key=lambda run: run.order)
@@ -354,6 +362,8 @@ def _override(tree: dict[str, Any], override: str) -> None:
     # recipe keys carry a dot of their own: start.train.tokens is start -> "train.tokens"
     if steps[0] == "start":
         steps = ["start", ".".join(steps[1:])]
+    elif steps[0] == "teachers" and steps[2:3] == ["train"]:
+        steps = [*steps[:3], ".".join(steps[3:])]
     elif "set" in steps[:-2]:
         at = steps.index("set")
         steps = [*steps[: at + 1], ".".join(steps[at + 1 :])]

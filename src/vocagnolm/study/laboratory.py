@@ -4,6 +4,7 @@ it is done.
 
 ```
 FOLDER/start/               the plain phase, a run folder
+FOLDER/teachers/TEACHER/    teachers that the study trains, likewise
 FOLDER/stores/TEACHER/      loss stores
 FOLDER/blocks/NAME/         packed blocks, shared by all runs that can
 FOLDER/tuning/GROUP-RATE/   short runs with one seed
@@ -62,10 +63,15 @@ class Laboratory:
         if self.study.start is not None:
             add(self._start_task())
             add(self._start_evaluation())
-        teachers = {run.teacher for run in self.runs if self._stored(run)}
-        for teacher in self.study.teachers:
-            if teacher in teachers:
-                add(self._score_task(teacher))
+        used = {run.teacher for run in self.runs}
+        stored = {run.teacher for run in self.runs if self._stored(run)}
+        for name, teacher in self.study.teachers.items():
+            if name in used and teacher.train is not None:
+                recipe = self._teacher_recipe(name)
+                add(self._blocks_task(recipe))
+                add(self._teacher_task(name, recipe))
+            if name in stored:
+                add(self._score_task(name))
         for run in self.runs:
             add(self._blocks_task(self.recipe(run, learning_rate=None)))
         groups = {run.tuned for run in self.runs if run.tuned is not None}
@@ -106,14 +112,22 @@ class Laboratory:
             lambda: self._evaluate(self.folder / "start" / "model", folder, {"row": "start"}),
         )
 
+    def _teacher_task(self, name: str, recipe: Recipe) -> Task:
+        return Task(
+            f"teacher-{name}",
+            "teacher",
+            Path(self.teacher_model(name)),
+            self._run_needs(recipe),
+            lambda: self._train(recipe),
+        )
+
     def _score_task(self, teacher: str) -> Task:
-        plan = self.study.teachers[teacher]
         out = self.store(teacher)
         return Task(
             f"score-{teacher}",
             f"score-{teacher}",
             out / "manifest.json",
-            existing_path(plan.model),
+            existing_path(self.teacher_model(teacher)),
             lambda: self._score(teacher),
         )
 
@@ -201,8 +215,7 @@ class Laboratory:
 
     def _granularity_task(self, plan: GranularityPlan) -> Task:
         recipe = recipe_with(self.study.base, {}, "granularity")
-        given = self.study.teachers[plan.teacher]
-        teacher = given.tokenizer or given.model
+        teacher = self.study.teachers[plan.teacher].tokenizer or self.teacher_model(plan.teacher)
         path = self.granularity_file(plan)
 
         def action() -> None:
@@ -238,7 +251,7 @@ class Laboratory:
             overrides.setdefault("optimizer.min_learning_rate", learning_rate / 10)
         if run.teacher is not None:
             plan = self.study.teachers[run.teacher]
-            overrides["teacher.model"] = plan.model
+            overrides["teacher.model"] = self.teacher_model(run.teacher)
             if plan.tokenizer is not None:
                 overrides["teacher.tokenizer"] = plan.tokenizer
             if self._stored(run):
@@ -269,6 +282,25 @@ class Laboratory:
         kind = Path(recipe.store.path).name if recipe.store.path else "plain"
         recipe.data.blocks = str(self.folder / "blocks" / f"{kind}-{digest}")
         return recipe
+
+    def teacher_model(self, teacher: str) -> str:
+        given = self.study.teachers[teacher].model
+        return given or str(self.folder / "teachers" / teacher / "model")
+
+    def _teacher_recipe(self, teacher: str) -> Recipe:
+        overrides = {"objective.method": "cpt", **(self.study.teachers[teacher].train or {})}
+        run = RunPlan(
+            name=f"teacher-{teacher}",
+            row=f"teachers.{teacher}",
+            seed=overrides.pop("run.seed", 0),
+            overrides=overrides,
+            teacher=None,
+            tuned=None,
+            matched_to=None,
+            order=(0, 0, 0),
+        )
+        folder = self.folder / "teachers" / teacher
+        return self.recipe(run, learning_rate=None, folder=folder)
 
     def store(self, teacher: str) -> Path:
         return self.folder / "stores" / teacher
@@ -307,7 +339,7 @@ class Laboratory:
         base = self.study.base.get("corpus", {})
         started = time.perf_counter()
         summary = score_corpus(
-            self.study.teachers[teacher].model,
+            self.teacher_model(teacher),
             files,
             self.store(teacher),
             settings=ScoreSettings(**self.study.score),

@@ -18,7 +18,7 @@ class Task:
     done: Path
     needs: tuple[Path, ...]
     """Files that must be there before."""
-    action: Callable[[], None]
+    action: Callable[[], object]
 
     @property
     def is_done(self) -> bool:
