@@ -87,12 +87,14 @@ def pack(options: argparse.Namespace) -> None:
 
 
 def _finished(folder: Path | None) -> list[Path]:
-    """What tells that a run or a tuning is done. The start is made anew there."""
+    """What tells that a run or a tuning is done, and whole stores. The start is made anew there."""
     if folder is None:
         return []
-    patterns = ("runs/*/evaluation.json", "runs/*/selection.json", "tuning/*/evaluation.json")
-    found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-    return [path for path in found if not path.parent.name.startswith("start-")]
+    patterns = ["runs/*/evaluation.json", "runs/*/selection.json", "tuning/*/evaluation.json"]
+    for store in (folder / "stores").glob("*/"):
+        if len(list(store.iterdir())) > 1:  # more than its manifest
+            patterns += [f"stores/{store.name}/*", f"stores/{store.name}.json"]
+    return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
 
 
 def _without_caches(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:

@@ -49,17 +49,6 @@ def test_primary_comparison_runs_first() -> None:
     assert {run.row for run in runs[:10]} == {"cpt", "guided-qwen"}
 
 
-def test_some_seeds_can_wait() -> None:
-    tree = {
-        "rows": {"main": {"seeds": [1, 2], "later": {2: 5}}, "other": {"seeds": [1], "priority": 1}}
-    }
-    assert [run.name for run in plan_runs(study_from_dict({"name": "s", **tree}))] == [
-        "main-s1",
-        "other-s1",
-        "main-s2",
-    ]
-
-
 def test_a_grid_becomes_rows() -> None:
     rows = expand_rows({"g": RowPlan(grid={"objective.keep": [0.4, 0.6]}, label="kept")})
     assert list(rows) == ["g-0.4", "g-0.6"]

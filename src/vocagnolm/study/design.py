@@ -92,8 +92,6 @@ class RowPlan:
     """Random selection with the kept share per source of this row's first run."""
     priority: int = 0
     """Smaller numbers run first; within one number, seed by seed."""
-    later: dict[int, int] = field(default_factory=dict)
-    """Seed -> another priority, for seeds beyond those that every row needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +301,7 @@ def plan_runs(study: Study) -> list[RunPlan]:
                     teacher=row.teacher,
                     tuned=row.tuned,
                     matched_to=row.matched_to,
-                    order=(row.later.get(seed, row.priority), seed, place),
+                    order=(row.priority, seed, place),
                 )
             )
     return sorted(runs, key=lambda run: run.order)
