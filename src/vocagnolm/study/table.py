@@ -6,7 +6,8 @@ from typing import Any
 
 from vocagnolm.study.design import GranularityPlan, RowPlan, recipe_with
 from vocagnolm.study.evaluation import ANSWERS_FILE, Grades, golds_of, grade_answers
-from vocagnolm.study.laboratory import EVALUATION, SELECTION, Laboratory
+from vocagnolm.study.folder import EVALUATION, SELECTION
+from vocagnolm.study.laboratory import Laboratory
 from vocagnolm.study.statistics import average_accuracy, compare_rows, mean_and_spread
 
 GRADES_FILE = "grades.json"

@@ -1,0 +1,156 @@
+"""What the tasks of a study do: the ordinary code (`score_corpus`, `prepare`, `train`) with an
+ordinary recipe. Every action leaves its results in the study's folder."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from vocagnolm.recipe import Recipe
+from vocagnolm.study.design import GranularityPlan, RunPlan
+from vocagnolm.study.folder import EVALUATION, SELECTION, StudyFolder
+from vocagnolm.study.task import release_memory, write_json
+
+_SELECTION_MICRO_BATCHES = 8
+# Methods that choose tokens: worth knowing which sources they keep.
+_CHOOSING = ("guided", "no_teacher", "rho1", "chunk")
+
+
+def score_teacher(home: StudyFolder, teacher: str) -> None:
+    from vocagnolm.score import ScoreSettings, score_corpus
+
+    files = home.scored_files()
+    base = home.study.base.get("corpus", {})
+    started = time.perf_counter()
+    summary = score_corpus(
+        home.teacher_model(teacher),
+        files,
+        home.store(teacher),
+        settings=ScoreSettings(**home.study.score),
+        text_field=base.get("text_field", "text"),
+    )
+    about = {
+        "teacher": teacher,
+        "tokens": summary.tokens,
+        "seconds": summary.seconds,
+        "seconds_with_loading": time.perf_counter() - started,
+        "bits_per_byte": summary.store["bits_per_byte"],
+    }
+    write_json(home.folder / "stores" / f"{teacher}.json", about)
+    release_memory()
+
+
+def prepare_blocks(home: StudyFolder, recipe: Recipe) -> None:
+    from vocagnolm.data.prepare import prepare
+
+    prepare(recipe, workers=home.study.prepare_workers)
+
+
+def train_model(recipe: Recipe) -> float:
+    from vocagnolm.train.run import train
+
+    started = time.perf_counter()
+    train(recipe, quiet=True)
+    release_memory()
+    return time.perf_counter() - started
+
+
+def run_start(home: StudyFolder, recipe: Recipe) -> None:
+    # the blocks of the start are its own: made in the same task
+    prepare_blocks(home, recipe)
+    train_model(recipe)
+
+
+def run_tuning(home: StudyFolder, recipe: Recipe, folder: Path, group: str, rate: float) -> None:
+    seconds = train_model(recipe)
+    about = {"group": group, "learning_rate": rate, "train_seconds": seconds}
+    evaluate(home, folder / "model", folder, about, with_answers=False)
+    discard(home, folder / "model")
+
+
+def run_seed(home: StudyFolder, run: RunPlan) -> None:
+    rate = home.learning_rate(run.tuned) if run.tuned is not None else None
+    recipe = home.recipe(run, learning_rate=rate)
+    folder = home.run_folder(run)
+    if run.matched_to is not None:
+        _match(home, run, recipe)
+    seconds = train_model(recipe)
+    _measure_selection(home, run, recipe, folder)
+    about = {
+        "row": run.row,
+        "seed": run.seed,
+        "learning_rate": recipe.optimizer.learning_rate,
+        "train_seconds": seconds,
+    }
+    evaluate(home, folder / "model", folder, about)
+    discard(home, folder / "model")
+
+
+def _match(home: StudyFolder, run: RunPlan, recipe: Recipe) -> None:
+    from vocagnolm.study.selection import document_sources, mean_shares, write_matched_blocks
+
+    assert run.matched_to is not None and recipe.data.blocks is not None
+    path = home.first_run(run.matched_to) / SELECTION
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    target = home.folder / "blocks" / f"matched-{run.name}"
+    write_matched_blocks(
+        Path(recipe.data.blocks),
+        target,
+        document_sources(recipe.corpus.files, home.study.source_field),
+        mean_shares(*measured.values()),
+        run.seed,
+    )
+    recipe.data.blocks = str(target)
+
+
+def _measure_selection(home: StudyFolder, run: RunPlan, recipe: Recipe, folder: Path) -> None:
+    """Kept share per source of the row's first run, with the student before and after."""
+    first = home.rows[run.row].seeds[0] == run.seed
+    if not first or recipe.objective.method not in _CHOOSING or recipe.needs_online_teacher:
+        return
+    from vocagnolm.study.selection import document_sources, kept_by_source
+
+    sources = document_sources(recipe.corpus.files, home.study.source_field)
+    measured = {}
+    students = {"after": str(folder / "model")}
+    if recipe.student.model is not None:
+        students["before"] = recipe.student.model
+    for when, model in students.items():
+        measured[when] = kept_by_source(
+            recipe, model, sources, micro_batches=_SELECTION_MICRO_BATCHES
+        )
+    write_json(folder / SELECTION, measured)
+    release_memory()
+
+
+def evaluate(
+    home: StudyFolder,
+    model: Path,
+    folder: Path,
+    about: dict[str, Any],
+    *,
+    with_answers: bool = True,
+) -> None:
+    from vocagnolm.study.evaluation import evaluate_model
+
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    result = evaluate_model(model, home.study.evaluate, folder, with_answers=with_answers)
+    seconds = time.perf_counter() - started
+    write_json(folder / EVALUATION, {**about, **result, "evaluate_seconds": seconds})
+    release_memory()
+
+
+def discard(home: StudyFolder, model: Path) -> None:
+    if not home.study.keep_models:
+        shutil.rmtree(model)
+
+
+def measure_granularity(
+    home: StudyFolder, recipe: Recipe, teacher: str, plan: GranularityPlan
+) -> None:
+    from vocagnolm.study.granularity import corpus_granularity
+
+    found = corpus_granularity(recipe, teacher, plan)
+    write_json(home.granularity_file(plan), found.as_json())

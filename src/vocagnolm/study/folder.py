@@ -1,0 +1,161 @@
+"""A study in its folder: where everything lies, and the recipes of its runs.
+
+```
+FOLDER/start/               the plain phase, a run folder
+FOLDER/teachers/TEACHER/    teachers that the study trains, likewise
+FOLDER/stores/TEACHER/      loss stores
+FOLDER/blocks/NAME/         packed blocks, shared by all runs that can
+FOLDER/tuning/GROUP-RATE/   short runs with one seed
+FOLDER/runs/ROW-sSEED/      run folder + evaluation.json, answers.jsonl.gz, selection.json
+FOLDER/granularity-TEACHER.json   IoU and IoS of chunks, where a study asks for them
+```
+"""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+from vocagnolm.errors import StudyError
+from vocagnolm.recipe import Recipe
+from vocagnolm.study.design import (
+    GranularityPlan,
+    RowPlan,
+    RunPlan,
+    Study,
+    expand_rows,
+    plan_runs,
+    recipe_with,
+)
+from vocagnolm.study.task import existing_path
+
+EVALUATION = "evaluation.json"
+SELECTION = "selection.json"
+
+
+class StudyFolder:
+    """A study in its folder."""
+
+    def __init__(self, study: Study, folder: str | Path):
+        self.study = study
+        self.folder = Path(folder)
+        self.rows: dict[str, RowPlan] = expand_rows(study.rows)
+        self.runs: list[RunPlan] = plan_runs(study)
+
+    # ---- paths ----
+
+    def run_folder(self, run: RunPlan) -> Path:
+        return self.folder / "runs" / run.name
+
+    def first_run(self, row: str) -> Path:
+        return self.folder / "runs" / f"{row}-s{self.rows[row].seeds[0]}"
+
+    def store(self, teacher: str) -> Path:
+        return self.folder / "stores" / teacher
+
+    def teacher_model(self, teacher: str) -> str:
+        given = self.study.teachers[teacher].model
+        return given or str(self.folder / "teachers" / teacher / "model")
+
+    def granularity_file(self, plan: GranularityPlan) -> Path:
+        return self.folder / f"granularity-{plan.teacher}.json"
+
+    def student_files(self) -> tuple[Path, ...]:
+        return existing_path(self.study.base.get("student", {}).get("model"))
+
+    # ---- recipes ----
+
+    def start_recipe(self) -> Recipe:
+        assert self.study.start is not None
+        overrides = {"objective.method": "cpt", **self.study.start}
+        overrides["run.folder"] = str(self.folder / "start")
+        recipe = recipe_with(self.study.base, overrides, "start")
+        return self._with_blocks(recipe)
+
+    def recipe(
+        self, run: RunPlan, *, learning_rate: float | None, folder: Path | None = None
+    ) -> Recipe:
+        """The recipe of a run; without a learning rate, everything else of it."""
+        overrides = dict(run.overrides)
+        overrides["run.seed"] = run.seed
+        overrides["run.folder"] = str(folder or self.run_folder(run))
+        if self.study.start is not None:
+            base = self.study.base.get("student", {})
+            overrides.setdefault("student.tokenizer", base.get("tokenizer") or base.get("model"))
+            overrides["student.model"] = str(self.folder / "start" / "model")
+        if learning_rate is not None:
+            overrides["optimizer.learning_rate"] = learning_rate
+            overrides.setdefault("optimizer.min_learning_rate", learning_rate / 10)
+        if run.teacher is not None:
+            plan = self.study.teachers[run.teacher]
+            overrides["teacher.model"] = self.teacher_model(run.teacher)
+            if plan.tokenizer is not None:
+                overrides["teacher.tokenizer"] = plan.tokenizer
+            if self.stored(run):
+                overrides["store.path"] = str(self.store(run.teacher))
+        return self._with_blocks(recipe_with(self.study.base, overrides, f"row {run.row}"))
+
+    def teacher_recipe(self, teacher: str) -> Recipe:
+        overrides = {"objective.method": "cpt", **(self.study.teachers[teacher].train or {})}
+        run = RunPlan(
+            name=f"teacher-{teacher}",
+            row=f"teachers.{teacher}",
+            seed=overrides.pop("run.seed", 0),
+            overrides=overrides,
+            teacher=None,
+            tuned=None,
+            matched_to=None,
+            order=(0, 0, 0),
+        )
+        folder = self.folder / "teachers" / teacher
+        return self.recipe(run, learning_rate=None, folder=folder)
+
+    def _with_blocks(self, recipe: Recipe) -> Recipe:
+        """Blocks are named by what decides them, so that runs share them."""
+        about = {
+            "corpus": recipe.to_dict()["corpus"],
+            "tokenizer": recipe.student_tokenizer,
+            "separators": [recipe.data.bos, recipe.data.eos],
+            "store": recipe.store.path,
+            "guidance": [recipe.objective.aggregation, recipe.data.missing]
+            if recipe.store.path
+            else None,
+            "extra": recipe.data.extra_columns,
+            "text": recipe.needs_block_text,
+            "teacher_losses": recipe.needs_teacher_losses,
+        }
+        digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:10]
+        kind = Path(recipe.store.path).name if recipe.store.path else "plain"
+        recipe.data.blocks = str(self.folder / "blocks" / f"{kind}-{digest}")
+        return recipe
+
+    def stored(self, run: RunPlan) -> bool:
+        """Whether the run reads its teacher from a store."""
+        method = run.overrides.get("objective.method", "guided")
+        online = run.overrides.get("teacher.online", False)
+        return run.teacher is not None and method not in ("kld", "uld") and not online
+
+    def scored_files(self) -> list[str]:
+        """What a teacher reads: `score_files`, or the corpora of all runs with a store."""
+        if self.study.score_files:
+            return list(self.study.score_files)
+        files: list[str] = []
+        for run in self.runs:
+            if self.stored(run):
+                for name in self.recipe(run, learning_rate=None).corpus.files:
+                    if name not in files:
+                        files.append(name)
+        return files
+
+    def learning_rate(self, group: str) -> float:
+        """The rate with the lowest mean bits per byte on the validation texts."""
+        assert self.study.tune is not None
+        found = {}
+        for rate in self.study.tune.learning_rates:
+            path = self.folder / "tuning" / f"{group}-{rate:g}" / EVALUATION
+            bits = json.loads(path.read_text(encoding="utf-8"))["validation"]
+            if not bits:
+                raise StudyError("Tuning needs evaluate.validation: texts to choose by.")
+            mean = sum(bits.values()) / len(bits)
+            found[rate] = mean if math.isfinite(mean) else math.inf
+        return min(found, key=lambda rate: (found[rate], rate))
