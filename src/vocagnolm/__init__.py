@@ -32,7 +32,7 @@ _PUBLIC = {
     "GuidedTrainer": "vocagnolm.train",
     "ScoreSettings": "vocagnolm.score",
     "score_corpus": "vocagnolm.score",
-    "load_study": "vocagnolm.study.design",
+    "load_study": "vocagnolm.study.load",
     "run_study": "vocagnolm.study.run",
 }
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from vocagnolm.recipe import Recipe, load_recipe
     from vocagnolm.score import ScoreSettings, score_corpus
     from vocagnolm.store import LossStore
-    from vocagnolm.study.design import load_study
+    from vocagnolm.study.load import load_study
     from vocagnolm.study.run import run_study
     from vocagnolm.train import GuidedTrainer
 

@@ -5,15 +5,9 @@ from pathlib import Path
 import pytest
 
 from vocagnolm.errors import StudyError
-from vocagnolm.study.design import (
-    RowPlan,
-    expand_rows,
-    load_study,
-    plan_runs,
-    shipped_studies,
-    study_from_dict,
-)
+from vocagnolm.study.design import RowPlan, expand_rows, plan_runs
 from vocagnolm.study.laboratory import Laboratory
+from vocagnolm.study.load import load_study, shipped_studies, study_from_dict
 
 
 @pytest.mark.parametrize("name", shipped_studies())

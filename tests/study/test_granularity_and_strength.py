@@ -11,11 +11,12 @@ import pytest
 
 from vocagnolm.align import load_tokenizer
 from vocagnolm.errors import StudyError
-from vocagnolm.study.design import FigurePlan, Study, load_study, study_from_dict
+from vocagnolm.study.design import FigurePlan, Study
 from vocagnolm.study.figure import draw
 from vocagnolm.study.folder import EVALUATION
 from vocagnolm.study.granularity import granularity_study
 from vocagnolm.study.laboratory import Laboratory
+from vocagnolm.study.load import load_study, study_from_dict
 from vocagnolm.study.table import markdown, study_table
 from vocagnolm.study.worker import work
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from study_kit import tiny_study, write_materials
 
-from vocagnolm.study.design import load_study
 from vocagnolm.study.laboratory import Laboratory
+from vocagnolm.study.load import load_study
 from vocagnolm.study.table import markdown, study_table
 from vocagnolm.study.worker import work
 

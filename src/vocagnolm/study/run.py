@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import MissingExtraError, StudyError
-from vocagnolm.study.design import load_study
 from vocagnolm.study.figure import draw
 from vocagnolm.study.laboratory import Laboratory
+from vocagnolm.study.load import load_study
 from vocagnolm.study.table import markdown, study_table
 from vocagnolm.study.worker import work
 

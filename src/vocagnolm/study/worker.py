@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vocagnolm.study.design import load_study
 from vocagnolm.study.laboratory import Laboratory
+from vocagnolm.study.load import load_study
 from vocagnolm.study.task import Task
 
 _WAIT_SECONDS = 1.0
