@@ -1,4 +1,4 @@
-"""Paired tests against what is known by other means."""
+"""Tests of rows against what is known by other means."""
 
 import math
 
@@ -8,9 +8,11 @@ import pytest
 from vocagnolm.study.selection import matched_guidance
 from vocagnolm.study.statistics import (
     average_accuracy,
+    compare_means,
     compare_rows,
     paired_t_p,
     sign_flip_p,
+    t_quantile,
     t_tail,
 )
 
@@ -26,6 +28,39 @@ def test_t_tail_matches_the_printed_tables(t: float, degrees: int, tail: float) 
 def test_paired_t_of_equal_differences() -> None:
     assert paired_t_p(np.array([0.0, 0.0])) == 1.0
     assert paired_t_p(np.array([1.0, 1.0])) == 0.0
+
+
+def test_welch_of_equal_variances() -> None:
+    """Variances 2 and 2 over n = 2 each: error sqrt(1 + 1), degrees (1 + 1)^2 / (1 + 1) = 2, where
+    the two-sided p of t = 3 / sqrt(2) is 1 - t / sqrt(2 + t^2), and the 2.5 % point is 4.302653."""
+    found = compare_means([4, 6], [1, 3])
+    assert (found.n_a, found.n_b, found.difference) == (2, 2, 3)
+    t = 3 / math.sqrt(2)
+    assert found.p == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-6)  # 0.16795
+    reach = 4.302653 * math.sqrt(2)
+    assert found.interval == pytest.approx((3 - reach, 3 + reach), rel=1e-6)
+
+
+def test_welch_of_unequal_variances_has_a_fraction_of_degrees() -> None:
+    """Variances 9 over n = 3 and 2 over n = 2: error sqrt(3 + 1) = 2, t = -8 / 2, degrees
+    (3 + 1)^2 / (3^2 / 2 + 1^2 / 1) = 32 / 11; p = I(d / (d + t^2); d / 2, 1 / 2), the regularised
+    incomplete beta function, and the point where it is 0.05, both to 20 digits elsewhere."""
+    found = compare_means([0, 3, 6], [10, 12])
+    assert found.difference == -8
+    assert found.p == pytest.approx(0.02965213990, rel=1e-6)
+    reach = 3.23945458650 * 2
+    assert found.interval == pytest.approx((-8 - reach, -8 + reach), rel=1e-6)
+
+
+def test_welch_without_spread() -> None:
+    assert compare_means([1, 2], [5]).p is None and compare_means([1, 2], [5]).interval is None
+    assert compare_means([1, 1], [1, 1]).p == 1.0
+    assert compare_means([2, 2], [1, 1]).p == 0.0
+
+
+@pytest.mark.parametrize(("tail", "degrees"), [(0.025, 1), (0.025, 2.9), (0.4, 5), (0.001, 30)])
+def test_t_quantile_is_the_inverse(tail: float, degrees: float) -> None:
+    assert t_tail(t_quantile(tail, degrees), degrees) == pytest.approx(tail, rel=1e-6)
 
 
 def test_sign_flip_matches_the_binomial() -> None:
@@ -52,6 +87,27 @@ def test_comparison_of_rows() -> None:
     assert found.interval[0] < found.difference < found.interval[1]
     same = compare_rows(base, base)
     assert same.difference == 0 and same.p_questions == 1.0 and math.isclose(same.p_seeds or 0, 1)
+
+
+def test_rows_without_a_common_seed_are_compared_over_all() -> None:
+    def grades(right: int) -> dict[str, dict[int, bool]]:
+        return {"t": {q: q < right for q in range(100)}}
+
+    a, b = {1: grades(10), 2: grades(13), 3: grades(16)}, {6: grades(20), 7: grades(22)}
+    apart = compare_rows(a, b)
+    assert apart.seeds == [] == apart.seed_differences
+    assert apart.difference is apart.p_questions is apart.p_seeds is apart.interval is None
+    assert apart.all_seeds.difference == pytest.approx(-8)
+    assert apart.all_seeds.p == pytest.approx(0.0296521, rel=1e-5)  # as above, plus ten
+    # one seed in common: paired on it, unpaired on all
+    some = compare_rows({**a, 6: grades(19)}, b)
+    assert some.seeds == [6] and some.difference == pytest.approx(-1)
+    assert (some.all_seeds.n_a, some.all_seeds.n_b) == (4, 2)
+    # one model against every seed is still one model
+    start = compare_rows(a, {0: grades(10)}, one_b=True)
+    assert start.seeds == [1, 2, 3] and start.difference == pytest.approx(3)
+    assert (start.all_seeds.n_b, start.all_seeds.p) == (1, None)
+    assert start.all_seeds.difference == pytest.approx(3)
 
 
 def test_matched_guidance_keeps_the_shares_asked_for() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,19 @@ def test_table_has_all_rows_and_comparisons(finished: Laboratory, tmp_path: Path
     from vocagnolm.study.figure import draw
 
     assert draw(table, finished.study.figure, tmp_path / "figure.svg").stat().st_size > 0
+
+
+def test_rows_that_share_no_seed_are_compared_over_all_seeds(finished: Laboratory) -> None:
+    rows = {name: replace(row, seeds=[2]) for name, row in finished.study.rows.items()}
+    rows["matched"] = replace(rows["matched"], seeds=[1])
+    study = replace(finished.study, rows=rows, comparisons=[["guided-qwen", "matched"]])
+    table = study_table(Laboratory(study, finished.folder))
+    (entry,) = table["comparisons"]
+    assert entry["seeds"] == [] and entry["difference"] is None and entry["interval"] is None
+    assert (entry["all_seeds"]["n_a"], entry["all_seeds"]["n_b"]) == (1, 1)
+    line = next(x for x in markdown(table).splitlines() if x.startswith("| guided-qwen - matched"))
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[1:6] == [""] * 5 and cells[6] and cells[7:] == ["", "1 and 1"]
 
 
 def test_nothing_is_run_twice(finished: Laboratory) -> None:

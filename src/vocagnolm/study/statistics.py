@@ -1,4 +1,4 @@
-"""Paired comparisons of two rows: over questions, over seeds, and over both."""
+"""Comparisons of two rows: paired over questions, seeds and both; unpaired over all seeds."""
 
 import math
 from collections.abc import Sequence
@@ -14,19 +14,36 @@ _AT_ONCE = 500
 
 
 @dataclass(frozen=True)
+class AllSeeds:
+    """Every seed of both rows, as independent runs (Welch: unequal variances). Runs of one seed
+    share their start and data order, which paired differences are free of; these are not: where
+    the rows come from different sessions, so does a part of the difference."""
+
+    n_a: int
+    n_b: int
+    difference: float
+    """Of the means, a - b."""
+    p: float | None
+    """Two-sided, Welch's t test. None where a row has one seed: its spread is not known."""
+    interval: tuple[float, float] | None
+    """95 %, from the same distribution."""
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Difference a - b of the average accuracy over tasks, in percentage points, on the seeds
-    that both rows have."""
+    that both rows have. Without such seeds, only `all_seeds` says something."""
 
-    difference: float
+    difference: float | None
     seeds: list[int]
     seed_differences: list[float]
-    p_questions: float
+    p_questions: float | None
     """Two-sided sign-flip test over questions, seeds averaged: these runs, other questions."""
     p_seeds: float | None
     """Two-sided paired t test over seeds: these questions, other runs. None with one seed."""
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     """95 % bootstrap over questions and seeds together."""
+    all_seeds: AllSeeds
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,11 +60,16 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
     return float(np.mean(values)), spread
 
 
-def compare_rows(a: dict[int, Grades], b: dict[int, Grades]) -> Comparison:
-    """Rows as seed -> grades. Questions are weighted so that every task counts the same."""
+def compare_rows(a: dict[int, Grades], b: dict[int, Grades], *, one_b: bool = False) -> Comparison:
+    """Rows as seed -> grades. Questions are weighted so that every task counts the same. `one_b`:
+    b is a single model, the start say, that every seed of a is compared with."""
+    all_seeds = compare_means(*([average_accuracy(g) for g in row.values()] for row in (a, b)))
+    if one_b:
+        (only,) = b.values()
+        b = dict.fromkeys(a, only)
     seeds = sorted(set(a) & set(b))
     if not seeds:
-        raise ValueError("the two rows have no seed in common")
+        return Comparison(None, [], [], None, None, None, all_seeds)
     tasks = sorted(a[seeds[0]])
     differences, weights, strata = [], [], []
     for number, task in enumerate(tasks):
@@ -68,6 +90,30 @@ def compare_rows(a: dict[int, Grades], b: dict[int, Grades]) -> Comparison:
         p_questions=sign_flip_p(difference_SQ.mean(0) * weight_Q),
         p_seeds=paired_t_p(by_seed) if len(seeds) > 1 else None,
         interval=bootstrap_interval(difference_SQ * weight_Q, stratum_Q),
+        all_seeds=all_seeds,
+    )
+
+
+def compare_means(a: Sequence[float], b: Sequence[float]) -> AllSeeds:
+    """Difference of two means of independent values: Welch's t test and its interval."""
+    n_a, n_b = len(a), len(b)
+    difference = float(np.mean(a)) - float(np.mean(b))
+    if min(n_a, n_b) < 2:
+        return AllSeeds(n_a, n_b, difference, None, None)
+    square_a, square_b = float(np.var(a, ddof=1)) / n_a, float(np.var(b, ddof=1)) / n_b
+    error = math.sqrt(square_a + square_b)
+    if error == 0:
+        certain = (difference, difference)
+        return AllSeeds(n_a, n_b, difference, float(difference == 0), certain)
+    # Welch and Satterthwaite: how many degrees of freedom the sum of two variances has
+    degrees = error**4 / (square_a**2 / (n_a - 1) + square_b**2 / (n_b - 1))
+    reach = t_quantile(0.025, degrees) * error
+    return AllSeeds(
+        n_a,
+        n_b,
+        difference,
+        p=2 * t_tail(abs(difference) / error, degrees),
+        interval=(difference - reach, difference + reach),
     )
 
 
@@ -110,10 +156,21 @@ def paired_t_p(differences: np.ndarray) -> float:
     return 2 * t_tail(mean / (spread / math.sqrt(n)), n - 1)
 
 
-def t_tail(t: float, degrees: int) -> float:
+def t_tail(t: float, degrees: float) -> float:
     """P(T > t), t >= 0. With x = sqrt(degrees) tan(theta) the density is a power of cos(theta):
     a smooth integral over a finite range."""
     theta = np.linspace(math.atan(t / math.sqrt(degrees)), math.pi / 2, 20_001)
     scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2))
     density = np.cos(theta) ** (degrees - 1) * scale / math.sqrt(math.pi)
     return float(np.trapezoid(density, theta))
+
+
+def t_quantile(tail: float, degrees: float) -> float:
+    """The t >= 0 with P(T > t) = tail, tail < 0.5, by halving."""
+    low, high = 0.0, 1.0
+    while t_tail(high, degrees) > tail:
+        low, high = high, 2 * high
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_tail(middle, degrees) > tail else (low, middle)
+    return (low + high) / 2

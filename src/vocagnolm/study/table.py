@@ -64,10 +64,9 @@ def study_table(laboratory: Laboratory) -> dict[str, Any]:
             {s: r["grades"] for s, r in results.get(name, {}).items() if "grades" in r}
             for name in (a, b)
         )
-        if b == "start" and right:  # one start for all seeds
-            right = dict.fromkeys(left, right[0])
-        if set(left) & set(right):
-            comparisons.append({"a": a, "b": b, **compare_rows(left, right).as_json()})
+        if left and right:
+            found = compare_rows(left, right, one_b=b == "start")  # one start for all seeds
+            comparisons.append({"a": a, "b": b, **found.as_json()})
     planned = {run.name for run in laboratory.runs}
     done = {
         run.name for run in laboratory.runs if (laboratory.run_folder(run) / EVALUATION).exists()
@@ -186,17 +185,35 @@ def markdown(table: dict[str, Any]) -> str:
             cells.append(_with_spread(bits.get("mean"), bits.get("spread"), 4))
         lines.append(_line(cells))
     if table["comparisons"]:
-        head = ["comparison", "difference", "95 %", "p (questions)", "p (seeds)", "seeds"]
-        lines += ["", _line(head), _line(["---", *("---:" for _ in head[1:])])]
-        for entry in table["comparisons"]:
-            low, high = entry["interval"]
-            p_seeds = "" if entry["p_seeds"] is None else f"{entry['p_seeds']:.3f}"
-            cells = [f"{entry['a']} - {entry['b']}", f"{entry['difference']:+.2f}"]
-            cells += [f"{low:+.2f} to {high:+.2f}", f"{entry['p_questions']:.4f}", p_seeds]
-            lines.append(_line([*cells, str(len(entry["seeds"]))]))
+        lines += ["", *_comparison_lines(table["comparisons"])]
     if table["missing"]:
         lines += ["", f"Not run yet: {', '.join(table['missing'])}."]
     return "\n".join(lines) + "\n"
+
+
+def _comparison_lines(comparisons: list[dict[str, Any]]) -> list[str]:
+    """First on the seeds that both rows have, then on all seeds of either."""
+    head = ["comparison", "difference", "95 %", "p (questions)", "p (seeds)", "shared seeds"]
+    head += ["all seeds: difference", "p (Welch)", "all seeds"]
+    lines = [_line(head), _line(["---", *("---:" for _ in head[1:])])]
+    for entry in comparisons:
+        cells = [f"{entry['a']} - {entry['b']}"]
+        if entry["seeds"]:
+            low, high = entry["interval"]
+            cells += [f"{entry['difference']:+.2f}", f"{low:+.2f} to {high:+.2f}"]
+            cells += [f"{entry['p_questions']:.4f}", _p(entry["p_seeds"]), str(len(entry["seeds"]))]
+        else:
+            cells += [""] * 5
+        every = entry["all_seeds"]
+        cells += [f"{every['difference']:+.2f}", _p(every["p"])]
+        lines.append(_line([*cells, f"{every['n_a']} and {every['n_b']}"]))
+    return lines
+
+
+def _p(p: float | None) -> str:
+    if p is None:
+        return ""
+    return f"{p:.3f}" if p >= 0.0005 else "<0.001"
 
 
 def _line(cells: list[str]) -> str:
