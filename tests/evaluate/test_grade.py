@@ -451,6 +451,34 @@ def test_gold_in_the_benchmarks_own_form():
     assert grade("math", "$\\boxed{7}$", 7).correct
 
 
+# loops of a small model that were broken off at the limit on tokens, as it wrote them
+LOOP = "There are 25 girls and 35 boys in each team. So there are 25 x 35 = 780 boys.\n" * 3
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        "So there are 25 x 35 = 7",
+        "So there are 25 x 35 = 7 ",
+        "So there are 25 x 35 = 7 boys",
+        "So there are 7 = 7 - ",
+        "The answer is 7,",  # 7,800?
+    ],
+)
+@pytest.mark.parametrize("task", ["gsm8k", "gsm_hard", "asdiv"])
+def test_a_number_may_be_cut_where_a_long_output_breaks_off(task, tail):
+    assert grade(task, LOOP + tail, "7") == Grade(False, None)
+
+
+@pytest.mark.parametrize("task", ["gsm8k", "math"])
+def test_a_long_output_that_ends_by_itself_is_read(task):
+    assert grade(task, LOOP + "So there are 25 x 35 = 7", "7") == Grade(False, None)
+    for end in (".", "\n", "\n\nProblem: Find 3."):
+        assert grade(task, LOOP + "So there are 25 x 35 = 7" + end, "7") == Grade(True, "7")
+    for end in ("", ", because they play,", ". They play 25, 35,"):
+        assert grade(task, LOOP + "The answer is 7" + end, "7").correct, end
+
+
 def test_fifth_option_exists_in_mathqa_only():
     assert grade("mathqa", "The answer is (E).", "e") == Grade(True, "E")
     assert grade("mmlu_stem", "The answer is (E).", "A") == Grade(False, None)

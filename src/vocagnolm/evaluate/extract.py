@@ -40,6 +40,19 @@ def cut_continuation(output: str) -> str:
     return text.strip()
 
 
+# The tightest limit on an answer's tokens in use: 256 in the suite, 192 in the studies. A token has
+# at least one byte, so that a shorter text was ended by the model.
+_TIGHTEST_LIMIT = 192
+
+
+def may_be_cut(output: str, text: str) -> bool:
+    """Whether `text`, the answer's part of `output`, may have been broken off at the limit, even
+    in the middle of a number: it is long, and nothing follows it, not even the end of its line."""
+    return len(text.encode(errors="replace")) >= _TIGHTEST_LIMIT and output.rstrip(" ").endswith(
+        text
+    )
+
+
 # --- where the text says that an answer comes -----------------------------------------------
 
 ClauseKind = Literal["hash", "boxed", "said", "heading"]
@@ -225,7 +238,11 @@ def number_in_clause(clause: str, kind: ClauseKind) -> Number | None:
 def extract_number(output: str) -> Number | None:
     """The number the output gives as its answer, or None."""
     text = cut_continuation(output)
+    cut = may_be_cut(output, text)
     stated = clauses(text)
+    last = stated[-1].text if stated else ""
+    if cut and text.endswith(last) and re.fullmatch(r"\W*[\d,]+,", last):
+        return None  # "The answer is 1,190,"
     for clause in reversed(stated):
         try:
             number = number_in_clause(clause.text, clause.kind)
@@ -235,7 +252,7 @@ def extract_number(output: str) -> Number | None:
             return number
         if clause.kind == "boxed":  # the model chose its answer, and it is no number
             return None
-    return _number_of_last_sentence(text)
+    return _number_of_last_sentence(text, cut)
 
 
 def last_sentence(text: str) -> tuple[str, bool]:
@@ -251,9 +268,10 @@ def last_sentence(text: str) -> tuple[str, bool]:
     return line[begin:].strip(), complete
 
 
-def _number_of_last_sentence(text: str) -> Number | None:
+def _number_of_last_sentence(text: str, cut: bool) -> Number | None:
     """The protocol falls back to the last number of the output. We do so where the last sentence
-    reads as a conclusion: it ends in `= number`, or it is complete and has one number only."""
+    reads as a conclusion: it ends in `= number`, or it is complete and has one number only. With
+    `cut`, a sentence that is not complete may have been broken off, and says nothing."""
     sentence, complete = last_sentence(text)
     if not sentence or sentence.rstrip("*_\"') ").endswith("?"):
         return None
@@ -263,7 +281,7 @@ def _number_of_last_sentence(text: str) -> Number | None:
         return None
     if "=" in words:
         words = words.rpartition("=")[2]
-        complete = complete or bool(re.search(r"\d", words))
+        complete = complete or (not cut and bool(re.search(r"\d", words)))
     found = [number_of(m) for m in NUMBER.finditer(words)]
     distinct = {(n.value, n.percent) for n in found if n is not None}
     if len(distinct) != 1 or not (complete or short):

@@ -11,6 +11,7 @@ from vocagnolm.evaluate.extract import (
     cut_continuation,
     delatex,
     last_sentence,
+    may_be_cut,
 )
 from vocagnolm.evaluate.numbers import NUMBER
 
@@ -140,10 +141,10 @@ def extract_math(output: str) -> str | None:
             return answer
         if clause.kind == "boxed":
             return None
-    return _math_of_last_sentence(text)
+    return _math_of_last_sentence(text, may_be_cut(output, text))
 
 
-def _math_of_last_sentence(text: str) -> str | None:
+def _math_of_last_sentence(text: str, cut: bool) -> str | None:
     sentence, complete = last_sentence(text)
     spans = [_content(m) for m in MATH_SPAN.finditer(sentence)]
     if len(spans) == 1 and complete and not sentence.endswith("?"):
@@ -154,7 +155,7 @@ def _math_of_last_sentence(text: str) -> str | None:
     if len(text.split()) <= 4 and re.fullmatch(r"(?=.*[\d\\])[\w\s\\{}()\[\].,^+*/=<>|-]+", text):
         return text.strip().rstrip(".") or None
     numbers = [m[0].strip() for m in NUMBER.finditer(delatex(sentence).rpartition("=")[2])]
-    ends = "=" in sentence or complete
+    ends = complete or ("=" in sentence and not cut)
     return numbers[0] if len(numbers) == 1 and ends and not sentence.endswith("?") else None
 
 
