@@ -11,6 +11,7 @@ import pytest
 
 from vocagnolm.align import load_tokenizer
 from vocagnolm.errors import StudyError
+from vocagnolm.report import figures
 from vocagnolm.study.design import FigurePlan, Study
 from vocagnolm.study.figure import draw
 from vocagnolm.study.folder import EVALUATION
@@ -200,6 +201,11 @@ def test_packed_sequences_run_over_the_ends_of_documents() -> None:
         ({"figure": {"kind": "strengths", "reference": "cpt"}}, "Did you mean 'strength'"),
         ({"figure": {"kind": "strength"}}, "needs `reference`"),
         ({"figure": {"kind": "strength", "reference": "ctp"}}, "Did you mean 'cpt'"),
+        ({"figure": {"panels": {"reference": "cpt"}}}, "must be a list"),
+        ({"figure": {"panels": [{"reference": "ctp"}]}}, "Did you mean 'cpt'"),
+        ({"figure": {"panels": [{"referense": "cpt"}]}}, "Did you mean 'reference'"),
+        ({"figure": {"series": {"a line": ["guide"]}}}, "Did you mean 'guided'"),
+        ({"figure": {"series": {"a line": ["guided"]}}}, "no place for 'guided'"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -209,21 +215,24 @@ def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], message: st
 
 def strength_table() -> dict[str, Any]:
     def entry(a: str, b: str, difference: float) -> dict[str, Any]:
-        interval = [difference - 1, difference + 1]
-        seeds = [difference - 0.5, difference + 0.5]
-        return {
-            "a": a,
-            "b": b,
-            "difference": difference,
-            "interval": interval,
-            "seed_differences": seeds,
-        }
+        interval = (difference - 1, difference + 1)
+        every = {"n_a": 2, "n_b": 3, "difference": difference, "p": 0.1, "interval": interval}
+        return {"a": a, "b": b, "difference": None, "interval": None, "all_seeds": every}
 
-    teachers = {"cpt": None, "by-strong": "strong", "by-weak": "weak", "by-unscored": "unscored"}
+    def row(name: str, teacher: str | None, accuracy: float) -> dict[str, Any]:
+        seeds = {1: accuracy - 0.5, 2: accuracy + 0.5, 3: None}
+        about = {"row": name, "label": f"row {name}", "teacher": teacher, "seeds": [1, 2]}
+        return {**about, "accuracy": accuracy, "accuracy_spread": 0.7, "accuracy_by_seed": seeds}
+
     return {
         "study": "small",
         "title": "gains",
-        "rows": [{"row": n, "label": f"row {n}", "teacher": t} for n, t in teachers.items()],
+        "rows": [
+            row("cpt", None, 10),
+            row("by-strong", "strong", 11),
+            row("by-weak", "weak", 8),
+            row("by-unscored", "unscored", 10.5),
+        ],
         "teachers": {
             "strong": {"label": "Strong 2B", "bits_per_byte": 0.8},
             "weak": {"label": "Weak 1B", "bits_per_byte": 1.0},
@@ -249,11 +258,33 @@ def test_strength_figure_shows_the_rows_with_a_scored_teacher(tmp_path: Path) ->
         draw({**strength_table(), "comparisons": []}, plan, tmp_path / "s.svg")
 
 
-def test_labels_of_the_strength_figure_do_not_overlap(tmp_path: Path) -> None:
-    """Three teachers of nearly the same strength, and gains close to each other."""
+def test_strength_is_of_all_seeds_against_the_mean_of_the_reference(tmp_path: Path) -> None:
+    """The rows have no seed in common with it."""
     pytest.importorskip("matplotlib")
-    from vocagnolm.report import figures
+    drawn: list[Any] = []
+    table = strength_table()
+    table["comparisons"][1]["all_seeds"]["interval"] = None  # a row with one seed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "teacher_strength", lambda points, *_, **__: drawn.extend(points))
+        draw(table, FigurePlan(kind="strength", reference="cpt"), tmp_path / "s.svg")
+    assert [(point.gain, point.seed_gains) for point in drawn] == [
+        (1, [0.5, 1.5]),
+        (-2, [-2.5, -1.5]),
+    ]
+    assert [point.interval for point in drawn] == [(0, 2), None]
+    assert figures.teacher_strength(drawn, tmp_path / "s.svg").stat().st_size > 0
 
+
+@pytest.mark.parametrize(
+    ("strengths", "gains"),
+    [([0.8, 0.815, 1.0], [1, 1.3, 1.6]), ([0.8, 0.8, 0.8], [0.3, 0.7, 0.7])],
+    ids=["nearly the same strength", "one teacher"],
+)
+def test_labels_of_the_strength_figure_do_not_overlap(
+    tmp_path: Path, strengths: list[float], gains: list[float]
+) -> None:
+    """Gains close to each other."""
+    pytest.importorskip("matplotlib")
     boxes: list[Any] = []
 
     def measure(matplotlib: Any, figure: Any, path: Path) -> Path:
@@ -264,17 +295,52 @@ def test_labels_of_the_strength_figure_do_not_overlap(tmp_path: Path) -> None:
     points = [
         figures.TeacherPoint(
             name=f"guided by teacher {n}, 40 %\na teacher with a long name",
-            bits_per_byte=0.8 + (0.015 if n < 2 else 0.1) * n,
-            gain=1 + 0.3 * n,
-            interval=(0.2 + 0.3 * n, 1.8 + 0.3 * n),
+            bits_per_byte=strength,
+            gain=gain,
+            interval=(gain - 0.8, gain + 0.8),
         )
-        for n in range(3)
+        for n, (strength, gain) in enumerate(zip(strengths, gains, strict=True))
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "_save", measure)
         figures.teacher_strength(points, tmp_path / "s.png")
     assert len(boxes) == 3
     assert not any(a.overlaps(b) for at, a in enumerate(boxes) for b in boxes[:at])
+
+
+def test_lines_in_panels_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figure = {
+        "kind": "lines",
+        "panels": [
+            {
+                "x_label": label,
+                "x": {"guided": 1, "other": 4, "chunk-8": 16},
+                "series": {f"{label} line": ["guided", "other", "chunk-8"]},
+                "reference": "cpt",
+                "log_x": label == "right",
+            }
+            for label in ("left", "right")
+        ],
+    }
+    plan = small_study(tmp_path / "materials", figure=figure).figure
+    rows = [
+        {"row": "cpt", "label": "plain", "accuracy": 3.0, "accuracy_spread": None},
+        {"row": "guided", "label": "by one", "accuracy": 4.0, "accuracy_spread": 0.5},
+        {"row": "other", "label": "by another", "accuracy": 2.0, "accuracy_spread": None},
+    ]
+    table = {"study": "small", "title": "two panels", "rows": rows}
+    drawn = draw(table, plan, tmp_path / "lines.svg").read_text()
+    for text in ("left", "right", "left line", "right line", "two panels"):
+        assert drawn.count(f">{text}<") == 1
+    assert drawn.count(">plain<") == 2  # the reference, by its label
+    assert drawn.count(">16<") == 2  # a place where nothing has been run yet
+
+
+def test_bars_say_the_number_of_runs(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = draw(strength_table(), FigurePlan(reference="cpt"), tmp_path / "b.svg").read_text()
+    assert ">row by-weak<" in drawn and ">8.00 ± 0.70  (2)<" in drawn
 
 
 def test_teachers_carry_their_labels(laboratory: Laboratory) -> None:

@@ -20,6 +20,12 @@ FORMATS = (".png", ".svg", ".pdf")
 
 def _figure(width: float, height: float) -> tuple[Any, Any, Any]:
     """(pyplot-free) matplotlib Figure with one Axes: no global state, no display."""
+    matplotlib, figure, (axes,) = _panels(width, height, 1)
+    return matplotlib, figure, axes
+
+
+def _panels(width: float, height: float, count: int) -> tuple[Any, Any, list[Any]]:
+    """The same with several Axes side by side, over one y axis."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -28,12 +34,13 @@ def _figure(width: float, height: float) -> tuple[Any, Any, Any]:
         raise MissingExtraError("matplotlib", "plots", "drawing a figure") from None
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(LINE)
-    axes.tick_params(colors=SOFT, length=0)
-    axes.set_axisbelow(True)
-    return matplotlib, figure, axes
+    panels = list(figure.subplots(1, count, sharey=True, squeeze=False)[0])
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(LINE)
+        axes.tick_params(colors=SOFT, length=0)
+        axes.set_axisbelow(True)
+    return matplotlib, figure, panels
 
 
 def _save(matplotlib: Any, figure: Any, path: str | Path) -> Path:
@@ -169,13 +176,14 @@ def granularity_curve(study: "GranularityStudy", path: str | Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherPoint:
-    """One teacher of Figure 5: its own strength, and what the students that it guided gained."""
+    """A row of Figure 5: the strength of its teacher, and what the students gained."""
 
     name: str
     bits_per_byte: float
     """Of the teacher, on the corpus."""
     gain: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None = None
+    """None: not known, with one seed."""
     seed_gains: Sequence[float] = ()
 
 
@@ -188,16 +196,18 @@ def teacher_strength(
     title: str = "",
 ) -> Path:
     """Figure 5: what students gain over the reference against their teachers' own strength, with
-    a 95 % interval, and every seed as a dot. Stronger teachers stand on the right."""
-    matplotlib, figure, axes = _figure(6.4, 4.0)
+    a 95 % interval, and every seed as a dot. Stronger teachers stand on the right; rows of one
+    teacher stand side by side."""
+    matplotlib, figure, axes = _figure(6.4, 4.4)
     labels = []
-    for at, point in enumerate(points):
-        colour, place, seeds = COLOURS[at % len(COLOURS)], point.bits_per_byte, point.seed_gains
-        axes.vlines(place, *point.interval, color=colour, linewidth=1.8)
+    for at, (point, place) in enumerate(zip(points, _side_by_side(points), strict=True)):
+        colour, seeds = COLOURS[at % len(COLOURS)], point.seed_gains
+        interval = point.interval or (point.gain, point.gain)
+        axes.vlines(place, *interval, color=colour, linewidth=1.8)
         hollow = {"facecolor": "white", "edgecolor": colour, "linewidth": 1, "zorder": 2.5}
         axes.scatter([place] * len(seeds), seeds, s=16, **hollow)
         axes.scatter([place], [point.gain], s=52, color=colour, zorder=3)
-        reach = [*point.interval, *seeds]
+        reach = [*interval, *seeds]
         labels.append(_PointLabel(point.name, colour, place, point.gain, min(reach), max(reach)))
     axes.axhline(0, color=SOFT, linestyle="--", linewidth=1, zorder=1)
     _note(axes, reference, (0, 0), ("axes fraction", "data"))
@@ -214,6 +224,16 @@ def teacher_strength(
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     _label_points(figure, axes, labels)
     return _save(matplotlib, figure, path)
+
+
+def _side_by_side(points: Sequence[TeacherPoint]) -> list[float]:
+    """Where to draw the points: at their bits per byte, but a step apart where these are equal."""
+    bits = [point.bits_per_byte for point in points]
+    step = 0.03 * ((max(bits) - min(bits)) or max(bits)) if bits else 0.0
+    return [
+        own + step * (bits[:at].count(own) - (bits.count(own) - 1) / 2)
+        for at, own in enumerate(bits)
+    ]
 
 
 def _note(axes: Any, text: str, at: tuple[float, float], coordinates: tuple[str, str]) -> None:
@@ -247,9 +267,13 @@ def _label_points(figure: Any, axes: Any, labels: Sequence[_PointLabel]) -> None
     frame = axes.get_window_extent()
     for label in labels:
         on_the_right = to_pixels((label.x, label.y))[0] > frame.x0 + frame.width / 2
-        beside = [(label.y, 10, 0, "left", "center"), (label.y, -10, 0, "right", "center")]
+        beside = [(10, "left"), (-10, "right")]
         above, below = (label.high, 0, 7, "bottom"), (label.low, 0, -7, "top")
-        places = [*(beside[::-1] if on_the_right else beside)]
+        places = [
+            (label.y, dx, 0, side, vertical)
+            for vertical in ("center", "bottom", "top")
+            for dx, side in (beside[::-1] if on_the_right else beside)
+        ]
         for y, dx, dy, vertical in (above, below):
             places += [(y, dx, dy, side, vertical) for side in ("center", "left", "right")]
         tried = []

@@ -102,20 +102,29 @@ FIGURE_KINDS = ("bars", "lines", "strength")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FigurePlan:
-    """kind `bars`: a bar a row. kind `lines`: rows by a number `x`, one line a series. kind
-    `strength`: what rows gain over `reference` against their teachers' bits per byte on the
-    corpus, for the rows that are compared with it."""
+class PanelPlan:
+    """Rows by a number `x`, one line a series."""
 
-    kind: str = "bars"
-    measure: str = "accuracy"
     x: dict[str, float] = field(default_factory=dict)
-    """Row -> place on the x axis (lines)."""
+    """Row -> place on the x axis."""
     series: dict[str, list[str]] = field(default_factory=dict)
     """Name of a line -> its rows."""
     reference: str | None = None
-    """A row drawn as a line; the zero of kind `strength`."""
+    """A row drawn as a line of its own; the zero of kind `strength`."""
     x_label: str = ""
+    log_x: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FigurePlan(PanelPlan):
+    """kind `bars`: a bar a row. kind `lines`: a panel, or several side by side. kind `strength`:
+    what rows gain over `reference`, over all seeds of both, against their teachers' bits per byte
+    on the corpus, for the rows that are compared with it."""
+
+    kind: str = "bars"
+    measure: str = "accuracy"
+    panels: list[PanelPlan] = field(default_factory=list)
+    """Several panels (lines), instead of the one that the figure's own keys describe."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,48 +5,120 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import StudyError
-from vocagnolm.study.design import FigurePlan
+from vocagnolm.study.design import FigurePlan, PanelPlan
+
+Rows = dict[str, dict[str, Any]]
+Measured = dict[str, tuple[float, float | None]]
+"""Row -> mean and spread."""
 
 
 def draw(table: dict[str, Any], plan: FigurePlan, path: str | Path) -> Path:
     if plan.kind == "strength":
         return _draw_strength(table, plan, path)
-    from vocagnolm.report.figures import COLOURS, INK, SOFT, _figure, _save
-
     rows = {row["row"]: row for row in table["rows"]}
     measured = {name: measure_of(row, plan.measure) for name, row in rows.items()}
     values = {name: value for name, value in measured.items() if value is not None}
     if not values:
         raise StudyError(f"No finished run has the measure '{plan.measure}' yet.")
-    matplotlib, figure, axes = _figure(6.4, 3.6)
-    if plan.kind == "lines":
-        for at, (label, names) in enumerate(plan.series.items()):
-            shown = [name for name in names if name in values and name in plan.x]
-            if shown:
-                means = [values[name][0] for name in shown]
-                spreads = [values[name][1] or 0.0 for name in shown]
-                places = [plan.x[name] for name in shown]
-                colour = COLOURS[at % len(COLOURS)]
-                axes.errorbar(places, means, spreads, marker="o", color=colour, label=label)
-        axes.set_xlabel(plan.x_label, color=SOFT)
-    else:
-        names = list(values)
-        means = [values[name][0] for name in names]
-        spreads = [values[name][1] or 0.0 for name in names]
-        bars = axes.barh(range(len(names)), means, xerr=spreads, color=COLOURS[0], ecolor=SOFT)
-        axes.bar_label(bars, [f"{mean:.2f}" for mean in means], padding=4, fontsize=8, color=INK)
-        axes.set_yticks(range(len(names)), [rows[name]["label"] for name in names], color=INK)
-        axes.invert_yaxis()
-    if plan.reference is not None and plan.reference in values:
-        line = axes.axhline if plan.kind == "lines" else axes.axvline
-        line(values[plan.reference][0], color=SOFT, linestyle="--", label=plan.reference)
-    if plan.kind == "lines":
-        axes.legend(frameon=False, fontsize=8)
-        axes.set_ylabel(plan.measure, color=SOFT)
-    else:
-        axes.set_xlabel(plan.measure, color=SOFT)
-    axes.set_title(table["title"] or table["study"], loc="left", fontsize=11, color=INK)
+    kind = _draw_lines if plan.kind == "lines" else _draw_bars
+    return kind(rows, values, plan, table["title"] or table["study"], path)
+
+
+def _draw_bars(
+    rows: Rows, values: Measured, plan: FigurePlan, title: str, path: str | Path
+) -> Path:
+    from vocagnolm.report.figures import COLOURS, INK, SOFT, _figure, _save
+
+    names = list(values)
+    matplotlib, figure, axes = _figure(8.0, 1.1 + 0.24 * len(names))
+    digits = 2 if plan.measure == "accuracy" else 4
+    for place, name in enumerate(names):
+        mean, spread = values[name]
+        # the reference stands out by standing back
+        colour = {"color": SOFT, "alpha": 0.55} if name == plan.reference else {"color": COLOURS[0]}
+        axes.barh(place, mean, height=0.7, **colour)
+        if spread is not None:
+            axes.errorbar(mean, place, xerr=spread, color=INK, linewidth=1.2, capsize=2)
+        text = f"{mean:.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")
+        axes.text(
+            1.01,
+            place,
+            f"{text}  ({len(rows[name]['seeds'])})",
+            transform=axes.get_yaxis_transform(),
+            va="center",
+            fontsize=8,
+            color=INK,
+        )
+    if plan.reference in values:
+        axes.axvline(values[plan.reference][0], color=SOFT, linestyle="--", linewidth=1, zorder=0.5)
+    labels = [rows[name]["label"] for name in names]
+    axes.set_yticks(range(len(names)), labels, color=INK, fontsize=9)
+    axes.set_ylim(len(names) - 0.4, -0.6)  # the first on top
+    axes.set_xlabel(f"{_unit(plan.measure)}: mean ± spread over seeds (runs)", color=SOFT)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
     return _save(matplotlib, figure, path)
+
+
+def _draw_lines(
+    rows: Rows, values: Measured, plan: FigurePlan, title: str, path: str | Path
+) -> Path:
+    from vocagnolm.report.figures import INK, SOFT, _panels, _save
+
+    shown = plan.panels or [plan]
+    matplotlib, figure, panels = _panels(max(6.4, 4.4 * len(shown)), 4.2, len(shown))
+    for axes, panel in zip(panels, shown, strict=True):
+        _draw_panel(axes, panel, rows, values)
+    panels[0].set_ylabel(f"{_unit(plan.measure)}\n(mean and spread over seeds)", color=SOFT)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
+    return _save(matplotlib, figure, path)
+
+
+def _draw_panel(axes: Any, panel: PanelPlan, rows: Rows, values: Measured) -> None:
+    from vocagnolm.report.figures import COLOURS, INK, LINE, SOFT
+
+    if panel.reference in values:
+        mean, spread = values[panel.reference]
+        label = rows[panel.reference]["label"]
+        axes.axhline(mean, color=SOFT, linestyle="--", linewidth=1, label=label)
+        if spread is not None:
+            axes.axhspan(mean - spread, mean + spread, color=SOFT, alpha=0.12, linewidth=0)
+    for at, (label, names) in enumerate(panel.series.items()):
+        finished = [name for name in names if name in values]
+        if finished:
+            axes.errorbar(
+                [panel.x[name] for name in finished],
+                [values[name][0] for name in finished],
+                [_known(values[name][1]) for name in finished],
+                marker="os^D"[at % 4],
+                capsize=3,
+                color=COLOURS[at % len(COLOURS)],
+                label=label,
+            )
+    _place_ticks(axes, panel)
+    axes.margins(y=0.1)
+    axes.grid(axis="y", color=LINE, linewidth=0.6)
+    axes.set_xlabel(panel.x_label, color=SOFT)
+    # above the panel, where it hides nothing
+    place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0)}
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, **place)
+
+
+def _known(spread: float | None) -> float:
+    """A spread to draw, or none: NaN leaves the error bar out."""
+    return float("nan") if spread is None else spread
+
+
+def _place_ticks(axes: Any, panel: PanelPlan) -> None:
+    """At all places of the plan, also where nothing has been run yet."""
+    places = sorted(set(panel.x.values()))
+    if panel.log_x:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.minorticks_off()
+    if len(places) > 1:
+        low, high = places[0], places[-1]
+        room = (high / low) ** 0.06 if panel.log_x else 0.06 * (high - low)
+        axes.set_xlim(*((low / room, high * room) if panel.log_x else (low - room, high + room)))
 
 
 def _draw_strength(table: dict[str, Any], plan: FigurePlan, path: str | Path) -> Path:
@@ -59,13 +131,16 @@ def _draw_strength(table: dict[str, Any], plan: FigurePlan, path: str | Path) ->
         teacher = table["teachers"].get(row.get("teacher"))
         if entry["b"] != plan.reference or teacher is None:
             continue
+        # rows share few seeds with the reference, or none: all seeds against its mean
+        found, zero = entry["all_seeds"], rows[entry["b"]]["accuracy"]
+        seeds = [score for score in row["accuracy_by_seed"].values() if score is not None]
         points.append(
             TeacherPoint(
                 name=f"{row['label']}\n{teacher['label']}",
                 bits_per_byte=teacher["bits_per_byte"],
-                gain=entry["difference"],
-                interval=tuple(entry["interval"]),
-                seed_gains=entry["seed_differences"],
+                gain=found["difference"],
+                interval=found["interval"] and tuple(found["interval"]),
+                seed_gains=[score - zero for score in seeds],
             )
         )
     if plan.reference not in rows or not points:
@@ -91,3 +166,9 @@ def measure_of(row: dict[str, Any], measure: str) -> tuple[float, float | None] 
         raise StudyError(f"figure.measure is '{measure}'; expected accuracy or bits_per_byte.NAME.")
     bits = row["bits_per_byte"].get(name)
     return (bits["mean"], bits["spread"]) if bits else None
+
+
+def _unit(measure: str) -> str:
+    if measure == "accuracy":
+        return "average accuracy, %"
+    return f"bits per byte, {measure.partition('.')[2]}"

@@ -15,6 +15,7 @@ from vocagnolm.study.design import (
     EvaluationPlan,
     FigurePlan,
     GranularityPlan,
+    PanelPlan,
     RowPlan,
     Study,
     TeacherPlan,
@@ -168,10 +169,16 @@ def _is_count(value: Any) -> bool:
 
 def _check_figure(plan: FigurePlan, rows: set[str], where: str) -> None:
     _require(plan.kind, set(FIGURE_KINDS), f"{where}.kind", "kind")
-    if plan.reference is not None:
-        _require(plan.reference, rows, f"{where}.reference", "row")
-    elif plan.kind == "strength":
+    if plan.kind == "strength" and plan.reference is None:
         raise StudyError(f"{where}: kind strength needs `reference`, the row to gain over.")
+    for panel in (plan, *plan.panels):
+        if panel.reference is not None:
+            _require(panel.reference, rows, f"{where}.reference", "row")
+        for line, names in panel.series.items():
+            for name in names:
+                _require(name, rows, f"{where}.series: {line}", "row")
+                if name not in panel.x:
+                    raise StudyError(f"{where}.x has no place for '{name}' of the line '{line}'.")
 
 
 def _build(cls: Any, content: Any, where: str) -> Any:
@@ -199,12 +206,24 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise StudyError(f"{where} must hold names, found {value!r:.60}.")
         return {str(k): _build(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    if len(args) == 1 and args[0] in _NESTED:
+        if not isinstance(value, list):
+            raise StudyError(f"{where} must be a list, found {value!r:.60}.")
+        return [_build(args[0], v, f"{where}.{at}") for at, v in enumerate(value)]
     if hint == list[float]:
         return [float(v) for v in value]  # YAML 1.1 reads 1e-4 as a string
     return value
 
 
-_NESTED = (TeacherPlan, TuningPlan, EvaluationPlan, RowPlan, GranularityPlan, FigurePlan)
+_NESTED = (
+    TeacherPlan,
+    TuningPlan,
+    EvaluationPlan,
+    RowPlan,
+    GranularityPlan,
+    FigurePlan,
+    PanelPlan,
+)
 
 
 def _require(name: str, known: set[str], where: str, what: str) -> None:
