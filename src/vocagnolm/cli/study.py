@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vocagnolm.cli.study_selection import selection
+
 if TYPE_CHECKING:
     from vocagnolm.study.granularity import GranularityStudy
 
@@ -13,7 +15,8 @@ app = typer.Typer(
     no_args_is_help=True,
     help=(
         "The paper's analyses: figure 1 is `vocagnolm compare --plot`, figure 3 is `granularity`, "
-        "the tables and the other figures are grids of training runs."
+        "the tables and the other figures are grids of training runs; `selection` says before any "
+        "run how far their settings differ."
     ),
 )
 # name -> what it says in the list of commands; the files are src/vocagnolm/study/studies/NAME.yaml
@@ -131,6 +134,9 @@ def run(
     run several runs side by side.
     """
     _run_study(str(file), folder, materials, overrides, only_table, minutes, as_json)
+
+
+app.command("selection")(selection)
 
 
 def _register(name: str, text: str) -> None:

@@ -10,6 +10,7 @@ from vocagnolm.align import TextTokenizer
 from vocagnolm.errors import MissingExtraError, UsageError
 
 if TYPE_CHECKING:
+    from vocagnolm.study.compare_selections import SelectionStudy
     from vocagnolm.study.granularity import GranularityStudy
 
 # Okabe and Ito's colours: told apart by everyone, and by their grey value in print.
@@ -171,6 +172,31 @@ def granularity_curve(study: "GranularityStudy", path: str | Path) -> Path:
     axes.set_ylabel("overlap, %", color=SOFT)
     axes.set_title(f"{study.student} × {study.teacher}", loc="left", fontsize=11, color=INK)
     axes.legend(frameon=False, fontsize=8)
+    return _save(matplotlib, figure, path)
+
+
+def source_bars(study: "SelectionStudy", path: str | Path) -> Path:
+    """The kept share of every source, for the reference and some other selections."""
+    if study.by_source is None:
+        raise UsageError(
+            "There is nothing to draw: the corpus does not name the sources of its documents "
+            "(--source-field)"
+        )
+    names = list(study.by_source)
+    labels = {row.name: row.label for row in study.rows}
+    sources = list(study.by_source[names[0]])
+    matplotlib, figure, axes = _figure(1.8 + 1.2 * max(len(sources), 2), 3.6)
+    width = 0.84 / len(names)
+    for at, name in enumerate(names):
+        places = [place + (at - (len(names) - 1) / 2) * width for place in range(len(sources))]
+        values = [100 * study.by_source[name][source]["kept"] for source in sources]
+        bars = axes.bar(places, values, 0.9 * width, color=COLOURS[at], label=labels[name])
+        axes.bar_label(bars, [f"{value:.0f}" for value in values], fontsize=7, color=INK)
+    axes.set_xticks(range(len(sources)), sources, color=INK)
+    axes.margins(y=0.22)  # room for the legend
+    axes.set_ylabel("kept tokens, %", color=SOFT)
+    axes.set_title(f"{study.student} × {study.teacher}", loc="left", fontsize=11, color=INK)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
     return _save(matplotlib, figure, path)
 
 

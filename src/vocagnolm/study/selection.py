@@ -47,6 +47,25 @@ def token_sources(blocks: Blocks, index: int, sources: Sequence[str]) -> np.ndar
     return np.array([sources[document] for document in documents], dtype=object)[ordinal]
 
 
+def predicted_sources(blocks: Blocks, index: int, sources: Sequence[str]) -> np.ndarray:
+    """Source of the token that each position of a block predicts [L]: position t predicts token
+    t + 1. The last position predicts nothing."""
+    return np.roll(token_sources(blocks, index, sources), -1)
+
+
+def shares_by_source(
+    named: np.ndarray, chosen: np.ndarray, predicted: np.ndarray
+) -> dict[str, dict[str, float]]:
+    """`{source: {kept, tokens}}` over positions: their sources, whether they were chosen, whether
+    they predict anything. kept is the share of the source's predicted tokens."""
+    shares = {}
+    for source in sorted({str(name) for name in named[predicted]}):
+        here = (named == source) & predicted
+        tokens = float(here.sum())
+        shares[source] = {"kept": float((chosen & here).sum()) / tokens, "tokens": tokens}
+    return shares
+
+
 def kept_by_source(
     recipe: Recipe, model_folder: str, sources: Sequence[str], *, micro_batches: int
 ) -> dict[str, dict[str, float]]:
@@ -70,7 +89,7 @@ def kept_by_source(
     model = open_model(model_folder, device=device).load()
     config = objective_config(recipe)
     collate = BlockCollator(recipe.data.document_mask)
-    totals: dict[str, list[float]] = {}
+    named, masks, valid = [], [], []
     for start in range(0, count * rows, rows):
         items = [order[position] for position in range(start, start + rows)]
         batch = {
@@ -84,20 +103,12 @@ def kept_by_source(
             scored = ScoredBatch(
                 nll_BT=nll, labels_BT=batch["labels"], guidance_BT=batch.get("guidance")
             )
-            chosen = select(scored, config, step=start // rows).cpu().numpy()
-        predicted = (batch["labels"] >= 0).cpu().numpy()
-        for row, item in enumerate(items):
-            # position t predicts token t + 1
-            named = np.roll(token_sources(blocks, item["block"], sources), -1)
-            for source in np.unique(named):
-                here = (named == source) & predicted[row]
-                total = totals.setdefault(str(source), [0.0, 0.0])
-                total[0] += float((chosen[row] & here).sum())
-                total[1] += float(here.sum())
-    return {
-        source: {"kept": kept / max(tokens, 1.0), "tokens": tokens}
-        for source, (kept, tokens) in sorted(totals.items())
-    }
+            masks.append(select(scored, config, step=start // rows).cpu().numpy())
+        valid.append((batch["labels"] >= 0).cpu().numpy())
+        named.append(np.stack([predicted_sources(blocks, i["block"], sources) for i in items]))
+    if not named:
+        return {}
+    return shares_by_source(np.concatenate(named), np.concatenate(masks), np.concatenate(valid))
 
 
 def mean_shares(*measured: dict[str, dict[str, float]]) -> dict[str, float]:

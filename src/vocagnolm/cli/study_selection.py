@@ -1,0 +1,173 @@
+"""`vocagnolm study selection`: what the settings change, counted without training."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from vocagnolm.cli.choices import Device, Dtype
+from vocagnolm.cli.quiet import quiet_libraries
+
+if TYPE_CHECKING:
+    from vocagnolm.study.compare_selections import SelectionStudy
+
+
+def selection(
+    student: str = typer.Option(..., help="Model folder, hub id (owner/name) or GGUF file."),
+    store: Path = typer.Option(..., help="The teacher's loss store (`vocagnolm score`)."),
+    corpus: list[str] = typer.Option(
+        ..., help="What the teacher scored, or a part of it; give it several times."
+    ),
+    text_field: str = typer.Option("text", help="The field of a record that holds the text."),
+    source_field: str = typer.Option(
+        "source", help="The field that names a document's source, if there is one."
+    ),
+    tokens: int = typer.Option(
+        65536,
+        min=2,
+        help="Look at so many student tokens, of documents evenly spread over the corpus.",
+    ),
+    block_size: int = typer.Option(1024, min=2, help="Tokens in a block, as in data.block_size."),
+    scope_blocks: int = typer.Option(
+        16, min=1, help="Blocks that compete with each other, as in train.micro_batch."
+    ),
+    keep: float = typer.Option(0.4, min=0.0, max=1.0, help="The reference's kept share."),
+    eos: str = typer.Option(
+        "auto", help="After every document: auto (the tokenizer's own), none, or a token."
+    ),
+    device: Device = typer.Option(Device.auto, help="Where the student runs."),
+    dtype: Dtype = typer.Option(
+        Dtype.auto, help="auto: float32 on a CPU, the model's half precision on a GPU."
+    ),
+    seed: int = typer.Option(0, help="Order of the blocks, and the random selection."),
+    plot: Path | None = typer.Option(
+        None, help="Draw the kept share by source into this PNG, SVG or PDF file."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Which tokens are kept, and how much the settings change that. Nothing is trained.
+
+    Every variant is one setting away from the reference (guided, max, include, --keep) and selects
+    from the same losses. Settings that keep nearly the same tokens need no runs to compare them.
+    """
+    from vocagnolm.study.compare_selections import selection_study
+
+    with quiet_libraries(), _progress_bar() as on_tokens:
+        study = selection_study(
+            student,
+            store,
+            corpus,
+            text_field=text_field,
+            source_field=source_field,
+            tokens=tokens,
+            block_size=block_size,
+            scope_blocks=scope_blocks,
+            keep=keep,
+            eos=None if eos == "none" else eos,
+            device=device.value,
+            dtype=dtype.value,
+            seed=seed,
+            on_tokens=on_tokens,
+        )
+    if study.missing_documents or study.unusable_documents:
+        typer.echo(
+            f"left out: {study.missing_documents:,} documents that are not in {store}, "
+            f"{study.unusable_documents:,} that hold no text; {study.documents:,} were read",
+            err=True,
+        )
+    if as_json:
+        typer.echo(json.dumps(study.as_json(), ensure_ascii=False, indent=2))
+    else:
+        _print(study)
+    if plot is not None:  # last: a figure that cannot be drawn must not cost the numbers
+        from vocagnolm.report.figures import source_bars
+
+        source_bars(study, plot)
+        typer.echo(f"wrote {plot}", err=True)
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator["Callable[[int, int], None]"]:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    bar = Bar(
+        TextColumn("the student reads"),
+        BarColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TextColumn("{task.fields[rate]} tokens/s"),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    task = bar.add_task("", total=None, tokens="0", rate="-")
+
+    def on_tokens(done: int, total: int) -> None:
+        elapsed = bar.tasks[0].elapsed or 0.0
+        bar.update(
+            task,
+            completed=done,
+            total=total,
+            tokens=f"{done:,}/{total:,}",
+            rate=f"{done / elapsed:,.0f}" if elapsed > 0.5 else "-",
+        )
+
+    with bar:
+        yield on_tokens
+
+
+def _print(study: "SelectionStudy") -> None:
+    from rich.console import Console
+
+    console = Console()
+
+    def line(text: str) -> None:
+        console.print(text, style="dim", markup=False, highlight=False)
+
+    table = _table("variant", "kept", "overlap", "student loss", "excess")
+    for row in study.rows:
+        numbers = f"{row.kept:.2%}", f"{row.overlap:.2%}", f"{row.student_nll:.3f}"
+        table.add_row(row.label, *numbers, f"{row.excess:+.3f}")
+    console.print(table)
+    line(
+        "overlap: share of the first row's kept tokens that are kept here too. Chance gives the "
+        "kept share, so a larger share overlaps more by its size alone. Losses: means over the "
+        "kept tokens, in nats; excess: over the teacher's loss (max) for all rows."
+    )
+    if study.by_source is not None:
+        names = list(study.by_source)
+        labels = {row.name: row.label for row in study.rows}
+        sources = _table("kept by source", "tokens", *(labels[name] for name in names))
+        for source, first in study.by_source[names[0]].items():
+            shares = [f"{study.by_source[name][source]['kept']:.1%}" for name in names]
+            sources.add_row(source, f"{first['tokens']:,.0f}", *shares)
+        console.print()
+        console.print(sources)
+    pair = study.pair
+    console.print()
+    line(
+        f"{study.student} x {study.teacher}: {pair.mapped:.2%} of the tokens have guidance, "
+        f"{pair.one:.2%} from one teacher token, {pair.two:.2%} from two, {pair.more:.2%} from "
+        f"three or more. Without: {pair.separators:.2%} between documents, {pair.unscored:.2%} "
+        f"where the teacher has no loss. Several student tokens share {pair.shared_teacher:.2%} "
+        "of the teacher's tokens."
+    )
+    line(
+        f"{study.tokens:,} predicted tokens in {study.blocks} blocks of {study.block_size:,}, "
+        f"{study.scope_blocks} blocks compete; {study.documents:,} documents, evenly spread over "
+        "the corpus"
+    )
+
+
+def _table(first: str, *others: str) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

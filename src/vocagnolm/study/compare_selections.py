@@ -1,0 +1,410 @@
+"""Which tokens does the guided objective keep, and how much do its settings change that?
+
+The settings of the paper's table 3 and figure 7 are choices of tokens. How far apart those choices
+are depends on the pair of tokenizers and can be counted without training: the student reads a
+sample of the corpus once, and every setting then selects from the same losses. Blocks, guidance
+and selection are made by the code that training uses.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vocagnolm.data.blocks import Blocks, TrainingOrder
+from vocagnolm.data.corpus import open_corpus
+from vocagnolm.data.part import tokenise
+from vocagnolm.data.prepare import prepare
+from vocagnolm.data.separators import separator_ids
+from vocagnolm.errors import StudyError
+from vocagnolm.model import ModelFiles, NllModel, open_model
+from vocagnolm.objective import ObjectiveConfig, ScoredBatch, select
+from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.store import LossStore
+from vocagnolm.study.selection import predicted_sources, shares_by_source
+from vocagnolm.study.spread import SpreadSample, sources_of, spread_documents
+from vocagnolm.train.collate import BlockCollator
+
+KEEPS = (0.4, 0.5, 0.6, 0.7, 0.8)
+CHUNKS = (8, 16, 32, 64)
+AGGREGATIONS = ("max", "mean", "sum")
+REFERENCE = "reference"
+SHOWN_BY_SOURCE = (REFERENCE, "chunk-16", "no_teacher", "random")
+
+Guidance = str | int | None
+"""Where a variant's guidance comes from: an aggregation over the teacher's tokens, a number of
+chunks, or no teacher at all."""
+SourceShares = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    name: str
+    label: str
+    config: ObjectiveConfig
+    guidance: Guidance = "max"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionRow:
+    """What one variant keeps, beside what the reference keeps."""
+
+    name: str
+    label: str
+    tokens: int
+    """Number of kept tokens."""
+    kept: float
+    """Share of the predicted tokens that it keeps."""
+    overlap: float
+    """Share of the reference's kept tokens that it keeps too; chance alone gives `kept`."""
+    student_nll: float
+    """Mean over its kept tokens, in nats."""
+    excess: float
+    """Mean student nll - guidance over its kept tokens that have guidance. The guidance is the
+    reference's for all variants: one ruler."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairFacts:
+    """How the two tokenizers meet. Shares are of the predicted tokens; one, two, more and
+    unmapped add up to 1."""
+
+    one: float
+    """Guidance from exactly one teacher token."""
+    two: float
+    more: float
+    unmapped: float
+    separators: float
+    """Of the unmapped: tokens between documents, which hold no text."""
+    unscored: float
+    """Of the unmapped: the teacher gave no loss there (the first token of a document, for a teacher
+    without beginning-of-text)."""
+    shared_teacher: float
+    """Share of the teacher's tokens that several student tokens share."""
+
+    @property
+    def mapped(self) -> float:
+        return self.one + self.two + self.more
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionStudy:
+    student: str
+    teacher: str
+    documents: int
+    missing_documents: int
+    unusable_documents: int
+    tokens: int
+    """Predicted tokens that were looked at."""
+    blocks: int
+    block_size: int
+    scope_blocks: int
+    keep: float
+    pair: PairFacts
+    rows: list[SelectionRow]
+    """The reference comes first."""
+    by_source: dict[str, SourceShares] | None
+    """Variant -> source -> kept share and tokens; None where the corpus names no sources."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "pair": {"mapped": self.pair.mapped, **asdict(self.pair)}}
+
+
+def variants(keep: float = 0.4, seed: int = 0) -> list[Variant]:
+    """The reference and everything it is compared with, each one setting away from it."""
+    guided = ObjectiveConfig(method="guided", keep=keep, seed=seed)
+    found = [Variant(name=REFERENCE, label=f"guided, max, include, keep {keep:.0%}", config=guided)]
+    for how in AGGREGATIONS[1:]:
+        found.append(
+            Variant(name=how, label=f"{how} over teacher tokens", config=guided, guidance=how)
+        )
+    exclude, mean = replace(guided, unmapped="exclude"), replace(guided, unmapped="mean")
+    found.append(Variant(name="unmapped-exclude", label="unmapped: exclude", config=exclude))
+    found.append(Variant(name="unmapped-mean", label="unmapped: mean", config=mean))
+    for share in KEEPS:
+        if share != keep:
+            other = replace(guided, keep=share)
+            found.append(Variant(name=f"keep-{share:g}", label=f"keep {share:.0%}", config=other))
+    for n in CHUNKS:
+        config = replace(guided, method="chunk", n_chunks=n)
+        found.append(
+            Variant(name=f"chunk-{n}", label=f"{n} chunks, teacher", config=config, guidance=n)
+        )
+    # without a teacher every token competes, as in a run without a store
+    alone = replace(guided, method="no_teacher")
+    found.append(
+        Variant(name="no_teacher", label="student loss alone", config=alone, guidance=None)
+    )
+    chance = replace(guided, method="random")
+    found.append(Variant(name="random", label="random", config=chance, guidance=None))
+    return found
+
+
+def selection_study(
+    student: str | Path,
+    store: str | Path,
+    corpus: str | Sequence[str],
+    *,
+    text_field: str = "text",
+    source_field: str = "source",
+    tokens: int = 65_536,
+    block_size: int = 1024,
+    scope_blocks: int = 16,
+    keep: float = 0.4,
+    eos: str | None = "auto",
+    device: str = "auto",
+    dtype: str = "auto",
+    seed: int = 0,
+    on_tokens: Callable[[int, int], None] | None = None,
+) -> SelectionStudy:
+    """Let every variant select from the same losses and count.
+
+    About `tokens` student tokens are looked at, of documents evenly spread over the corpus; they
+    are packed in the order of the corpus and the blocks shuffled by `seed`, as in training.
+    `scope_blocks` blocks compete with each other (training: the micro-batch). `eos` ends every
+    document: a token, `auto` or None. `on_tokens` is told how many tokens the student has read, of
+    how many.
+    """
+    if block_size < 2 or scope_blocks < 1:
+        raise ValueError("block_size must be at least 2, scope_blocks at least 1")
+    compared = variants(keep, seed)
+    if tokens < block_size:
+        raise StudyError(
+            f"{tokens:,} tokens are fewer than one block of {block_size:,}. Look at more tokens "
+            "(--tokens), or at smaller blocks (--block-size)."
+        )
+    files = open_model(student, device=device, dtype=dtype)
+    if files.max_context is not None and block_size > files.max_context:
+        raise StudyError(
+            f"A block has {block_size:,} tokens, {files.name} reads at most "
+            f"{files.max_context:,}. Choose a smaller --block-size."
+        )
+    losses = LossStore.open(store)
+    tokenizer_source = str(student) if files.gguf_file else str(files.folder)
+    separators = sum(
+        token is not None for token in separator_ids(files.tokenizer, tokenizer_source, "auto", eos)
+    )
+
+    def counts(texts: Sequence[str]) -> list[int]:
+        return [len(spans) + separators for spans in tokenise(files.tokenizer, texts)]
+
+    sample = spread_documents(open_corpus(corpus, text_field=text_field), losses, counts, tokens)
+    if sample.tokens < block_size:
+        raise StudyError(
+            f"{len(sample.texts):,} documents of the corpus are in the store; they hold "
+            f"{sample.tokens:,} tokens, fewer than one block of {block_size:,}. Choose a smaller "
+            "--block-size."
+        )
+    sources = sources_of(corpus, source_field, sample)
+    with _blocks(sample, tokenizer_source, losses.path, block_size, eos) as by_guidance:
+        read = _read(by_guidance, sources, min(tokens, sample.tokens), scope_blocks, seed)
+    nll = _student_nll(files, read.input_ids, on_tokens)
+    masks = {v.name: _select(v, read, nll) for v in compared}
+    teacher = losses.manifest["identity"].get("teacher", {})
+    return SelectionStudy(
+        student=files.name,
+        teacher=str(teacher.get("name", "teacher") if isinstance(teacher, dict) else teacher),
+        documents=len(sample.texts),
+        missing_documents=sample.missing,
+        unusable_documents=sample.unusable,
+        tokens=int(read.predicted.sum()),
+        blocks=len(read.input_ids),
+        block_size=block_size,
+        scope_blocks=read.scope_blocks,
+        keep=keep,
+        pair=_pair_facts(read),
+        rows=[_row(v, masks, read, nll) for v in compared],
+        by_source=None
+        if read.named is None
+        else {
+            name: shares_by_source(read.named, masks[name], read.predicted)
+            for name in SHOWN_BY_SOURCE
+        },
+    )
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The blocks that are looked at [N, L], in the order of training. Entry t of every array but
+    `input_ids` belongs to the token that position t predicts."""
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    guidance: dict[Guidance, NDArray[np.float32]]
+    teacher_range: NDArray[np.int64]
+    """[N, L, 2], -1 where no teacher token covers the token."""
+    shared_teacher: float
+    named: NDArray[Any] | None
+    scope_blocks: int
+
+    @property
+    def predicted(self) -> NDArray[np.bool_]:
+        return self.labels >= 0
+
+
+@contextmanager
+def _blocks(
+    sample: SpreadSample, tokenizer: str, store: Path, block_size: int, eos: str | None
+) -> Iterator[dict[Guidance, Blocks]]:
+    """The sample as packed blocks, one set for every kind of guidance, in a folder that goes."""
+    with tempfile.TemporaryDirectory(prefix="vocagnolm-selection-") as name:
+        folder = Path(name)
+        file = folder / "sample.jsonl"
+        file.write_text("".join(json.dumps({"text": t}) + "\n" for t in sample.texts), "utf-8")
+        found: dict[Guidance, Blocks] = {}
+        for how in AGGREGATIONS:
+            data: dict[str, Any] = {"blocks": str(folder / how), "eos": eos}
+            # one part: teacher ranges then point into one array
+            data |= {"part_documents": len(sample.texts), "extra_columns": ["teacher_losses"]}
+            recipe = recipe_from_dict(
+                {
+                    "student": {"tokenizer": tokenizer},
+                    "corpus": {"files": [str(file)]},
+                    "store": {"path": str(store)},
+                    "data": data,
+                    "objective": {"aggregation": how},
+                }
+            )
+            prepare(recipe)
+            found[how] = Blocks(folder / how, block_size)
+        for n in CHUNKS:
+            found[n] = Blocks(folder / "max", block_size, chunks=n)
+        yield found
+
+
+def _read(
+    by_guidance: dict[Guidance, Blocks],
+    sources: Sequence[str] | None,
+    tokens: int,
+    scope_blocks: int,
+    seed: int,
+) -> _Read:
+    blocks = by_guidance["max"]
+    count = min(len(blocks), tokens // blocks.block_size)
+    scope = min(scope_blocks, count)
+    count -= count % scope  # a scope that is not full would keep another share of the best
+    order = TrainingOrder(blocks, count, seed)
+    indices = [order.block_index(position) for position in range(count)]
+    collate = BlockCollator()
+    guidance: dict[Guidance, NDArray[np.float32]] = {}
+    for key, those in by_guidance.items():
+        batch = collate([those[index] for index in indices])
+        guidance[key] = batch["guidance"].numpy()
+    all_ranges = blocks.read("teacher_range", 0, blocks.tokens).astype(np.int64)
+    size = blocks.block_size
+    # the last position of a block predicts nothing: what np.roll puts there is not looked at
+    ranges = [np.roll(all_ranges[i * size : (i + 1) * size], -1, axis=0) for i in indices]
+    named = None
+    if sources is not None:
+        named = np.stack([predicted_sources(blocks, index, sources) for index in indices])
+    return _Read(
+        input_ids=batch["input_ids"].numpy(),
+        labels=batch["labels"].numpy(),
+        guidance=guidance,
+        teacher_range=np.stack(ranges),
+        shared_teacher=_shared_teacher(all_ranges),
+        named=named,
+        scope_blocks=scope,
+    )
+
+
+def _shared_teacher(ranges: NDArray[np.int64]) -> float:
+    """Share of the teacher tokens behind the sample that two or more student tokens point to."""
+    first, last = ranges[ranges[:, 0] >= 0].T
+    edges = np.zeros(int(last.max(initial=-1)) + 2, np.int64)
+    np.add.at(edges, first, 1)
+    np.add.at(edges, last + 1, -1)
+    pointed_to = np.cumsum(edges)
+    return float((pointed_to > 1).sum() / max(int((pointed_to > 0).sum()), 1))
+
+
+def _student_nll(
+    files: ModelFiles,
+    input_ids: NDArray[np.int64],
+    on_tokens: Callable[[int, int], None] | None,
+) -> NDArray[np.float32]:
+    """nll [N, L] of the token after each position; 0 where there is none."""
+    block_size = input_ids.shape[1]
+    scorer = NllModel(
+        files.load(),
+        context=block_size,
+        stride=1,  # a block is one window: nothing reaches back
+        batch_tokens=4096 if files.device.type == "cpu" else 32768,
+    )
+    done = 0
+
+    def note(scored: int) -> None:
+        nonlocal done
+        done += scored
+        if on_tokens is not None:
+            on_tokens(done, input_ids.size)
+
+    of_token = np.stack(scorer.document_nll(list(input_ids), note))
+    nll = np.zeros(input_ids.shape, np.float32)
+    nll[:, :-1] = of_token[:, 1:]
+    return nll
+
+
+def _select(variant: Variant, read: _Read, nll: NDArray[np.float32]) -> NDArray[np.bool_]:
+    guidance = None if variant.guidance is None else read.guidance[variant.guidance]
+    chosen = []
+    for step, start in enumerate(range(0, len(nll), read.scope_blocks)):
+        rows = slice(start, start + read.scope_blocks)
+        batch = ScoredBatch(
+            nll_BT=torch.from_numpy(nll[rows]),
+            labels_BT=torch.from_numpy(read.labels[rows]),
+            guidance_BT=None if guidance is None else torch.from_numpy(guidance[rows]),
+        )
+        chosen.append(select(batch, variant.config, step=step).numpy())
+    return np.concatenate(chosen)
+
+
+def _row(
+    variant: Variant,
+    masks: dict[str, NDArray[np.bool_]],
+    read: _Read,
+    nll: NDArray[np.float32],
+) -> SelectionRow:
+    mask, reference = masks[variant.name], masks[REFERENCE]
+    excess = (nll - read.guidance["max"])[mask]
+    return SelectionRow(
+        name=variant.name,
+        label=variant.label,
+        tokens=int(mask.sum()),
+        kept=float(mask.sum() / read.predicted.sum()),
+        overlap=_mean((mask & reference).sum(), reference.sum()),
+        student_nll=_mean(nll[mask].sum(dtype=np.float64), mask.sum()),
+        excess=_mean(np.nansum(excess, dtype=np.float64), (~np.isnan(excess)).sum()),
+    )
+
+
+def _mean(total: Any, count: Any) -> float:
+    return float(total / count) if count else float("nan")
+
+
+def _pair_facts(read: _Read) -> PairFacts:
+    """Shares over the predicted tokens."""
+    ranges = read.teacher_range[read.predicted]
+    guided = ~np.isnan(read.guidance["max"][read.predicted])
+    covered = ranges[:, 0] >= 0
+    width = np.where(guided, ranges[:, 1] - ranges[:, 0] + 1, 0)
+
+    def share(which: NDArray[np.bool_]) -> float:
+        return float(which.mean())
+
+    return PairFacts(
+        one=share(width == 1),
+        two=share(width == 2),
+        more=share(width > 2),
+        unmapped=share(~guided),
+        separators=share(~guided & ~covered),
+        unscored=share(~guided & covered),
+        shared_teacher=read.shared_teacher,
+    )
