@@ -6,7 +6,8 @@ CORPORA: nlab.jsonl, openstax_*.jsonl, stacks.jsonl, napkin.jsonl, hott.jsonl, n
 BENCHMARKS: as `vocagnolm evaluate --benchmarks` reads them, with gsm8k/train.jsonl and
 math/train.jsonl. Writes main.jsonl (with problems), without.jsonl (the same size without them),
 extra.jsonl (what without.jsonl has and main.jsonl has not), start.jsonl (plain phase), held-out and
-validation texts, requests.jsonl (prompts of the word-problem suite).
+validation texts, requests.jsonl (prompts of the word-problem suite), validation-requests.jsonl (other
+questions of it).
 """
 
 import argparse
@@ -31,6 +32,8 @@ START_MB = {"nlab": 5.0, "openstax": 1.5, "other": 2.5}
 HELD_OUT_MB = {"nlab": 0.3, "openstax": 0.2}
 PIECE_CHARACTERS = 8000
 QUESTIONS = {"gsm8k": 400, "svamp": 1000, "mawps": 1000, "asdiv": 1000}
+# for choosing learning rates by accuracy, from what is left; SVAMP has no more
+VALIDATION_QUESTIONS = {"gsm8k": 400, "mawps": 400, "asdiv": 400}
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -148,10 +151,17 @@ def questions(benchmarks: Path, out: Path) -> None:
     from vocagnolm.evaluate.render import render, write_requests
     from vocagnolm.evaluate.suite import task_named
 
-    requests = []
+    requests, validation = [], []
     for name, count in QUESTIONS.items():
-        requests += render([task_named(name)], benchmarks=benchmarks, limit=count)[name]
+        chosen = render([task_named(name)], benchmarks=benchmarks, limit=count)[name]
+        requests += chosen
+        used = {request.index for request in chosen}
+        rest = render([task_named(name)], benchmarks=benchmarks)[name]
+        rest = [request for request in rest if request.index not in used]
+        count = min(len(rest), VALIDATION_QUESTIONS.get(name, 0))
+        validation += [rest[i * len(rest) // count] for i in range(count)]
     write_requests(out / "requests.jsonl", requests)
+    write_requests(out / "validation-requests.jsonl", validation)
 
 
 def main() -> None:

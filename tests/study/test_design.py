@@ -64,6 +64,8 @@ def test_a_matched_row_brings_its_target_along() -> None:
         ({"rows": {"a": {"teacher": "t"}}}, "unknown teacher 't'"),
         ({"teachers": {"t": {"label": "nobody"}}}, "either `model` or `train`"),
         ({"rows": {"a": {}}, "comparisons": [["a"]]}, "names two rows"),
+        ({"tune": {"learning_rates": [1], "rows": {}, "by": "accuracy"}}, "validation_requests"),
+        ({"tune": {"learning_rates": [1], "rows": {}, "by": "accurcy"}}, "Did you mean 'accuracy'"),
         ({"rows": {"a": {}, "b": {"matched_to": "a"}}}, "no teacher"),
     ],
 )

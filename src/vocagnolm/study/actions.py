@@ -63,9 +63,12 @@ def run_start(home: StudyFolder, recipe: Recipe) -> None:
 
 
 def run_tuning(home: StudyFolder, recipe: Recipe, folder: Path, group: str, rate: float) -> None:
+    tune = home.study.tune
+    assert tune is not None
+    requests = home.study.evaluate.validation_requests if tune.by == "accuracy" else None
     seconds = train_model(recipe)
     about = {"group": group, "learning_rate": rate, "train_seconds": seconds}
-    evaluate(home, folder / "model", folder, about, with_answers=False)
+    evaluate(home, folder / "model", folder, about, requests=requests, choosing=True)
     discard(home, folder / "model")
 
 
@@ -83,7 +86,7 @@ def run_seed(home: StudyFolder, run: RunPlan) -> None:
         "learning_rate": recipe.optimizer.learning_rate,
         "train_seconds": seconds,
     }
-    evaluate(home, folder / "model", folder, about)
+    evaluate(home, folder / "model", folder, about, requests=home.study.evaluate.requests)
     discard(home, folder / "model")
 
 
@@ -130,13 +133,20 @@ def evaluate(
     folder: Path,
     about: dict[str, Any],
     *,
-    with_answers: bool = True,
+    requests: str | None,
+    choosing: bool = False,
 ) -> None:
-    from vocagnolm.study.evaluation import evaluate_model
+    """`choosing`: answers are graded at once, as a learning rate waits for them. Other answers are
+    graded when the table is made, perhaps on another machine."""
+    from vocagnolm.study.evaluation import ANSWERS_FILE, evaluate_model, golds_of, grade_answers
+    from vocagnolm.study.statistics import average_accuracy
 
     folder.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    result = evaluate_model(model, home.study.evaluate, folder, with_answers=with_answers)
+    result = evaluate_model(model, home.study.evaluate, folder, requests=requests)
+    if choosing and requests is not None:
+        grades = grade_answers(folder / ANSWERS_FILE, golds_of(requests))
+        result["validation_accuracy"] = average_accuracy(grades)
     seconds = time.perf_counter() - started
     write_json(folder / EVALUATION, {**about, **result, "evaluate_seconds": seconds})
     release_memory()

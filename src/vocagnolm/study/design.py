@@ -48,6 +48,9 @@ class TuningPlan:
     seed: int = 100
     set: dict[str, Any] = field(default_factory=dict)
     """Overrides of the tuning runs, for example fewer tokens."""
+    by: str = "bits_per_byte"
+    """What chooses: `bits_per_byte` of the validation texts, or `accuracy` on the validation
+    questions. The two may disagree: choose by what will be claimed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,8 @@ class EvaluationPlan:
     """The same, for choosing learning rates; never reported as a result."""
     requests: str | None = None
     """Rendered questions (`vocagnolm.evaluate.render.write_requests`): greedy answers."""
+    validation_requests: str | None = None
+    """Other questions, for choosing learning rates by accuracy."""
     max_new_tokens: int = 256
     batch_size: int | None = None
     dtype: str = "auto"

@@ -14,9 +14,10 @@ ANSWERS_FILE = "answers.jsonl.gz"
 
 
 def evaluate_model(
-    model_folder: str | Path, plan: EvaluationPlan, folder: Path, *, with_answers: bool
+    model_folder: str | Path, plan: EvaluationPlan, folder: Path, *, requests: str | None
 ) -> dict[str, Any]:
-    """Bits per byte on held-out and validation text; answers go to `answers.jsonl.gz`."""
+    """Bits per byte on held-out and validation text; answers to `requests` go to
+    `answers.jsonl.gz`."""
     from vocagnolm.evaluate.bits import bits_per_byte
     from vocagnolm.model import open_model
 
@@ -27,19 +28,21 @@ def evaluate_model(
         for name, path in named.items():
             bits = bits_per_byte(model, files, [path], context=plan.context)
             result[kind][name] = bits.value
-    if with_answers and plan.requests is not None:
-        _answer_in_memory(model, files, plan, folder / ANSWERS_FILE)
+    if requests is not None:
+        _answer_in_memory(model, files, plan, requests, folder / ANSWERS_FILE)
     return result
 
 
-def _answer_in_memory(model: Any, files: Any, plan: EvaluationPlan, path: Path) -> None:
+def _answer_in_memory(
+    model: Any, files: Any, plan: EvaluationPlan, requests: str, path: Path
+) -> None:
     """Several runs may share a device: with too little memory, smaller batches."""
     import torch
 
     batch_size = plan.batch_size
     while True:
         try:
-            answer_requests(model, files, replace(plan, batch_size=batch_size), path)
+            answer_requests(model, files, replace(plan, batch_size=batch_size), requests, path)
             return
         except torch.OutOfMemoryError:
             if batch_size is None or batch_size <= 32:
@@ -48,14 +51,13 @@ def _answer_in_memory(model: Any, files: Any, plan: EvaluationPlan, path: Path) 
             torch.cuda.empty_cache()
 
 
-def answer_requests(model: Any, files: Any, plan: EvaluationPlan, path: Path) -> None:
+def answer_requests(model: Any, files: Any, plan: EvaluationPlan, source: str, path: Path) -> None:
     """Greedy answers to all questions. Tasks with the same stop strings go through together:
     they share their worked examples."""
     from vocagnolm.evaluate.generate import Generator
     from vocagnolm.evaluate.render import read_requests
 
-    assert plan.requests is not None
-    requests = read_requests(plan.requests)
+    requests = read_requests(source)
     groups: dict[Any, list[int]] = defaultdict(list)
     for number, request in enumerate(requests):
         groups[request.stop].append(number)

@@ -148,14 +148,24 @@ class StudyFolder:
         return files
 
     def learning_rate(self, group: str) -> float:
-        """The rate with the lowest mean bits per byte on the validation texts."""
+        """The best rate: the lowest mean bits per byte on the validation texts, or the highest
+        accuracy on the validation questions. Of equals the lower."""
         assert self.study.tune is not None
-        found = {}
+        cost = {}
         for rate in self.study.tune.learning_rates:
             path = self.folder / "tuning" / f"{group}-{rate:g}" / EVALUATION
-            bits = json.loads(path.read_text(encoding="utf-8"))["validation"]
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if self.study.tune.by == "accuracy":
+                if "validation_accuracy" not in found:
+                    raise StudyError(
+                        f"{path} holds no validation_accuracy: this rate was tuned by bits per "
+                        "byte. Remove the folder to tune it again by accuracy."
+                    )
+                cost[rate] = -found["validation_accuracy"]
+                continue
+            bits = found["validation"]
             if not bits:
                 raise StudyError("Tuning needs evaluate.validation: texts to choose by.")
             mean = sum(bits.values()) / len(bits)
-            found[rate] = mean if math.isfinite(mean) else math.inf
-        return min(found, key=lambda rate: (found[rate], rate))
+            cost[rate] = mean if math.isfinite(mean) else math.inf
+        return min(cost, key=lambda rate: (cost[rate], rate))

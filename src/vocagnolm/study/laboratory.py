@@ -62,7 +62,14 @@ class Laboratory(StudyFolder):
             "evaluate",
             folder / EVALUATION,
             (model,),
-            partial(actions.evaluate, self, model, folder, {"row": "start"}),
+            partial(
+                actions.evaluate,
+                self,
+                model,
+                folder,
+                {"row": "start"},
+                requests=self.study.evaluate.requests,
+            ),
         )
 
     def _teacher_task(self, name: str, recipe: Recipe) -> Task:

@@ -146,6 +146,12 @@ def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
     if study.tune is not None:
         for group, name in study.tune.rows.items():
             _require(name, known, f"{origin}: tune.rows.{group}", "row")
+        _require(study.tune.by, {"bits_per_byte", "accuracy"}, f"{origin}: tune.by", "measure")
+        if study.tune.by == "accuracy" and study.evaluate.validation_requests is None:
+            raise StudyError(
+                f"{origin}: tune.by is accuracy, but there are no questions to choose by: set "
+                "evaluate.validation_requests (not the questions that are reported)."
+            )
     if study.granularity is not None:
         _check_granularity(study.granularity, set(study.teachers), f"{origin}: granularity")
     _check_figure(study.figure, known | {"start"}, f"{origin}: figure")

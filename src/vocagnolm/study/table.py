@@ -146,13 +146,12 @@ def _tuning(laboratory: Laboratory) -> list[dict[str, Any]]:
     for path in sorted((laboratory.folder / "tuning").glob(f"*/{EVALUATION}")):
         result = json.loads(path.read_text(encoding="utf-8"))
         bits = result["validation"]
-        found.append(
-            {
-                "group": result["group"],
-                "learning_rate": result["learning_rate"],
-                "validation_bits_per_byte": sum(bits.values()) / len(bits),
-            }
-        )
+        entry = {"group": result["group"], "learning_rate": result["learning_rate"]}
+        if bits:
+            entry["validation_bits_per_byte"] = sum(bits.values()) / len(bits)
+        if "validation_accuracy" in result:
+            entry["validation_accuracy"] = result["validation_accuracy"]
+        found.append(entry)
     return sorted(found, key=lambda entry: (entry["group"], entry["learning_rate"]))
 
 
