@@ -164,3 +164,23 @@ def test_the_suite_is_a_group_of_lm_eval(benchmarks, monkeypatch):
     manager = TaskManager(include_path=TASK_FOLDER, include_defaults=False)
     loaded = manager.load(["vocagnolm_math_suite"])["tasks"]
     assert set(loaded) == {TASKS[name].lm_eval_name for name in AVERAGES["avg"]}
+
+
+def test_the_hub_names_the_options_of_sat_otherwise(monkeypatch):
+    row = {"Question": "p", "Possible Answers": "A) 1 B) 2 C) 3 D) 4", "Answer": "C"}
+    monkeypatch.setattr("vocagnolm.evaluate.benchmarks._hub_split", lambda *place: [row])
+    (example,) = load_examples("sat")
+    assert example.gold == "C" and example.question.endswith("\n(A) 1, (B) 2, (C) 3, (D) 4")
+
+
+@pytest.mark.parametrize("kind", [OSError, ValueError, RuntimeError])
+def test_what_the_hub_does_not_give_is_one_message(kind, monkeypatch):
+    def refuse(*place):
+        raise kind("Dataset scripts are no longer supported\nmore")
+
+    monkeypatch.setattr("vocagnolm.evaluate.benchmarks._hub_split", refuse)
+    with pytest.raises(
+        BenchmarkError, match=r"scripts .* --benchmarks DIR with DIR/asdiv"
+    ) as error:
+        load_examples("asdiv")
+    assert "\n" not in str(error.value)

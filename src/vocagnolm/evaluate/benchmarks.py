@@ -160,7 +160,8 @@ def _mmlu_stem(row: Row) -> Example:
 
 def _sat(row: Row) -> Example:
     task = task_named("sat")
-    listed = split_options(_text(row, "options"), task.letters)
+    # the hub's column is called "Possible Answers", the evaluation harness's "options"
+    listed = split_options(_text(row, "options", "Possible Answers"), task.letters)
     return _choice_row(task, _text(row, "question"), listed, _text(row, "Answer"))
 
 
@@ -250,7 +251,7 @@ SOURCES: dict[str, Source] = {
     ),
     "sat": Source(
         _sat,
-        "question, options ('A) ... B) ...'), Answer",
+        "question, options or Possible Answers ('A) ... B) ...'), Answer",
         ("sat_math/test.jsonl", "sat/test.jsonl"),
         "https://huggingface.co/datasets/mcaleste/sat_multiple_choice_math_may_23",
         hub=(("mcaleste/sat_multiple_choice_math_may_23", None, "train"),),
@@ -354,7 +355,8 @@ def _far_rows(name: str) -> Iterator[tuple[str, Row]]:
             rows = _hub_split(dataset, configuration, split)
             for number, row in enumerate(rows):
                 yield f"{dataset} {configuration or ''} {split}, row {number}", dict(row)
-    except (OSError, ValueError) as error:
+    # RuntimeError: what `datasets` makes of a dataset that is still a script
+    except (OSError, ValueError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BenchmarkError(
             f"the questions of {name} could not be downloaded ({first}). Get them from "
