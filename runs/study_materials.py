@@ -6,8 +6,8 @@ CORPORA: nlab.jsonl, openstax_*.jsonl, stacks.jsonl, napkin.jsonl, hott.jsonl, n
 BENCHMARKS: as `vocagnolm evaluate --benchmarks` reads them, with gsm8k/train.jsonl and
 math/train.jsonl. Writes main.jsonl (with problems), without.jsonl (the same size without them),
 extra.jsonl (what without.jsonl has and main.jsonl has not), start.jsonl (plain phase), held-out and
-validation texts, requests.jsonl (prompts of the word-problem suite), validation-requests.jsonl (other
-questions of it).
+validation texts, requests.jsonl (prompts of the word-problem suite), validation-requests.jsonl
+(other questions of it).
 """
 
 import argparse
