@@ -81,3 +81,5 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
         return TrainingArguments(**settings)
     except TypeError as error:
         raise RecipeError(f"train.arguments: {error}") from error
+    except (ValueError, ImportError) as error:  # an optimizer's name, bf16 without the hardware
+        raise RecipeError(f"transformers refuses the recipe's settings: {error}") from error

@@ -17,6 +17,7 @@ from vocagnolm.errors import VocagnolmError
 from vocagnolm.recipe import Recipe
 from vocagnolm.store.strength import teacher_warning
 from vocagnolm.train.schedule import Schedule, check_batch, plan_schedule
+from vocagnolm.train.trackers import tracker_problems
 
 # Beyond this a corpus is not read through by a mere check.
 LARGEST_CORPUS_READ_BYTES = 2 * 10**9
@@ -93,6 +94,7 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
     ):
         if wanted and find_spec(package) is None:
             problems.append(f"the package {package} is missing: pip install 'vocagnolm[{extra}]'")
+    problems += tracker_problems(recipe.run.report_to)
     try:
         check_batch(recipe, processes)
     except VocagnolmError as error:

@@ -6,6 +6,7 @@ RUN/run.json         world size, versions, schedule; `finished` when the model i
 RUN/metrics.jsonl    one object a step
 RUN/checkpoints/     checkpoint-N, each with a marker written last
 RUN/model/           the result: an ordinary model folder
+RUN/tensorboard/     where run.report_to names tensorboard
 ```
 """
 
@@ -25,7 +26,7 @@ from vocagnolm.data.prepare import (
     train_settings,
     unmet_needs,
 )
-from vocagnolm.errors import BlocksError, TrainingError
+from vocagnolm.errors import BlocksError, RecipeError, TrainingError
 from vocagnolm.model import open_model
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.arguments import objective_config, training_arguments
@@ -45,6 +46,7 @@ from vocagnolm.train.metrics import MetricsFile, flops_per_token, peak_flops
 from vocagnolm.train.online import OnlineTeacher, TeacherView
 from vocagnolm.train.schedule import Schedule, plan_schedule
 from vocagnolm.train.student import add_lora, build_student, compile_layers, save_tokenizer
+from vocagnolm.train.trackers import keep_in_run, tracker_problems
 from vocagnolm.train.trainer import GuidedTrainer
 from vocagnolm.train.vocabulary import refuse_other_vocabulary
 
@@ -59,6 +61,8 @@ def train(recipe: Recipe, *, quiet: bool = False) -> dict[str, Any]:
     refuse_other_run(folder, recipe, world_size, found)
     if found.get("finished"):
         return run_summary(folder)
+    if problems := tracker_problems(recipe.run.report_to):
+        raise RecipeError("\n".join(problems))
 
     blocks = open_blocks(recipe)
     schedule = plan_schedule(recipe, len(blocks), world_size)
@@ -82,6 +86,7 @@ def train(recipe: Recipe, *, quiet: bool = False) -> dict[str, Any]:
     trainer.on_step = on_step
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
+    keep_in_run(trainer, folder)
     if is_main:
         console.start(resumed[1] if resumed else 0)
     trainer.train(resume_from_checkpoint=str(resumed[0]) if resumed else None)
