@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_b
 
 from vocagnolm.align import align, carry, load_tokenizer
 from vocagnolm.data.corpus import document_hash, open_corpus
-from vocagnolm.errors import CorpusError, ScoreError, StoreError, UsageError
+from vocagnolm.errors import CorpusError, ModelError, ScoreError, StoreError, UsageError
 from vocagnolm.model.load import open_model
 from vocagnolm.score import LocalTeacher, score_corpus, score_shard
 from vocagnolm.store import LossStore, inspect_store, verify_store
@@ -302,3 +303,13 @@ def test_progress_reaches_the_end(tmp_path, corpus):
     )
     assert seen[-1].documents == seen[-1].total_documents == 23
     assert [p.documents for p in seen] == sorted(p.documents for p in seen)
+
+
+def test_a_store_without_a_shard_is_left_to_the_corrected_command(tmp_path, teacher, corpus):
+    out, broken = tmp_path / "s", tmp_path / "broken"
+    shutil.copytree(teacher, broken)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ModelError):
+        score_corpus(broken, corpus, out, settings=SETTINGS)
+    score_corpus(teacher, corpus, out, settings=SETTINGS)
+    assert LossStore.open(out).manifest["identity"]["teacher"]["name"] == teacher.name

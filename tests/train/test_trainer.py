@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.errors import TrainingError
 from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig
-from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.recipe import load_recipe, recipe_from_dict
 from vocagnolm.train.collate import BlockCollator
 from vocagnolm.train.forward import MicroBatch, install_guided_forward, last_hidden
 from vocagnolm.train.metrics import read_metrics
@@ -388,3 +388,12 @@ def test_another_world_size_is_refused(lab, tmp_path):
     (folder / "run.json").write_text(json.dumps(about))
     with pytest.raises(TrainingError, match="processes: 4 -> 1"):
         run(lab, folder)
+
+
+def test_a_run_that_never_began_leaves_its_folder_to_the_corrected_recipe(lab, tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(TrainingError, match=r"lora.targets 'nothing'"):
+        run(lab, folder, lora={"rank": 2, "targets": "nothing"})
+    assert not (folder / "metrics.jsonl").exists()
+    assert len(run(lab, folder)) == TOKENS // 256
+    assert load_recipe(folder / "recipe.yaml").lora.rank == 0

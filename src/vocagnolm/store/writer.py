@@ -50,7 +50,12 @@ class StoreWriter:
         complete = (self.path / MANIFEST_FILE).exists()
         if complete or (self.path / PARTIAL_MANIFEST_FILE).exists():
             found = read_manifest(self.path, partial=not complete)
-            refuse_other_identity(self.path, found["identity"], self.identity)
+            # a run that failed before its first shard (a teacher that does not load) must not hold
+            # the folder against the corrected command
+            if complete or any((self.path / SHARD_FOLDER).glob("*")):
+                refuse_other_identity(self.path, found["identity"], self.identity)
+            elif found["identity"] != self.identity:
+                self._write_head()
         else:
             self._begin_new()
         return complete
@@ -66,6 +71,9 @@ class StoreWriter:
                     f"{', '.join(sorted(strangers)[:3])}). Choose another --out."
                 )
         (self.path / SHARD_FOLDER).mkdir(parents=True, exist_ok=True)
+        self._write_head()
+
+    def _write_head(self) -> None:
         _write_whole(self.path / PARTIAL_MANIFEST_FILE, _json_bytes(self._manifest_head(False)))
 
     def has_shard(self, number: int) -> tuple[bool, str | None]:

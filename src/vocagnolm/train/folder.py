@@ -49,6 +49,8 @@ def refuse_other_run(folder: Path, recipe: Recipe, world_size: int, found: dict[
         if folder.is_dir() and any(folder.iterdir()):
             raise TrainingError(f"{folder} is not empty and not a run. Choose another run.folder.")
         return
+    if not _has_begun(folder):
+        return
     difference = recipe_difference(load_recipe(path), recipe, RUNTIME_KEYS)
     if found and found["schedule"]["world_size"] != world_size and not found.get("finished"):
         difference.append(f"processes: {found['schedule']['world_size']} -> {world_size}")
@@ -60,11 +62,19 @@ def refuse_other_run(folder: Path, recipe: Recipe, world_size: int, found: dict[
         )
 
 
+def _has_begun(folder: Path) -> bool:
+    """Whether a step was ever made: a run that failed before (a model that does not load) must not
+    hold its folder against the corrected recipe."""
+    made = (folder / "metrics.jsonl", folder / "model", *(folder / "checkpoints").glob("*"))
+    return any(path.exists() for path in made)
+
+
 def begin_run(folder: Path, recipe: Recipe, schedule: Schedule) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "recipe.yaml").exists():
+    begun = _has_begun(folder)
+    if not begun or not (folder / "recipe.yaml").exists():
         _write(folder / "recipe.yaml", recipe.to_yaml())
-    if not (folder / "run.json").exists():
+    if not begun or not (folder / "run.json").exists():
         about = {
             "finished": False,
             "schedule": asdict(schedule),

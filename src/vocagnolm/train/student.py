@@ -89,7 +89,10 @@ def add_lora(model: PreTrainedModel, section: LoraSection) -> nn.Module:
         target_modules=section.targets,
         task_type="CAUSAL_LM",
     )
-    adapted: nn.Module = get_peft_model(model, config)
+    try:
+        adapted: nn.Module = get_peft_model(model, config)
+    except ValueError as error:
+        raise TrainingError(f"lora.targets {section.targets!r}: {error}") from error
     return adapted
 
 
