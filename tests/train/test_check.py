@@ -131,3 +131,24 @@ def test_the_commands_from_start_to_end(lab, tmp_path):
     assert code == 0 and "2 steps" in text
     code, text = call("check", path, "--set", "train.batch_blocks=7")
     assert code == 1 and "not ready" in text and "not a multiple" in text
+
+
+def test_a_store_of_another_corpus_is_found_by_its_documents(lab, tmp_path):
+    store = tmp_path / "store"
+    shutil.copytree(lab / "store", store)
+    manifest = json.loads((store / "manifest.json").read_text())
+    manifest["identity"]["corpus"] = {"fingerprint": "of another"}
+    (store / "manifest.json").write_text(json.dumps(manifest))
+    known = json.loads((lab / "corpus.jsonl").read_text().splitlines()[0])["text"]
+    inside = write_corpus(tmp_path / "part.jsonl", [known])
+    other = write_corpus(tmp_path / "other.jsonl", [known, "never scored"])
+
+    def found(corpus, missing):
+        data = {"missing": missing, "blocks": str(tmp_path / "blocks")}
+        sections = {"store": {"path": str(store)}, "corpus": {"files": [str(corpus)]}}
+        return report(lab, tmp_path, data=data, **sections, train={"tokens": 512})
+
+    assert found(inside, "error").ready and found(inside, "error").warnings
+    assert found(other, "drop").ready
+    (problem,) = found(other, "error").problems
+    assert "other.jsonl:2" in problem and "data.missing" in problem

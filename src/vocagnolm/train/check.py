@@ -208,7 +208,8 @@ def _store(recipe: Recipe, report: CheckReport, corpus: Any) -> None:
     if recipe.store.path is None:
         return
     try:
-        manifest = LossStore.open(recipe.store.path).manifest
+        store = LossStore.open(recipe.store.path)
+        manifest = store.manifest
     except VocagnolmError as error:
         report.problems.append(str(error))
         return
@@ -231,13 +232,30 @@ def _store(recipe: Recipe, report: CheckReport, corpus: Any) -> None:
     known = identity.get("corpus")
     known_corpus = known.get("fingerprint") if isinstance(known, dict) else None
     if corpus is not None and known_corpus not in (None, corpus.fingerprint):
-        report.warnings.append(
-            "the store was made from another corpus than the recipe's; documents are looked up "
-            f"by content, and those not in it follow data.missing = {recipe.data.missing}."
-        )
+        absent = _absent(store, corpus)
+        if absent is not None and recipe.data.missing == "error":
+            report.problems.append(
+                f"the store was made from another corpus: it lacks {absent}. Score the recipe's "
+                "corpus, or set data.missing to drop or keep."
+            )
+        else:
+            report.warnings.append(
+                "the store was made from another corpus than the recipe's; documents are looked up "
+                f"by content, and those not in it follow data.missing = {recipe.data.missing}."
+            )
     warning = teacher_warning(bits, recipe.student.bits_per_byte)
     if warning is not None:
         report.warnings.append(warning)
+
+
+def _absent(store: Any, corpus: Any) -> str | None:
+    """The place of a document that the store lacks, among the corpus's first hundred."""
+    from vocagnolm.data.corpus import document_hash
+
+    for document in corpus.read(0, 100):
+        if document.text is not None and store.find(document_hash(document.text)) is None:
+            return str(document.place)
+    return None
 
 
 def _teacher(recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer | None) -> None:
