@@ -155,3 +155,27 @@ def test_a_file_that_is_not_utf8(pair, tmp_path):
     file.write_bytes(b"caf\xe9 au lait")
     done = run("align", "--student", student, "--teacher", teacher, "--file", file)
     assert done.returncode == 1 and "byte 0xe9 at offset 3" in done.stderr
+
+
+def test_a_path_that_cannot_be_written_is_one_message(tmp_path, monkeypatch, capsys):
+    from vocagnolm import cli
+
+    (tmp_path / "file").write_text("in the way")
+    target = tmp_path / "file" / "page.html"
+    monkeypatch.setattr(cli, "app", lambda: target.parent.mkdir())
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr().err
+    assert stop.value.code == 1
+    assert said.startswith(f"error: {tmp_path / 'file'}: File exists") and said.count("\n") == 1
+
+
+def test_an_error_without_a_path_keeps_its_traceback(monkeypatch):
+    from vocagnolm import cli
+
+    def fail():
+        raise OSError("a library's own")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(OSError, match="a library's own"):
+        cli.main()

@@ -200,7 +200,7 @@ def _from_hub(repository: str, special_tokens: str) -> TextTokenizer:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TokenizerError(
             f"'{repository}' is neither a file or folder here nor a tokenizer that the hub gave: "
-            f"{reason}. Check the spelling, or download it and pass the folder"
+            f"{reason.rstrip('.')}. Check the spelling, or download it and pass the folder"
         ) from None
     loaded = _from_folder(Path(folder), special_tokens)
     loaded.name = repository

@@ -5,6 +5,7 @@ that `vocagnolm --help` starts at once; the work is imported when a command runs
 stdout, progress and messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage.
 """
 
+import errno
 import sys
 
 import typer
@@ -81,3 +82,12 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output went away: `vocagnolm ... | head`
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:  # a path that cannot be written, a full disk: no fault of the program
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise
+        path = error.filename2 or error.filename
+        named = f"{path}: " if path else ""
+        typer.echo(
+            f"error: {named}{error.strerror}. Check the path, its rights and the disk.", err=True
+        )
+        sys.exit(1)

@@ -1,15 +1,16 @@
 """`vocagnolm report`: finished evaluations side by side, or a page of whole runs."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import typer
 
+from vocagnolm.cli.quiet import quiet_libraries
+
 
 def report(
-    runs: list[Path] = typer.Argument(
-        help="Run folders of finished evaluations; the others are compared with the first."
-    ),
+    runs: list[Path] = typer.Argument(help="Run folders; the others are compared with the first."),
     as_json: bool = typer.Option(False, "--json", help="Print the comparison as JSON."),
     html: Path | None = typer.Option(
         None,
@@ -29,7 +30,9 @@ def report(
     if html is not None:
         from vocagnolm.report.runs import write_report
 
-        typer.echo(str(write_report(list(runs), html, sample_documents=sample)))
+        with quiet_libraries() if sample else nullcontext():
+            page = write_report(list(runs), html, sample_documents=sample)
+        typer.echo(str(page))
         return
     from vocagnolm.evaluate.compare import compare_runs, comparison_table, format_table
 

@@ -1,8 +1,11 @@
 """`vocagnolm view`: the interactive page for any pair of tokenizers and any text."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import typer
+
+from vocagnolm.cli.quiet import quiet_libraries
 
 
 def view(
@@ -38,14 +41,16 @@ def view(
 
     texts = [(f"text {at}" if len(text) > 1 else "text", one) for at, one in enumerate(text, 1)]
     texts += [(path.name, read_utf8(path)) for path in file]
-    page = view_from_sources(
-        student=student,
-        teacher=teacher,
-        student_model=student_model,
-        teacher_model=teacher_model,
-        texts=texts,
-        keep=keep,
-        aggregation=aggregation,
-        unmapped=unmapped,
-    )
+    # transformers is loaded only where there are models
+    with quiet_libraries() if student_model or teacher_model else nullcontext():
+        page = view_from_sources(
+            student=student,
+            teacher=teacher,
+            student_model=student_model,
+            teacher_model=teacher_model,
+            texts=texts,
+            keep=keep,
+            aggregation=aggregation,
+            unmapped=unmapped,
+        )
     typer.echo(str(write_page(page, html)))

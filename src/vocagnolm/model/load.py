@@ -248,7 +248,8 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> tuple
     except Exception as error:  # network, authorisation, cache: many types, one meaning here
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"'{name}' is neither a folder here nor a model that the hub gave: {reason}. "
+            f"'{name}' is neither a folder here nor a model that the hub gave: "
+            f"{reason.rstrip('.')}. "
             "Check the spelling, or download it and pass the folder."
         ) from None
     return Path(folder), Path(folder).name

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from vocagnolm.errors import RecipeError
@@ -59,7 +60,7 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
         "save_total_limit": None,  # pruned by us, once the new one is known to be complete
         "dataloader_num_workers": train.loader_workers,
         "dataloader_drop_last": True,
-        "dataloader_pin_memory": train.device != "cpu",
+        "dataloader_pin_memory": train.device != "cpu" and torch.cuda.is_available(),
         # the order is in the dataset: resuming skips to any place in it
         "train_sampling_strategy": "sequential",
         "ddp_find_unused_parameters": False,
