@@ -187,3 +187,10 @@ def test_a_gguf_file_is_the_same_model(folder, tmp_path):
     text = "Let x be a number with x + 1 = 2."
     expected = open_model(folder, device="cpu").tokenizer.spans(text).ids
     np.testing.assert_array_equal(files.tokenizer.spans(text).ids, expected)
+
+
+def test_a_hub_model_with_pickled_weights_alone(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: str(tmp_path))
+    with pytest.raises(ModelError, match=r"^owner/name has no safetensors.*refs/pr/N"):
+        open_model("owner/name", device="cpu")

@@ -122,9 +122,10 @@ def open_model(
     if path.suffix.lower() == ".gguf":
         return _open_gguf(path, torch_device, dtype)
     name = path.resolve().name if path.is_dir() else str(source)
-    if not path.is_dir():
+    from_hub = not path.is_dir()
+    if from_hub:
         path, revision = _from_hub(str(source), revision, trust_remote_code)
-    files = _weight_files(path)
+    files = _weight_files(path, name if from_hub else None)
     config = _load_config(path, trust_remote_code)
     tokenizer = load_tokenizer(path)
     tokenizer.name = name
@@ -255,10 +256,17 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> tuple
     return Path(folder), Path(folder).name
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _weight_files(folder: Path, hub_id: str | None = None) -> list[Path]:
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json: it is not a model folder.")
+        raise ModelError(f"{hub_id or folder} has no config.json: it is not a model folder.")
     files = sorted(folder.glob("model*.safetensors"))
+    if not files and hub_id is not None:
+        raise ModelError(
+            f"{hub_id} has no safetensors weights on the hub; pickled files can run code when they "
+            "are opened and are not loaded. Often a pull request on the model's page adds "
+            "safetensors: give its number as the revision, refs/pr/N. Or convert the model once "
+            "with save_pretrained(folder) where you trust it, and pass the folder."
+        )
     if not files:
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
         raise ModelError(
