@@ -142,6 +142,15 @@ def test_deadline_in_the_past_starts_nothing(finished: Laboratory, tmp_path: Pat
     assert outcome.finished == [] and "start" in outcome.left
 
 
+def test_a_missing_folder_of_materials_is_named(tmp_path: Path) -> None:
+    from vocagnolm import run_study
+    from vocagnolm.errors import StudyError
+
+    with pytest.raises(StudyError, match=r"no folder .*nowhere"):
+        run_study("table1", tmp_path / "out", materials=tmp_path / "nowhere")
+    assert not (tmp_path / "out").exists()
+
+
 def test_command_prints_the_table_of_a_finished_study(
     finished: Laboratory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,11 @@ def run_study(
 ) -> tuple[dict[str, Any], str]:
     """The study's table as data and as markdown. Both are also written to `FOLDER/NAME.json`,
     `NAME.md`, and the figure to `NAME.svg`."""
+    if materials is not None and not Path(materials).is_dir():
+        raise StudyError(
+            f"There is no folder {materials} (--materials). It holds the models and texts of the "
+            "study: docs/experiments.md says how it is filled."
+        )
     study = load_study(source, overrides, materials=materials)
     laboratory = Laboratory(study, folder)
     if not only_table:
