@@ -63,6 +63,8 @@ def _print(pairs: "list[Pair]", where: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from vocagnolm.align.picture import visible
+
     console = Console()
     student = pairs[0].student
     console.print(
@@ -98,8 +100,5 @@ def _print(pairs: "list[Pair]", where: str) -> None:
     for pair in pairs:
         console.print(Text.assemble((pair.teacher.name, "bold"), f"  {pair.verdict}"))
         for wide in pair.widest:
-            console.print(
-                Text.assemble(
-                    ("  widest  ", "dim"), repr(wide.text), " = ", " ".join(wide.teacher_tokens)
-                )
-            )
+            tokens = " ".join(visible(token.encode()) for token in wide.teacher_tokens)
+            console.print(Text.assemble(("  widest  ", "dim"), repr(wide.text), " = ", tokens))

@@ -67,7 +67,9 @@ def overlap_bars(
     (the paper's definition) and by bytes."""
     from vocagnolm.align import vocabulary_overlap
 
-    matplotlib, figure, axes = _figure(1.6 + 1.15 * max(len(teachers), 2), 3.4)
+    title = f"Vocabulary shared with {student.name} ({student.vocabulary_size:,} tokens)"
+    room_for_title = 1.0 + 0.085 * len(title)
+    matplotlib, figure, axes = _figure(max(1.6 + 1.15 * len(teachers), room_for_title), 3.4)
     overlaps = [vocabulary_overlap(student, teacher) for teacher in teachers]
     for at, (label, values) in enumerate(
         [
@@ -84,12 +86,7 @@ def overlap_bars(
     axes.set_ylim(0, 112)
     axes.set_yticks([0, 25, 50, 75, 100])
     axes.set_ylabel("shared with the student, %", color=SOFT)
-    axes.set_title(
-        f"Vocabulary shared with {student.name} ({student.vocabulary_size:,} tokens)",
-        loc="left",
-        fontsize=11,
-        color=INK,
-    )
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
     return _save(matplotlib, figure, path)
 
