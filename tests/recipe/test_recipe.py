@@ -108,8 +108,8 @@ def test_sections_are_small():
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_shipped_recipes_are_valid(path):
-    from vocagnolm.train.check import static_problems
     from vocagnolm.train.schedule import plan_schedule
+    from vocagnolm.train.static import static_problems
 
     recipe = load_recipe(path)
     processes = 32 if "paper" in path.parts else 1

@@ -302,7 +302,7 @@ def test_labels_of_the_strength_figure_do_not_overlap(
         for n, (strength, gain) in enumerate(zip(strengths, gains, strict=True))
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "_save", measure)
+        patch.setattr(figures, "save_figure", measure)
         figures.teacher_strength(points, tmp_path / "s.png")
     assert len(boxes) == 3
     assert not any(a.overlaps(b) for at, a in enumerate(boxes) for b in boxes[:at])

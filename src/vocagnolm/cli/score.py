@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vocagnolm.cli.choices import Device, Dtype
+from vocagnolm.cli.progress import token_bar
 from vocagnolm.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -113,34 +114,12 @@ def _progress_bar() -> Iterator["Callable[[Progress], None] | None"]:
     if os.environ.get("RANK", "0") != "0":
         yield None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    with token_bar("scoring") as note:
 
-    bar = Bar(
-        TextColumn("scoring"),
-        BarColumn(),
-        TextColumn("{task.fields[documents]} documents"),
-        TextColumn("{task.fields[rate]} tokens/s"),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
-    task = bar.add_task("", total=None, documents="0", rate="-", start=False)
+        def on_progress(progress: "Progress") -> None:
+            done, total = progress.documents, progress.total_documents
+            note(done, total, f"{int(done):,}/{total:,} documents", progress.tokens)
 
-    def on_progress(progress: "Progress") -> None:
-        if not bar.tasks[0].started:
-            bar.start_task(task)
-        elapsed = bar.tasks[0].elapsed or 0.0
-        bar.update(
-            task,
-            completed=progress.documents,
-            total=progress.total_documents,
-            documents=f"{int(progress.documents):,}/{progress.total_documents:,}",
-            rate=f"{progress.tokens / elapsed:,.0f}" if elapsed > 0.5 else "-",
-        )
-
-    with bar:
         yield on_progress
 
 

@@ -1,14 +1,13 @@
 """`vocagnolm study selection`: what the settings change, counted without training."""
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from vocagnolm.cli.choices import Device, Dtype
+from vocagnolm.cli.progress import token_bar
 from vocagnolm.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def selection(
     """
     from vocagnolm.study.compare_selections import selection_study
 
-    with quiet_libraries(), _progress_bar() as on_tokens:
+    with quiet_libraries(), token_bar("the student reads") as note:
         study = selection_study(
             student,
             store,
@@ -70,7 +69,7 @@ def selection(
             device=device.value,
             dtype=dtype.value,
             seed=seed,
-            on_tokens=on_tokens,
+            on_tokens=lambda done, total: note(done, total, f"{done:,}/{total:,} tokens", done),
         )
     if study.missing_documents or study.unusable_documents:
         typer.echo(
@@ -87,37 +86,6 @@ def selection(
 
         source_bars(study, plot)
         typer.echo(f"wrote {plot}", err=True)
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator["Callable[[int, int], None]"]:
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    bar = Bar(
-        TextColumn("the student reads"),
-        BarColumn(),
-        TextColumn("{task.fields[tokens]} tokens"),
-        TextColumn("{task.fields[rate]} tokens/s"),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
-    task = bar.add_task("", total=None, tokens="0", rate="-")
-
-    def on_tokens(done: int, total: int) -> None:
-        elapsed = bar.tasks[0].elapsed or 0.0
-        bar.update(
-            task,
-            completed=done,
-            total=total,
-            tokens=f"{done:,}/{total:,}",
-            rate=f"{done / elapsed:,.0f}" if elapsed > 0.5 else "-",
-        )
-
-    with bar:
-        yield on_tokens
 
 
 def _print(study: "SelectionStudy") -> None:

@@ -19,13 +19,13 @@ INK, SOFT, LINE = "#23252a", "#5d6066", "#d9d5ca"
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any, Any]:
+def new_figure(width: float, height: float) -> tuple[Any, Any, Any]:
     """(pyplot-free) matplotlib Figure with one Axes: no global state, no display."""
-    matplotlib, figure, (axes,) = _panels(width, height, 1)
+    matplotlib, figure, (axes,) = new_panels(width, height, 1)
     return matplotlib, figure, axes
 
 
-def _panels(width: float, height: float, count: int) -> tuple[Any, Any, list[Any]]:
+def new_panels(width: float, height: float, count: int) -> tuple[Any, Any, list[Any]]:
     """The same with several Axes side by side, over one y axis."""
     try:
         import matplotlib
@@ -44,7 +44,7 @@ def _panels(width: float, height: float, count: int) -> tuple[Any, Any, list[Any
     return matplotlib, figure, panels
 
 
-def _save(matplotlib: Any, figure: Any, path: str | Path) -> Path:
+def save_figure(matplotlib: Any, figure: Any, path: str | Path) -> Path:
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
         raise UsageError(
@@ -69,7 +69,7 @@ def overlap_bars(
 
     title = f"Vocabulary shared with {student.name} ({student.vocabulary_size:,} tokens)"
     room_for_title = 1.0 + 0.085 * len(title)
-    matplotlib, figure, axes = _figure(max(1.6 + 1.15 * len(teachers), room_for_title), 3.4)
+    matplotlib, figure, axes = new_figure(max(1.6 + 1.15 * len(teachers), room_for_title), 3.4)
     overlaps = [vocabulary_overlap(student, teacher) for teacher in teachers]
     for at, (label, values) in enumerate(
         [
@@ -88,7 +88,7 @@ def overlap_bars(
     axes.set_ylabel("shared with the student, %", color=SOFT)
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
-    return _save(matplotlib, figure, path)
+    return save_figure(matplotlib, figure, path)
 
 
 def _percent(share: float) -> str:
@@ -100,7 +100,7 @@ def tokenisation_rows(tokenizers: Sequence[TextTokenizer], text: str, path: str 
     """Figure 2: one text as the rows of several tokenizers, all over one axis of its bytes."""
     encoded = text.encode()
     width = min(max(3.0 + 0.14 * len(encoded), 5.0), 24.0)
-    matplotlib, figure, axes = _figure(width, 0.8 + 0.55 * len(tokenizers))
+    matplotlib, figure, axes = new_figure(width, 0.8 + 0.55 * len(tokenizers))
     for row, tokenizer in enumerate(tokenizers):
         one = tokenizer.spans(text)
         for at, (start, end) in enumerate(one.spans.tolist()):
@@ -133,7 +133,7 @@ def tokenisation_rows(tokenizers: Sequence[TextTokenizer], text: str, path: str 
     axes.set_xlim(0, max(len(encoded), 1))
     axes.set_ylim(-len(tokenizers) + 0.4, 0.6)
     axes.set_axis_off()
-    return _save(matplotlib, figure, path)
+    return save_figure(matplotlib, figure, path)
 
 
 def _printable(token: bytes) -> str:
@@ -147,7 +147,7 @@ def _printable(token: bytes) -> str:
 
 def granularity_curve(study: "GranularityStudy", path: str | Path) -> Path:
     """Figure 3: IoU and IoS of chunk alignment against the number of chunks."""
-    matplotlib, figure, axes = _figure(5.4, 3.5)
+    matplotlib, figure, axes = new_figure(5.4, 3.5)
     chunks = [point for point in study.points if point.n_chunks is not None]
     token_level = next(point for point in study.points if point.n_chunks is None)
     places = [point.n_chunks for point in chunks]
@@ -169,7 +169,7 @@ def granularity_curve(study: "GranularityStudy", path: str | Path) -> Path:
     axes.set_ylabel("overlap, %", color=SOFT)
     axes.set_title(f"{study.student} × {study.teacher}", loc="left", fontsize=11, color=INK)
     axes.legend(frameon=False, fontsize=8)
-    return _save(matplotlib, figure, path)
+    return save_figure(matplotlib, figure, path)
 
 
 def source_bars(study: "SelectionStudy", path: str | Path) -> Path:
@@ -182,7 +182,7 @@ def source_bars(study: "SelectionStudy", path: str | Path) -> Path:
     names = list(study.by_source)
     labels = {row.name: row.label for row in study.rows}
     sources = list(study.by_source[names[0]])
-    matplotlib, figure, axes = _figure(1.8 + 1.2 * max(len(sources), 2), 3.6)
+    matplotlib, figure, axes = new_figure(1.8 + 1.2 * max(len(sources), 2), 3.6)
     width = 0.84 / len(names)
     for at, name in enumerate(names):
         places = [place + (at - (len(names) - 1) / 2) * width for place in range(len(sources))]
@@ -194,7 +194,7 @@ def source_bars(study: "SelectionStudy", path: str | Path) -> Path:
     axes.set_ylabel("kept tokens, %", color=SOFT)
     axes.set_title(f"{study.student} × {study.teacher}", loc="left", fontsize=11, color=INK)
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
-    return _save(matplotlib, figure, path)
+    return save_figure(matplotlib, figure, path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +221,7 @@ def teacher_strength(
     """Figure 5: what students gain over the reference against their teachers' own strength, with
     a 95 % interval, and every seed as a dot. Stronger teachers stand on the right; rows of one
     teacher stand side by side."""
-    matplotlib, figure, axes = _figure(6.4, 4.4)
+    matplotlib, figure, axes = new_figure(6.4, 4.4)
     labels = []
     for at, (point, place) in enumerate(zip(points, _side_by_side(points), strict=True)):
         colour, seeds = COLOURS[at % len(COLOURS)], point.seed_gains
@@ -246,7 +246,7 @@ def teacher_strength(
     axes.set_ylabel("gain in accuracy, points\n(mean, 95 % interval, seeds)", color=SOFT)
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     _label_points(figure, axes, labels)
-    return _save(matplotlib, figure, path)
+    return save_figure(matplotlib, figure, path)
 
 
 def _side_by_side(points: Sequence[TeacherPoint]) -> list[float]:

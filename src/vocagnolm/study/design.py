@@ -166,10 +166,11 @@ class RunPlan:
     row: str
     seed: int
     overrides: dict[str, Any]
-    teacher: str | None
-    tuned: str | None
-    matched_to: str | None
-    order: tuple[int, int, int]
+    teacher: str | None = None
+    tuned: str | None = None
+    matched_to: str | None = None
+    order: tuple[int, int, int] = (0, 0, 0)
+    """Priority, seed, place of the row."""
 
 
 def expand_rows(rows: Mapping[str, RowPlan]) -> dict[str, RowPlan]:

@@ -27,10 +27,10 @@ def draw(table: dict[str, Any], plan: FigurePlan, path: str | Path) -> Path:
 def _draw_bars(
     rows: Rows, values: Measured, plan: FigurePlan, title: str, path: str | Path
 ) -> Path:
-    from vocagnolm.report.figures import COLOURS, INK, SOFT, _figure, _save
+    from vocagnolm.report.figures import COLOURS, INK, SOFT, new_figure, save_figure
 
     names = list(values)
-    matplotlib, figure, axes = _figure(8.0, 1.1 + 0.24 * len(names))
+    matplotlib, figure, axes = new_figure(8.0, 1.1 + 0.24 * len(names))
     digits = 2 if plan.measure == "accuracy" else 4
     for place, name in enumerate(names):
         mean, spread = values[name]
@@ -56,21 +56,21 @@ def _draw_bars(
     axes.set_ylim(len(names) - 0.4, -0.6)  # the first on top
     axes.set_xlabel(f"{_unit(plan.measure)}: mean ± spread over seeds (runs)", color=SOFT)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
-    return _save(matplotlib, figure, path)
+    return save_figure(matplotlib, figure, path)
 
 
 def _draw_lines(
     rows: Rows, values: Measured, plan: FigurePlan, title: str, path: str | Path
 ) -> Path:
-    from vocagnolm.report.figures import INK, SOFT, _panels, _save
+    from vocagnolm.report.figures import INK, SOFT, new_panels, save_figure
 
     shown = plan.panels or [plan]
-    matplotlib, figure, panels = _panels(max(6.4, 4.4 * len(shown)), 4.2, len(shown))
+    matplotlib, figure, panels = new_panels(max(6.4, 4.4 * len(shown)), 4.2, len(shown))
     for axes, panel in zip(panels, shown, strict=True):
         _draw_panel(axes, panel, rows, values)
     panels[0].set_ylabel(f"{_unit(plan.measure)}\n(mean and spread over seeds)", color=SOFT)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
-    return _save(matplotlib, figure, path)
+    return save_figure(matplotlib, figure, path)
 
 
 def _draw_panel(axes: Any, panel: PanelPlan, rows: Rows, values: Measured) -> None:

@@ -102,10 +102,6 @@ class StudyFolder:
             row=f"teachers.{teacher}",
             seed=overrides.pop("run.seed", 0),
             overrides=overrides,
-            teacher=None,
-            tuned=None,
-            matched_to=None,
-            order=(0, 0, 0),
         )
         folder = self.folder / "teachers" / teacher
         return self.recipe(run, learning_rate=None, folder=folder)

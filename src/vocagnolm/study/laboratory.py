@@ -135,9 +135,6 @@ class Laboratory(StudyFolder):
             seed=tune.seed,
             overrides={**row.set, **tune.set},
             teacher=row.teacher,
-            tuned=None,
-            matched_to=None,
-            order=(0, 0, 0),
         )
 
     def _run_task(self, run: RunPlan) -> Task:
