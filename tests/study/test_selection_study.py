@@ -25,6 +25,7 @@ from vocagnolm.study.compare_selections import (
     selection_study,
     variants,
 )
+from vocagnolm.study.sample_blocks import SampleBlocks, shared_teacher_share
 from vocagnolm.study.selection import document_sources, kept_by_source
 from vocagnolm.study.spread import SpreadSample, sources_of, spread_documents, spread_order
 
@@ -63,7 +64,7 @@ def study_of(materials: Path, corpus: str = "main.jsonl", **changes: object) -> 
 @pytest.fixture(scope="module")
 def seen(
     materials: Path,
-) -> tuple[SelectionStudy, dict[str, np.ndarray], "compare_selections._Read"]:
+) -> tuple[SelectionStudy, dict[str, np.ndarray], "SampleBlocks"]:
     """A study together with the masks it counted."""
     masks: dict[str, np.ndarray] = {}
     reads = []
@@ -151,8 +152,8 @@ def test_aggregations_differ_only_where_there_are_several_teacher_tokens(seen) -
 def test_shared_teacher_tokens_by_hand() -> None:
     # teacher 0 has two student tokens, 1 and 2 one, 3 has three; -1 is unmapped
     ranges = np.array([[0, 0], [0, 1], [-1, -1], [2, 3], [3, 3], [3, 3]])
-    assert compare_selections._shared_teacher(ranges) == 2 / 4
-    assert compare_selections._shared_teacher(np.full((2, 2), -1)) == 0
+    assert shared_teacher_share(ranges) == 2 / 4
+    assert shared_teacher_share(np.full((2, 2), -1)) == 0
 
 
 def test_sources_add_up(seen) -> None:  # type: ignore[no-untyped-def]

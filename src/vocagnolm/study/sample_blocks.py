@@ -1,0 +1,150 @@
+"""A sample of a corpus as training would see it: packed blocks, every kind of guidance, and the
+student's losses."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vocagnolm.data.blocks import Blocks, TrainingOrder
+from vocagnolm.data.prepare import prepare
+from vocagnolm.model import ModelFiles, NllModel
+from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.study.selection import predicted_sources
+from vocagnolm.study.spread import SpreadSample
+from vocagnolm.train.collate import BlockCollator
+
+CHUNKS = (8, 16, 32, 64)
+AGGREGATIONS = ("max", "mean", "sum")
+
+Guidance = str | int | None
+"""Where a variant's guidance comes from: an aggregation over the teacher's tokens, a number of
+chunks, or no teacher at all."""
+
+
+@dataclass(frozen=True)
+class SampleBlocks:
+    """The blocks that are looked at [N, L], in the order of training. Entry t of every array but
+    `input_ids` belongs to the token that position t predicts."""
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    guidance: dict[Guidance, NDArray[np.float32]]
+    teacher_range: NDArray[np.int64]
+    """[N, L, 2], -1 where no teacher token covers the token."""
+    shared_teacher: float
+    named: NDArray[Any] | None
+    scope_blocks: int
+
+    @property
+    def predicted(self) -> NDArray[np.bool_]:
+        return self.labels >= 0
+
+
+@contextmanager
+def packed_blocks(
+    sample: SpreadSample, tokenizer: str, store: Path, block_size: int, eos: str | None
+) -> Iterator[dict[Guidance, Blocks]]:
+    """The sample as packed blocks, one set for every kind of guidance, in a folder that goes."""
+    with tempfile.TemporaryDirectory(prefix="vocagnolm-selection-") as name:
+        folder = Path(name)
+        file = folder / "sample.jsonl"
+        file.write_text("".join(json.dumps({"text": t}) + "\n" for t in sample.texts), "utf-8")
+        found: dict[Guidance, Blocks] = {}
+        for how in AGGREGATIONS:
+            data: dict[str, Any] = {"blocks": str(folder / how), "eos": eos}
+            # one part: teacher ranges then point into one array
+            data |= {"part_documents": len(sample.texts), "extra_columns": ["teacher_losses"]}
+            recipe = recipe_from_dict(
+                {
+                    "student": {"tokenizer": tokenizer},
+                    "corpus": {"files": [str(file)]},
+                    "store": {"path": str(store)},
+                    "data": data,
+                    "objective": {"aggregation": how},
+                }
+            )
+            prepare(recipe)
+            found[how] = Blocks(folder / how, block_size)
+        for n in CHUNKS:
+            found[n] = Blocks(folder / "max", block_size, chunks=n)
+        yield found
+
+
+def read_blocks(
+    by_guidance: dict[Guidance, Blocks],
+    sources: Sequence[str] | None,
+    tokens: int,
+    scope_blocks: int,
+    seed: int,
+) -> SampleBlocks:
+    blocks = by_guidance["max"]
+    count = min(len(blocks), tokens // blocks.block_size)
+    scope = min(scope_blocks, count)
+    count -= count % scope  # a scope that is not full would keep another share of the best
+    order = TrainingOrder(blocks, count, seed)
+    indices = [order.block_index(position) for position in range(count)]
+    collate = BlockCollator()
+    guidance: dict[Guidance, NDArray[np.float32]] = {}
+    for key, those in by_guidance.items():
+        batch = collate([those[index] for index in indices])
+        guidance[key] = batch["guidance"].numpy()
+    all_ranges = blocks.read("teacher_range", 0, blocks.tokens).astype(np.int64)
+    size = blocks.block_size
+    # the last position of a block predicts nothing: what np.roll puts there is not looked at
+    ranges = [np.roll(all_ranges[i * size : (i + 1) * size], -1, axis=0) for i in indices]
+    named = None
+    if sources is not None:
+        named = np.stack([predicted_sources(blocks, index, sources) for index in indices])
+    return SampleBlocks(
+        input_ids=batch["input_ids"].numpy(),
+        labels=batch["labels"].numpy(),
+        guidance=guidance,
+        teacher_range=np.stack(ranges),
+        shared_teacher=shared_teacher_share(all_ranges),
+        named=named,
+        scope_blocks=scope,
+    )
+
+
+def shared_teacher_share(ranges: NDArray[np.int64]) -> float:
+    """Share of the teacher tokens behind the sample that two or more student tokens point to."""
+    first, last = ranges[ranges[:, 0] >= 0].T
+    edges = np.zeros(int(last.max(initial=-1)) + 2, np.int64)
+    np.add.at(edges, first, 1)
+    np.add.at(edges, last + 1, -1)
+    pointed_to = np.cumsum(edges)
+    return float((pointed_to > 1).sum() / max(int((pointed_to > 0).sum()), 1))
+
+
+def student_nll(
+    files: ModelFiles,
+    input_ids: NDArray[np.int64],
+    on_tokens: Callable[[int, int], None] | None,
+) -> NDArray[np.float32]:
+    """nll [N, L] of the token after each position; 0 where there is none."""
+    block_size = input_ids.shape[1]
+    scorer = NllModel(
+        files.load(),
+        context=block_size,
+        stride=1,  # a block is one window: nothing reaches back
+        batch_tokens=4096 if files.device.type == "cpu" else 32768,
+    )
+    done = 0
+
+    def note(scored: int) -> None:
+        nonlocal done
+        done += scored
+        if on_tokens is not None:
+            on_tokens(done, input_ids.size)
+
+    of_token = np.stack(scorer.document_nll(list(input_ids), note))
+    nll = np.zeros(input_ids.shape, np.float32)
+    nll[:, :-1] = of_token[:, 1:]
+    return nll
