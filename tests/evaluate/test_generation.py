@@ -151,7 +151,10 @@ def test_likelihood_of_options(loaded, batch_size):
             assert value == pytest.approx(expected, abs=1e-3)
 
 
-def test_shared_prefix_attention_is_attention():
+@pytest.mark.parametrize("fused", [False, True])
+def test_shared_prefix_attention_is_attention(fused, monkeypatch):
+    # a GPU's path: torch has the same kernel for a CPU
+    monkeypatch.setattr(prefix, "_is_fused", lambda *about: fused)
     """Against one softmax over everything, with an odd shape and a mask."""
     torch.manual_seed(0)
     B, H, G, Q, K, P, D = 3, 6, 2, 4, 7, 11, 5

@@ -2,12 +2,13 @@
 
 The worked examples before a question are the same for a whole task: some 700 tokens of prefix for
 100 of question. Their keys and values are computed once and kept once, not once a row. A query
-attends to the shared part by one large matrix product and to its own row's part by another; the
-two are joined under one softmax, so that the result is that of ordinary attention.
+attends to the shared part together with the queries of all other rows and to its own row's part
+alone; the two are joined under one softmax, so that the result is that of ordinary attention.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,8 +44,9 @@ def shared_prefix_attention(
         )
     shared_key, shared_value = _active[int(module.layer_idx)]  # type: ignore[arg-type]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    per_row = query.shape[1] * query.shape[2] * shared_key.shape[2]
-    rows = max(1, _MAX_SCORES // per_row)
+    fused = _is_fused(query.device, query.dtype, query.shape[-1])
+    scores = key.shape[2] if fused else key.shape[2] + shared_key.shape[2]
+    rows = max(1, _MAX_SCORES // (query.shape[1] * query.shape[2] * scores))
     parts = [
         _attend(
             query[at : at + rows],
@@ -86,21 +88,66 @@ def _attend(
     B, H, Q, D = query_BHQD.shape
     G = key_BGKD.shape[1]
     query = (query_BHQD * scale).reshape(B, G, H // G, Q, D)
-    shared = query.transpose(0, 1).reshape(G, -1, D) @ shared_key_GPD.transpose(1, 2)
-    shared = shared.reshape(G, B, H // G, Q, -1).transpose(0, 1).float()
+    of_group = query.transpose(0, 1).reshape(G, -1, D)
+    shared, lse = _attend_shared(of_group, shared_key_GPD, shared_value_GPD)
+    shared = shared.reshape(G, B, H // G, Q, -1).transpose(0, 1)
+    lse = lse.reshape(G, B, H // G, Q, 1).transpose(0, 1)
     own = torch.einsum("bgrqd,bgkd->bgrqk", query, key_BGKD).float()
     if mask_B1QK is not None:
         mask = mask_B1QK[:, :, None]
         own = own.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else own + mask
-    top = torch.maximum(shared.amax(-1, keepdim=True), own.amax(-1, keepdim=True))
-    shared, own = (shared - top).exp_(), (own - top).exp_()
-    total = shared.sum(-1, keepdim=True) + own.sum(-1, keepdim=True)
-    shared, own = shared.to(query.dtype), own.to(query.dtype)
-    out = shared.transpose(0, 1).reshape(G, -1, shared.shape[-1]) @ shared_value_GPD
-    out = out.reshape(G, B, H // G, Q, -1).transpose(0, 1)
-    out = out + torch.einsum("bgrqk,bgkd->bgrqd", own, value_BGKD)
-    out = out / total.to(out.dtype)
+    # The shared part enters the softmax like one more key, with its sum as weight.
+    top = torch.maximum(lse, own.amax(-1, keepdim=True))
+    weight, own = (lse - top).exp_(), (own - top).exp_()
+    total = weight + own.sum(-1, keepdim=True)
+    out = torch.einsum("bgrqk,bgkd->bgrqd", own.to(query.dtype), value_BGKD)
+    out = (out + weight.to(out.dtype) * shared) / total.to(out.dtype)
     return out.reshape(B, H, Q, -1).transpose(1, 2).contiguous()
+
+
+def _attend_shared(
+    query_GND: torch.Tensor, key_GPD: torch.Tensor, value_GPD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of N scaled queries to the shared keys alone, and log sum exp of their scores."""
+    if _is_fused(query_GND.device, query_GND.dtype, query_GND.shape[-1]):
+        return _fused(query_GND, key_GPD, value_GPD)
+    scores = (query_GND @ key_GPD.transpose(1, 2)).float()
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp_().to(query_GND.dtype) @ value_GPD, lse
+
+
+def _fused(
+    query_GND: torch.Tensor, key_GPD: torch.Tensor, value_GPD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by torch's flash attention, without the matrix of scores."""
+    one = (query_GND[None], key_GPD[None], value_GPD[None])
+    if query_GND.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*one, scale=1.0)
+    else:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*one, scale=1.0)
+    return out[0], lse[0]
+
+
+@cache
+def _is_fused(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether flash attention is there for such tensors and gives what it should. Half precision
+    on a GPU alone: the answers of a CPU stay what they are."""
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return False
+    random = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, tokens, size, generator=random).to(device, dtype) for tokens in (48, 80, 80)
+    )
+    scores = query.float() @ key.float().transpose(1, 2)
+    expected = scores.softmax(-1) @ value.float(), scores.logsumexp(-1)
+    try:
+        found = _fused(query, key, value)
+    except (RuntimeError, NotImplementedError, ValueError):
+        return False
+    return all(
+        a.shape == b.shape and torch.allclose(a.float(), b, rtol=2e-2, atol=2e-2)
+        for a, b in zip(found, expected, strict=True)
+    )
 
 
 class GrowingLayer(DynamicLayer):

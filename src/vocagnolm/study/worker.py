@@ -146,6 +146,8 @@ def main() -> None:
 
     study = load_study(options.study, options.overrides, materials=options.materials)
     laboratory = Laboratory(study, options.folder)
+    import vocagnolm.train.run  # noqa: F401  (seconds, better spent while files still arrive)
+
     outcome = work(laboratory, deadline=options.deadline, say=say)
     say(f"end: {len(outcome.finished)} done here, left: {', '.join(outcome.left) or 'nothing'}")
 
