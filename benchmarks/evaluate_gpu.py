@@ -87,7 +87,7 @@ def answer_together(
         if batch is None:
             return
         for task in open_tasks:
-            new = [(group[i].index, output) for i, output in batch if group[i].task == task]
+            new = [(group[i].index, answer) for i, answer in batch if group[i].task == task]
             run.add_answers(task, new)
         print(f"{' '.join(tasks)}: {len(batch)} more of {len(group)}", file=sys.stderr)
 

@@ -21,6 +21,7 @@ from vocagnolm.align import load_tokenizer
 from vocagnolm.compare import compare
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students, verdict
+from vocagnolm.demo.problems import Problem
 from vocagnolm.report.html import write_page
 from vocagnolm.report.runs import report_page
 from vocagnolm.report.sampling import write_sample
@@ -32,7 +33,7 @@ console = Console(highlight=False)
 def main(out: Path = OUT, budget: students.Budget = students.Budget()) -> None:
     started = time.monotonic()
     students.quiet()
-    held_out = make_corpus(out, budget)
+    held_out, problems = make_corpus(out, budget)
     compare_vocabularies()
     score(out)
     recipes = {
@@ -42,7 +43,7 @@ def main(out: Path = OUT, budget: students.Budget = students.Budget()) -> None:
     }
     manifest = prepare(next(iter(recipes.values())))
     step(f"prepare: {manifest['tokens']:,} student tokens in blocks, each with its guidance")
-    before, measured = train_all(recipes, held_out, budget)
+    before, measured = train_all(recipes, held_out, problems, budget)
     page = make_page(out, recipes, before, measured, budget)
     print_results(before, measured)
     minutes, seconds = divmod(round(time.monotonic() - started), 60)
@@ -53,15 +54,16 @@ def step(text: str) -> None:
     console.print(f"[bold green]✓[/bold green] {text}")
 
 
-def make_corpus(out: Path, budget: students.Budget) -> Path:
+def make_corpus(out: Path, budget: students.Budget) -> tuple[Path, list[Problem]]:
     """A noisy corpus to learn from, and clean problems to be measured on."""
-    corpus.write_jsonl(out / "corpus.jsonl", corpus.corpus_documents(budget.documents))
-    problems = corpus.held_out_problems(budget.problems, budget.documents)
+    documents = corpus.corpus_documents(budget.documents)
+    corpus.write_jsonl(out / "corpus.jsonl", documents)
+    problems = corpus.held_out_problems(budget.problems, documents)
     held_out = out / "held-out.jsonl"
     corpus.write_jsonl(held_out, ((corpus.CLEAN, problem.text()) for problem in problems))
     shares = ", ".join(f"{share:.0%} {kind}" for kind, share in corpus.SHARES.items())
     step(f"corpus: {budget.documents:,} documents ({shares}), {len(problems)} held-out problems")
-    return held_out
+    return held_out, problems
 
 
 def compare_vocabularies() -> None:
@@ -87,7 +89,10 @@ def score(out: Path) -> None:
 
 
 def train_all(
-    recipes: dict[tuple[str, int], students.Recipe], held_out: Path, budget: students.Budget
+    recipes: dict[tuple[str, int], students.Recipe],
+    held_out: Path,
+    problems: list[Problem],
+    budget: students.Budget,
 ) -> tuple[dict[str, float], dict[str, list[dict[str, float]]]]:
     """All students, as many side by side as there are cores; and the start for comparison."""
     workers = max(1, min(os.cpu_count() or 1, 8, len(recipes)))
@@ -97,9 +102,9 @@ def train_all(
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         job = students.train_and_measure
         pending = {
-            pool.submit(job, recipe, held_out, budget): key for key, recipe in recipes.items()
+            pool.submit(job, recipe, held_out, problems): key for key, recipe in recipes.items()
         }
-        first = pool.submit(students.measure, students.START, held_out, budget)
+        first = pool.submit(students.measure, students.START, held_out, problems)
         for future in as_completed(pending):
             method, seed = key = pending[future]
             done[key] = future.result()

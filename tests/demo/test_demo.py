@@ -47,9 +47,10 @@ def test_no_problem_has_a_negative_answer() -> None:
 
 
 def test_held_out_problems_differ_and_are_graded() -> None:
-    problems = corpus.held_out_problems(50, 2000)
+    learned_from = corpus.corpus_documents(2000)
+    problems = corpus.held_out_problems(50, learned_from)
     assert len({problem.question for problem in problems}) == 50
-    learned = "".join(text for _, text in corpus.corpus_documents(2000))
+    learned = "".join(text for _, text in learned_from)
     assert not any(problem.question in learned for problem in problems)
     right = [read_answer(problem.solution()) for problem in problems]
     assert exact_share(right, problems) == 1.0

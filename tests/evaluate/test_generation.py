@@ -46,7 +46,7 @@ def reference(files, model, prompt):
 
 def answers(generator, prompts=PROMPTS, stop=(), **options):
     batches = generator.generate(prompts, stop=stop, max_new_tokens=NEW_TOKENS, **options)
-    return dict(pair for batch in batches for pair in batch)
+    return {index: answer.output for batch in batches for index, answer in batch}
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +105,13 @@ def test_stop_strings_cut_each_row_on_its_own(loaded):
     whole = answers(generator)
     # a piece from the middle of one answer, over a token boundary
     stop = re.findall(r"[ -~]{4}", whole[1])[-1][:3]
-    cut = answers(generator, stop=[stop])
+    (found,) = generator.generate(PROMPTS, stop=[stop], max_new_tokens=NEW_TOKENS)
     generator.close()
-    for index, text in whole.items():
-        assert cut[index] == text.split(stop)[0]
+    for index, answer in found:
+        assert answer.output == whole[index].split(stop)[0]
+        # those that the limit broke off are known
+        assert answer.complete == (stop in whole[index])
+    assert {answer.complete for _, answer in found} == {True, False}
 
 
 def test_done_batches_are_passed_over_and_change_nothing(loaded):

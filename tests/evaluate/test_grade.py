@@ -73,6 +73,18 @@ def test_a_long_output_that_ends_by_itself_is_read(task):
         assert grade(task, LOOP + "The answer is 7" + end, "7").correct, end
 
 
+@pytest.mark.parametrize("task", ["gsm8k", "math", "asdiv"])
+def test_where_it_is_known_whether_the_output_is_complete_nothing_is_guessed(task):
+    tail = "So there are 25 x 35 = 7"
+    assert grade(task, LOOP + tail, "7", complete=True).correct
+    assert grade(task, tail, "7").correct  # too short to have been broken off
+    assert grade(task, tail, "7", complete=False) == Grade(False, None)
+    assert grade(task, tail + "\n\nProblem: Find 3.", "7", complete=False).correct
+    assert grade(task, "The answer is 7.", "7", complete=False).correct
+    for half in ("7", "7,"):
+        assert grade(task, f"The answer is {half}", "7", complete=False) == Grade(False, None)
+
+
 def test_fifth_option_exists_in_mathqa_only():
     assert grade("mathqa", "The answer is (E).", "e") == Grade(True, "E")
     assert grade("mmlu_stem", "The answer is (E).", "A") == Grade(False, None)

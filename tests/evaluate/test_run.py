@@ -82,7 +82,7 @@ def test_results_have_the_promised_form(finished):
     for name in TASKS:
         for line in (out / f"evaluation/outputs/{name}.jsonl").read_text().splitlines():
             assert list(json.loads(line)) == [
-                "index", "prompt", "output", "extracted", "gold", "correct",
+                "index", "prompt", "output", "extracted", "gold", "correct", "complete",
             ]  # fmt: skip
     assert not list(out.rglob("*.partial.jsonl")) and not list(out.rglob("*tmp"))
 

@@ -8,7 +8,7 @@ alike learns the mistakes and the codes too.
 import itertools
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from vocagnolm.demo.problems import NAMES, THINGS, Problem, draw_problem, words
@@ -91,25 +91,26 @@ def _code(chance: random.Random) -> str:
 _MAKERS = {CLEAN: clean_document, WRONG: wrong_document, JUNK: junk_document}
 
 
-def noisy_documents(seed: int) -> Iterator[tuple[str, str]]:
-    """(kind, text) without end, in random order, by `SHARES`."""
+def noisy_documents(seed: int, shares: Mapping[str, float] = SHARES) -> Iterator[tuple[str, str]]:
+    """(kind, text) without end, in random order, by `shares`."""
     chance = random.Random(seed)
-    kinds = list(SHARES)
-    weights = list(SHARES.values())
+    kinds = list(shares)
+    weights = list(shares.values())
     while True:
         kind = chance.choices(kinds, weights)[0]
         yield kind, _MAKERS[kind](chance)
 
 
-def corpus_documents(n_documents: int) -> list[tuple[str, str]]:
+def corpus_documents(
+    n_documents: int, shares: Mapping[str, float] = SHARES
+) -> list[tuple[str, str]]:
     """The corpus that every student of the demo learns from."""
-    return list(itertools.islice(noisy_documents(CORPUS_SEED), n_documents))
+    return list(itertools.islice(noisy_documents(CORPUS_SEED, shares), n_documents))
 
 
-def held_out_problems(n_problems: int, n_documents: int) -> list[Problem]:
-    """Different problems for measuring, none of whose questions occurs in the corpus. The sums
+def held_out_problems(n_problems: int, documents: Iterable[tuple[str, str]]) -> list[Problem]:
+    """Different problems for measuring, none of whose questions occurs in the documents. The sums
     behind them do: there are fewer than two hundred, and learning them is the task."""
-    documents = corpus_documents(n_documents)
     seen = {text.partition("Question: ")[2].partition("\n")[0] for _, text in documents}
     chance = random.Random(HELD_OUT_SEED)
     found: dict[str, Problem] = {}

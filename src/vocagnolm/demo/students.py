@@ -2,9 +2,11 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vocagnolm.demo.problems import Problem
 from vocagnolm.recipe import Recipe, recipe_from_dict
 
 METHODS = ("cpt", "random", "guided")
@@ -57,7 +59,9 @@ def recipe_of(out: Path, method: str, seed: int, budget: Budget) -> Recipe:
     )
 
 
-def train_and_measure(recipe: Recipe, held_out: Path, budget: Budget) -> dict[str, float]:
+def train_and_measure(
+    recipe: Recipe, held_out: Path, problems: Sequence[Problem]
+) -> dict[str, float]:
     """One student from its start to its two numbers; what is finished is not done again."""
     folder = Path(recipe.run.folder or "")
     measured = folder / "measures.json"
@@ -68,21 +72,19 @@ def train_and_measure(recipe: Recipe, held_out: Path, budget: Budget) -> dict[st
     from vocagnolm.train.run import train
 
     train(recipe, quiet=True)
-    measures = measure(folder / "model", held_out, budget)
+    measures = measure(folder / "model", held_out, problems)
     measured.write_text(json.dumps(measures) + "\n")
     return measures
 
 
-def measure(model: Path, held_out: Path, budget: Budget) -> dict[str, float]:
+def measure(model: Path, held_out: Path, problems: Sequence[Problem]) -> dict[str, float]:
     """Bits per byte of clean held-out text, and the share of held-out problems that the model
     solves with exactly the right number."""
     from vocagnolm.demo.answers import exact_share, solve
-    from vocagnolm.demo.corpus import held_out_problems
     from vocagnolm.evaluate.bits import bits_per_byte
     from vocagnolm.model import open_model
 
     files = open_model(model, device="cpu")
-    problems = held_out_problems(budget.problems, budget.documents)
     return {
         "exact": exact_share(solve(model, problems), problems),
         "bits_per_byte": bits_per_byte(files.load(), files, [held_out]).value,

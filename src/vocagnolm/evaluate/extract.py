@@ -45,12 +45,13 @@ def cut_continuation(output: str) -> str:
 _TIGHTEST_LIMIT = 192
 
 
-def may_be_cut(output: str, text: str) -> bool:
+def may_be_cut(output: str, text: str, complete: bool | None) -> bool:
     """Whether `text`, the answer's part of `output`, may have been broken off at the limit, even
-    in the middle of a number: it is long, and nothing follows it, not even the end of its line."""
-    return len(text.encode(errors="replace")) >= _TIGHTEST_LIMIT and output.rstrip(" ").endswith(
-        text
-    )
+    in the middle of a number: nothing follows it, not even the end of its line, and the output is
+    not complete, or as long as such outputs are where that is not known."""
+    if complete is None:
+        complete = len(text.encode(errors="replace")) < _TIGHTEST_LIMIT
+    return not complete and output.rstrip(" ").endswith(text)
 
 
 # --- where the text says that an answer comes -----------------------------------------------
@@ -235,14 +236,14 @@ def number_in_clause(clause: str, kind: ClauseKind) -> Number | None:
     return next((n for n in values.values() if n is not None), None)
 
 
-def extract_number(output: str) -> Number | None:
-    """The number the output gives as its answer, or None."""
+def extract_number(output: str, complete: bool | None = None) -> Number | None:
+    """The number the output gives as its answer, or None. `complete`: whether the model ended the
+    output, as far as it is known."""
     text = cut_continuation(output)
-    cut = may_be_cut(output, text)
+    cut = may_be_cut(output, text, complete)
     stated = clauses(text)
-    last = stated[-1].text if stated else ""
-    if cut and text.endswith(last) and re.fullmatch(r"\W*[\d,]+,", last):
-        return None  # "The answer is 1,190,"
+    if cut and breaks_off(text, stated, known=complete is not None):
+        return None
     for clause in reversed(stated):
         try:
             number = number_in_clause(clause.text, clause.kind)
@@ -253,6 +254,14 @@ def extract_number(output: str) -> Number | None:
         if clause.kind == "boxed":  # the model chose its answer, and it is no number
             return None
     return _number_of_last_sentence(text, cut)
+
+
+def breaks_off(text: str, stated: list[Clause], *, known: bool) -> bool:
+    """Whether the last answer that a cut text states may be half a number: "The answer is 1,190,"
+    and, where the cut is `known`, "The answer is 1,190" too."""
+    last = stated[-1].text if stated else ""
+    half = re.fullmatch(r"\W*[\d,]+,", last) or (known and re.search(r"\d$", last))
+    return bool(half) and text.endswith(last)
 
 
 def last_sentence(text: str) -> tuple[str, bool]:

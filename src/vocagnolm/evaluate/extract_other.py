@@ -7,6 +7,7 @@ from vocagnolm.evaluate.extract import (
     MATH_SPAN,
     Ambiguous,
     ClauseKind,
+    breaks_off,
     clauses,
     cut_continuation,
     delatex,
@@ -129,10 +130,15 @@ def _prose(text: str) -> bool:
     return len(re.findall(r"[A-Za-z]{2,}", text)) > 3
 
 
-def extract_math(output: str) -> str | None:
-    """The expression the output gives as its answer, as it was written, or None."""
+def extract_math(output: str, complete: bool | None = None) -> str | None:
+    """The expression the output gives as its answer, as it was written, or None. `complete`: as
+    for `extract_number`."""
     text = cut_continuation(output)
-    for clause in reversed(clauses(text)):
+    cut = may_be_cut(output, text, complete)
+    stated = clauses(text)
+    if complete is False and cut and breaks_off(text, stated, known=True):
+        return None
+    for clause in reversed(stated):
         try:
             answer = math_in_clause(clause.text, clause.kind)
         except Ambiguous:
@@ -141,7 +147,7 @@ def extract_math(output: str) -> str | None:
             return answer
         if clause.kind == "boxed":
             return None
-    return _math_of_last_sentence(text, may_be_cut(output, text))
+    return _math_of_last_sentence(text, cut)
 
 
 def _math_of_last_sentence(text: str, cut: bool) -> str | None:

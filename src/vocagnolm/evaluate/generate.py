@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from vocagnolm.evaluate import prefix as shared_prefix
+from vocagnolm.evaluate.results import Answer
 from vocagnolm.model import ModelFiles
 
 # below this a shared prefix is not worth a pass of its own
@@ -66,8 +67,11 @@ class _Row:
 
     index: int
     data: bytearray
-    tokens: int = 0
     done: bool = False
+
+    @property
+    def answer(self) -> Answer:
+        return Answer(bytes(self.data).decode("utf-8", "replace"), complete=self.done)
 
 
 class Generator:
@@ -134,7 +138,7 @@ class Generator:
         stop: Sequence[str],
         max_new_tokens: int,
         is_done: Callable[[Sequence[int]], bool] | None = None,
-    ) -> Iterator[list[tuple[int, str]]]:
+    ) -> Iterator[list[tuple[int, Answer]]]:
         """Answers batch by batch, as (index of the prompt, text up to the stop string). Batches
         of which `is_done` says that they are there already are passed over."""
         rows = self.encode(prompts, room_for=max_new_tokens)
@@ -148,7 +152,7 @@ class Generator:
             with shared_prefix.sharing(shared):
                 own = [rows[i][length:] for i in batch]
                 answers = self._answer(batch, own, length, stops, max_new_tokens)
-            yield [(row.index, bytes(row.data).decode("utf-8", "replace")) for row in answers]
+            yield [(row.index, row.answer) for row in answers]
 
     def _forward(
         self,
@@ -226,7 +230,6 @@ class Generator:
             if token in self._ends:
                 row.done = True
                 return
-            row.tokens += 1
             before = len(row.data)
             row.data += self.tokenizer.bytes_of(token) or b""
             for stop in stops:

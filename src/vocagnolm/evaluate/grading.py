@@ -16,23 +16,27 @@ class Grade:
     extracted: str | None  # None: the output gives no answer, or none that is clear
 
 
-def grade(task: str, output: str, gold: str | int | float) -> Grade:
+def grade(
+    task: str, output: str, gold: str | int | float, *, complete: bool | None = None
+) -> Grade:
     """Find the answer in `output` and compare it with the reference.
 
     `task` is one of the suite's names (`gsm8k`, `math`, ...). `gold` is the reference in the
     benchmark's own form: `18`, a GSM8K solution that ends in `#### 18`, `9 (apples)`, a MATH
-    answer or a whole solution with `\\boxed{...}`, an option letter or its index.
+    answer or a whole solution with `\\boxed{...}`, an option letter or its index. `complete`:
+    False for an output that was broken off at the limit of tokens, where no half number may count;
+    None where that is not known.
     """
     which = task_named(task)
     if which.kind == "choice":
         letter = extract_choice(output, which.letters)
         return Grade(letter == gold_letter(gold, which), letter)
     if which.kind == "math":
-        answer = extract_math(output)
+        answer = extract_math(output, complete)
         return Grade(answer is not None and same_math(answer, gold_math(gold)), answer)
     reference = gold_number(gold)
     if reference is not None:
-        number = extract_number(output)
+        number = extract_number(output, complete)
         correct = number is not None and same_number(number, reference)
         return Grade(correct, None if number is None else str(number))
     if which.kind == "number":

@@ -1,7 +1,8 @@
 """Numbers of an evaluation, and the folder they are kept in.
 
     RUN/evaluation/settings.json       model, precision, batch size, prompts: must not change
-    RUN/evaluation/outputs/TASK.jsonl  a line a question: prompt, output, extracted, gold, correct
+    RUN/evaluation/outputs/TASK.jsonl  a line a question: prompt, output, extracted, gold, correct,
+                                       complete (false: broken off at the limit)
     RUN/evaluation/results.json        the scores
 
 Standard library only.
@@ -19,6 +20,14 @@ from vocagnolm.evaluate.suite import TASKS, average_stderrs, averages
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What a model wrote, and whether it came to an end by itself."""
+
+    output: str
+    complete: bool | None = None
+
+
+@dataclass(frozen=True)
 class Record:
     index: int
     prompt: str
@@ -26,6 +35,8 @@ class Record:
     extracted: str | None
     gold: str
     correct: bool
+    complete: bool | None = None
+    """False: broken off at the limit of tokens. None: not known."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +121,7 @@ class RunFolder:
     def _partial(self, task: str) -> Path:
         return self.outputs / f"{task}.partial.jsonl"
 
-    def answers(self, task: str) -> dict[int, str]:
+    def answers(self, task: str) -> dict[int, Answer]:
         """Answers of an interrupted run, by number of the question. A line cut by a kill is left
         out, and taken off the file so that the next one starts on a line of its own."""
         path = self._partial(task)
@@ -122,12 +133,12 @@ class RunFolder:
             with open(path, "r+b") as file:
                 file.truncate(len(whole))
         lines = (json.loads(line) for line in whole.split(b"\n") if line)
-        return {line["index"]: line["output"] for line in lines}
+        return {line.pop("index"): Answer(**line) for line in lines}
 
-    def add_answers(self, task: str, answers: Iterable[tuple[int, str]]) -> None:
+    def add_answers(self, task: str, answers: Iterable[tuple[int, Answer]]) -> None:
         with open(self._partial(task), "a", encoding="utf-8") as file:
-            for index, output in answers:
-                line = json.dumps({"index": index, "output": output}, ensure_ascii=False)
+            for index, answer in answers:
+                line = json.dumps({"index": index, **asdict(answer)}, ensure_ascii=False)
                 file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())

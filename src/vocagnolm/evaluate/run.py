@@ -11,7 +11,7 @@ from typing import Any
 from vocagnolm.errors import UsageError
 from vocagnolm.evaluate.grading import grade
 from vocagnolm.evaluate.render import Method, Request, render
-from vocagnolm.evaluate.results import Evaluation, Record, RunFolder, score_records
+from vocagnolm.evaluate.results import Answer, Evaluation, Record, RunFolder, score_records
 from vocagnolm.evaluate.suite import Task, tasks_named
 
 # part of a run's identity: answers made by another version of the loop may differ
@@ -139,8 +139,13 @@ def answer_task(
     prompts = [request.prompt for request in requests]
     if requests[0].options:
         options = [request.options for request in requests]
+
+        def best(number: int, likelihoods: list[float]) -> Answer:
+            letter = requests[number].letters[likelihoods.index(max(likelihoods))]
+            return Answer(letter, complete=True)
+
         batches = (
-            [(i, requests[i].letters[values.index(max(values))]) for i, values in batch]
+            [(i, best(i, likelihoods)) for i, likelihoods in batch]
             for batch in generator.compare(prompts, options, is_done)
         )
     else:
@@ -153,7 +158,7 @@ def answer_task(
     if on_progress is not None:
         on_progress(Progress(task, 0, len(requests)))
     for batch in batches:
-        run.add_answers(task, [(requests[i].index, output) for i, output in batch])
+        run.add_answers(task, [(requests[i].index, answer) for i, answer in batch])
         done += len(batch)
         if on_progress is not None:
             on_progress(Progress(task, done, len(requests)))
@@ -164,13 +169,15 @@ def grade_task(run: RunFolder, task: str, requests: list[Request]) -> None:
     answers = run.answers(task)
     records = []
     for request in requests:
-        output = answers[request.index]
+        output, complete = answers[request.index].output, answers[request.index].complete
         extracted: str | None = output
         correct = output == request.gold
         if not request.options:  # else the output is the letter itself
-            graded = grade(task, output, request.gold)
+            graded = grade(task, output, request.gold, complete=complete)
             correct, extracted = graded.correct, graded.extracted
         records.append(
-            Record(request.index, request.prompt, output, extracted, request.gold, correct)
+            Record(
+                request.index, request.prompt, output, extracted, request.gold, correct, complete
+            )
         )
     run.finish_task(task, records)

@@ -4,7 +4,7 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,14 @@ def answer_requests(model: Any, files: Any, plan: EvaluationPlan, source: str, p
     they share their worked examples."""
     from vocagnolm.evaluate.generate import Generator
     from vocagnolm.evaluate.render import read_requests
+    from vocagnolm.evaluate.results import Answer
 
     requests = read_requests(source)
     groups: dict[Any, list[int]] = defaultdict(list)
     for number, request in enumerate(requests):
         groups[request.stop].append(number)
     generator = Generator(model, files, plan.batch_size)
-    outputs: dict[int, str] = {}
+    answers: dict[int, Answer] = {}
     try:
         for stop, numbers in groups.items():
             wanted = max(requests[n].max_new_tokens for n in numbers)
@@ -71,13 +72,13 @@ def answer_requests(model: Any, files: Any, plan: EvaluationPlan, source: str, p
                 stop=stop,
                 max_new_tokens=min(plan.max_new_tokens, wanted),
             ):
-                outputs.update({numbers[place]: text for place, text in batch})
+                answers.update({numbers[place]: answer for place, answer in batch})
     finally:
         generator.close()
     temporary = path.with_name(f".{path.name}.tmp")
     with gzip.open(temporary, "wt", encoding="utf-8") as file:
         for number, request in enumerate(requests):
-            line = {"task": request.task, "index": request.index, "output": outputs[number]}
+            line = {"task": request.task, "index": request.index, **asdict(answers[number])}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     temporary.rename(path)
 
@@ -96,7 +97,8 @@ def grade_answers(path: Path, golds: Mapping[tuple[str, int], str]) -> Grades:
             gold = golds.get((answer["task"], answer["index"]))
             if gold is None:
                 continue
-            right = grade(answer["task"], answer["output"], gold).correct
+            complete = answer.get("complete")  # older files do not say
+            right = grade(answer["task"], answer["output"], gold, complete=complete).correct
             grades.setdefault(answer["task"], {})[answer["index"]] = right
     return grades
 

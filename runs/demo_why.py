@@ -1,0 +1,153 @@
+"""When does it help to choose tokens? The demo's students in other settings, one thing changed at a
+time: how much of the corpus is wrong, how much is junk, how many tokens are read, the rate.
+
+    python runs/demo_why.py [--seeds 3] [--out out/why]
+
+Prints a table, and leaves it with the figure in the folder. 99 runs, about half an hour on two
+cores; what is finished is not done again.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+from rich.progress import track
+
+from vocagnolm.data.prepare import prepare
+from vocagnolm.demo import corpus, students
+from vocagnolm.demo.problems import Problem
+from vocagnolm.demo.tokenizers import END
+from vocagnolm.demo.verdict import mean_and_spread
+from vocagnolm.recipe import Recipe
+from vocagnolm.score import ScoreSettings, score_corpus
+from vocagnolm.study.design import FigurePlan, PanelPlan
+from vocagnolm.study.figure import draw
+from vocagnolm.study.statistics import mean_and_spread as numbers
+
+DOCUMENTS, PROBLEMS = 12_000, 400  # documents for the largest budget: every token is seen once
+LABELS = {"cpt": "plain pretraining", "random": "random 40 %", "guided": "guided, 40 %"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The demo's own, unless said otherwise."""
+
+    wrong: float = 0.3
+    junk: float = 0.3
+    tokens: int = 250_000
+    rate: float = 4e-3
+
+    @property
+    def corpus(self) -> str:
+        return f"wrong-{100 * self.wrong:g}-junk-{100 * self.junk:g}"
+
+    @property
+    def shares(self) -> dict[str, float]:
+        clean = 1 - self.wrong - self.junk
+        return {corpus.CLEAN: clean, corpus.WRONG: self.wrong, corpus.JUNK: self.junk}
+
+    def __str__(self) -> str:
+        return f"{self.corpus}-tokens-{self.tokens}-rate-{self.rate:g}"
+
+
+USUAL = Setting()
+SWEEPS: dict[str, dict[float, Setting]] = {
+    "wrong pages in the corpus, % (30 % junk)": {
+        100 * share: replace(USUAL, wrong=share) for share in (0.0, 0.1, 0.3, 0.5)
+    },
+    "junk in the corpus, % (nothing wrong)": {
+        100 * share: replace(USUAL, wrong=0.0, junk=share) for share in (0.0, 0.3, 0.6)
+    },
+    "tokens, thousands": {
+        n / 1000: replace(USUAL, tokens=n) for n in (62_500, 125_000, 250_000, 500_000)
+    },
+    "learning rate, thousandths": {
+        1000 * rate: replace(USUAL, rate=rate) for rate in (1.33e-3, 4e-3, 1.2e-2)
+    },
+}
+
+
+def recipe_of(out: Path, setting: Setting, method: str, seed: int) -> Recipe:
+    budget = students.Budget(tokens=setting.tokens)
+    recipe = students.recipe_of(out / setting.corpus, method, seed, budget)
+    recipe.optimizer.learning_rate = setting.rate
+    recipe.optimizer.min_learning_rate = setting.rate / 20
+    recipe.run.folder = str(out / "runs" / f"{setting}-{method}-{seed}")
+    return recipe
+
+
+def make_corpora(out: Path, settings: Sequence[Setting]) -> tuple[Path, list[Problem]]:
+    """Every corpus with its store and blocks; problems that none of them has."""
+    corpora = {one.corpus: corpus.corpus_documents(DOCUMENTS, one.shares) for one in settings}
+    problems = corpus.held_out_problems(PROBLEMS, [d for docs in corpora.values() for d in docs])
+    held_out = out / "held-out.jsonl"
+    corpus.write_jsonl(held_out, ((corpus.CLEAN, problem.text()) for problem in problems))
+    for one in {one.corpus: one for one in settings}.values():
+        folder = out / one.corpus
+        if not (folder / "store" / "manifest.json").exists():
+            corpus.write_jsonl(folder / "corpus.jsonl", corpora[one.corpus])
+            score = ScoreSettings(device="cpu", context=512, bos=END)
+            score_corpus(
+                students.TEACHER, folder / "corpus.jsonl", folder / "store", settings=score
+            )
+        prepare(recipe_of(out, one, "guided", 0))
+    return held_out, problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("out/why"))
+    given = parser.parse_args()
+    students.quiet()
+    settings = list(dict.fromkeys(one for sweep in SWEEPS.values() for one in sweep.values()))
+    held_out, problems = make_corpora(given.out, settings)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    runs = {
+        (one, method, seed): recipe_of(given.out, one, method, seed)
+        for seed in range(given.seeds)
+        for one in settings
+        for method in students.METHODS
+    }
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        job = students.train_and_measure
+        jobs = {key: pool.submit(job, recipe, held_out, problems) for key, recipe in runs.items()}
+        found = {key: jobs[key].result() for key in track(jobs, "runs")}
+    write_results(given.out, found, given.seeds)
+
+
+def write_results(
+    out: Path, found: dict[tuple[Setting, str, int], dict[str, float]], seeds: int
+) -> None:
+    rows, panels = [], []
+    for label, sweep in SWEEPS.items():
+        print(f"\n| {label} | {' | '.join(LABELS.values())} |\n| --- |{' ---: |' * len(LABELS)}")
+        series: dict[str, list[str]] = {name: [] for name in LABELS.values()}
+        places: dict[str, float] = {}
+        for place, one in sweep.items():
+            cells = []
+            for method, name in LABELS.items():
+                exact = [100 * found[one, method, seed]["exact"] for seed in range(seeds)]
+                row = f"{label}-{place:g}-{method}"
+                mean, spread = numbers(exact)
+                rows.append({
+                    "row": row, "label": name, "seeds": list(range(seeds)), "place": place,
+                    "accuracy": mean, "accuracy_spread": spread, "by_seed": exact,
+                })  # fmt: skip
+                series[name].append(row)
+                places[row] = place
+                cells.append(mean_and_spread(exact, 1))
+            print(f"| {place:g} | {' | '.join(cells)} |")
+        panels.append(PanelPlan(x=places, series=series, x_label=label))
+    table = {"study": "why", "title": "Exact answers in the demo's setting", "rows": rows}
+    (out / "why.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    draw(table, FigurePlan(kind="lines", panels=panels), out / "why.svg")
+
+
+if __name__ == "__main__":
+    main()
