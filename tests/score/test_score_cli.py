@@ -12,6 +12,7 @@ from score.teacher_kit import save_teacher, store_bytes, write_corpus
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
+from vocagnolm.errors import CorpusError
 from vocagnolm.store.format import shard_name
 
 OPTIONS = [
@@ -93,3 +94,10 @@ def test_a_real_process_killed_by_the_kernel_s_hand(lab, tmp_path):
     resumed = run(*command, "--out", out)
     assert resumed.exit_code == 0
     assert store_bytes(out) == store_bytes(folder / "whole")
+
+
+def test_an_early_error_leaves_no_bar(lab, tmp_path):
+    folder, _ = lab
+    found = run("score", "--teacher", folder / "teacher", "--corpus", "no.jsonl", "--out", tmp_path)
+    assert isinstance(found.exception, CorpusError)
+    assert found.output == ""

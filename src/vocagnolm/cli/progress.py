@@ -26,10 +26,18 @@ def token_bar(label: str) -> Iterator[Note]:
 
     def note(done: float, total: float, shown: str, tokens: float) -> None:
         if not bar.tasks[0].started:
+            bar.start()
             bar.start_task(task)
         elapsed = bar.tasks[0].elapsed or 0.0
         rate = f"{tokens / elapsed:,.0f}" if elapsed > 0.5 else "-"
         bar.update(task, completed=done, total=total, shown=shown, rate=rate)
 
-    with bar:
+    if bar.console.is_interactive:  # a sign of life while the model is loaded
+        bar.start()
+    try:
         yield note
+    finally:
+        if not bar.tasks[0].started:  # an error before the work: leave its message alone
+            bar.remove_task(task)
+        if bar.live.is_started:
+            bar.stop()
