@@ -1,20 +1,22 @@
 """When does it help to choose tokens? The demo's students in other settings, one thing changed at a
-time: how much of the corpus is wrong, how much is junk, how many tokens are read, the rate.
+time: how much of the corpus is wrong, how much is junk, how many tokens are read, the rate, the
+normalisation.
 
     python runs/demo_why.py [--seeds 3] [--out out/why]
 
-Prints a table, and leaves it with the figure in the folder. 99 runs, about half an hour on two
+Prints tables, and leaves them with a figure in the folder. 108 runs, about half an hour on two
 cores; what is finished is not done again.
 """
 
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
 from rich.progress import track
 
@@ -41,6 +43,7 @@ class Setting:
     junk: float = 0.3
     tokens: int = 250_000
     rate: float = 4e-3
+    normalise: Literal["all", "selected"] = "all"
 
     @property
     def corpus(self) -> str:
@@ -52,11 +55,12 @@ class Setting:
         return {corpus.CLEAN: clean, corpus.WRONG: self.wrong, corpus.JUNK: self.junk}
 
     def __str__(self) -> str:
-        return f"{self.corpus}-tokens-{self.tokens}-rate-{self.rate:g}"
+        name = f"{self.corpus}-tokens-{self.tokens}-rate-{self.rate:g}"
+        return name if self.normalise == "all" else f"{name}-{self.normalise}"
 
 
 USUAL = Setting()
-SWEEPS: dict[str, dict[float, Setting]] = {
+SWEEPS: dict[str, Mapping[float | str, Setting]] = {
     "wrong pages in the corpus, % (30 % junk)": {
         100 * share: replace(USUAL, wrong=share) for share in (0.0, 0.1, 0.3, 0.5)
     },
@@ -66,8 +70,10 @@ SWEEPS: dict[str, dict[float, Setting]] = {
     "tokens, thousands": {
         n / 1000: replace(USUAL, tokens=n) for n in (62_500, 125_000, 250_000, 500_000)
     },
-    "learning rate, thousandths": {
-        1000 * rate: replace(USUAL, rate=rate) for rate in (1.33e-3, 4e-3, 1.2e-2)
+    "learning rate": {f"{r:g}": replace(USUAL, rate=r) for r in (1.33e-3, 4e-3, 1.2e-2)},
+    "loss divided by": {
+        "all tokens": USUAL,
+        "the selected": replace(USUAL, normalise="selected"),
     },
 }
 
@@ -77,6 +83,7 @@ def recipe_of(out: Path, setting: Setting, method: str, seed: int) -> Recipe:
     recipe = students.recipe_of(out / setting.corpus, method, seed, budget)
     recipe.optimizer.learning_rate = setting.rate
     recipe.optimizer.min_learning_rate = setting.rate / 20
+    recipe.objective.normalise = setting.normalise
     recipe.run.folder = str(out / "runs" / f"{setting}-{method}-{seed}")
     return recipe
 
@@ -128,22 +135,26 @@ def write_results(
     for label, sweep in SWEEPS.items():
         print(f"\n| {label} | {' | '.join(LABELS.values())} |\n| --- |{' ---: |' * len(LABELS)}")
         series: dict[str, list[str]] = {name: [] for name in LABELS.values()}
-        places: dict[str, float] = {}
+        places = {}
         for place, one in sweep.items():
             cells = []
             for method, name in LABELS.items():
                 exact = [100 * found[one, method, seed]["exact"] for seed in range(seeds)]
-                row = f"{label}-{place:g}-{method}"
+                row = f"{label}-{place}-{method}"
                 mean, spread = numbers(exact)
                 rows.append({
                     "row": row, "label": name, "seeds": list(range(seeds)), "place": place,
                     "accuracy": mean, "accuracy_spread": spread, "by_seed": exact,
                 })  # fmt: skip
                 series[name].append(row)
-                places[row] = place
+                if isinstance(place, float):
+                    places[row] = place
                 cells.append(mean_and_spread(exact, 1))
-            print(f"| {place:g} | {' | '.join(cells)} |")
-        panels.append(PanelPlan(x=places, series=series, x_label=label))
+            shown = place if isinstance(place, str) else f"{place:g}"
+            print(f"| {shown} | {' | '.join(cells)} |")
+        if places:
+            log_x = "tokens" in label
+            panels.append(PanelPlan(x=places, series=series, x_label=label, log_x=log_x))
     table = {"study": "why", "title": "Exact answers in the demo's setting", "rows": rows}
     (out / "why.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     draw(table, FigurePlan(kind="lines", panels=panels), out / "why.svg")

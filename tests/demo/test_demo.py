@@ -4,7 +4,9 @@ import importlib.util
 import itertools
 import random
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -104,10 +106,16 @@ def test_the_results_keep_every_seed() -> None:
     assert verdict.mean_and_spread([1.0, 2.0], 1) == "1.5 ± 0.7"
 
 
+def script(name: str) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(name, ROOT / "runs" / f"{name}.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
 def test_the_demo_runs_from_end_to_end(tmp_path, capsys) -> None:
-    specification = importlib.util.spec_from_file_location("demo", ROOT / "runs" / "demo.py")
-    demo = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(demo)
+    demo = script("demo")
     budget = students.Budget(tokens=4096, documents=300, problems=10, seeds=1)
     demo.main(tmp_path, budget)
     assert "By exact answers, guidance (" in capsys.readouterr().out
@@ -116,3 +124,27 @@ def test_the_demo_runs_from_end_to_end(tmp_path, capsys) -> None:
     runs = sorted(folder.name for folder in (tmp_path / "runs").iterdir())
     assert runs == ["cpt-0", "guided-0", "random-0"]
     demo.main(tmp_path, budget)  # again: everything is there
+
+
+def test_one_thing_is_changed_at_a_time_and_shown(tmp_path, capsys, monkeypatch) -> None:
+    pytest.importorskip("matplotlib")
+    why = script("demo_why")
+    monkeypatch.setattr(why, "DOCUMENTS", 40)
+    settings = list({one for sweep in why.SWEEPS.values() for one in sweep.values()})
+    for one in settings:
+        assert sum(one.shares.values()) == pytest.approx(1)
+        changed = sum(getattr(one, key) != getattr(why.USUAL, key) for key in vars(one))
+        assert changed <= 1 or (one.wrong == 0 and changed == 2)
+    _, problems = why.make_corpora(tmp_path, [why.USUAL])
+    learned = (tmp_path / why.USUAL.corpus / "corpus.jsonl").read_text()
+    assert len(problems) == why.PROBLEMS
+    assert not any(problem.question in learned for problem in problems)
+    found = {
+        (one, method, seed): {"exact": 0.5 + 0.1 * seed}
+        for one in settings
+        for method in students.METHODS
+        for seed in range(2)
+    }
+    why.write_results(tmp_path, found, 2)
+    assert "| 30 | 55.0 ± 7.1 | 55.0 ± 7.1 | 55.0 ± 7.1 |" in capsys.readouterr().out
+    assert (tmp_path / "why.svg").exists()
