@@ -16,13 +16,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from rich.progress import track
 from tokenizers import Tokenizer
 
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, make, students
-from vocagnolm.demo.answers import exact_share, solve
 from vocagnolm.demo.tokenizers import END
 from vocagnolm.demo.verdict import mean_and_spread
 from vocagnolm.recipe import Recipe
@@ -100,37 +100,42 @@ def main() -> None:
             shares = [100 * result()["exact"] for result in results]
             rows.append({"teacher": teacher, "method": method, "by_seed": shares})
     for row in rows:
-        teacher = row["teacher"]
-        if teacher is not None:
-            model = out / "teachers" / teacher / "model"
-            row["bits_per_byte"] = bits[teacher]
-            row["teacher_exact"] = 100 * exact_share(solve(model, problems), problems)
+        if row["teacher"] is not None:
+            itself = students.measure(
+                out / "teachers" / row["teacher"] / "model", held_out, problems
+            )
+            row["bits_per_byte_corpus"] = bits[row["teacher"]]
+            row["bits_per_byte_clean"] = itself["bits_per_byte"]
+            row["teacher_exact"] = 100 * itself["exact"]
     write_results(out, rows)
 
 
-def write_results(out: Path, rows: list[dict]) -> None:
-    print("\n| teacher | its exact answers | its bits per byte on the corpus | the student's |")
-    print("| --- | ---: | ---: | ---: |")
+def write_results(out: Path, rows: list[dict[str, Any]]) -> None:
+    print("\n| teacher | exact answers | bits per byte, corpus | clean text | its student |")
+    print("| --- | ---: | ---: | ---: | ---: |")
     for row in rows:
         row["row"] = row["teacher"] or row["method"]
-        row["label"] = "plain pretraining" if row["row"] == "cpt" else row["row"]
+        row["label"] = {"cpt": "none: plain pretraining", "random": "none: random 40 %"}.get(
+            row["row"], row["row"]
+        )
         row["accuracy"], row["accuracy_spread"] = numbers(row["by_seed"])
-        about = ["", ""]
-        if row["teacher"]:
-            about = [f"{row['teacher_exact']:.1f}", f"{row['bits_per_byte']:.3f}"]
-        print(f"| {row['label']} | {' | '.join(about)} | {mean_and_spread(row['by_seed'], 1)} |")
+        about = " |  | "
+        if row["teacher"] is not None:
+            about = (
+                f"{row['teacher_exact']:.1f} | {row['bits_per_byte_corpus']:.3f} | "
+                f"{row['bits_per_byte_clean']:.3f}"
+            )
+        print(f"| {row['label']} | {about} | {mean_and_spread(row['by_seed'], 1)} |")
     table = {"study": "teachers", "title": "Students against their teachers", "rows": rows}
     (out / "teachers.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    *others, own = [row for row in rows if row["teacher"]]
+    *others, own = TEACHERS
     figure = FigurePlan(
         kind="lines",
-        x={row["row"]: round(row["teacher_exact"]) for row in (*others, own)},
-        series={
-            "guided, another vocabulary": [row["row"] for row in others],
-            "guided, the student's vocabulary": [own["row"]],
-        },
+        x={name: plan.steps for name, plan in TEACHERS.items()},
+        log_x=True,
+        series={"another vocabulary": others, "the student's vocabulary": [own]},
         reference="cpt",
-        x_label="exact answers of the teacher, %",
+        x_label="steps that the teacher was trained for",
     )
     draw(table, figure, out / "teachers.svg")
 

@@ -149,8 +149,8 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def compile_packages() -> subprocess.Popen:
-    """Bytecode for all packages, in the background: without it every process compiles torch for
-    itself, which took 25 of the first 30 seconds of each."""
+    """Bytecode for all packages, in the background. Where an image has none, every process compiles
+    torch for itself: 14 s to import the trainer, 11 s to import the compiler."""
     where = sysconfig.get_paths()["purelib"]
     command = [sys.executable, "-m", "compileall", "-q", "-j", "0", where]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

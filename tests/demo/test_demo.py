@@ -148,3 +148,27 @@ def test_one_thing_is_changed_at_a_time_and_shown(tmp_path, capsys, monkeypatch)
     why.write_results(tmp_path, found, 2)
     assert "| 30 | 55.0 ± 7.1 | 55.0 ± 7.1 | 55.0 ± 7.1 |" in capsys.readouterr().out
     assert (tmp_path / "why.svg").exists()
+
+
+def test_teachers_are_compared_by_their_own_measures(tmp_path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    compared = script("demo_teachers")
+    *_, own = compared.TEACHERS.values()
+    assert own.tokenizer(iter(())).get_vocab() == load_tokenizer(students.START).vocabulary
+    rows = [{"teacher": None, "method": "cpt", "by_seed": [50.0, 60.0]}]
+    rows += [
+        {
+            "teacher": name,
+            "method": "guided",
+            "by_seed": [70.0, 80.0],
+            "teacher_exact": 90.0,
+            "bits_per_byte_corpus": 0.8,
+            "bits_per_byte_clean": 0.2,
+        }
+        for name in compared.TEACHERS
+    ]
+    compared.write_results(tmp_path, rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert "| none: plain pretraining |  |  |  | 55.0 ± 7.1 |" in lines
+    assert "| 100 steps | 90.0 | 0.800 | 0.200 | 75.0 ± 7.1 |" in lines
+    assert (tmp_path / "teachers.svg").exists()

@@ -14,5 +14,6 @@ def teacher_warning(teacher_bits: float | None, student_bits: float | None) -> s
     return (
         f"the teacher has {teacher_bits:.3f} bits per byte on its corpus, the student "
         f"{student_bits:.3f}: a teacher that is not clearly better than the student did harm in "
-        "our experiments."
+        "our experiments. Compare them on clean text too: on a corpus that is partly wrong, a good "
+        "teacher may look weak."
     )
