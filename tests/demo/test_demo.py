@@ -14,6 +14,7 @@ from vocagnolm.align import align, load_tokenizer, shares
 from vocagnolm.demo import corpus, students, verdict
 from vocagnolm.demo.answers import exact_share, read_answer
 from vocagnolm.demo.problems import draw_problem
+from vocagnolm.study.run import run_study
 
 ROOT = Path(__file__).parents[2]
 
@@ -172,3 +173,23 @@ def test_teachers_are_compared_by_their_own_measures(tmp_path, capsys) -> None:
     assert "| none: plain pretraining |  |  |  | 55.0 ± 7.1 |" in lines
     assert "| 100 steps | 90.0 | 0.800 | 0.200 | 75.0 ± 7.1 |" in lines
     assert (tmp_path / "teachers.svg").exists()
+
+
+def test_the_toy_study_runs_on_the_materials_of_the_demo(tmp_path, monkeypatch) -> None:
+    materials = tmp_path / "materials"
+    monkeypatch.setattr(sys, "argv", ["demo_materials", str(materials)])
+    script("demo_materials").main()
+    for name, lines in (("corpus", 150), ("held-out", 5), ("requests", 6)):
+        path = materials / f"{name}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:lines]))
+    few = [
+        "use=[cpt,guided,kld,uld-0.5]",
+        "base.train.tokens=2048",
+        "teachers.same.train.run.seed=9",
+    ]
+    few += [f"rows.{name}.seeds=[1]" for name in ("cpt", "guided", "kld", "uld")]
+    study = ["comparisons=[[guided,cpt]]", *few]
+    table, text = run_study("toy", tmp_path / "out", materials=materials, overrides=study)
+    assert [row["row"] for row in table["rows"]] == ["cpt", "guided", "kld", "uld-0.5"]
+    assert all(row["accuracy"] is not None for row in table["rows"])
+    assert table["missing"] == [] and "guided - cpt" in text

@@ -1,0 +1,37 @@
+"""What `vocagnolm study toy` needs: the demo's corpus, models and problems in one folder.
+
+python runs/demo_materials.py MATERIALS
+vocagnolm study toy --folder out/toy --materials MATERIALS
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+from vocagnolm.demo import corpus, students
+from vocagnolm.demo.answers import NEW_TOKENS
+from vocagnolm.evaluate.render import Request, write_requests
+
+TASK = "gsm8k"  # how its answers are read: "The answer is 7."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
+    budget = students.Budget()
+    documents = corpus.corpus_documents(budget.documents)
+    problems = corpus.held_out_problems(budget.problems, documents)
+    corpus.write_jsonl(folder / "corpus.jsonl", documents)
+    corpus.write_jsonl(folder / "held-out.jsonl", ((corpus.CLEAN, p.text()) for p in problems))
+    requests = [
+        Request(TASK, index, one.prompt, str(one.answer), ("\nQuestion:",), NEW_TOKENS)
+        for index, one in enumerate(problems)
+    ]
+    write_requests(folder / "requests.jsonl", requests)
+    for model in (students.START, students.TEACHER):
+        shutil.copytree(model, folder / model.name, dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    main()
