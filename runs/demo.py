@@ -60,7 +60,7 @@ def make_corpus(out: Path, budget: students.Budget) -> tuple[Path, list[Problem]
     corpus.write_jsonl(out / "corpus.jsonl", documents)
     problems = corpus.held_out_problems(budget.problems, documents)
     held_out = out / "held-out.jsonl"
-    corpus.write_jsonl(held_out, ((corpus.CLEAN, problem.text()) for problem in problems))
+    corpus.write_held_out(held_out, problems)
     shares = ", ".join(f"{share:.0%} {kind}" for kind, share in corpus.SHARES.items())
     step(f"corpus: {budget.documents:,} documents ({shares}), {len(problems)} held-out problems")
     return held_out, problems
@@ -78,12 +78,7 @@ def compare_vocabularies() -> None:
 
 
 def score(out: Path) -> None:
-    """The teacher reads the corpus once."""
-    from vocagnolm.demo.tokenizers import END
-    from vocagnolm.score import ScoreSettings, score_corpus
-
-    settings = ScoreSettings(device="cpu", context=512, bos=END)
-    score_corpus(students.TEACHER, out / "corpus.jsonl", out / "store", settings=settings)
+    students.score(students.TEACHER, out / "corpus.jsonl", out / "store")
     size = sum(file.stat().st_size for file in (out / "store").rglob("*") if file.is_file())
     step(f"score: the teacher read the corpus once, its losses take {size / 1e6:.1f} MB")
 

@@ -23,7 +23,7 @@ def main() -> None:
     documents = corpus.corpus_documents(budget.documents)
     problems = corpus.held_out_problems(budget.problems, documents)
     corpus.write_jsonl(folder / "corpus.jsonl", documents)
-    corpus.write_jsonl(folder / "held-out.jsonl", ((corpus.CLEAN, p.text()) for p in problems))
+    corpus.write_held_out(folder / "held-out.jsonl", problems)
     requests = [
         Request(TASK, index, one.prompt, str(one.answer), ("\nQuestion:",), NEW_TOKENS)
         for index, one in enumerate(problems)

@@ -3,7 +3,7 @@ teachers that were trained for a shorter time, and by one that has the student's
 
     python runs/demo_teachers.py [--seeds 3] [--out out/teachers]
 
-Prints a table, and leaves it with a figure in the folder. About a quarter of an hour on two cores;
+Prints a table, and leaves it with a figure in the folder. About 20 minutes on two cores;
 what is finished is not done again.
 """
 
@@ -11,8 +11,8 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,13 +23,11 @@ from tokenizers import Tokenizer
 
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, make, students
-from vocagnolm.demo.tokenizers import END
 from vocagnolm.demo.verdict import mean_and_spread
 from vocagnolm.recipe import Recipe
-from vocagnolm.score import ScoreSettings, score_corpus
+from vocagnolm.study import statistics
 from vocagnolm.study.design import FigurePlan
 from vocagnolm.study.figure import draw
-from vocagnolm.study.statistics import mean_and_spread as numbers
 
 
 def own_tokenizer(texts: Iterator[str]) -> Tokenizer:
@@ -61,12 +59,8 @@ def make_teacher(out: Path, name: str) -> float:
     students.one_thread()
     folder = out / "teachers" / name
     make.make_model(TEACHERS[name], folder / "model", math.inf)
-    settings = ScoreSettings(device="cpu", context=512, bos=END)
-    summary = score_corpus(
-        folder / "model", out / "corpus.jsonl", folder / "store", settings=settings
-    )
+    bits = students.score(folder / "model", out / "corpus.jsonl", folder / "store")
     prepare(recipe_of(out, name, "guided", 0))
-    bits: float = summary.store["bits_per_byte"]
     return bits
 
 
@@ -81,23 +75,23 @@ def main() -> None:
     corpus.write_jsonl(out / "corpus.jsonl", documents)
     problems = corpus.held_out_problems(BUDGET.problems, documents)
     held_out = out / "held-out.jsonl"
-    corpus.write_jsonl(held_out, ((corpus.CLEAN, problem.text()) for problem in problems))
+    corpus.write_held_out(held_out, problems)
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = []
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         made = {name: pool.submit(make_teacher, out, name) for name in TEACHERS}
         bits = {name: future.result() for name, future in made.items()}
 
-        def exact(name: str, method: str) -> list[Callable[[], dict[str, float]]]:
+        def train(name: str, method: str) -> list[Future[dict[str, float]]]:
             recipes = [recipe_of(out, name, method, seed) for seed in range(given.seeds)]
             job = students.train_and_measure
-            return [pool.submit(job, recipe, held_out, problems).result for recipe in recipes]
+            return [pool.submit(job, recipe, held_out, problems) for recipe in recipes]
 
         usual = f"{SHIPPED.steps} steps, the demo's"
-        jobs = {(None, method): exact(usual, method) for method in CONTROLS}
-        jobs |= {(name, "guided"): exact(name, "guided") for name in TEACHERS}
-        for (teacher, method), results in track(jobs.items(), "students"):
-            shares = [100 * result()["exact"] for result in results]
+        jobs = {(None, method): train(usual, method) for method in CONTROLS}
+        jobs |= {(name, "guided"): train(name, "guided") for name in TEACHERS}
+        for (teacher, method), seeds in track(jobs.items(), "students"):
+            shares = [100 * seed.result()["exact"] for seed in seeds]
             rows.append({"teacher": teacher, "method": method, "by_seed": shares})
     for row in rows:
         if row["teacher"] is not None:
@@ -118,7 +112,7 @@ def write_results(out: Path, rows: list[dict[str, Any]]) -> None:
         row["label"] = {"cpt": "none: plain pretraining", "random": "none: random 40 %"}.get(
             row["row"], row["row"]
         )
-        row["accuracy"], row["accuracy_spread"] = numbers(row["by_seed"])
+        row["accuracy"], row["accuracy_spread"] = statistics.mean_and_spread(row["by_seed"])
         about = " |  | "
         if row["teacher"] is not None:
             about = (

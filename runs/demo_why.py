@@ -23,13 +23,11 @@ from rich.progress import track
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students
 from vocagnolm.demo.problems import Problem
-from vocagnolm.demo.tokenizers import END
 from vocagnolm.demo.verdict import mean_and_spread
 from vocagnolm.recipe import Recipe
-from vocagnolm.score import ScoreSettings, score_corpus
+from vocagnolm.study import statistics
 from vocagnolm.study.design import FigurePlan, PanelPlan
 from vocagnolm.study.figure import draw
-from vocagnolm.study.statistics import mean_and_spread as numbers
 
 DOCUMENTS, PROBLEMS = 12_000, 400  # documents for the largest budget: every token is seen once
 LABELS = {"cpt": "plain pretraining", "random": "random 40 %", "guided": "guided, 40 %"}
@@ -93,15 +91,11 @@ def make_corpora(out: Path, settings: Sequence[Setting]) -> tuple[Path, list[Pro
     corpora = {one.corpus: corpus.corpus_documents(DOCUMENTS, one.shares) for one in settings}
     problems = corpus.held_out_problems(PROBLEMS, [d for docs in corpora.values() for d in docs])
     held_out = out / "held-out.jsonl"
-    corpus.write_jsonl(held_out, ((corpus.CLEAN, problem.text()) for problem in problems))
+    corpus.write_held_out(held_out, problems)
     for one in {one.corpus: one for one in settings}.values():
         folder = out / one.corpus
-        if not (folder / "store" / "manifest.json").exists():
-            corpus.write_jsonl(folder / "corpus.jsonl", corpora[one.corpus])
-            score = ScoreSettings(device="cpu", context=512, bos=END)
-            score_corpus(
-                students.TEACHER, folder / "corpus.jsonl", folder / "store", settings=score
-            )
+        corpus.write_jsonl(folder / "corpus.jsonl", corpora[one.corpus])
+        students.score(students.TEACHER, folder / "corpus.jsonl", folder / "store")
         prepare(recipe_of(out, one, "guided", 0))
     return held_out, problems
 
@@ -141,7 +135,7 @@ def write_results(
             for method, name in LABELS.items():
                 exact = [100 * found[one, method, seed]["exact"] for seed in range(seeds)]
                 row = f"{label}-{place}-{method}"
-                mean, spread = numbers(exact)
+                mean, spread = statistics.mean_and_spread(exact)
                 rows.append({
                     "row": row, "label": name, "seeds": list(range(seeds)), "place": place,
                     "accuracy": mean, "accuracy_spread": spread, "by_seed": exact,

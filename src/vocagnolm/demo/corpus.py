@@ -121,6 +121,11 @@ def held_out_problems(n_problems: int, documents: Iterable[tuple[str, str]]) -> 
     return list(found.values())
 
 
+def write_held_out(path: Path, problems: Iterable[Problem]) -> None:
+    """Their solved pages: clean text to measure bits per byte on."""
+    write_jsonl(path, ((CLEAN, problem.text()) for problem in problems))
+
+
 def write_jsonl(path: Path, documents: Iterable[tuple[str, str]]) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0

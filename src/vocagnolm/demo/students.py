@@ -59,6 +59,17 @@ def recipe_of(out: Path, method: str, seed: int, budget: Budget) -> Recipe:
     )
 
 
+def score(teacher: Path, corpus: Path, store: Path) -> float:
+    """The teacher reads the corpus once; its bits per byte."""
+    from vocagnolm.demo.tokenizers import END
+    from vocagnolm.score import ScoreSettings, score_corpus
+
+    settings = ScoreSettings(device="cpu", context=512, bos=END)
+    summary = score_corpus(teacher, corpus, store, settings=settings)
+    bits: float = summary.store["bits_per_byte"]
+    return bits
+
+
 def train_and_measure(
     recipe: Recipe, held_out: Path, problems: Sequence[Problem]
 ) -> dict[str, float]:

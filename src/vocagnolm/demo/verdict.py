@@ -1,9 +1,9 @@
 """What the runs say, in words: paired over seeds, and honest when they say nothing."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 from vocagnolm.report.page_data import Measure, ResultGroup, Results
+from vocagnolm.study import statistics
 
 MEASURES = {
     "exact": Measure(name="Exact answers", unit="%", better="higher", digits=1),
@@ -80,8 +80,5 @@ def _mean(values: Sequence[float]) -> float:
 def mean_and_spread(values: Sequence[float | None], digits: int) -> str:
     """Mean ± standard deviation over seeds."""
     known = [value for value in values if value is not None]
-    mean = _mean(known)
-    if len(known) < 2:
-        return f"{mean:.{digits}f}"
-    spread = math.sqrt(sum((value - mean) ** 2 for value in known) / (len(known) - 1))
-    return f"{mean:.{digits}f} ± {spread:.{digits}f}"
+    mean, spread = statistics.mean_and_spread(known)
+    return f"{mean:.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")
