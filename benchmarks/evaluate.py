@@ -23,7 +23,7 @@ def random_model(folder: Path, layers: int, width: int) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from vocagnolm.evaluate.fewshot import shots_of
-    from vocagnolm.evaluate.suite import TASKS
+    from vocagnolm.evaluate.suite import tasks_named
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -34,7 +34,7 @@ def random_model(folder: Path, layers: int, width: int) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = [text for task in TASKS.values() for shot in shots_of(task) for text in shot]
+    texts = [text for task in tasks_named(None) for shot in shots_of(task) for text in shot]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     torch.manual_seed(0)

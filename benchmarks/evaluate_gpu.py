@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from vocagnolm.evaluate.render import Request, read_requests
 from vocagnolm.evaluate.results import Evaluation, RunFolder, score_records
+from vocagnolm.evaluate.suite import Protocol
 
 # enough of a prompt to tell worked examples apart, and less than any of them has
 _EXAMPLES_CHARACTERS = 1000
@@ -31,6 +32,10 @@ _EXAMPLES_CHARACTERS = 1000
 
 def by_task(path: str) -> dict[str, list[Request]]:
     return {task: list(some) for task, some in groupby(read_requests(path), lambda r: r.task)}
+
+
+def protocol_of(requests: dict[str, list[Request]]) -> Protocol:
+    return next(iter(requests.values()))[0].protocol
 
 
 def by_examples(requests: dict[str, list[Request]]) -> list[list[Request]]:
@@ -55,6 +60,7 @@ def render_step(options: argparse.Namespace) -> None:
         limit=options.limit,
         choices=options.choices,
         max_new_tokens=options.max_new_tokens,
+        protocol=options.protocol,
     )
     write_requests(options.out, [request for some in requests.values() for request in some])
     print(json.dumps({name: len(some) for name, some in requests.items()}))
@@ -110,6 +116,8 @@ def generate_step(options: argparse.Namespace) -> None:
         "batch_size": options.batch_size,
         "tasks_share_batches": True,
     }
+    if requests:
+        settings["protocol"] = protocol_of(requests)
     run.claim(settings, {name: checksum(some) for name, some in requests.items()})
     model = files.load()
     generator = Generator(model, files, options.batch_size)
@@ -149,7 +157,8 @@ def grade_step(options: argparse.Namespace) -> None:
                     continue
                 grade_task(run, name, some)
             scores[name] = score_records(run.records(name) or [])
-        print(f"\n{path}\n" + format_table(scores_table(run.write_results(Evaluation(scores)))))
+        graded = Evaluation(scores, protocol=protocol_of(requests))
+        print(f"\n{path}\n" + format_table(scores_table(run.write_results(graded))))
 
 
 def main() -> None:
@@ -162,6 +171,7 @@ def main() -> None:
     render.add_argument("--limit", type=int)
     render.add_argument("--choices", default="generate")
     render.add_argument("--max-new-tokens", type=int)
+    render.add_argument("--protocol", default="strict")
     render.set_defaults(step=render_step)
     generate = steps.add_parser("generate")
     generate.add_argument("--model", required=True)

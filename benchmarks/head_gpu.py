@@ -20,8 +20,15 @@ import torch.nn.functional as F
 from measure import arguments, clean, liger_cross_entropy, peak_gib, report, side_by_side
 from torch import Tensor
 
-from vocagnolm.objective import Head, ObjectiveConfig, objective_loss, student_nll
-from vocagnolm.objective import head as two_phase
+from vocagnolm.objective import (
+    Decided,
+    Head,
+    ObjectiveConfig,
+    Targets,
+    objective_loss,
+    student_nll,
+    two_phase,
+)
 
 SHAPES = {"TinyLlama": (2048, 32000), "Llama-3.2-1B": (2048, 128256), "Qwen2.5-0.5B": (896, 151936)}
 TIME_TARGET, MEMORY_TARGET = 0.80, 0.15
@@ -92,9 +99,8 @@ def methods(data: HeadData, keep: float) -> dict[str, Method]:
 
         def call(hidden: Tensor, weight: Tensor, forced: Tensor | None) -> Tensor:
             head = Head(weight=weight)
-            return objective_loss(
-                hidden[None], head, labels[None], guidance[None], config, impl=impl
-            ).loss
+            targets = Targets(labels_BT=labels[None], guidance_BT=guidance[None])
+            return objective_loss(hidden[None], head, targets, config, impl=impl).loss
 
         return call
 
@@ -137,9 +143,8 @@ def measure_shape(name: str, tokens: int, d: int, v: int, keep: float, rounds: i
     head = Head(weight=data.weight)
     config = ObjectiveConfig(keep=keep)
     with torch.no_grad():
-        selected = objective_loss(
-            data.hidden[None], head, data.labels[None], data.guidance[None], config
-        ).selected_BT[0]
+        targets = Targets(labels_BT=data.labels[None], guidance_BT=data.guidance[None])
+        selected = objective_loss(data.hidden[None], head, targets, config).selected_BT[0]
     index = selected.nonzero().squeeze(1)
     everything = torch.arange(tokens, device=DEVICE)
     truths = {"guided": exact(data, index), "plain": exact(data, everything)}
@@ -237,8 +242,9 @@ def check_features() -> None:
                     t.detach().to(wide or t.dtype).requires_grad_() for t in leaves
                 )
                 head = Head(weight=weight, bias=bias, **options)
+                targets = Targets(labels_BT=labels, guidance_BT=guidance)
                 output = objective_loss(
-                    hidden, head, labels, guidance, ObjectiveConfig(), impl=impl, selected_BT=chosen
+                    hidden, head, targets, impl=impl, decided=Decided(weights_BT=chosen)
                 )
                 chosen = output.selected_BT
                 (output.loss * 3).backward()

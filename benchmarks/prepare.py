@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from vocagnolm.align import load_tokenizer
+from vocagnolm.alignment import load_tokenizer
 from vocagnolm.data.corpus import document_hash, open_corpus
 from vocagnolm.data.part import tokenise
 from vocagnolm.data.prepare import prepare

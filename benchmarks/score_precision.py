@@ -30,11 +30,11 @@ import torch
 from measure import clean, report
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vocagnolm.align import align, carry
+from vocagnolm.alignment import align, carry
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.evaluate.render import spread
 from vocagnolm.model import open_model
-from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, ScoredBatch, select
+from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, ScoredBatch, Targets, select
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.teacher import LocalTeacher, TokenizedDocument
 from vocagnolm.store.format import to_float16
@@ -110,11 +110,8 @@ def choice(student: Losses, teacher: Losses) -> np.ndarray:
     ]
     student_nll = torch.from_numpy(np.concatenate(student.nll))[None]
     labels = torch.where(student_nll.isnan(), IGNORE_INDEX, 0)
-    batch = ScoredBatch(
-        nll_BT=student_nll,
-        labels_BT=labels,
-        guidance_BT=torch.from_numpy(np.concatenate(carried))[None],
-    )
+    guidance = torch.from_numpy(np.concatenate(carried))[None]
+    batch = ScoredBatch(Targets(labels_BT=labels, guidance_BT=guidance), student_nll)
     config = ObjectiveConfig(keep=KEEP, unmapped="exclude", scope="batch")
     return select(batch, config)[0].numpy()
 

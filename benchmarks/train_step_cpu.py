@@ -16,7 +16,7 @@ from measure import report, side_by_side
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from vocagnolm.objective import Head, ObjectiveConfig, objective_loss
+from vocagnolm.objective import Head, ObjectiveConfig, Targets, objective_loss
 
 
 def main() -> None:
@@ -52,7 +52,9 @@ def main() -> None:
         def loss() -> Tensor:
             states = model.model(input_ids=ids, use_cache=False).last_hidden_state
             head = Head(weight=model.lm_head.weight)
-            return objective_loss(states, head, labels, guidance, objective).loss
+            return objective_loss(
+                states, head, Targets(labels_BT=labels, guidance_BT=guidance), objective
+            ).loss
 
         return loss
 

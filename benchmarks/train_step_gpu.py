@@ -36,7 +36,7 @@ from measure import (
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from vocagnolm.objective import Head, ObjectiveConfig, objective_loss, student_nll
+from vocagnolm.objective import Head, ObjectiveConfig, Targets, objective_loss, student_nll
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -130,7 +130,9 @@ def heads(ids: Tensor, guidance: Tensor) -> dict[str, Callable[[Any], Tensor]]:
     def ours(config: ObjectiveConfig) -> Callable[[Any], Tensor]:
         def loss(model: Any) -> Tensor:
             head = Head(weight=model.lm_head.weight)
-            return objective_loss(hidden_of(model, ids), head, labels, guidance, config).loss
+            return objective_loss(
+                hidden_of(model, ids), head, Targets(labels_BT=labels, guidance_BT=guidance), config
+            ).loss
 
         return loss
 
@@ -206,7 +208,12 @@ def online(
             head = Head(weight=teacher.lm_head.weight)
             guidance = student_nll(hidden_of(teacher, teacher_ids), head, teacher_labels)
         head = Head(weight=model.lm_head.weight)
-        return objective_loss(hidden_of(model, student_ids), head, labels, guidance, GUIDED).loss
+        return objective_loss(
+            hidden_of(model, student_ids),
+            head,
+            Targets(labels_BT=labels, guidance_BT=guidance),
+            GUIDED,
+        ).loss
 
     found: dict[str, Callable[[Any], Tensor]] = {"guided, online 7B teacher": guided}
     gold = gold_loss(folder)

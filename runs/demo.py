@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from vocagnolm.align import load_tokenizer
+from vocagnolm.alignment import load_tokenizer
 from vocagnolm.compare import compare
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students, verdict

@@ -1,7 +1,7 @@
-"""What `vocagnolm study toy` needs: the demo's corpus, models and problems in one folder.
+"""What `vocagnolm study run toy` needs: the demo's corpus, models and problems in one folder.
 
 python runs/demo_materials.py MATERIALS
-vocagnolm study toy --folder out/toy --materials MATERIALS
+vocagnolm study run toy --folder out/toy --materials MATERIALS
 """
 
 import argparse

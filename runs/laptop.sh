@@ -8,20 +8,20 @@ cd "$(dirname "$0")/.."
 python runs/laptop_data.py out/laptop
 
 # 2. a teacher: trained on clean text with a vocabulary of its own
-vocagnolm prepare recipes/laptop-teacher.yaml
-vocagnolm train recipes/laptop-teacher.yaml
+vocagnolm prepare laptop-teacher
+vocagnolm train laptop-teacher
 
 # 3. the teacher reads the corpus once and leaves a loss store
 vocagnolm score --teacher out/laptop/teacher/model --corpus out/laptop/corpus.jsonl \
     --out out/laptop/store
 
 # 4. student tokens with their guidance
-vocagnolm prepare recipes/laptop.yaml
+vocagnolm prepare laptop
 
 # 5. guided, and plain pretraining for comparison: the same blocks, one word changed
-vocagnolm check recipes/laptop.yaml
-vocagnolm train recipes/laptop.yaml
-vocagnolm train recipes/laptop.yaml --set objective.method=cpt --set run.folder=out/laptop/cpt
+vocagnolm check laptop
+vocagnolm train laptop
+vocagnolm train laptop --set objective.method=cpt --set run.folder=out/laptop/cpt
 
 # 6. bits per byte on clean text that neither has seen
 for run in guided cpt; do

@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
-# The paper's runs at full scale: one machine with 8 GPUs here, the paper used 32 H100. The step is
-# the same on any number of processes; only accumulation changes. docs/full-scale.md has the costs.
-#   runs/paper.sh qwen2.5-math-instruct Qwen/Qwen2.5-Math-7B-Instruct
-#   runs/paper.sh deepseek-math deepseek-ai/deepseek-math-7b-base refs/pr/1   # teacher.revision
+# A run of the paper at full scale: one machine with 8 GPUs here, the paper used 32 H100. The step is
+# the same on any number of processes; only accumulation changes. docs/full-scale.md has the costs,
+# docs/paper.md says which run is which row of the paper.
+#   vocagnolm recipe list
 #   runs/paper.sh cpt
+#   runs/paper.sh guided-qwen2.5-math-instruct
 set -euo pipefail
 cd "$(dirname "$0")/.."
-RECIPE=recipes/paper/${1:?usage: runs/paper.sh RECIPE [TEACHER [REVISION]]}.yaml
-TEACHER=${2:-}
+RECIPE=paper/${1:?usage: runs/paper.sh NAME, one of: vocagnolm recipe list}
 GPUS=${GPUS:-8}
+folder_of() { vocagnolm recipe show "$RECIPE" | awk -v key="$1:" '$1 == key {print $2; exit}'; }
 
 # 1. score once: every student and every method afterwards uses the same store
-if [ -n "$TEACHER" ]; then
-    torchrun --nproc_per_node "$GPUS" -m vocagnolm score --teacher "$TEACHER" \
-        ${3:+--revision "$3"} --corpus open-web-math/open-web-math --out "out/paper/stores/$1"
+STORE=$(folder_of path)
+if [ "$STORE" != null ]; then
+    torchrun --nproc_per_node "$GPUS" -m vocagnolm score --recipe "$RECIPE"
 fi
 
 # 2. pack, look, train, evaluate
 vocagnolm prepare "$RECIPE"
 vocagnolm check "$RECIPE" --processes "$GPUS"
 torchrun --nproc_per_node "$GPUS" -m vocagnolm train "$RECIPE"
-FOLDER=$(python -c "from vocagnolm.recipe import load_recipe; print(load_recipe('$RECIPE').run.folder)")
-vocagnolm evaluate "$FOLDER/model" --suite math --out "$FOLDER"
+RUN=$(folder_of folder)
+vocagnolm evaluate "$RUN/model" --protocol paper --out "$RUN"

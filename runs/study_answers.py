@@ -2,9 +2,10 @@
 
     python runs/study_answers.py FOLDER
 
-FOLDER is a study's folder whose table has been made (`vocagnolm study NAME --table` leaves grades
-beside the answers). A model that has forgotten to say "The answer is ..." loses points of another
-kind than one that says the wrong number: the last column is the accuracy of those that say it.
+FOLDER is a study's folder whose table has been made (`vocagnolm study run NAME --table` leaves the
+grades beside the answers). A model that has forgotten to say "The answer is ..." loses points of
+another kind than one that says the wrong number: the last column is the accuracy of those that say
+it.
 """
 
 import argparse

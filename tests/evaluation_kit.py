@@ -13,6 +13,12 @@ ROWS = {
          "answer": f"{n} + 2 = <<{n}+2={n + 2}>>{n + 2}\n#### {n + 2}"}
         for n in range(5)
     ],
+    "math_oai/test.jsonl": [
+        {"problem": "Find $1+1$.", "answer": "2", "subject": "Algebra", "level": 1,
+         "unique_id": "test/algebra/1.json", "solution": "It is $\\boxed{2}$."},
+        {"problem": "Solve $2x=1$.", "answer": "\\frac{1}{2}",
+         "solution": "So $x=\\boxed{0.5}$ or $\\boxed{\\frac{1}{2}}$."},
+    ],
     "math/test.jsonl": [
         {"problem": "Find $1+1$.", "level": "Level 1", "type": "Algebra",
          "solution": "It is $\\boxed{2}$."},

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from vocagnolm.align import TextTokenizer, load_tokenizer
-from vocagnolm.align.vocabulary import byte_of_character
+from vocagnolm.alignment import TextTokenizer, load_tokenizer
+from vocagnolm.alignment.vocabulary import byte_of_character
 
 PACKAGES = Path(sys.prefix) / "tokenizer-packages"
 

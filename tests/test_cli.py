@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import made
 import pytest
+import training_kit
 
 TEXT = "Probability, Uncertainty: e\u0301 👩‍👧 12345\r\n"
 
@@ -41,6 +42,70 @@ def test_start_up_is_quick_and_without_torch():
     )
     assert loaded.stdout.strip() == "[]"
     assert time.perf_counter() - started < 2.0  # 0.3 s alone; the test machine may be busy
+
+
+QUICK = {
+    "help": ["--help"],
+    "align": ["align", "--student", "student", "--teacher", "teacher", "--text", "two words"],
+    "compare": ["compare", "--student", "student", "--teacher", "teacher"],
+    "granularity": ["study", "granularity", "--student", "student", "--teacher", "teacher"],
+    "view": ["view", "--student", "student", "--teacher", "teacher", "--text", "a", "--html", "v"],
+    "recipe list": ["recipe", "list"],
+    "recipe show": ["recipe", "show", "laptop"],
+    "study list": ["study", "list"],
+    "store inspect": ["store", "inspect", "store"],
+}
+
+
+@pytest.fixture(scope="module")
+def quick_lab(tmp_path_factory):
+    """Two tokenizers with the files that models bring, a store, and a recipe with a typo."""
+    folder = tmp_path_factory.mktemp("quick")
+    training_kit.make_lab(folder, count=4)
+    (folder / "typo.yaml").write_text("objective: {keeep: 0.4}\n")
+    return folder
+
+
+def run_watched(folder, *arguments):
+    """The command, the seconds it took, and what it imported."""
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "vocagnolm", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
+    seconds = time.perf_counter() - started
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    return done, seconds, imported
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_what_needs_no_model_starts_at_once(name, quick_lab):
+    done, seconds, imported = run_watched(quick_lab, *QUICK[name])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not {"torch", "transformers"} & imported
+    assert seconds < 4.0  # about 1 s alone; the test machine may be busy
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "typo.yaml"],
+        ["prepare", "typo.yaml"],
+        ["train", "typo.yaml"],
+        ["score", "--recipe", "typo.yaml"],
+        ["check", "laptop", "--set", "objective.keeep=0.4"],
+        ["prepare", "laptop", "--set", "objective.keeep=0.4"],
+        ["train", "laptop", "--set", "objective.keeep=0.4"],
+    ],
+    ids=" ".join,
+)
+def test_a_typo_in_a_recipe_is_answered_at_once(arguments, quick_lab):
+    done, seconds, imported = run_watched(quick_lab, *arguments)
+    assert done.returncode == 2
+    assert "unknown key 'keeep' in objective. Did you mean 'keep'?" in done.stderr
+    assert not {"torch", "transformers"} & imported and seconds < 4.0
 
 
 def test_version_help_and_exit_codes():

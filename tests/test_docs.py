@@ -23,3 +23,17 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         if not target.startswith(("http://", "https://", "mailto:")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_training_loop_runs_as_printed(tmp_path):
+    page = (ROOT / "docs/training-loop.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    loop = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1]
+    assert len([line for line in loop.splitlines() if line]) <= 30
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+    assert len(losses) == 16 and losses[-1] < losses[0]
+    assert not any(tmp_path.iterdir())

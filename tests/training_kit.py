@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from vocagnolm.align import load_tokenizer
+from vocagnolm.alignment import load_tokenizer
 from vocagnolm.data.corpus import document_hash
 from vocagnolm.store import StoreWriter
 from vocagnolm.store.format import Shard, narrowest_unsigned, to_float16

@@ -11,20 +11,21 @@ __version__ = "0.1.0"
 
 # public name -> the module that defines it
 _PUBLIC = {
-    "Alignment": "vocagnolm.align",
-    "TextTokenizer": "vocagnolm.align",
-    "TokenSpans": "vocagnolm.align",
-    "align": "vocagnolm.align",
-    "align_batch": "vocagnolm.align",
-    "carry": "vocagnolm.align",
-    "chunk_align": "vocagnolm.align",
-    "load_tokenizer": "vocagnolm.align",
-    "token_spans": "vocagnolm.align",
+    "Alignment": "vocagnolm.alignment",
+    "TextTokenizer": "vocagnolm.alignment",
+    "TokenSpans": "vocagnolm.alignment",
+    "align": "vocagnolm.alignment",
+    "align_batch": "vocagnolm.alignment",
+    "carry": "vocagnolm.alignment",
+    "chunk_align": "vocagnolm.alignment",
+    "load_tokenizer": "vocagnolm.alignment",
+    "token_spans": "vocagnolm.alignment",
     "VocagnolmError": "vocagnolm.errors",
     "Grade": "vocagnolm.evaluate",
     "grade": "vocagnolm.evaluate",
     "Head": "vocagnolm.objective",
     "ObjectiveConfig": "vocagnolm.objective",
+    "Targets": "vocagnolm.objective",
     "objective_loss": "vocagnolm.objective",
     "Recipe": "vocagnolm.recipe",
     "load_recipe": "vocagnolm.recipe",
@@ -37,7 +38,7 @@ _PUBLIC = {
 }
 
 if TYPE_CHECKING:
-    from vocagnolm.align import (
+    from vocagnolm.alignment import (
         Alignment,
         TextTokenizer,
         TokenSpans,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     )
     from vocagnolm.errors import VocagnolmError
     from vocagnolm.evaluate import Grade, grade
-    from vocagnolm.objective import Head, ObjectiveConfig, objective_loss
+    from vocagnolm.objective import Head, ObjectiveConfig, Targets, objective_loss
     from vocagnolm.recipe import Recipe, load_recipe
     from vocagnolm.score import ScoreSettings, score_corpus
     from vocagnolm.store import LossStore
@@ -68,6 +69,7 @@ __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "grade",
     "Head",
     "ObjectiveConfig",
+    "Targets",
     "objective_loss",
     "Recipe",
     "load_recipe",

@@ -24,6 +24,14 @@ class MissingExtraError(VocagnolmError):
         )
 
 
+class WriteError(VocagnolmError):
+    """A file cannot be written: no room, no right, no such folder."""
+
+
+class BusyError(VocagnolmError):
+    """Another process holds the folder."""
+
+
 class TokenizerError(VocagnolmError):
     """A tokenizer cannot be loaded, or cannot be trusted."""
 
@@ -46,6 +54,12 @@ class BlocksError(VocagnolmError):
 
 class TrainingError(VocagnolmError):
     """A training run cannot start, cannot be resumed, or went wrong."""
+
+
+class StoppedError(VocagnolmError):
+    """A run was asked to stop and did, with all it has made kept."""
+
+    exit_code = 143  # 128 + SIGTERM, as shells and schedulers write it
 
 
 class ModelError(VocagnolmError):

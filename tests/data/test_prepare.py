@@ -3,6 +3,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 from training_kit import make_lab, recipe_dict, save_tokenizer, write_corpus, write_store
 
-from vocagnolm.align import align, carry, load_tokenizer
+from vocagnolm.alignment import align, carry, load_tokenizer
 from vocagnolm.data.blocks import Blocks, TrainingOrder
+from vocagnolm.data.identity import student_tokenizer
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError
 from vocagnolm.recipe import recipe_from_dict
@@ -59,14 +61,14 @@ def test_blocks_equal_the_document_by_document_reference(lab, tmp_path, how):
         texts, folder / "student", LossStore.open(folder / "store"), how, eos
     )
     blocks = Blocks(tmp_path / "b", 32)
-    assert blocks.tokens == len(ids) and len(blocks) == len(ids) // 32
+    assert blocks.tokens == len(ids) and len(blocks) == (len(ids) - 1) // 32
     assert len(manifest["parts"]) == 4  # so blocks cross part borders
     got = [blocks[i] for i in range(len(blocks))]
-    whole = len(blocks) * 32
-    np.testing.assert_array_equal(np.concatenate([b["input_ids"] for b in got]), ids[:whole])
-    np.testing.assert_array_equal(
-        np.concatenate([b["guidance"] for b in got]).astype(np.float16), guidance[:whole]
-    )
+    # 32 tokens are predicted; each block begins with the last token of the one before
+    for index, block in enumerate(got):
+        window = slice(32 * index, 32 * index + 33)
+        np.testing.assert_array_equal(block["input_ids"], ids[window])
+        np.testing.assert_array_equal(block["guidance"].astype(np.float16), guidance[window])
     summary = manifest["summary"]
     assert summary["documents"] == len(texts) and summary["separators"] == len(texts)
     assert summary["mapped"] == int((~np.isnan(guidance)).sum())
@@ -137,9 +139,9 @@ def test_other_settings_are_refused_and_named(lab, tmp_path):
     folder, _ = lab
     base = {"blocks": str(tmp_path / "b")}
     prepare(recipe_from_dict(recipe_dict(folder, data=base)))
-    with pytest.raises(BlocksError, match="aggregation: 'max' -> 'mean'"):
+    with pytest.raises(BlocksError, match=r"objective.aggregation: max in the blocks, mean now"):
         prepare(recipe_from_dict(recipe_dict(folder, data=base, objective={"aggregation": "mean"})))
-    with pytest.raises(BlocksError, match="eos: 0 -> None"):
+    with pytest.raises(BlocksError, match=r"data.eos: token 0 in the blocks, None now"):
         prepare(recipe_from_dict(recipe_dict(folder, data={**base, "eos": None})))
     # a method that needs less may share them
     prepare(recipe_from_dict(recipe_dict(folder, data=base, objective={"method": "cpt"})))
@@ -257,7 +259,7 @@ def test_block_text_and_spans_are_exact(lab, tmp_path):
     joined = b""
     for index in range(len(blocks)):
         text, spans = blocks.text(index)
-        joined += text
+        joined += text[spans[1 if index else 0, 0] :]  # its first token ended the block before
         for token, (start, end) in zip(blocks[index]["input_ids"], spans, strict=True):
             expected = tokenizer.bytes_of(int(token)) if tokenizer.token(token) != "<end>" else b""
             assert text[start:end] == expected
@@ -274,11 +276,11 @@ def test_chunk_guidance_is_the_mean_of_the_teacher_chunk(lab, tmp_path):
     store = LossStore.open(folder / "store")
     everything = np.concatenate([store[i][1] for i in range(len(store))])
     starts = np.cumsum([0, *(int(p["tokens"]) for p in blocks.manifest["parts"])])
-    checked = 0
+    checked = separators = 0
     for index in range(len(blocks)):
-        if ((starts > index * 32) & (starts < index * 32 + 32)).any():
+        if ((starts > index * 32) & (starts < index * 32 + 33)).any():
             continue  # crosses a part: the ranges of two parts do not share one numbering
-        ranges = blocks.read("teacher_range", index * 32, index * 32 + 32)
+        ranges = blocks.read("teacher_range", index * 32 + 1, index * 32 + 33)
         mapped = ranges[ranges[:, 0] >= 0]
         part = int(np.searchsorted(starts, index * 32, side="right")) - 1
         origin = sum(len(store[d][0]) for d in range(16 * part))
@@ -287,11 +289,28 @@ def test_chunk_guidance_is_the_mean_of_the_teacher_chunk(lab, tmp_path):
         for chunk in range(4):
             low, high = len(behind) * chunk // 4, len(behind) * (chunk + 1) // 4
             expected = behind[low:high].mean()
-            # positions 8c..8c+7 predict tokens 8c+1..8c+8
+            # positions 8c..8c+7 predict tokens 8c+1..8c+8; what has no text has no guidance
             values = guidance[8 * chunk + 1 : 8 * chunk + 9]
-            np.testing.assert_allclose(values, expected, rtol=1e-3)
+            has_text = ranges[8 * chunk : 8 * chunk + 8, 0] >= 0
+            np.testing.assert_allclose(values[has_text], expected, rtol=1e-3)
+            assert np.isnan(values[~has_text]).all()
+            separators += int((~has_text).sum())
         checked += 1
-    assert checked > 5
+    assert checked > 5 and separators > 5
+
+
+def test_blocks_tell_the_mean_of_the_teachers_own_tokens(lab, tmp_path):
+    folder, _ = lab
+    tree = recipe_dict(folder, data={"blocks": str(tmp_path / "b")}, objective={"unmapped": "mean"})
+    prepare(recipe_from_dict(tree))
+    blocks = Blocks(tmp_path / "b", 32, teacher_sums=True)
+    store = LossStore.open(folder / "store")
+    losses = np.concatenate([store[i][1] for i in range(16)])  # the first part's documents
+    ranges = blocks.read("teacher_range", 0, 33)
+    behind = losses[ranges[ranges[:, 0] >= 0, 0].min() : ranges[:, 1].max() + 1]
+    total, count = blocks[0]["teacher_sums"]
+    assert count == len(behind)
+    assert total == pytest.approx(behind.astype(np.float16).astype(float).sum())
 
 
 def test_order_is_a_permutation_per_epoch_and_depends_on_the_seed(lab, tmp_path):
@@ -313,5 +332,40 @@ def test_order_is_a_permutation_per_epoch_and_depends_on_the_seed(lab, tmp_path)
 def test_too_small_a_corpus_says_so(lab, tmp_path):
     folder, _ = lab
     prepare(recipe_from_dict(recipe_dict(folder, data={"blocks": str(tmp_path / "b")})))
-    with pytest.raises(BlocksError, match="fewer than one block"):
+    with pytest.raises(BlocksError, match="a block of 10,000,000 needs"):
         Blocks(tmp_path / "b", 10_000_000)
+
+
+def test_the_students_revision_is_that_of_its_tokenizer_too(lab, monkeypatch):
+    folder, _ = lab
+    asked = []
+
+    def load(source, **options):
+        asked.append((source, options))
+        return load_tokenizer(str(folder / "student"))
+
+    monkeypatch.setattr("vocagnolm.data.identity.load_tokenizer", load)
+    tree = recipe_dict(folder, student={"model": "owner/name", "revision": "v2", "tokenizer": None})
+    recipe = recipe_from_dict(tree)
+    student_tokenizer(recipe)
+    recipe.student.tokenizer = "owner/other"
+    student_tokenizer(recipe)
+    assert asked == [("owner/name", {"revision": "v2"}), ("owner/other", {"revision": None})]
+
+
+def test_blocks_begin_documents_as_the_tokenizer_says(lab, tmp_path):
+    """`data.bos: auto` is the same rule as in scoring and evaluation, whatever files say it."""
+    folder, texts = lab
+    student = shutil.copytree(folder / "student", tmp_path / "student")
+    settings = json.loads((student / "tokenizer_config.json").read_text())
+    settings |= {"add_bos_token": True, "bos_token": "<end>"}
+    (student / "tokenizer_config.json").write_text(json.dumps(settings))
+    tree = recipe_dict(
+        folder, student={"tokenizer": str(student)}, data={"blocks": str(tmp_path / "b")}
+    )
+    manifest = prepare(recipe_from_dict(tree))
+    assert manifest["summary"]["separators"] == 2 * len(texts)
+    prefix = load_tokenizer(student).prefix_ids
+    ids = Blocks(tmp_path / "b", 32).read("ids", 0, manifest["tokens"])
+    starts, _ = Blocks(tmp_path / "b", 32)._document_table()
+    assert (ids[starts] == prefix[0]).all()

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from vocagnolm.align import align, load_tokenizer, shares
+from vocagnolm.alignment import align, load_tokenizer, shares
 from vocagnolm.demo import corpus, students, verdict
 from vocagnolm.demo.answers import exact_share, read_answer
 from vocagnolm.demo.problems import draw_problem

@@ -1,18 +1,21 @@
+import hashlib
+
 import pytest
 from evaluation_kit import ROWS, write_rows
 
-from vocagnolm.errors import BenchmarkError
+from vocagnolm.errors import BenchmarkError, UsageError
+from vocagnolm.evaluate import grade
 from vocagnolm.evaluate.benchmarks import SOURCES, load_examples, split_options
 from vocagnolm.evaluate.fewshot import shots_of
-from vocagnolm.evaluate.grading import grade
 from vocagnolm.evaluate.render import TASK_FOLDER, read_requests, render, spread, write_requests
-from vocagnolm.evaluate.suite import AVERAGES, TASKS, tasks_named
+from vocagnolm.evaluate.suite import AVERAGES, SUITES, TASKS, task_named, tasks_named
 
 
 def test_every_format_is_read(benchmarks):
     examples = {name: load_examples(name, benchmarks) for name in TASKS}
     golds = {name: [e.gold for e in listed] for name, listed in examples.items()}
     assert golds["gsm8k"] == ["2", "3", "4", "5", "6"]
+    assert golds["math500"] == ["2", "\\frac{1}{2}"]
     assert golds["math"] == ["2", "\\frac{1}{2}", "[2,\\infty)"]
     assert golds["svamp"] == ["145.0", "3.0"]
     assert golds["asdiv"] == ["9 (apples)", "Yes"]  # the row with two answers is left out
@@ -117,7 +120,7 @@ def test_worked_examples_follow_the_protocol(task):
 def test_prompts_of_the_suite(benchmarks):
     requests = render(tasks_named(None), benchmarks=benchmarks)
     assert {name: len(listed) for name, listed in requests.items()} == {
-        "gsm8k": 5, "math": 3, "svamp": 2, "asdiv": 2, "mawps": 1, "tabmwp": 2, "mathqa": 3,
+        "gsm8k": 5, "math500": 2, "svamp": 2, "asdiv": 2, "mawps": 1, "tabmwp": 2, "mathqa": 3,
         "mmlu_stem": 2, "sat": 2, "gsm_hard": 1,
     }  # fmt: skip
     for name, listed in requests.items():
@@ -131,8 +134,51 @@ def test_prompts_of_the_suite(benchmarks):
     word = requests["gsm8k"][0].prompt
     assert "So there must have been 21 - 15 = 6. The answer is 6.\n\n\nQuestion: If there" in word
     assert word.endswith("Question: Tom has 0 apples and buys 2. How many has he?\nAnswer:")
-    assert "Final Answer: The final answer is $24$. I hope" in requests["math"][0].prompt
+    assert "Final Answer: The final answer is $24$. I hope" in requests["math500"][0].prompt
     assert "Final Answer: The final answer is (D).\n\n\nProblem:" in requests["sat"][0].prompt
+
+
+# of the harness's prompt files (prompts/cot at dcfa46a), which are not ours to carry
+HARNESS_EXAMPLES = {
+    "gsm8k": "f7b267f942be471e4ea8013cdba4c4df3cad1f969774c073e9165c568043a7b8",
+    "math500": "6637ad6e3ece303c059196bebdc3607ab9f617f4a57f73ac44afeb7f4320c829",
+    "mmlu_stem": "c5e61e1f80bbf4b08d60db5abaa55dcdc1a211093ce33e2a591ae9647bf8907a",
+}
+
+
+def test_the_papers_prompts_are_those_of_its_harness(benchmarks):
+    requests = render(tasks_named("gsm8k,math500,math,mmlu_stem,sat"), benchmarks=benchmarks,
+                      protocol="paper")  # fmt: skip
+    for task, digest in HARNESS_EXAMPLES.items():
+        examples = requests[task][0].prompt.rpartition("\n\n\n")[0]
+        assert hashlib.sha256(examples.encode()).hexdigest() == digest
+    assert requests["sat"][0].prompt.endswith("\n(A) $f(-6)=0$ (B) $f(6)$ (C) 3 (D) 4\nSolution:")
+    listed = [request for some in requests.values() for request in some]
+    assert {(r.protocol, r.max_new_tokens) for r in listed} == {("paper", 1024)}
+
+
+def test_the_papers_questions_where_they_differ(tmp_path):
+    tabmwp = {"1": {"question": "Is it?", "choices": ["True", "False"], "answer": "False",
+                    "table_title": None, "table": "a | b"}}  # fmt: skip
+    write_rows(tmp_path, "tabmwp/problems_test1k.json", tabmwp)
+    mathqa = {"problem": "x ?", "options": "a ) 1 , 200 , b ) 2", "correct": "b"}
+    write_rows(tmp_path, "mathqa/test.jsonl", [mathqa])
+    ends = {
+        ("tabmwp", "strict"): "['True', 'False']",
+        ("tabmwp", "paper"): "['True', 'False'] (True or False)",
+        ("mathqa", "strict"): "(A) 1 , 200, (B) 2",
+        ("mathqa", "paper"): "(A) 1, 200, (B) 2",
+    }
+    for (task, protocol), end in ends.items():
+        (example,) = load_examples(task, tmp_path, protocol)
+        assert example.question.endswith(end)
+
+
+def test_what_the_paper_has_not_is_refused():
+    with pytest.raises(UsageError, match="leave --choices likelihood"):
+        render(tasks_named("sat"), protocol="paper", choices="likelihood")
+    with pytest.raises(UsageError, match="strict or paper, not 'loose'"):
+        render(tasks_named("sat"), protocol="loose")
 
 
 def test_options_by_likelihood(benchmarks):
@@ -157,6 +203,13 @@ def test_requests_travel_as_jsonl(benchmarks, tmp_path):
     assert read_requests(tmp_path / "requests.jsonl") == listed
 
 
+def test_math_is_math_500_in_the_suite():
+    assert "math500" in SUITES["math"] and "math" not in SUITES["math"]
+    for name in ("MATH-500", "math_oai", "minerva_math"):
+        assert task_named(name).name == "math500"
+    assert task_named("math").title == "MATH-5000"
+
+
 def test_the_suite_is_a_group_of_lm_eval(benchmarks, monkeypatch):
     from lm_eval.tasks import TaskManager
 
@@ -164,6 +217,17 @@ def test_the_suite_is_a_group_of_lm_eval(benchmarks, monkeypatch):
     manager = TaskManager(include_path=TASK_FOLDER, include_defaults=False)
     loaded = manager.load(["vocagnolm_math_suite"])["tasks"]
     assert set(loaded) == {TASKS[name].lm_eval_name for name in AVERAGES["avg"]}
+
+
+@pytest.mark.parametrize(("protocol", "correct"), [("strict", 0.0), ("paper", 1.0)])
+def test_lm_eval_alone_knows_the_protocols(benchmarks, protocol, correct):
+    from lm_eval.tasks import TaskManager
+
+    metadata = {"benchmarks": str(benchmarks), "protocol": protocol}
+    manager = TaskManager(include_path=TASK_FOLDER, include_defaults=False, metadata=metadata)
+    task = manager.load(["vocagnolm_gsm8k"])["tasks"]["vocagnolm_gsm8k"]
+    graded = task.process_results(task.test_docs()[0], ["It is 3, or 2, or so"])
+    assert graded == {"correct": correct, "no_answer": 1.0 - correct}
 
 
 def test_the_hub_names_the_options_of_sat_otherwise(monkeypatch):

@@ -102,15 +102,16 @@ def test_other_architectures(name, tmp_path):
 def test_stop_strings_cut_each_row_on_its_own(loaded):
     files, model = loaded
     generator = Generator(model, files, 5)
-    whole = answers(generator)
+    (all_whole,) = generator.generate(PROMPTS, stop=(), max_new_tokens=NEW_TOKENS)
+    whole = dict(all_whole)
     # a piece from the middle of one answer, over a token boundary
-    stop = re.findall(r"[ -~]{4}", whole[1])[-1][:3]
+    stop = re.findall(r"[ -~]{4}", whole[1].output)[-1][:3]
     (found,) = generator.generate(PROMPTS, stop=[stop], max_new_tokens=NEW_TOKENS)
     generator.close()
     for index, answer in found:
-        assert answer.output == whole[index].split(stop)[0]
+        assert answer.output == whole[index].output.split(stop)[0]
         # those that the limit broke off are known
-        assert answer.complete == (stop in whole[index])
+        assert answer.complete == (stop in whole[index].output or whole[index].complete)
     assert {answer.complete for _, answer in found} == {True, False}
 
 
@@ -134,6 +135,16 @@ def test_prompts_that_do_not_fit_lose_their_beginning(tmp_path):
     assert generator.truncated_prompts == 1
     assert len(answers(generator, [SHARED * 3, "short"])) == 2
     generator.close()
+
+
+def test_a_long_limit_does_not_shorten_the_prompt(tmp_path):
+    files = open_model(make_model(tmp_path, context=600), device="cpu")
+    generator = Generator(files.load(), files, 1)
+    generator._ends = set()  # write to the end
+    (((_, answer),),) = generator.generate([SHARED], stop=(), max_new_tokens=1024)
+    generator.close()
+    assert generator.truncated_prompts == 0 and answer.complete is False
+    assert answer.output
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 20])

@@ -4,6 +4,8 @@ import json
 import logging
 import math
 import random
+import shutil
+from dataclasses import fields
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.errors import EvaluationError, UsageError
-from vocagnolm.evaluate import averages, compare_runs, evaluate
+from vocagnolm.evaluate import averages, compare_runs, evaluate, grade
 from vocagnolm.evaluate import generate as generation
 from vocagnolm.evaluate.bits import bits_per_byte
 from vocagnolm.evaluate.compare import (
@@ -22,11 +24,12 @@ from vocagnolm.evaluate.compare import (
     paired_difference,
 )
 from vocagnolm.evaluate.results import Record, RunFolder, score_records
-from vocagnolm.evaluate.suite import TASKS, average_stderrs
+from vocagnolm.evaluate.settings import Engine, Keywords, Questions
+from vocagnolm.evaluate.suite import SUITES, average_stderrs
 from vocagnolm.model import open_model
 
 PAPER_CPT = {
-    "gsm8k": 6.8, "math": 4.2, "svamp": 22, "asdiv": 36.4, "mawps": 47.1, "tabmwp": 16.5,
+    "gsm8k": 6.8, "math500": 4.2, "svamp": 22, "asdiv": 36.4, "mawps": 47.1, "tabmwp": 16.5,
     "mathqa": 12.3, "mmlu_stem": 23.2, "sat": 15.6,
 }  # fmt: skip
 
@@ -45,7 +48,7 @@ def test_averages_are_those_of_the_paper():
         "avg_dagger": 21.5,
         "avg_double_dagger": 21.1,
     }
-    assert averages(PAPER_CPT | {"gsm_hard": 99.0}) == found
+    assert averages(PAPER_CPT | {"gsm_hard": 99.0, "math": 99.0}) == found
     without_sat = averages({k: v for k, v in PAPER_CPT.items() if k != "sat"})
     assert without_sat["avg"] is None
     assert without_sat["avg_double_dagger"] == found["avg_double_dagger"]
@@ -74,12 +77,15 @@ def test_results_have_the_promised_form(finished):
     out, evaluation = finished
     values = json.loads((out / "evaluation/results.json").read_text())
     assert values == evaluation.to_json()
-    assert list(values) == ["tasks", "avg", "avg_dagger", "avg_double_dagger", "bits_per_byte"]
-    assert list(values["tasks"]) == list(TASKS)
+    assert list(values) == [
+        "protocol", "tasks", "avg", "avg_dagger", "avg_double_dagger", "bits_per_byte",
+    ]  # fmt: skip
+    assert values["protocol"] == "strict"
+    assert tuple(values["tasks"]) == SUITES["math"]
     for task in values["tasks"].values():
         assert list(task) == ["score", "stderr", "n", "no_answer"]
     assert values["avg"] is not None and values["bits_per_byte"] is None
-    for name in TASKS:
+    for name in SUITES["math"]:
         for line in (out / f"evaluation/outputs/{name}.jsonl").read_text().splitlines():
             assert list(json.loads(line)) == [
                 "index", "prompt", "output", "extracted", "gold", "correct", "complete",
@@ -114,7 +120,7 @@ def test_resume_by_example_gives_the_same_bytes(
                     file.write(b'{"index": 4, "out')
             raise KeyboardInterrupt
 
-    options = {"tasks": "gsm8k,math,sat", "benchmarks": benchmarks, **QUICK}
+    options = {"tasks": "gsm8k,math500,sat", "benchmarks": benchmarks, **QUICK}
     monkeypatch.setattr(RunFolder, "add_answers", killed)
     with pytest.raises(KeyboardInterrupt):
         evaluate(model_folder, out=tmp_path, **options)
@@ -128,8 +134,8 @@ def test_resume_by_example_gives_the_same_bytes(
         lambda self, batch, *rest: computed.append(batch) or answer(self, batch, *rest),
     )
     evaluate(model_folder, out=tmp_path, **options)
-    assert sum(map(len, computed)) == 10 - 4
-    for name in ("gsm8k", "math", "sat"):
+    assert sum(map(len, computed)) == 9 - 4
+    for name in ("gsm8k", "math500", "sat"):
         kept_file = f"evaluation/outputs/{name}.jsonl"
         assert (tmp_path / kept_file).read_bytes() == (out / kept_file).read_bytes()
     assert not list(tmp_path.rglob("*.partial.jsonl"))
@@ -154,6 +160,57 @@ def test_another_evaluation_is_not_mixed_in(finished, model_folder, other_model_
     with pytest.raises(EvaluationError, match="model: "):
         evaluate(other_model_folder, **options)
     assert files_of(out) == before
+
+
+def test_the_two_protocols_are_not_mixed(model_folder, benchmarks, text, tmp_path):
+    options = {"tasks": "gsm8k", "benchmarks": benchmarks, "out": tmp_path} | QUICK
+    evaluate(model_folder, text=[text[0]], out=tmp_path, **QUICK)  # of no protocol
+    assert evaluate(model_folder, protocol="paper", **options).protocol == "paper"
+    before = files_of(tmp_path)
+    with pytest.raises(EvaluationError, match="protocol: 'paper' there, 'strict' now") as error:
+        evaluate(model_folder, **options)
+    assert str(tmp_path) in str(error.value)
+    # text may still be added
+    assert evaluate(model_folder, text=[text[0]], out=tmp_path, **QUICK).protocol == "paper"
+    assert files_of(tmp_path) == before
+    settings = json.loads((tmp_path / "evaluation/settings.json").read_text())
+    assert settings["settings"]["protocol"] == "paper"
+
+
+def test_a_folder_from_before_the_protocols_is_strict(finished, model_folder, benchmarks, tmp_path):
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    for name, place in (("settings", ("settings",)), ("results", ())):
+        path = tmp_path / f"evaluation/{name}.json"
+        values = inner = json.loads(path.read_text())
+        for key in place:
+            inner = inner[key]
+        del inner["protocol"]
+        path.write_text(json.dumps(values))
+    options = {"benchmarks": benchmarks, "out": tmp_path} | QUICK
+    with pytest.raises(EvaluationError, match="protocol: 'strict' there, 'paper' now"):
+        evaluate(model_folder, protocol="paper", **options)
+    assert evaluate(model_folder, **options) == finished[1]
+
+
+def test_the_paper_takes_the_last_number_of_any_output(model_folder, benchmarks, tmp_path):
+    evaluate(model_folder, tasks="gsm8k", benchmarks=benchmarks, out=tmp_path, protocol="paper",
+             device="cpu", max_new_tokens=40)  # fmt: skip
+    for record in RunFolder(tmp_path).records("gsm8k"):
+        graded = grade("gsm8k", record.output, record.gold, protocol="paper")
+        assert (record.correct, record.extracted) == (graded.correct, graded.extracted)
+
+
+def test_settings_in_groups_or_one_by_one(model_folder, benchmarks):
+    names = {f.name for group in (Questions, Engine) for f in fields(group)}
+    assert names == set(Keywords.__annotations__)
+    asked = Questions(tasks="svamp", benchmarks=benchmarks, limit=1, max_new_tokens=8)
+    grouped = evaluate(model_folder, asked, Engine(device="cpu", batch_size=2))
+    assert grouped == evaluate(
+        model_folder, tasks=["svamp"], benchmarks=benchmarks, limit=1, **QUICK
+    )
+    assert evaluate(model_folder, asked, tasks="mawps", device="cpu").tasks.keys() == {"mawps"}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'task'"):
+        evaluate(model_folder, task="svamp")
 
 
 def test_choices_by_likelihood(model_folder, benchmarks, tmp_path):
@@ -190,7 +247,7 @@ def test_same_scores_through_lm_eval_itself(finished, model_folder, benchmarks, 
     manager = TaskManager(
         include_path=TASK_FOLDER, include_defaults=False, metadata={"benchmarks": str(benchmarks)}
     )
-    names = ["gsm8k", "math", "mathqa"]
+    names = ["gsm8k", "math500", "mathqa"]
     found = simple_evaluate(
         model=model,
         tasks=[f"vocagnolm_{name}" for name in names] + ["vocagnolm_sat_likelihood"],
@@ -294,7 +351,7 @@ def test_average_difference_agrees_with_mcnemar_on_one_task():
     found = average_difference(first, second, ("gsm8k",))
     assert found.difference == pytest.approx(exact.difference)
     assert found.p_value == pytest.approx(exact.p_value, abs=0.02)
-    assert average_difference(first, second, ("gsm8k", "math")) is None
+    assert average_difference(first, second, ("gsm8k", "math500")) is None
 
 
 def test_report_table(finished, other_model_folder, benchmarks, tmp_path):
@@ -311,7 +368,31 @@ def test_report_table(finished, other_model_folder, benchmarks, tmp_path):
     assert len(shown.stdout.splitlines()) == 2 + 10 + 3
     values = json.loads(CliRunner().invoke(app, ["report", str(out), str(other), "--json"]).stdout)
     assert values["runs"][0]["tasks"] == evaluation.to_json()["tasks"]
-    assert set(values["differences"]) == {*TASKS, "avg", "avg_dagger", "avg_double_dagger"}
+    assert set(values["differences"]) == {
+        *SUITES["math"], "avg", "avg_dagger", "avg_double_dagger",
+    }  # fmt: skip
+
+
+def test_report_tells_protocols_apart(finished, model_folder, benchmarks, tmp_path):
+    out, _ = finished
+    evaluate(model_folder, tasks="gsm8k,svamp", benchmarks=benchmarks, out=tmp_path / "other",
+             protocol="paper", **QUICK)  # fmt: skip
+    comparison = compare_runs([out, tmp_path / "other"])
+    heading, *rows = comparison_table(comparison)
+    assert heading == ["task", f"{out.name} (strict)", "other (paper)", "difference", ""]
+    assert all(row[3:] == ["-", ""] for row in rows)
+
+
+def test_report_says_why_an_old_run_has_no_averages(finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "evaluation/results.json"
+    values = json.loads(path.read_text())
+    values["tasks"]["math"] = values["tasks"].pop("math500")
+    path.write_text(json.dumps(values))
+    shown = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert "MATH-5000" in shown.stdout and "AVG" not in shown.stdout
+    assert "--tasks math500" in shown.stderr
+    assert "math500" not in CliRunner().invoke(app, ["report", str(finished[0])]).stderr
 
 
 def test_report_without_an_evaluation(tmp_path):

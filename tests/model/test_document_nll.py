@@ -84,7 +84,7 @@ def naive(model, ids, *, context, stride, prefix):
 def test_equals_the_plain_model(name, prefix):
     model = MODELS[name]()
     ours = NllModel(model, context=48, stride=12, batch_tokens=200, prefix_ids=prefix)
-    assert not ours._through_logits
+    assert ours.form is not None
     texts = documents()
     for ids, found in zip(texts, ours.document_nll(texts), strict=True):
         expected = naive(model, ids, context=48, stride=12, prefix=prefix)
@@ -132,7 +132,7 @@ def test_an_unknown_head_is_noticed_and_scored_through_its_own_logits():
     torch.manual_seed(0)
     model = OddHead(transformers.LlamaConfig(**SMALL)).eval()
     ours = NllModel(model, context=48, stride=12, batch_tokens=200)
-    assert ours._through_logits
+    assert ours.form is None
     texts = documents()
     for ids, found in zip(texts, ours.document_nll(texts), strict=True):
         expected = naive(model, ids, context=48, stride=12, prefix=())

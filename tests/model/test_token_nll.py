@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vocagnolm.model.head import token_nll
+from vocagnolm.model import token_nll
+from vocagnolm.objective import Head
 
 
 def reference(hidden, weight, labels, bias=None, softcap=None, scale=1.0):
@@ -31,7 +32,7 @@ def problem(tokens, rows, size, dtype, spread=1.0):
 @pytest.mark.parametrize("chunk", [None, 1, 64])
 def test_equals_the_reference(dtype, tokens, rows, size, chunk):
     hidden, weight, labels = problem(tokens, rows, size, dtype)
-    found = token_nll(hidden, weight, labels, chunk=chunk)
+    found = token_nll(hidden, Head(weight=weight), labels, chunk=chunk)
     assert found.dtype == torch.float32
     # The inputs are rounded, the arithmetic is not: one tolerance for all three dtypes.
     torch.testing.assert_close(
@@ -47,7 +48,7 @@ def test_bias_softcap_and_scale(dtype, softcap, scale, with_bias):
     hidden, weight, labels = problem(50, 4100, 16, dtype, spread=5.0)
     bias = torch.linspace(-2, 2, 4100).to(dtype) if with_bias else None
     options = {"bias": bias, "softcap": softcap, "scale": scale}
-    found = token_nll(hidden, weight, labels, **options)
+    found = token_nll(hidden, Head(weight=weight, **options), labels)
     expected = reference(hidden, weight, labels, **options)
     torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=1e-5)
 
@@ -55,7 +56,7 @@ def test_bias_softcap_and_scale(dtype, softcap, scale, with_bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_in_the_thousands_do_not_overflow(dtype):
     hidden, weight, labels = problem(20, 3000, 8, dtype, spread=500.0)
-    found = token_nll(hidden, weight, labels)
+    found = token_nll(hidden, Head(weight=weight), labels)
     assert torch.isfinite(found).all()
     torch.testing.assert_close(
         found.double(), reference(hidden, weight, labels), atol=1e-2, rtol=1e-4
@@ -63,7 +64,8 @@ def test_logits_in_the_thousands_do_not_overflow(dtype):
 
 
 def test_no_tokens():
-    assert token_nll(torch.zeros(0, 4), torch.zeros(9, 4), torch.zeros(0, dtype=int)).shape == (0,)
+    head = Head(weight=torch.zeros(9, 4))
+    assert token_nll(torch.zeros(0, 4), head, torch.zeros(0, dtype=int)).shape == (0,)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -81,5 +83,5 @@ def test_logits_of_the_whole_batch_never_exist(dtype):
     tokens, rows, size = 4096, 20_000, 4
     hidden, weight, labels = problem(tokens, rows, size, dtype)
     with LargestTensor() as largest:
-        token_nll(hidden, weight, labels)
+        token_nll(hidden, Head(weight=weight), labels)
     assert largest.numel <= 32 * 2**20 // 4 < tokens * rows / 9

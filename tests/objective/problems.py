@@ -7,7 +7,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from vocagnolm.objective import Head, ObjectiveConfig, Teacher
+from vocagnolm.objective import Head, ObjectiveConfig, Targets, Teacher
 
 NAN = math.nan
 
@@ -19,6 +19,10 @@ class Problem:
     labels: Tensor
     guidance: Tensor
     teacher: Teacher
+
+    @property
+    def targets(self) -> Targets:
+        return Targets(labels_BT=self.labels, guidance_BT=self.guidance)
 
     def fresh(self) -> "Problem":
         """The same numbers as new leaves that want gradients."""

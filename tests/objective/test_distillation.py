@@ -7,8 +7,14 @@ import torch
 from objective.problems import Problem, problem
 
 from vocagnolm.errors import VocagnolmError
-from vocagnolm.objective import Head, ObjectiveConfig, ObjectiveError, Teacher, objective_loss
-from vocagnolm.objective import head as two_phase
+from vocagnolm.objective import (
+    Head,
+    ObjectiveConfig,
+    ObjectiveError,
+    Teacher,
+    objective_loss,
+    two_phase,
+)
 from vocagnolm.objective.distill import kl_rows
 from vocagnolm.objective.wasserstein import by_counting, by_sorting, wasserstein_rows
 
@@ -20,9 +26,7 @@ def small_chunks(monkeypatch):
 
 def run(p: Problem, config: ObjectiveConfig, impl: str):
     p = p.fresh()
-    output = objective_loss(
-        p.hidden, p.head, p.labels, p.guidance, config, impl=impl, teacher=p.teacher
-    )
+    output = objective_loss(p.hidden, p.head, p.targets, config, impl=impl, teacher=p.teacher)
     (2 * output.loss).backward()
     return output, p
 
@@ -49,6 +53,49 @@ def test_chunked_equals_reference(dtype, transform, method, teacher_rows):
             torch.testing.assert_close(mine, theirs, **tolerance)
     for name, value in slow.stats.items():
         torch.testing.assert_close(fast.stats[name], value, check_dtype=False, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("transform", [{}, {"bias": True, "softcap": 6.0, "scale": 0.7}])
+@pytest.mark.parametrize("extra", [0, 3])
+def test_reverse_kl_equals_the_printed_equation(dtype, transform, extra):
+    """Equation 5: cross entropy + KL(student || teacher), 1 : 1, in plain PyTorch."""
+    p = problem(dtype=dtype, teacher_rows=101 + extra, **transform)
+    faint = p.teacher.head.weight.clone()
+    faint[101:] *= 0.0  # rows that only the teacher has
+    bias = torch.zeros(101 + extra, dtype=dtype)
+    bias[101:] = -30.0
+    p = replace(p, teacher=replace(p.teacher, head=Head(weight=faint, bias=bias)))
+    config = ObjectiveConfig(method="kld", kl_direction="reverse", distill_weight=1.0)
+    plain = p.fresh()
+    student = torch.log_softmax(plain.head.logits(plain.hidden), -1)
+    teacher = torch.log_softmax(p.teacher.head.logits(p.teacher.hidden)[..., :101], -1)
+    valid = p.labels != -100
+    divergence = (student.exp() * (student - teacher)).sum(-1)[valid].sum()
+    own = -student.gather(-1, p.labels.clamp(min=0)[..., None])[..., 0][valid].sum()
+    expected = (own + divergence) / valid.sum()
+    (2 * expected).backward()
+    tolerance = {"rtol": 1e-9, "atol": 1e-10} if dtype == torch.float64 else {}
+    for impl in ("reference", "chunked"):
+        output, leaves = run(p, config, impl)
+        torch.testing.assert_close(output.loss, expected, **tolerance)
+        tolerance = tolerance or {"rtol": 1e-4, "atol": 1e-5}
+        for mine, theirs in zip(leaves.gradients(), plain.gradients(), strict=True):
+            if theirs is not None:
+                torch.testing.assert_close(mine, theirs, **tolerance)
+    forward, _ = run(p, replace(config, kl_direction="forward"), "chunked")
+    assert abs(float((forward.loss - output.loss).detach())) > 1e-3
+
+
+@pytest.mark.parametrize("method", ["kld", "uld"])
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+def test_a_teacher_of_which_only_the_logits_are_known(method, impl):
+    p = problem(bias=True)
+    logits = p.teacher.head.logits(p.teacher.hidden)
+    config = ObjectiveConfig(method=method)
+    usual, _ = run(p, config, impl)
+    bare, _ = run(replace(p, teacher=Teacher(hidden=logits, head=None)), config, impl)
+    torch.testing.assert_close(bare.loss, usual.loss)
 
 
 def test_the_same_distribution_is_at_distance_zero():
@@ -157,10 +204,10 @@ def test_a_teacher_is_needed_and_must_fit():
     p = problem()
     config = ObjectiveConfig(method="uld")
     with pytest.raises(ValueError, match="online teacher"):
-        objective_loss(p.hidden, p.head, p.labels, None, config)
+        objective_loss(p.hidden, p.head, p.targets, config)
     shorter = replace(p.teacher, hidden=p.teacher.hidden[:, :-1])
     with pytest.raises(ValueError, match="position_BT"):
-        objective_loss(p.hidden, p.head, p.labels, None, config, teacher=shorter)
+        objective_loss(p.hidden, p.head, p.targets, config, teacher=shorter)
 
 
 def test_nothing_aligned_is_cpt():

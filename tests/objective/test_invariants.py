@@ -1,5 +1,6 @@
 """What must hold between the methods, and however a step is split."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,11 +9,13 @@ import torch.nn.functional as F
 from objective.problems import NAN, Problem, problem
 
 from vocagnolm.objective import (
+    Decided,
     ObjectiveConfig,
     ScoredBatch,
+    Targets,
     objective_loss,
-    select_step,
     student_nll,
+    weigh_step,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -21,7 +24,7 @@ IMPLEMENTATIONS = ["reference", "chunked"]
 
 def loss_of(p: Problem, config: ObjectiveConfig, impl: str = "chunked", **options) -> torch.Tensor:
     return objective_loss(
-        p.hidden, p.head, p.labels, p.guidance, config, impl=impl, teacher=p.teacher, **options
+        p.hidden, p.head, p.targets, config, impl=impl, teacher=p.teacher, **options
     ).loss
 
 
@@ -78,21 +81,19 @@ def test_zero_lambda_is_cpt(impl, method):
 
 def test_stats():
     p = problem()
-    output = objective_loss(
-        p.hidden, p.head, p.labels, p.guidance, ObjectiveConfig(unmapped="exclude")
-    )
+    output = objective_loss(p.hidden, p.head, p.targets, ObjectiveConfig(unmapped="exclude"))
     valid, mapped = p.labels != -100, (p.labels != -100) & ~torch.isnan(p.guidance)
     stats = {name: float(value) for name, value in output.stats.items()}
     nll = output.nll_BT
-    assert stats["loss_all"] == pytest.approx(float(nll[valid].mean()))
-    assert stats["loss_selected"] == pytest.approx(float(nll[output.selected_BT].mean()))
+    assert stats["nll_all"] == pytest.approx(float(nll[valid].mean()))
+    assert stats["nll_kept"] == pytest.approx(float(nll[output.selected_BT].mean()))
     assert stats["mapped_share"] == pytest.approx(float(mapped.sum() / valid.sum()))
-    assert stats["selected_share"] == pytest.approx(float(output.selected_BT.sum() / valid.sum()))
+    assert stats["kept_share"] == pytest.approx(float(output.selected_BT.sum() / valid.sum()))
     excess = (nll - p.guidance)[mapped]
     for name, q in (("excess_p10", 0.1), ("excess_p50", 0.5), ("excess_p90", 0.9)):
         near = torch.quantile(excess, q, interpolation="nearest")
-        assert stats[name] == pytest.approx(float(near), abs=1e-5)
-    assert not any(value.requires_grad for value in output.stats.values())
+        assert stats[name] == pytest.approx(float(near), abs=0.011)
+    assert not output.sums.requires_grad
 
 
 def split(p: Problem, parts: int) -> list[Problem]:
@@ -114,22 +115,18 @@ def step_in(parts: int, p: Problem, config: ObjectiveConfig, impl: str):
     p = p.fresh()
     pieces = split(p, parts)
     losses = [student_nll(x.hidden, x.head, x.labels, impl=impl) for x in pieces]
-    step = select_step(
-        [
-            ScoredBatch(nll_BT=nll, labels_BT=x.labels, guidance_BT=x.guidance)
-            for nll, x in zip(losses, pieces, strict=True)
-        ],
+    step = weigh_step(
+        [ScoredBatch(x.targets, nll) for nll, x in zip(losses, pieces, strict=True)],
         config,
         step=7,
     )
     total = 0.0
-    for nll, x, selected in zip(losses, pieces, step.selected, strict=True):
-        loss = loss_of(
-            x, config, impl, selected_BT=selected, nll_BT=nll, denominator=step.denominator
-        )
+    for nll, x, selected in zip(losses, pieces, step.weights, strict=True):
+        decided = Decided(weights_BT=selected, nll_BT=nll, denominator=step.denominator)
+        loss = loss_of(x, config, impl, decided=decided)
         loss.backward()
         total += float(loss.detach())
-    return total, torch.cat(step.selected), p
+    return total, torch.cat(step.weights), p
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -170,13 +167,15 @@ def test_a_scope_of_all_sequences_is_not_a_scope_of_each():
     """The global selection really looks across micro-batches."""
     nll = torch.tensor([[1.0, 1.0], [5.0, 5.0]])
     batches = [
-        ScoredBatch(nll_BT=row[None], labels_BT=torch.ones(1, 2).long(), guidance_BT=0 * row[None])
+        ScoredBatch(
+            Targets(labels_BT=torch.ones(1, 2).long(), guidance_BT=0 * row[None]), row[None]
+        )
         for row in nll
     ]
-    whole = select_step(batches, ObjectiveConfig(scope="global", keep=0.5))
-    assert torch.cat(whole.selected).tolist() == [[False, False], [True, True]]
-    local = select_step(batches, ObjectiveConfig(scope="batch", keep=0.5))
-    assert torch.cat(local.selected).tolist() == [[True, False], [True, False]]
+    whole = weigh_step(batches, ObjectiveConfig(scope="global", keep=0.5))
+    assert torch.cat(whole.weights).tolist() == [[False, False], [True, True]]
+    local = weigh_step(batches, ObjectiveConfig(scope="batch", keep=0.5))
+    assert torch.cat(local.weights).tolist() == [[True, False], [True, False]]
     assert int(whole.denominator) == int(local.denominator) == 4
 
 
@@ -188,14 +187,13 @@ def test_an_ignored_position_does_not_reach_the_total():
         output = objective_loss(
             p.hidden,
             p.head,
-            p.labels,
-            p.guidance,
+            p.targets,
             ObjectiveConfig(method=method),
             impl="chunked",
             teacher=p.teacher,
         )
         output.loss.backward()
-        assert torch.isfinite(output.loss) and torch.isfinite(output.stats["loss_all"])
+        assert torch.isfinite(output.loss) and math.isfinite(output.stats["nll_all"])
         assert all(g is None or torch.isfinite(g).all() for g in p.gradients())
 
 

@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from vocagnolm.objective import Head, ObjectiveConfig, ScoredBatch, objective_loss, select_step
+from vocagnolm.objective import (
+    Head,
+    ObjectiveConfig,
+    ScoredBatch,
+    Targets,
+    objective_loss,
+    weigh_step,
+)
 
 CONFIGS = [
     ObjectiveConfig(scope="global"),
@@ -38,8 +45,11 @@ def data() -> dict[str, torch.Tensor]:
 
 
 def scored(x: dict[str, torch.Tensor], rows: slice) -> ScoredBatch:
-    return ScoredBatch(
-        nll_BT=x["nll"][rows],
+    return ScoredBatch(targets(x, rows), x["nll"][rows])
+
+
+def targets(x: dict[str, torch.Tensor], rows: slice) -> Targets:
+    return Targets(
         labels_BT=x["labels"][rows],
         guidance_BT=x["guidance"][rows],
         entropy_BT=x["entropy"][rows],
@@ -49,13 +59,7 @@ def scored(x: dict[str, torch.Tensor], rows: slice) -> ScoredBatch:
 def loss(x: dict[str, torch.Tensor], rows: slice, config: ObjectiveConfig):
     weight = x["weight"].clone().requires_grad_()
     output = objective_loss(
-        x["hidden"][rows],
-        Head(weight=weight),
-        x["labels"][rows],
-        x["guidance"][rows],
-        config,
-        step=5,
-        entropy_BT=x["entropy"][rows],
+        x["hidden"][rows], Head(weight=weight), targets(x, rows), config, step=5
     )
     output.loss.backward()
     return output.loss.detach(), weight.grad
@@ -68,10 +72,10 @@ def worker(rank: int, folder: str) -> None:
     for config in CONFIGS:
         # two micro-batches of two sequences a rank, dealt as accelerate deals them
         mine = [slice(2 * rank, 2 * rank + 2), slice(4 + 2 * rank, 6 + 2 * rank)]
-        step = select_step([scored(x, rows) for rows in mine], config, step=5)
+        step = weigh_step([scored(x, rows) for rows in mine], config, step=5)
         results.append(
             {
-                "selected": list(zip([r.start for r in mine], step.selected, strict=True)),
+                "selected": list(zip([r.start for r in mine], step.weights, strict=True)),
                 "denominator": step.denominator,
                 # one micro-batch of four: the door exchanges the counts itself
                 "loss": loss(x, slice(4 * rank, 4 * rank + 4), config),
@@ -91,13 +95,13 @@ def two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("which", range(len(CONFIGS)), ids=lambda i: f"{CONFIGS[i].method}{i}")
 def test_two_processes_select_what_one_does(two_ranks, which):
     x, config = data(), CONFIGS[which]
-    one = select_step([scored(x, slice(0, B))], config, step=5)
+    one = weigh_step([scored(x, slice(0, B))], config, step=5)
     together = torch.zeros(B, T, dtype=torch.bool)
     for results in two_ranks:
         assert int(results[which]["denominator"]) == int(one.denominator)
         for first, selected in results[which]["selected"]:
             together[first : first + 2] = selected
-    assert torch.equal(together, one.selected[0])
+    assert torch.equal(together, one.weights[0])
     if config.scope == "global":
         alone_loss, alone_gradient = loss(x, slice(0, B), config)
         losses, gradients = zip(*(results[which]["loss"] for results in two_ranks), strict=True)

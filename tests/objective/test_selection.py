@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective.problems import NAN, obvious_k, obvious_selection
 
-from vocagnolm.objective import ObjectiveConfig, ScoredBatch, select, select_step
+from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select, weigh_step
 from vocagnolm.objective.ranks import Ranks
 from vocagnolm.objective.selection import float_key, kept, kth_largest, random_key
 
@@ -31,11 +31,11 @@ def batches(draw: st.DrawFn) -> tuple[list, list, list]:
 
 
 def scored(nll: list, guidance: list | None, valid: list) -> ScoredBatch:
-    return ScoredBatch(
-        nll_BT=torch.tensor(nll),
+    targets = Targets(
         labels_BT=torch.where(torch.tensor(valid), 1, -100),
         guidance_BT=None if guidance is None else torch.tensor(guidance),
     )
+    return ScoredBatch(targets, torch.tensor(nll))
 
 
 @settings(max_examples=150, deadline=None)
@@ -50,8 +50,8 @@ def test_matches_the_definition(batch, keep, unmapped, scope):
     expected = obvious_selection(*batch, config)
     assert select(scored(*batch), config).tolist() == expected
     if scope == "batch":
-        whole = select_step([scored(*batch)], replace(config, scope="global"))
-        assert whole.selected[0].tolist() == expected
+        whole = weigh_step([scored(*batch)], replace(config, scope="global"))
+        assert whole.weights[0].bool().tolist() == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -154,17 +154,29 @@ def test_chunks_are_equal_up_to_one_token(T, n):
     assert select(batch, replace(config, keep=1.0)).all()
 
 
+@pytest.mark.parametrize("scope", ["sequence", "batch", "global"])
+def test_the_unmapped_compete_with_the_mean_of_the_teachers_own_tokens(scope):
+    """Ten teacher tokens of 0.1 nats behind one student token of 1 nat: the mean over teacher
+    tokens is 0.1, over guidance 1. As printed, the unmapped compete with the first."""
+    nll, guidance = [[2.0, 1.9]], [[1.0, NAN]]
+    batch = scored(nll, guidance, [[True, True]])
+    sums = torch.tensor([[1.0, 10.0]], dtype=torch.float64)
+    with_sums = replace(batch, targets=replace(batch.targets, teacher_sums_B2=sums))
+    config = ObjectiveConfig(unmapped="mean", keep=0.5, scope=scope)
+    chosen = [weigh_step([b], config).weights[0].bool().tolist() for b in (batch, with_sums)]
+    assert chosen == [[[True, False]], [[False, True]]]
+
+
 def test_entropy_removes_the_uncertain_before_the_excess_decides():
-    batch = replace(
-        scored([[9.0, 8.0, 7.0, 1.0, 0.0]], [[0.0] * 5], [[True] * 5]),
-        entropy_BT=torch.tensor([[3.0, 0.1, 0.2, 2.0, 0.0]]),
-    )
+    batch = scored([[9.0, 8.0, 7.0, 1.0, 0.0]], [[0.0] * 5], [[True] * 5])
+    certain = torch.tensor([[3.0, 0.1, 0.2, 2.0, 0.0]])
+    blank, batch = batch, replace(batch, targets=replace(batch.targets, entropy_BT=certain))
     config = ObjectiveConfig(method="rho1", entropy_keep=0.6)
     assert select(batch, config).tolist() == [[False, True, True, False, False]]
     same = select(batch, replace(config, entropy_keep=1.0))
     assert torch.equal(same, select(batch, replace(config, entropy_keep=None)))
     with pytest.raises(ValueError, match="entropy_BT"):
-        select(replace(batch, entropy_BT=None), config)
+        select(blank, config)
 
 
 def test_no_teacher_ranks_by_the_student_s_loss():

@@ -7,8 +7,7 @@ import pytest
 import torch
 from objective.problems import problem
 
-from vocagnolm.objective import ObjectiveConfig, objective_loss, rows
-from vocagnolm.objective import head as two_phase
+from vocagnolm.objective import ObjectiveConfig, objective_loss, rows, two_phase
 from vocagnolm.objective.rows import Transform
 
 triton_rows = pytest.importorskip("vocagnolm.objective.triton_rows", exc_type=ImportError)
@@ -56,7 +55,7 @@ def test_fused_head_equals_chunked(method, options, dtype, monkeypatch):
     for impl in ("chunked", "fused"):
         p = problem(dtype=dtype, device=DEVICE, **options).fresh()
         config = ObjectiveConfig(method=method)
-        loss = objective_loss(p.hidden, p.head, p.labels, p.guidance, config, impl=impl).loss
+        loss = objective_loss(p.hidden, p.head, p.targets, config, impl=impl).loss
         loss.backward()
         results.append([loss.detach(), *(g for g in p.gradients() if g is not None)])
     for a, b in zip(*results, strict=True):

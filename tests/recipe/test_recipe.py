@@ -1,18 +1,22 @@
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from vocagnolm.errors import RecipeError
-from vocagnolm.recipe import SECTIONS, load_recipe, recipe_difference, recipe_from_dict
+from vocagnolm.methods import METHODS, MethodName
+from vocagnolm.recipe import Recipe, load_recipe, recipe_difference, recipe_from_dict
 from vocagnolm.recipe.reference import markdown_reference
+from vocagnolm.recipe.shipped import FOLDER, shipped_recipes
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted((ROOT / "recipes").rglob("*.yaml"))
-COMPLETE = ROOT / "recipes" / "paper" / "qwen2.5-math-instruct.yaml"
+SHIPPED = list(shipped_recipes())
+PAPER = [name for name in SHIPPED if name.startswith("paper/")]
+COMPLETE = FOLDER / "paper.yaml"
+SECTIONS = {name: entry.annotation for name, entry in Recipe.model_fields.items()}
 
 
 def write(path: Path, text: str) -> Path:
@@ -58,20 +62,32 @@ def test_overrides_and_yaml_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("objective.kepe=0.4", "unknown key in section 'objective': 'kepe'. Did you mean 'keep'"),
-        ("objectve.keep=0.4", "unknown section: 'objectve'. Did you mean 'objective'"),
+        ("objective.kepe=0.4", "unknown key 'kepe' in objective. Did you mean 'keep'"),
+        ("objectve.keep=0.4", "unknown key 'objectve'. Did you mean 'objective'"),
         ("objective.method=guide", "expected one of cpt, guided"),
         ("train.micro_batch=2.5", "expected a whole number"),
         ("train.bf16=yes please", "expected true or false"),
         ("train.micro_batch=true", "expected a whole number"),
         ("corpus.files=a.jsonl", "expected a list"),
         ("optimizer.learning_rate=fast", "expected a number"),
-        ("keep=1", "section.key=value"),
+        ("keep=1", "unknown key 'keep'"),
+        ("objective.keep", "section.key, found 'objective.keep'"),
         ("run.seed=[", "not a YAML value"),
+        ("run.seed.deep=1", "'seed' is 3, there are no keys below it"),
+        ("run.seed=-1", "run.seed is -1, expected a whole number of at least 0"),
+        ("optimizer.learning_rate=.nan", "is nan, expected a number above 0"),
+        ("optimizer.beta1=2", "expected a number of at least 0 and below 1"),
+        ("data.block_size=1", "expected a whole number of at least 2"),
+        ("train.epochs=.inf", "expected a number above 0"),
+        ("data.part_documents=0", "at least 1"),
+        ("corpus.limit_documents=0", "at least 1 or null"),
+        ("train.loader_workers=-1", "at least 0"),
+        ("student.attention=nope", "expected one of eager, sdpa"),
+        ("data.extra_columns=[txt]", "expected one of text, teacher_losses"),
     ],
 )
 def test_wrong_keys_and_values_are_named(tmp_path, override, message):
-    path = write(tmp_path / "r.yaml", "{}")
+    path = write(tmp_path / "r.yaml", "run: {seed: 3}")
     with pytest.raises(RecipeError) as error:
         load_recipe(path, [override])
     assert message in str(error.value)
@@ -80,10 +96,12 @@ def test_wrong_keys_and_values_are_named(tmp_path, override, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("- a\n- b\n", "must hold sections"),
-        ("train: 5\n", "must hold keys"),
+        ("- a\n- b\n", "must hold keys"),
+        ("train: 5\n", "train is 5, expected a mapping"),
         ("a: b: c\n", "not valid YAML"),
-        ("extends: [a]\n", "names one recipe file"),
+        ("extends: [a]\n", "names one file"),
+        ("[" * 5000, "not valid YAML"),
+        ("extends: paper/cpd\n", "Did you mean 'paper/cpt'"),
     ],
 )
 def test_files_that_are_no_recipe(tmp_path, content, message):
@@ -102,35 +120,83 @@ def test_a_resolved_recipe_reads_back_as_itself(tmp_path):
     assert recipe_difference(recipe, other, frozenset({"objective.keep"})) == []
 
 
+def test_a_file_that_is_not_text_is_no_recipe(tmp_path):
+    (tmp_path / "r.yaml").write_bytes(b"run: {folder: '\xff'}")
+    with pytest.raises(RecipeError, match="not valid YAML"):
+        load_recipe(tmp_path / "r.yaml")
+
+
+def test_every_method_has_its_row():
+    assert tuple(METHODS) == get_args(MethodName)
+
+
 def test_sections_are_small():
-    assert all(len(fields(section)) < 15 for section in SECTIONS.values())
+    assert all(len(section.model_fields) <= 15 for section in SECTIONS.values())
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_shipped_recipes_are_valid(path):
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipes_are_valid(name):
     from vocagnolm.train.schedule import plan_schedule
     from vocagnolm.train.static import static_problems
 
-    recipe = load_recipe(path)
-    processes = 32 if "paper" in path.parts else 1
+    recipe = load_recipe(name)
+    processes = 32 if name in PAPER else 1
     assert static_problems(recipe, processes) == []
     schedule = plan_schedule(recipe, blocks=10_000_000, world_size=processes)
-    if "paper" in path.parts:
-        assert schedule.steps == 7152 and schedule.tokens_per_step == 2**21
+    if name in PAPER:
+        assert schedule.tokens_per_step == 2**21
+        assert recipe.optimizer.warmup_steps == 0 and recipe.data.block_size == 2048
 
 
 def test_paper_recipes_write_to_places_of_their_own():
-    recipes = [load_recipe(path) for path in SHIPPED if "paper" in path.parts]
-    assert len({recipe.run.folder for recipe in recipes}) == len(recipes) == 13
-    teachers = {r.teacher.model for r in recipes if r.objective.method == "guided"}
-    assert len(teachers) == 6
+    recipes = {name: load_recipe(name) for name in PAPER}
+    assert len({recipe.run.folder for recipe in recipes.values()}) == len(recipes)
+    # blocks of one place are the same blocks: what decides them is equal
+    decides = {}
+    for name, recipe in recipes.items():
+        about = (
+            tuple(recipe.corpus.files),
+            recipe.store.path,
+            recipe.store.path and recipe.objective.aggregation,
+            recipe.needs_block_text,
+            recipe.needs_teacher_losses,
+        )
+        assert decides.setdefault(recipe.data.blocks, about) == about, name
+    # a store of one place is one teacher's
+    stores = {(r.store.path, r.teacher.model, r.teacher.revision) for r in recipes.values()}
+    assert len({s[0] for s in stores if s[0]}) == len([s for s in stores if s[0]])
+
+
+def test_a_shown_recipe_is_the_recipe(tmp_path):
+    for name in ("paper/kld-llemma", "paper/rho1", "paper/guided-qwen2.5-math-instruct", "laptop"):
+        shown = write(tmp_path / "shown.yaml", shipped_recipes()[name].text)
+        assert load_recipe(shown) == load_recipe(name)
+    own = write(tmp_path / "own.yaml", "extends: paper/rho1\nobjective: {keep: 0.5}\n")
+    assert recipe_difference(load_recipe("paper/rho1"), load_recipe(own)) == [
+        "objective.keep: 0.6 -> 0.5"
+    ]
+    with pytest.raises(RecipeError, match=r"Did you mean 'laptop'.*recipe list"):
+        load_recipe("labtop")
+
+
+def test_the_papers_rows_are_as_printed():
+    kld = load_recipe("paper/kld-llemma").objective
+    assert (kld.kl_direction, kld.distill_weight) == ("reverse", 1.0)
+    assert load_recipe("paper/uld-qwen2.5-math").objective.pairing == "index"
+    rho1 = load_recipe("paper/rho1")
+    assert rho1.teacher.model == load_recipe("paper/rho1-reference").run.folder + "/model"
+    assert rho1.objective.entropy_keep is not None and rho1.teacher.online
+    tokens = {name: load_recipe(name).train.tokens for name in PAPER}
+    assert tokens["paper/table2-chunk-8"] == 5 * 10**9
+    assert tokens["paper/table3-sum"] == tokens["paper/figure7-keep-0.8"] == 2 * 10**9
+    assert tokens["paper/guided-llemma"] == 15 * 10**9
 
 
 def test_the_complete_recipe_shows_and_comments_every_key():
     text = COMPLETE.read_text(encoding="utf-8")
     tree = yaml.safe_load(text)
     assert {name: set(content) for name, content in tree.items()} == {
-        name: {entry.name for entry in fields(section)} for name, section in SECTIONS.items()
+        name: set(section.model_fields) for name, section in SECTIONS.items()
     }
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert [line for line in lines if "#" not in line] == []
@@ -144,7 +210,7 @@ def test_docs_hold_the_reference_of_every_key():
 def test_recipes_load_without_torch():
     code = (
         "import sys, vocagnolm.recipe as r;"
-        f"r.load_recipe({str(COMPLETE)!r});"
+        "r.load_recipe('paper/cpt');"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vocagnolm.align import align
+from vocagnolm.alignment import align
 from vocagnolm.report.page_data import (
     Measure,
     Page,
@@ -60,7 +60,7 @@ def known_page() -> Page:
         ),
         runs=[
             Run(name="cpt-0", method="cpt", curves={"loss": steps}, recipe="objective:\n"),
-            Run(name="guided-0", method="guided", curves={"loss": steps, "loss_all": steps}),
+            Run(name="guided-0", method="guided", curves={"loss": steps, "nll_all": steps}),
         ],
         environment={"python": "3"},
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from report.pages import STUDENT_TOKENS, hostile_page, known_page, known_passage, spans_of
 
-from vocagnolm.align import align
+from vocagnolm.alignment import align
 from vocagnolm.report.html import write_page
 from vocagnolm.report.page_data import Page
 from vocagnolm.report.passage import build_passage, select_passages, token_row

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from report.pages import STUDENT_TOKENS, hostile_page, known_page, known_passage, spans_of
 
-from vocagnolm.align import Alignment
+from vocagnolm.alignment import Alignment
 from vocagnolm.report.html import inert_json, render_page, write_page
 from vocagnolm.report.page_data import Page, to_json
 from vocagnolm.report.passage import (

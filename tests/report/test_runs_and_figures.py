@@ -8,7 +8,7 @@ import pytest
 from report.pages import known_page, known_passage
 from typer.testing import CliRunner
 
-from vocagnolm.align import load_tokenizer
+from vocagnolm.alignment import load_tokenizer
 from vocagnolm.cli import app
 from vocagnolm.compare import SAMPLE
 from vocagnolm.errors import UsageError
@@ -24,7 +24,7 @@ def make_run(folder: Path, method: str = "guided", steps: int = 20) -> Path:
     folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text(f"objective:\n  method: {method}\n")
     lines = [
-        json.dumps({"step": s, "loss": 8 / s, "loss_all": 9 / s, "tokens": 64 * s, "x": "y"})
+        json.dumps({"step": s, "loss": 8 / s, "nll_all": 9 / s, "tokens": 64 * s, "x": "y"})
         for s in range(1, steps + 1)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -35,8 +35,19 @@ def test_a_run_folder_becomes_curves_and_facts(tmp_path) -> None:
     run = read_run(make_run(tmp_path / "guided-0"))
     assert (run.name, run.method) == ("guided-0", "guided")
     assert run.curves["loss"][0] == (1.0, 8.0)
-    assert set(run.curves) == {"loss", "loss_all"}
+    assert set(run.curves) == {"loss", "nll_all"}
     assert run.facts["tokens"] == "1,280"
+
+
+def test_a_run_of_before_has_the_curves_of_today(tmp_path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 1.0, "loss_selected": 3.0, "loss_all": 2.0, "selected_share": 0.4}\n'
+        '{"step": 2, "loss": 1.0, "nll_kept": 2.0, "nll_all": 1.0, "kept_share": 0.5}\n'
+    )
+    curves = read_run(tmp_path).curves
+    assert curves["nll_kept"] == [(1.0, 3.0), (2.0, 2.0)]
+    assert curves["nll_all"] == [(1.0, 2.0), (2.0, 1.0)]
+    assert curves["kept_share"] == [(1.0, 0.4), (2.0, 0.5)]
 
 
 def test_long_curves_are_means_of_bins(tmp_path) -> None:
@@ -50,7 +61,7 @@ def test_long_curves_are_means_of_bins(tmp_path) -> None:
 def test_a_crash_and_a_resume_leave_readable_metrics(tmp_path) -> None:
     folder = make_run(tmp_path / "run", steps=3)
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "loss": 7.0, "loss_all": 7.0}\n{"step": 4, "lo')
+        file.write('{"step": 3, "loss": 7.0, "nll_all": 7.0}\n{"step": 4, "lo')
     assert read_run(folder).curves["loss"][-1] == (3.0, 7.0)
     (folder / "metrics.jsonl").write_text('{"step": 1\n{"step": 2, "loss": 1}\n')
     with pytest.raises(RunError, match="line 1: not JSON"):

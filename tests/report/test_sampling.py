@@ -6,7 +6,7 @@ import made
 import numpy as np
 import pytest
 
-from vocagnolm.align import align, carry, load_tokenizer
+from vocagnolm.alignment import align, carry, load_tokenizer
 from vocagnolm.compare import SAMPLE
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.report.runs import report_page, write_report

@@ -7,7 +7,7 @@ import made
 import pytest
 from typer.testing import CliRunner
 
-from vocagnolm.align import load_tokenizer
+from vocagnolm.alignment import load_tokenizer
 from vocagnolm.cli import app
 from vocagnolm.errors import UsageError, VocagnolmError
 from vocagnolm.report.view import model_scorer, view_page

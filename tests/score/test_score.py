@@ -12,9 +12,9 @@ import pytest
 import torch
 from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_bytes, write_corpus
 
-from vocagnolm.align import align, carry, load_tokenizer
+from vocagnolm.alignment import align, carry, load_tokenizer
 from vocagnolm.data.corpus import document_hash, open_corpus
-from vocagnolm.errors import CorpusError, ModelError, ScoreError, StoreError, UsageError
+from vocagnolm.errors import BusyError, CorpusError, ModelError, ScoreError, StoreError, UsageError
 from vocagnolm.model.load import open_model
 from vocagnolm.score import LocalTeacher, score_corpus, score_shard
 from vocagnolm.store import LossStore, inspect_store, verify_store
@@ -251,7 +251,7 @@ def test_a_corpus_edited_while_it_is_scored_makes_no_store(tmp_path, corpus):
 def test_only_one_run_writes_to_a_store(tmp_path, corpus):
     with (
         store_lock(tmp_path / "s"),
-        pytest.raises(StoreError, match=r"another process \(pid \d+\).*torchrun"),
+        pytest.raises(BusyError, match=r"another process \(pid \d+ on .*torchrun"),
     ):
         score_corpus(ArithmeticTeacher(), corpus, tmp_path / "s", settings=SETTINGS)
     score_corpus(ArithmeticTeacher(), corpus, tmp_path / "s", settings=SETTINGS)

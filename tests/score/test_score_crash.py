@@ -7,77 +7,32 @@ import signal
 import time
 
 import pytest
+from faults_kit import in_child, kill_at, was_killed, write_points
 from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_bytes, write_corpus
 
-from vocagnolm.errors import StoreError
+from vocagnolm import files
+from vocagnolm.errors import StoreError, WriteError
 from vocagnolm.score import score_corpus
 from vocagnolm.store import LossStore, verify_store
-from vocagnolm.store import writer as store_writer
 
 
-def in_child(work):
-    """Run `work` in a forked process; its process id."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    return child
-
-
-def killed(child):
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
-
-
-def count_steps(patch, at, kill):
-    """Before every step of writing a file, count; at step `at`, `kill` the process."""
-    steps = 0
-
-    def counting(function):
-        def wrapped(*args, **kwargs):
-            nonlocal steps
-            steps += 1
-            if steps == at:
-                kill()
-            return function(*args, **kwargs)
-
-        return wrapped
-
-    for name in ("fsync", "replace", "open", "close"):
-        patch.setattr(store_writer.os, name, counting(getattr(os, name)))
-    patch.setattr(store_writer, "open", counting(open), raising=False)
-    patch.setattr(store_writer.Path, "unlink", counting(store_writer.Path.unlink))
-    return lambda: steps
-
-
-def test_killed_before_every_step_of_writing(tmp_path, monkeypatch):
+def test_killed_at_every_step_of_writing(tmp_path):
     corpus = write_corpus(tmp_path / "c.jsonl", documents=13)
-    score_corpus(ArithmeticTeacher(), corpus, tmp_path / "whole", settings=SETTINGS)
+
+    def score(out):
+        return lambda: score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS)
+
+    steps = write_points(score(tmp_path / "whole"))
     expected = store_bytes(tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        counted = count_steps(patch, -1, None)
-        score_corpus(ArithmeticTeacher(), corpus, tmp_path / "count", settings=SETTINGS)
-        steps = counted()
-    assert steps > 20
-
-    def score_and_die(out, at):
-        def work():
-            patch = pytest.MonkeyPatch()
-            count_steps(patch, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS)
-
-        return work
-
-    for at in range(1, steps + 1):
-        out = tmp_path / f"killed-{at}"
-        assert killed(in_child(score_and_die(out, at)))
+    assert len(steps) > 20
+    for number, step in enumerate(steps, start=1):
+        out = tmp_path / f"killed-{number}"
+        kill_at(number, score(out))
         if not (out / "manifest.json").exists():
             with pytest.raises(StoreError):
                 LossStore.open(out)
-        score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS)
-        assert store_bytes(out) == expected, f"killed before step {at} of {steps}"
+        score(out)()
+        assert store_bytes(out) == expected, f"killed at {step}"
 
 
 def test_killed_again_and_again_at_random_moments(tmp_path):
@@ -102,7 +57,7 @@ def test_killed_again_and_again_at_random_moments(tmp_path):
         child = in_child(work(out))
         time.sleep(draw.uniform(0.2, 1.0) * longest)
         os.kill(child, signal.SIGKILL)
-        kills += killed(child)
+        kills += was_killed(child)
     assert kills
     work(out)()
     assert store_bytes(out) == expected
@@ -121,8 +76,8 @@ def test_a_full_disk_keeps_what_was_done(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return real(descriptor)
 
-    monkeypatch.setattr(store_writer.os, "fsync", full)
-    with pytest.raises(StoreError, match=r"No space left on device.*run the same command again"):
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(WriteError, match=r"No space left on device.*run the same command again"):
         score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS)
     assert not list(out.rglob("*.tmp"))
     summary = score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS)
@@ -140,10 +95,10 @@ def test_a_limit_on_the_size_of_files_is_a_message_not_a_broken_store(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
         try:
             score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS)
-        except StoreError as error:
+        except WriteError as error:
             (tmp_path / "message").write_text(str(error))
 
-    assert not killed(in_child(work))
+    assert not was_killed(in_child(work))
     assert "File too large" in (tmp_path / "message").read_text()
     assert not list(out.rglob("*.tmp"))
     score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS)

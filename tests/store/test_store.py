@@ -87,6 +87,21 @@ def test_what_was_written_is_read(store, shards):
         loss_store[21]
 
 
+def test_slices_spans_and_a_line_about_the_store(store):
+    loss_store = LossStore.open(store)
+    two, three = loss_store[5:9:3]
+    np.testing.assert_array_equal(two[1], loss_store[5][1])
+    np.testing.assert_array_equal(three[1], loss_store[8][1])
+    assert len(loss_store[-2:]) == 2 and loss_store[30:] == []
+    token_bytes, _ = loss_store[3]
+    spans = loss_store.spans(3)
+    assert spans.dtype == np.int64 and spans[0, 0] == 0
+    np.testing.assert_array_equal(spans[:, 1] - spans[:, 0], token_bytes)
+    np.testing.assert_array_equal(spans[1:, 0], spans[:-1, 1])
+    tokens = sum(len(nll) for _, nll in loss_store)
+    assert repr(loss_store) == f"LossStore({str(store)!r}, 21 documents, {tokens} tokens)"
+
+
 def test_documents_are_found_by_hash(store, shards):
     loss_store = LossStore.open(store)
     hashes = np.concatenate([s.document_hash for s in shards])

@@ -26,10 +26,13 @@ def test_every_recipe_of_a_shipped_study_is_valid(name: str, tmp_path: Path) -> 
             assert recipe.teacher.model
 
 
-def test_command_line_lists_exactly_the_shipped_studies() -> None:
-    from vocagnolm.cli.study import SHIPPED
+def test_the_command_names_the_shipped_studies():
+    from typer.testing import CliRunner
 
-    assert sorted(SHIPPED) == shipped_studies()
+    from vocagnolm.cli.study import app
+
+    listed = CliRunner().invoke(app, ["list"]).stdout
+    assert [line.split()[0] for line in listed.splitlines()] == list(shipped_studies())
 
 
 def test_primary_comparison_runs_first() -> None:
@@ -63,9 +66,12 @@ def test_a_matched_row_brings_its_target_along() -> None:
         ({"rows": {"cpt": {}}, "use": ["ctp"]}, "Did you mean 'cpt'"),
         ({"rows": {"a": {"teacher": "t"}}}, "unknown teacher 't'"),
         ({"teachers": {"t": {"label": "nobody"}}}, "either `model` or `train`"),
-        ({"rows": {"a": {}}, "comparisons": [["a"]]}, "names two rows"),
+        ({"rows": {"a": {"seeds": "123"}}}, "rows.a.seeds is '123', expected a list"),
+        ({"rows": {"a": {"seeds": []}}}, "a list of at least 1 entries"),
+        ({"evaluate": {"max_new_tokens": "lots"}}, "is 'lots', expected a whole number above 0"),
+        ({"rows": {"a": {}}, "comparisons": [["a"]]}, "a list of at least 2 entries"),
         ({"tune": {"learning_rates": [1], "rows": {}, "by": "accuracy"}}, "validation_requests"),
-        ({"tune": {"learning_rates": [1], "rows": {}, "by": "accurcy"}}, "Did you mean 'accuracy'"),
+        ({"tune": {"learning_rates": [1], "rows": {}, "by": "accurcy"}}, "bits_per_byte, accuracy"),
         ({"rows": {"a": {}, "b": {"matched_to": "a"}}}, "no teacher"),
     ],
 )

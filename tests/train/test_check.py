@@ -47,7 +47,6 @@ def test_a_good_recipe_is_ready_and_its_plan_is_right(lab, tmp_path):
         ({"data": {"block_size": 4096}}, "the student reads at most 128"),
         ({"train": {"batch_blocks": 9}}, "not a multiple"),
         ({"train": {"tokens": 10}}, "less than one step"),
-        ({"objective": {"keep": 1.5}}, "keep must be between 0 and 1"),
         ({"objective": {"method": "kld"}}, "needs teacher.model"),
         ({"objective": {"method": "rho1", "entropy_keep": 0.8}}, "holds no entropy"),
         ({"optimizer": {"min_learning_rate": 1.0}}, "min_learning_rate is above"),

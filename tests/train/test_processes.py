@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from training_kit import recipe_dict, run_processes
 
 from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.train.metrics import read_metrics
+from vocagnolm.train.metrics_file import read_metrics
 from vocagnolm.train.run import train
 
 OBJECTIVES = [
@@ -49,7 +49,7 @@ def assert_same(folder, reference):
     for objective in OBJECTIVES:
         ours, theirs = (f / name_of(objective) for f in (folder, reference))
         a, b = (read_metrics(f / "metrics.jsonl") for f in (ours, theirs))
-        for field in ("loss", "loss_all", "selected_share", "mapped_share", "excess_p50", "tokens"):
+        for field in ("loss", "nll_all", "kept_share", "mapped_share", "excess_p50", "tokens"):
             np.testing.assert_allclose(
                 [r[field] for r in a], [r[field] for r in b], rtol=1e-5, atol=1e-6, err_msg=field
             )
@@ -108,8 +108,8 @@ def train_and_stop(tree: dict) -> None:
 
     original = GuidedTrainer.end_step
 
-    def end_step(self):
-        original(self)
+    def end_step(self, control):
+        original(self, control)
         if self.state.global_step == 3:
             raise RuntimeError("stop here")
 

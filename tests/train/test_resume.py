@@ -18,12 +18,13 @@ from vocagnolm.errors import TrainingError
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train.checkpoint import (
     MARKER,
-    is_complete,
+    Resumable,
+    damage,
     mark_complete,
     newest_complete,
     prune_checkpoints,
 )
-from vocagnolm.train.metrics import MetricsFile, read_metrics
+from vocagnolm.train.metrics_file import MetricsFile, read_metrics
 from vocagnolm.train.run import train
 
 # about 100 blocks, 8 a step: the second epoch begins in step 13 or so
@@ -107,9 +108,9 @@ def test_killed_while_a_checkpoint_is_written(lab, tmp_path, uninterrupted):
     kill_when(start(tree(lab, folder)), lambda: eighth.exists() and any(eighth.iterdir()))
     # the kill may have come too late on a fast disk: then make it what it would have been
     (eighth / MARKER).unlink(missing_ok=True)
-    assert newest_complete(folder / "checkpoints")[1] == 4
+    assert newest_complete(folder / "checkpoints").step == 4
     finish(tree(lab, folder))
-    assert is_complete(folder / "checkpoints" / f"checkpoint-{STEPS}")
+    assert damage(folder / "checkpoints" / f"checkpoint-{STEPS}") is None
     assert_same_run(folder, uninterrupted)
 
 
@@ -118,7 +119,7 @@ def test_a_damaged_checkpoint_is_passed_over(lab, tmp_path, uninterrupted):
     kill_when(start(tree(lab, folder)), lambda: lines(folder) >= 13)
     damaged = folder / "checkpoints" / "checkpoint-12" / "optimizer.pt"
     damaged.write_bytes(damaged.read_bytes()[:-100])
-    assert newest_complete(folder / "checkpoints")[1] == 8
+    assert newest_complete(folder / "checkpoints").step == 8
     finish(tree(lab, folder))
     assert_same_run(folder, uninterrupted)
 
@@ -148,13 +149,13 @@ def test_only_complete_checkpoints_of_ours_are_found_and_pruned(tmp_path):
         make_checkpoint(tmp_path, step)
     incomplete = make_checkpoint(tmp_path, 12, complete=False)
     (tmp_path / "checkpoint-mine").mkdir()
-    assert newest_complete(tmp_path) == (tmp_path / "checkpoint-10", 10)
+    assert newest_complete(tmp_path) == Resumable(tmp_path / "checkpoint-10", 10, [])
     prune_checkpoints(tmp_path, 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         *("checkpoint-10", "checkpoint-12", "checkpoint-mine")
     ]
     shutil.rmtree(tmp_path / "checkpoint-10")
-    assert newest_complete(tmp_path) is None and incomplete.exists()
+    assert newest_complete(tmp_path).path is None and incomplete.exists()
 
 
 def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):

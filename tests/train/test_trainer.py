@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.errors import TrainingError
-from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig
+from vocagnolm.model.lm_head import last_hidden
+from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, Targets
 from vocagnolm.recipe import load_recipe, recipe_from_dict
 from vocagnolm.train.collate import BlockCollator
-from vocagnolm.train.forward import MicroBatch, install_guided_forward, last_hidden
-from vocagnolm.train.metrics import read_metrics
+from vocagnolm.train.forward import MicroBatch, install_guided_forward
+from vocagnolm.train.metrics_file import read_metrics
 from vocagnolm.train.run import train
 from vocagnolm.train.student import compile_layers
 
@@ -97,8 +99,8 @@ def test_keeping_everything_is_plain_pretraining(lab, tmp_path):
     guided = run(lab, tmp_path / "guided", objective={"keep": 1.0})
     plain = run(lab, tmp_path / "cpt", objective={"method": "cpt"})
     assert column(guided, "loss") == column(plain, "loss")
-    assert column(plain, "loss") == pytest.approx(column(plain, "loss_all"), rel=1e-6)
-    assert column(plain, "selected_share") == [1.0] * STEPS
+    assert column(plain, "loss") == pytest.approx(column(plain, "nll_all"), rel=1e-6)
+    assert column(plain, "kept_share") == [1.0] * STEPS
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_keeping_everything_is_plain_pretraining(lab, tmp_path):
 def test_one_batch_of_eight_equals_eight_of_one(lab, tmp_path, objective):
     whole = run(lab, tmp_path / "8", objective=objective, train={"micro_batch": 8})
     split = run(lab, tmp_path / "1", objective=objective, train={"micro_batch": 1})
-    for name in ("loss", "loss_all", "loss_selected", "selected_share"):
+    for name in ("loss", "nll_all", "nll_kept", "kept_share"):
         np.testing.assert_allclose(column(whole, name), column(split, name), rtol=3e-5)
 
 
@@ -145,7 +147,7 @@ def test_every_method_trains(lab, tmp_path, objective, teacher, store):
         train={"tokens": 3 * 256},
     )
     assert len(records) == 3 and all(math.isfinite(r["loss"]) for r in records)
-    kept = records[0]["selected_share"]
+    kept = records[0]["kept_share"]
     assert kept == 1.0 if objective["method"] in ("kld", "uld") else 0.3 < kept < 0.6
     if objective["method"] in ("kld", "uld"):
         assert records[-1]["distill_loss"] > 0
@@ -184,15 +186,15 @@ def test_documents_do_not_see_each_other_under_the_mask():
         "document": np.repeat([0, 1, 2], [9, 14, 9]),
     }
     batch = BlockCollator(document_mask=True)([block, block])
-    assert batch["position_ids"][0].tolist() == [*range(9), *range(14), *range(9)]
-    assert (batch["labels"][0] == IGNORE_INDEX).nonzero().flatten().tolist() == [8, 22, 31]
+    assert batch["position_ids"][0].tolist() == [*range(9), *range(14), *range(8)]
+    assert (batch["labels"][0] == IGNORE_INDEX).nonzero().flatten().tolist() == [8, 22]
     packed = last_hidden(model, batch["input_ids"], batch["position_ids"])
     alone = [last_hidden(model, torch.tensor(d)[None]) for d in documents]
-    torch.testing.assert_close(packed[0], torch.cat(alone, dim=1)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed[0], torch.cat(alone, dim=1)[0, :-1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(packed[1], packed[0])
     contiguous = BlockCollator()([block])
     assert "position_ids" not in contiguous
-    assert (contiguous["labels"][0] == IGNORE_INDEX).sum() == 1
+    assert (contiguous["labels"][0] == IGNORE_INDEX).sum() == 0
 
 
 def test_labels_and_guidance_are_shifted_together():
@@ -202,9 +204,8 @@ def test_labels_and_guidance_are_shifted_together():
         "guidance": np.array([0.5, 0.6, 0.7], np.float32),
     }
     batch = BlockCollator()([block])
-    assert batch["labels"].tolist() == [[6, 7, IGNORE_INDEX]]
-    assert batch["guidance"][0, :2].tolist() == pytest.approx([0.6, 0.7])
-    assert torch.isnan(batch["guidance"][0, 2])
+    assert batch["input_ids"].tolist() == [[5, 6]] and batch["labels"].tolist() == [[6, 7]]
+    assert batch["guidance"][0].tolist() == pytest.approx([0.6, 0.7])
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,9 @@ def test_any_causal_lm_gives_its_own_loss(kind, settings):
     batch = BlockCollator()([{"input_ids": row} for row in ids.numpy()])
     output = model(
         micro_batch=MicroBatch(
-            input_ids_BT=ids, labels_BT=batch["labels"], config=ObjectiveConfig(method="cpt")
+            input_ids_BT=batch["input_ids"],
+            targets=Targets(labels_BT=batch["labels"]),
+            config=ObjectiveConfig(method="cpt"),
         )
     )
     torch.testing.assert_close(output["loss"], own, rtol=1e-5, atol=1e-5)
@@ -274,11 +277,11 @@ def test_metrics_have_every_step_and_field(lab, tmp_path):
     records = run(lab, tmp_path / "run")
     assert column(records, "step") == [1, 2, 3, 4, 5]
     assert column(records, "tokens") == [256 * step for step in range(1, 6)]
-    for name in ("loss", "loss_all", "selected_share", "mapped_share", "tokens_per_second"):
+    for name in ("loss", "nll_all", "kept_share", "mapped_share", "tokens_per_second"):
         assert all(isinstance(value, float) for value in column(records, name)), name
     for record in records:
         assert record["excess_p10"] <= record["excess_p50"] <= record["excess_p90"]
-        assert 0.4 <= record["selected_share"] < 0.45 and record["mapped_share"] > 0.9
+        assert 0.4 <= record["kept_share"] < 0.45 and record["mapped_share"] > 0.9
     assert records[0]["mfu"] is None  # the peak of a CPU is not known
 
 
@@ -308,7 +311,7 @@ def test_trackers_get_the_measures(lab, tmp_path):
     )
     trainer.add_callback(Tracker())
     trainer.train()
-    assert {"loss", "loss_all", "selected_share", "excess_p50", "learning_rate"} <= set(seen[0])
+    assert {"loss", "nll_all", "kept_share", "excess_p50", "learning_rate"} <= set(seen[0])
 
 
 def test_lora_trains_the_adapters_and_merges(lab, tmp_path):
@@ -319,7 +322,7 @@ def test_lora_trains_the_adapters_and_merges(lab, tmp_path):
         lora={"rank": 2},
         optimizer={"learning_rate": 1e-2},
     )
-    assert records[-1]["loss_all"] < records[0]["loss_all"]
+    assert records[-1]["nll_all"] < records[0]["nll_all"]
     before = AutoModelForCausalLM.from_pretrained(lab / "twin").state_dict()
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
     assert before.keys() == after.keys()
@@ -345,7 +348,9 @@ def test_compiled_layers_change_neither_names_nor_losses():
     losses = []
     for each in (model, plain):
         micro_batch = MicroBatch(
-            input_ids_BT=ids, labels_BT=batch["labels"], config=ObjectiveConfig(method="cpt")
+            input_ids_BT=batch["input_ids"],
+            targets=Targets(labels_BT=batch["labels"]),
+            config=ObjectiveConfig(method="cpt"),
         )
         output = each(micro_batch=micro_batch)
         output["loss"].backward()
@@ -397,3 +402,26 @@ def test_a_run_that_never_began_leaves_its_folder_to_the_corrected_recipe(lab, t
     assert not (folder / "metrics.jsonl").exists()
     assert len(run(lab, folder)) == TOKENS // 256
     assert load_recipe(folder / "recipe.yaml").lora.rank == 0
+
+
+def test_an_online_teacher_reads_with_the_tokenizer_that_the_recipe_names(lab, tmp_path):
+    """A teacher folder without its tokenizer's own files."""
+    bare = shutil.copytree(lab / "other", tmp_path / "bare")
+    shutil.copytree(lab / "student", bare, dirs_exist_ok=True)  # a wrong one
+    teacher = {"model": str(bare), "tokenizer": str(lab / "teacher"), "online": True}
+    named = run(lab, tmp_path / "named", teacher=teacher, train={"tokens": 256})
+    usual = run(
+        lab,
+        tmp_path / "usual",
+        teacher={"model": str(lab / "other"), "online": True},
+        train={"tokens": 256},
+    )
+    assert named[0]["loss"] == usual[0]["loss"]
+
+
+def test_documents_that_cannot_be_kept_apart_are_refused(lab, tmp_path):
+    config = {"model_type": "opt", "vocab_size": 320, "hidden_size": 32, "ffn_dim": 48}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+    with pytest.raises(TrainingError, match=r"OPTForCausalLM.*document_mask to false"):
+        run(lab, tmp_path / "run", student={"config": config}, data={"document_mask": True})
+    run(lab, tmp_path / "fine", student={"config": config})

@@ -11,7 +11,7 @@ import sys
 import typer
 
 from vocagnolm import __version__
-from vocagnolm.cli import store, study
+from vocagnolm.cli import recipe, store, study
 from vocagnolm.cli.align import align
 from vocagnolm.cli.check import check
 from vocagnolm.cli.compare import compare
@@ -61,6 +61,7 @@ app.command()(check)
 app.command()(compare)
 app.command()(evaluate)
 app.command()(prepare)
+app.add_typer(recipe.app, name="recipe")
 app.command()(report)
 app.command()(score)
 app.add_typer(store.app, name="store")

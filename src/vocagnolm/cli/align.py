@@ -30,8 +30,8 @@ def align(
     Green: one student token, one teacher token. Yellow: several teacher tokens for one student
     token. Blue: several student tokens in one teacher token. Red: unmapped.
     """
-    from vocagnolm.align import load_tokenizer
-    from vocagnolm.align.picture import align_text, draw
+    from vocagnolm.alignment import load_tokenizer
+    from vocagnolm.alignment.picture import align_text, draw
     from vocagnolm.errors import UsageError
 
     if (text is None) == (file is None):
@@ -40,8 +40,8 @@ def align(
         raise UsageError(f"--special-tokens is {special_tokens!r}; expected 'text' or 'control'")
     content = read_utf8(file) if file is not None else text or ""
     pair = align_text(
-        load_tokenizer(student, special_tokens=special_tokens),
-        load_tokenizer(teacher, special_tokens=special_tokens),
+        load_tokenizer(student, special_tokens=special_tokens, check=False),
+        load_tokenizer(teacher, special_tokens=special_tokens, check=False),
         content,
     )
     if plot is not None:

@@ -1,27 +1,33 @@
 """`vocagnolm check`: is a recipe ready to run, and what will it cost?"""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import typer
 
+from vocagnolm.cli.choices import RECIPE_HELP
+
 
 def check(
-    recipe: Path = typer.Argument(..., help="The recipe, a YAML file."),
+    recipe: str = typer.Argument(..., help=RECIPE_HELP),
     set_: list[str] = typer.Option([], "--set", help="Override: section.key=value."),
     processes: int = typer.Option(1, min=1, help="Processes that will train (torchrun)."),
+    measure: bool = typer.Option(
+        True, help="Load the student and compare it with the teacher on a few documents."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Validate everything without loading weights, and print the plan.
+    """Validate everything before anything is trained, and print the plan.
 
     Paths, tokenizers, the store and its teacher, vocabularies, sizes, the schedule, disk. Exit
     code 1 when something must be mended first.
     """
     from vocagnolm.recipe import load_recipe
+
+    loaded = load_recipe(recipe, set_)  # first: a typo is answered before torch is imported
     from vocagnolm.train.check import check as run
 
-    report = run(load_recipe(recipe, set_), processes=processes)
+    report = run(loaded, processes=processes, measure=measure)
     if as_json:
         typer.echo(json.dumps(report.to_dict(), ensure_ascii=False, indent=2))
     else:

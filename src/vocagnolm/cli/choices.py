@@ -1,6 +1,8 @@
-"""Where a model runs and in which precision: options that several commands share."""
+"""Options that several commands share: recipes, where a model runs and in which precision."""
 
 from enum import StrEnum
+
+RECIPE_HELP = "The recipe: a YAML file, or a name of `vocagnolm recipe list`."
 
 
 class Device(StrEnum):

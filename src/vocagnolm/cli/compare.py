@@ -31,13 +31,13 @@ def compare(
     true bytes), tokens per byte, how the student's tokens map, and whether both tokenizers tile
     the text exactly. No model is loaded.
     """
-    from vocagnolm.align import load_tokenizer
+    from vocagnolm.alignment import load_tokenizer
     from vocagnolm.compare import compare as run
     from vocagnolm.compare import texts_of
 
     documents = texts_of(corpus, text_field=text_field, limit=limit_documents)
-    ours = load_tokenizer(student)
-    pairs = run(ours, [load_tokenizer(source) for source in teacher], documents)
+    ours = load_tokenizer(student, check=False)
+    pairs = run(ours, [load_tokenizer(source, check=False) for source in teacher], documents)
     if plot is not None:
         from vocagnolm.report.figures import overlap_bars
 
@@ -63,7 +63,7 @@ def _print(pairs: "list[Pair]", where: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from vocagnolm.align.picture import visible
+    from vocagnolm.alignment.picture import visible
 
     console = Console()
     student = pairs[0].student

@@ -21,13 +21,18 @@ class Choices(StrEnum):
     likelihood = "likelihood"
 
 
+class Protocols(StrEnum):
+    strict = "strict"
+    paper = "paper"
+
+
 def evaluate(
     model: str = typer.Argument(help="Model folder, hub id (owner/name) or GGUF file."),
     suite: str | None = typer.Option(
         None, help="A named set of tasks: math, the paper's ten. [default: math]"
     ),
     tasks: str | None = typer.Option(
-        None, help="Some tasks only, for example gsm8k,math,mmlu_stem."
+        None, help="Some tasks only, for example gsm8k,math500,mmlu_stem; math is all of MATH."
     ),
     benchmarks: Path | None = typer.Option(
         None, help="Folder with the benchmarks' files. [default: download them]"
@@ -43,8 +48,15 @@ def evaluate(
         help="Multiple choice by a generated answer, or by the likelihood of the options "
         "(for small models).",
     ),
+    protocol: Protocols = typer.Option(
+        Protocols.strict,
+        help="paper: the prompts, the 1,024 tokens and the grading of the paper's harness, as far "
+        "as they can be had.",
+    ),
     max_new_tokens: int | None = typer.Option(
-        None, min=1, help="Shorter answers. [default: the task's own, 256 or 512 tokens]"
+        None,
+        min=1,
+        help="Shorter answers. [default: the task's own, 256 or 512 tokens; paper: 1,024]",
     ),
     out: Path | None = typer.Option(
         None, help="Run folder: keeps every answer, and an interrupted run goes on."
@@ -64,24 +76,30 @@ def evaluate(
     """Score a model: few-shot chain of thought on the math suite, bits per byte on text."""
     from vocagnolm.evaluate.compare import format_table, scores_table
     from vocagnolm.evaluate.run import evaluate as evaluate_model
+    from vocagnolm.evaluate.settings import Engine, Questions
 
     with quiet_libraries(), _progress_bar() as on_progress:
         evaluation = evaluate_model(
             model,
-            suite=suite,
-            tasks=tasks,
+            Questions(
+                suite=suite,
+                tasks=tasks,
+                benchmarks=benchmarks,
+                limit=limit,
+                choices=choices.value,
+                max_new_tokens=max_new_tokens,
+                protocol=protocol.value,
+            ),
+            Engine(
+                device=device.value,
+                dtype=dtype.value,
+                batch_size=batch_size,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+            ),
             text=text,
-            benchmarks=benchmarks,
-            limit=limit,
-            choices=choices.value,
-            max_new_tokens=max_new_tokens,
-            out=out,
-            batch_size=batch_size,
-            device=device.value,
-            dtype=dtype.value,
             text_field=text_field,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
+            out=out,
             on_progress=on_progress,
         )
     if as_json:

@@ -4,17 +4,18 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from vocagnolm.cli.choices import RECIPE_HELP
 
 if TYPE_CHECKING:
     from vocagnolm.data.packing import PackingSummary
 
 
 def prepare(
-    recipe: Path = typer.Argument(..., help="The recipe, a YAML file."),
+    recipe: str = typer.Argument(..., help=RECIPE_HELP),
     set_: list[str] = typer.Option([], "--set", help="Override: section.key=value."),
     workers: int | None = typer.Option(None, min=1, help="Processes. [default: one per core]"),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as one JSON object."),
@@ -24,14 +25,16 @@ def prepare(
     Run it again to resume, or to hear that all is done. The result does not depend on the number
     of workers, and serves every block size and every method that needs no more than it holds.
     """
-    from vocagnolm.data.prepare import prepare as run
     from vocagnolm.recipe import load_recipe
 
-    loaded = load_recipe(recipe, set_)
+    loaded = load_recipe(recipe, set_)  # first: a typo is answered before all else is imported
+    from vocagnolm.data.blocks import block_count
+    from vocagnolm.data.prepare import prepare as run
+
     with _progress() as note:
         manifest = run(loaded, workers=workers or os.cpu_count() or 1, progress=note)
     summary = {
-        "blocks": manifest["tokens"] // loaded.data.block_size,
+        "blocks": block_count(manifest["tokens"], loaded.data.block_size),
         "folder": loaded.data.blocks,
         "fingerprint": manifest["fingerprint"],
         "guided": "guidance" in manifest["columns"],

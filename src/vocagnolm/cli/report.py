@@ -37,6 +37,8 @@ def report(
     from vocagnolm.evaluate.compare import compare_runs, comparison_table, format_table
 
     comparison = compare_runs(list(runs))
+    for note in comparison.notes():
+        typer.echo(note, err=True)
     if as_json:
         typer.echo(json.dumps(comparison.to_json(), indent=2, ensure_ascii=False))
     else:

@@ -20,14 +20,21 @@ if TYPE_CHECKING:
 
 
 def score(
-    teacher: str = typer.Option(..., help="Model folder, hub id (owner/name) or GGUF file."),
+    recipe: str | None = typer.Option(
+        None, help="Take teacher, corpus and --out from this recipe where they are not given."
+    ),
+    teacher: str | None = typer.Option(
+        None, help="Model folder, hub id (owner/name) or GGUF file."
+    ),
     corpus: list[str] = typer.Option(
-        ...,
+        [],
         help="jsonl (.gz, .zst), parquet or text file, folder of those, or hub dataset "
         "(owner/name, owner/name:split); give it several times.",
     ),
-    out: Path = typer.Option(..., help="The folder of the loss store."),
-    text_field: str = typer.Option("text", help="The field of a record that holds the text."),
+    out: Path | None = typer.Option(None, help="The folder of the loss store."),
+    text_field: str | None = typer.Option(
+        None, help="The field of a record that holds the text. [default: text]"
+    ),
     limit_documents: int | None = typer.Option(None, min=1, help="Read at most so many."),
     device: Device = typer.Option(Device.auto, help="Where the teacher runs."),
     dtype: Dtype = typer.Option(
@@ -70,6 +77,28 @@ def score(
     Run the same command again to resume, or to hear that all is done. To use several GPUs:
     torchrun --nproc_per_node N -m vocagnolm score ...
     """
+    from vocagnolm.errors import UsageError
+
+    if recipe is not None:
+        from vocagnolm.recipe import load_recipe
+
+        given = load_recipe(recipe)
+        if teacher is None:
+            teacher, revision = given.teacher.model, revision or given.teacher.revision
+        if not corpus:
+            corpus, limit_documents = (
+                given.corpus.files,
+                limit_documents or given.corpus.limit_documents,
+            )
+            text_field = text_field or given.corpus.text_field
+        if out is None and given.store.path is not None:
+            out = Path(given.store.path)
+    missing = {"--teacher": teacher, "--corpus": corpus, "--out": out}
+    if lacking := [name for name, value in missing.items() if not value]:
+        where = f"; the recipe {recipe} does not say either" if recipe else ", or --recipe"
+        raise UsageError(f"score needs {', '.join(lacking)}{where}.")
+    assert teacher is not None and out is not None
+
     from vocagnolm.score import ScoreSettings, score_corpus
     from vocagnolm.store.strength import teacher_warning
 
@@ -91,7 +120,7 @@ def score(
             corpus,
             out,
             settings=settings,
-            text_field=text_field,
+            text_field=text_field or "text",
             limit_documents=limit_documents,
             revision=revision,
             trust_remote_code=trust_remote_code,

@@ -1,5 +1,6 @@
 """`vocagnolm store`: what a loss store is, whether it is whole, and Parquet out of it."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -64,19 +65,24 @@ def export_command(
         typer.echo(f"{target}: {rows:,} rows")
 
 
+# A teacher of one's own (`vocagnolm.score.Teacher`) may say less about itself.
+_STATED = {
+    "teacher": "{teacher[name]}",
+    "architecture": "{teacher[architecture]}",
+    "tokenizer": "{tokenizer[kind]}, {tokenizer[vocabulary_size]:,}",
+    "scoring": "{scoring[dtype]} on {scoring[device]}, context {scoring[context]}, stride "
+    "{scoring[stride]}, {scoring[batch_plan][batch_tokens]:,} tokens a batch",
+    "corpus": "{corpus[documents]:,} documents",
+}
+
+
 def _print(about: dict[str, Any]) -> None:
     state = "complete" if about["complete"] else "NOT COMPLETE"
-    scoring, corpus = about["scoring"], about["corpus"]
-    rows = [
-        ("store", f"{about['path']} ({state}, format {about['format_version']})"),
-        ("teacher", f"{about['teacher']['name']} ({about['teacher']['architecture']})"),
-        ("tokenizer", f"{about['tokenizer']['kind']}, {about['tokenizer']['vocabulary_size']:,}"),
-        (
-            "scoring",
-            f"{scoring['dtype']} on {scoring['device']}, context {scoring['context']}, stride "
-            f"{scoring['stride']}, {scoring['batch_plan']['batch_tokens']:,} tokens a batch",
-        ),
-        ("corpus", f"{corpus['documents']:,} documents in {len(corpus['sources'])} sources"),
+    rows = [("store", f"{about['path']} ({state}, format {about['format_version']})")]
+    for name, template in _STATED.items():
+        with contextlib.suppress(KeyError):
+            rows.append((name, template.format(**about)))
+    rows += [
         ("shards", f"{about['shards']:,} of {about['shards_expected']:,}"),
         ("documents", f"{about['documents']:,} scored, {about['skipped']:,} skipped"),
         ("text", f"{about['bytes']:,} bytes"),

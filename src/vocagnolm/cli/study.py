@@ -15,26 +15,21 @@ app = typer.Typer(
     no_args_is_help=True,
     help=(
         "The paper's analyses: figure 1 is `vocagnolm compare --plot`, figure 3 is `granularity`, "
-        "the tables and the other figures are grids of training runs; `selection` says before any "
-        "run how far their settings differ."
+        "the tables and the other figures are grids of training runs (`list`, `run`); `selection` "
+        "says before any run how far their settings differ."
     ),
 )
-# name -> what it says in the list of commands; the files are src/vocagnolm/study/studies/NAME.yaml
-SHIPPED = {
-    "table1": "Table 1: methods and teachers at equal tokens.",
-    "table2": "Table 2: chunk alignment against token level.",
-    "table3": "Table 3: unmapped tokens, and max, mean or sum over teacher tokens.",
-    "figure5": "Figure 5: gain against the strength of the teacher.",
-    "figure6": "Figure 6: table 2 as lines over the number of chunks.",
-    "figure7": "Figure 7: kept share, and lambda of the distillation term.",
-    "miniature": "All rows of the tables, the most important first.",
-    "toy": "The tables in the demo's setting: no GPU, no download.",
-}
 
 
-@app.callback()
-def _study() -> None:
-    pass
+@app.command("list")
+def list_studies() -> None:
+    """Name the studies that come with the package."""
+    from vocagnolm.study.load import shipped_studies
+
+    titles = shipped_studies()
+    width = max(map(len, titles))
+    for name, title in titles.items():
+        typer.echo(f"{name:{width}}  {title}")
 
 
 @app.command()
@@ -61,14 +56,14 @@ def granularity(
 
     Token-level alignment is the reference line: every student token is fully covered (IoS 100 %).
     """
-    from vocagnolm.align import load_tokenizer
+    from vocagnolm.alignment import load_tokenizer
     from vocagnolm.compare import texts_of
     from vocagnolm.study.granularity import granularity_study
 
     documents = texts_of(corpus, text_field=text_field, limit=limit_documents)
     study = granularity_study(
-        load_tokenizer(student),
-        load_tokenizer(teacher),
+        load_tokenizer(student, check=False),
+        load_tokenizer(teacher, check=False),
         documents,
         n_chunks=_numbers(chunks),
         sequence_tokens=sequence_tokens,
@@ -84,21 +79,37 @@ def granularity(
         _print(study)
 
 
-def _run_study(
-    source: str,
-    folder: Path,
-    materials: Path | None,
-    overrides: list[str],
-    only_table: bool,
-    minutes: float | None,
-    as_json: bool,
+@app.command()
+def run(
+    study: str = typer.Argument(..., help="A name of `vocagnolm study list`, or a YAML file."),
+    folder: Path = typer.Option(
+        ..., help="Where stores, blocks and runs go; studies of one setting share it."
+    ),
+    materials: Path | None = typer.Option(
+        None, help="Folder that stands for MATERIALS/ in the study."
+    ),
+    overrides: list[str] = typer.Option(
+        [], "--set", help="Change a key, for example rows.cpt.seeds=[1,2]."
+    ),
+    only_table: bool = typer.Option(
+        False, "--table", help="Make the table of what is there; run nothing."
+    ),
+    minutes: float | None = typer.Option(
+        None, help="Start nothing that would take longer than this."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
+    """Run a study: a grid of recipes, to one table and one figure.
+
+    Resumable: a finished run is not run again. Start the command several times on one folder to
+    run several runs side by side.
+    """
     import time
 
     from vocagnolm.study.run import run_study
 
     table, text = run_study(
-        source,
+        study,
         folder,
         materials=materials,
         overrides=overrides,
@@ -109,53 +120,7 @@ def _run_study(
     typer.echo(json.dumps(table, ensure_ascii=False, indent=2) if as_json else text)
 
 
-_FOLDER = typer.Option(
-    ..., help="Where stores, blocks and runs go; studies of one setting share it."
-)
-_MATERIALS = typer.Option(None, help="Folder that stands for MATERIALS/ in the study.")
-_SET = typer.Option([], "--set", help="Change a key, for example rows.cpt.seeds=[1,2].")
-_ONLY_TABLE = typer.Option(False, "--table", help="Make the table of what is there; run nothing.")
-_MINUTES = typer.Option(None, help="Start nothing that would take longer than this.")
-_JSON = typer.Option(False, "--json", help="Print one JSON object.")
-
-
-@app.command("run")
-def run(
-    file: Path = typer.Argument(..., help="A study: YAML as in the shipped ones."),
-    folder: Path = _FOLDER,
-    materials: Path | None = _MATERIALS,
-    overrides: list[str] = _SET,
-    only_table: bool = _ONLY_TABLE,
-    minutes: float | None = _MINUTES,
-    as_json: bool = _JSON,
-) -> None:
-    """Run a study of your own: a grid of recipes, to one table and one figure.
-
-    Resumable: a finished run is not run again. Start the command several times on one folder to
-    run several runs side by side.
-    """
-    _run_study(str(file), folder, materials, overrides, only_table, minutes, as_json)
-
-
 app.command("selection")(selection)
-
-
-def _register(name: str, text: str) -> None:
-    def command(
-        folder: Path = _FOLDER,
-        materials: Path | None = _MATERIALS,
-        overrides: list[str] = _SET,
-        only_table: bool = _ONLY_TABLE,
-        minutes: float | None = _MINUTES,
-        as_json: bool = _JSON,
-    ) -> None:
-        _run_study(name, folder, materials, overrides, only_table, minutes, as_json)
-
-    app.command(name, help=text)(command)
-
-
-for _name, _text in SHIPPED.items():
-    _register(_name, _text)
 
 
 def _numbers(text: str) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vocagnolm.align import (
+from vocagnolm.alignment import (
     Alignment,
     TextTokenizer,
     TokenSpans,

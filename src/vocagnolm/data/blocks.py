@@ -4,15 +4,18 @@
 manifest.json             written last: settings, summary, parts with their token counts
 part-00000.safetensors    ids [T], document_tokens [D], document_index [D]
                           guidance [T] float16, NaN = unmapped      (with a store)
-                          teacher_nll [M], teacher_range [T, 2]     (method chunk)
+                          teacher_nll [M], teacher_range [T, 2]     (chunk; unmapped: mean)
                           text [B] bytes, spans [T, 2]              (online teacher)
 ```
+
+A block of size L is a window of L + 1 tokens: L that are read and L that are predicted, as LitGPT
+packs. The next window begins with the last token of this one, so that every token of the stream is
+predicted once. What a block holds belongs to its tokens; the collator shifts, once.
 
 No torch here: `Blocks` is map-style and gives NumPy arrays, the only kind of data with which
 Hugging Face's Trainer resumes exactly.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,20 @@ from safetensors import safe_open
 
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.errors import BlocksError
+from vocagnolm.files import file_digests, plain_name, read_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+
+_MANIFEST_KEYS = {
+    "format_version": int,
+    "settings": dict,
+    "fingerprint": str,
+    "tokens": int,
+    "columns": list,
+    "summary": dict,
+    "parts": list,
+}
 
 Block = dict[str, Any]
 
@@ -32,10 +46,20 @@ Block = dict[str, Any]
 class Blocks:
     """Random access to the blocks of a folder that `prepare` made."""
 
-    def __init__(self, folder: str | Path, block_size: int, *, chunks: int | None = None):
+    def __init__(
+        self,
+        folder: str | Path,
+        block_size: int,
+        *,
+        chunks: int | None = None,
+        teacher_sums: bool = False,
+    ):
+        """`chunks`: guidance is that of so many chunks. `teacher_sums`: blocks also tell the sum
+        and the number of the losses of the teacher tokens behind them."""
         self.folder = Path(folder)
         self.block_size = block_size
         self.chunks = chunks
+        self.teacher_sums = teacher_sums
         self.manifest = read_manifest(self.folder)
         self.tokens: int = self.manifest["tokens"]
         parts = self.manifest["parts"]
@@ -45,40 +69,44 @@ class Blocks:
         self._documents: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         if not len(self):
             raise BlocksError(
-                f"{self.folder} holds {self.tokens:,} tokens, fewer than one block of "
-                f"{block_size:,}. Use a smaller data.block_size or a larger corpus."
+                f"{self.folder} holds {self.tokens:,} tokens; a block of {block_size:,} needs "
+                f"{block_size + 1:,}. Use a smaller data.block_size or a larger corpus."
             )
 
     def __len__(self) -> int:
-        return self.tokens // self.block_size
+        return block_count(self.tokens, self.block_size)
 
     @property
     def has_guidance(self) -> bool:
         return "guidance" in self.manifest["columns"]
 
     def __getitem__(self, index: int) -> Block:
-        """`input_ids` int64 [L], `guidance` float32 [L] (with a store), `document` int64 [L]:
-        ordinal of each token's document within the block."""
+        """Per token of the window [L + 1]: `input_ids` int64, `guidance` float32 (with a store),
+        `document` int64, the ordinal of its document within the block. With `teacher_sums` also
+        `teacher_sums` float64 [2]."""
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
-        start = index * self.block_size
-        stop = start + self.block_size
+        start, stop = self.window(index)
         block: Block = {"input_ids": self.read("ids", start, stop).astype(np.int64)}
-        if self.chunks is not None and "teacher_range" in self.manifest["columns"]:
-            block["guidance"] = self._chunk_guidance(start, stop)
-        elif self.has_guidance:
+        if self.has_guidance:
             block["guidance"] = self.read("guidance", start, stop).astype(np.float32)
+        if self.chunks is not None or self.teacher_sums:
+            self._add_teacher(block, start, stop)
         starts, _ = self._document_table()
         first = np.searchsorted(starts, start, side="right")
         inside = starts[first : np.searchsorted(starts, stop, side="left")] - start
-        marks = np.zeros(self.block_size, np.int64)
+        marks = np.zeros(stop - start, np.int64)
         marks[inside] = 1
         block["document"] = np.cumsum(marks)
         return block
 
+    def window(self, index: int) -> tuple[int, int]:
+        """The stream's tokens of a block: `start..stop`."""
+        return index * self.block_size, (index + 1) * self.block_size + 1
+
     def text(self, index: int) -> tuple[bytes, NDArray[np.int64]]:
-        """The block's text and the spans [L, 2] of its tokens in it (online teacher)."""
-        start, stop = index * self.block_size, (index + 1) * self.block_size
+        """The block's text and the spans [L + 1, 2] of its tokens in it (online teacher)."""
+        start, stop = self.window(index)
         pieces, spans, origin = [], [], 0
         for part, a, b in self._pieces(start, stop):
             handle = self._handle(part)
@@ -92,7 +120,7 @@ class Blocks:
     def documents(self, index: int) -> list[int]:
         """Corpus indices of the documents that the block touches."""
         starts, indices = self._document_table()
-        low, high = index * self.block_size, (index + 1) * self.block_size
+        low, high = self.window(index)
         first = int(np.searchsorted(starts, low, side="right")) - 1
         return indices[first : int(np.searchsorted(starts, high, side="left"))].tolist()
 
@@ -103,7 +131,19 @@ class Blocks:
         ]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def _chunk_guidance(self, start: int, stop: int) -> NDArray[np.float32]:
+    def _add_teacher(self, block: Block, start: int, stop: int) -> None:
+        """What takes all of the teacher's losses behind the window, in place."""
+        ranges, nll = self._teacher(start, stop)
+        if self.chunks is not None:
+            # the chunks are cut among the tokens that are predicted: all but the first
+            guidance = chunk_guidance(ranges[1:], nll, self.chunks)
+            block["guidance"] = np.concatenate([[np.float32(np.nan)], guidance])
+        if self.teacher_sums:
+            known = nll[np.isfinite(nll)].astype(np.float64)
+            block["teacher_sums"] = np.array([known.sum(), len(known)])
+
+    def _teacher(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Teacher ranges of the tokens `start..stop`, and the losses that they point to."""
         ranges, losses, origin = [], [], 0
         for part, a, b in self._pieces(start, stop):
             handle = self._handle(part)
@@ -116,10 +156,7 @@ class Blocks:
                 origin += high - low
             ranges.append(here)
         nll = np.concatenate(losses) if losses else np.zeros(0, np.float16)
-        assert self.chunks is not None
-        by_position = chunk_guidance(np.concatenate(ranges), nll, self.chunks)
-        # the objective cuts the positions that predict: token i is predicted at position i - 1
-        return np.concatenate([by_position[:1], by_position[:-1]])
+        return np.concatenate(ranges), nll
 
     def _pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """`(part, from, to)` for the stream's tokens `start..stop`; from and to in the part."""
@@ -141,7 +178,7 @@ class Blocks:
             except (OSError, ValueError, RuntimeError) as error:
                 raise BlocksError(
                     f"{path} cannot be opened ({error}). "
-                    "Remove that file and run `vocagnolm prepare` again: it makes what is missing."
+                    "Run `vocagnolm prepare` again: it makes what is missing or damaged."
                 ) from error
         return self._handles[part]
 
@@ -191,23 +228,44 @@ class TrainingOrder:
         return {**self.blocks[index], "block": index}
 
 
+def block_count(tokens: int, block_size: int) -> int:
+    """Blocks in a stream of so many tokens: the first token of all is read only."""
+    return max(tokens - 1, 0) // block_size
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of complete blocks, or an error that says what to run."""
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path, BlocksError, "Run: vocagnolm prepare RECIPE", _MANIFEST_KEYS)
     except FileNotFoundError:
         state = "is not complete" if folder.is_dir() and any(folder.iterdir()) else "has no blocks"
         raise BlocksError(
             f"{folder} {state}: there is no {MANIFEST}. Run: vocagnolm prepare RECIPE"
         ) from None
-    except (OSError, ValueError) as error:
+    if manifest["format_version"] != FORMAT_VERSION:
         raise BlocksError(
-            f"{path} cannot be read ({error}). Run: vocagnolm prepare RECIPE"
-        ) from error
-    if manifest.get("format_version") != FORMAT_VERSION:
-        raise BlocksError(
-            f"{path} has format version {manifest.get('format_version')}, this program reads "
+            f"{path} has format version {manifest['format_version']}, this program reads "
             f"{FORMAT_VERSION}. Prepare the blocks again into another folder."
         )
+    for part in manifest["parts"]:
+        if not (isinstance(part, dict) and plain_name(part.get("name"))):
+            raise BlocksError(f"{path} lists a part that is no file of its own: {part!r:.60}.")
     return manifest
+
+
+def damaged_parts(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """`part: what is wrong`, for every part; reads all of them. Blocks of older versions carry no
+    checksums: their parts are only looked for."""
+    lines, paths, wanted = [], [], []
+    for part in manifest["parts"]:
+        path = folder / part["name"]
+        if not path.is_file():
+            lines.append(f"{part['name']}: it is missing")
+        elif "sha256" in part:
+            paths.append(path)
+            wanted.append(part["sha256"])
+    for path, digest, known in zip(paths, file_digests(paths), wanted, strict=True):
+        if digest != known:
+            lines.append(f"{path.name}: its bytes do not match its checksum")
+    return lines

@@ -12,14 +12,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vocagnolm.align import Alignment, TokenSpans, align, carry
-from vocagnolm.align.alignment import Aggregation, chunk_align
+from vocagnolm.alignment import KINDS, Alignment, TokenSpans, align, carry
+from vocagnolm.alignment.alignment import chunk_align
+from vocagnolm.data.guidance import (
+    Combine,
+    GuidancePlan,
+    Laid,
+    LaidTeacher,
+    TeacherLosses,
+    combine,
+    end_to_end,
+    kind_counts,
+    lay,
+    lay_teacher,
+    stretch_guidance,
+)
 
 HISTOGRAM_STEP_NATS = 0.25
 HISTOGRAM_BINS = 41  # the last one holds everything from 10 nats up
-
-TeacherLosses = tuple[NDArray[Any], NDArray[Any]]
-"""Byte lengths of the teacher's tokens, which tile the document, and their nll."""
 
 
 @dataclass
@@ -36,17 +46,20 @@ class PackingSummary:
     """Bytes that no student token covers (tokenizers that lose text)."""
     missing_documents: int = 0
     """Documents that the store does not hold."""
+    left_out_documents: int = 0
+    """Documents that `corpus.keep_documents` did not choose."""
     unusable_documents: int = 0
     """Documents that cannot be read as text (empty, broken, huge)."""
+    kinds: list[int] = field(default_factory=lambda: [0] * len(KINDS))
+    """Tokens by the kind of their stretch (`alignment.KINDS`), against the first teacher."""
     guidance_sum: float = 0.0
     guidance_histogram: list[int] = field(default_factory=lambda: [0] * HISTOGRAM_BINS)
 
     def add(self, other: "PackingSummary") -> None:
         for name, value in asdict(other).items():
-            if name == "guidance_histogram":
-                self.guidance_histogram = [
-                    a + b for a, b in zip(self.guidance_histogram, value, strict=True)
-                ]
+            if isinstance(value, list):
+                both = zip(getattr(self, name), value, strict=True)
+                setattr(self, name, [a + b for a, b in both])
             else:
                 setattr(self, name, getattr(self, name) + value)
 
@@ -57,6 +70,7 @@ class PackingSummary:
             "histogram_step_nats": HISTOGRAM_STEP_NATS,
             "mapped_share": self.mapped / tokens,
             "one_to_one_share": self.one_to_one / tokens,
+            "kinds": dict(zip(KINDS, self.kinds, strict=True)),
             "mean_guidance": self.guidance_sum / mapped if self.mapped else None,
         }
 
@@ -72,34 +86,32 @@ class Part:
 
 def pack_documents(
     students: Sequence[TokenSpans],
-    teachers: Sequence[TeacherLosses | None] | None,
+    teachers: Sequence[Sequence[TeacherLosses | None]] | None,
     *,
     document_indices: Sequence[int],
     id_dtype: type[np.unsignedinteger[Any]],
-    bos: int | None,
+    prefix: Sequence[int],
     eos: int | None,
-    aggregation: Aggregation,
-    keep_teacher: bool = False,
+    guidance: GuidancePlan,
     texts: Sequence[bytes] | None = None,
 ) -> Part:
-    """One part. `teachers` is None without a store; an entry is None where the store lacks the
-    document. Separators (BOS, EOS) hold no text: they are unmapped.
+    """One part. `teachers` holds the losses of every store, None without one; an entry is None
+    where the store lacks the document. Separators (the `prefix` of every document, EOS) hold no
+    text: they are unmapped.
 
     All documents are aligned at once, their byte axes laid end to end: no Python loop over tokens.
     """
-    origins = _origins([student.n_bytes for student in students])
-    spans = _end_to_end([student.spans for student in students], origins)
     counts = np.array([len(student) for student in students], np.int64)
-    place = _places(counts, before=bos is not None, after=eos is not None)
-    extra = (bos is not None) + (eos is not None)
+    place = _places(counts, before=len(prefix), after=int(eos is not None))
+    extra = len(prefix) + (eos is not None)
     n_tokens = int(counts.sum()) + extra * len(students)
 
     ids = np.zeros(n_tokens, id_dtype)
     ids[place] = np.concatenate([s.ids for s in students]) if students else []
     document_tokens = counts + extra
     ends = np.cumsum(document_tokens)
-    if bos is not None:
-        ids[ends - document_tokens] = bos
+    for number, token in enumerate(prefix):
+        ids[ends - document_tokens + number] = token
     if eos is not None:
         ids[ends - 1] = eos
     columns: dict[str, NDArray[Any]] = {
@@ -115,12 +127,14 @@ def pack_documents(
         lost_bytes=sum(student.lost_bytes for student in students),
     )
     if teachers is not None:
-        _add_guidance(columns, summary, spans, place, origins, teachers, aggregation, keep_teacher)
+        _add_guidance(columns, summary, lay(students), place, teachers, guidance)
     if texts is not None:
         columns["text"] = np.frombuffer(b"".join(texts), np.uint8)
         # separators hold no text: they stand, zero-width, where the previous token ended
         placed = np.zeros((n_tokens, 2), np.int64)
-        placed[place] = spans
+        widths = [student.n_bytes for student in students]
+        begins = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])[:-1].astype(np.int64)
+        placed[place] = end_to_end([student.spans for student in students], begins)
         columns["spans"] = np.maximum.accumulate(placed, axis=0).astype(np.int32)
         separator = np.ones(n_tokens, bool)
         separator[place] = False
@@ -131,36 +145,55 @@ def pack_documents(
 def _add_guidance(
     columns: dict[str, NDArray[Any]],
     summary: PackingSummary,
-    spans: NDArray[np.int64],
+    ours: Laid,
     place: NDArray[np.int64],
-    origins: NDArray[np.int64],
-    teachers: Sequence[TeacherLosses | None],
-    aggregation: Aggregation,
-    keep_teacher: bool,
+    teachers: Sequence[Sequence[TeacherLosses | None]],
+    plan: GuidancePlan,
 ) -> None:
-    held = [(entry, origin) for entry, origin in zip(teachers, origins, strict=True) if entry]
-    teacher_spans = _end_to_end(
-        [tiling(token_bytes) for (token_bytes, _), _ in held],
-        np.array([origin for _, origin in held], np.int64),
+    theirs = [lay_teacher(entries, ours) for entries in teachers]
+    alignments = [align(ours.spans, teacher.spans) for teacher in theirs]
+    carried = combine(
+        [carry(a, t.nll, plan.aggregation) for a, t in zip(alignments, theirs, strict=True)],
+        theirs,
+        ours,
+        plan.combine,
     )
-    nll = np.concatenate([nll for (_, nll), _ in held]) if held else np.zeros(0, np.float32)
-    alignment = align(spans, teacher_spans)
-    carried = np.minimum(carry(alignment, nll, aggregation), np.finfo(np.float16).max)
-    guidance = np.full(len(columns["ids"]), np.nan, np.float16)
-    guidance[place] = carried
-    columns["guidance"] = guidance
-
+    columns["guidance"] = _placed(carried, place, len(columns["ids"]))
+    if plan.stretch:
+        columns["stretch"] = _stretch_column(ours, theirs, place, len(columns["ids"]), plan.combine)
     known = carried[~np.isnan(carried)]
     summary.mapped = len(known)
-    summary.one_to_one = int(_one_to_one(alignment, spans, teacher_spans).sum())
-    summary.missing_documents = len(teachers) - len(held)
+    # of the first teacher, where there are several
+    summary.one_to_one = int(_one_to_one(alignments[0], ours.spans, theirs[0].spans).sum())
+    summary.kinds = kind_counts(ours, theirs[0])
+    summary.missing_documents = sum(
+        all(entry is None for entry in entries) for entries in zip(*teachers, strict=True)
+    )
     summary.guidance_sum = float(known.sum(dtype=np.float64))
     summary.guidance_histogram = guidance_histogram(known)
-    if keep_teacher:
+    if plan.teacher_losses:
         ranges = np.full((len(columns["ids"]), 2), -1, np.int32)
-        ranges[place, 0], ranges[place, 1] = alignment.first, alignment.last
-        columns["teacher_nll"] = nll.astype(np.float16)
+        ranges[place, 0], ranges[place, 1] = alignments[0].first, alignments[0].last
+        columns["teacher_nll"] = theirs[0].nll.astype(np.float16)
         columns["teacher_range"] = ranges
+
+
+def _placed(values: NDArray[Any], place: NDArray[np.int64], n_tokens: int) -> NDArray[np.float16]:
+    """Values of the text's own tokens among all tokens; NaN for separators."""
+    column = np.full(n_tokens, np.nan, np.float16)
+    column[place] = np.minimum(values, np.finfo(np.float16).max)
+    return column
+
+
+def _stretch_column(
+    ours: Laid, theirs: Sequence[LaidTeacher], place: NDArray[np.int64], n_tokens: int, how: Combine
+) -> NDArray[np.float16]:
+    """The teacher's loss of each token's stretch; minus its sign where the token goes on with the
+    stretch of the token before it: losses are never negative, so that the sign is free."""
+    losses, goes_on = stretch_guidance(ours, theirs, how)
+    column = _placed(losses, place, n_tokens)
+    column[place] = np.copysign(column[place], np.where(goes_on, -1.0, 1.0)).astype(np.float16)
+    return column
 
 
 def guidance_histogram(known: NDArray[Any]) -> list[int]:
@@ -173,7 +206,8 @@ def chunk_guidance(
     ranges: NDArray[np.integer[Any]], teacher_nll: NDArray[Any], n_chunks: int
 ) -> NDArray[np.float32]:
     """The coarse baseline for one block: the block and the teacher tokens behind it are each cut
-    into `n_chunks`; every student token gets the mean loss of its teacher chunk.
+    into `n_chunks`; every mapped student token gets the mean loss of its teacher chunk. Tokens
+    without text (BOS, EOS) lie in chunks too, but have no guidance: they follow `unmapped`.
 
     `ranges` [L, 2] points into `teacher_nll`; -1 where a token is unmapped.
     """
@@ -183,17 +217,9 @@ def chunk_guidance(
     first, last = int(ranges[mapped, 0].min()), int(ranges[mapped, 1].max())
     behind = np.asarray(teacher_nll[first : last + 1], np.float32)
     alignment = chunk_align(len(ranges), len(behind), n_chunks)
-    return carry(alignment, behind, "mean").astype(np.float32)
-
-
-def tiling(token_bytes: NDArray[Any]) -> NDArray[np.int64]:
-    """Spans `[N, 2]` of tokens that tile a text, from their byte lengths."""
-    ends = np.cumsum(token_bytes, dtype=np.int64)
-    spans = np.empty((len(ends), 2), np.int64)
-    spans[:, 1] = ends
-    spans[:1, 0] = 0
-    spans[1:, 0] = ends[:-1]
-    return spans
+    guidance = carry(alignment, behind, "mean").astype(np.float32)
+    guidance[~mapped] = np.nan
+    return guidance
 
 
 def _one_to_one(
@@ -208,20 +234,7 @@ def _one_to_one(
     return alignment.mapped & (alignment.first == alignment.last) & starts & ends
 
 
-def _origins(widths: Sequence[int]) -> NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])[:-1].astype(np.int64)
-
-
-def _end_to_end(
-    documents: Sequence[NDArray[np.int64]], origins: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    if not documents:
-        return np.zeros((0, 2), np.int64)
-    lengths = [len(spans) for spans in documents]
-    return np.concatenate(documents) + np.repeat(origins, lengths)[:, None]
-
-
-def _places(counts: NDArray[np.int64], *, before: bool, after: bool) -> NDArray[np.int64]:
+def _places(counts: NDArray[np.int64], *, before: int, after: int) -> NDArray[np.int64]:
     """Where the text's own tokens stand in a stream that also holds separators."""
     document = np.repeat(np.arange(len(counts)), counts)
     return np.arange(len(document)) + document * (before + after) + before

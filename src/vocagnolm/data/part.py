@@ -1,7 +1,6 @@
 """Making one part of the packed blocks: a pure function of its documents and the plan."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,11 +10,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from vocagnolm.align import TextTokenizer, TokenSpans
-from vocagnolm.align.alignment import Aggregation
+from vocagnolm.alignment import TextTokenizer, TokenSpans
+from vocagnolm.data.choice import Chosen
 from vocagnolm.data.corpus import document_hash
-from vocagnolm.data.packing import PackingSummary, Part, TeacherLosses, pack_documents
+from vocagnolm.data.guidance import GuidancePlan, TeacherLosses
+from vocagnolm.data.packing import PackingSummary, Part, pack_documents
 from vocagnolm.errors import BlocksError
+from vocagnolm.files import file_digest, write_bytes
 from vocagnolm.store import LossStore
 
 NumberedText = tuple[int, str | None]
@@ -33,15 +34,16 @@ class PartPlan:
     """Everything a worker needs to make a part, small enough to send to it."""
 
     tokenizer: TextTokenizer
-    store: str | None
-    bos: int | None
+    stores: tuple[str, ...]
+    prefix: tuple[int, ...]
     eos: int | None
     wide_ids: bool
-    aggregation: Aggregation
+    guidance: GuidancePlan
     missing: str
     skipped: frozenset[int]
     """Documents that the teacher could not score: always left out."""
-    keep_teacher: bool
+    chosen: Chosen | None
+    """Documents worth reading; None: all of them."""
     keep_text: bool
     identity: str
     """Digest of the settings; a part made with others is refused."""
@@ -54,7 +56,7 @@ class PartMaker:
         self.plan = plan
         self.folder = folder
         self.tokenizer = plan.tokenizer
-        self.store = LossStore.open(plan.store) if plan.store else None
+        self.stores = [LossStore.open(path) for path in plan.stores]
 
     def make(self, number: int, documents: Sequence[NumberedText]) -> dict[str, Any]:
         """Write part `number`. Returns its manifest entry."""
@@ -62,57 +64,62 @@ class PartMaker:
         part = self._pack(documents)
         about = {"identity": self.plan.identity, "summary": asdict(part.summary)}
         content = save(part.columns, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_bytes(path, content)
         return _entry(path, about)
 
     def _pack(self, documents: Sequence[NumberedText]) -> Part:
-        kept, teachers, missing = self._select(documents)
+        kept, teachers, missing, left_out = self._select(documents)
         texts = [text for _, text in kept]
         part = pack_documents(
             tokenise(self.tokenizer, texts),
-            teachers if self.store is not None else None,
+            teachers if self.stores else None,
             document_indices=[index for index, _ in kept],
             id_dtype=np.uint32 if self.plan.wide_ids else np.uint16,
-            bos=self.plan.bos,
+            prefix=self.plan.prefix,
             eos=self.plan.eos,
-            aggregation=self.plan.aggregation,
-            keep_teacher=self.plan.keep_teacher,
+            guidance=self.plan.guidance,
             texts=[text.encode() for text in texts] if self.plan.keep_text else None,
         )
         part.summary.missing_documents = missing
+        part.summary.left_out_documents = left_out
         part.summary.unusable_documents = sum(text is None for _, text in documents)
         return part
 
     def _select(
         self, documents: Sequence[NumberedText]
-    ) -> tuple[list[tuple[int, str]], list[TeacherLosses | None], int]:
-        """The documents to pack with their teacher losses, found by content, and the number that
-        the store lacks."""
+    ) -> tuple[list[tuple[int, str]], list[list[TeacherLosses | None]], int, int]:
+        """The documents to pack, their losses in every store, found by content; the number that no
+        store has, and the number that is not worth reading."""
         kept: list[tuple[int, str]] = []
-        teachers: list[TeacherLosses | None] = []
-        missing = 0
+        teachers: list[list[TeacherLosses | None]] = [[] for _ in self.stores]
+        missing = left_out = 0
         for index, text in documents:
             if text is None:
                 continue
-            losses = None
-            if self.store is not None:
-                place = self.store.find(document_hash(text))
-                if place is None:
-                    missing += 1
-                    if index in self.plan.skipped or self.plan.missing == "drop":
-                        continue
-                    if self.plan.missing == "error":
-                        raise _not_in_store(index, text, self.plan.store)
-                else:
-                    losses = self.store[place]
+            if self.plan.chosen is not None and document_hash(text) not in self.plan.chosen:
+                left_out += 1
+                continue
+            losses = self._losses(text)
+            if self.stores and not any(losses):
+                missing += 1
+                if index in self.plan.skipped or self.plan.missing == "drop":
+                    continue
+                if self.plan.missing == "error":
+                    raise _not_in_store(index, text, self.plan.stores)
             kept.append((index, text))
-            teachers.append(losses)
-        return kept, teachers, missing
+            for entries, found in zip(teachers, losses, strict=True):
+                entries.append(found)
+        return kept, teachers, missing, left_out
+
+    def _losses(self, text: str) -> list[TeacherLosses | None]:
+        if not self.stores:
+            return []
+        digest = document_hash(text)
+        places = [store.find(digest) for store in self.stores]
+        return [
+            None if place is None else store[place]
+            for store, place in zip(self.stores, places, strict=True)
+        ]
 
 
 def tokenise(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[TokenSpans]:
@@ -140,10 +147,8 @@ def finished_part(path: Path, identity: str) -> dict[str, Any] | None:
     try:
         with safe_open(path, framework="np") as file:
             about = json.loads(file.metadata()[METADATA_KEY])
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise BlocksError(
-            f"{path} is damaged ({error}). Remove that file and run `vocagnolm prepare` again."
-        ) from error
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+        return None  # damaged: it is made again
     if about["identity"] != identity:
         raise BlocksError(
             f"{path} was made with other settings. Choose another folder for data.blocks."
@@ -153,14 +158,20 @@ def finished_part(path: Path, identity: str) -> dict[str, Any] | None:
 
 def _entry(path: Path, about: dict[str, Any]) -> dict[str, Any]:
     summary = about["summary"]
-    return {"name": path.name, "tokens": summary["tokens"], "summary": summary}
+    return {
+        "name": path.name,
+        "tokens": summary["tokens"],
+        "summary": summary,
+        "bytes": path.stat().st_size,
+        "sha256": file_digest(path),
+    }
 
 
-def _not_in_store(index: int, text: str, store: str | None) -> BlocksError:
+def _not_in_store(index: int, text: str, stores: Sequence[str]) -> BlocksError:
     start = " ".join(text[:60].split())
     return BlocksError(
-        f"Document {index} of the corpus ('{start}...') is not in the loss store {store}: the "
-        "store was made from another corpus. Score this corpus, or set "
+        f"Document {index} of the corpus ('{start}...') is not in the loss store "
+        f"{' or '.join(stores)}: the store was made from another corpus. Score this corpus, or set "
         "data.missing to drop (leave such documents out) or keep (train on them unguided)."
     )
 

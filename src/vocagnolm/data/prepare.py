@@ -5,21 +5,34 @@ same files. A part appears by rename when it is complete and the manifest
 comes last: kill it at any moment and run it again.
 """
 
-import hashlib
-import json
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vocagnolm.align import TextTokenizer
-from vocagnolm.data.blocks import FORMAT_VERSION, MANIFEST, read_manifest
-from vocagnolm.data.corpus import Corpus, open_corpus
+from vocagnolm.alignment import TextTokenizer
+from vocagnolm.data.blocks import (
+    FORMAT_VERSION,
+    MANIFEST,
+    damaged_parts,
+    read_manifest,
+)
+from vocagnolm.data.choice import chosen_documents
+from vocagnolm.data.corpus import Corpus
+from vocagnolm.data.guidance import GuidancePlan
+from vocagnolm.data.identity import (
+    block_settings,
+    blocks_folder,
+    described_inputs,
+    recipe_corpus,
+    student_tokenizer,
+    unmet_needs,
+)
 from vocagnolm.data.packing import PackingSummary
 from vocagnolm.data.part import (
     NumberedText,
@@ -29,11 +42,20 @@ from vocagnolm.data.part import (
     part_name,
     summarise,
 )
-from vocagnolm.data.separators import open_tokenizer, separator_ids
+from vocagnolm.data.separators import separator_ids
 from vocagnolm.errors import BlocksError
-from vocagnolm.recipe import Recipe, StoreSection
+from vocagnolm.files import (
+    LOCK_FILE,
+    folder_lock,
+    is_leftover,
+    json_digest,
+    read_json,
+    remove,
+    remove_leftovers,
+    write_json,
+)
+from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
-from vocagnolm.store.format import identity_digest, open_shard
 
 SETTINGS = "settings.json"
 Progress = Callable[[PackingSummary, float], None]
@@ -43,7 +65,7 @@ Progress = Callable[[PackingSummary, float], None]
 def prepare(
     recipe: Recipe, *, workers: int = 1, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Make the blocks of a recipe, or what is missing of them. Returns the manifest.
+    """Make the blocks of a recipe, or what is missing or damaged of them. Returns the manifest.
 
     With `workers` > 1 documents are tokenised in as many processes; with 1 the tokenizer's own
     threads are used.
@@ -52,117 +74,63 @@ def prepare(
     corpus = recipe_corpus(recipe)
     tokenizer = student_tokenizer(recipe)
     settings = block_settings(recipe, tokenizer, corpus)
-    manifest_path = folder / MANIFEST
-    if manifest_path.is_file():
-        manifest = read_manifest(folder)
-        _refuse(folder, unmet_needs(manifest["settings"], recipe, settings))
-        return manifest
-    _claim(folder, settings)
-    plan = _plan(recipe, tokenizer, settings)
-    entries = _make_parts(corpus, recipe.data.part_documents, folder, plan, workers, progress)
-    corpus.require_unchanged()
-    summary = summarise(entries)
-    if summary.tokens == 0:
-        raise BlocksError(f"The corpus gave no tokens: {', '.join(recipe.corpus.files)}.")
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "settings": settings,
-        "fingerprint": _digest(settings),
-        "tokens": summary.tokens,
-        "columns": _columns(settings),
-        "teacher": _teacher_name(recipe),
-        "summary": summary.to_dict(),
-        "parts": [{"name": entry["name"], "tokens": entry["tokens"]} for entry in entries],
-    }
-    _write_json(manifest_path, manifest)
-    return manifest
-
-
-def blocks_folder(recipe: Recipe) -> Path:
-    if not recipe.data.blocks:
-        raise BlocksError("The recipe does not say where the blocks go: set data.blocks.")
-    return Path(recipe.data.blocks)
-
-
-def student_tokenizer(recipe: Recipe) -> TextTokenizer:
-    if not recipe.student_tokenizer:
-        raise BlocksError(
-            "The recipe names no student tokenizer: set student.tokenizer (or student.model)."
-        )
-    return open_tokenizer(recipe.student_tokenizer)
-
-
-def recipe_corpus(recipe: Recipe) -> Corpus:
-    if not recipe.corpus.files:
-        raise BlocksError("The recipe names no corpus: set corpus.files.")
-    return open_corpus(
-        recipe.corpus.files,
-        text_field=recipe.corpus.text_field,
-        limit=recipe.corpus.limit_documents,
-    )
-
-
-def block_settings(
-    recipe: Recipe, tokenizer: TextTokenizer, corpus: Corpus | None
-) -> dict[str, Any]:
-    """Everything that decides the parts, by name; compared on resume and by `train`. The block
-    size is not among them: blocks are cut when they are read. Without a corpus (`train` does not
-    need one) its fingerprint is None."""
-    assert recipe.student_tokenizer is not None
-    bos, eos = separator_ids(tokenizer, recipe.student_tokenizer, recipe.data.bos, recipe.data.eos)
-    extra = recipe.data.extra_columns
-    settings: dict[str, Any] = {
-        "tokenizer": tokenizer.fingerprint,
-        "bos": bos,
-        "eos": eos,
-        "corpus": None if corpus is None else corpus.fingerprint,
-        "part_documents": recipe.data.part_documents,
-        "text": recipe.needs_block_text or "text" in extra,
-        "guidance": None,
-    }
-    if recipe.store.path is not None:
-        settings["guidance"] = {
-            "store": store_identity(recipe.store.path),
-            **_guidance_settings(recipe),
+    _refuse_strangers(folder)
+    with folder_lock(folder, "Wait for it to end, or choose another data.blocks."):
+        manifest = _finished(folder, recipe, settings, corpus)
+        if manifest is not None:
+            return manifest
+        _claim(folder, settings)
+        plan = _plan(recipe, tokenizer, settings)
+        entries = _make_parts(corpus, recipe.data.part_documents, folder, plan, workers, progress)
+        corpus.require_unchanged()
+        summary = summarise(entries)
+        if summary.tokens == 0:
+            raise BlocksError(f"The corpus gave no tokens: {', '.join(recipe.corpus.files)}.")
+        parts = [
+            {name: entry[name] for name in ("name", "tokens", "bytes", "sha256")}
+            for entry in entries
+        ]
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "settings": settings,
+            "inputs": described_inputs(recipe, tokenizer, corpus),
+            "fingerprint": json_digest([settings, [part["sha256"] for part in parts]]),
+            "tokens": summary.tokens,
+            "columns": _columns(settings),
+            "teacher": _teacher_name(recipe),
+            "summary": summary.to_dict(),
+            "parts": parts,
         }
-    return settings
+        write_json(folder / MANIFEST, manifest)
+        remove_leftovers(folder)
+        return manifest
 
 
-def unmet_needs(found: dict[str, Any], recipe: Recipe, wanted: dict[str, Any]) -> list[str]:
-    """What blocks made with the settings `found` lack for this recipe. They may hold more than it
-    needs, so that one preparation serves runs of several methods."""
-    names = ["tokenizer", "bos", "eos", *(["corpus"] if wanted["corpus"] else [])]
-    lines = [
-        f"{name}: {found.get(name)!r} -> {wanted[name]!r}"
-        for name in names
-        if found.get(name) != wanted[name]
-    ]
-    if recipe.needs_block_text and not found.get("text"):
-        lines.append("text: the online teacher reads the blocks' text, which was not kept")
-    if recipe.needs_guidance and not recipe.teacher.online:
-        has, wants = found.get("guidance") or {}, wanted["guidance"] or {}
-        if not wants:
-            lines.append("store: this recipe needs guidance, but store.path is not set")
-        elif not has:
-            lines.append("guidance: the blocks were made without a store")
-        else:
-            names = ["missing", *(["store"] if wants["store"] else [])]
-            if recipe.needs_teacher_losses:
-                if not has["teacher_losses"]:
-                    lines.append("teacher_losses: method chunk needs them, they were not kept")
-            else:
-                names.append("aggregation")
-            lines += [
-                f"{name}: {has[name]!r} -> {wants[name]!r}"
-                for name in names
-                if has[name] != wants[name]
-            ]
-    return lines
-
-
-def store_identity(path: str) -> str:
-    """What the blocks remember of the store they were made with."""
-    return identity_digest(LossStore.open(path).manifest["identity"])
+def _finished(
+    folder: Path, recipe: Recipe, settings: dict[str, Any], corpus: Corpus
+) -> dict[str, Any] | None:
+    """The manifest of blocks that serve this recipe and are whole. Parts that are damaged or lost
+    are made again, which takes the very settings they were made with."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    try:
+        manifest = read_manifest(folder)
+    except BlocksError:
+        if (folder / SETTINGS).is_file():
+            return None  # ours, and the manifest can be made again from the parts
+        raise
+    _refuse(folder, unmet_needs(manifest, recipe, settings, corpus))
+    damaged = damaged_parts(folder, manifest)
+    if not damaged:
+        return manifest
+    if manifest["settings"] != settings:
+        raise BlocksError(
+            f"{folder} is damaged ({damaged[0]}), and this recipe did not make it. Run "
+            "`vocagnolm prepare` with the recipe that did."
+        )
+    for line in damaged:
+        remove(folder / line.partition(":")[0])
+    return None
 
 
 def skipped_by_teacher(store: LossStore, corpus_fingerprint: str) -> frozenset[int]:
@@ -172,47 +140,13 @@ def skipped_by_teacher(store: LossStore, corpus_fingerprint: str) -> frozenset[i
     if not isinstance(corpus, dict) or corpus.get("fingerprint") != corpus_fingerprint:
         return frozenset()
     return frozenset(
-        int(entry["document"])
-        for shard in store.manifest["shards"]
-        if shard["skipped"]
-        for entry in open_shard(store.path / shard["file"]).about["skipped"]
+        int(entry["document"]) for shard in store.shards() for entry in shard.about["skipped"]
     )
 
 
-def train_settings(recipe: Recipe, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """What `train` compares: blocks stand for themselves, so neither the corpus nor the store
-    has to be on the machine that trains. A store that is there must be the right one."""
-    gone = recipe.store.path is not None and not Path(recipe.store.path).exists()
-    if not gone:
-        return block_settings(recipe, tokenizer, None)
-    settings = block_settings(replace(recipe, store=StoreSection()), tokenizer, None)
-    settings["guidance"] = {**_guidance_settings(recipe), "store": None}
-    return settings
-
-
-def _guidance_settings(recipe: Recipe) -> dict[str, Any]:
-    return {
-        "aggregation": recipe.objective.aggregation,
-        "missing": recipe.data.missing,
-        "teacher_losses": recipe.needs_teacher_losses
-        or "teacher_losses" in recipe.data.extra_columns,
-    }
-
-
-def settings_difference(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """`name: found -> wanted` for every setting that differs."""
-    return [
-        f"{name}: {found.get(name)!r} -> {wanted.get(name)!r}"
-        for name in sorted({*found, *wanted})
-        if found.get(name) != wanted.get(name)
-    ]
-
-
 def _teacher_name(recipe: Recipe) -> str | None:
-    if recipe.store.path is None:
-        return None
-    teacher = LossStore.open(recipe.store.path).manifest["identity"].get("teacher", {})
-    return str(teacher.get("name", "unknown")) if isinstance(teacher, dict) else str(teacher)
+    names = [LossStore.open(path).teacher_name for path in recipe.stores]
+    return ", ".join(names) or None
 
 
 def _columns(settings: dict[str, Any]) -> list[str]:
@@ -220,6 +154,7 @@ def _columns(settings: dict[str, Any]) -> list[str]:
     return [
         *("ids", "document_tokens", "document_index"),
         *(["guidance"] if guidance else []),
+        *(["stretch"] if guidance and guidance.get("stretch") else []),
         *(["teacher_nll", "teacher_range"] if guidance and guidance["teacher_losses"] else []),
         *(["text", "spans"] if settings["text"] else []),
     ]
@@ -227,21 +162,26 @@ def _columns(settings: dict[str, Any]) -> list[str]:
 
 def _plan(recipe: Recipe, tokenizer: TextTokenizer, settings: dict[str, Any]) -> PartPlan:
     guidance = settings["guidance"]
-    skipped: frozenset[int] = frozenset()
-    if recipe.store.path is not None:
-        skipped = skipped_by_teacher(LossStore.open(recipe.store.path), settings["corpus"])
+    stores = [LossStore.open(path) for path in recipe.stores]
+    # known to be missing in all of them
+    lost = [skipped_by_teacher(store, settings["corpus"]) for store in stores]
     return PartPlan(
         tokenizer=tokenizer,
-        store=recipe.store.path,
-        bos=settings["bos"],
+        stores=tuple(recipe.stores),
+        prefix=separator_ids(tokenizer, recipe.data.bos, recipe.data.eos)[0],
         eos=settings["eos"],
         wide_ids=max(tokenizer.vocabulary.values()) > np.iinfo(np.uint16).max,
-        aggregation=recipe.objective.aggregation,
+        guidance=GuidancePlan(
+            aggregation=recipe.objective.aggregation,
+            combine=recipe.store.combine or "min",
+            stretch=bool(guidance and guidance.get("stretch")),
+            teacher_losses=bool(guidance and guidance["teacher_losses"]),
+        ),
         missing=recipe.data.missing,
-        skipped=skipped,
-        keep_teacher=bool(guidance and guidance["teacher_losses"]),
+        skipped=frozenset.intersection(*lost) if lost else frozenset(),
+        chosen=chosen_documents(recipe),
         keep_text=settings["text"],
-        identity=_digest(settings),
+        identity=json_digest(settings),
     )
 
 
@@ -249,14 +189,26 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     """The settings are written before the first part: a folder belongs to one recipe."""
     path = folder / SETTINGS
     if path.is_file():
-        _refuse(folder, settings_difference(json.loads(path.read_text("utf-8")), settings))
+        found = read_json(path, BlocksError, "Choose another folder for data.blocks.")
+        _refuse(
+            folder,
+            [
+                f"{name}: {found.get(name)!r:.50} -> {settings.get(name)!r:.50}"
+                for name in sorted({*found, *settings})
+                if found.get(name) != settings.get(name)
+            ],
+        )
         return
-    if folder.is_dir() and any(folder.iterdir()):
+    write_json(path, settings)
+
+
+def _refuse_strangers(folder: Path) -> None:
+    if not folder.is_dir() or (folder / SETTINGS).is_file() or (folder / MANIFEST).is_file():
+        return
+    if any(p.name != LOCK_FILE and not is_leftover(p.name) for p in folder.iterdir()):
         raise BlocksError(
             f"{folder} is not empty and holds no blocks. Choose another folder for data.blocks."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(path, settings)
 
 
 def _refuse(folder: Path, difference: list[str]) -> None:
@@ -333,19 +285,18 @@ _maker: PartMaker | None = None
 def _start_worker(plan: PartPlan, folder: Path) -> None:
     global _maker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _maker = PartMaker(plan, folder)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed must not go on."""
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 def _make_in_worker(number: int, documents: list[NumberedText]) -> dict[str, Any]:
     assert _maker is not None
     return _maker.make(number, documents)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _write_json(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from vocagnolm.demo.problems import NAMES, THINGS, Problem, draw_problem, words
+from vocagnolm.files import whole_file
 
 CLEAN, WRONG, JUNK = "clean", "wrong", "junk"
 # problems for measuring come from another seed than any text that is trained on
@@ -127,10 +128,10 @@ def write_held_out(path: Path, problems: Iterable[Problem]) -> None:
 
 
 def write_jsonl(path: Path, documents: Iterable[tuple[str, str]]) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
-    with path.open("w", encoding="utf-8", newline="\n") as file:
+    with whole_file(path) as file:
         for kind, text in documents:
-            file.write(json.dumps({"kind": kind, "text": text}, ensure_ascii=False) + "\n")
+            line = json.dumps({"kind": kind, "text": text}, ensure_ascii=False)
+            file.write(f"{line}\n".encode())
             count += 1
     return count

@@ -9,7 +9,6 @@ interruption, it goes on from where it stopped.
 
 import argparse
 import itertools
-import json
 import math
 import random
 import time
@@ -24,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vocagnolm.demo.corpus import START_SEED, clean_document, junk_document, wrong_document
 from vocagnolm.demo.tokenizers import END, save_tokenizer, student_tokenizer, teacher_tokenizer
+from vocagnolm.files import write_json
 
 BATCH, LENGTH = 16, 128
 PEAK, FLOOR, WARMUP = 4e-3, 2e-4, 40
@@ -139,7 +139,7 @@ def make_model(plan: Plan, folder: Path, until: float) -> bool:
     model.half().save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     about = {"steps": plan.steps, "tokens": plan.steps * BATCH * LENGTH}
-    (folder / "made.json").write_text(json.dumps(about) + "\n")
+    write_json(folder / "made.json", about)
     state_file.unlink(missing_ok=True)
     return True
 

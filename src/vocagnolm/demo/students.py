@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vocagnolm.demo.problems import Problem
+from vocagnolm.files import write_json
 from vocagnolm.recipe import Recipe, recipe_from_dict
 
 METHODS = ("cpt", "random", "guided")
@@ -84,7 +85,7 @@ def train_and_measure(
 
     train(recipe, quiet=True)
     measures = measure(folder / "model", held_out, problems)
-    measured.write_text(json.dumps(measures) + "\n")
+    write_json(measured, measures)
     return measures
 
 

@@ -8,22 +8,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
-    "Grade": "vocagnolm.evaluate.grading",
+    "Engine": "vocagnolm.evaluate.settings",
     "Evaluation": "vocagnolm.evaluate.results",
+    "Grade": "vocagnolm.evaluate.graders.grading",
+    "Questions": "vocagnolm.evaluate.settings",
     "averages": "vocagnolm.evaluate.suite",
     "compare_runs": "vocagnolm.evaluate.compare",
     "evaluate": "vocagnolm.evaluate.run",
-    "grade": "vocagnolm.evaluate.grading",
+    "grade": "vocagnolm.evaluate.graders.grading",
 }
 
 if TYPE_CHECKING:
     from vocagnolm.evaluate.compare import compare_runs
-    from vocagnolm.evaluate.grading import Grade, grade
+    from vocagnolm.evaluate.graders.grading import Grade, grade
     from vocagnolm.evaluate.results import Evaluation
     from vocagnolm.evaluate.run import evaluate
+    from vocagnolm.evaluate.settings import Engine, Questions
     from vocagnolm.evaluate.suite import averages
 
-__all__ = ["Evaluation", "Grade", "averages", "compare_runs", "evaluate", "grade"]
+__all__ = [
+    "Engine",
+    "Evaluation",
+    "Grade",
+    "Questions",
+    "averages",
+    "compare_runs",
+    "evaluate",
+    "grade",
+]
 
 
 def __getattr__(name: str) -> Any:

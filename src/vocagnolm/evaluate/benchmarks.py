@@ -10,12 +10,13 @@ import re
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import BenchmarkError, MissingExtraError
-from vocagnolm.evaluate.grading import gold_letter, gold_math, gold_number
-from vocagnolm.evaluate.suite import Task, task_named
+from vocagnolm.evaluate.graders.grading import gold_letter, gold_math, gold_number
+from vocagnolm.evaluate.suite import Protocol, Task, task_named
 
 Row = dict[str, Any]
 
@@ -66,6 +67,8 @@ def _gsm8k(row: Row) -> Example:
 
 
 def _math(row: Row) -> Example:
+    if isinstance(row.get("answer"), str):  # MATH-500 has it beside the solution
+        return Example(_text(row, "problem"), _text(row, "answer"))
     solution = _text(row, "solution")
     gold = gold_math(solution)
     if gold == solution:
@@ -89,7 +92,7 @@ def _mawps(row: Row) -> Example:
     return _number_row(_text(row, "input", "question"), _field(row, "target", "answer"))
 
 
-def _tabmwp(row: Row) -> Example:
+def _tabmwp(row: Row, paper: bool = False) -> Example:
     title = row.get("table_title")
     about = f'regarding "{title}" ' if title else ""
     question = f"Read the following table {about}and answer a question:\n{_text(row, 'table')}\n"
@@ -97,15 +100,19 @@ def _tabmwp(row: Row) -> Example:
     if choices := row.get("choices"):
         question += f" Please select from the following options: {list(choices)}"
     gold = str(_field(row, "answer")).strip()
+    if paper and gold.lower() in ("true", "false"):
+        question += " (True or False)"
     return Example(_yes_or_no(question, gold), gold)
 
 
-def with_options(question: str, options: list[str], letters: str) -> str:
-    listed = ", ".join(f"({a}) {b}" for a, b in zip(letters, options, strict=False))
+def with_options(question: str, options: list[str], letters: str, comma: str = ",") -> str:
+    listed = f"{comma} ".join(f"({a}) {b}" for a, b in zip(letters, options, strict=False))
     return f"{question}\nWhat of the following is the right choice? Explain your answer.\n{listed}"
 
 
-def _choice_row(task: Task, question: str, options: list[str], gold: Any) -> Example:
+def _choice_row(
+    task: Task, question: str, options: list[str], gold: Any, comma: str = ","
+) -> Example:
     if not 2 <= len(options) <= len(task.letters):
         raise _Malformed(f"{len(options)} options found; expected up to {len(task.letters)}")
     letters = task.letters[: len(options)]
@@ -115,7 +122,7 @@ def _choice_row(task: Task, question: str, options: list[str], gold: Any) -> Exa
         raise _Malformed(str(error)) from None
     if answer not in letters:
         raise _Malformed(f"the answer {answer} is none of the {len(options)} options")
-    return Example(with_options(question, options, letters), answer, letters)
+    return Example(with_options(question, options, letters, comma), answer, letters)
 
 
 def split_options(text: str, letters: str) -> list[str]:
@@ -141,13 +148,15 @@ def split_options(text: str, letters: str) -> list[str]:
     return [text[a:b].strip().rstrip(",").strip() for (_, a), b in zip(starts, ends, strict=True)]
 
 
-def _mathqa(row: Row) -> Example:
+def _mathqa(row: Row, paper: bool = False) -> Example:
     task = task_named("mathqa")
     options = _text(row, "options")
     if options.startswith("["):
         options = " , ".join(ast.literal_eval(options))
     problem = _text(row, "problem")
     listed = split_options(options, task.letters)
+    if paper:
+        listed = [option.replace(" , ", ", ") for option in listed]
     return _choice_row(task, problem[0].upper() + problem[1:], listed, _text(row, "correct"))
 
 
@@ -158,11 +167,12 @@ def _mmlu_stem(row: Row) -> Example:
     )
 
 
-def _sat(row: Row) -> Example:
+def _sat(row: Row, paper: bool = False) -> Example:
     task = task_named("sat")
     # the hub's column is called "Possible Answers", the evaluation harness's "options"
     listed = split_options(_text(row, "options", "Possible Answers"), task.letters)
-    return _choice_row(task, _text(row, "question"), listed, _text(row, "Answer"))
+    comma = "" if paper else ","
+    return _choice_row(task, _text(row, "question"), listed, _text(row, "Answer"), comma)
 
 
 @dataclass(frozen=True)
@@ -173,6 +183,7 @@ class Source:
     where: str  # for people
     hub: tuple[tuple[str, str | None, str], ...] = ()  # dataset, configuration, split
     url: tuple[str, ...] = ()
+    read_paper: Callable[[Row], Example] | None = None  # where the harness puts it otherwise
 
 
 _HARNESS = "https://raw.githubusercontent.com/ZubinGou/math-evaluation-harness/main/data"
@@ -199,6 +210,13 @@ SOURCES: dict[str, Source] = {
         ("gsm8k/test.jsonl",),
         "https://huggingface.co/datasets/openai/gsm8k",
         hub=(("openai/gsm8k", "main", "test"),),
+    ),
+    "math500": Source(
+        _math,
+        "problem, answer or solution (with \\boxed{...})",
+        ("math_oai/test.jsonl", "math500/test.jsonl"),
+        "https://huggingface.co/datasets/HuggingFaceH4/MATH-500",
+        hub=(("HuggingFaceH4/MATH-500", None, "test"),),
     ),
     "math": Source(
         _math,
@@ -234,6 +252,7 @@ SOURCES: dict[str, Source] = {
         ("tabmwp/problems_test1k.json", "tabmwp/test.jsonl"),
         "https://github.com/lupantech/PromptPG (data/tabmwp)",
         url=(_TABMWP_URL,),
+        read_paper=partial(_tabmwp, paper=True),
     ),
     "mathqa": Source(
         _mathqa,
@@ -241,6 +260,7 @@ SOURCES: dict[str, Source] = {
         ("mathqa/test.jsonl",),
         f"{_HARNESS}/mathqa/test.jsonl",
         url=(f"{_HARNESS}/mathqa/test.jsonl",),
+        read_paper=partial(_mathqa, paper=True),
     ),
     "mmlu_stem": Source(
         _mmlu_stem,
@@ -255,6 +275,7 @@ SOURCES: dict[str, Source] = {
         ("sat_math/test.jsonl", "sat/test.jsonl"),
         "https://huggingface.co/datasets/mcaleste/sat_multiple_choice_math_may_23",
         hub=(("mcaleste/sat_multiple_choice_math_may_23", None, "train"),),
+        read_paper=partial(_sat, paper=True),
     ),
     "gsm_hard": Source(
         _mawps,
@@ -266,10 +287,13 @@ SOURCES: dict[str, Source] = {
 }
 
 
-def load_examples(task: str, folder: str | Path | None = None) -> list[Example]:
+def load_examples(
+    task: str, folder: str | Path | None = None, protocol: Protocol = "strict"
+) -> list[Example]:
     """All questions of a task, from `folder` or, without one, from where they are published."""
     name = task_named(task).name
     source = SOURCES[name]
+    read = (source.read_paper if protocol == "paper" else None) or source.read
     found = _local_rows(name, source, Path(folder)) if folder is not None else _far_rows(name)
     examples = []
     for place, row in found:
@@ -277,7 +301,7 @@ def load_examples(task: str, folder: str | Path | None = None) -> list[Example]:
         if name == "asdiv" and ";" in str(row.get("answer", "")):
             continue
         try:
-            examples.append(source.read(row))
+            examples.append(read(row))
         except (_Malformed, ValueError, SyntaxError, TypeError) as error:
             raise BenchmarkError(
                 f"{place}: {error}. A row of {name} needs: {source.fields}. "

@@ -37,8 +37,26 @@ class Run:
 @dataclass(frozen=True)
 class Comparison:
     runs: list[Run]
-    # row (task or average) -> difference of every run but the first to the first
+    # row (task or average) -> difference of every run but the first to the first; None where one
+    # of the two was not evaluated on it, or by another protocol
     differences: dict[str, list[Difference | None]]
+
+    def titles(self) -> list[str]:
+        """The runs' names, with the protocol where it is not the same for all."""
+        protocols = [run.evaluation.protocol for run in self.runs]
+        if len(set(protocols) - {None}) < 2:
+            return [run.name for run in self.runs]
+        return [f"{run.name} ({run.evaluation.protocol})" for run in self.runs]
+
+    def notes(self) -> list[str]:
+        """Averages that a reader may miss: the paper's MATH was once taken for the 5,000."""
+        return [
+            f"{run.name} has math, all 5,000 questions; the averages want math500 (the paper's). "
+            "Add it: vocagnolm evaluate MODEL --tasks math500 --out RUN"
+            for run in self.runs
+            if "math" in run.evaluation.tasks
+            and any(set(t) - run.evaluation.tasks.keys() == {"math500"} for t in AVERAGES.values())
+        ]
 
     def rows(self) -> list[str]:
         tasks = [t for t in TASKS if any(t in run.evaluation.tasks for run in self.runs)]
@@ -131,16 +149,16 @@ def compare_runs(paths: list[str | Path]) -> Comparison:
     base, others = runs[0], runs[1:]
     table = Comparison(runs, differences)
     for row in table.rows():
-        if row in TASKS:
-            differences[row] = [
-                paired_difference(base.correct.get(row, {}), run.correct.get(row, {}))
-                for run in others
-            ]
-        else:
-            differences[row] = [
-                average_difference(base.correct, run.correct, AVERAGES[row]) for run in others
-            ]
+        differences[row] = [_difference(base, run, row) for run in others]
     return table
+
+
+def _difference(first: Run, second: Run, row: str) -> Difference | None:
+    if first.evaluation.protocol != second.evaluation.protocol:
+        return None
+    if row in TASKS:
+        return paired_difference(first.correct.get(row, {}), second.correct.get(row, {}))
+    return average_difference(first.correct, second.correct, AVERAGES[row])
 
 
 # --- text -----------------------------------------------------------------------------------
@@ -165,7 +183,8 @@ def _p_value(p: float | None) -> str:
 
 def scores_table(evaluation: Evaluation) -> list[list[str]]:
     """Rows of cells for one evaluation, the heading first."""
-    rows = [["task", "score", "n", "no answer"]]
+    score = "score (paper)" if evaluation.protocol == "paper" else "score"
+    rows = [["task", score, "n", "no answer"]]
     for name, task in evaluation.tasks.items():
         score = _with_error(task.score, task.stderr)
         rows.append([TASKS[name].title, score, str(task.n), str(task.no_answer)])
@@ -180,9 +199,10 @@ def scores_table(evaluation: Evaluation) -> list[list[str]]:
 
 def comparison_table(comparison: Comparison) -> list[list[str]]:
     """Rows of cells: every run's score, and for all but the first the difference to the first."""
-    heading = ["task", comparison.runs[0].name]
-    for run in comparison.runs[1:]:
-        heading += [run.name, "difference", ""]
+    first, *others = comparison.titles()
+    heading = ["task", first]
+    for title in others:
+        heading += [title, "difference", ""]
     rows = [heading]
     for row in comparison.rows():
         cells = [TASKS[row].title if row in TASKS else AVERAGE_TITLES[row]]

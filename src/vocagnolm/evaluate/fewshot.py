@@ -3,6 +3,9 @@
 GSM8K's eight and Minerva's four are the field's classics; lm-eval carries them and they are read
 from the installed package. The options beside Minerva's four, and the MathQA examples, are our
 own. Each example is a pair: the question as put to the model, and the worked answer.
+
+The paper's harness has the same eight and the same four, the latter with every backslash doubled
+and the lines broken elsewhere; `protocol="paper"` gives its texts to the byte, MathQA's excepted.
 """
 
 import ast
@@ -14,16 +17,35 @@ import yaml
 
 from vocagnolm.errors import MissingExtraError
 from vocagnolm.evaluate.benchmarks import with_options
-from vocagnolm.evaluate.suite import Task
+from vocagnolm.evaluate.suite import AnswerKind, Protocol, Task
 
 Shot = tuple[str, str]
 
 # wrong options beside the right one of Minerva's examples, which stands at the letter
-_MINERVA_OPTIONS = (
+_MINERVA_OPTIONS: tuple[tuple[list[str], str], ...] = (
     (["(2,5]", "[2,5)", "[2,5]", "(-\\infty,5)"], "B"),
     (["6", "10", "14", "24"], "D"),
     (["9", "12", "16", "20"], "C"),
     (["$-\\frac{2}{3}$", "$-\\frac{3}{2}$", "$\\frac{2}{3}$", "$\\frac{3}{2}$"], "A"),
+)
+
+_PAPER_OPTIONS: tuple[tuple[list[str], str], ...] = (
+    (["[-5,-2)", "[2,5)", "[-2,-5)", "[5,2)"], "B"),
+    (["14", "4", "2", "24"], "D"),
+    (["12", "20", "16", "15"], "C"),
+    (["$-\\\\frac{2}{3}$", "$\\\\frac{2}{3}$", "$\\\\frac{1}{3}$", "$\\\\frac{4}{9}$"], "A"),
+)
+_PAPER_SPACES = (("  $", " $"), (",\nfind", ", find"), (":\n\\\\begin", ": \\\\begin"))
+_PAPER_MATH = (
+    ("{5-x}}$.", "{5-x}}$.}"),
+    (". Therefore,", ".\nTherefore,"),
+    (". Also,", ".\nAlso,"),
+)
+_PAPER_CHOICE = (
+    (". Therefore, the", ".\nTherefore, the"),
+    (".  ", ". "),
+    ("is nonzero.", "is\nnonzero."),
+    ("we obtain\n\n", "we obtain\n"),
 )
 
 _MATHQA_SHOTS = (
@@ -94,26 +116,36 @@ def _lettered(answer: str, letter: str) -> str:
     return f"{reasoning}\nFinal Answer: The final answer is ({letter})."
 
 
-def shots_of(task: Task) -> list[Shot]:
+def _published(text: str, edits: tuple[tuple[str, str], ...]) -> str:
+    text = text.replace("\\", "\\\\")
+    for ours, theirs in (*_PAPER_SPACES, *edits):
+        text = text.replace(ours, theirs)
+    return text
+
+
+def _minerva(kind: AnswerKind, protocol: Protocol) -> list[Shot]:
+    if protocol == "strict":
+        return list(_minerva_shots())
+    edits = _PAPER_CHOICE if kind == "choice" else _PAPER_MATH
+    return [(_published(q, edits), _published(a, edits)) for q, a in _minerva_shots()]
+
+
+def shots_of(task: Task, protocol: Protocol = "strict") -> list[Shot]:
     """The examples of a task, with their reasoning, in the order of the protocol."""
     if task.name == "mathqa":
         return [
             (with_options(q, options, task.letters), _lettered(reasoning, letter))
             for q, options, reasoning, letter in _MATHQA_SHOTS
         ]
+    if task.kind in ("math", "choice"):
+        shots = _minerva(task.kind, protocol)
+    else:
+        shots = list(_gsm8k_shots())
     if task.kind == "choice":
-        return [
+        listed = _PAPER_OPTIONS if protocol == "paper" else _MINERVA_OPTIONS
+        shots = [
             (with_options(q, options, task.letters), _lettered(answer, letter))
-            for (q, answer), (options, letter) in zip(
-                _minerva_shots(), _MINERVA_OPTIONS, strict=True
-            )
+            for (q, answer), (options, letter) in zip(shots, listed, strict=True)
         ]
-    shots = _minerva_shots() if task.kind == "math" else _gsm8k_shots()
     assert len(shots) == task.shots, f"{task.name}: lm-eval has {len(shots)} examples"
-    return list(shots)
-
-
-def short_shots_of(task: Task) -> list[tuple[str, str]]:
-    """The examples of a choice task with the letter alone, for scoring by likelihood."""
-    answers = [answer.rpartition("(")[2][0] for _, answer in shots_of(task)]
-    return [(question, a) for (question, _), a in zip(shots_of(task), answers, strict=True)]
+    return shots

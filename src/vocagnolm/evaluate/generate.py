@@ -18,6 +18,9 @@ from vocagnolm.model import ModelFiles
 
 # below this a shared prefix is not worth a pass of its own
 _LEAST_SHARED_TOKENS = 16
+# A prompt is shortened for this much of an answer and no more: with 1,024 tokens allowed, the
+# worked examples would lose their beginning in a context of 2,048.
+_ROOM_TOKENS = 512
 _GPU_CHECK_STEPS = 8  # on a GPU, looking at the tokens means waiting for them
 _END_TOKENS = (
     "</s>", "<|endoftext|>", "<|im_end|>", "<eos>", "<end_of_turn>", "<|eot_id|>",
@@ -141,7 +144,7 @@ class Generator:
     ) -> Iterator[list[tuple[int, Answer]]]:
         """Answers batch by batch, as (index of the prompt, text up to the stop string). Batches
         of which `is_done` says that they are there already are passed over."""
-        rows = self.encode(prompts, room_for=max_new_tokens)
+        rows = self.encode(prompts, room_for=min(max_new_tokens, _ROOM_TOKENS))
         batches = plan_batches([len(row) for row in rows], self.batch_size)
         batches = [batch for batch in batches if is_done is None or not is_done(batch)]
         if not batches:

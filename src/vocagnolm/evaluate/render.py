@@ -9,10 +9,10 @@ import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vocagnolm.errors import MissingExtraError, UsageError
-from vocagnolm.evaluate.suite import Task
+from vocagnolm.evaluate.suite import PAPER_NEW_TOKENS, Protocol, Task, check_protocol
 
 Method = Literal["generate", "likelihood"]
 TASK_FOLDER = Path(__file__).parent / "tasks"
@@ -30,6 +30,7 @@ class Request:
     # an answer is generated
     options: tuple[str, ...] = ()
     letters: str = ""
+    protocol: Protocol = "strict"  # by which the answer is graded
 
 
 def render(
@@ -39,6 +40,7 @@ def render(
     limit: int | None = None,
     choices: Method = "generate",
     max_new_tokens: int | None = None,
+    protocol: Protocol = "strict",
 ) -> dict[str, list[Request]]:
     """Prompts of every task, in the order of the benchmark.
 
@@ -48,12 +50,19 @@ def render(
     """
     if limit is not None and limit < 1:
         raise UsageError(f"--limit must be at least 1, not {limit}")
+    if choices not in get_args(Method):
+        raise UsageError(f"choices must be {' or '.join(get_args(Method))}, not '{choices}'")
+    check_protocol(protocol)
+    if protocol == "paper" and choices == "likelihood":
+        raise UsageError("the paper's protocol generates its answers: leave --choices likelihood")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise MissingExtraError("lm-eval", "eval", "Evaluation") from None
-    metadata = {} if benchmarks is None else {"benchmarks": str(benchmarks)}
+    metadata: dict[str, Any] = {"protocol": protocol}
+    if benchmarks is not None:
+        metadata["benchmarks"] = str(benchmarks)
     manager = TaskManager(include_path=TASK_FOLDER, include_defaults=False, metadata=metadata)
     requests = {}
     for task in tasks:
@@ -81,6 +90,7 @@ def _render_task(
     requests = []
     for index in spread(len(docs), limit):
         doc = docs[index]
+        allowed = PAPER_NEW_TOKENS if doc["protocol"] == "paper" else length
         options: tuple[str, ...] = ()
         if by_likelihood:
             delimiter = loaded.config.target_delimiter
@@ -92,9 +102,10 @@ def _render_task(
                 prompt=loaded.fewshot_context(doc, loaded.config.num_fewshot),
                 gold=doc["gold"],
                 stop=tuple(generation.get("until", ())),
-                max_new_tokens=min(length, max_new_tokens or length),
+                max_new_tokens=min(allowed, max_new_tokens or allowed),
                 options=options,
                 letters=doc["letters"] if by_likelihood else "",
+                protocol=doc["protocol"],
             )
         )
     return requests

@@ -1,9 +1,10 @@
 """Numbers of an evaluation, and the folder they are kept in.
 
-    RUN/evaluation/settings.json       model, precision, batch size, prompts: must not change
+    RUN/evaluation/settings.json       model, precision, batch size, protocol, prompts: must not
+                                       change
     RUN/evaluation/outputs/TASK.jsonl  a line a question: prompt, output, extracted, gold, correct,
                                        complete (false: broken off at the limit)
-    RUN/evaluation/results.json        the scores
+    RUN/evaluation/results.json        the scores, and the protocol they were made by
 
 Standard library only.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import EvaluationError
-from vocagnolm.evaluate.suite import TASKS, average_stderrs, averages
+from vocagnolm.evaluate.suite import TASKS, Protocol, average_stderrs, averages
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def score_records(records: Iterable[Record]) -> TaskScore:
 class Evaluation:
     tasks: dict[str, TaskScore]
     bits_per_byte: float | None = None
+    protocol: Protocol | None = None
+    """None where there are no tasks."""
 
     def averages(self) -> dict[str, float | None]:
         return averages({name: task.score for name, task in self.tasks.items()})
@@ -69,6 +72,7 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "protocol": self.protocol,
             "tasks": {name: asdict(task) for name, task in self.tasks.items()},
             **self.averages(),
             "bits_per_byte": self.bits_per_byte,
@@ -77,7 +81,8 @@ class Evaluation:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Evaluation":
         tasks = {name: TaskScore(**task) for name, task in values["tasks"].items()}
-        return cls(tasks, values["bits_per_byte"])
+        protocol = values.get("protocol", "strict" if tasks else None)
+        return cls(tasks, values["bits_per_byte"], protocol)
 
 
 class RunFolder:
@@ -97,10 +102,15 @@ class RunFolder:
         """
         path = self.folder / "settings.json"
         before = _read_json(path) if path.is_file() else {"settings": settings, "prompts": {}}
+        there = before["settings"]
+        if before["prompts"]:
+            there.setdefault("protocol", "strict")  # once there was one, and no word for it
+        elif "protocol" in settings:  # bits per byte alone: of no protocol
+            there["protocol"] = settings["protocol"]
         different = [
-            f"{key}: {before['settings'].get(key)!r} there, {settings[key]!r} now"
+            f"{key}: {there.get(key)!r} there, {settings[key]!r} now"
             for key in settings
-            if before["settings"].get(key) != settings[key]
+            if there.get(key) != settings[key]
         ]
         different += [
             f"the prompts of {name} (--limit, --benchmarks, --choices, --max-new-tokens)"
@@ -113,7 +123,7 @@ class RunFolder:
                 "Give another --out, or the settings of that evaluation."
             )
         self.outputs.mkdir(parents=True, exist_ok=True)
-        merged = {"settings": settings, "prompts": before["prompts"] | prompts}
+        merged = {"settings": there | settings, "prompts": before["prompts"] | prompts}
         _write_json(path, merged)
 
     # --- answers ------------------------------------------------------------------------------
@@ -181,6 +191,7 @@ class RunFolder:
         merged = Evaluation(
             {name: tasks[name] for name in TASKS if name in tasks},
             before.bits_per_byte if bits is None else bits,
+            evaluation.protocol or before.protocol,
         )
         _write_json(self.folder / "results.json", merged.to_json())
         return merged

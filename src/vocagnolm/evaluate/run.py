@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Unpack
 
-from vocagnolm.errors import UsageError
-from vocagnolm.evaluate.grading import grade
-from vocagnolm.evaluate.render import Method, Request, render
+from vocagnolm.evaluate.graders.grading import grade
+from vocagnolm.evaluate.render import Request
 from vocagnolm.evaluate.results import Answer, Evaluation, Record, RunFolder, score_records
-from vocagnolm.evaluate.suite import Task, tasks_named
+from vocagnolm.evaluate.settings import Engine, Keywords, Questions, grouped
 
 # part of a run's identity: answers made by another version of the loop may differ
 _FORMAT = 1
@@ -30,52 +29,38 @@ OnProgress = Callable[[Progress], None]
 
 def evaluate(
     model: str | Path,
+    questions: Questions | None = None,
+    engine: Engine | None = None,
     *,
-    suite: str | None = None,
-    tasks: str | Sequence[str] | None = None,
     text: Sequence[str | Path] = (),
-    benchmarks: str | Path | None = None,
-    limit: int | None = None,
-    choices: Method = "generate",
-    max_new_tokens: int | None = None,
-    out: str | Path | None = None,
-    batch_size: int | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
     text_field: str = "text",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    out: str | Path | None = None,
     on_progress: OnProgress | None = None,
+    **keywords: Unpack[Keywords],
 ) -> Evaluation:
     """Scores of a model on the tasks, and its bits per byte on `text`.
 
-    Without `suite` and `tasks`, and with `text`, only bits per byte are computed; with none of
-    the three, the whole math suite is run. With `out`, all answers are kept there and an
-    interrupted run goes on where it stopped.
+    The fields of `Questions` and `Engine` may be given one by one:
+    `evaluate("model", tasks="gsm8k", limit=100, device="cpu")`. Without `suite` and `tasks`, and
+    with `text`, only bits per byte are computed; with none of the three, the whole math suite is
+    run. With `out`, all answers are kept there and an interrupted run goes on where it stopped.
     """
-    if choices not in ("generate", "likelihood"):
-        raise UsageError(f"choices must be generate or likelihood, not '{choices}'")
-    wanted: list[Task] = []
-    if tasks is not None or suite is not None or not text:
-        names = tasks if tasks is None or isinstance(tasks, str) else list(tasks)
-        wanted = tasks_named(names, suite or "math")
+    questions, engine = grouped(questions, engine, keywords)
     # the questions first: a missing file shows before a model is loaded
     requests: dict[str, list[Request]] = {}
-    if wanted:
-        requests = render(
-            wanted,
-            benchmarks=benchmarks,
-            limit=limit,
-            choices=choices,
-            max_new_tokens=max_new_tokens,
-        )
+    if questions.tasks is not None or questions.suite is not None or not text:
+        requests = questions.render()
 
     from vocagnolm.evaluate.bits import bits_per_byte
     from vocagnolm.evaluate.generate import Generator
     from vocagnolm.model import open_model
 
     files = open_model(
-        model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
+        model,
+        device=engine.device,
+        dtype=engine.dtype,
+        revision=engine.revision,
+        trust_remote_code=engine.trust_remote_code,
     )
     settings = {
         "format": _FORMAT,
@@ -83,8 +68,10 @@ def evaluate(
         "tokenizer": files.tokenizer.fingerprint,
         "device": files.device.type,
         "dtype": files.dtype_name,
-        "batch_size": batch_size,
+        "batch_size": engine.batch_size,
     }
+    if requests:  # text knows no protocol
+        settings["protocol"] = questions.protocol
     with TemporaryDirectory() as nowhere:
         run = RunFolder(nowhere if out is None else out)
         run.claim(settings, {name: checksum(listed) for name, listed in requests.items()})
@@ -92,7 +79,7 @@ def evaluate(
         loaded = files.load() if missing or text else None
         if missing:
             assert loaded is not None
-            generator = Generator(loaded, files, batch_size)
+            generator = Generator(loaded, files, engine.batch_size)
             try:
                 for name, listed in missing.items():
                     answer_task(run, generator, listed, on_progress)
@@ -108,13 +95,16 @@ def evaluate(
             )
             bits = measured.value
         scores = {name: score_records(run.records(name) or []) for name in requests}
-        return run.write_results(Evaluation(scores, bits))
+        return run.write_results(Evaluation(scores, bits, questions.protocol if requests else None))
 
 
 def checksum(requests: Sequence[Request]) -> str:
+    """Of all that a prompt is; the protocol has its own place in the settings."""
     digest = hashlib.sha256()
     for request in requests:
-        digest.update(json.dumps(asdict(request)).encode())
+        fields = asdict(request)
+        del fields["protocol"]
+        digest.update(json.dumps(fields).encode())
     return digest.hexdigest()
 
 
@@ -173,7 +163,7 @@ def grade_task(run: RunFolder, task: str, requests: list[Request]) -> None:
         extracted: str | None = output
         correct = output == request.gold
         if not request.options:  # else the output is the letter itself
-            graded = grade(task, output, request.gold, complete=complete)
+            graded = grade(task, output, request.gold, complete=complete, protocol=request.protocol)
             correct, extracted = graded.correct, graded.extracted
         records.append(
             Record(

@@ -2,18 +2,22 @@
 
 The protocol is the one of Rho-1 (its evaluation harness for mathematics): the six word-problem
 tasks share eight GSM8K examples, MATH has Minerva's four, the multiple-choice tasks have four
-worked examples with options. Standard library only.
+worked examples with options. The paper's MATH is MATH-500: 500 of MATH's 5,000 test questions. The
+5,000 are a task outside of the suite. Standard library only.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from vocagnolm.errors import UsageError
 
 # number: one number; mixed: a number, ratio, time or short text; math: a LaTeX expression;
 # choice: an option letter
 AnswerKind = Literal["number", "mixed", "math", "choice"]
+# strict: our prompts and grading; paper: those of the paper's harness, as far as they can be had
+Protocol = Literal["strict", "paper"]
+PAPER_NEW_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ TASKS: dict[str, Task] = {
     task.name: task
     for task in (
         _word_problem("gsm8k", "GSM8K"),
-        Task(name="math", title="MATH", kind="math", shots=4),
+        Task(name="math500", title="MATH-500", kind="math", shots=4),
         _word_problem("svamp", "SVAMP"),
         _word_problem("asdiv", "ASDiv", "mixed"),
         _word_problem("mawps", "MAWPS"),
@@ -51,21 +55,34 @@ TASKS: dict[str, Task] = {
         _choice("mmlu_stem", "MMLU-STEM", "ABCD"),
         _choice("sat", "SAT", "ABCD"),
         _word_problem("gsm_hard", "GSM-Hard"),
+        Task(name="math", title="MATH-5000", kind="math", shots=4),
     )
 }
 
-SUITES: dict[str, tuple[str, ...]] = {"math": tuple(TASKS)}
+SUITES: dict[str, tuple[str, ...]] = {"math": tuple(name for name in TASKS if name != "math")}
 
-_NINE = tuple(name for name in TASKS if name != "gsm_hard")
+_NINE = tuple(name for name in SUITES["math"] if name != "gsm_hard")
 # the three averages of the paper's tables
 AVERAGES: dict[str, tuple[str, ...]] = {
     "avg": _NINE,
-    "avg_dagger": ("gsm8k", "math", "svamp", "asdiv", "mawps", "mathqa"),
+    "avg_dagger": ("gsm8k", "math500", "svamp", "asdiv", "mawps", "mathqa"),
     "avg_double_dagger": tuple(name for name in _NINE if name != "sat"),
 }
 AVERAGE_TITLES = {"avg": "AVG", "avg_dagger": "AVG†", "avg_double_dagger": "AVG‡"}
 
-_ALIASES = {"sat_math": "sat", "mmlu": "mmlu_stem", "minerva_math": "math", "gsmhard": "gsm_hard"}
+_ALIASES = {
+    "sat_math": "sat",
+    "mmlu": "mmlu_stem",
+    "math_500": "math500",
+    "math_oai": "math500",
+    "minerva_math": "math500",  # where the paper's harness sends this name
+    "gsmhard": "gsm_hard",
+}
+
+
+def check_protocol(protocol: str) -> None:
+    if protocol not in get_args(Protocol):
+        raise UsageError(f"protocol must be {' or '.join(get_args(Protocol))}, not '{protocol}'")
 
 
 def task_named(name: str) -> Task:

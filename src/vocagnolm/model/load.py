@@ -7,16 +7,15 @@ user asks for it.
 
 import hashlib
 import importlib.util
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from vocagnolm.align import TextTokenizer, load_tokenizer
+from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.errors import MissingExtraError, ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,13 +40,16 @@ class ModelFiles:
     weight_files: tuple[Path, ...]
     config: Any
     tokenizer: TextTokenizer
-    prefix_ids: tuple[int, ...]
-    """What the tokenizer puts before a text (beginning-of-text), as the model was trained."""
     name: str
     revision: str | None
     device: torch.device
     dtype: torch.dtype
     trust_remote_code: bool = False
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """What the tokenizer puts before a text (beginning-of-text), as the model was trained."""
+        return self.tokenizer.prefix_ids
 
     @property
     def dtype_name(self) -> str:
@@ -135,7 +137,6 @@ def open_model(
         weight_files=tuple(files),
         config=config,
         tokenizer=tokenizer,
-        prefix_ids=prefix_of(tokenizer, path),
         name=name,
         revision=revision,
         device=torch_device,
@@ -165,26 +166,6 @@ def resolve_dtype(dtype: str, device: torch.device, config: Any) -> torch.dtype:
     return own if own in (torch.bfloat16, torch.float16) else torch.bfloat16
 
 
-def prefix_of(tokenizer: TextTokenizer, folder: Path | None = None) -> tuple[int, ...]:
-    """The ids that the tokenizer's own template puts before a text; where it has no template, what
-    `tokenizer_config.json` says."""
-    bare = tokenizer.spans("a").ids.tolist()
-    framed = tokenizer.spans("a", add_special_tokens=True).ids.tolist()
-    if len(framed) > len(bare):
-        for start in range(len(framed) - len(bare) + 1):
-            if framed[start : start + len(bare)] == bare:
-                return tuple(framed[:start])
-    settings_file = None if folder is None else folder / "tokenizer_config.json"
-    if settings_file is not None and settings_file.is_file():
-        settings = json.loads(settings_file.read_text(encoding="utf-8"))
-        token = settings.get("bos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if settings.get("add_bos_token") and token:
-            index = tokenizer.id_of(token)
-            return () if index is None else (index,)
-    return ()
-
-
 def weights_fingerprint(files: list[Path]) -> str:
     """Size and evenly spaced blocks of every file (all of it when it is small)."""
     digest = hashlib.sha256()
@@ -206,25 +187,19 @@ def _open_gguf(path: Path, device: torch.device, dtype: str) -> ModelFiles:
         raise ModelError(f"{path} does not exist.")
     if importlib.util.find_spec("gguf") is None:
         raise MissingExtraError("gguf", "gguf", f"reading {path.name}")
-    place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
-        config = AutoConfig.from_pretrained(**place)
-        transformers_tokenizer = AutoTokenizer.from_pretrained(**place)
+        config = AutoConfig.from_pretrained(
+            str(path.parent), gguf_file=path.name, trust_remote_code=False
+        )
     except Exception as error:
         raise ModelError(f"{path} cannot be read as a GGUF model: {error}") from error
-    tokenizer = load_tokenizer(transformers_tokenizer)
-    tokenizer.name = path.stem
-    prefix = prefix_of(tokenizer)
-    if not prefix and getattr(transformers_tokenizer, "add_bos_token", False):
-        index = transformers_tokenizer.bos_token_id
-        prefix = () if index is None else (int(index),)
+    tokenizer = load_tokenizer(path)
     return ModelFiles(
         folder=path.parent,
         gguf_file=path.name,
         weight_files=(path,),
         config=config,
         tokenizer=tokenizer,
-        prefix_ids=prefix,
         name=path.name,
         revision=None,
         device=device,

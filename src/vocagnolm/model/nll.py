@@ -1,46 +1,46 @@
 """-log p of every token of every document, in the order and shapes of a fixed plan."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from vocagnolm.errors import ModelError
 from vocagnolm.model.compiled import compile_layers
-from vocagnolm.model.head import token_nll
+from vocagnolm.model.lm_head import head_form, last_hidden
 from vocagnolm.model.windows import Batch, plan_batches
+from vocagnolm.objective import IGNORE_INDEX, two_phase
+from vocagnolm.objective.head import Head
+from vocagnolm.objective.rows import TORCH_ROWS, Transform, row_operations
 
-_PROBE_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Head:
-    """The last step of a model, from hidden states to logits."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    softcap: float | None
-    scale: float
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = torch.nn.functional.linear(hidden, self.weight, self.bias).float() * self.scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+# float32 logits alive at a time. On a CPU a tile should stay near the caches; on a GPU it must be
+# large enough to keep the matrix units busy.
+_CPU_TILE_BYTES = 32 * 2**20
+_CUDA_TILE_BYTES = 1280 * 2**20
 
 
-def head_of(model: PreTrainedModel) -> Head:
-    """Read the head off a model: softcap (Gemma), scale (Cohere multiplies, Granite divides)."""
-    config: Any = model.config.get_text_config()
-    linear: Any = model.get_output_embeddings()
-    scale = 1.0
-    for name, power in (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)):
-        value = getattr(config, name, None)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            scale *= float(value) ** power
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return Head(linear.weight, getattr(linear, "bias", None), softcap or None, scale)
+@torch.no_grad()
+def token_nll(
+    hidden_ND: torch.Tensor, head: Head, labels_N: torch.Tensor, *, chunk: int | None = None
+) -> torch.Tensor:
+    """-log p(label) of every token, float32 [N], without the logits of the whole batch: they are
+    made `chunk` tokens at a time, in float32 whatever the inputs are (bfloat16 logits would cost
+    up to 0.08 nats)."""
+    work = two_phase.Workspace.of(
+        hidden_ND, head, row_operations("auto", hidden_ND), hidden_ND.dtype, widen=False
+    )
+    if chunk is None and (hidden_ND.is_cuda or hidden_ND.dtype == torch.float32):
+        chunk = _tile_tokens(head.weight.shape[0], hidden_ND.is_cuda)
+    return two_phase.token_losses(work, labels_N, chunk=chunk).nll_N
+
+
+def _tile_tokens(rows: int, on_gpu: bool) -> int:
+    if on_gpu:  # whole tiles of the matrix kernels
+        return max(1, _CUDA_TILE_BYTES // (4 * rows) // 256) * 256
+    return max(1, _CPU_TILE_BYTES // (4 * rows))
 
 
 class NllModel:
@@ -73,9 +73,8 @@ class NllModel:
         self.prefix_ids = tuple(prefix_ids)
         embeddings: Any = model.get_input_embeddings()
         self.vocabulary_rows = int(embeddings.weight.shape[0])
-        self._head = head_of(model)
         # A model whose head we do not know scores through its own logits, a row at a time.
-        self._through_logits = not self._head_is_right()
+        self.form = head_form(model)
         self._full_rows = max(1, batch_tokens // context)
         self._warm = True
         if compiled:
@@ -151,53 +150,15 @@ class NllModel:
         self, input_ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor
     ) -> torch.Tensor:
         """nll of `labels` [N] as predicted at the flat `positions` [N] of `input_ids` [B, T]."""
-        if self._through_logits:
-            return self._nll_through_logits(input_ids, positions, labels)
-        hidden = self._hidden(input_ids).flatten(0, 1)
+        if self.form is None:
+            targets = torch.full_like(input_ids, IGNORE_INDEX).flatten()
+            targets[positions] = labels
+            nll, _ = losses_through_logits(self.model, input_ids, targets.view(input_ids.shape))
+            return nll.flatten()[positions]
+        hidden = last_hidden(self.model, input_ids).flatten(0, 1)
         if len(positions) != len(hidden):
             hidden = hidden[positions]
-        head = self._head
-        return token_nll(
-            hidden,
-            head.weight,
-            labels,
-            bias=head.bias,
-            softcap=head.softcap,
-            scale=head.scale,
-        )
-
-    def _hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
-        backbone: Any = self.model.base_model
-        # Rows are padded on the right only, so causal attention needs no mask: without one the
-        # fastest kernels apply.
-        return backbone(input_ids=input_ids, use_cache=False).last_hidden_state
-
-    def _nll_through_logits(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
-        row_tokens = input_ids.shape[1]
-        nll = torch.empty(len(labels), dtype=torch.float32, device=input_ids.device)
-        for row in range(len(input_ids)):
-            here = (positions // row_tokens == row).nonzero().squeeze(1)
-            logits = self.model(input_ids=input_ids[row : row + 1], use_cache=False).logits[0]
-            log_p = torch.log_softmax(logits[positions[here] % row_tokens].float(), dim=-1)
-            nll[here] = -log_p.gather(1, labels[here, None]).squeeze(1)
-        return nll
-
-    @torch.inference_mode()
-    def _head_is_right(self) -> bool:
-        """Ours against the model's own logits on a few tokens: architectures end in many ways."""
-        ids = np.random.default_rng(0).integers(0, self.vocabulary_rows, (1, _PROBE_TOKENS))
-        probe = torch.from_numpy(ids).to(self.model.device)
-        own = self.model(input_ids=probe, use_cache=False).logits.float()
-        try:
-            ours = self._head.logits(self._hidden(probe))
-        except (AttributeError, RuntimeError, TypeError):
-            return False
-        if own.shape != ours.shape:
-            return False
-        tolerance = 1e-3 if self.model.dtype == torch.float32 else 2e-2
-        return bool((own - ours).abs().max() <= tolerance * own.abs().max().clamp(min=1e-6))
+        return token_nll(hidden, self.form.head(self.model), labels)
 
     def _warm_up(self) -> None:
         """The graph for all other shapes is made for one example, whatever comes first."""
@@ -205,4 +166,25 @@ class NllModel:
             return
         self._warm = True
         shape = (self._full_rows + 1, max(2, self.context // 2))
-        self._hidden(torch.zeros(shape, dtype=torch.int64, device=self.model.device))
+        last_hidden(self.model, torch.zeros(shape, dtype=torch.int64, device=self.model.device))
+
+
+def losses_through_logits(
+    model: PreTrainedModel,
+    input_ids_BT: Tensor,
+    labels_BT: Tensor,
+    position_ids_BT: Tensor | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(nll, entropy or None) [B, T] for heads that are not understood: a row at a time through the
+    model's own logits; 0 where the label is ignored."""
+    nll, entropy = [], []
+    for row, labels in enumerate(labels_BT):
+        one = slice(row, row + 1)
+        where = {} if position_ids_BT is None else {"position_ids": position_ids_BT[one]}
+        logits = model(input_ids=input_ids_BT[one], use_cache=False, **where).logits[0]
+        losses = TORCH_ROWS.losses(logits, labels.clamp(min=0), Transform(), with_entropy)
+        nll.append(torch.where(labels >= 0, losses.nll_N, 0.0))
+        entropy.append(losses.entropy_N)
+    found = [e for e in entropy if e is not None]
+    return torch.stack(nll), torch.stack(found) if found else None

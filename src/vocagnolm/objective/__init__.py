@@ -1,39 +1,39 @@
 """The training objective: guided loss, its baselines and its controls, as pure tensor functions.
 
-    output = objective_loss(hidden_BTD, Head(weight=...), labels_BT, guidance_BT, ObjectiveConfig())
+    targets = Targets(labels_BT=labels, guidance_BT=guidance)
+    output = objective_loss(hidden_BTD, Head(weight=...), targets, ObjectiveConfig())
     output.loss.backward()
 
 `objective_loss` is the door; the two-pass form for scope global over accumulation steps is
-`student_nll` -> `select_step` -> `objective_loss(selected_BT=..., nll_BT=..., denominator=...)`.
+`student_nll` -> `weigh_step` -> `objective_loss(..., decided=Decided(...))`.
 """
 
 from vocagnolm.errors import ObjectiveError
-from vocagnolm.objective.config import (
-    IGNORE_INDEX,
-    Head,
-    Implementation,
-    Method,
-    ObjectiveConfig,
-    ObjectiveOutput,
-    Teacher,
-)
+from vocagnolm.objective.batch import IGNORE_INDEX, Decided, Targets, Teacher
+from vocagnolm.objective.config import ObjectiveConfig, Pairing
+from vocagnolm.objective.head import Head
 from vocagnolm.objective.loss import objective_loss, student_nll, token_losses
-from vocagnolm.objective.selection import ScoredBatch, StepSelection, select, select_step
+from vocagnolm.objective.output import ObjectiveOutput
+from vocagnolm.objective.rows import Implementation
+from vocagnolm.objective.selection import ScoredBatch, select
+from vocagnolm.objective.weighting import StepWeights, weigh_step
 
 __all__ = [
     "IGNORE_INDEX",
+    "Decided",
     "Head",
     "Implementation",
-    "Method",
     "ObjectiveConfig",
     "ObjectiveError",
     "ObjectiveOutput",
+    "Pairing",
     "ScoredBatch",
-    "StepSelection",
+    "StepWeights",
+    "Targets",
     "Teacher",
     "objective_loss",
     "select",
-    "select_step",
     "student_nll",
     "token_losses",
+    "weigh_step",
 ]

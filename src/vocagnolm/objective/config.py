@@ -1,81 +1,23 @@
-"""What the objective is given and what it gives back."""
+"""One training objective."""
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from vocagnolm.objective.statistics import statistics
+from vocagnolm.methods import METHODS, Method, MethodName
 
-Method = Literal["cpt", "guided", "random", "chunk", "rho1", "no_teacher", "kld", "uld"]
+Compare = Literal["token", "stretch"]
+Weighting = Literal["top_k", "reducible"]
 Unmapped = Literal["include", "exclude", "mean"]
 Scope = Literal["sequence", "batch", "global"]
 Normalise = Literal["all", "selected"]
 ChunkChoice = Literal["teacher", "random"]
-Implementation = Literal["auto", "reference", "chunked", "fused"]
-
-# Methods whose loss reads the teacher's whole distribution, not one number a token.
-DISTILLING = frozenset({"kld", "uld"})
-# Methods that train on every token.
-SELECTING_ALL = frozenset({"cpt"}) | DISTILLING
-# Methods that rank tokens by student nll minus guidance.
-NEEDS_GUIDANCE = frozenset({"guided", "rho1", "chunk"})
-
-IGNORE_INDEX = -100
-"""Label of a position that has no next token to predict; as in `torch.nn.functional`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """A language model's last linear layer: `logits = softcap(scale * (hidden @ weight.T + bias))`.
-
-    `weight` may be tied to the embedding: the gradient of the head is then added to the
-    embedding's as usual. It must be an ordinary tensor on the hidden states' device. Under FSDP2
-    the parameter is a sharded DTensor outside the root module's forward: call the objective from
-    inside that forward (where the root's parameters are gathered), so that FSDP's own hooks
-    reduce the gradient.
-    """
-
-    weight: Tensor
-    """[V, D]. Rows beyond the tokenizer (padding of the embedding) count in the softmax, as they
-    do in transformers; labels never point there."""
-    bias: Tensor | None = None
-    """[V] or None."""
-    softcap: float | None = None
-    """Gemma's soft cap: `cap * tanh(logits / cap)`."""
-    scale: float = 1.0
-    """Cohere's `logit_scale`, or 1 / Granite's `logits_scaling`."""
-    vocabulary_size: int | None = None
-    """Number of rows the tokenizer can produce; None: all of them. Only kld reads it."""
-
-    def __post_init__(self) -> None:
-        if self.weight.dim() != 2:
-            raise ValueError(f"Head.weight must be [vocabulary, hidden], got {self.weight.shape}")
-        if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
-            raise ValueError(
-                f"Head.bias must be [{self.weight.shape[0]}], got {list(self.bias.shape)}"
-            )
-        if self.softcap is not None and self.softcap <= 0:
-            raise ValueError(f"Head.softcap must be positive or None, got {self.softcap}")
-
-    @property
-    def plain(self) -> bool:
-        """Logits are the bare matrix product."""
-        return self.bias is None and self.softcap is None and self.scale == 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Teacher:
-    """An online teacher's view of the same text, for kld and uld (no gradient flows into it)."""
-
-    hidden: Tensor
-    """[B, U, D_T] last hidden states of the teacher; U may differ from the student's T."""
-    head: Head
-    position_BT: Tensor | None = None
-    """[B, T] int64: which teacher position predicts what student position t predicts, -1 where
-    the two are not aligned. None: the same position (same tokenizer)."""
+KlDirection = Literal["forward", "reverse"]
+Pairing = Literal["bytes", "index"]
+"""Which predictions uld compares across two tokenisations: those of tokens that begin at the same
+byte, or the n-th with the n-th of a document, cut to the shorter, as its authors do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,26 +25,44 @@ class ObjectiveConfig:
     """One training objective. The guidance itself (which teacher, max / mean / sum over the
     teacher's tokens) is decided before, when teacher losses are carried to student tokens."""
 
-    method: Method = "guided"
+    method: MethodName = "guided"
     """cpt: every token. guided: top `keep` of the mapped tokens by student nll - guidance.
     rho1: the same rule for one shared vocabulary (optionally with `entropy_keep`). random: a
     random `keep` of them. no_teacher: top `keep` by student nll alone (a control). chunk: whole
     chunks of a sequence by their mean excess, or at random. kld, uld: every token, plus
-    `distill_weight` times the distance to the teacher's distribution."""
+    `distill_weight` times the distance to the teacher's distribution. alm: every token, plus
+    `distill_weight` times the distance of the two probabilities of each stretch."""
+    compare: Compare = "token"
+    """token: a token's nll against the teacher's loss carried to it, as published. stretch: both
+    models' losses of the smallest piece of text at whose ends both have a boundary (alm always)."""
+    weighting: Weighting = "top_k"
+    """guided, rho1. top_k: the top `keep` count, the rest does not. reducible: every mapped token
+    counts by the share of the student's loss S that the teacher's T shows to be reducible,
+    `floor + (1 - floor) * max(0, 1 - T / S)`; `keep` is not read."""
+    floor: float = 0.2
+    """reducible: what a token counts at least."""
     keep: float = 0.4
     """Share of the mapped tokens that is trained on (chunk: of the chunks). k = keep * n rounded
     half up, and at least 1 when keep > 0 and n > 0."""
     unmapped: Unmapped = "include"
     """Tokens without guidance: include (always trained on), exclude (never), mean (they compete
-    with the scope's mean guidance as theirs)."""
+    with the mean loss of the scope's teacher tokens as theirs)."""
     scope: Scope = "batch"
     """Among which tokens the top `keep` is taken: each sequence, the micro-batch of one device,
     or all ranks and accumulation steps of an optimiser step."""
     normalise: Normalise = "all"
     """Divide the summed loss by all predicted tokens (equation 3 of the paper), or by the
-    selected ones."""
+    selected ones: the sum of their weights."""
     distill_weight: float = 0.5
-    """kld, uld: lambda. 0 is cpt."""
+    """kld, uld, alm: lambda. 0 is cpt."""
+    cross_entropy: float = 1.0
+    """alm: weight of the cross entropy beside it. 0: the distance alone, as published."""
+    temperature: float = 100.0
+    """alm: tau; probabilities are compared as p^(1/tau)."""
+    positive: bool = False
+    """alm: cut off negative weights (where the student is surer than the teacher)."""
+    kl_direction: KlDirection = "forward"
+    """kld: KL(teacher || student), or `reverse`, KL(student || teacher), as equation 5 prints."""
     entropy_keep: float | None = None
     """rho1 only: second criterion. Of the mapped tokens only this share, the ones where the
     reference model's entropy is lowest, may be selected; `keep` stays a share of all mapped
@@ -116,21 +76,34 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("method", Method),
+            ("method", MethodName),
             ("unmapped", Unmapped),
             ("scope", Scope),
             ("normalise", Normalise),
             ("chunk_choice", ChunkChoice),
+            ("kl_direction", KlDirection),
+            ("compare", Compare),
+            ("weighting", Weighting),
         ):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(
                     f"{name} must be one of {', '.join(get_args(allowed))}; "
                     f"got {getattr(self, name)!r}"
                 )
-        if not 0.0 <= self.keep <= 1.0:
-            raise ValueError(f"keep must be between 0 and 1, got {self.keep}")
-        if self.distill_weight < 0.0:
-            raise ValueError(f"distill_weight must not be negative, got {self.distill_weight}")
+        for name in ("keep", "floor"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+        for name in ("distill_weight", "cross_entropy"):
+            if getattr(self, name) < 0.0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.temperature <= 0.0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+        if self.weighting != "top_k" and self.method not in ("guided", "rho1"):
+            raise ValueError(f"weighting {self.weighting} belongs to guided and rho1")
+        if self.compare == "stretch" and not self.rule.guidance:
+            raise ValueError(f"compare stretch needs a method with guidance, not {self.method}")
+        if self.method == "alm" and self.normalise == "selected":
+            raise ValueError("alm has weights of both signs: normalise by all tokens")
         if self.n_chunks < 1:
             raise ValueError(f"n_chunks must be at least 1, got {self.n_chunks}")
         if self.entropy_keep is not None:
@@ -143,37 +116,39 @@ class ObjectiveConfig:
                 )
 
     @property
+    def rule(self) -> Method:
+        return METHODS[self.method]
+
+    @property
+    def by_stretch(self) -> bool:
+        return self.compare == "stretch" or self.method == "alm"
+
+    @property
+    def graded(self) -> bool:
+        """Weights are numbers that a token's own stretch decides, not a choice among tokens."""
+        return self.method == "alm" or (self.rule.selects and self.weighting == "reducible")
+
+    @property
+    def reaches_over_step(self) -> bool:
+        """The weights of a micro-batch depend on the other micro-batches and ranks of its step."""
+        if self.scope != "global" or self.selects_all:
+            return False
+        return not self.graded or self.unmapped == "mean"
+
+    @property
+    def counts_by_losses(self) -> bool:
+        """What the loss is divided by is known only when the losses are."""
+        whole_units = self.graded or self.by_stretch or self.method == "chunk"
+        return self.normalise == "selected" and whole_units and not self.selects_all
+
+    @property
     def selects_all(self) -> bool:
-        """Every predicted token is trained on, whatever the losses are: no first phase needed."""
-        if self.method in SELECTING_ALL:
+        """Every predicted token counts fully, whatever the losses are: no first phase needed."""
+        if self.graded:
+            return False
+        if not self.rule.selects:
             return True
         return self.keep == 1.0 and self.unmapped != "exclude" and self.entropy_keep in (None, 1.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveOutput:
-    """`loss` carries the gradient; everything else is detached."""
-
-    loss: Tensor
-    nll_BT: Tensor
-    """Student nll in nats, fp32; 0 where the label is ignored."""
-    selected_BT: Tensor
-    """bool: tokens with W = 1."""
-    denominator: Tensor
-    """What the summed loss was divided by; 0 when nothing was there."""
-    valid_BT: Tensor
-    guidance_BT: Tensor | None = None
-    distill_stats: dict[str, Tensor] = field(default_factory=dict)
-
-    @cached_property
-    def stats(self) -> dict[str, Tensor]:
-        """For the training log, computed when first read: loss_selected, loss_all,
-        selected_share, mapped_share; with guidance excess_p10, excess_p50, excess_p90; kld and
-        uld add distill_loss and aligned_share, kld teacher_dropped_mass. 0-dim tensors on the
-        device: reading a number waits for the device."""
-        return self.distill_stats | statistics(
-            self.nll_BT, self.selected_BT, self.valid_BT, self.guidance_BT
-        )
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:

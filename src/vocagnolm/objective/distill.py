@@ -4,14 +4,16 @@ Both add to the cross entropy of every token a distance to the teacher's next-to
 at the aligned positions: `sum_i [nll_i + lambda * aligned_i * distance_i] / N`. As in the guided
 head the logits of both models live for one chunk of tokens at a time.
 
-kld: KL(teacher || student), one vocabulary. Rows only the teacher has (Llemma's 16) are dropped
-    and the rest renormalised; that is refused where they hold real mass.
+kld: KL(teacher || student), or KL(student || teacher) as equation 5 of the paper prints it, of one
+    vocabulary. Rows only the teacher has (Llemma's 16) are dropped and the rest renormalised; that
+    is refused where they hold real mass.
 uld: Wasserstein-1 distance of the two sorted probability vectors, the shorter one padded with
     zeros (arXiv 2402.12030): sum_v |p_S sorted - p_T sorted|.
 
 Shape letters: N tokens, V rows of the student's head, U rows of the teacher's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -19,9 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vocagnolm.errors import ObjectiveError
-from vocagnolm.objective import head as two_phase
-from vocagnolm.objective.config import IGNORE_INDEX, Head, ObjectiveConfig, Teacher, compute_dtype
-from vocagnolm.objective.reference import full_logits, token_nll
+from vocagnolm.objective import two_phase
+from vocagnolm.objective.batch import IGNORE_INDEX, Teacher
+from vocagnolm.objective.config import KlDirection, ObjectiveConfig, compute_dtype
+from vocagnolm.objective.head import Head
+from vocagnolm.objective.reference import token_nll
 from vocagnolm.objective.rows import TORCH_ROWS
 from vocagnolm.objective.wasserstein import wasserstein_rows
 
@@ -37,22 +41,31 @@ class Distilled:
     stats: dict[str, Tensor] = field(default_factory=dict)
 
 
-def common_rows(head: Head, teacher: Head) -> int:
+def common_rows(head: Head, teacher: Teacher) -> int:
     """kld compares these first rows: all the student's tokenizer can produce."""
-    student_rows = head.vocabulary_size or head.weight.shape[0]
-    teacher_rows = teacher.vocabulary_size or teacher.weight.shape[0]
-    if teacher_rows < student_rows:
+    if teacher.rows < head.rows:
         raise ObjectiveError(
-            f"kld needs one vocabulary: the student has {student_rows} tokens, the teacher only "
-            f"{teacher_rows}. Use method uld or guided for different vocabularies."
+            f"kld needs one vocabulary: the student has {head.rows} tokens, the teacher only "
+            f"{teacher.rows}. Use method uld or guided for different vocabularies."
         )
-    return student_rows
+    return head.rows
 
 
-def kl_rows(z_NV: Tensor, teacher_NU: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def kl_rows(
+    z_NV: Tensor, teacher_NU: Tensor, rows: int, direction: KlDirection = "forward"
+) -> tuple[Tensor, Tensor, Tensor]:
     """(KL, its gradient by the student's logits, the teacher's probability beyond `rows`)."""
     q = F.softmax(teacher_NU, dim=-1)
     dropped = q[:, rows:].sum(-1)
+    if direction == "reverse":
+        # over the common rows alone, both renormalised: elsewhere the teacher has no probability
+        log_p = F.log_softmax(z_NV[:, :rows], dim=-1)
+        log_ratio = log_p - F.log_softmax(teacher_NU[:, :rows], dim=-1)
+        p = log_p.exp_()
+        distance = torch.where(p > 0, p * log_ratio, 0.0).sum(-1)
+        gradient = torch.zeros_like(z_NV)
+        gradient[:, :rows] = torch.where(p > 0, p * (log_ratio - distance[:, None]), 0.0)
+        return distance, gradient, dropped
     q = q[:, :rows] / q[:, :rows].sum(-1, keepdim=True)
     log_p = F.log_softmax(z_NV, dim=-1)
     distance = (torch.special.xlogy(q, q) - q * log_p[:, :rows]).sum(-1)
@@ -70,12 +83,9 @@ def distil(
     index_K = (labels_BT.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
     labels_K = labels_BT.flatten()[index_K]
     place_K = _teacher_places(teacher, labels_BT)[index_K]
-    teacher_dtype = compute_dtype(teacher.hidden)
     with two_phase.isolated(hidden_ND) as dtype:
         work = two_phase.Workspace.of(hidden_ND.index_select(0, index_K), head, TORCH_ROWS, dtype)
-        guide = two_phase.Workspace.of(
-            teacher.hidden.flatten(0, 1), teacher.head, TORCH_ROWS, teacher_dtype
-        )
+        teacher_logits = _logits_of(teacher)
         nll_K = torch.empty(len(index_K), dtype=work.wide, device=hidden_ND.device)
         distance_K, dropped_K = torch.zeros_like(nll_K), torch.zeros_like(nll_K)
 
@@ -87,10 +97,10 @@ def distil(
             gradient = torch.exp(z - lse)
             gradient.scatter_add_(1, target, torch.full_like(lse, -1.0))
             aligned = (place_K[a:b] >= 0).nonzero().squeeze(1)
-            teacher_z = guide.logits(place_K[a:b][aligned])
+            teacher_z = teacher_logits(place_K[a:b][aligned])
             if config.method == "kld":
-                rows = common_rows(head, teacher.head)
-                distance, by_z, dropped = kl_rows(z[aligned], teacher_z, rows)
+                rows = common_rows(head, teacher)
+                distance, by_z, dropped = kl_rows(z[aligned], teacher_z, rows, config.kl_direction)
                 dropped_K[a:b][aligned] = dropped.to(nll_K.dtype)
             else:
                 distance, by_z = wasserstein_rows(z[aligned], teacher_z)
@@ -99,7 +109,7 @@ def distil(
             return work.transform.chain(gradient, z)
 
         # both models' logits, probabilities, sorted copies and places are alive at once
-        rows_alive = 4 * (head.weight.shape[0] + teacher.head.weight.shape[0])
+        rows_alive = 4 * (head.weight.shape[0] + teacher.rows)
         gradients = two_phase.backward_chunks(
             work, wanted, gradient_of_rows, exact=True, logits_per_token=rows_alive
         )
@@ -116,19 +126,24 @@ def distil_reference(
     hidden_BTD: Tensor, head: Head, labels_BT: Tensor, teacher: Teacher, config: ObjectiveConfig
 ) -> Distilled:
     """Full logits of both models and autograd."""
-    z_BTV = full_logits(hidden_BTD, head)
+    z_BTV = head.logits(hidden_BTD)
     nll_BT = token_nll(z_BTV, labels_BT)
     place_N = _teacher_places(teacher, labels_BT)
     keep = ((place_N >= 0) & (labels_BT.flatten() != IGNORE_INDEX)).nonzero().squeeze(1)
     z = z_BTV.flatten(0, 1)[keep]
     with torch.no_grad():
-        q = F.softmax(full_logits(teacher.hidden.flatten(0, 1)[place_N[keep]], teacher.head), -1)
+        chosen = teacher.hidden.flatten(0, 1)[place_N[keep]]
+        q = F.softmax(chosen.float() if teacher.head is None else teacher.head.logits(chosen), -1)
     dropped = torch.zeros(len(keep), dtype=q.dtype, device=q.device)
     if config.method == "kld":
-        rows = common_rows(head, teacher.head)
+        rows = common_rows(head, teacher)
         dropped = q[:, rows:].sum(-1)
         q = q[:, :rows] / q[:, :rows].sum(-1, keepdim=True)
-        distance = F.kl_div(F.log_softmax(z, -1)[:, :rows], q, reduction="none").sum(-1)
+        if config.kl_direction == "forward":
+            distance = F.kl_div(F.log_softmax(z, -1)[:, :rows], q, reduction="none").sum(-1)
+        else:
+            p = F.softmax(z[:, :rows], -1)
+            distance = (p * (p.log() - q.log())).sum(-1)
     else:
         p = F.softmax(z, -1)
         width = max(p.shape[1], q.shape[1])
@@ -143,6 +158,15 @@ def distil_reference(
     n_valid = (labels_BT != IGNORE_INDEX).sum().clamp(min=1)
     stats["aligned_share"] = keep.numel() / n_valid
     return Distilled(total=total, nll_BT=nll_BT.detach(), stats=stats)
+
+
+def _logits_of(teacher: Teacher) -> Callable[[Tensor], Tensor]:
+    """Rows of the teacher's flattened positions -> their logits."""
+    flat = teacher.hidden.flatten(0, 1)
+    if teacher.head is None:
+        return lambda index: flat.index_select(0, index).float()
+    dtype = compute_dtype(teacher.hidden)
+    return two_phase.Workspace.of(flat, teacher.head, TORCH_ROWS, dtype).logits
 
 
 def _teacher_places(teacher: Teacher, labels_BT: Tensor) -> Tensor:

@@ -1,161 +1,249 @@
 """The door: one loss for every method."""
 
-from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vocagnolm.objective import head as two_phase
-from vocagnolm.objective import reference
-from vocagnolm.objective.config import (
-    DISTILLING,
-    IGNORE_INDEX,
-    Head,
+from vocagnolm.objective import reference, two_phase
+from vocagnolm.objective.batch import IGNORE_INDEX, Decided, Targets, Teacher
+from vocagnolm.objective.config import ObjectiveConfig
+from vocagnolm.objective.distill import distil, distil_reference
+from vocagnolm.objective.head import Head
+from vocagnolm.objective.output import ObjectiveOutput
+from vocagnolm.objective.ranks import Ranks
+from vocagnolm.objective.rows import (
+    TORCH_ROWS,
     Implementation,
-    ObjectiveConfig,
-    ObjectiveOutput,
-    Teacher,
+    RowLosses,
+    RowOperations,
+    row_operations,
 )
-from vocagnolm.objective.distill import Distilled, distil, distil_reference
-from vocagnolm.objective.rows import TORCH_ROWS, RowLosses, RowOperations
-from vocagnolm.objective.selection import ScoredBatch, select, select_step
+from vocagnolm.objective.selection import ScoredBatch, filled_guidance, select_batches
+from vocagnolm.objective.weighting import FlatTargets
 
 
 def objective_loss(
     hidden_BTD: Tensor,
     head: Head,
-    labels_BT: Tensor,
-    guidance_BT: Tensor | None = None,
+    targets: Targets,
     config: ObjectiveConfig | None = None,
     *,
-    impl: Implementation = "auto",
     step: int = 0,
-    sequence_index_B: Tensor | None = None,
-    entropy_BT: Tensor | None = None,
     teacher: Teacher | None = None,
-    selected_BT: Tensor | None = None,
-    nll_BT: Tensor | None = None,
-    denominator: Tensor | float | None = None,
+    decided: Decided | None = None,
+    impl: Implementation = "auto",
     group: "torch.distributed.ProcessGroup | None" = None,
 ) -> ObjectiveOutput:
     """Loss of one micro-batch, with gradient for the hidden states and the head.
 
-    hidden_BTD: last hidden states, after the final norm.
-    labels_BT: int64, already shifted: `labels[b, t]` is what `hidden[b, t]` predicts; -100 is
-        ignored.
-    guidance_BT: teacher nll carried to the same tokens; NaN where unmapped.
+        hidden = model.model(ids[:, :-1]).last_hidden_state
+        targets = Targets(labels_BT=ids[:, 1:], guidance_BT=guidance[:, 1:])
+        output = objective_loss(hidden, Head(weight=model.lm_head.weight), targets)
+        output.loss.backward()
+        output.nll_BT, output.selected_BT    # the student's loss of every token, and which count
+
+    hidden_BTD: last hidden states, after the final norm; `hidden[b, t]` predicts
+        `targets.labels_BT[b, t]`.
+    targets: labels, -100 where there is nothing to predict, and the guidance, NaN where there is
+        none. Rows of unequal length: `Targets.from_rows`.
+    config: the method; guided, 40 % kept, where it is left out.
+    step: for methods that draw at random; give every call of a run another number (optimiser
+        step * accumulation + micro-batch), or the sequences' places in `targets`.
+    teacher: for kld and uld.
+    decided: what the micro-batches of a step share, see below.
     impl: `reference` holds full logits, `chunked` is torch on any device, `fused` uses Triton on
         CUDA; `auto` is fused where it can run, else chunked.
-    step: for methods that draw at random; give every call of a run another number (optimiser
-        step * accumulation + micro-batch), or the sequences' places in `sequence_index_B`.
-    entropy_BT: entropy of the reference model, for `entropy_keep`.
-    teacher: for kld and uld.
-    selected_BT, nll_BT: a selection already made and the losses it was made from (second pass
-        of scope global, see `select_step`); phase 1 is then left out.
-    denominator: what the summed loss is divided by. None: this micro-batch's count, or with scope
-        global the count of all ranks.
 
-    Accumulation. For a step of several micro-batches give each the same `denominator`, the count
-    over all of them (and all ranks), and add up the losses: then 1 x 8 sequences and 8 x 1 give
-    the same step. With `normalise: all` it is the number of labels that are not ignored, which
-    is known beforehand. DDP and FSDP average gradients over ranks: multiply the loss by the
+    Accumulation. For a step of several micro-batches give each the same `decided.denominator`, the
+    count over all of them (and all ranks), and add up the losses: then 1 x 8 sequences and 8 x 1
+    give the same step. With `normalise: all` it is the number of labels that are not ignored,
+    which is known beforehand. DDP and FSDP average gradients over ranks: multiply the loss by the
     number of ranks when the denominator counts all of them.
 
     Scope global. With one micro-batch a step, call this on all ranks: it exchanges counts. With
-    accumulation: `student_nll` for each micro-batch, `select_step` over all, then this function
-    with `selected_BT`, `nll_BT` and `denominator`.
+    accumulation: `student_nll` for each micro-batch, `weigh_step` over all, then this function
+    with `decided`.
 
     Nothing selected: the loss is exactly 0 and so are the gradients. The gradients are made in
     the forward pass: call backward once.
     """
     config = config or ObjectiveConfig()
-    _check(hidden_BTD, head, labels_BT, guidance_BT, selected_BT, nll_BT)
-    valid_BT = labels_BT != IGNORE_INDEX
-    counted: Tensor | None = None  # the denominator that comes with a selection over all ranks
-
-    def choose(losses_BT: Tensor) -> Tensor:
-        nonlocal counted
-        if selected_BT is not None:
-            return selected_BT & valid_BT
-        batch = ScoredBatch(
-            nll_BT=losses_BT,
-            labels_BT=labels_BT,
-            guidance_BT=guidance_BT,
-            entropy_BT=entropy_BT,
-            sequence_index_B=sequence_index_B,
-        )
-        if config.scope != "global":
-            return select(batch, config, step=step)
-        whole = select_step([batch], config, step=step, group=group)
-        counted = whole.denominator
-        return whole.selected[0]
-
-    distilled: Distilled | None = None
-    if config.method in DISTILLING and config.distill_weight > 0:
+    decided = decided or Decided()
+    _check(hidden_BTD, head, targets, decided)
+    if config.rule.distribution and config.distill_weight > 0:
         if teacher is None:
             raise ValueError(f"method {config.method} needs an online teacher, got teacher=None")
-        selected = choose(valid_BT.float())
         function = distil_reference if impl == "reference" else distil
-        distilled = function(hidden_BTD, head, labels_BT, teacher, config)
-        total, nll_BT = distilled.total, distilled.nll_BT
-    elif impl == "reference":
-        logits = reference.full_logits(hidden_BTD, head)
-        nll_BT = reference.token_nll(logits, labels_BT).detach()
-        selected = choose(nll_BT)
-        total = reference.masked_sum(logits, labels_BT, selected)
-    else:
-        foreseen = None
-        if config.selects_all and selected_BT is None:
-            foreseen = choose(valid_BT.float())  # whatever the losses are
-        total, nll_BT, selected = _in_phases(
-            hidden_BTD, head, labels_BT, nll_BT, foreseen, choose, impl
-        )
-
-    if denominator is None:
-        denominator = counted
-    if denominator is None:
-        denominator = (selected if config.normalise == "selected" else valid_BT).sum()
-    divisor = torch.as_tensor(denominator, device=total.device).to(total.dtype)
-    return ObjectiveOutput(
-        loss=total / torch.where(divisor > 0, divisor, 1.0),
-        nll_BT=nll_BT,
-        selected_BT=selected,
-        denominator=divisor,
-        valid_BT=valid_BT,
-        guidance_BT=guidance_BT,
-        distill_stats=distilled.stats if distilled else {},
-    )
+        done = function(hidden_BTD, head, targets.labels_BT, teacher, config)
+        weights = targets.valid_BT.float()
+        return _output(done.total, done.nll_BT, weights, targets, config, decided, done.stats)
+    ranks = Ranks.of(group)
+    if config.graded and decided.weights_BT is None:
+        return _graded(hidden_BTD, head, targets, config, decided, impl, ranks)
+    return _chosen(hidden_BTD, head, targets, config, decided, impl, step, ranks)
 
 
-def _in_phases(
+def _chosen(
     hidden_BTD: Tensor,
     head: Head,
-    labels_BT: Tensor,
-    nll_BT: Tensor | None,
-    foreseen_BT: Tensor | None,
-    choose: Callable[[Tensor], Tensor],
+    targets: Targets,
+    config: ObjectiveConfig,
+    decided: Decided,
     impl: Implementation,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(summed loss, nll_BT, selected_BT). A selection that is foreseen needs no first phase, nor
-    does one whose losses are known."""
+    step: int,
+    ranks: Ranks,
+) -> ObjectiveOutput:
+    """Weights that are decided already, or a choice of tokens."""
+    labels_BT, nll_BT = targets.labels_BT, decided.nll_BT
+
+    def choose(losses_BT: Tensor) -> Tensor:
+        if decided.weights_BT is not None:
+            return torch.where(targets.valid_BT, decided.weights_BT, 0)
+        return select_batches([ScoredBatch(targets, losses_BT)], config, step, ranks)[0]
+
+    if impl == "reference":
+        logits = head.logits(hidden_BTD)
+        nll_BT = reference.token_nll(logits, labels_BT).detach()
+        weights_BT = choose(nll_BT)
+        total = reference.weighted_sum(logits, labels_BT, weights_BT)
+        return _output(total, nll_BT, weights_BT.float(), targets, config, decided, ranks=ranks)
     hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten().clamp(min=0)
     rows = row_operations(impl, hidden_BTD)
     losses: RowLosses | None = None
-    if foreseen_BT is not None:
-        selected_BT = foreseen_BT
+    if config.selects_all and decided.weights_BT is None:
+        weights_BT = choose(targets.valid_BT.float())  # whatever the losses are: one phase
     else:
         if nll_BT is None:
             losses = _phase_one(hidden_ND, head, labels_N, rows)
             nll_BT = _where_valid(losses.nll_N, labels_BT)
-        selected_BT = choose(nll_BT)
-    index_K = selected_BT.flatten().nonzero().squeeze(1)
-    total, nll_K = two_phase.summed_loss(hidden_ND, head, labels_N, index_K, rows, losses)
+        weights_BT = choose(nll_BT)
+    index_K = (weights_BT != 0).flatten().nonzero().squeeze(1)
+    weigh = None
+    if weights_BT.dtype != torch.bool and config.graded:
+        weigh = _Known(weights_BT.flatten()[index_K])
+    total, nll_K, _ = two_phase.summed_loss(hidden_ND, head, labels_N, index_K, rows, losses, weigh)
     if nll_BT is None:
-        nll_N = torch.zeros(labels_N.shape, dtype=nll_K.dtype, device=nll_K.device)
-        nll_BT = nll_N.index_copy_(0, index_K, nll_K).view(labels_BT.shape)
-    return total, nll_BT, selected_BT
+        nll_BT = _scattered(nll_K, index_K, labels_BT)
+    return _output(total, nll_BT, weights_BT.float(), targets, config, decided, ranks=ranks)
+
+
+def _graded(
+    hidden_BTD: Tensor,
+    head: Head,
+    targets: Targets,
+    config: ObjectiveConfig,
+    decided: Decided,
+    impl: Implementation,
+    ranks: Ranks,
+) -> ObjectiveOutput:
+    """Weights that each stretch decides for itself, in one phase: they are known as soon as the
+    logits of its tokens are, so that no token passes the head twice."""
+    labels_BT = targets.labels_BT
+    (teacher_BT,) = filled_guidance([targets], config, ranks)
+    flat = FlatTargets.of(targets, teacher_BT, config)
+    if impl == "reference":
+        logits = head.logits(hidden_BTD)
+        nll_BT = reference.token_nll(logits, labels_BT).detach()
+        weights_BT = flat.weights(nll_BT.flatten(), config).view(labels_BT.shape)
+        total = reference.weighted_sum(logits, labels_BT, weights_BT)
+    else:
+        # the tokens of a stretch stay together: all of them, also those that end up at 0
+        index_K = targets.valid_BT.flatten().nonzero().squeeze(1)
+        total, nll_K, weights_K = two_phase.summed_loss(
+            hidden_BTD.flatten(0, 1),
+            head,
+            labels_BT.flatten().clamp(min=0),
+            index_K,
+            row_operations(impl, hidden_BTD),
+            None,
+            _ByRule(flat[index_K], config),
+        )
+        assert weights_K is not None
+        nll_BT = _scattered(nll_K, index_K, labels_BT)
+        weights_BT = _scattered(weights_K, index_K, labels_BT)
+    stats = {}
+    if config.method == "alm":
+        # the weights are its derivative; its value is this
+        distance, stretches = flat.distance(nll_BT.flatten(), config)
+        stats["distill_loss"] = distance / stretches.clamp(min=1)
+        value = config.distill_weight * distance + (nll_BT * _entropy_part(flat, config)).sum()
+        total = total + (value.to(total.dtype) - total).detach()
+    return _output(total, nll_BT, weights_BT.float(), targets, config, decided, stats, ranks)
+
+
+def _entropy_part(flat: FlatTargets, config: ObjectiveConfig) -> Tensor:
+    """alm: what the cross entropy of each token counts beside the distance."""
+    rest = 0.0 if config.unmapped == "exclude" else 1.0
+    part = torch.where(flat.compared_N, config.cross_entropy, rest)
+    return torch.where(flat.valid_N, part, 0.0)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Weights that were decided before."""
+
+    weights_K: Tensor
+
+    def rows(self, a: int, b: int, nll: Tensor) -> Tensor:
+        return self.weights_K[a:b].to(nll.dtype)
+
+    def cut(self, ends: list[int]) -> list[int]:
+        return ends
+
+
+@dataclass(frozen=True)
+class _ByRule:
+    """Weights by the rule, from the losses of whole stretches."""
+
+    flat: FlatTargets
+    config: ObjectiveConfig
+
+    def rows(self, a: int, b: int, nll: Tensor) -> Tensor:
+        return self.flat[a:b].weights(nll, self.config)
+
+    def cut(self, ends: list[int]) -> list[int]:
+        if not self.config.by_stretch or len(ends) < 2:
+            return ends
+        place = torch.arange(len(self.flat), device=self.flat.valid_N.device)
+        began = torch.where(self.flat.begins_N, place, 0).cummax(0).values
+        inner = began[torch.tensor(ends[:-1], device=place.device)].tolist()
+        return sorted({*(end for end in inner if end > 0), ends[-1]})
+
+
+def _output(
+    total: Tensor,
+    nll_BT: Tensor,
+    weights_BT: Tensor,
+    targets: Targets,
+    config: ObjectiveConfig,
+    decided: Decided,
+    stats: dict[str, Tensor] | None = None,
+    ranks: Ranks | None = None,
+) -> ObjectiveOutput:
+    denominator = decided.denominator
+    if denominator is None:
+        counted = targets.valid_BT
+        if config.normalise == "selected":
+            counted = weights_BT if config.graded else weights_BT != 0
+        denominator = counted.sum()
+        if ranks is not None and config.scope == "global":
+            denominator = ranks.sum(denominator)
+    divisor = torch.as_tensor(denominator, device=total.device).to(total.dtype)
+    return ObjectiveOutput(
+        loss=total / torch.where(divisor > 0, divisor, 1.0),
+        nll_BT=nll_BT.detach(),
+        weights_BT=weights_BT,
+        denominator=divisor,
+        targets=targets,
+        distill_stats=stats or {},
+    )
+
+
+def _scattered(values_K: Tensor, index_K: Tensor, like_BT: Tensor) -> Tensor:
+    """Values of some tokens in their places, 0 elsewhere."""
+    whole = torch.zeros(like_BT.numel(), dtype=values_K.dtype, device=values_K.device)
+    return whole.index_copy_(0, index_K, values_K.detach()).view(like_BT.shape)
 
 
 @torch.no_grad()
@@ -177,13 +265,12 @@ def token_losses(
 ) -> tuple[Tensor, Tensor | None]:
     """(nll, entropy or None) of every token in fp32, without gradient; 0 where ignored. Any
     model's: an online teacher's guidance and `entropy_BT` come from here."""
-    _check(hidden_BTD, head, labels_BT)
+    _check(hidden_BTD, head, Targets(labels_BT=labels_BT))
     labels_N = labels_BT.flatten().clamp(min=0)
     hidden_ND = hidden_BTD.flatten(0, 1)
     if impl == "reference":
         x = torch.nn.functional.linear(hidden_ND, head.weight)
-        transform = two_phase.Transform(head.bias, head.softcap, head.scale)
-        losses = TORCH_ROWS.losses(x, labels_N, transform, with_entropy)
+        losses = TORCH_ROWS.losses(x, labels_N, head.transform, with_entropy)
     else:
         rows = row_operations(impl, hidden_BTD)
         losses = _phase_one(hidden_ND, head, labels_N, rows, with_entropy)
@@ -209,36 +296,18 @@ def _phase_one(
         return two_phase.token_losses(work, labels_N, with_entropy=with_entropy)
 
 
-def row_operations(impl: Implementation, hidden: Tensor) -> RowOperations:
-    """Torch's row operations, or Triton's (which know no fp64)."""
-    usable = hidden.device.type == "cuda" and hidden.dtype != torch.float64 and _has_triton()
-    if impl == "chunked" or (impl == "auto" and not usable):
-        return TORCH_ROWS
-    if impl not in ("auto", "fused"):
-        raise ValueError(f"impl must be auto, reference, chunked or fused; got {impl!r}")
-    if not _has_triton() or hidden.dtype == torch.float64:
-        raise ValueError(
-            "impl='fused' needs the package 'triton', which comes with torch for CUDA, and no "
-            "fp64; use impl='auto' or 'chunked' here"
-        )
-    from vocagnolm.objective.triton_rows import TRITON_ROWS
-
-    return TRITON_ROWS
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def _check(hidden_BTD: Tensor, head: Head, labels_BT: Tensor, *others_BT: Tensor | None) -> None:
+def _check(
+    hidden_BTD: Tensor, head: Head, targets: Targets, decided: Decided | None = None
+) -> None:
     if hidden_BTD.dim() != 3 or hidden_BTD.shape[-1] != head.weight.shape[1]:
         raise ValueError(
             f"hidden_BTD must be [B, T, {head.weight.shape[1]}] for this head, "
             f"got {list(hidden_BTD.shape)}"
         )
-    names = ("labels_BT", "guidance_BT", "selected_BT", "nll_BT")
-    for name, tensor in zip(names, (labels_BT, *others_BT), strict=False):
+    for name in ("labels_BT", "guidance_BT", "entropy_BT", "stretch_BT", "weights_BT", "nll_BT"):
+        tensor = getattr(targets, name, None)
+        if tensor is None and decided is not None:
+            tensor = getattr(decided, name, None)
         if tensor is not None and tensor.shape != hidden_BTD.shape[:2]:
             raise ValueError(
                 f"{name} must be {list(hidden_BTD.shape[:2])}, got {list(tensor.shape)}"

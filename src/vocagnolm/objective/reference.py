@@ -4,14 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vocagnolm.objective.config import IGNORE_INDEX, Head
-from vocagnolm.objective.rows import Transform
-
-
-def full_logits(hidden: Tensor, head: Head) -> Tensor:
-    """[..., V], fp32 unless the model is fp64."""
-    logits = F.linear(hidden, head.weight)
-    return Transform(head.bias, head.softcap, head.scale)(logits)
+from vocagnolm.objective.batch import IGNORE_INDEX
 
 
 def token_nll(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
@@ -22,9 +15,11 @@ def token_nll(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     return flat.view(labels_BT.shape)
 
 
-def masked_sum(logits_BTV: Tensor, labels_BT: Tensor, selected_BT: Tensor) -> Tensor:
-    """Sum of the nll of the selected tokens."""
-    labels = torch.where(selected_BT, labels_BT, IGNORE_INDEX)
-    return F.cross_entropy(
-        logits_BTV.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+def weighted_sum(logits_BTV: Tensor, labels_BT: Tensor, weights_BT: Tensor) -> Tensor:
+    """Sum of the nll of the tokens, each as often as it counts."""
+    labels = torch.where(weights_BT != 0, labels_BT, IGNORE_INDEX).flatten()
+    flat = logits_BTV.flatten(0, 1)
+    if ((weights_BT == 0) | (weights_BT == 1)).all():
+        return F.cross_entropy(flat, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    losses = F.cross_entropy(flat, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    return (losses * weights_BT.flatten()).sum()

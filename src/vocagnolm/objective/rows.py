@@ -6,10 +6,14 @@ Shape letters: N tokens of the chunk, V rows of the head.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+Implementation = Literal["auto", "reference", "chunked", "fused"]
 
 
 @dataclass(frozen=True)
@@ -80,3 +84,25 @@ def gradient_(x_NV: Tensor, labels_N: Tensor, lse_N: Tensor, transform: Transfor
 
 
 TORCH_ROWS = RowOperations(losses, gradient_)
+
+
+def row_operations(impl: Implementation, hidden: Tensor) -> RowOperations:
+    """Torch's row operations, or Triton's (which know no fp64)."""
+    usable = hidden.device.type == "cuda" and hidden.dtype != torch.float64 and _has_triton()
+    if impl == "chunked" or (impl == "auto" and not usable):
+        return TORCH_ROWS
+    if impl not in ("auto", "fused"):
+        raise ValueError(f"impl must be auto, reference, chunked or fused; got {impl!r}")
+    if not _has_triton() or hidden.dtype == torch.float64:
+        raise ValueError(
+            "impl='fused' needs the package 'triton', which comes with torch for CUDA, and no "
+            "fp64; use impl='auto' or 'chunked' here"
+        )
+    from vocagnolm.objective.triton_rows import TRITON_ROWS
+
+    return TRITON_ROWS
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

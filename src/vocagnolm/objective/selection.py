@@ -1,4 +1,4 @@
-"""Which tokens get W = 1.
+"""Which tokens are chosen.
 
 Every rule is reduced to one 64-bit integer per candidate, `order = rank key << 32 | ~position`:
 larger is better, and no two candidates are equal, so that "top k" has one answer whatever the
@@ -10,61 +10,33 @@ Shape letters: B sequences, T positions, U units of a sequence (tokens, or chunk
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from vocagnolm.objective.config import (
-    IGNORE_INDEX,
-    NEEDS_GUIDANCE,
-    SELECTING_ALL,
-    ObjectiveConfig,
-)
+from vocagnolm.objective.batch import Targets
+from vocagnolm.objective.comparison import FIXED_POINT, compared, fixed_point
+from vocagnolm.objective.config import ObjectiveConfig
 from vocagnolm.objective.ranks import Ranks
 
 _NOT_A_CANDIDATE = torch.iinfo(torch.int64).min
 _POSITIONS = 1 << 32
-# Sums that decide a selection are taken in integers (1 / 2^20 nats), because a float sum depends
-# on the order and so on how a batch is split over devices.
-_FIXED_POINT = float(1 << 20)
-_LARGEST_NATS = 1e6
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ScoredBatch:
-    """What a selection reads of one micro-batch, after the student's losses are known."""
+    """What a selection reads of one micro-batch: its targets and the student's losses of them."""
 
+    targets: Targets
     nll_BT: Tensor
-    labels_BT: Tensor
-    guidance_BT: Tensor | None = None
-    """NaN where unmapped. None (random, no_teacher): every token counts as mapped."""
-    entropy_BT: Tensor | None = None
-    """Entropy of the reference model in nats; only for `entropy_keep`."""
-    sequence_index_B: Tensor | None = None
-    """int64: place of each sequence in the whole batch of the optimiser step. It breaks ties and
-    feeds random choices. None: micro-batch by micro-batch, rank by rank, row by row, which is
-    the order in which accelerate deals batches to ranks."""
 
-    @cached_property
+    @property
     def valid_BT(self) -> Tensor:
-        return self.labels_BT != IGNORE_INDEX
+        return self.targets.valid_BT
 
-    @cached_property
+    @property
     def mapped_BT(self) -> Tensor:
-        if self.guidance_BT is None:
-            return self.valid_BT
-        return self.valid_BT & ~torch.isnan(self.guidance_BT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSelection:
-    """The selection of one optimiser step, seen from one rank."""
-
-    selected: list[Tensor]
-    """bool [B, T] for each of this rank's micro-batches."""
-    denominator: Tensor
-    """int64: what to divide the summed loss by, over all ranks and micro-batches."""
+        return self.targets.mapped_BT
 
 
 def kept(count: Tensor, keep: float) -> Tensor:
@@ -77,41 +49,23 @@ def kept(count: Tensor, keep: float) -> Tensor:
 def select(batch: ScoredBatch, config: ObjectiveConfig, *, step: int = 0) -> Tensor:
     """Selection within one micro-batch of one device (scope sequence or batch): bool [B, T]."""
     if config.scope == "global":
-        raise ValueError("scope global needs all micro-batches and ranks: use select_step")
-    return _select([batch], config, step, Ranks.of())[0]
+        raise ValueError("scope global needs all micro-batches and ranks: use weigh_step")
+    return select_batches([batch], config, step, Ranks.of())[0]
 
 
-def select_step(
-    batches: Sequence[ScoredBatch],
-    config: ObjectiveConfig,
-    *,
-    step: int = 0,
-    group: "torch.distributed.ProcessGroup | None" = None,
-) -> StepSelection:
-    """Selection of a whole optimiser step: all micro-batches of this rank, with scope global
-    together with those of all other ranks. Every rank must call it, with equally many
-    micro-batches. Exact: the result does not depend on how the step is split."""
-    if not batches:
-        raise ValueError("select_step needs at least one micro-batch")
-    ranks = Ranks.of(group)
-    selected = _select(batches, config, step, ranks)
-    counted = selected if config.normalise == "selected" else [b.valid_BT for b in batches]
-    total = torch.stack([mask.sum() for mask in counted]).sum()
-    return StepSelection(selected=selected, denominator=ranks.sum(total))
-
-
-def _select(
+def select_batches(
     batches: Sequence[ScoredBatch], config: ObjectiveConfig, step: int, ranks: Ranks
 ) -> list[Tensor]:
-    if config.method in SELECTING_ALL:
+    """bool [B, T] for each micro-batch of this rank, with scope global among those of all ranks.
+    Exact: the result does not depend on how a step is split."""
+    if not config.rule.selects:
         return [batch.valid_BT for batch in batches]
-    if config.method in NEEDS_GUIDANCE and not (
-        config.method == "chunk" and config.chunk_choice == "random"
-    ):
+    by_chance = config.method == "chunk" and config.chunk_choice == "random"
+    if config.rule.guidance and not by_chance:
         for batch in batches:
-            if batch.guidance_BT is None:
+            if batch.targets.guidance_BT is None:
                 raise ValueError(f"method {config.method} needs guidance_BT, got None")
-    guidance = _filled_guidance(batches, config, ranks)
+    guidance = filled_guidance([b.targets for b in batches], config, ranks)
     candidates = [b.valid_BT if config.unmapped == "mean" else b.mapped_BT for b in batches]
     index = _sequence_indices(batches, config, ranks)
     if config.method == "chunk":
@@ -136,20 +90,24 @@ def _select_tokens(
     if config.entropy_keep is not None:
         certainty = []
         for batch in batches:
-            if batch.entropy_BT is None:
+            if batch.targets.entropy_BT is None:
                 raise ValueError("entropy_keep needs entropy_BT, the reference model's entropy")
-            certainty.append(float_key(-batch.entropy_BT))
+            certainty.append(float_key(-batch.targets.entropy_BT))
         candidates = _top(certainty, pools, pools, index, config.entropy_keep, config, ranks)
-    keys = []
+    keys, units = [], []
     for batch, given, seq in zip(batches, guidance, index, strict=True):
+        unit: Tensor | None = None
         if config.method == "random":
             keys.append(random_key(seq, batch.nll_BT.shape[1], config.seed, step))
         elif config.method == "no_teacher":
             keys.append(float_key(batch.nll_BT))
         else:
             assert given is not None
-            keys.append(float_key(batch.nll_BT - given))
-    return _top(keys, candidates, pools, index, config.keep, config, ranks)
+            both = compared(batch.nll_BT, batch.targets, given)
+            keys.append(float_key(both.own_BT - both.teacher_BT))
+            unit = both.first_BT
+        units.append(unit)
+    return _top(keys, candidates, pools, index, config.keep, config, ranks, units)
 
 
 def _select_chunks(
@@ -178,7 +136,7 @@ def _select_chunks(
             keys.append(random_key(seq, n, config.seed, step))
         else:
             assert given is not None
-            excess = _fixed_point(batch.nll_BT - given)
+            excess = fixed_point(batch.nll_BT - _share_of_stretch(given, batch.targets))
             total = zeros.scatter_add(1, layout, torch.where(candidate, excess, 0))
             keys.append(float_key(total / count.clamp(min=1)))
     chosen = _top(keys, pools, pools, index, config.keep, config, ranks)
@@ -188,20 +146,35 @@ def _select_chunks(
     ]
 
 
-def _filled_guidance(
-    batches: Sequence[ScoredBatch], config: ObjectiveConfig, ranks: Ranks
+def _share_of_stretch(guidance_BT: Tensor, targets: Targets) -> Tensor:
+    """Guidance per token, for sums over tokens: a stretch's is shared evenly by its tokens."""
+    if targets.stretch_BT is None:
+        return guidance_BT
+    ones = targets.mapped_BT.float()
+    count = torch.zeros_like(guidance_BT).scatter_add(1, targets.stretch_BT, ones)
+    return guidance_BT / count.gather(1, targets.stretch_BT).clamp(min=1)
+
+
+def filled_guidance(
+    batches: Sequence[Targets], config: ObjectiveConfig, ranks: Ranks
 ) -> list[Tensor | None]:
-    """Guidance in fp32, the unmapped given the scope's mean under `unmapped: mean`. Where nothing
-    in the scope is mapped the fill is 0: a constant, so the student's nll alone ranks."""
+    """Guidance in fp32. Under `unmapped: mean` the unmapped are given the mean loss of the scope's
+    teacher tokens; where there are none it is 0: a constant, so the student's nll alone ranks."""
     given = [None if b.guidance_BT is None else b.guidance_BT.float() for b in batches]
     if config.unmapped != "mean" or any(g is None for g in given):
         return list(given)
     totals, counts = [], []
     for batch, guidance in zip(batches, given, strict=True):
         assert guidance is not None
-        mapped = batch.mapped_BT
-        fixed = torch.where(mapped, _fixed_point(guidance), 0)
-        rows = fixed.sum(1, keepdim=True), mapped.sum(1, keepdim=True)
+        if batch.teacher_sums_B2 is not None:
+            rows = (
+                fixed_point(batch.teacher_sums_B2[:, :1]),
+                batch.teacher_sums_B2[:, 1:].long(),
+            )
+        else:
+            mapped = batch.mapped_BT
+            fixed = torch.where(mapped, fixed_point(guidance), 0)
+            rows = fixed.sum(1, keepdim=True), mapped.sum(1, keepdim=True)
         if config.scope != "sequence":
             rows = rows[0].sum(), rows[1].sum()
         totals.append(rows[0])
@@ -212,7 +185,7 @@ def _filled_guidance(
     filled: list[Tensor | None] = []
     for guidance, total, count in zip(given, totals, counts, strict=True):
         assert guidance is not None
-        mean = total / count.clamp(min=1) / _FIXED_POINT
+        mean = total / count.clamp(min=1) / FIXED_POINT
         filled.append(torch.where(torch.isnan(guidance), mean.to(guidance.dtype), guidance))
     return filled
 
@@ -230,10 +203,10 @@ def _sequence_indices(
     for m, batch in enumerate(batches):
         start = first + sum(of_rank[m] for of_rank in by_rank[: ranks.rank])
         first += sum(of_rank[m] for of_rank in by_rank)
-        if batch.sequence_index_B is None:
+        if batch.targets.sequence_index_B is None:
             indices.append(torch.arange(start, start + sizes[m], device=device))
         else:
-            indices.append(batch.sequence_index_B.to(device=device, dtype=torch.int64))
+            indices.append(batch.targets.sequence_index_B.to(device=device, dtype=torch.int64))
     return indices
 
 
@@ -245,15 +218,22 @@ def _top(
     keep: float,
     config: ObjectiveConfig,
     ranks: Ranks,
+    units: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """The best `keep` of each pool's size, taken among the candidates; bool [B, U] each."""
+    """The best `keep` of each pool's size, taken among the candidates; bool [B, U] each. `units`:
+    what is chosen together shares a number (and a key): the first position of its stretch. The
+    last unit is taken whole, so that a little more than `keep` may be chosen."""
+    units = units or [None] * len(keys)
+    places = [_places(key, unit) for key, unit in zip(keys, units, strict=True)]
     if config.scope == "global":
-        return _top_global(keys, candidates, pools, index, keep, ranks)
+        return _top_global(keys, candidates, pools, places, index, keep, ranks)
     chosen = []
-    for key, candidate, pool in zip(keys, candidates, pools, strict=True):
-        shape = key.shape if config.scope == "sequence" else (1, key.numel())
-        position = torch.arange(shape[1], device=key.device).expand(shape)
-        order = _order(key.reshape(shape), candidate.reshape(shape), position)
+    for key, candidate, pool, place in zip(keys, candidates, pools, places, strict=True):
+        shape = key.shape
+        if config.scope == "batch":
+            row = torch.arange(shape[0], device=key.device)[:, None]
+            place, shape = place + row * key.shape[1], torch.Size((1, key.numel()))
+        order = _order(key.reshape(shape), candidate.reshape(shape), place.reshape(shape))
         k = kept(pool.reshape(shape).sum(1), keep).minimum(candidate.reshape(shape).sum(1))
         ranked = order.sort(dim=1, descending=True).values
         threshold = ranked.gather(1, (k - 1).clamp(min=0)[:, None])
@@ -261,19 +241,24 @@ def _top(
     return chosen
 
 
+def _places(key: Tensor, unit: Tensor | None) -> Tensor:
+    own = torch.arange(key.shape[1], device=key.device).expand(key.shape)
+    return own if unit is None else unit
+
+
 def _top_global(
     keys: list[Tensor],
     candidates: list[Tensor],
     pools: list[Tensor],
+    places: list[Tensor],
     index: list[Tensor],
     keep: float,
     ranks: Ranks,
 ) -> list[Tensor]:
     width = ranks.max(torch.tensor(max(key.shape[1] for key in keys), device=keys[0].device))
     orders = []
-    for key, candidate, sequence in zip(keys, candidates, index, strict=True):
-        unit = torch.arange(key.shape[1], device=key.device)
-        orders.append(_order(key, candidate, sequence[:, None] * width + unit))
+    for key, candidate, place, sequence in zip(keys, candidates, places, index, strict=True):
+        orders.append(_order(key, candidate, sequence[:, None] * width + place))
     pool = ranks.sum(torch.stack([p.sum() for p in pools]).sum())
     available = ranks.sum(torch.stack([c.sum() for c in candidates]).sum())
     k = int(kept(pool, keep).minimum(available))
@@ -333,8 +318,3 @@ def _mix(x: Tensor) -> Tensor:
 
 def _signed(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _fixed_point(nats: Tensor) -> Tensor:
-    limited = nats.float().nan_to_num(nan=_LARGEST_NATS).clamp(-_LARGEST_NATS, _LARGEST_NATS)
-    return (limited * _FIXED_POINT).round().long()

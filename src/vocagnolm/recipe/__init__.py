@@ -2,7 +2,6 @@
 
 from vocagnolm.recipe.load import Recipe, load_recipe, recipe_difference, recipe_from_dict
 from vocagnolm.recipe.sections import (
-    SECTIONS,
     CorpusSection,
     DataSection,
     LoraSection,
@@ -16,7 +15,6 @@ from vocagnolm.recipe.sections import (
 )
 
 __all__ = [
-    "SECTIONS",
     "CorpusSection",
     "DataSection",
     "LoraSection",

@@ -4,12 +4,11 @@ Run `python -m vocagnolm.recipe.reference docs/recipes.md` after a key has chang
 """
 
 import sys
-from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from vocagnolm.recipe.load import _describe
-from vocagnolm.recipe.sections import SECTIONS
+from vocagnolm.recipe.load import Recipe
+from vocagnolm.recipe.schema import expected
 
 BEGIN, END = "<!-- reference: begin -->", "<!-- reference: end -->"
 
@@ -17,22 +16,17 @@ BEGIN, END = "<!-- reference: begin -->", "<!-- reference: end -->"
 def markdown_reference() -> str:
     """A table a section: key, default, what it is."""
     lines = [BEGIN]
-    for name, section in SECTIONS.items():
-        hints = get_type_hints(section)
+    for name, entry in Recipe.model_fields.items():
+        section: Any = entry.annotation
         lines += ["", f"### `{name}`", "", str(section.__doc__), ""]
         lines += ["| key | default | value | meaning |", "| --- | --- | --- | --- |"]
-        for entry in fields(section):
-            kind = _describe(hints[entry.name])
-            lines.append(
-                f"| `{entry.name}` | `{_default(entry)}` | {kind} | {entry.metadata['help']} |"
-            )
+        for inner, field in section.model_fields.items():
+            value = _written(field.default)
+            lines.append(f"| `{inner}` | `{value}` | {expected(field)} | {field.description} |")
     return "\n".join([*lines, "", END])
 
 
-def _default(entry: Field[Any]) -> str:
-    value = entry.default
-    if entry.default_factory is not MISSING:
-        value = entry.default_factory()
+def _written(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,24 +1,20 @@
-"""The sections of a recipe: one small dataclass per stage, every key with its help text.
+"""The sections of a recipe: one small class per stage, every key with its help text and its range.
 
 No torch here: a recipe is read by the command line, by `check` and by programs that only look.
 """
-# ruff: noqa: RUF009  (`key` is `dataclasses.field` with the help text first)
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-Method = Literal["cpt", "guided", "kld", "uld", "rho1", "random", "chunk", "no_teacher"]
+from pydantic import Field
 
+from vocagnolm.methods import MethodName
+from vocagnolm.recipe.schema import Number, Schema, key
 
-def key(help_text: str, default: Any = None) -> Any:
-    """A recipe key. Mutable defaults are copied per recipe."""
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata={"help": help_text})
-    return field(default=default, metadata={"help": help_text})
+Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+HubKernel = Annotated[str, Field(pattern=r".+/.+")]
 
 
-@dataclass(kw_only=True)
-class StudentSection:
+class StudentSection(Schema):
     """The model that learns."""
 
     model: str | None = key("folder, hub id or GGUF file; leave out to start from `config`")
@@ -30,15 +26,18 @@ class StudentSection:
     dtype: Literal["float32", "bfloat16", "float16"] = key(
         "dtype of the weights; with train.bf16 the arithmetic is bfloat16 anyway", "float32"
     )
-    attention: str | None = key("attention implementation of transformers; default: its choice")
-    bits_per_byte: float | None = key(
-        "what `vocagnolm evaluate --text` gave for it on this kind of text; `check` then warns "
-        "of a teacher that is not clearly better"
+    attention: Attention | HubKernel | None = key(
+        "attention implementation of transformers, or a kernel of the hub (owner/name); default: "
+        "its choice"
+    )
+    bits_per_byte: Number | None = key(
+        "its bits per byte on this kind of text, where they are known; otherwise `check` and "
+        "`train` measure them, and warn of a teacher that is not clearly better",
+        gt=0,
     )
 
 
-@dataclass(kw_only=True)
-class TeacherSection:
+class TeacherSection(Schema):
     """The model that guides. Scored once into a store, or held in memory (`online`)."""
 
     model: str | None = key("folder, hub id or GGUF file")
@@ -50,30 +49,52 @@ class TeacherSection:
     )
 
 
-@dataclass(kw_only=True)
-class CorpusSection:
+class KeepDocuments(Schema):
+    """Whole documents, chosen by what the teacher thinks of them."""
+
+    by: Literal["difference", "bits_per_byte", "random"] = key(
+        "difference: bits per byte of `against` minus the teacher's, the largest first (MiniPLM); "
+        "bits_per_byte: the teacher's, the smallest first; random: a control",
+        "difference",
+    )
+    share: Number = key("share of the text that is kept, by bytes", 0.5, gt=0, le=1)
+    against: str | None = key("difference: loss store of a small reference model")
+
+
+class CorpusSection(Schema):
     """The documents. The same section serves `score` and `prepare`."""
 
     files: list[str] = key(
         "jsonl, jsonl.gz, jsonl.zst, parquet, text, folders or a hub dataset", []
     )
     text_field: str = key("the field that holds the text", "text")
-    limit_documents: int | None = key("read only so many documents")
+    limit_documents: int | None = key("read only so many documents", ge=1)
+    keep_documents: KeepDocuments | None = key(
+        "train on the documents worth reading: `by` difference, bits_per_byte or random, `share`, "
+        "`against`"
+    )
 
 
-@dataclass(kw_only=True)
-class StoreSection:
+class StoreSection(Schema):
     """The teacher's losses for this corpus, written by `vocagnolm score`."""
 
-    path: str | None = key("folder of the loss store; leave out for methods without a teacher")
+    path: str | list[str] | None = key(
+        "folder of the loss store, or a list of them, of several teachers; leave out for methods "
+        "without a teacher"
+    )
+    combine: Literal["min", "mean", "median", "max", "best_document"] | None = key(
+        "several stores: how their losses become one, token by token (stretch by stretch), or by "
+        "the teacher with the fewest bits per byte on the document; null: min"
+    )
 
 
-@dataclass(kw_only=True)
-class DataSection:
+class DataSection(Schema):
     """Packing documents into blocks (`vocagnolm prepare`)."""
 
     blocks: str | None = key("folder for the packed blocks")
-    block_size: int = key("tokens in a block: the student's sequence length", 2048)
+    block_size: int = key(
+        "tokens that a block reads, and predicts: the sequence length", 2048, ge=2
+    )
     document_mask: bool = key(
         "keep attention and positions inside one document; false: contiguous, as LitGPT packs",
         False,
@@ -89,25 +110,37 @@ class DataSection:
         "documents that the store does not hold: stop, leave them out, or keep them unguided",
         "error",
     )
-    extra_columns: list[Literal["text", "teacher_losses"]] = key(
-        "keep the text (for an online teacher) or all teacher losses (for method chunk) although "
-        "this recipe does not need them, so that other runs can share the blocks",
+    extra_columns: list[Literal["text", "teacher_losses", "stretch"]] = key(
+        "keep the text (for an online teacher), all teacher losses (for method chunk and unmapped: "
+        "mean) or the losses of stretches (for compare: stretch and alm) although this recipe does "
+        "not need them, so that other runs can share the blocks",
         [],
     )
-    part_documents: int = key("documents in one part file; parts are made in parallel", 4096)
+    part_documents: int = key("documents in one part file; parts are made in parallel", 4096, ge=1)
 
 
-@dataclass(kw_only=True)
-class ObjectiveSection:
+class ObjectiveSection(Schema):
     """What is minimised. See docs/how-it-works.md for the equations."""
 
-    method: Method = key("cpt, guided, kld, uld, rho1, random, chunk or no_teacher", "guided")
-    keep: float = key("share of the tokens that are kept, by excess loss", 0.4)
+    method: MethodName = key("how the student is trained", "guided")
+    compare: Literal["token", "stretch"] = key(
+        "a token's loss against the teacher's loss carried to it, as published, or both models' "
+        "losses of the smallest piece of text at whose ends both have a boundary",
+        "token",
+    )
+    weighting: Literal["top_k", "reducible"] = key(
+        "guided, rho1: the top `keep` count and the rest does not, or every token counts by the "
+        "share of its loss that the teacher shows to be reducible",
+        "top_k",
+    )
+    floor: Number = key("reducible: what a token counts at least", 0.2, ge=0, le=1)
+    keep: Number = key("share of the tokens that are kept, by excess loss", 0.4, ge=0, le=1)
     aggregation: Literal["max", "mean", "sum"] = key(
         "Phi: how the losses of the teacher tokens behind one student token become one", "max"
     )
     unmapped: Literal["include", "exclude", "mean"] = key(
-        "tokens without guidance: always kept, never kept, or compete with the mean guidance",
+        "tokens without guidance: always kept, never kept, or compete with the mean loss of the "
+        "teacher's tokens",
         "include",
     )
     scope: Literal["sequence", "batch", "global"] = key(
@@ -117,79 +150,90 @@ class ObjectiveSection:
     normalise: Literal["all", "selected"] = key(
         "divide by all tokens (equation 3 as printed) or by the selected ones", "all"
     )
-    distill_weight: float = key("kld and uld: weight (lambda) of the distillation term", 0.5)
-    entropy_keep: float | None = key(
-        "rho1: share of the tokens, those of lowest teacher entropy, that may be selected"
+    distill_weight: Number = key(
+        "kld, uld, alm: weight (lambda) of the distillation term", 0.5, ge=0
     )
-    n_chunks: int = key("chunk: pieces per sequence", 16)
+    cross_entropy: Number = key(
+        "alm: weight of the cross entropy; 0: the distance alone, as published", 1.0, ge=0
+    )
+    temperature: Number = key("alm: tau, probabilities are compared as p^(1/tau)", 100.0, gt=0)
+    positive: bool = key("alm: cut off negative weights", False)
+    kl_direction: Literal["forward", "reverse"] = key(
+        "kld: forward is KL(teacher || student); reverse is KL(student || teacher), as equation 5 "
+        "of the paper prints it",
+        "forward",
+    )
+    pairing: Literal["bytes", "index"] = key(
+        "uld: compare predictions of tokens that begin at the same byte, or the n-th with the n-th "
+        "of a document, cut to the shorter, as its authors do",
+        "bytes",
+    )
+    entropy_keep: Number | None = key(
+        "rho1: share of the tokens, those of lowest teacher entropy, that may be selected",
+        ge=0,
+        le=1,
+    )
+    n_chunks: int = key("chunk: pieces per sequence", 16, ge=1)
     chunk_choice: Literal["teacher", "random"] = key(
         "chunk: pieces kept by excess over the teacher, or by chance", "teacher"
     )
 
 
-@dataclass(kw_only=True)
-class OptimizerSection:
+class OptimizerSection(Schema):
     """AdamW with a warm-up and a cosine that ends at `min_learning_rate`."""
 
     name: str = key("optimizer name as in transformers' TrainingArguments", "adamw_torch")
-    learning_rate: float = key("peak learning rate", 8e-5)
-    min_learning_rate: float = key("learning rate at the last step", 8e-6)
-    warmup_steps: int = key("steps of linear warm-up", 0)
-    weight_decay: float = key("decoupled weight decay", 0.1)
-    beta1: float = key("AdamW's beta1", 0.9)
-    beta2: float = key("AdamW's beta2", 0.95)
-    max_grad_norm: float = key("gradients are clipped to this norm; 0: no clipping", 1.0)
+    learning_rate: Number = key("peak learning rate", 8e-5, gt=0)
+    min_learning_rate: Number = key("learning rate at the last step", 8e-6, ge=0)
+    warmup_steps: int = key("steps of linear warm-up", 0, ge=0)
+    weight_decay: Number = key("decoupled weight decay", 0.1, ge=0)
+    beta1: Number = key("AdamW's beta1", 0.9, ge=0, lt=1)
+    beta2: Number = key("AdamW's beta2", 0.95, ge=0, lt=1)
+    max_grad_norm: Number = key("gradients are clipped to this norm; 0: no clipping", 1.0, ge=0)
 
 
-@dataclass(kw_only=True)
-class LoraSection:
+class LoraSection(Schema):
     """Low-rank adapters through peft (extra). The result is merged into an ordinary model."""
 
-    rank: int = key("rank of the adapters; 0: train all weights", 0)
-    alpha: float = key("scale of the adapters (peft's lora_alpha)", 16.0)
-    dropout: float = key("dropout before the adapters", 0.0)
+    rank: int = key("rank of the adapters; 0: train all weights", 0, ge=0)
+    alpha: Number = key("scale of the adapters (peft's lora_alpha)", 16.0, gt=0)
+    dropout: Number = key("dropout before the adapters", 0.0, ge=0, lt=1)
     targets: list[str] | str = key("module names to adapt, or all-linear", "all-linear")
 
 
-@dataclass(kw_only=True)
-class TrainSection:
+class TrainSection(Schema):
     """The loop: how much, in which batches, in which arithmetic."""
 
-    tokens: int | None = key("student tokens to train on; null: `epochs` decides")
-    epochs: float = key("passes over the blocks when `tokens` is null; may be a fraction", 1.0)
-    batch_blocks: int = key("blocks in one optimizer step, over all devices", 64)
-    micro_batch: int = key("blocks on one device at a time; the rest is accumulation", 8)
+    tokens: int | None = key("student tokens to train on; null: `epochs` decides", ge=1)
+    epochs: Number = key(
+        "passes over the blocks when `tokens` is null; may be a fraction", 1.0, gt=0
+    )
+    batch_blocks: int = key("blocks in one optimizer step, over all devices", 64, ge=1)
+    micro_batch: int = key("blocks on one device at a time; the rest is accumulation", 8, ge=1)
     bf16: bool = key("bfloat16 arithmetic (autocast)", False)
     gradient_checkpointing: bool = key("recompute activations to save memory", False)
     compile: bool = key("torch.compile each decoder layer", False)
     liger: bool = key("Liger's fused layers (extra, GPU)", False)
     parallel: Literal["ddp", "fsdp2"] = key("how several processes share the model", "ddp")
     device: Literal["auto", "cpu"] = key("auto: the accelerator if there is one", "auto")
-    loader_workers: int = key("processes that load blocks ahead", 0)
+    router_loss: bool | None = key(
+        "mixtures of experts: add the loss that balances them; null: as the student's "
+        "configuration says (output_router_logits)"
+    )
+    loader_workers: int = key("processes that load blocks ahead", 0, ge=0)
     arguments: dict[str, Any] = key("further TrainingArguments of transformers, by name", {})
 
 
-@dataclass(kw_only=True)
-class RunSection:
+class RunSection(Schema):
     """Where the run lives and what it leaves behind."""
 
     folder: str | None = key("run folder: recipe, metrics, checkpoints, model")
-    seed: int = key("decides the order of the blocks, random selection and random weights", 0)
-    save_every: int = key("steps between checkpoints; 0: only at the end", 500)
-    keep_checkpoints: int = key("newest complete checkpoints to keep", 2)
-    log_every: int = key("steps between console and tracker lines; metrics.jsonl has every one", 10)
+    seed: int = key(
+        "decides the order of the blocks, random selection and random weights", 0, ge=0, lt=2**32
+    )
+    save_every: int = key("steps between checkpoints; 0: only at the end", 500, ge=0)
+    keep_checkpoints: int = key("newest complete checkpoints to keep", 2, ge=1)
+    log_every: int = key(
+        "steps between console and tracker lines; metrics.jsonl has every one", 10, ge=1
+    )
     report_to: list[str] = key("trackers: tensorboard, wandb, trackio, ...", [])
-
-
-SECTIONS: dict[str, type] = {
-    "student": StudentSection,
-    "teacher": TeacherSection,
-    "corpus": CorpusSection,
-    "store": StoreSection,
-    "data": DataSection,
-    "objective": ObjectiveSection,
-    "optimizer": OptimizerSection,
-    "lora": LoraSection,
-    "train": TrainSection,
-    "run": RunSection,
-}

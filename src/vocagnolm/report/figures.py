@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vocagnolm.align import TextTokenizer
+from vocagnolm.alignment import TextTokenizer
 from vocagnolm.errors import MissingExtraError, UsageError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def overlap_bars(
 ) -> Path:
     """Figure 1: the share of each teacher's vocabulary that the student has too, by raw strings
     (the paper's definition) and by bytes."""
-    from vocagnolm.align import vocabulary_overlap
+    from vocagnolm.alignment import vocabulary_overlap
 
     title = f"Vocabulary shared with {student.name} ({student.vocabulary_size:,} tokens)"
     room_for_title = 1.0 + 0.085 * len(title)

@@ -8,11 +8,11 @@ nothing else run and nothing be fetched.
 import base64
 import hashlib
 import os
-import tempfile
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from vocagnolm.files import write_text
 from vocagnolm.report.page_data import Page, to_json
 
 # Order matters: later files use what earlier ones define. They become one script.
@@ -68,14 +68,5 @@ def render_page(page: Page) -> str:
 def write_page(page: Page, path: str | os.PathLike[str]) -> Path:
     """Write the page; the file appears by rename, so a reader never sees half of it."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(render_page(page))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_text(target, render_page(page))
     return target

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vocagnolm.align.alignment import Aggregation, Alignment, as_spans, carry
+from vocagnolm.alignment.alignment import Aggregation, Alignment, as_spans, carry
 from vocagnolm.report.page_data import Passage, Selection, TokenRow
 
 TOKEN_TEXT_LIMIT = 400

@@ -15,13 +15,14 @@ from vocagnolm.report.html import write_page
 from vocagnolm.report.page_data import Measure, Page, ResultGroup, Results, Run
 from vocagnolm.report.sample import SAMPLE_FILE, Sample, read_sample
 from vocagnolm.report.statistics import statistics
+from vocagnolm.train.names import with_current_names
 
 CURVE_POINTS = 100
 """A curve on a page has no more points than this; longer ones are means over equal bins."""
 CURVES = (
-    "loss_selected",
-    "loss_all",
-    "selected_share",
+    "nll_kept",
+    "nll_all",
+    "kept_share",
     "mapped_share",
     "learning_rate",
     "tokens_per_second",
@@ -73,7 +74,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 "remove the damaged line to read the rest"
             ) from None
         if isinstance(record, dict) and isinstance(record.get("step"), int):
-            steps[record["step"]] = record
+            steps[record["step"]] = with_current_names(record)
     return [steps[step] for step in sorted(steps)]
 
 
@@ -84,7 +85,7 @@ def training_curves(
     per_point = max(1, math.ceil(len(steps) / CURVE_POINTS))
     curves = {}
     # what is minimised depends on the normalisation; it stands in only where nothing better is
-    known = any("loss_selected" in record for record in steps)
+    known = any("nll_kept" in record for record in steps)
     for metric in CURVES if known else ("loss", *CURVES):
         pairs = [
             (float(record["step"]), float(record[metric]))
@@ -220,12 +221,14 @@ def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results 
 def _scores(file: Path) -> dict[str, float]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        found = {str(name): float(task["score"]) for name, task in content["tasks"].items()}
+        # a column of its own: scores of two protocols are not to be compared
+        mark = " (paper)" if content.get("protocol") == "paper" else ""
+        found = {f"{name}{mark}": float(task["score"]) for name, task in content["tasks"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{file} is no result of `vocagnolm evaluate` ({error!r})") from None
-    for name in ("avg", "bits_per_byte"):
+    for name, shown in (("avg", f"avg{mark}"), ("bits_per_byte", "bits_per_byte")):
         if isinstance(content.get(name), int | float):
-            found[name] = float(content[name])
+            found[shown] = float(content[name])
     return found
 
 

@@ -5,13 +5,12 @@
 """
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import VocagnolmError
+from vocagnolm.files import write_text
 from vocagnolm.report.page_data import (
     FORMAT_VERSION,
     Passage,
@@ -39,11 +38,7 @@ def save_sample(sample: Sample, run: str | Path) -> Path:
     """Write `tokens.json` into a run folder, whole or not at all."""
     path = Path(run) / SAMPLE_FILE
     content = json.dumps({"format": FORMAT_VERSION, **plain(sample)}, separators=(",", ":"))
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{SAMPLE_FILE}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(content)
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    write_text(path, content)
     return path
 
 

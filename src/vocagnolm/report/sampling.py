@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vocagnolm.align import (
+from vocagnolm.alignment import (
     Aggregation,
     TextTokenizer,
     TokenSpans,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vocagnolm.align import (
+from vocagnolm.alignment import (
     AGGREGATIONS,
     Aggregation,
     Alignment,
@@ -200,7 +200,7 @@ def _side(
             f"no {side} was given: expected a tokenizer with --{side} or a model with "
             f"--{side}-model"
         )
-    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer, check=model is not None)
     if model is not None:
         return model_scorer(model, loaded)
     assert loaded is not None

@@ -12,7 +12,7 @@ from typing import Any
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus, open_corpus
 from vocagnolm.errors import ScoreError
 from vocagnolm.model.load import open_model
-from vocagnolm.score.ranks import Ranks, running_ranks
+from vocagnolm.processes import Ranks, running_ranks
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.shard import PreparedShard, prepare_shard, score_prepared, shard_count
 from vocagnolm.score.teacher import LocalTeacher, Teacher
@@ -64,8 +64,19 @@ def score_corpus(
 ) -> ScoreSummary:
     """Let `teacher` read `corpus` and leave a loss store in the folder `out`.
 
-    Run again to resume; a finished store is recognised. Under torchrun the shards are split by
-    rank; the store has the same bytes whatever the number of processes.
+        summary = score_corpus("Qwen/Qwen2.5-Math-7B", "corpus.jsonl", "stores/qwen")
+        summary.store["bits_per_byte"]                   # how well it knows the text
+        token_bytes, nll = LossStore.open("stores/qwen")[0]
+
+    teacher: a model folder, hub id or GGUF file, or an object with the methods of `Teacher`.
+    corpus: a file (jsonl, jsonl.gz, jsonl.zst, parquet, txt), a folder of those, a hub dataset
+        (`owner/name`, `owner/name:split`), a list of these, or a `Corpus`.
+    settings: context, dtype, device and the like; `ScoreSettings()` chooses by the model.
+    on_progress: is called with a `Progress` after every batch.
+
+    Documents that cannot be read are counted in `summary.store`, not scored. Run again to resume;
+    a finished store is recognised. Under torchrun the shards are split by rank; the store has the
+    same bytes whatever the number of processes.
     """
     settings = settings or ScoreSettings()
     with running_ranks() as ranks:
@@ -110,14 +121,14 @@ def _score(
     writer = StoreWriter(out, store_identity(teacher, corpus, settings), count)
     with contextlib.ExitStack() as held:
 
-        def look() -> tuple[bool, list[int], list[str]]:
+        def look() -> tuple[list[int], list[str]]:
             held.enter_context(store_lock(out))
-            complete = writer.begin()
+            writer.begin()
             states = [writer.has_shard(number) for number in range(count)]
             missing = [number for number, (whole, _) in enumerate(states) if not whole]
-            return complete, missing, [damage for _, damage in states if damage]
+            return missing, [damage for _, damage in states if damage]
 
-        complete, missing, mended = ranks.decide(look)
+        missing, mended = ranks.decide(look)
         ours = missing[ranks.rank :: ranks.count]
         if ours:
             teacher.load()
@@ -127,8 +138,7 @@ def _score(
 
         def end() -> dict[str, Any]:
             corpus.require_unchanged()
-            if missing or not complete:
-                writer.finish()
+            writer.finish()
             writer.tidy()
             return inspect_store(out)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from vocagnolm.align import TextTokenizer, TokenSpans
+from vocagnolm.alignment import TextTokenizer, TokenSpans
 from vocagnolm.errors import ScoreError, TilingError, UsageError
 from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.nll import NllModel

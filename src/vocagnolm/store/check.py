@@ -1,6 +1,5 @@
 """What a store is (`inspect`) and whether it can be trusted (`verify`)."""
 
-import hashlib
 import math
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from vocagnolm.errors import StoreError
+from vocagnolm.files import file_digest
 from vocagnolm.store.format import (
     FORMAT_VERSION,
     HISTOGRAM_STEP_NATS,
@@ -104,7 +104,7 @@ def verify_store(path: str | Path) -> list[str]:
 def _shard_problems(
     shard: ShardFile, entry: dict[str, Any], number: int, digest: str, expected_first: int
 ) -> list[str]:
-    if hashlib.sha256(shard.path.read_bytes()).hexdigest() != entry["sha256"]:
+    if file_digest(shard.path) != entry["sha256"]:
         return ["its bytes do not match the checksum in the manifest"]
     problems = []
     about, columns = shard.about, shard.columns

@@ -1,14 +1,12 @@
 """Parquet for `datasets`, `polars` and the hub's viewer. Needs the `data` extra."""
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vocagnolm import files
 from vocagnolm.errors import MissingExtraError, StoreError
-from vocagnolm.store.format import open_shard
 from vocagnolm.store.reader import LossStore
 
 
@@ -24,16 +22,12 @@ def export_parquet(store: str | Path, out: str | Path) -> int:
     out = Path(out)
     if out.exists():
         raise StoreError(f"{out} exists already; choose another name for the export.")
-    temporary = out.with_name(out.name + ".tmp")
-    try:
-        with pq.ParquetWriter(temporary, _schema(pa), compression="zstd") as writer:
-            for entry in loss_store.manifest["shards"]:
-                writer.write_table(_table(pa, open_shard(loss_store.path / entry["file"]).columns))
-        os.replace(temporary, out)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise StoreError(f"{out} could not be written: {error}.") from error
+    with (
+        files.whole_file(out) as file,
+        pq.ParquetWriter(file, _schema(pa), compression="zstd") as writer,
+    ):
+        for shard in loss_store.shards():
+            writer.write_table(_table(pa, shard.columns))
     return len(loss_store)
 
 

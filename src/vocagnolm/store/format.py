@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from vocagnolm.errors import StoreError
+from vocagnolm.files import json_digest, read_json
 
 FORMAT_NAME = "vocagnolm-loss-store"
 FORMAT_VERSION = 1
@@ -211,24 +212,26 @@ def _parse(path: Path, view: memoryview) -> ShardFile:
 
 def identity_digest(identity: Mapping[str, Any]) -> str:
     """Digest of everything that decides the bytes of a store."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return json_digest(identity)
 
 
 def read_manifest(store: Path, *, partial: bool = False) -> dict[str, Any]:
     path = store / (PARTIAL_MANIFEST_FILE if partial else MANIFEST_FILE)
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        name, version = manifest["format"], manifest["format_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(
-            f"{path} cannot be read as the manifest of a loss store: {error}. "
-            "Move the folder away and score again."
-        ) from None
+    mend = "The command that scored the store, run again, writes it anew."
+    keys: dict[str, type] = {"format": str, "format_version": int, "shard_count": int}
+    keys |= {"identity": dict} if partial else {"identity": dict, "shards": list, "totals": dict}
+    manifest = read_json(path, StoreError, mend, keys)
+    name, version = manifest["format"], manifest["format_version"]
     if name != FORMAT_NAME or version != FORMAT_VERSION:
         raise StoreError(
             f"{path} says format {name!r}, version {version}; this program reads {FORMAT_NAME!r}, "
             f"version {FORMAT_VERSION}. Use the vocagnolm version that wrote it, or score again."
         )
+    for number, entry in enumerate(manifest.get("shards", [])):
+        if not isinstance(entry, dict) or entry.get("file") != shard_name(number):
+            raise StoreError(
+                f"{path} lists {entry!r:.60} where {shard_name(number)} belongs. {mend}"
+            )
     return manifest
 
 

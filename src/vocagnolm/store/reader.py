@@ -2,9 +2,11 @@
 
 import bisect
 import functools
+import hashlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -46,9 +48,35 @@ class LossStore:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def teacher_name(self) -> str:
+        teacher = self.manifest["identity"].get("teacher")
+        return str(teacher.get("name", "unknown")) if isinstance(teacher, dict) else str(teacher)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The teacher's, over all that it scored."""
+        totals = self.manifest["totals"]
+        if not totals["scored_bytes"]:
+            return None
+        return float(totals["nll_sum"] / math.log(2) / totals["scored_bytes"])
+
+    def __repr__(self) -> str:
+        tokens = self.manifest["totals"]["tokens"]
+        return f"LossStore({str(self.path)!r}, {len(self):,} documents, {tokens:,} tokens)"
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[np.ndarray, np.ndarray]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
         """Byte length of every teacher token, int64 [M], and its nll in nats, float32 [M]; NaN
-        where the teacher gave none. The lengths add up to the document's UTF-8 bytes."""
+        where the teacher gave none. The lengths add up to the document's UTF-8 bytes. A slice
+        gives a list of such pairs."""
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
         shard, ends, inside = self._locate(index)
         low = int(ends[inside - 1]) if inside else 0
         high = int(ends[inside])
@@ -57,8 +85,18 @@ class LossStore:
             shard.columns["nll"][low:high].astype(np.float32),
         )
 
+    def spans(self, index: int) -> np.ndarray:
+        """The teacher's tokens of a document as byte spans, int64 [M, 2]: what `align` takes."""
+        token_bytes, _ = self[index]
+        ends = np.cumsum(token_bytes)
+        return np.stack([ends - token_bytes, ends], axis=1)
+
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         return (self[index] for index in range(len(self)))
+
+    def shards(self) -> Iterator[ShardFile]:
+        """Every shard, checked."""
+        return (self._shard(number)[0] for number in range(len(self._ends)))
 
     def document_hash(self, index: int) -> bytes:
         shard, _, inside = self._locate(index)
@@ -110,10 +148,11 @@ class LossStore:
                 shard = open_shard(self.path / entry["file"])
             except StoreError as error:
                 raise StoreError(f"{error} {mend_hint(self.path)}") from None
-            if len(shard.token_count) != entry["documents"]:
+            # the whole file once, when it is first used: a disk may forget a bit
+            if hashlib.sha256(shard.content).hexdigest() != entry["sha256"]:
                 raise StoreError(
-                    f"{entry['file']} holds {len(shard.token_count)} documents, the manifest says "
-                    f"{entry['documents']}. {mend_hint(self.path)}"
+                    f"{shard.path}: its bytes do not match the checksum in the manifest. "
+                    f"{mend_hint(self.path)}"
                 )
             self._shards[number] = shard, np.cumsum(shard.token_count, dtype=np.int64)
         return self._shards[number]

@@ -6,15 +6,11 @@ final name is whole, and the next run goes on from there.
 """
 
 import contextlib
-import errno
-import fcntl
-import hashlib
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vocagnolm import files
 from vocagnolm.errors import StoreError
 from vocagnolm.store.format import (
     FORMAT_NAME,
@@ -31,9 +27,6 @@ from vocagnolm.store.format import (
     shard_name,
 )
 
-LOCK_FILE = ".lock"
-_TEMPORARY = ".tmp"
-
 
 class StoreWriter:
     """One store being written. `identity` is everything that decides its bytes."""
@@ -44,12 +37,16 @@ class StoreWriter:
         self.shard_count = shard_count
         self._digest = identity_digest(identity)
 
-    def begin(self) -> bool:
-        """Start or take up the store; True when it is already complete. Refuses a folder that
-        holds something else, and a store that other settings have made."""
+    def begin(self) -> None:
+        """Start or take up the store. Refuses a folder that holds something else, and a store that
+        other settings have made."""
         complete = (self.path / MANIFEST_FILE).exists()
         if complete or (self.path / PARTIAL_MANIFEST_FILE).exists():
-            found = read_manifest(self.path, partial=not complete)
+            try:
+                found = read_manifest(self.path, partial=not complete)
+            except StoreError:
+                self._require_own_shards()  # then the manifest can be made again from them
+                return
             # a run that failed before its first shard (a teacher that does not load) must not hold
             # the folder against the corrected command
             if complete or any((self.path / SHARD_FOLDER).glob("*")):
@@ -58,7 +55,17 @@ class StoreWriter:
                 self._write_head()
         else:
             self._begin_new()
-        return complete
+
+    def _require_own_shards(self) -> None:
+        """A manifest that cannot be read: every shard must say that it is this run's."""
+        for path in sorted((self.path / SHARD_FOLDER).glob("*.safetensors")):
+            with contextlib.suppress(StoreError):  # a damaged shard is nobody's
+                if open_shard(path).about["identity"] == self._digest:
+                    continue
+            raise StoreError(
+                f"{self.path}: the manifest cannot be read, and {path.name} does not say that this "
+                "command made it. Move the folder away, or choose another --out."
+            )
 
     def _begin_new(self) -> None:
         if self.path.exists():
@@ -74,7 +81,7 @@ class StoreWriter:
         self._write_head()
 
     def _write_head(self) -> None:
-        _write_whole(self.path / PARTIAL_MANIFEST_FILE, _json_bytes(self._manifest_head(False)))
+        files.write_json(self.path / PARTIAL_MANIFEST_FILE, self._manifest_head(False))
 
     def has_shard(self, number: int) -> tuple[bool, str | None]:
         """(is shard `number` there and whole, what is wrong with it). Reads the shard."""
@@ -92,12 +99,11 @@ class StoreWriter:
         return True, None
 
     def write_shard(self, shard: Shard) -> None:
-        path = self.path / shard_name(shard.number)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, encode_shard(shard, self._digest))
+        files.write_bytes(self.path / shard_name(shard.number), encode_shard(shard, self._digest))
 
-    def finish(self) -> dict[str, Any]:
-        """All shards are there: write the manifest, which makes the store complete."""
+    def finish(self) -> None:
+        """All shards are there: write the manifest, which makes the store complete. One that says
+        something else is written again."""
         shards, parts = [], []
         for number in range(self.shard_count):
             path = self.path / shard_name(number)
@@ -106,7 +112,7 @@ class StoreWriter:
             shards.append(
                 {
                     "file": shard_name(number),
-                    "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+                    "sha256": files.file_digest(path),
                     "file_bytes": path.stat().st_size,
                     "first_document": about["first_document"],
                     "document_span": about["document_span"],
@@ -115,15 +121,19 @@ class StoreWriter:
             )
         totals = add_statistics(parts)
         manifest = {**self._manifest_head(True), "totals": totals, "shards": shards}
-        _write_whole(self.path / MANIFEST_FILE, _json_bytes(manifest))
-        return manifest
+        try:
+            if read_manifest(self.path) == json.loads(json.dumps(manifest)):
+                return
+        except (FileNotFoundError, StoreError):
+            pass
+        files.write_json(self.path / MANIFEST_FILE, manifest)
 
     def tidy(self) -> None:
         """Remove what runs that were killed left of their own behind the finished store."""
         assert (self.path / MANIFEST_FILE).exists()
-        (self.path / PARTIAL_MANIFEST_FILE).unlink(missing_ok=True)
-        for leftover in (self.path / SHARD_FOLDER).glob(f"*.safetensors{_TEMPORARY}"):
-            leftover.unlink()
+        files.remove(self.path / PARTIAL_MANIFEST_FILE)
+        for folder in (self.path, self.path / SHARD_FOLDER):
+            files.remove_leftovers(folder)
 
     def _manifest_head(self, complete: bool) -> dict[str, Any]:
         return {
@@ -137,14 +147,15 @@ class StoreWriter:
 
 def _is_ours_before_begin(name: str) -> bool:
     # A run killed while it began may have left these.
-    return name in (LOCK_FILE, SHARD_FOLDER, PARTIAL_MANIFEST_FILE + _TEMPORARY)
+    return name in (files.LOCK_FILE, SHARD_FOLDER) or files.is_leftover(name)
 
 
 def refuse_other_identity(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    differences = list(_differences(found, wanted))
-    if differences:
+    different = list(files.differences(found, wanted))
+    if different:
         lines = "\n".join(
-            f"  {name}: the store has {a}, this run has {b}" for name, a, b in differences[:8]
+            f"  {name}: the store has {_brief(a)}, this run has {_brief(b)}"
+            for name, a, b in different[:8]
         )
         raise StoreError(
             f"{path} was made with other settings or another corpus:\n{lines}\n"
@@ -153,74 +164,15 @@ def refuse_other_identity(path: Path, found: dict[str, Any], wanted: dict[str, A
         )
 
 
-def _differences(found: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for key in sorted(found.keys() | wanted.keys()):
-            inner = f"{name}.{key}" if name else key
-            yield from _differences(found.get(key), wanted.get(key), inner)
-    elif found != wanted:
-        yield name, _brief(found), _brief(wanted)
-
-
 def _brief(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-@contextlib.contextmanager
-def store_lock(path: Path) -> Iterator[None]:
-    """Only one run may write to a store. The lock belongs to the process, so that a killed run
-    leaves no lock behind; the file stays, empty."""
-    path.mkdir(parents=True, exist_ok=True)
-    with open(path / LOCK_FILE, "a+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            file.seek(0)
-            holder = file.read(20).decode(errors="replace").strip()
-            raise StoreError(
-                f"another process{f' ({holder})' if holder else ''} is writing to {path}. "
-                "Wait for it to end, or choose another --out. To share the work between "
-                "processes, start them together: torchrun --nproc_per_node N -m vocagnolm score ..."
-            ) from None
-        file.truncate(0)
-        file.write(f"pid {os.getpid()}".encode())
-        file.flush()
-        try:
-            yield
-        finally:
-            file.truncate(0)
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + _TEMPORARY)
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise StoreError(
-            f"{path} could not be written: {error.strerror or error}. What was finished before "
-            f"is kept. Make room ({len(content):,} bytes were needed) and run the same command "
-            "again: it goes on from there."
-        ) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    # Without this a power cut may forget the rename.
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _json_bytes(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+def store_lock(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Only one run may write to a store."""
+    return files.folder_lock(
+        path,
+        "Wait for it to end, or choose another --out. To share the work between processes, start "
+        "them together: torchrun --nproc_per_node N -m vocagnolm score ...",
+    )

@@ -7,14 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.files import write_json
 from vocagnolm.recipe import Recipe
 from vocagnolm.study.design import GranularityPlan, RunPlan
 from vocagnolm.study.folder import EVALUATION, SELECTION, StudyFolder
-from vocagnolm.study.task import release_memory, write_json
+from vocagnolm.study.task import release_memory
 
 _SELECTION_MICRO_BATCHES = 8
-# Methods that choose tokens: worth knowing which sources they keep.
-_CHOOSING = ("guided", "no_teacher", "rho1", "chunk")
 
 
 def score_teacher(home: StudyFolder, teacher: str) -> None:
@@ -110,7 +109,8 @@ def _match(home: StudyFolder, run: RunPlan, recipe: Recipe) -> None:
 def _measure_selection(home: StudyFolder, run: RunPlan, recipe: Recipe, folder: Path) -> None:
     """Kept share per source of the row's first run, with the student before and after."""
     first = home.rows[run.row].seeds[0] == run.seed
-    if not first or recipe.objective.method not in _CHOOSING or recipe.needs_online_teacher:
+    chooses = recipe.method.selects and recipe.objective.method != "random"
+    if not first or not chooses or recipe.needs_online_teacher:
         return
     from vocagnolm.study.selection import document_sources, kept_by_source
 

@@ -20,7 +20,7 @@ from vocagnolm.data.part import tokenise
 from vocagnolm.data.separators import separator_ids
 from vocagnolm.errors import StudyError
 from vocagnolm.model import open_model
-from vocagnolm.objective import ObjectiveConfig, ScoredBatch, select
+from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select
 from vocagnolm.store import LossStore
 from vocagnolm.study.sample_blocks import (
     AGGREGATIONS,
@@ -185,9 +185,8 @@ def selection_study(
         )
     losses = LossStore.open(store)
     tokenizer_source = str(student) if files.gguf_file else str(files.folder)
-    separators = sum(
-        token is not None for token in separator_ids(files.tokenizer, tokenizer_source, "auto", eos)
-    )
+    prefix, end = separator_ids(files.tokenizer, "auto", eos)
+    separators = len(prefix) + (end is not None)
 
     def counts(texts: Sequence[str]) -> list[int]:
         return [len(spans) + separators for spans in tokenise(files.tokenizer, texts)]
@@ -202,7 +201,7 @@ def selection_study(
     sources = sources_of(corpus, source_field, sample)
     with packed_blocks(sample, tokenizer_source, losses.path, block_size, eos) as by_guidance:
         read = read_blocks(by_guidance, sources, min(tokens, sample.tokens), scope_blocks, seed)
-    nll = student_nll(files, read.input_ids, on_tokens)
+    nll = student_nll(files, read.input_ids, read.labels, on_tokens)
     masks = {v.name: _select(v, read, nll) for v in compared}
     teacher = losses.manifest["identity"].get("teacher", {})
     return SelectionStudy(
@@ -232,11 +231,12 @@ def _select(variant: Variant, read: SampleBlocks, nll: NDArray[np.float32]) -> N
     chosen = []
     for step, start in enumerate(range(0, len(nll), read.scope_blocks)):
         rows = slice(start, start + read.scope_blocks)
-        batch = ScoredBatch(
-            nll_BT=torch.from_numpy(nll[rows]),
+        targets = Targets(
             labels_BT=torch.from_numpy(read.labels[rows]),
             guidance_BT=None if guidance is None else torch.from_numpy(guidance[rows]),
+            teacher_sums_B2=torch.from_numpy(read.teacher_sums[rows]),
         )
+        batch = ScoredBatch(targets, torch.from_numpy(nll[rows]))
         chosen.append(select(batch, variant.config, step=step).numpy())
     return np.concatenate(chosen)
 

@@ -3,7 +3,7 @@
 ```yaml
 extends: setting.yaml            # another study file; mappings merge, lists replace
 title: what the table says
-base: {student: ..., corpus: ...}   # sections of a recipe, as in recipes/
+base: {student: ..., corpus: ...}   # sections of a recipe
 teachers: {strong: {model: ...}}    # scored once each
 start: {train.tokens: 3000000}      # optional plain phase that all runs start from
 rows:                               # one row of the table each, a run per seed
@@ -19,15 +19,23 @@ Studies that share a setting share a folder: a run that another study has finish
 import copy
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from vocagnolm.errors import StudyError
 from vocagnolm.recipe import Recipe, recipe_from_dict
+from vocagnolm.recipe.schema import Number, Schema
 
 
-@dataclass(frozen=True, kw_only=True)
-class TeacherPlan:
+class Plan(Schema):
+    """A part of a study. It is read, not changed."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class TeacherPlan(Plan):
     """A model that scores the corpus: a given one, or one that the study trains first."""
 
     model: str | None = None
@@ -38,51 +46,48 @@ class TeacherPlan:
     start. It then has the student's vocabulary (kld, rho1)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuningPlan:
+class TuningPlan(Plan):
     """One seed, a small grid, a validation measure; the best learning rate is then fixed."""
 
-    learning_rates: list[float]
+    learning_rates: list[Number] = Field(min_length=1)
     rows: dict[str, str]
     """Tuning group -> the row that is run for it. Rows name their group with `tuned`."""
-    seed: int = 100
-    set: dict[str, Any] = field(default_factory=dict)
+    seed: NonNegativeInt = 100
+    set: dict[str, Any] = Field(default={})
     """Overrides of the tuning runs, for example fewer tokens."""
-    by: str = "bits_per_byte"
+    by: Literal["bits_per_byte", "accuracy"] = "bits_per_byte"
     """What chooses: `bits_per_byte` of the validation texts, or `accuracy` on the validation
     questions. The two may disagree: choose by what will be claimed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationPlan:
+class EvaluationPlan(Plan):
     """What is measured on every finished run."""
 
-    held_out: dict[str, str] = field(default_factory=dict)
+    held_out: dict[str, str] = Field(default={})
     """Name -> jsonl file with a `text` field: bits per byte."""
-    validation: dict[str, str] = field(default_factory=dict)
+    validation: dict[str, str] = Field(default={})
     """The same, for choosing learning rates; never reported as a result."""
     requests: str | None = None
     """Rendered questions (`vocagnolm.evaluate.render.write_requests`): greedy answers."""
     validation_requests: str | None = None
     """Other questions, for choosing learning rates by accuracy."""
-    max_new_tokens: int = 256
-    batch_size: int | None = None
+    max_new_tokens: PositiveInt = 256
+    batch_size: PositiveInt | None = None
     dtype: str = "auto"
     device: str = "auto"
-    context: int = 1024
+    context: PositiveInt = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowPlan:
+class RowPlan(Plan):
     """One row of a table: the same recipe under several seeds."""
 
     label: str | None = None
     teacher: str | None = None
-    set: dict[str, Any] = field(default_factory=dict)
+    set: dict[str, Any] = Field(default={})
     """Overrides of the recipe: `section.key: value`."""
-    grid: dict[str, list[Any]] = field(default_factory=dict)
+    grid: dict[str, list[Any]] = Field(default={})
     """`section.key: [values]`: the row becomes one row per combination, named `ROW-VALUE`."""
-    seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
+    seeds: list[NonNegativeInt] = Field(default=[1, 2, 3], min_length=1)
     tuned: str | None = None
     """Take the learning rate that was tuned for this group."""
     matched_to: str | None = None
@@ -91,28 +96,23 @@ class RowPlan:
     """Smaller numbers run first; within one number, seed by seed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GranularityPlan:
+class GranularityPlan(Plan):
     """How well chunks of equal number cover each other's text, measured with the tokenizers of
     the student and of one teacher. No model is needed."""
 
     teacher: str
-    chunks: list[int]
+    chunks: list[PositiveInt] = Field(min_length=1)
     """Numbers of chunks in a block; token-level alignment is measured too."""
-    documents: int = 1000
+    documents: PositiveInt = 1000
     """So many documents of the corpus, from its beginning."""
 
 
-FIGURE_KINDS = ("bars", "lines", "strength")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PanelPlan:
+class PanelPlan(Plan):
     """Rows by a number `x`, one line a series."""
 
-    x: dict[str, float] = field(default_factory=dict)
+    x: dict[str, Number] = Field(default={})
     """Row -> place on the x axis."""
-    series: dict[str, list[str]] = field(default_factory=dict)
+    series: dict[str, list[str]] = Field(default={})
     """Name of a line -> its rows."""
     reference: str | None = None
     """A row drawn as a line of its own; the zero of kind `strength`."""
@@ -120,42 +120,40 @@ class PanelPlan:
     log_x: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class FigurePlan(PanelPlan):
     """kind `bars`: a bar a row. kind `lines`: a panel, or several side by side. kind `strength`:
     what rows gain over `reference`, over all seeds of both, against their teachers' bits per byte
     on the corpus, for the rows that are compared with it."""
 
-    kind: str = "bars"
+    kind: Literal["bars", "lines", "strength"] = "bars"
     measure: str = "accuracy"
-    panels: list[PanelPlan] = field(default_factory=list)
+    panels: list[PanelPlan] = Field(default=[])
     """Several panels (lines), instead of the one that the figure's own keys describe."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Study:
+class Study(Plan):
     name: str
     title: str = ""
-    base: dict[str, Any] = field(default_factory=dict)
-    teachers: dict[str, TeacherPlan] = field(default_factory=dict)
+    base: dict[str, Any] = Field(default={})
+    teachers: dict[str, TeacherPlan] = Field(default={})
     start: dict[str, Any] | None = None
-    score: dict[str, Any] = field(default_factory=dict)
+    score: dict[str, Any] = Field(default={})
     """Settings of scoring, as in `ScoreSettings`."""
-    score_files: list[str] = field(default_factory=list)
+    score_files: list[str] = Field(default=[])
     """What the teachers read; default: the corpora of all rows. Name it where rows use subsets:
     documents are found by content, so one store serves them all."""
     tune: TuningPlan | None = None
-    evaluate: EvaluationPlan = field(default_factory=EvaluationPlan)
-    rows: dict[str, RowPlan] = field(default_factory=dict)
-    use: list[str] = field(default_factory=list)
-    comparisons: list[list[str]] = field(default_factory=list)
+    evaluate: EvaluationPlan = EvaluationPlan()
+    rows: dict[str, RowPlan] = Field(default={})
+    use: list[str] = Field(default=[])
+    comparisons: list[Annotated[list[str], Field(min_length=2, max_length=2)]] = Field(default=[])
     granularity: GranularityPlan | None = None
-    figure: FigurePlan = field(default_factory=FigurePlan)
+    figure: FigurePlan = FigurePlan()
     source_field: str = "source"
     """Field of the corpus that names a document's source, for kept shares per source."""
     keep_models: bool = False
     """Keep the trained models; otherwise they are removed once they are evaluated."""
-    prepare_workers: int = 1
+    prepare_workers: PositiveInt = 1
 
 
 @dataclass(frozen=True)
@@ -181,9 +179,9 @@ def expand_rows(rows: Mapping[str, RowPlan]) -> dict[str, RowPlan]:
         for values in itertools.product(*(row.grid[key] for key in keys)):
             settings = {**row.set, **dict(zip(keys, values, strict=True))}
             full = "-".join([name, *(_short(value) for value in values)])
-            plan = {f.name: getattr(row, f.name) for f in fields(row)}
             label = row.label and ", ".join([row.label, *map(str, values)])
-            expanded[full] = RowPlan(**{**plan, "set": settings, "grid": {}, "label": label})
+            changes = {"set": settings, "grid": {}, "label": label}
+            expanded[full] = row.model_copy(update=changes)
     return expanded
 
 

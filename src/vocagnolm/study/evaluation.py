@@ -4,10 +4,11 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.files import whole_file
 from vocagnolm.study.design import EvaluationPlan
 
 ANSWERS_FILE = "answers.jsonl.gz"
@@ -42,7 +43,9 @@ def _answer_in_memory(
     batch_size = plan.batch_size
     while True:
         try:
-            answer_requests(model, files, replace(plan, batch_size=batch_size), requests, path)
+            answer_requests(
+                model, files, plan.model_copy(update={"batch_size": batch_size}), requests, path
+            )
             return
         except torch.OutOfMemoryError:
             if batch_size is None or batch_size <= 32:
@@ -75,12 +78,10 @@ def answer_requests(model: Any, files: Any, plan: EvaluationPlan, source: str, p
                 answers.update({numbers[place]: answer for place, answer in batch})
     finally:
         generator.close()
-    temporary = path.with_name(f".{path.name}.tmp")
-    with gzip.open(temporary, "wt", encoding="utf-8") as file:
+    with whole_file(path) as whole, gzip.open(whole, "wt", encoding="utf-8") as file:
         for number, request in enumerate(requests):
             line = {"task": request.task, "index": request.index, **asdict(answers[number])}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    temporary.rename(path)
 
 
 Grades = dict[str, dict[int, bool]]
@@ -88,7 +89,7 @@ Grades = dict[str, dict[int, bool]]
 
 def grade_answers(path: Path, golds: Mapping[tuple[str, int], str]) -> Grades:
     """Task -> question -> right or wrong."""
-    from vocagnolm.evaluate.grading import grade
+    from vocagnolm.evaluate import grade
 
     grades: Grades = {}
     with gzip.open(path, "rt", encoding="utf-8") as file:

@@ -11,12 +11,13 @@ FOLDER/granularity-TEACHER.json   IoU and IoS of chunks, where a study asks for 
 ```
 """
 
-import hashlib
 import json
 import math
 from pathlib import Path
 
 from vocagnolm.errors import StudyError
+from vocagnolm.files import json_digest
+from vocagnolm.methods import METHODS
 from vocagnolm.recipe import Recipe
 from vocagnolm.study.design import (
     GranularityPlan,
@@ -120,16 +121,16 @@ class StudyFolder:
             "text": recipe.needs_block_text,
             "teacher_losses": recipe.needs_teacher_losses,
         }
-        digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:10]
+        digest = json_digest(about)[:10]
         kind = Path(recipe.store.path).name if recipe.store.path else "plain"
         recipe.data.blocks = str(self.folder / "blocks" / f"{kind}-{digest}")
         return recipe
 
     def stored(self, run: RunPlan) -> bool:
         """Whether the run reads its teacher from a store."""
-        method = run.overrides.get("objective.method", "guided")
+        method = METHODS[run.overrides.get("objective.method", "guided")]
         online = run.overrides.get("teacher.online", False)
-        return run.teacher is not None and method not in ("kld", "uld") and not online
+        return run.teacher is not None and not method.distribution and not online
 
     def scored_files(self) -> list[str]:
         """What a teacher reads: `score_files`, or the corpora of all runs with a store."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vocagnolm.align import (
+from vocagnolm.alignment import (
     Alignment,
     Granularity,
     TextTokenizer,

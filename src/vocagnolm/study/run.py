@@ -1,11 +1,11 @@
 """`vocagnolm study`: do what is missing, then one table and one figure."""
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import MissingExtraError, StudyError
+from vocagnolm.files import write_json, write_text
 from vocagnolm.study.figure import draw
 from vocagnolm.study.laboratory import Laboratory
 from vocagnolm.study.load import load_study
@@ -42,10 +42,8 @@ def run_study(
         raise StudyError(f"No run of '{study.name}' in {folder} is finished: there is no table.")
     text = markdown(table)
     out = laboratory.folder
-    (out / f"{study.name}.json").write_text(
-        json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    (out / f"{study.name}.md").write_text(text, encoding="utf-8")
+    write_json(out / f"{study.name}.json", table)
+    write_text(out / f"{study.name}.md", text)
     try:
         draw(table, study.figure, out / f"{study.name}.svg")
     except (MissingExtraError, StudyError) as error:

@@ -38,6 +38,8 @@ class SampleBlocks:
     guidance: dict[Guidance, NDArray[np.float32]]
     teacher_range: NDArray[np.int64]
     """[N, L, 2], -1 where no teacher token covers the token."""
+    teacher_sums: NDArray[np.float64]
+    """[N, 2]: sum and number of the losses of the teacher tokens behind a block."""
     shared_teacher: float
     named: NDArray[Any] | None
     scope_blocks: int
@@ -71,7 +73,7 @@ def packed_blocks(
                 }
             )
             prepare(recipe)
-            found[how] = Blocks(folder / how, block_size)
+            found[how] = Blocks(folder / how, block_size, teacher_sums=True)
         for n in CHUNKS:
             found[n] = Blocks(folder / "max", block_size, chunks=n)
         yield found
@@ -95,10 +97,11 @@ def read_blocks(
     for key, those in by_guidance.items():
         batch = collate([those[index] for index in indices])
         guidance[key] = batch["guidance"].numpy()
+        if key == "max":
+            sums = batch["teacher_sums"].numpy()
     all_ranges = blocks.read("teacher_range", 0, blocks.tokens).astype(np.int64)
-    size = blocks.block_size
-    # the last position of a block predicts nothing: what np.roll puts there is not looked at
-    ranges = [np.roll(all_ranges[i * size : (i + 1) * size], -1, axis=0) for i in indices]
+    windows = [blocks.window(index) for index in indices]
+    ranges = [all_ranges[start + 1 : stop] for start, stop in windows]
     named = None
     if sources is not None:
         named = np.stack([predicted_sources(blocks, index, sources) for index in indices])
@@ -107,6 +110,7 @@ def read_blocks(
         labels=batch["labels"].numpy(),
         guidance=guidance,
         teacher_range=np.stack(ranges),
+        teacher_sums=sums,
         shared_teacher=shared_teacher_share(all_ranges),
         named=named,
         scope_blocks=scope,
@@ -126,13 +130,14 @@ def shared_teacher_share(ranges: NDArray[np.int64]) -> float:
 def student_nll(
     files: ModelFiles,
     input_ids: NDArray[np.int64],
+    labels: NDArray[np.int64],
     on_tokens: Callable[[int, int], None] | None,
 ) -> NDArray[np.float32]:
-    """nll [N, L] of the token after each position; 0 where there is none."""
-    block_size = input_ids.shape[1]
+    """nll [N, L] of the token after each position."""
+    windows = np.concatenate([input_ids, labels[:, -1:]], axis=1)
     scorer = NllModel(
         files.load(),
-        context=block_size,
+        context=windows.shape[1],
         stride=1,  # a block is one window: nothing reaches back
         batch_tokens=4096 if files.device.type == "cpu" else 32768,
     )
@@ -142,9 +147,6 @@ def student_nll(
         nonlocal done
         done += scored
         if on_tokens is not None:
-            on_tokens(done, input_ids.size)
+            on_tokens(done, windows.size)
 
-    of_token = np.stack(scorer.document_nll(list(input_ids), note))
-    nll = np.zeros(input_ids.shape, np.float32)
-    nll[:, :-1] = of_token[:, 1:]
-    return nll
+    return np.stack(scorer.document_nll(list(windows), note))[:, 1:]

@@ -6,7 +6,6 @@ of every source as the guided run did, but by chance within it.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from safetensors.numpy import save_file
 
 from vocagnolm.data.blocks import MANIFEST, Blocks, TrainingOrder, read_manifest
 from vocagnolm.errors import StudyError
+from vocagnolm.files import write_json
 from vocagnolm.recipe import Recipe
 
 # Random guidance spans this many nats, so that the student's own loss (at most a few tens) moves
@@ -40,17 +40,11 @@ def document_sources(files: Sequence[str], field: str) -> list[str]:
     return sources
 
 
-def token_sources(blocks: Blocks, index: int, sources: Sequence[str]) -> np.ndarray:
-    """Source of every token of a block [L]."""
-    documents = blocks.documents(index)
-    ordinal = blocks[index]["document"]
-    return np.array([sources[document] for document in documents], dtype=object)[ordinal]
-
-
 def predicted_sources(blocks: Blocks, index: int, sources: Sequence[str]) -> np.ndarray:
-    """Source of the token that each position of a block predicts [L]: position t predicts token
-    t + 1. The last position predicts nothing."""
-    return np.roll(token_sources(blocks, index, sources), -1)
+    """Source of the token that each position of a block predicts [L]."""
+    documents = blocks.documents(index)
+    ordinal = blocks[index]["document"][1:]
+    return np.array([sources[document] for document in documents], dtype=object)[ordinal]
 
 
 def shares_by_source(
@@ -74,11 +68,11 @@ def kept_by_source(
     import torch
 
     from vocagnolm.model import open_model
-    from vocagnolm.objective import ScoredBatch, student_nll
+    from vocagnolm.model.lm_head import head_form, last_hidden
+    from vocagnolm.objective import ScoredBatch, Targets, student_nll
     from vocagnolm.objective.selection import select
     from vocagnolm.train.arguments import objective_config
     from vocagnolm.train.collate import BlockCollator
-    from vocagnolm.train.forward import last_hidden, objective_head
     from vocagnolm.train.run import open_blocks
 
     blocks = open_blocks(recipe)
@@ -87,6 +81,8 @@ def kept_by_source(
     order = TrainingOrder(blocks, count * rows, recipe.run.seed)
     device = "cpu" if recipe.train.device == "cpu" else "auto"
     model = open_model(model_folder, device=device).load()
+    form = head_form(model)
+    assert form is not None  # it was trained here
     config = objective_config(recipe)
     collate = BlockCollator(recipe.data.document_mask)
     named, masks, valid = [], [], []
@@ -99,10 +95,13 @@ def kept_by_source(
         }
         with torch.inference_mode():
             hidden = last_hidden(model, batch["input_ids"], batch.get("position_ids"))
-            nll = student_nll(hidden, objective_head(model), batch["labels"])
-            scored = ScoredBatch(
-                nll_BT=nll, labels_BT=batch["labels"], guidance_BT=batch.get("guidance")
+            nll = student_nll(hidden, form.head(model), batch["labels"])
+            targets = Targets(
+                labels_BT=batch["labels"],
+                guidance_BT=batch.get("guidance"),
+                teacher_sums_B2=batch.get("teacher_sums"),
             )
+            scored = ScoredBatch(targets, nll)
             masks.append(select(scored, config, step=start // rows).cpu().numpy())
         valid.append((batch["labels"] >= 0).cpu().numpy())
         named.append(np.stack([predicted_sources(blocks, i["block"], sources) for i in items]))
@@ -158,6 +157,4 @@ def write_matched_blocks(
     manifest["columns"] = ["ids", "document_tokens", "document_index", "guidance"]
     manifest["teacher"] = "none: random, matched per source"
     manifest["settings"]["guidance"]["teacher_losses"] = False
-    temporary = target / f".{MANIFEST}.tmp"
-    temporary.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    os.replace(temporary, target / MANIFEST)
+    write_json(target / MANIFEST, manifest)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.files import write_json
 from vocagnolm.study.design import GranularityPlan, RowPlan, recipe_with
 from vocagnolm.study.evaluation import ANSWERS_FILE, Grades, golds_of, grade_answers
 from vocagnolm.study.folder import EVALUATION, SELECTION
@@ -44,7 +45,7 @@ def _grades(folder: Path, golds: dict[tuple[str, int], str]) -> Grades:
         kept = json.loads(path.read_text(encoding="utf-8"))
         return {task: {int(q): bool(v) for q, v in marks.items()} for task, marks in kept.items()}
     grades = grade_answers(folder / ANSWERS_FILE, golds)
-    path.write_text(json.dumps({t: {q: int(v) for q, v in m.items()} for t, m in grades.items()}))
+    write_json(path, {t: {q: int(v) for q, v in m.items()} for t, m in grades.items()}, indent=None)
     return grades
 
 

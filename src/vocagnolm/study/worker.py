@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from vocagnolm.files import write_json, write_text
 from vocagnolm.study.laboratory import Laboratory
 from vocagnolm.study.load import load_study
 from vocagnolm.study.task import Task
@@ -85,12 +86,12 @@ def _take(
                 task.action()
             except Exception as error:  # one run that fails must not end the study
                 report = "".join(traceback.format_exception(error))
-                (folder / "failed" / f"{task.name}.txt").write_text(report, encoding="utf-8")
+                write_text(folder / "failed" / f"{task.name}.txt", report)
                 say(f"{task.name}: failed: {error}")
                 return task
             seconds = time.time() - started
             record = {"task": task.name, "kind": task.kind, "start": started, "seconds": seconds}
-            (folder / "times" / f"{task.name}.json").write_text(json.dumps(record))
+            write_json(folder / "times" / f"{task.name}.json", record)
             finished.append(task.name)
             say(f"{task.name}: done in {seconds:.1f} s")
             return task

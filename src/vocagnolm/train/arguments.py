@@ -22,6 +22,7 @@ def objective_config(recipe: Recipe) -> ObjectiveConfig:
             scope=section.scope,
             normalise=section.normalise,
             distill_weight=section.distill_weight,
+            kl_direction=section.kl_direction,
             entropy_keep=section.entropy_keep,
             n_chunks=section.n_chunks,
             chunk_choice=section.chunk_choice,
@@ -29,6 +30,60 @@ def objective_config(recipe: Recipe) -> ObjectiveConfig:
         )
     except ValueError as error:
         raise RecipeError(f"objective: {error}") from error
+
+
+def uses_accelerator(recipe: Recipe) -> bool:
+    """What `train.device: auto` means, everywhere: the accelerator if there is one."""
+    return recipe.train.device != "cpu" and torch.accelerator.is_available()
+
+
+# Arguments of transformers that the recipe sets, where they are not just spelled alike.
+_RECIPE_KEYS = {
+    "output_dir": "run.folder",
+    "max_steps": "train.tokens",
+    "num_train_epochs": "train.epochs",
+    "per_device_train_batch_size": "train.micro_batch",
+    "gradient_accumulation_steps": "train.batch_blocks",
+    "learning_rate": "optimizer.learning_rate",
+    "lr_scheduler_kwargs": "optimizer.min_learning_rate",
+    "warmup_steps": "optimizer.warmup_steps",
+    "warmup_ratio": "optimizer.warmup_steps",
+    "optim": "optimizer.name",
+    "weight_decay": "optimizer.weight_decay",
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "max_grad_norm": "optimizer.max_grad_norm",
+    "bf16": "train.bf16",
+    "gradient_checkpointing": "train.gradient_checkpointing",
+    "use_liger_kernel": "train.liger",
+    "use_cpu": "train.device",
+    "seed": "run.seed",
+    "data_seed": "run.seed",
+    "logging_steps": "run.log_every",
+    "report_to": "run.report_to",
+    "save_strategy": "run.save_every",
+    "save_steps": "run.save_every",
+    "save_total_limit": "run.keep_checkpoints",
+    "dataloader_num_workers": "train.loader_workers",
+    "fsdp": "train.parallel",
+    "fsdp_config": "train.parallel",
+    "torch_compile": "train.compile",
+}
+
+
+def refuse_reserved(arguments: dict[str, Any], ours: dict[str, Any]) -> None:
+    """`train.arguments` is for what the recipe has no key for: summary and card report the keys.
+    Nor is it for secrets: the recipe is copied into the run and the card."""
+    for name in arguments:
+        if name in _RECIPE_KEYS:
+            raise RecipeError(f"train.arguments.{name}: set {_RECIPE_KEYS[name]} instead.")
+        if name in ours:
+            raise RecipeError(f"train.arguments.{name} is decided by the program.")
+        if name.endswith(("token", "key", "password", "secret")):
+            raise RecipeError(
+                f"train.arguments.{name}: a recipe is copied into the run and the model card, and "
+                "must not hold secrets. Log in with `hf auth login`, or set HF_TOKEN."
+            )
 
 
 def training_arguments(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
@@ -51,7 +106,7 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
         "bf16": train.bf16,
         "gradient_checkpointing": train.gradient_checkpointing,
         "use_liger_kernel": train.liger,
-        "use_cpu": train.device == "cpu",
+        "use_cpu": not uses_accelerator(recipe),
         "seed": run.seed,
         "logging_steps": run.log_every,
         "report_to": run.report_to or "none",
@@ -60,7 +115,7 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
         "save_total_limit": None,  # pruned by us, once the new one is known to be complete
         "dataloader_num_workers": train.loader_workers,
         "dataloader_drop_last": True,
-        "dataloader_pin_memory": train.device != "cpu" and torch.cuda.is_available(),
+        "dataloader_pin_memory": uses_accelerator(recipe),
         # the order is in the dataset: resuming skips to any place in it
         "train_sampling_strategy": "sequential",
         "ddp_find_unused_parameters": False,
@@ -77,6 +132,7 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
     if train.parallel == "fsdp2" and schedule.world_size > 1:
         settings["fsdp"] = True
         settings["fsdp_config"] = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+    refuse_reserved(train.arguments, settings)
     settings.update(train.arguments)
     try:
         return TrainingArguments(**settings)

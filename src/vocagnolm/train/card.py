@@ -7,17 +7,6 @@ from vocagnolm import __version__
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.schedule import Schedule
 
-_METHODS = {
-    "cpt": "plain continual pretraining on every token",
-    "guided": "training on the tokens whose loss exceeds the teacher's most (VocAgnoLM)",
-    "rho1": "training on the tokens whose loss exceeds the reference model's most (Rho-1)",
-    "random": "training on a random selection of tokens",
-    "no_teacher": "training on the tokens of highest student loss, without a teacher",
-    "chunk": "training on whole chunks of a sequence (coarse alignment)",
-    "kld": "cross entropy plus Kullback-Leibler divergence from the teacher's distribution",
-    "uld": "cross entropy plus the Wasserstein distance of the sorted distributions (ULD)",
-}
-
 
 def model_card(
     recipe: Recipe, schedule: Schedule, store_teacher: str | None, final: dict[str, Any]
@@ -26,7 +15,7 @@ def model_card(
     method = recipe.objective.method
     base = recipe.student.model or "random weights"
     rows = {
-        "method": f"`{method}`: {_METHODS[method]}",
+        "method": f"`{method}`: {recipe.method.label}",
         "student": f"`{base}`" + (" with LoRA, merged" if recipe.lora.rank else ""),
         "teacher": _teacher(recipe, store_teacher),
         "corpus": ", ".join(f"`{name}`" for name in recipe.corpus.files) or "not stated",
@@ -38,17 +27,16 @@ def model_card(
         f"{recipe.optimizer.warmup_steps} warm-up steps",
         "seed": str(recipe.run.seed),
     }
-    if method in ("guided", "rho1", "random", "no_teacher", "chunk"):
+    if recipe.method.selects:
         o = recipe.objective
         rows["selection"] = (
             f"keep {o.keep:g}, aggregation {o.aggregation}, unmapped {o.unmapped}, "
             f"scope {o.scope}, normalised by {o.normalise}"
         )
     if final:
-        rows["last step"] = ", ".join(
-            f"{name} {final[name]:.4f}"
-            for name in ("loss", "loss_all", "selected_share")
-            if isinstance(final.get(name), float)
+        rows["last step"] = (
+            f"loss {final['loss']:.4f}; nll of the kept tokens {final['nll_kept']:.4f}, of all "
+            f"{final['nll_all']:.4f}; kept {final['kept_share']:.1%}"
         )
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     yaml = recipe.to_yaml()

@@ -1,21 +1,39 @@
-"""`vocagnolm check`: everything that can be known about a run before any weight is loaded.
+"""`vocagnolm check`: everything that can be known about a run before it begins.
 
-Findings are collected, not raised one by one: a user mends a recipe once.
+Findings are collected, not raised one by one: a user mends a recipe once. What `train` would refuse
+is refused here.
 """
 
+import contextlib
 import math
-import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.align import TextTokenizer
-from vocagnolm.errors import VocagnolmError
+from vocagnolm.alignment import TextTokenizer
+from vocagnolm.data.blocks import MANIFEST, block_count, read_manifest
+from vocagnolm.data.corpus import Corpus, document_hash
+from vocagnolm.data.identity import (
+    block_settings,
+    recipe_corpus,
+    stale_files,
+    student_tokenizer,
+    teacher_tokenizer,
+    unmet_needs,
+)
+from vocagnolm.data.separators import separator_ids
+from vocagnolm.errors import TrainingError, VocagnolmError
 from vocagnolm.recipe import Recipe
+from vocagnolm.store import LossStore
 from vocagnolm.store.strength import teacher_warning
+from vocagnolm.train.arguments import training_arguments
+from vocagnolm.train.checkpoint import newest_complete
+from vocagnolm.train.folder import read_run, refuse_other_run
 from vocagnolm.train.schedule import Schedule, plan_schedule
 from vocagnolm.train.static import static_problems
+from vocagnolm.train.vocabulary import refuse_other_vocabulary
 
 # Beyond this a corpus is not read through by a mere check.
 LARGEST_CORPUS_READ_BYTES = 2 * 10**9
@@ -41,148 +59,165 @@ class CheckReport:
             "plan": self.plan,
         }
 
+    def problem(self, line: str) -> None:
+        if line not in self.problems:
+            self.problems.append(line)
 
-def check(recipe: Recipe, *, processes: int = 1) -> CheckReport:
-    """Validate a recipe against what is on this machine."""
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """What goes wrong inside is a problem of the report."""
+        try:
+            yield
+        except VocagnolmError as error:
+            self.problem(str(error))
+
+
+@dataclass
+class Found:
+    """What the recipe's names stand for on this machine; None where something is wrong with it, or
+    where there is nothing to find."""
+
+    tokenizer: TextTokenizer | None = None
+    parameters: int | None = None
+    corpus: Corpus | None = None
+    store: LossStore | None = None
+    manifest: dict[str, Any] | None = None
+    schedule: Schedule | None = None
+
+
+def check(recipe: Recipe, *, processes: int = 1, measure: bool = True) -> CheckReport:
+    """Validate a recipe against what is on this machine. `measure`: also load the student, if it
+    has weights, and compare it with the teacher on a few documents."""
     report = CheckReport(problems=static_problems(recipe, processes))
-    tokenizer = _student(recipe, report)
-    corpus = _corpus(recipe, report)
-    _store(recipe, report, corpus)
-    _teacher(recipe, report, tokenizer)
-    blocks = _blocks(recipe, report, tokenizer, corpus)
-    schedule = _schedule(recipe, report, processes, blocks)
-    _disk(recipe, report, schedule)
-    _run(recipe, report, processes)
+    found = Found()
+    with report.collecting():
+        found.tokenizer = _tokenizer(recipe, report)
+    with report.collecting():
+        found.parameters = _student(recipe, report, found.tokenizer)
+    with report.collecting():
+        found.corpus = _corpus(recipe, report)
+    with report.collecting():
+        found.store = _store(recipe, report, found.corpus)
+    with report.collecting():
+        _teacher(recipe, report, found.tokenizer)
+    with report.collecting():
+        found.manifest = _blocks(recipe, report, found)
+    with report.collecting():
+        found.schedule = _schedule(recipe, report, processes, found.manifest)
+    _disk(recipe, report, found)
+    with report.collecting():
+        _run(recipe, report, processes, found.manifest)
+    if recipe.needs_guidance and found.store is not None:
+        _warn_of_teacher(report, found.store.bits_per_byte, recipe.student.bits_per_byte)
+    if measure and report.ready:
+        with report.collecting():
+            _weights(recipe, report, found)
     return report
 
 
-def _student(recipe: Recipe, report: CheckReport) -> TextTokenizer | None:
-    from vocagnolm.data.prepare import student_tokenizer
-    from vocagnolm.data.separators import separator_ids
+def _tokenizer(recipe: Recipe, report: CheckReport) -> TextTokenizer:
+    tokenizer = student_tokenizer(recipe)
+    prefix, eos = separator_ids(tokenizer, recipe.data.bos, recipe.data.eos)
+    report.plan["student_tokenizer"] = {
+        "name": tokenizer.name,
+        "vocabulary": tokenizer.vocabulary_size,
+        "bos": " ".join(map(tokenizer.token, prefix)) or None,
+        "eos": None if eos is None else tokenizer.token(eos),
+    }
+    return tokenizer
 
-    tokenizer = None
-    try:
-        tokenizer = student_tokenizer(recipe)
-        assert recipe.student_tokenizer is not None
-        bos, eos = separator_ids(
-            tokenizer, recipe.student_tokenizer, recipe.data.bos, recipe.data.eos
-        )
-        report.plan["student_tokenizer"] = {
-            "name": tokenizer.name,
-            "vocabulary": tokenizer.vocabulary_size,
-            "bos": None if bos is None else tokenizer.token(bos),
-            "eos": None if eos is None else tokenizer.token(eos),
-        }
-    except VocagnolmError as error:
-        report.problems.append(str(error))
-    config = _config(recipe, report)
+
+def _student(recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer | None) -> int | None:
+    """The number of parameters, from the configuration alone."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = _config(recipe)
     if config is None:
-        return tokenizer
-    text_config = config.get_text_config()
-    parameters = _parameters(config)
+        return None
+    with torch.device("meta"):  # shapes only, no weights
+        parameters = int(AutoModelForCausalLM.from_config(config).num_parameters())
     report.plan["student"] = {
         "model": recipe.student.model or "from config",
         "architecture": config.model_type,
         "parameters": parameters,
     }
+    text_config = config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
     if isinstance(limit, int) and recipe.data.block_size > limit:
-        report.problems.append(
+        report.problem(
             f"data.block_size is {recipe.data.block_size:,}, the student reads at most {limit:,}."
         )
     if tokenizer is not None and max(tokenizer.vocabulary.values()) >= text_config.vocab_size:
-        report.problems.append(
+        report.problem(
             f"the student has {text_config.vocab_size:,} embedding rows, its tokenizer has ids up "
             f"to {max(tokenizer.vocabulary.values()):,}."
         )
-    return tokenizer
+    return parameters
 
 
-def _config(recipe: Recipe, report: CheckReport) -> Any:
+def _config(recipe: Recipe) -> Any:
     from transformers import AutoConfig
 
     from vocagnolm.train.student import model_config
 
     source = recipe.student.model
+    if source is None:
+        return None if recipe.student.config is None else model_config(recipe.student.config)
+    path = Path(source)
+    place: dict[str, Any] = {"pretrained_model_name_or_path": source}
+    if path.suffix.lower() == ".gguf":
+        place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
-        if source is None:
-            return None if recipe.student.config is None else model_config(recipe.student.config)
-        path = Path(source)
-        if path.suffix.lower() == ".gguf":
-            return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-        return AutoConfig.from_pretrained(source, revision=recipe.student.revision)
-    except VocagnolmError as error:
-        report.problems.append(str(error))
+        return AutoConfig.from_pretrained(
+            **place, revision=recipe.student.revision or "main", trust_remote_code=False
+        )
     except Exception as error:  # network, cache, format: many types, one meaning here
         reason = str(error).strip().splitlines()[0][:160]
-        report.problems.append(f"student.model {source} has no configuration to read: {reason}")
-    return None
+        raise TrainingError(
+            f"student.model {source} has no configuration to read: {reason}"
+        ) from None
 
 
-def _parameters(config: Any) -> int:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):  # shapes only, no weights
-        model = AutoModelForCausalLM.from_config(config)
-    return int(model.num_parameters())
-
-
-def _corpus(recipe: Recipe, report: CheckReport) -> Any:
-    from vocagnolm.data.prepare import recipe_corpus
-
+def _corpus(recipe: Recipe, report: CheckReport) -> Corpus | None:
     if not recipe.corpus.files:
         return None
     local = [Path(name) for name in recipe.corpus.files if Path(name).exists()]
     size = sum(
         p.stat().st_size for path in local for p in ([path] if path.is_file() else path.rglob("*"))
     )
-    report.plan["corpus"] = {"files": recipe.corpus.files, "bytes_on_disk": size}
+    facts = report.plan["corpus"] = {"files": recipe.corpus.files, "bytes_on_disk": size}
     if size > LARGEST_CORPUS_READ_BYTES:
-        report.plan["corpus"]["read"] = "too large to read through in a check"
+        facts["read"] = "too large to read through in a check"
         return None
-    try:
-        corpus = recipe_corpus(recipe)
-    except VocagnolmError as error:
-        report.problems.append(str(error))
-        return None
-    report.plan["corpus"]["documents"] = len(corpus)
+    corpus = recipe_corpus(recipe)
+    facts["documents"] = len(corpus)
     return corpus
 
 
-def _store(recipe: Recipe, report: CheckReport, corpus: Any) -> None:
-    from vocagnolm.store import LossStore
-
+def _store(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> LossStore | None:
     if recipe.store.path is None:
-        return
-    try:
-        store = LossStore.open(recipe.store.path)
-        manifest = store.manifest
-    except VocagnolmError as error:
-        report.problems.append(str(error))
-        return
-    identity, totals = manifest["identity"], manifest["totals"]
-    teacher = identity.get("teacher", {})
-    name = teacher.get("name") if isinstance(teacher, dict) else str(teacher)
-    bits = None
-    if totals["scored_bytes"]:
-        bits = totals["nll_sum"] / math.log(2) / totals["scored_bytes"]
+        return None
+    store = LossStore.open(recipe.store.path)
+    totals = store.manifest["totals"]
     report.plan["store"] = {
         "path": recipe.store.path,
-        "teacher": name,
+        "teacher": store.teacher_name,
         "documents": totals["documents"],
         "tokens": totals["tokens"],
-        "bits_per_byte": bits,
+        "bits_per_byte": store.bits_per_byte,
     }
     wanted = recipe.teacher.model
-    if wanted is not None and name is not None and Path(wanted).name != Path(str(name)).name:
-        report.warnings.append(f"the store is of teacher {name}, the recipe names {wanted}.")
-    known = identity.get("corpus")
-    known_corpus = known.get("fingerprint") if isinstance(known, dict) else None
-    if corpus is not None and known_corpus not in (None, corpus.fingerprint):
+    if wanted is not None and Path(wanted).name != Path(store.teacher_name).name:
+        report.warnings.append(
+            f"the store is of teacher {store.teacher_name}, the recipe names {wanted}."
+        )
+    known = store.manifest["identity"].get("corpus")
+    scored = known.get("fingerprint") if isinstance(known, dict) else None
+    if corpus is not None and scored not in (None, corpus.fingerprint):
         absent = _absent(store, corpus)
         if absent is not None and recipe.data.missing == "error":
-            report.problems.append(
+            report.problem(
                 f"the store was made from another corpus: it lacks {absent}. Score the recipe's "
                 "corpus, or set data.missing to drop or keep."
             )
@@ -191,15 +226,11 @@ def _store(recipe: Recipe, report: CheckReport, corpus: Any) -> None:
                 "the store was made from another corpus than the recipe's; documents are looked up "
                 f"by content, and those not in it follow data.missing = {recipe.data.missing}."
             )
-    warning = teacher_warning(bits, recipe.student.bits_per_byte)
-    if warning is not None:
-        report.warnings.append(warning)
+    return store
 
 
-def _absent(store: Any, corpus: Any) -> str | None:
+def _absent(store: LossStore, corpus: Corpus) -> str | None:
     """The place of a document that the store lacks, among the corpus's first hundred."""
-    from vocagnolm.data.corpus import document_hash
-
     for document in corpus.read(0, 100):
         if document.text is not None and store.find(document_hash(document.text)) is None:
             return str(document.place)
@@ -207,86 +238,64 @@ def _absent(store: Any, corpus: Any) -> str | None:
 
 
 def _teacher(recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer | None) -> None:
-    same_vocabulary = recipe.objective.method in ("kld", "rho1")
-    if recipe.teacher_tokenizer is None or not (same_vocabulary or recipe.needs_online_teacher):
-        if same_vocabulary and recipe.teacher_tokenizer is None:
+    same_vocabulary = recipe.method.one_vocabulary
+    if recipe.teacher_tokenizer is None:
+        if same_vocabulary:
             report.warnings.append(
                 f"objective.method {recipe.objective.method} presupposes one vocabulary; set "
                 "teacher.model or teacher.tokenizer so that it can be checked."
             )
         return
-    from vocagnolm.data.separators import open_tokenizer
-    from vocagnolm.train.vocabulary import refuse_other_vocabulary
-
-    try:
-        teacher = open_tokenizer(recipe.teacher_tokenizer)
-        report.plan["teacher_tokenizer"] = {
-            "name": teacher.name,
-            "vocabulary": teacher.vocabulary_size,
-        }
-        if same_vocabulary and tokenizer is not None:
-            refuse_other_vocabulary(tokenizer.vocabulary, teacher.vocabulary)
-    except VocagnolmError as error:
-        report.problems.append(str(error))
+    if not (same_vocabulary or recipe.needs_online_teacher):
+        return
+    teacher = teacher_tokenizer(recipe)
+    report.plan["teacher_tokenizer"] = {
+        "name": teacher.name,
+        "vocabulary": teacher.vocabulary_size,
+    }
+    if same_vocabulary and tokenizer is not None:
+        refuse_other_vocabulary(tokenizer.vocabulary, teacher.vocabulary)
 
 
-def _blocks(
-    recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer | None, corpus: Any
-) -> int | None:
-    """Number of blocks, where they are prepared."""
-    from vocagnolm.data.blocks import MANIFEST, read_manifest
-    from vocagnolm.data.prepare import block_settings, train_settings, unmet_needs
-
-    if recipe.data.blocks is None or tokenizer is None:
+def _blocks(recipe: Recipe, report: CheckReport, found: Found) -> dict[str, Any] | None:
+    """The manifest of prepared blocks."""
+    if recipe.data.blocks is None or found.tokenizer is None:
         return None
     folder = Path(recipe.data.blocks)
     if not (folder / MANIFEST).is_file():
         report.plan["blocks"] = {"prepared": False, "next": "vocagnolm prepare RECIPE"}
         return None
-    try:
-        manifest = read_manifest(folder)
-        if corpus is None or (recipe.store.path and not Path(recipe.store.path).exists()):
-            wanted = train_settings(recipe, tokenizer)
-        else:
-            wanted = block_settings(recipe, tokenizer, corpus)
-        unmet = unmet_needs(manifest["settings"], recipe, wanted)
-    except VocagnolmError as error:
-        report.problems.append(str(error))
-        return None
-    report.problems += [f"{folder} does not belong to this recipe: {line}" for line in unmet]
-    count = manifest["tokens"] // recipe.data.block_size
-    summary = manifest["summary"]
+    manifest = read_manifest(folder)
+    wanted = block_settings(recipe, found.tokenizer, found.corpus)
+    unmet = unmet_needs(manifest, recipe, wanted, found.corpus) or stale_files(manifest, recipe)
+    for line in unmet:
+        report.problem(f"{folder} does not belong to this recipe: {line}")
+    summary, guided = manifest["summary"], manifest["settings"]["guidance"]
     report.plan["blocks"] = {
         "prepared": True,
-        "blocks": count,
+        "blocks": block_count(manifest["tokens"], recipe.data.block_size),
         "tokens": manifest["tokens"],
-        "mapped_share": summary["mapped_share"] if manifest["settings"]["guidance"] else None,
-        "one_to_one_share": summary["one_to_one_share"]
-        if manifest["settings"]["guidance"]
-        else None,
+        "mapped_share": summary["mapped_share"] if guided else None,
+        "one_to_one_share": summary["one_to_one_share"] if guided else None,
     }
-    return count
+    return manifest
 
 
 def _schedule(
-    recipe: Recipe, report: CheckReport, processes: int, blocks: int | None
+    recipe: Recipe, report: CheckReport, processes: int, manifest: dict[str, Any] | None
 ) -> Schedule | None:
-    per_step = recipe.train.batch_blocks * recipe.data.block_size
-    if blocks is None:
-        if recipe.train.tokens is None:
-            return None
+    if manifest is not None:
+        blocks = block_count(manifest["tokens"], recipe.data.block_size)
+    elif recipe.train.tokens is not None:
         blocks = max(1, math.ceil(recipe.train.tokens / recipe.data.block_size))
-    try:
-        schedule = plan_schedule(recipe, blocks, processes)
-    except VocagnolmError as error:
-        if str(error) not in report.problems:
-            report.problems.append(str(error))
+    else:
         return None
+    schedule = plan_schedule(recipe, blocks, processes)
     report.plan["schedule"] = {
         "steps": schedule.steps,
         "tokens": schedule.tokens,
-        "tokens_per_step": per_step,
-        "epochs": schedule.epochs if report.plan.get("blocks", {}).get("prepared") else None,
+        "tokens_per_step": schedule.tokens_per_step,
+        "epochs": schedule.epochs if manifest is not None else None,
         "processes": processes,
         "accumulation": schedule.accumulation,
         "micro_batch": schedule.micro_batch,
@@ -298,21 +307,23 @@ def _schedule(
             f"optimizer.warmup_steps = {recipe.optimizer.warmup_steps} is the whole run "
             f"({schedule.steps} steps)."
         )
+    if recipe.run.folder:
+        training_arguments(recipe, schedule)  # what transformers refuses of them
     return schedule
 
 
-def _disk(recipe: Recipe, report: CheckReport, schedule: Schedule | None) -> None:
+def _disk(recipe: Recipe, report: CheckReport, found: Found) -> None:
     """Weights and the two moments of AdamW per checkpoint; one more while a new one is written."""
-    parameters = report.plan.get("student", {}).get("parameters")
-    if parameters is None or not recipe.run.folder:
+    if found.parameters is None or not recipe.run.folder:
         return
     width = 4 if recipe.student.dtype == "float32" else 2
     kept = recipe.run.keep_checkpoints + 1 if recipe.run.save_every else 0
-    run_bytes = parameters * width * (3 * kept + 1)
+    run_bytes = found.parameters * width * (3 * kept + 1)
     # ids and guidance; ids take four bytes beyond 65,536 tokens
-    vocabulary = report.plan.get("student_tokenizer", {}).get("vocabulary", 0)
+    vocabulary = 0 if found.tokenizer is None else found.tokenizer.vocabulary_size
     token_bytes = (4 if vocabulary > 65536 else 2) + (2 if recipe.store.path else 0)
-    tokens = report.plan.get("blocks", {}).get("tokens") or (schedule.tokens if schedule else 0)
+    planned = 0 if found.schedule is None else found.schedule.tokens
+    tokens = planned if found.manifest is None else found.manifest["tokens"]
     existing = Path(recipe.run.folder).absolute()
     while not existing.exists():
         existing = existing.parent
@@ -323,33 +334,53 @@ def _disk(recipe: Recipe, report: CheckReport, schedule: Schedule | None) -> Non
         "free_bytes": free,
     }
     if run_bytes > free:
-        report.problems.append(
+        report.problem(
             f"the run needs about {run_bytes / 1e9:.1f} GB for checkpoints and model, "
             f"{existing} has {free / 1e9:.1f} GB free. Lower run.keep_checkpoints or change disk."
         )
 
 
-def _run(recipe: Recipe, report: CheckReport, processes: int) -> None:
-    from vocagnolm.train.folder import read_run, refuse_other_run
-
+def _run(
+    recipe: Recipe, report: CheckReport, processes: int, manifest: dict[str, Any] | None
+) -> None:
     if not recipe.run.folder:
         return
     folder = Path(recipe.run.folder)
     about = read_run(folder)
-    try:
-        refuse_other_run(folder, recipe, processes, about)
-    except VocagnolmError as error:
-        report.problems.append(str(error))
+    blocks = None if manifest is None else manifest["fingerprint"]
+    refuse_other_run(folder, recipe, processes, about, blocks)
     if about:
-        from vocagnolm.train.checkpoint import newest_complete
-
-        newest = newest_complete(folder / "checkpoints")
+        newest = newest_complete(folder / "checkpoints", read=False)
         report.plan["run"] = {
             "folder": str(folder),
-            "finished": about.get("finished", False),
-            "resumes_after_step": newest[1] if newest else 0,
+            "finished": about["finished"],
+            "resumes_after_step": newest.step,
         }
 
 
-def processes_of_environment() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+def _weights(recipe: Recipe, report: CheckReport, found: Found) -> None:
+    """What only the student's weights can tell."""
+    from vocagnolm.train.forward import require_separation, understood_head
+    from vocagnolm.train.strength import measure_strength
+    from vocagnolm.train.student import build_student
+
+    has_weights = recipe.student.model is not None
+    if not has_weights and not recipe.data.document_mask:
+        return  # random weights of a known kind
+    student = build_student(recipe)
+    understood_head(student)
+    if recipe.data.document_mask:
+        require_separation(student, "The student")
+    if not has_weights or not recipe.needs_guidance or recipe.student.bits_per_byte is not None:
+        return
+    if found.tokenizer is not None and found.store is not None and found.corpus is not None:
+        strength = measure_strength(student, found.tokenizer, found.store, found.corpus)
+        if strength is not None:
+            report.plan["strength"] = strength.to_dict()
+            _warn_of_teacher(report, strength.teacher, strength.student)
+
+
+def _warn_of_teacher(report: CheckReport, teacher: float | None, student: float | None) -> None:
+    warning = teacher_warning(teacher, student)
+    if warning is not None:
+        report.warnings.append(warning)

@@ -1,35 +1,42 @@
-"""Checkpoints that are known to be complete.
+"""Checkpoints that are known to be whole.
 
-A checkpoint is many files, and a kill may come between any two. So a marker with every file's
-size is written last, and only marked folders whose files agree with it are resumed from. Only
-folders with a marker of ours are ever removed.
+A checkpoint is many files, and a kill may come between any two; a disk may also forget a bit. So a
+marker with every file's size and checksum is written last, and only marked folders whose files
+agree with it are resumed from. Only folders with a marker of ours are ever removed.
 """
 
-import json
-import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+
+from vocagnolm.errors import TrainingError
+from vocagnolm.files import file_digests, read_json, remove, sync_tree, write_json
 
 MARKER = "complete.json"
 _NAME = re.compile(r"checkpoint-(\d+)$")
 
 
+@dataclass(frozen=True)
+class Resumable:
+    """Where a run can go on, and what could not be used."""
+
+    path: Path | None
+    step: int
+    damaged: list[str]
+    """`checkpoint-20: what is wrong`, newer ones that were passed over."""
+
+
 def mark_complete(folder: str | Path, step: int, world_size: int) -> None:
     """All files of `checkpoint-STEP` are there: say so, durably."""
     checkpoint = Path(folder) / f"checkpoint-{step}"
-    files = {}
-    for path in sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MARKER):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        files[path.relative_to(checkpoint).as_posix()] = path.stat().st_size
-    content = json.dumps({"step": step, "world_size": world_size, "files": files}, indent=1)
-    temporary = checkpoint / f".{MARKER}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, checkpoint / MARKER)
+    sync_tree(checkpoint)
+    paths = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MARKER)
+    files = {
+        path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(paths, file_digests(paths), strict=True)
+    }
+    write_json(checkpoint / MARKER, {"step": step, "world_size": world_size, "files": files})
 
 
 def unmark(folder: str | Path, step: int) -> None:
@@ -37,29 +44,47 @@ def unmark(folder: str | Path, step: int) -> None:
     (Path(folder) / f"checkpoint-{step}" / MARKER).unlink(missing_ok=True)
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """The marker is there and every file has the size that it names."""
+def damage(checkpoint: Path, *, read: bool = True) -> str | None:
+    """What is wrong with a checkpoint, or None. `read`: also compare every byte."""
     try:
-        files = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))["files"]
-        return all((checkpoint / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        files = read_json(checkpoint / MARKER, TrainingError, "", {"files": dict})["files"]
+    except FileNotFoundError:
+        return "it was never finished"
+    except TrainingError as error:
+        return str(error)
+    for name, entry in files.items():
+        size = entry["bytes"] if isinstance(entry, dict) else entry  # older markers: sizes alone
+        path = checkpoint / name
+        if not path.is_file() or path.stat().st_size != size:
+            return f"{name} is cut short or missing"
+    checked = {name: entry for name, entry in files.items() if isinstance(entry, dict)}
+    if read:
+        digests = file_digests([checkpoint / name for name in checked])
+        for (name, entry), digest in zip(checked.items(), digests, strict=True):
+            if entry["sha256"] != digest:
+                return f"{name} does not match its checksum"
+    return None
 
 
-def newest_complete(folder: str | Path) -> tuple[Path, int] | None:
-    """The newest checkpoint to resume from and its step."""
-    found = [(step, path) for step, path in _checkpoints(Path(folder)) if is_complete(path)]
-    if not found:
-        return None
-    step, path = max(found)
-    return path, step
+def newest_complete(folder: str | Path, *, read: bool = True) -> Resumable:
+    """The newest checkpoint that is whole. Those that were never finished are passed over without
+    a word: a kill while one is written is no damage."""
+    damaged: list[str] = []
+    for step, path in sorted(_checkpoints(Path(folder)), reverse=True):
+        wrong = damage(path, read=read)
+        if wrong is None:
+            return Resumable(path, step, damaged)
+        if (path / MARKER).exists():
+            damaged.append(f"{path.name}: {wrong}")
+    return Resumable(None, 0, damaged)
 
 
 def prune_checkpoints(folder: str | Path, keep: int) -> None:
     """Remove complete checkpoints but the newest `keep` (at least one)."""
-    complete = [path for _, path in sorted(_checkpoints(Path(folder))) if is_complete(path)]
+    found = sorted(_checkpoints(Path(folder)))
+    complete = [path for _, path in found if damage(path, read=False) is None]
     for path in complete[: -max(1, keep)]:
-        (path / MARKER).unlink()  # first: a half-removed folder must not pass for complete
+        remove(path / MARKER)  # first: a half-removed folder must not pass for complete
         shutil.rmtree(path)
 
 

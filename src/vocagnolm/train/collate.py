@@ -1,4 +1,4 @@
-"""Blocks become batches: shifted labels and guidance, positions that start again per document."""
+"""Blocks become batches: the one place where labels and guidance are shifted."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,9 @@ from vocagnolm.objective import IGNORE_INDEX
 
 
 class BlockCollator:
-    """Stacks blocks. `labels[b, t]` and `guidance[b, t]` belong to the token after position t.
+    """Stacks blocks of N tokens into batches of N - 1 positions: position t reads token t and
+    predicts token t + 1, and everything but `input_ids` and `position_ids` belongs to the token
+    that is predicted.
 
     `document_mask`: positions count from each document's start, which makes transformers keep
     attention inside it, and the first token of a document is not predicted from the one before.
@@ -23,20 +25,18 @@ class BlockCollator:
 
     def __call__(self, blocks: Sequence[Block]) -> dict[str, Any]:
         ids = np.stack([block["input_ids"] for block in blocks])
-        labels = np.full_like(ids, IGNORE_INDEX)
-        labels[:, :-1] = ids[:, 1:]
-        batch: dict[str, Any] = {"input_ids": torch.from_numpy(ids)}
+        labels = ids[:, 1:].copy()
+        batch: dict[str, Any] = {"input_ids": torch.from_numpy(ids[:, :-1].copy())}
         if self.document_mask:
             document = np.stack([block["document"] for block in blocks])
-            labels[:, :-1][document[:, 1:] != document[:, :-1]] = IGNORE_INDEX
-            batch["position_ids"] = torch.from_numpy(positions_in_document(document))
+            labels[document[:, 1:] != document[:, :-1]] = IGNORE_INDEX
+            batch["position_ids"] = torch.from_numpy(positions_in_document(document[:, :-1]))
         batch["labels"] = torch.from_numpy(labels)
         if "guidance" in blocks[0]:
-            guidance = np.full(ids.shape, np.nan, np.float32)
-            guidance[:, :-1] = np.stack([block["guidance"] for block in blocks])[:, 1:]
-            batch["guidance"] = torch.from_numpy(guidance)
-        if "block" in blocks[0]:
-            batch["block"] = torch.tensor([block["block"] for block in blocks])
+            batch["guidance"] = _predicted(blocks, "guidance")
+        for name in ("block", "teacher_sums"):
+            if name in blocks[0]:
+                batch[name] = torch.from_numpy(np.stack([block[name] for block in blocks]))
         if "teacher_ids" in blocks[0]:
             batch.update(self._teacher(blocks))
         return batch
@@ -52,14 +52,22 @@ class BlockCollator:
             document[row, :length] = block["teacher_document"]
         view = {
             "teacher_ids": torch.from_numpy(ids),
-            "teacher_range": torch.from_numpy(np.stack([b["teacher_range"] for b in blocks])),
-            "teacher_same_start": torch.from_numpy(
-                np.stack([b["teacher_same_start"] for b in blocks])
-            ),
+            "teacher_range": _predicted(blocks, "teacher_range"),
+            "teacher_pair": _predicted(blocks, "teacher_pair"),
         }
+        # what a teacher token is predicted from must be of its own document where those are apart
+        follows = document >= 0
+        follows[:, 0] = False
         if self.document_mask:
+            follows[:, 1:] &= document[:, 1:] == document[:, :-1]
             view["teacher_position_ids"] = torch.from_numpy(positions_in_document(document))
+        view["teacher_follows"] = torch.from_numpy(follows)
         return view
+
+
+def _predicted(blocks: Sequence[Block], name: str) -> Tensor:
+    """A column of the blocks without its first token, which is read and not predicted."""
+    return torch.from_numpy(np.stack([block[name] for block in blocks])[:, 1:].copy())
 
 
 def positions_in_document(document_BT: np.ndarray) -> np.ndarray:

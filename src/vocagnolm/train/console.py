@@ -17,7 +17,7 @@ class Console:
     def start(self, step: int) -> None:
         self._began = (step, time.monotonic())
         s = self.schedule
-        self._say(
+        self.say(
             f"{'going on after step ' + str(step) if step else 'training'}: {s.steps:,} steps of "
             f"{s.tokens_per_step:,} tokens ({s.accumulation} x {s.micro_batch} blocks on "
             f"{s.world_size} process{'es' if s.world_size > 1 else ''})"
@@ -29,13 +29,14 @@ class Console:
             return
         first, began = self._began
         left = (time.monotonic() - began) / max(step - first, 1) * (self.schedule.steps - step)
-        self._say(
-            f"step {step:>6,}/{self.schedule.steps:,}  loss {record['loss_selected']:.4f} "
-            f"(all {record['loss_all']:.4f})  kept {record['selected_share']:.1%}  "
+        self.say(
+            f"step {step:>6,}/{self.schedule.steps:,}  loss {record['loss']:.4f}  "
+            f"nll kept {record['nll_kept']:.4f} all {record['nll_all']:.4f}  "
+            f"kept {record['kept_share']:.1%}  "
             f"lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
             f"left {int(left) // 60}:{int(left) % 60:02d}"
         )
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         if not self.quiet:
             print(line, file=sys.stderr, flush=True)

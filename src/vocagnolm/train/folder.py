@@ -1,7 +1,5 @@
-"""A run folder: one recipe, one number of processes. No torch."""
+"""A run folder: one recipe, one set of blocks, one number of processes. No torch."""
 
-import json
-import os
 import platform
 from dataclasses import asdict
 from importlib.metadata import version
@@ -10,7 +8,9 @@ from typing import Any
 
 from vocagnolm import __version__
 from vocagnolm.errors import TrainingError
+from vocagnolm.files import LOCK_FILE, is_leftover, read_json, write_json, write_text
 from vocagnolm.recipe import Recipe, load_recipe, recipe_difference
+from vocagnolm.train.metrics_file import read_metrics
 from vocagnolm.train.schedule import Schedule
 
 # Keys that change nothing of what is trained: a run may go on with others.
@@ -26,6 +26,7 @@ RUNTIME_KEYS = frozenset(
         "data.extra_columns",
     }
 )
+_MEND = "Choose another run.folder, or remove that file to begin the run anew."
 
 
 def run_folder(recipe: Recipe) -> Path:
@@ -35,25 +36,41 @@ def run_folder(recipe: Recipe) -> Path:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
+    """run.json; empty where there is none yet."""
+    keys = {"finished": bool, "schedule": dict}
     try:
-        about: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        return about
+        return read_json(folder / "run.json", TrainingError, _MEND, keys)
     except FileNotFoundError:
         return {}
 
 
-def refuse_other_run(folder: Path, recipe: Recipe, world_size: int, found: dict[str, Any]) -> None:
-    """A run folder belongs to one recipe and one number of processes."""
-    path = folder / "recipe.yaml"
-    if not path.is_file():
-        if folder.is_dir() and any(folder.iterdir()):
-            raise TrainingError(f"{folder} is not empty and not a run. Choose another run.folder.")
+def refuse_strangers(folder: Path) -> None:
+    """A folder that is not empty must be a run of ours."""
+    if not folder.is_dir() or (folder / "recipe.yaml").is_file():
         return
-    if not _has_begun(folder):
+    if any(p.name != LOCK_FILE and not is_leftover(p.name) for p in folder.iterdir()):
+        raise TrainingError(f"{folder} is not empty and not a run. Choose another run.folder.")
+
+
+def refuse_other_run(
+    folder: Path,
+    recipe: Recipe,
+    world_size: int,
+    found: dict[str, Any],
+    blocks: str | None = None,
+) -> None:
+    """A run folder belongs to one recipe, one number of processes and the very `blocks` (their
+    fingerprint) it has begun with."""
+    refuse_strangers(folder)
+    if not (folder / "recipe.yaml").is_file() or not has_begun(folder):
         return
-    difference = recipe_difference(load_recipe(path), recipe, RUNTIME_KEYS)
-    if found and found["schedule"]["world_size"] != world_size and not found.get("finished"):
-        difference.append(f"processes: {found['schedule']['world_size']} -> {world_size}")
+    difference = recipe_difference(load_recipe(folder / "recipe.yaml"), recipe, RUNTIME_KEYS)
+    if found and not found["finished"]:
+        before = found["schedule"].get("world_size")
+        if before != world_size:
+            difference.append(f"processes: {before} -> {world_size}")
+        if blocks is not None and found.get("blocks") not in (None, blocks):
+            difference.append(f"the blocks in {recipe.data.blocks} are not those it began with")
     if difference:
         raise TrainingError(
             f"{folder} holds a run with another recipe:\n  "
@@ -62,22 +79,22 @@ def refuse_other_run(folder: Path, recipe: Recipe, world_size: int, found: dict[
         )
 
 
-def _has_begun(folder: Path) -> bool:
+def has_begun(folder: Path) -> bool:
     """Whether a step was ever made: a run that failed before (a model that does not load) must not
     hold its folder against the corrected recipe."""
     made = (folder / "metrics.jsonl", folder / "model", *(folder / "checkpoints").glob("*"))
     return any(path.exists() for path in made)
 
 
-def begin_run(folder: Path, recipe: Recipe, schedule: Schedule) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    begun = _has_begun(folder)
+def begin_run(folder: Path, recipe: Recipe, schedule: Schedule, blocks: str) -> None:
+    begun = has_begun(folder)
     if not begun or not (folder / "recipe.yaml").exists():
-        _write(folder / "recipe.yaml", recipe.to_yaml())
+        write_text(folder / "recipe.yaml", recipe.to_yaml())
     if not begun or not (folder / "run.json").exists():
         about = {
             "finished": False,
             "schedule": asdict(schedule),
+            "blocks": blocks,
             "versions": {
                 "vocagnolm": __version__,
                 "torch": version("torch"),
@@ -85,31 +102,25 @@ def begin_run(folder: Path, recipe: Recipe, schedule: Schedule) -> None:
                 "python": platform.python_version(),
             },
         }
-        _write(folder / "run.json", json.dumps(about, indent=1) + "\n")
+        write_json(folder / "run.json", about)
 
 
 def finish_run(folder: Path) -> None:
-    _write(folder / "run.json", json.dumps({**read_run(folder), "finished": True}, indent=1) + "\n")
+    """Everything else is on the disk."""
+    write_json(folder / "run.json", {**read_run(folder), "finished": True})
 
 
-def run_summary(folder: Path) -> dict[str, Any]:
-    """What `vocagnolm train` prints at the end."""
+def run_summary(folder: Path, *, already: bool = False) -> dict[str, Any]:
+    """What `vocagnolm train` prints at the end. `already`: it was finished before."""
     about = read_run(folder)
-    from vocagnolm.train.metrics import read_metrics
-
     records = read_metrics(folder / "metrics.jsonl")
     schedule = about["schedule"]
     return {
         "run": str(folder),
         "model": str(folder / "model"),
         "finished": about["finished"],
+        "already_finished": already,
         "steps": schedule["steps"],
         "tokens": schedule["steps"] * schedule["batch_blocks"] * schedule["block_size"],
         "last": records[-1] if records else None,
     }
-
-
-def _write(path: Path, content: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(content, encoding="utf-8")
-    os.replace(temporary, path)

@@ -7,55 +7,51 @@ root's parameters (the head) gathered.
 """
 
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from vocagnolm.errors import TrainingError
-from vocagnolm.model.nll import head_of
+from vocagnolm.model.experts import RouterLoss, router_loss_of
+from vocagnolm.model.lm_head import HeadForm, head_form, run_decoder, separates_documents
 from vocagnolm.objective import (
-    Head,
+    Decided,
     Implementation,
     ObjectiveConfig,
+    Targets,
     Teacher,
     objective_loss,
     student_nll,
 )
 
-_PROBE_TOKENS = 8
 
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One call of the guided forward. B sequences, T positions; labels and guidance are shifted:
-    entry t belongs to the token that position t predicts."""
+    """One call of the guided forward: what the student reads, and how its loss is made."""
 
     input_ids_BT: Tensor
-    labels_BT: Tensor
-    config: ObjectiveConfig
     position_ids_BT: Tensor | None = None
-    guidance_BT: Tensor | None = None
-    entropy_BT: Tensor | None = None
-    teacher: Teacher | None = None
-    sequence_index_B: Tensor | None = None
+    targets: Targets
+    config: ObjectiveConfig
     step: int = 0
-    selected_BT: Tensor | None = None
-    nll_BT: Tensor | None = None
-    denominator: Tensor | None = None
+    teacher: Teacher | None = None
+    decided: Decided = field(default_factory=Decided)
     only_nll: bool = False
     """First pass of a selection over several micro-batches: nll alone, without gradient."""
     impl: Implementation = "auto"
 
 
-def install_guided_forward(model: nn.Module) -> None:
-    """Teach the causal LM inside `model` to take a `micro_batch`. Installing twice is harmless."""
+def install_guided_forward(model: nn.Module, *, router_loss: bool | None = None) -> None:
+    """Teach the causal LM inside `model` to take a `micro_batch`. Installing twice is harmless.
+    `router_loss`: whether a mixture of experts also learns to balance them; None: as its
+    configuration says."""
     causal_lm = causal_lm_of(model)
     if getattr(causal_lm, "_vocagnolm_forward", False):
         return
-    verify_head(causal_lm)
+    form = understood_head(causal_lm)
+    router = router_loss_of(causal_lm, router_loss)
     plain_forward = causal_lm.forward
 
     def forward(
@@ -63,11 +59,23 @@ def install_guided_forward(model: nn.Module) -> None:
     ) -> Any:
         if micro_batch is None:
             return plain_forward(*args, **kwargs)
-        return _guided_forward(self, micro_batch)
+        return _guided_forward(self, form, router, micro_batch)
 
     # on the instance, past nn.Module's attribute checks: this is a method, not a submodule
     causal_lm.__dict__["forward"] = types.MethodType(forward, causal_lm)
     causal_lm.__dict__["_vocagnolm_forward"] = True
+
+
+def understood_head(model: PreTrainedModel) -> HeadForm:
+    """The student's head, which the objective reads directly."""
+    form = head_form(model)
+    if form is None:
+        raise TrainingError(
+            f"{type(model).__name__} makes its logits in a way that is not known here (weight, "
+            "bias, scale and soft cap of the head do not explain them). "
+            "Please report the architecture."
+        )
+    return form
 
 
 def causal_lm_of(model: nn.Module) -> PreTrainedModel:
@@ -87,73 +95,38 @@ def causal_lm_of(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def objective_head(model: PreTrainedModel, vocabulary_size: int | None = None) -> Head:
-    head = head_of(model)
-    return Head(
-        weight=head.weight,
-        bias=head.bias,
-        softcap=head.softcap,
-        scale=head.scale,
-        vocabulary_size=vocabulary_size,
-    )
-
-
-def last_hidden(
-    model: PreTrainedModel, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None
-) -> Tensor:
-    """Hidden states after the final norm [B, T, D]. Positions that start again mark documents:
-    transformers then keeps attention inside each of them."""
-    kwargs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False}
-    if position_ids_BT is not None:
-        kwargs["position_ids"] = position_ids_BT
-    decoder: Any = model.base_model
-    return decoder(**kwargs).last_hidden_state
-
-
-@torch.no_grad()
-def verify_head(model: PreTrainedModel) -> None:
-    """Our head on the decoder's output must give the model's own logits: architectures differ in
-    scales and caps, and a silent difference would train another model."""
-    training = model.training
-    model.eval()
-    rows = model.get_output_embeddings().weight.shape[0]
-    ids = torch.arange(_PROBE_TOKENS, device=model.device)[None] * 7 % rows
-    own = model(input_ids=ids, use_cache=False).logits.float()
-    head = head_of(model)
-    ours = head.logits(last_hidden(model, ids))
-    model.train(training)
-    tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
-    if own.shape != ours.shape or not torch.allclose(own, ours, rtol=tolerance, atol=tolerance):
+def require_separation(model: PreTrainedModel, who: str) -> None:
+    """For `document_mask`: not every architecture keeps packed documents apart."""
+    if not separates_documents(model):
         raise TrainingError(
-            f"{type(model).__name__} makes its logits in a way that is not known here (weight, "
-            "bias, scale and soft cap of the head do not explain them). "
-            "Please report the architecture."
+            f"{who} ({type(model).__name__}) lets a document see the one packed before it: its "
+            "architecture knows no positions that start again. Set data.document_mask to false, "
+            "or use another model."
         )
 
 
-def _guided_forward(model: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
-    hidden = last_hidden(model, batch.input_ids_BT, batch.position_ids_BT)
-    head = objective_head(model)
+def _guided_forward(
+    model: PreTrainedModel, form: HeadForm, router: RouterLoss | None, batch: MicroBatch
+) -> dict[str, Any]:
+    options = {} if router is None or batch.only_nll else {"output_router_logits": True}
+    decoded = run_decoder(model, batch.input_ids_BT, batch.position_ids_BT, **options)
+    hidden, head = decoded.last_hidden_state, form.head(model)
     if batch.only_nll:
-        return {"nll": student_nll(hidden, head, batch.labels_BT, impl=batch.impl)}
+        return {"nll": student_nll(hidden, head, batch.targets.labels_BT, impl=batch.impl)}
     output = objective_loss(
         hidden,
         head,
-        batch.labels_BT,
-        batch.guidance_BT,
+        batch.targets,
         batch.config,
-        impl=batch.impl,
         step=batch.step,
-        sequence_index_B=batch.sequence_index_B,
-        entropy_BT=batch.entropy_BT,
         teacher=batch.teacher,
-        selected_BT=batch.selected_BT,
-        nll_BT=batch.nll_BT,
-        denominator=batch.denominator,
+        decided=batch.decided,
+        impl=batch.impl,
     )
-    return {
-        "loss": output.loss,
-        "nll": output.nll_BT,
-        "selected": output.selected_BT,
-        "stats": output.stats,
-    }
+    loss, means = output.loss, dict(output.distill_stats)
+    if router is not None:
+        balance = router(decoded.router_logits)
+        loss = loss + balance / batch.decided.micro_batches
+        means["router_loss"] = balance.detach()
+    # a plain dictionary: the only shape in which FSDP finds the tensors that its hooks hang on
+    return {"loss": loss, "sums": output.sums, "means": means}

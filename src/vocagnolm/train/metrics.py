@@ -1,15 +1,14 @@
-"""What a step was like: one JSON object a line in `metrics.jsonl`."""
+"""What a step was like."""
 
-import json
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vocagnolm.objective import Targets
 from vocagnolm.objective.ranks import Ranks
+from vocagnolm.objective.statistics import BINS, SUMS, measures
 
 # Dense bfloat16 peak of a device in TFLOP/s, as its maker states it; the longest match counts.
 PEAK_TFLOPS = {
@@ -31,100 +30,42 @@ PEAK_TFLOPS = {
 class StepMeter:
     """Collects the micro-batches of a step on the device; one transfer to the host a step."""
 
-    SUMS = ("loss", "nll", "nll_selected", "selected", "predicted", "mapped", "tokens")
+    FLAGS = ("stop", "save")
 
     def __init__(self) -> None:
-        self._sums: list[Tensor] = []
+        self._rows: list[Tensor] = []
         self._means: list[dict[str, Tensor]] = []
 
-    def add(self, output: dict[str, Any], labels: Tensor, guidance: Tensor | None) -> None:
-        valid = labels >= 0
-        selected = output["selected"]
-        mapped = torch.zeros((), device=labels.device)
-        if guidance is not None:
-            mapped = (valid & ~torch.isnan(guidance)).sum()
-        values = (
-            output["loss"].detach(),
-            (output["nll"] * valid).sum(),
-            (output["nll"] * selected).sum(),
-            selected.sum(),
-            valid.sum(),
-            mapped,
-            torch.tensor(labels.numel(), device=labels.device),
-        )
-        # float32 counts are exact to 16 M tokens, far above a micro-batch
-        self._sums.append(torch.stack([value.float() for value in values]))
-        keep = ("excess_", "distill_", "aligned_", "teacher_")
-        self._means.append(
-            {name: v.float() for name, v in output["stats"].items() if name.startswith(keep)}
-        )
+    def add(self, output: dict[str, Any], targets: Targets) -> None:
+        loss = output["loss"].detach().float()
+        tokens = loss.new_tensor(targets.labels_BT.numel())
+        self._rows.append(torch.cat([loss[None], tokens[None], output["sums"]]))
+        self._means.append(output["means"])
 
-    def finish(self, ranks: Ranks) -> dict[str, float]:
-        """Totals over micro-batches and ranks, as plain numbers; the meter is empty again."""
+    def finish(self, ranks: Ranks, **flags: bool) -> dict[str, float]:
+        """Measures over micro-batches and ranks, as plain numbers; the meter is empty again. The
+        flags travel along, so that all ranks know of them in the same step."""
         names = sorted(self._means[0])
         rows = [
-            torch.cat([sums, torch.stack([means[name] for name in names]) if names else sums[:0]])
-            for sums, means in zip(self._sums, self._means, strict=True)
+            torch.cat([row, *(means[name].float()[None] for name in names)])
+            for row, means in zip(self._rows, self._means, strict=True)
         ]
         count = len(rows) * ranks.size
         # fp64 where there is one: the sum must not depend on how a step is split
         stacked = torch.stack(rows)
-        total = ranks.sum((stacked if stacked.is_mps else stacked.double()).sum(0))
-        self._sums, self._means = [], []
+        total = (stacked if stacked.is_mps else stacked.double()).sum(0)
+        total = ranks.sum(torch.cat([total, total.new_tensor([float(f) for f in flags.values()])]))
+        self._rows, self._means = [], []
         values = total.tolist()
-        result = dict(zip(self.SUMS, values, strict=False))
-        result.update(
-            {
-                name: value / count
-                for name, value in zip(names, values[len(self.SUMS) :], strict=True)
-            }
-        )
-        return result
-
-
-def step_record(totals: dict[str, float], *, has_guidance: bool) -> dict[str, Any]:
-    """The measures of a step from its totals."""
-    predicted = max(totals["predicted"], 1.0)
-    record: dict[str, Any] = {
-        "loss": totals["loss"],
-        "loss_selected": totals["nll_selected"] / max(totals["selected"], 1.0),
-        "loss_all": totals["nll"] / predicted,
-        "selected_share": totals["selected"] / predicted,
-        "mapped_share": totals["mapped"] / predicted if has_guidance else None,
-    }
-    record.update({k: v for k, v in totals.items() if k not in StepMeter.SUMS})
-    return record
-
-
-class MetricsFile:
-    """`metrics.jsonl`: appended a line a step, cut back to the checkpoint on resume."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def resume_at(self, step: int) -> None:
-        """Drop what was written after `step`, and a line that a kill left half-written."""
-        if not self.path.exists():
-            return
-        kept = [json.dumps(r) + "\n" for r in read_metrics(self.path) if r["step"] <= step]
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, self.path)
-
-    def append(self, record: dict[str, Any]) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line cut short is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+        raised = dict(zip(flags, values[len(values) - len(flags) :], strict=True))
+        means = values[len(values) - len(flags) - len(names) : len(values) - len(flags)]
+        return {
+            "loss": values[0],
+            "tokens": values[1],
+            **measures(values[2 : 2 + len(SUMS) + BINS]),
+            **{name: value / count for name, value in zip(names, means, strict=True)},
+            **raised,
+        }
 
 
 class Stopwatch:

@@ -14,21 +14,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vocagnolm.align import Alignment, TextTokenizer, align, carry
-from vocagnolm.align.alignment import Aggregation
+from vocagnolm.alignment import Alignment, TextTokenizer, align, carry
+from vocagnolm.alignment.alignment import Aggregation
 from vocagnolm.data.blocks import Block, TrainingOrder
 from vocagnolm.data.packing import chunk_guidance
-from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, Teacher, token_losses
-from vocagnolm.train.forward import last_hidden, objective_head
+from vocagnolm.model.lm_head import head_form, last_hidden
+from vocagnolm.model.nll import losses_through_logits
+from vocagnolm.objective import (
+    IGNORE_INDEX,
+    ObjectiveConfig,
+    Pairing,
+    Teacher,
+    token_losses,
+)
 
 
 class TeacherView:
     """A training order whose blocks also carry the teacher's tokens of the same text."""
 
-    def __init__(self, order: TrainingOrder, tokenizer: TextTokenizer, prefix: Sequence[int]):
+    def __init__(
+        self,
+        order: TrainingOrder,
+        tokenizer: TextTokenizer,
+        prefix: Sequence[int],
+        pairing: Pairing = "bytes",
+    ):
         self.order = order
         self.tokenizer = tokenizer
         self.prefix = list(prefix)
+        self.pairing: Pairing = pairing
 
     def __len__(self) -> int:
         return len(self.order)
@@ -36,10 +50,10 @@ class TeacherView:
     def __getitem__(self, position: int) -> Block:
         block = self.order[position]
         text, spans = self.order.blocks.text(block["block"])
-        return {
-            **block,
-            **teacher_view(text, spans, block["document"], self.tokenizer, self.prefix),
-        }
+        view = teacher_view(
+            text, spans, block["document"], self.tokenizer, self.prefix, self.pairing
+        )
+        return {**block, **view}
 
 
 def teacher_view(
@@ -48,8 +62,10 @@ def teacher_view(
     document: NDArray[np.int64],
     tokenizer: TextTokenizer,
     prefix: Sequence[int],
+    pairing: Pairing = "bytes",
 ) -> dict[str, Any]:
-    """The teacher's tokens of a block and, per student token, the range that covers it.
+    """The teacher's tokens of a block and, per student token, the range that covers it and the one
+    teacher token that its prediction is compared with.
 
     Every document of the block is tokenised on its own, behind the teacher's own prefix (its BOS).
     A block may begin or end inside a character: those bytes are not text to the teacher.
@@ -57,21 +73,30 @@ def teacher_view(
     ids: list[NDArray[Any]] = []
     teacher_spans: list[NDArray[Any]] = []
     owners: list[NDArray[Any]] = []
+    by_index = np.full(len(spans), -1, np.int64)
+    before = 0
     for number in np.unique(document):
-        own = spans[document == number]
+        here = np.flatnonzero(document == number)
+        own = spans[here]
         low, high = _whole_characters(text, int(own[0, 0]), int(own[-1, 1]))
         piece = tokenizer.spans(text[low:high].decode())
         ids += [np.array(prefix, np.int64), piece.ids.astype(np.int64)]
         teacher_spans += [np.full((len(prefix), 2), low, np.int64), piece.spans + low]
         owners.append(np.full(len(prefix) + len(piece), number, np.int64))
+        with_text = here[own[:, 0] < own[:, 1]][: len(piece)]
+        by_index[with_text] = before + len(prefix) + np.arange(len(with_text))
+        before += len(prefix) + len(piece)
     placed = np.concatenate(teacher_spans)
     alignment = align(spans, placed)
-    starts = np.where(alignment.mapped, placed[alignment.first, 0], -1) if len(placed) else -1
+    pair = by_index
+    if pairing == "bytes":
+        starts = np.where(alignment.mapped, placed[alignment.first, 0], -1) if len(placed) else -1
+        pair = np.where(alignment.mapped & (starts == spans[:, 0]), alignment.first, -1)
     return {
         "teacher_ids": np.concatenate(ids),
         "teacher_document": np.concatenate(owners),
         "teacher_range": np.stack([alignment.first, alignment.last], axis=1),
-        "teacher_same_start": alignment.mapped & (starts == spans[:, 0]),
+        "teacher_pair": pair,
     }
 
 
@@ -98,66 +123,83 @@ class OnlineTeacher:
         *,
         config: ObjectiveConfig,
         aggregation: Aggregation = "max",
-        vocabulary_size: int | None = None,
     ):
         self.model = model.eval().requires_grad_(False)
         self.config = config
-        self.aggregation = aggregation
-        self.head = objective_head(model, vocabulary_size)
+        self.aggregation: Aggregation = aggregation
+        # where the head is not understood the model's own logits speak, at their price in memory
+        self.form = head_form(model)
 
     def to(self, device: torch.device) -> None:
         self.model.to(device)
-        self.head = objective_head(self.model, self.head.vocabulary_size)
 
     @property
     def distils(self) -> bool:
-        return self.config.method in ("kld", "uld")
+        return self.config.rule.distribution
 
     @torch.no_grad()
-    def guide(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """(guidance, entropy or None), both [B, T] and shifted like the labels."""
+    def guide(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        """What the batch gains by the teacher, for the tokens that are predicted: `guidance`
+        [B, T], and `entropy` [B, T] or `teacher_sums` [B, 2] where the objective reads them."""
         if "teacher_ids" not in inputs:  # one vocabulary: the teacher reads the student's ids
-            hidden = self._hidden(inputs["input_ids"], inputs.get("position_ids"))
             wanted = self.config.entropy_keep is not None
-            nll, entropy = token_losses(hidden, self.head, inputs["labels"], with_entropy=wanted)
-            ignored = inputs["labels"] == IGNORE_INDEX
-            return nll.masked_fill(ignored, torch.nan), entropy
-        ids = inputs["teacher_ids"]
-        hidden = self._hidden(ids, inputs.get("teacher_position_ids"))
+            nll, entropy = self._losses(
+                inputs["input_ids"], inputs.get("position_ids"), inputs["labels"], wanted
+            )
+            guidance = nll.masked_fill(inputs["labels"] == IGNORE_INDEX, torch.nan)
+            return {"guidance": guidance} | ({} if entropy is None else {"entropy": entropy})
+        ids, follows = inputs["teacher_ids"], inputs["teacher_follows"]
+        # teacher token u is predicted at u - 1, where that is of the same text
         labels = torch.full_like(ids, IGNORE_INDEX)
-        labels[:, :-1] = ids[:, 1:]
-        nll, _ = token_losses(hidden, self.head, labels)
-        # teacher token u is predicted at u - 1; the first has nothing before it
-        by_token = np.full(ids.shape, np.nan, np.float32)
-        by_token[:, 1:] = nll[:, :-1].float().cpu().numpy()
+        labels[:, :-1] = torch.where(follows[:, 1:], ids[:, 1:], IGNORE_INDEX)
+        nll, _ = self._losses(ids, inputs.get("teacher_position_ids"), labels)
+        of_token = torch.full(ids.shape, torch.nan, device=ids.device)
+        of_token[:, 1:] = torch.where(follows[:, 1:], nll[:, :-1].float(), torch.nan)
         ranges = inputs["teacher_range"].cpu().numpy()
-        carried = np.stack(
-            [self._carry(r, v) for r, v in zip(ranges, by_token, strict=True)]
-        ).astype(np.float32)
-        guidance = np.full(carried.shape, np.nan, np.float32)
-        guidance[:, :-1] = carried[:, 1:]
-        return torch.from_numpy(guidance).to(ids.device), None
+        values = of_token.cpu().numpy()
+        carried = [self._carry(r, v) for r, v in zip(ranges, values, strict=True)]
+        guidance = torch.from_numpy(np.stack(carried).astype(np.float32)).to(ids.device)
+        known = ~torch.isnan(of_token)
+        total = torch.where(known, of_token.double(), 0.0).sum(1)
+        return {"guidance": guidance, "teacher_sums": torch.stack([total, known.sum(1)], dim=1)}
 
     def _carry(self, ranges: NDArray[Any], nll: NDArray[Any]) -> NDArray[Any]:
         if self.config.method == "chunk":
-            by_position = chunk_guidance(ranges, nll, self.config.n_chunks)
-            return np.concatenate([by_position[:1], by_position[:-1]])
+            return chunk_guidance(ranges, nll, self.config.n_chunks)
         return carry(Alignment(ranges[:, 0], ranges[:, 1]), nll, self.aggregation)
+
+    def _losses(
+        self,
+        ids: Tensor,
+        position_ids: Tensor | None,
+        labels: Tensor,
+        with_entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.form is None:
+            return losses_through_logits(self.model, ids, labels, position_ids, with_entropy)
+        hidden = last_hidden(self.model, ids, position_ids)
+        return token_losses(hidden, self.form.head(self.model), labels, with_entropy=with_entropy)
 
     @torch.no_grad()
     def distribution(self, inputs: dict[str, Any]) -> Teacher:
-        """Hidden states for kld and uld. With two vocabularies the two predictions are compared
-        where both models stand at the same place in the text: the student's token and the
-        teacher's first token behind it begin at the same byte."""
+        """The teacher's predictions for kld and uld. With two vocabularies they are compared where
+        `teacher_pair` says (`objective.pairing`), if the teacher had something to predict from."""
         if "teacher_ids" not in inputs:
-            hidden = self._hidden(inputs["input_ids"], inputs.get("position_ids"))
-            return Teacher(hidden=hidden, head=self.head)
-        hidden = self._hidden(inputs["teacher_ids"], inputs.get("teacher_position_ids"))
-        first = inputs["teacher_range"][..., 0]
-        before = torch.where(inputs["teacher_same_start"] & (first > 0), first - 1, -1)
-        position = torch.full_like(before, -1)
-        position[:, :-1] = before[:, 1:]
-        return Teacher(hidden=hidden, head=self.head, position_BT=position)
+            return self._distribution(inputs["input_ids"], inputs.get("position_ids"), None)
+        pair = inputs["teacher_pair"]
+        follows = inputs["teacher_follows"].gather(1, pair.clamp(min=0))
+        position = torch.where((pair >= 0) & follows, pair - 1, -1)
+        return self._distribution(
+            inputs["teacher_ids"], inputs.get("teacher_position_ids"), position
+        )
 
-    def _hidden(self, ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        return last_hidden(self.model, ids, position_ids)
+    def _distribution(
+        self, ids: Tensor, position_ids: Tensor | None, position_BT: Tensor | None
+    ) -> Teacher:
+        if self.form is None:
+            where = {} if position_ids is None else {"position_ids": position_ids}
+            logits = self.model(input_ids=ids, use_cache=False, **where).logits
+            return Teacher(hidden=logits, head=None, position_BT=position_BT)
+        head = self.form.head(self.model)
+        hidden = last_hidden(self.model, ids, position_ids)
+        return Teacher(hidden=hidden, head=head, position_BT=position_BT)

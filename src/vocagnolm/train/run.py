@@ -11,27 +11,39 @@ RUN/tensorboard/     where run.report_to names tensorboard
 """
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import transformers
 from transformers import PrinterCallback, ProgressCallback
 
-from vocagnolm.data.blocks import Blocks, TrainingOrder
-from vocagnolm.data.prepare import (
+from vocagnolm.data.blocks import Blocks, TrainingOrder, damaged_parts
+from vocagnolm.data.identity import (
+    block_settings,
     blocks_folder,
+    recipe_corpus,
+    stale_files,
     student_tokenizer,
-    train_settings,
+    teacher_tokenizer,
     unmet_needs,
 )
-from vocagnolm.errors import BlocksError, RecipeError, TrainingError
+from vocagnolm.errors import (
+    BlocksError,
+    RecipeError,
+    StoppedError,
+    TrainingError,
+    VocagnolmError,
+)
+from vocagnolm.files import as_write_error, folder_lock, remove_leftovers, whole_folder
 from vocagnolm.model import open_model
+from vocagnolm.processes import Ranks
 from vocagnolm.recipe import Recipe
-from vocagnolm.train.arguments import objective_config, training_arguments
+from vocagnolm.store import LossStore
+from vocagnolm.store.strength import teacher_warning
+from vocagnolm.train.arguments import objective_config, training_arguments, uses_accelerator
 from vocagnolm.train.card import model_card
-from vocagnolm.train.checkpoint import newest_complete
+from vocagnolm.train.checkpoint import Resumable, newest_complete
 from vocagnolm.train.collate import BlockCollator
 from vocagnolm.train.console import Console
 from vocagnolm.train.folder import (
@@ -42,40 +54,57 @@ from vocagnolm.train.folder import (
     run_folder,
     run_summary,
 )
-from vocagnolm.train.metrics import MetricsFile, flops_per_token, peak_flops
+from vocagnolm.train.forward import causal_lm_of
+from vocagnolm.train.metrics import flops_per_token, peak_flops
+from vocagnolm.train.metrics_file import MetricsFile
 from vocagnolm.train.online import OnlineTeacher, TeacherView
 from vocagnolm.train.schedule import Schedule, plan_schedule
+from vocagnolm.train.signals import Requests, listening
+from vocagnolm.train.strength import measure_strength
 from vocagnolm.train.student import add_lora, build_student, compile_layers, save_tokenizer
 from vocagnolm.train.trackers import keep_in_run, tracker_problems
 from vocagnolm.train.trainer import GuidedTrainer
 from vocagnolm.train.vocabulary import refuse_other_vocabulary
 
 
-def train(recipe: Recipe, *, quiet: bool = False) -> dict[str, Any]:
-    """Train a recipe, or go on where it was interrupted. Returns the run's summary."""
+def train(recipe: Recipe, *, quiet: bool = False, restart: bool = False) -> dict[str, Any]:
+    """Train a recipe, or go on where it was interrupted. Returns the run's summary.
+
+    `restart`: begin anew where no checkpoint can be used any more. SIGTERM writes a checkpoint and
+    ends with `StoppedError`; SIGUSR1 writes one and goes on.
+    """
     transformers.utils.logging.disable_progress_bar()
     folder = run_folder(recipe)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    is_main = int(os.environ.get("RANK", "0")) == 0
-    found = read_run(folder)
-    refuse_other_run(folder, recipe, world_size, found)
-    if found.get("finished"):
-        return run_summary(folder)
+    refuse_other_run(folder, recipe, _world_size(), read_run(folder))
     if problems := tracker_problems(recipe.run.report_to):
         raise RecipeError("\n".join(problems))
+    with ExitStack() as held:
+        if _is_main():
+            advice = "Wait for it to end, or choose another run.folder."
+            held.enter_context(folder_lock(folder, advice))
+            remove_leftovers(folder)
+        found = read_run(folder)
+        if found.get("finished"):
+            return run_summary(folder, already=True)
+        blocks = open_blocks(recipe, verify=_is_main())
+        fingerprint = blocks.manifest["fingerprint"]
+        refuse_other_run(folder, recipe, _world_size(), found, fingerprint)
+        requests = held.enter_context(listening())
+        return _train(recipe, folder, blocks, requests, quiet=quiet, restart=restart)
 
-    blocks = open_blocks(recipe)
-    schedule = plan_schedule(recipe, len(blocks), world_size)
-    arguments = training_arguments(recipe, schedule)  # also starts torch.distributed
-    if is_main:
-        begin_run(folder, recipe, schedule)
-    resumed = newest_complete(folder / "checkpoints")
-    metrics = MetricsFile(folder / "metrics.jsonl")
-    if is_main:
-        metrics.resume_at(resumed[1] if resumed else 0)
 
-    trainer = build_trainer(recipe, blocks, schedule, arguments)
+def _train(
+    recipe: Recipe, folder: Path, blocks: Blocks, requests: Requests, *, quiet: bool, restart: bool
+) -> dict[str, Any]:
+    schedule = plan_schedule(recipe, len(blocks), _world_size())
     console = Console(schedule, quiet=quiet, log_every=recipe.run.log_every)
+    arguments = training_arguments(recipe, schedule)  # also starts torch.distributed
+    resumed: Resumable = Ranks.of_group().decide(lambda: _where_to_resume(folder, console, restart))
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    if _is_main():
+        begin_run(folder, recipe, schedule, blocks.manifest["fingerprint"])
+        metrics.resume_at(resumed.step)
+    trainer = build_trainer(recipe, blocks, schedule, arguments)
     mfu_of = _mfu(trainer, schedule)
 
     def on_step(record: dict[str, Any]) -> None:
@@ -83,32 +112,95 @@ def train(recipe: Recipe, *, quiet: bool = False) -> dict[str, Any]:
         metrics.append(record)
         console.step(record)
 
-    trainer.on_step = on_step
+    trainer.on_step, trainer.requests = on_step, requests
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     keep_in_run(trainer, folder)
-    if is_main:
-        console.start(resumed[1] if resumed else 0)
-    trainer.train(resume_from_checkpoint=str(resumed[0]) if resumed else None)
+    if _is_main():
+        console.start(resumed.step)
+        if resumed.step == 0 and recipe.student.model is not None:
+            _warn_of_teacher(recipe, trainer, console)
+    trainer.train(resume_from_checkpoint=str(resumed.path) if resumed.path else None)
+    if trainer.stopped and trainer.state.global_step < schedule.steps:
+        raise StoppedError(
+            f"stopped as asked after step {trainer.state.global_step:,} of {schedule.steps:,}; a "
+            "checkpoint is written. Run the same command again: it goes on from there."
+        )
     save_result(trainer, recipe, schedule, folder, blocks.manifest.get("teacher"))
-    if dist.is_initialized():
-        dist.barrier()
+    Ranks.of_group().wait_for_all()
     return run_summary(folder)
 
 
-def open_blocks(recipe: Recipe) -> Blocks:
-    """The recipe's blocks; refused where they were made for something else."""
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _is_main() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _where_to_resume(folder: Path, console: Console, restart: bool) -> Resumable:
+    resumed = newest_complete(folder / "checkpoints")
+    for line in resumed.damaged:
+        console.say(f"damaged, passed over: {line}")
+    if resumed.damaged and resumed.path is None and not restart:
+        raise TrainingError(
+            f"{folder}: no checkpoint can be used ({'; '.join(resumed.damaged)}). Mend them from a "
+            "copy, or begin the run anew with --restart."
+        )
+    return resumed
+
+
+def _warn_of_teacher(recipe: Recipe, trainer: GuidedTrainer, console: Console) -> None:
+    """Measured on this machine if corpus and store are here."""
+    if not recipe.needs_guidance or recipe.store.path is None or trainer.is_fsdp_enabled:
+        return
+    try:
+        store, corpus = LossStore.open(recipe.store.path), recipe_corpus(recipe)
+    except VocagnolmError:
+        return  # they need not be on the machine that trains
+    teacher, student = store.bits_per_byte, recipe.student.bits_per_byte
+    if student is None:
+        model = causal_lm_of(trainer.accelerator.unwrap_model(trainer.model))
+        strength = measure_strength(model, student_tokenizer(recipe), store, corpus)
+        if strength is None:
+            return
+        teacher, student = strength.teacher, strength.student
+        console.say(
+            f"on {strength.documents} documents: teacher {teacher:.3f}, student {student:.3f} bits "
+            "per byte"
+        )
+    warning = teacher_warning(teacher, student)
+    if warning is not None:
+        console.say(f"warning: {warning}")
+
+
+def open_blocks(recipe: Recipe, *, verify: bool = False) -> Blocks:
+    """The recipe's blocks; refused where they were made for or from something else. `verify`: read
+    them through once, and look at the files they were made from."""
     folder = blocks_folder(recipe)
-    chunks = recipe.objective.n_chunks if recipe.needs_teacher_losses else None
-    blocks = Blocks(folder, recipe.data.block_size, chunks=chunks)
-    tokenizer = student_tokenizer(recipe)
-    wanted = train_settings(recipe, tokenizer)
-    unmet = unmet_needs(blocks.manifest["settings"], recipe, wanted)
+    stored = recipe.needs_teacher_losses and not recipe.needs_online_teacher
+    by_chunks = stored and recipe.objective.method == "chunk"
+    blocks = Blocks(
+        folder,
+        recipe.data.block_size,
+        chunks=recipe.objective.n_chunks if by_chunks else None,
+        teacher_sums=stored and recipe.objective.unmapped == "mean",
+    )
+    wanted = block_settings(recipe, student_tokenizer(recipe), None)
+    unmet = unmet_needs(blocks.manifest, recipe, wanted, None)
+    if verify:
+        unmet += stale_files(blocks.manifest, recipe)
     if unmet:
         raise BlocksError(
             f"The blocks in {folder} do not belong to this recipe:\n  "
             + "\n  ".join(unmet)
             + "\nRun `vocagnolm prepare` with this recipe into another data.blocks."
+        )
+    if verify and (damaged := damaged_parts(folder, blocks.manifest)):
+        raise BlocksError(
+            f"The blocks in {folder} are damaged: {'; '.join(damaged[:3])}. "
+            "Run `vocagnolm prepare` again: it makes these parts anew."
         )
     return blocks
 
@@ -141,6 +233,7 @@ def build_trainer(
         train_dataset=dataset,
         teacher=teacher,
         keep_checkpoints=recipe.run.keep_checkpoints,
+        router_loss=recipe.train.router_loss,
     )
 
 
@@ -160,32 +253,32 @@ def _online_teacher(recipe: Recipe, order: TrainingOrder) -> tuple[OnlineTeacher
         config=objective_config(recipe),
         aggregation=recipe.objective.aggregation,
     )
+    tokenizer = teacher_tokenizer(recipe)
     if not recipe.needs_block_text:
-        refuse_other_vocabulary(student_tokenizer(recipe).vocabulary, files.tokenizer.vocabulary)
+        refuse_other_vocabulary(student_tokenizer(recipe).vocabulary, tokenizer.vocabulary)
         return teacher, order
-    return teacher, TeacherView(order, files.tokenizer, files.prefix_ids)
+    return teacher, TeacherView(order, tokenizer, tokenizer.prefix_ids, recipe.objective.pairing)
 
 
 def _teacher_dtype(recipe: Recipe) -> str:
     """auto: half precision beside a student on an accelerator, float32 on a CPU."""
     if recipe.teacher.dtype != "auto":
         return recipe.teacher.dtype
-    on_cpu = recipe.train.device == "cpu" or not torch.cuda.is_available()
-    return "float32" if on_cpu else "bfloat16"
+    return "bfloat16" if uses_accelerator(recipe) else "float32"
 
 
 def save_result(
     trainer: GuidedTrainer, recipe: Recipe, schedule: Schedule, folder: Path, teacher: str | None
 ) -> None:
     """The model folder appears by rename, then the run is finished."""
-    temporary = folder / ".model.tmp"
-    trainer.save_merged(temporary)
+    state_dict = trainer.gathered_weights()
     if not trainer.is_world_process_zero():
         return
-    save_tokenizer(recipe, temporary)
-    card = model_card(recipe, schedule, teacher, trainer.last_record)
-    (temporary / "README.md").write_text(card, encoding="utf-8")
-    os.replace(temporary, folder / "model")
+    with as_write_error("the model"), whole_folder(folder / "model") as model:
+        trainer.save_merged(model, state_dict)
+        save_tokenizer(recipe, model)
+        card = model_card(recipe, schedule, teacher, trainer.last_record)
+        (model / "README.md").write_text(card, encoding="utf-8")
     finish_run(folder)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
 
+from vocagnolm.alignment.tokenizer import gguf_tokenizer
 from vocagnolm.errors import MissingExtraError, TrainingError
 from vocagnolm.model.compiled import find_layers
 from vocagnolm.model.load import DTYPES, load_causal_lm
@@ -116,9 +117,7 @@ def save_tokenizer(recipe: Recipe, folder: Path) -> None:
         return
     path = Path(source)
     if path.suffix.lower() == ".gguf":
-        from vocagnolm.data.separators import gguf_tokenizer
-
-        gguf_tokenizer(source).save_pretrained(folder)
+        gguf_tokenizer(path).save_pretrained(folder)
         return
     if path.is_file():
         shutil.copyfile(path, folder / ("tokenizer.json" if path.suffix == ".json" else path.name))

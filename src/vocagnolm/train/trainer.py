@@ -14,33 +14,47 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from vocagnolm.errors import TrainingError
+from vocagnolm.files import as_write_error
 from vocagnolm.objective import (
-    IGNORE_INDEX,
+    Decided,
     Implementation,
     ObjectiveConfig,
     ScoredBatch,
-    StepSelection,
-    select_step,
+    StepWeights,
+    Targets,
+    weigh_step,
 )
 from vocagnolm.objective.ranks import Ranks
 from vocagnolm.train.checkpoint import mark_complete, prune_checkpoints, unmark
 from vocagnolm.train.collate import BlockCollator
-from vocagnolm.train.forward import MicroBatch, install_guided_forward
-from vocagnolm.train.metrics import StepMeter, Stopwatch, step_record
+from vocagnolm.train.forward import (
+    MicroBatch,
+    causal_lm_of,
+    install_guided_forward,
+    require_separation,
+)
+from vocagnolm.train.metrics import StepMeter, Stopwatch
 from vocagnolm.train.online import OnlineTeacher
+from vocagnolm.train.signals import Requests
 
 StepListener = Callable[[dict[str, Any]], None]
 
 
 @dataclass
 class StepPlan:
-    """What the micro-batches of one optimizer step share."""
+    """The micro-batches of one optimizer step, and what was decided over all of them."""
 
-    denominator: Tensor | None = None
-    selection: StepSelection | None = None
-    """Made beforehand where the selection reaches over several micro-batches."""
-    nll: list[Tensor] = field(default_factory=list)
-    next_micro_batch: int = 0
+    targets: list[Targets] = field(default_factory=list)
+    decided: list[Decided] = field(default_factory=list)
+    passed: int = 0
+
+    @property
+    def denominator(self) -> Any:
+        return self.decided[0].denominator if self.decided else None
+
+    def next(self) -> tuple[Targets, Decided]:
+        self.passed += 1
+        return self.targets[self.passed - 1], self.decided[self.passed - 1]
 
 
 class GuidedTrainer(Trainer):
@@ -62,10 +76,15 @@ class GuidedTrainer(Trainer):
         teacher: OnlineTeacher | None = None,
         impl: Implementation = "auto",
         keep_checkpoints: int | None = None,
+        router_loss: bool | None = None,
         on_step: StepListener | None = None,
         **kwargs: Any,
     ):
-        install_guided_forward(model)
+        install_guided_forward(model, router_loss=router_loss)
+        if getattr(data_collator, "document_mask", False):
+            require_separation(causal_lm_of(model), "The student")
+            if teacher is not None:
+                require_separation(teacher.model, "The teacher")
         args.remove_unused_columns = False  # guidance is no argument of the model's forward
         args.logging_nan_inf_filter = False  # a loss that is not finite stops the run
         self.objective = objective
@@ -74,6 +93,9 @@ class GuidedTrainer(Trainer):
         self.keep_checkpoints = keep_checkpoints
         self.on_step = on_step
         self.last_record: dict[str, Any] = {}
+        self.requests = Requests()
+        self.stopped = False
+        """Left before its last step, because it was asked to."""
         self._plan = StepPlan()
         self._meter = StepMeter()
         self._watch = Stopwatch()
@@ -115,62 +137,74 @@ class GuidedTrainer(Trainer):
         config = self.objective
         if self.teacher is not None and not self.teacher.distils:
             for batch in batches:
-                batch["guidance"], batch["entropy"] = self.teacher.guide(batch)
+                batch.update(self.teacher.guide(batch))
+        targets = [self._targets(batch, number) for number, batch in enumerate(batches)]
         several = len(batches) > 1
-        sizes_unknown = config.normalise == "selected" and config.method == "chunk"
-        if not config.selects_all and (
-            (config.scope == "global" and several)
-            or (sizes_unknown and (several or self.args.world_size > 1))
+        micro_batches = len(batches) * self.args.world_size
+        if (config.reaches_over_step and several) or (
+            config.counts_by_losses and micro_batches > 1
         ):
-            nll = [self._score(batch, number) for number, batch in enumerate(batches)]
-            chosen = self._select(batches, nll)
-            return StepPlan(denominator=chosen.denominator, selection=chosen, nll=nll)
-        if config.normalise == "selected" and not config.selects_all:
-            if config.scope == "global" or sizes_unknown:
-                return StepPlan()  # one micro-batch: counted where the selection is made
+            nll = [self._score(b, t) for b, t in zip(batches, targets, strict=True)]
+            weighed = self._weigh(targets, nll)
+            decided = [
+                Decided(
+                    denominator=weighed.denominator,
+                    weights_BT=weights,
+                    nll_BT=losses,
+                    micro_batches=micro_batches,
+                )
+                for weights, losses in zip(weighed.weights, nll, strict=True)
+            ]
+            return StepPlan(targets, decided)
+        denominator: Tensor | None = None
+        if config.normalise == "all" or config.selects_all:
+            predicted = torch.stack([t.valid_BT.sum() for t in targets]).sum()
+            denominator = Ranks.of().sum(predicted)
+        elif not (config.reaches_over_step or config.counts_by_losses):
             # how many tokens are kept does not depend on which, so losses are not needed here
-            blank = [torch.zeros(b["labels"].shape, device=b["labels"].device) for b in batches]
-            return StepPlan(denominator=self._select(batches, blank).denominator)
-        predicted = [(batch["labels"] != IGNORE_INDEX).sum() for batch in batches]
-        return StepPlan(denominator=Ranks.of().sum(torch.stack(predicted).sum()))
+            blank = [torch.zeros(t.labels_BT.shape, device=t.labels_BT.device) for t in targets]
+            denominator = self._weigh(targets, blank).denominator
+        # else one micro-batch: counted where the selection is made
+        shared = Decided(denominator=denominator, micro_batches=micro_batches)
+        return StepPlan(targets, [shared] * len(targets))
 
     @torch.no_grad()
-    def _score(self, batch: dict[str, Any], number: int) -> Tensor:
+    def _score(self, inputs: dict[str, Any], targets: Targets) -> Tensor:
         """The first of two passes. Without dropout: it draws no random numbers, whose state a
         resumed run restores only after this."""
-        scored = self._micro_batch(batch, number)
-        scored.only_nll = True
+        batch = self._micro_batch(inputs, targets, self.objective, only_nll=True)
         model: Any = self.model_wrapped
         model.eval()
         with self.compute_loss_context_manager():
-            nll: Tensor = model(micro_batch=scored)["nll"]
+            nll: Tensor = model(micro_batch=batch)["nll"]
         model.train()
         return nll
 
-    def _select(self, batches: list[dict[str, Any]], nll: list[Tensor]) -> StepSelection:
-        scored = [
-            ScoredBatch(
-                nll_BT=losses,
-                labels_BT=batch["labels"],
-                guidance_BT=batch.get("guidance"),
-                entropy_BT=batch.get("entropy"),
-                sequence_index_B=self._sequence_index(batch, number),
-            )
-            for number, (batch, losses) in enumerate(zip(batches, nll, strict=True))
-        ]
-        return select_step(scored, self.objective, step=self.state.global_step)
+    def _weigh(self, targets: list[Targets], nll: list[Tensor]) -> StepWeights:
+        scored = [ScoredBatch(t, losses) for t, losses in zip(targets, nll, strict=True)]
+        return weigh_step(scored, self.objective, step=self.state.global_step)
 
-    def _micro_batch(self, inputs: dict[str, Any], number: int) -> MicroBatch:
-        return MicroBatch(
-            input_ids_BT=inputs["input_ids"],
+    def _targets(self, inputs: dict[str, Any], number: int) -> Targets:
+        return Targets(
             labels_BT=inputs["labels"],
-            config=self.objective,
-            position_ids_BT=inputs.get("position_ids"),
             guidance_BT=inputs.get("guidance"),
             entropy_BT=inputs.get("entropy"),
+            stretch_BT=inputs.get("stretch"),
+            teacher_sums_B2=inputs.get("teacher_sums"),
             sequence_index_B=self._sequence_index(inputs, number),
+        )
+
+    def _micro_batch(
+        self, inputs: dict[str, Any], targets: Targets, config: ObjectiveConfig, **more: Any
+    ) -> MicroBatch:
+        return MicroBatch(
+            input_ids_BT=inputs["input_ids"],
+            position_ids_BT=inputs.get("position_ids"),
+            targets=targets,
+            config=config,
             step=self.state.global_step,
             impl=self.impl,
+            **more,
         )
 
     def _sequence_index(self, inputs: dict[str, Any], number: int) -> Tensor:
@@ -189,19 +223,17 @@ class GuidedTrainer(Trainer):
     ) -> Any:
         if not model.training:
             return self._plain_loss(model, inputs, return_outputs)
-        plan = self._plan
-        number = plan.next_micro_batch
-        plan.next_micro_batch += 1
-        batch = self._micro_batch(inputs, number)
-        batch.denominator = plan.denominator
-        if plan.selection is not None:
-            batch.selected_BT = plan.selection.selected[number]
-            batch.nll_BT = plan.nll[number]
+        targets, decided = self._plan.next()
+        teacher = None
         if self.teacher is not None and self.teacher.distils:
-            batch.teacher = self.teacher.distribution(inputs)
-        output = model(micro_batch=batch)
-        self._has_guidance = batch.guidance_BT is not None
-        self._meter.add(output, batch.labels_BT, batch.guidance_BT)
+            teacher = self.teacher.distribution(inputs)
+        output = model(
+            micro_batch=self._micro_batch(
+                inputs, targets, self.objective, teacher=teacher, decided=decided
+            )
+        )
+        self._has_guidance = targets.guidance_BT is not None
+        self._meter.add(output, targets)
         self._losses.append((output["loss"].detach(), inputs.get("block")))
         # DDP and FSDP average gradients over ranks, and the denominator counts all of them
         loss = output["loss"] * self.args.world_size
@@ -209,9 +241,9 @@ class GuidedTrainer(Trainer):
 
     def _plain_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """Evaluation: mean nll of all tokens."""
-        batch = self._micro_batch(inputs, 0)
-        batch.config = ObjectiveConfig(method="cpt")
-        output = model(micro_batch=batch)
+        targets = Targets(labels_BT=inputs["labels"])
+        plain = ObjectiveConfig(method="cpt")
+        output = model(micro_batch=self._micro_batch(inputs, targets, plain))
         return (output["loss"], {"loss": output["loss"]}) if return_outputs else output["loss"]
 
     # ---- around the step ----
@@ -232,21 +264,31 @@ class GuidedTrainer(Trainer):
             )
         self._losses = []
 
-    def end_step(self) -> None:
+    def end_step(self, control: TrainerControl) -> None:
         """After the weights have changed: the step's record, on every rank."""
-        totals = self._meter.finish(Ranks.of())
+        totals = self._meter.finish(Ranks.of(), stop=self.requests.stop, save=self.requests.save)
         seconds = self._watch.lap()
-        record = step_record(totals, has_guidance=self._has_guidance)
         tokens = int(totals["tokens"])
+        measured: dict[str, Any] = {
+            name: value for name, value in totals.items() if name not in StepMeter.FLAGS
+        }
+        if not self._has_guidance:
+            measured["mapped_share"] = None
         self.last_record = {
             "step": self.state.global_step,
-            **record,
+            **measured,
             "tokens": tokens * self.state.global_step,
             "tokens_per_second": tokens / seconds,
             "learning_rate": self._learning_rate,
         }
         if self.on_step is not None and self.is_world_process_zero():
             self.on_step(self.last_record)
+        # one rank was asked: all of them act, after the same step
+        if totals["stop"] or totals["save"]:
+            control.should_save = True
+            self.requests.save = False
+        if totals["stop"]:
+            control.should_training_stop = self.stopped = True
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Trackers see the step's measures beside the Trainer's own."""
@@ -265,14 +307,14 @@ class GuidedTrainer(Trainer):
         if self.args.should_save:
             self._save(output_dir, state_dict=state_dict)
 
-    def save_merged(self, folder: Path) -> None:
-        """The trained student as an ordinary model folder: adapters merged, shards gathered. All
-        ranks must call it."""
+    def gathered_weights(self) -> dict[str, Any] | None:
+        """All weights where they are sharded, else None. All ranks must call it."""
         model: Any = self.model
-        state_dict = full_state_dict(model) if self.is_fsdp_enabled else None
-        if not self.is_world_process_zero():
-            return
-        model = self.accelerator.unwrap_model(model)
+        return full_state_dict(model) if self.is_fsdp_enabled else None
+
+    def save_merged(self, folder: Path, state_dict: dict[str, Any] | None) -> None:
+        """The trained student as an ordinary model folder, adapters merged."""
+        model: Any = self.accelerator.unwrap_model(self.model)
         if hasattr(model, "merge_and_unload"):
             model = model.merge_and_unload()
         model.save_pretrained(folder, state_dict=state_dict)
@@ -280,7 +322,8 @@ class GuidedTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.args.should_save and self.args.output_dir:
             unmark(self.args.output_dir, self.state.global_step)
-        super()._save_checkpoint(model, trial)
+        with as_write_error(f"the checkpoint of step {self.state.global_step}"):
+            super()._save_checkpoint(model, trial)
         if dist.is_initialized():
             dist.barrier()  # every rank has written its part
         if self.args.should_save and self.args.output_dir:
@@ -333,4 +376,4 @@ class _StepCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.trainer.end_step()
+        self.trainer.end_step(control)

@@ -4,26 +4,44 @@ import os
 from typing import Any
 
 from vocagnolm.evaluate.benchmarks import load_examples
-from vocagnolm.evaluate.fewshot import short_shots_of, shots_of
-from vocagnolm.evaluate.grading import grade
-from vocagnolm.evaluate.suite import task_named
+from vocagnolm.evaluate.fewshot import shots_of
+from vocagnolm.evaluate.graders.grading import grade
+from vocagnolm.evaluate.suite import Protocol, check_protocol, task_named
 
 
-def load(task: str, benchmarks: str | None = None, **_: Any) -> Any:
-    """The questions as lm-eval wants them. `benchmarks` comes with `--metadata` or from the
-    environment; without it they are downloaded."""
+def load(task: str, benchmarks: str | None = None, protocol: Protocol = "strict", **_: Any) -> Any:
+    """The questions and the worked examples as lm-eval wants them. `benchmarks` and `protocol`
+    come with `--metadata`, the former also from the environment; without it they are downloaded."""
     from datasets import Dataset, DatasetDict
 
+    check_protocol(protocol)
     folder = benchmarks or os.environ.get("VOCAGNOLM_BENCHMARKS")
     rows = [
-        {"task": task, "question": e.question, "gold": e.gold, "letters": e.letters}
-        for e in load_examples(task, folder)
+        {
+            "task": task,
+            "protocol": protocol,
+            "question": example.question,
+            "gold": example.gold,
+            "letters": example.letters,
+        }
+        for example in load_examples(task, folder, protocol)
     ]
-    return DatasetDict({"test": Dataset.from_list(rows)})
+    which = task_named(task)
+    shots = [
+        # the letter alone is the answer where options are compared by likelihood
+        {
+            "question": question,
+            "answer": answer,
+            "gold": answer.rpartition("(")[2][:1] if which.letters else "",
+            "letters": which.letters,
+        }
+        for question, answer in shots_of(which, protocol)
+    ]
+    return DatasetDict({"test": Dataset.from_list(rows), "shots": Dataset.from_list(shots)})
 
 
 def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    graded = grade(doc["task"], results[0], doc["gold"])
+    graded = grade(doc["task"], results[0], doc["gold"], protocol=doc["protocol"])
     return {"correct": float(graded.correct), "no_answer": float(graded.extracted is None)}
 
 
@@ -33,41 +51,3 @@ def option_labels(doc: dict[str, Any]) -> list[str]:
 
 def option_index(doc: dict[str, Any]) -> int:
     return doc["letters"].index(doc["gold"])
-
-
-def _shots(task: str) -> list[dict[str, str]]:
-    return [
-        {"question": question, "answer": answer} for question, answer in shots_of(task_named(task))
-    ]
-
-
-def _short_shots(task: str) -> list[dict[str, str]]:
-    which = task_named(task)
-    return [
-        {"question": question, "gold": letter, "letters": which.letters}
-        for question, letter in short_shots_of(which)
-    ]
-
-
-def word_problem_shots() -> list[dict[str, str]]:
-    return _shots("gsm8k")
-
-
-def math_shots() -> list[dict[str, str]]:
-    return _shots("math")
-
-
-def mathqa_shots() -> list[dict[str, str]]:
-    return _shots("mathqa")
-
-
-def mmlu_stem_shots() -> list[dict[str, str]]:
-    return _shots("mmlu_stem")
-
-
-def mathqa_short_shots() -> list[dict[str, str]]:
-    return _short_shots("mathqa")
-
-
-def mmlu_stem_short_shots() -> list[dict[str, str]]:
-    return _short_shots("mmlu_stem")

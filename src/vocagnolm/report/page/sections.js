@@ -64,9 +64,9 @@ function selectionSection() {
 
 const CURVES = {
   loss: "Loss as minimised, nats",
-  loss_selected: "Loss over kept tokens, nats",
-  loss_all: "Loss over all tokens, nats",
-  selected_share: "Kept share",
+  nll_kept: "Loss over kept tokens, nats",
+  nll_all: "Loss over all tokens, nats",
+  kept_share: "Kept share",
   mapped_share: "Mapped share",
   learning_rate: "Learning rate",
   tokens_per_second: "Tokens per second",

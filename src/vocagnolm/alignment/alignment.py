@@ -1,0 +1,214 @@
+"""Token-level lexical alignment: which teacher tokens cover each student token.
+
+Pure NumPy over byte spans: no tokenizer and no torch. Equation numbers refer to arXiv 2503.19123.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+IntArray = NDArray[np.int64]
+Aggregation = Literal["max", "mean", "sum"]
+AGGREGATIONS: tuple[Aggregation, ...] = ("max", "mean", "sum")
+
+
+@dataclass(frozen=True)
+class TokenSpans:
+    """The tokens of one text: `ids` [N] and `spans` [N, 2], half-open, in UTF-8 bytes."""
+
+    ids: NDArray[np.int32]
+    spans: IntArray
+    n_bytes: int
+    lost_bytes: int
+    """Bytes of the text that no token covers."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def exact(self) -> bool:
+        """The spans tile the text: every byte is in exactly one token."""
+        return self.lost_bytes == 0
+
+    @property
+    def token_bytes(self) -> IntArray:
+        """Byte length of every token."""
+        return self.spans[:, 1] - self.spans[:, 0]
+
+
+Spans = ArrayLike | TokenSpans
+"""What every function here takes: an integer array [N, 2], or tokens with their spans."""
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Per student token the minimal teacher range `first..last` (inclusive), or -1, -1."""
+
+    first: IntArray
+    last: IntArray
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @property
+    def mapped(self) -> NDArray[np.bool_]:
+        return self.first >= 0
+
+
+def as_spans(spans: Spans, name: str = "spans") -> IntArray:
+    """`[N, 2]` int64 with non-decreasing starts and ends, or a ValueError that says why not."""
+    array = np.asarray(spans.spans if isinstance(spans, TokenSpans) else spans)
+    if array.size == 0:
+        return np.zeros((0, 2), np.int64)
+    if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be an integer array [N, 2], got {array.dtype} {array.shape}")
+    array = array.astype(np.int64, copy=False)
+    starts, ends = array[:, 0], array[:, 1]
+    # as one flat row, start and end by turns: spans without overlap only ever go up
+    flat = array.reshape(-1)
+    if (flat[1:] >= flat[:-1]).all():
+        return array
+    wrong = ends < starts
+    wrong[1:] |= (starts[1:] < starts[:-1]) | (ends[1:] < ends[:-1])
+    if wrong.any():
+        i = int(np.argmax(wrong))
+        before = f" after [{starts[i - 1]}, {ends[i - 1]})" if i else ""
+        raise ValueError(f"{name}[{i}] = [{starts[i]}, {ends[i]}){before} runs backwards")
+    return array
+
+
+def align(student_spans: Spans, teacher_spans: Spans) -> Alignment:
+    """Map every student token to the minimal range of teacher tokens over the same bytes.
+
+        student, teacher = load_tokenizer("student/"), load_tokenizer("teacher/")
+        mapping = align(student.spans(text), teacher.spans(text))
+        guidance = carry(mapping, teacher_nll)
+
+    `first` is the first teacher token that ends after the student token starts, `last` the last
+    one that starts before it ends: two binary searches per token, O(N log M). Zero-width tokens
+    hold no text: on the student's side they are unmapped, on the teacher's side they never open
+    or close a range. A student token over bytes that no teacher token covers is unmapped.
+    """
+    return _search(
+        as_spans(student_spans, "student_spans"), as_spans(teacher_spans, "teacher_spans")
+    )
+
+
+def _search(student: IntArray, teacher: IntArray) -> Alignment:
+    starts, ends = teacher[:, 0], teacher[:, 1]
+    with_text: IntArray | None = None
+    if len(teacher) and (starts == ends).any():
+        with_text = np.flatnonzero(starts < ends)
+        starts, ends = starts[with_text], ends[with_text]
+    first = np.searchsorted(ends, student[:, 0], side="right")
+    last = np.searchsorted(starts, student[:, 1], side="left") - 1
+    unmapped = (first > last) | (student[:, 0] == student[:, 1])
+    if with_text is not None and len(with_text):
+        # out-of-range entries are unmapped and overwritten below
+        first = with_text[np.minimum(first, len(with_text) - 1)]
+        last = with_text[last]
+    first[unmapped] = -1
+    last[unmapped] = -1
+    return Alignment(first, last)
+
+
+def align_batch(student_spans: Sequence[Spans], teacher_spans: Sequence[Spans]) -> list[Alignment]:
+    """`align` for many documents at once: their byte axes are laid end to end, searched once."""
+    if len(student_spans) != len(teacher_spans):
+        raise ValueError(
+            f"{len(student_spans)} student documents against {len(teacher_spans)} teacher documents"
+        )
+    if not student_spans:
+        return []
+    students = [as_spans(spans, f"student_spans[{i}]") for i, spans in enumerate(student_spans)]
+    teachers = [as_spans(spans, f"teacher_spans[{i}]") for i, spans in enumerate(teacher_spans)]
+    n_student, n_teacher = [len(s) for s in students], [len(t) for t in teachers]
+    ends = [max(_end(s), _end(t)) for s, t in zip(students, teachers, strict=True)]
+    origins = np.cumsum([0, *ends[:-1]])
+    together = _search(
+        np.concatenate(students) + np.repeat(origins, n_student)[:, None],
+        np.concatenate(teachers) + np.repeat(origins, n_teacher)[:, None],
+    )
+    before = np.repeat(np.cumsum([0, *n_teacher[:-1]]), n_student)
+    before[together.first < 0] = 0
+    first, last = together.first - before, together.last - before
+    cuts = np.cumsum([0, *n_student]).tolist()
+    return [Alignment(first[a:b], last[a:b]) for a, b in pairwise(cuts)]
+
+
+def _end(spans: IntArray) -> int:
+    return int(spans[-1, 1]) if len(spans) else 0
+
+
+def carry(
+    alignment: Alignment, teacher_values: ArrayLike, how: Aggregation = "max"
+) -> NDArray[np.floating[Any]]:
+    """Carry one number per teacher token to the student's tokens (Phi of equation 2).
+
+    A NaN teacher value is missing: it takes no part. NaN where the token is unmapped or every
+    value of its range is missing. Half-precision input is aggregated in float32.
+    """
+    values = np.asarray(teacher_values)
+    if how not in AGGREGATIONS:
+        raise ValueError(f"how must be one of {', '.join(AGGREGATIONS)}, got {how!r}")
+    if values.ndim != 1:
+        raise ValueError(f"teacher_values must have one dimension, got shape {values.shape}")
+    if values.dtype not in (np.float32, np.float64):
+        values = values.astype(np.float32 if values.dtype == np.float16 else np.float64)
+    highest = int(alignment.last.max(initial=-1))
+    if highest >= len(values):
+        raise ValueError(
+            f"the alignment points to teacher token {highest}, "
+            f"but there are {len(values)} teacher values"
+        )
+    result = np.full(len(alignment), np.nan, values.dtype)
+    mapped = np.flatnonzero(alignment.mapped)
+    first, last = alignment.first[mapped], alignment.last[mapped]
+    result[mapped] = values[first]
+    several = first < last
+    if several.any():
+        result[mapped[several]] = _reduce(values, first[several], last[several], how)
+    return result
+
+
+def _reduce(
+    values: NDArray[Any], first: IntArray, last: IntArray, how: Aggregation
+) -> NDArray[Any]:
+    missing = np.isnan(values)
+    neutral = -np.inf if how == "max" else 0.0
+    # one neutral element behind the end, so that `last + 1` is always a place
+    padded = np.append(np.where(missing, neutral, values), values.dtype.type(neutral))
+    bounds = np.stack([first, last + 1], axis=1).ravel()
+    reduce = np.maximum if how == "max" else np.add
+    reduced = reduce.reduceat(padded, bounds)[::2]
+    present_before = np.concatenate([[0], np.cumsum(~missing)])
+    present = present_before[last + 1] - present_before[first]
+    if how == "mean":
+        reduced = reduced / np.maximum(present, 1).astype(values.dtype)
+    return np.where(present > 0, reduced, np.nan).astype(values.dtype)
+
+
+def chunk_align(n_student: int, n_teacher: int, n_chunks: int) -> Alignment:
+    """The coarse baseline: both sequences cut into `n_chunks` equal chunks, chunk i to chunk i.
+
+    Every student token of chunk i gets the whole teacher chunk i. With fewer teacher tokens than
+    chunks some teacher chunks are empty, and their student tokens are unmapped.
+    """
+    if n_chunks < 1:
+        raise ValueError(f"n_chunks must be at least 1, got {n_chunks}")
+    student, teacher = chunk_bounds(n_student, n_chunks), chunk_bounds(n_teacher, n_chunks)
+    chunk = np.repeat(np.arange(n_chunks), np.diff(student))
+    first, last = teacher[chunk], teacher[chunk + 1] - 1
+    empty = first > last
+    first[empty] = -1
+    last[empty] = -1
+    return Alignment(first, last)
+
+
+def chunk_bounds(n_tokens: int, n_chunks: int) -> IntArray:
+    """Where `n_chunks` equal chunks begin, and the end: lengths differ by at most one token."""
+    return np.arange(n_chunks + 1, dtype=np.int64) * n_tokens // n_chunks

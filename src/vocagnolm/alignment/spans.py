@@ -1,0 +1,223 @@
+"""Token ids with their spans in the UTF-8 bytes of a text.
+
+Three ways, from fast to forgiving. Each is taken only where it is right:
+
+1. *Joined*: the bytes behind the ids, joined, are the text itself (or the text behind one dummy
+   space). Then the byte lengths are the spans. No offsets are asked of the tokenizer at all.
+2. *Traced*: the same per segment between added tokens, against the normalised text, and then back
+   to the original bytes: NFC, lower-casing, literal space marks, dummy spaces behind added tokens.
+3. *Offsets*: tokenizers that lose text (WordPiece, NFKC, unknown tokens) get the best spans that
+   their character offsets give: monotone, without overlap, and the bytes left out are counted.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding, Tokenizer
+
+from vocagnolm.alignment.alignment import IntArray, TokenSpans
+from vocagnolm.alignment.normalise import Normaliser, byte_positions
+from vocagnolm.alignment.vocabulary import (
+    SPACE_MARK,
+    describe,
+    description_of,
+    plain_normaliser,
+    token_bytes_table,
+)
+from vocagnolm.errors import TilingError
+
+
+def encode_utf8(text: str) -> bytes:
+    """The text's bytes, or a TilingError where it has none: a lone surrogate is not a character."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise TilingError(
+            f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at character "
+            f"{error.start}, which no UTF-8 text can hold; replace it, for example with "
+            "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+        ) from None
+
+
+class Spanner:
+    """Finds the spans of one tokenizer's tokens. Takes the tokenizer over: its post-processor is
+    set apart, because it may trim the offsets (`trim_offsets`); it is asked only for a template."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        description = description_of(tokenizer)
+        self._tokenizer = tokenizer
+        self._post_processor = tokenizer.post_processor
+        self._decoder = tokenizer.decoder
+        tokenizer.post_processor = None
+        tokenizer.decoder = None
+        self.pipeline = describe(description)
+        self.token_bytes = token_bytes_table(tokenizer, self.pipeline)
+        lengths = [-1 if entry is None else len(entry) for entry in self.token_bytes]
+        self._lengths = np.array(lengths or [0], np.int64)
+        self._single_bytes = frozenset(e[0] for e in self.token_bytes if e and len(e) == 1)
+        self._added = frozenset(tokenizer.get_added_tokens_decoder())
+        self._normaliser = Normaliser(
+            plain_normaliser(description),
+            space_marks=self.pipeline.space_marks,
+            lossy=self.pipeline.lossy_normaliser,
+        )
+
+    def as_json(self) -> str:
+        """The tokenizer as it was taken over, post-processor and decoder included."""
+        whole = Tokenizer.from_str(self._tokenizer.to_str())
+        if self._post_processor is not None:
+            whole.post_processor = self._post_processor
+        if self._decoder is not None:
+            whole.decoder = self._decoder
+        return str(whole.to_str())
+
+    def spans(self, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
+        encoded = encode_utf8(text)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        tokens = self._joined(encoding.ids, encoded) or self._traced(text, encoded, encoding)
+        if add_special_tokens and self._post_processor is not None:
+            return _in_template(tokens, self._post_processor.process(encoding, None, True))
+        return tokens
+
+    def spans_batch(self, texts: Sequence[str]) -> list[TokenSpans]:
+        """All texts at once. The tokenizer works in parallel and without the GIL; offsets are
+        asked for again only where a text needs them."""
+        encoded_texts = [encode_utf8(text) for text in texts]
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        result = []
+        for text, encoded, encoding in zip(texts, encoded_texts, encodings, strict=True):
+            found = self._joined(encoding.ids, encoded)
+            result.append(found if found is not None else self.spans(text))
+        return result
+
+    def _joined(self, ids: list[int], encoded: bytes) -> TokenSpans | None:
+        if not self.pipeline.joins:
+            return None
+        try:
+            joined = b"".join(map(self.token_bytes.__getitem__, ids))  # type: ignore[arg-type]
+        except TypeError:  # an id without bytes of its own
+            return None
+        dummy = len(joined) - len(encoded)
+        if not (joined == encoded if dummy == 0 else dummy == 1 and joined == b" " + encoded):
+            return None
+        array = np.array(ids, np.int32)
+        spans = np.empty((len(ids), 2), np.int64)
+        np.cumsum(self._lengths[array], out=spans[:, 1])
+        spans[:, 1] -= dummy
+        spans[1:, 0] = spans[:-1, 1]
+        spans[:1, 0] = 0
+        return TokenSpans(array, spans, len(encoded), lost_bytes=0)
+
+    def _traced(self, text: str, encoded: bytes, encoding: Encoding) -> TokenSpans:
+        ids = np.array(encoding.ids, np.int32)
+        place = byte_positions(text)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        spans = self._trace_segments(text, ids, offsets, place) if self.pipeline.joins else None
+        if spans is None:
+            spans = self._offset_spans(text, ids, offsets, place)
+        lost = len(encoded) - int((spans[:, 1] - spans[:, 0]).sum())
+        return TokenSpans(ids, spans, len(encoded), lost)
+
+    def _trace_segments(
+        self, text: str, ids: NDArray[np.int32], offsets: IntArray, place: IntArray
+    ) -> IntArray | None:
+        """Spans of the text between added tokens, a segment at a time; added tokens literally."""
+        spans = np.empty((len(ids), 2), np.int64)
+        added = [i for i, index in enumerate(ids.tolist()) if index in self._added]
+        spans[added] = place[offsets[added]]
+        for before, after in pairwise([-1, *added, len(ids)]):
+            start = int(offsets[before, 1]) if before >= 0 else 0
+            end = int(offsets[after, 0]) if after < len(ids) else len(text)
+            if end < start:
+                return None
+            inside = slice(before + 1, after)
+            segment = self._trace_segment(text[start:end], ids[inside])
+            if segment is None:
+                return None
+            spans[inside] = segment + place[start]
+        return spans
+
+    def _trace_segment(self, text: str, ids: NDArray[np.int32]) -> IntArray | None:
+        pieces = [self.token_bytes[index] for index in ids.tolist()]
+        if None in pieces:
+            return None
+        normalised = self._normaliser(text)
+        placed = self._place(pieces, normalised.encoded)
+        if placed is None:
+            return None
+        starts, ends = placed
+        spans = np.stack([normalised.start_of[starts], normalised.end_of[ends]], axis=1)
+        # a zero-width token (a dummy space) stays where it stands
+        return np.maximum(spans, spans[:, :1])
+
+    def _place(self, pieces: list[bytes], text: bytes) -> tuple[IntArray, IntArray] | None:
+        """Where each piece stands in the normalised text, None when they do not spell it."""
+        lengths = np.array([len(piece) for piece in pieces], np.int64)
+        joined = b"".join(pieces)
+        if joined in (text, b" " + text):
+            ends = np.cumsum(lengths) - (len(joined) - len(text))
+            return np.maximum(ends - lengths, 0), ends
+        if not self.pipeline.byte_level:
+            return None
+        # a byte-level model drops the bytes that its vocabulary lacks; nothing else may be skipped
+        starts = np.empty(len(pieces), np.int64)
+        cursor = 0
+        for i, piece in enumerate(pieces):
+            starts[i] = text.find(piece, cursor)
+            if starts[i] < 0 or not self._single_bytes.isdisjoint(text[cursor : starts[i]]):
+                return None
+            cursor = int(starts[i]) + len(piece)
+        return starts, starts + lengths
+
+    def _offset_spans(
+        self, text: str, ids: NDArray[np.int32], offsets: IntArray, place: IntArray
+    ) -> IntArray:
+        offsets = self._with_leading_space(text, ids, offsets)
+        spans = place[offsets]
+        # tokens with one and the same offset share its bytes evenly (byte fallback, expansions)
+        new_run = np.append(True, (offsets[1:] != offsets[:-1]).any(axis=1))[: len(offsets)]
+        run = np.cumsum(new_run) - 1
+        size = np.bincount(run) if len(run) else run
+        if (size > 1).any():
+            first_of_run = np.flatnonzero(new_run)
+            rank = np.arange(len(run)) - first_of_run[run]
+            width = spans[:, 1] - spans[:, 0]
+            origin = spans[:, 0].copy()
+            spans[:, 0] = origin + rank * width // size[run]
+            spans[:, 1] = origin + (rank + 1) * width // size[run]
+        # neighbours that still overlap: the earlier token keeps the shared bytes
+        spans[:, 1] = np.maximum.accumulate(spans[:, 1])
+        spans[1:, 0] = np.maximum(spans[1:, 0], spans[:-1, 1])
+        spans[:, 1] = np.maximum(spans[:, 1], spans[:, 0])
+        return spans
+
+    def _with_leading_space(self, text: str, ids: NDArray[np.int32], offsets: IntArray) -> IntArray:
+        """Give a marked token (`▁b`) the one white-space character before it, which its mark
+        stands for, where the pre-tokeniser had cut it away."""
+        if not self.pipeline.space_marks or not len(ids):
+            return offsets
+        marked = np.array(
+            [(self._tokenizer.id_to_token(i) or "").startswith(SPACE_MARK) for i in ids.tolist()]
+        )
+        previous_end = np.append(0, offsets[:-1, 1])
+        gap = marked & (offsets[:, 0] > previous_end)
+        gap &= np.array([text[start - 1 : start].isspace() for start in offsets[:, 0]])
+        widened = offsets.copy()
+        widened[gap, 0] -= 1
+        return widened
+
+
+def _in_template(tokens: TokenSpans, encoding: Encoding) -> TokenSpans:
+    """Between the template's special tokens, which hold no text: they get zero-width spans."""
+    template = np.array(encoding.special_tokens_mask, bool)
+    assert int((~template).sum()) == len(tokens), "the template changed the text's own tokens"
+    text_before = np.cumsum(~template)
+    spans = np.empty((len(template), 2), np.int64)
+    spans[~template] = tokens.spans
+    ends = np.append(0, tokens.spans[:, 1])
+    ends[-1] = tokens.n_bytes if len(tokens) else 0
+    spans[template] = ends[text_before[template]][:, None]
+    ids = np.array(encoding.ids, np.int32)
+    return TokenSpans(ids, spans, tokens.n_bytes, tokens.lost_bytes)

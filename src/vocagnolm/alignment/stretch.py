@@ -1,0 +1,132 @@
+"""Stretches: the smallest pieces of text at whose ends all tokenisations have a boundary.
+
+The tokens of a stretch spell the same text under every model, so that its whole loss under one is
+comparable with its whole loss under another, whatever the vocabularies are. Pure NumPy over byte
+spans. Documents that are laid end to end must have a byte between them, so that none ends where
+another begins.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vocagnolm.alignment.alignment import IntArray, as_spans
+
+KINDS = ("unmapped", "1:1", "1:N", "N:1", "N:M")
+"""Student tokens : teacher tokens of a stretch."""
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Of one tokenisation against others."""
+
+    boundaries: IntArray
+    """Bytes at which all tokenisations have a boundary, ascending: stretch n is the text from
+    `boundaries[n]` to `boundaries[n + 1]`."""
+    number: IntArray
+    """Per token of the first tokenisation its stretch; -1 for a token without text, and where the
+    tokens of a stretch do not spell all of it."""
+
+    @property
+    def begins(self) -> NDArray[np.bool_]:
+        """Tokens that begin a stretch."""
+        inside = np.flatnonzero(self.number >= 0)
+        first = np.ones(len(inside), bool)
+        first[1:] = self.number[inside[1:]] != self.number[inside[:-1]]
+        begins = np.zeros(len(self.number), bool)
+        begins[inside[first]] = True
+        return begins
+
+    def tokens(self) -> IntArray:
+        """Per token how many tokens its stretch has; 0 where it has none."""
+        known = self.number >= 0
+        counts = np.bincount(self.number[known], minlength=max(len(self.boundaries) - 1, 0))
+        return np.where(known, counts[self.number] if len(counts) else 0, 0)
+
+
+def stretches(student_spans: ArrayLike, *teacher_spans: ArrayLike) -> Stretches:
+    """The stretches of the student's tokens against those of one teacher, or of several."""
+    student = as_spans(student_spans, "student_spans")
+    boundaries = _boundaries(student)
+    for place, spans in enumerate(teacher_spans):
+        boundaries = _common(boundaries, _boundaries(as_spans(spans, f"teacher_spans[{place}]")))
+    starts, ends = student[:, 0], student[:, 1]
+    number = np.searchsorted(boundaries, starts, side="right") - 1
+    inside = (number >= 0) & (starts < ends)
+    inside &= np.take(boundaries, number + 1, mode="clip") >= ends if len(boundaries) else False
+    number = np.where(inside, number, -1)
+    return Stretches(boundaries, np.where(_spelled(student, boundaries, number), number, -1))
+
+
+def stretch_losses(
+    found: Stretches, teacher_spans: ArrayLike, teacher_nll: ArrayLike
+) -> NDArray[np.float64]:
+    """A teacher's loss of every token's stretch, the sum over its teacher tokens; NaN where the
+    token has none, where the teacher's tokens do not spell all of it, or where one of their
+    losses is missing. A teacher token without text counts for the text behind it."""
+    spans = as_spans(teacher_spans, "teacher_spans")
+    nll = np.asarray(teacher_nll, np.float64)
+    if len(nll) != len(spans):
+        raise ValueError(f"{len(nll)} teacher losses for {len(spans)} teacher tokens")
+    bounds = found.boundaries
+    if len(bounds) < 2 or not len(spans):
+        return np.full(len(found.number), np.nan)
+    # tokens that start inside a stretch; those without text at its end belong to the next
+    first = np.searchsorted(spans[:, 0], bounds[:-1], side="left")
+    last = np.searchsorted(spans[:, 0], bounds[1:], side="left")
+    missing = np.isnan(nll)
+    sums = _between(np.where(missing, 0.0, nll), first, last)
+    width = _between((spans[:, 1] - spans[:, 0]).astype(np.float64), first, last)
+    unknown = (_between(missing.astype(np.float64), first, last) > 0) | (width != np.diff(bounds))
+    losses = np.where(unknown, np.nan, np.maximum(sums, 0.0))
+    return np.where(found.number >= 0, losses[found.number], np.nan)
+
+
+def _between(values: NDArray[np.float64], first: IntArray, last: IntArray) -> NDArray[Any]:
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    return total[last] - total[first]
+
+
+def _boundaries(spans: IntArray) -> IntArray:
+    with_text = spans[spans[:, 0] < spans[:, 1]]
+    flat = with_text.reshape(-1)
+    if (flat[1:] >= flat[:-1]).all():  # no overlap: ascending already
+        return flat[np.concatenate([[True], flat[1:] != flat[:-1]])] if len(flat) else flat
+    return np.unique(flat)
+
+
+def _common(a: IntArray, b: IntArray) -> IntArray:
+    if not len(b):
+        return a[:0]
+    place = np.minimum(np.searchsorted(b, a), len(b) - 1)
+    return a[b[place] == a]
+
+
+def _spelled(spans: IntArray, boundaries: IntArray, number: IntArray) -> NDArray[np.bool_]:
+    """Whether the tokens of each token's stretch add up to its text."""
+    if len(boundaries) < 2:
+        return np.zeros(len(number), bool)
+    known = number >= 0
+    width = np.bincount(
+        number[known],
+        weights=(spans[known, 1] - spans[known, 0]).astype(np.float64),
+        minlength=len(boundaries) - 1,
+    )
+    whole = width == np.diff(boundaries)
+    return known & whole[np.maximum(number, 0)]
+
+
+def kinds(found: Stretches, teacher_spans: ArrayLike) -> NDArray[np.int8]:
+    """Per token the kind of its stretch, a place in `KINDS`."""
+    spans = as_spans(teacher_spans, "teacher_spans")
+    spans = spans[spans[:, 0] < spans[:, 1]]
+    bounds = found.boundaries
+    if len(bounds) < 2:
+        return np.zeros(len(found.number), np.int8)
+    theirs = np.searchsorted(spans[:, 0], bounds[1:]) - np.searchsorted(spans[:, 0], bounds[:-1])
+    several_theirs = theirs[found.number] > 1
+    several_ours = found.tokens() > 1
+    kind = 1 + several_theirs.astype(np.int8) + 2 * several_ours.astype(np.int8)
+    return np.where(found.number >= 0, kind, 0).astype(np.int8)

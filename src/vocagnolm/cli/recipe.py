@@ -1,0 +1,34 @@
+"""`vocagnolm recipe`: the recipes that come with the package."""
+
+import json
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Recipes that come with the package: list, show.")
+
+
+@app.command("list")
+def list_recipes(
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Name the shipped recipes, among them every run of the paper's tables and figures."""
+    from vocagnolm.recipe.shipped import shipped_recipes
+
+    found = shipped_recipes().values()
+    if as_json:
+        rows = {r.name: {"shows": r.shows, "about": r.about, "after": r.after} for r in found}
+        typer.echo(json.dumps(rows, ensure_ascii=False, indent=2))
+        return
+    width = max(len(recipe.name) for recipe in found)
+    for recipe in found:
+        shows = f"{recipe.shows}: " if recipe.shows else ""
+        after = f" (first: {recipe.after})" if recipe.after else ""
+        typer.echo(f"{recipe.name:{width}}  {shows}{recipe.about}{after}")
+
+
+@app.command()
+def show(name: str = typer.Argument(help="A name of `vocagnolm recipe list`.")) -> None:
+    """Print a whole recipe, every key with its meaning: a file to start from."""
+    from vocagnolm.recipe.shipped import shipped_recipe
+
+    typer.echo(shipped_recipe(name).text, nl=False)

@@ -1,0 +1,120 @@
+"""Grading by the rules of the paper's harness (ZubinGou/math-evaluation-harness at dcfa46a).
+
+The rules are its own, the words and the program are ours. They are laxer than our own grading in
+places (the last number of any output counts, so do 0.18 and 1800 for 18, and an interval may be
+open or closed) and harder in others: all that follows "the answer is" must be the answer.
+Expressions go to math-verify, where the harness has sympy and latex2sympy2.
+"""
+
+import re
+from fractions import Fraction
+
+from vocagnolm.evaluate.graders.clauses import LONGEST_ANSWER, closing_braces
+from vocagnolm.evaluate.graders.latex import canonical_math, same_base
+from vocagnolm.evaluate.graders.numbers import NUMBER_WORD, number_in_words
+from vocagnolm.evaluate.graders.verifier import verify_latex
+
+_TOLERANCE = Fraction(1, 10**4)  # relative
+_LONGEST_NUMBER = 200  # digits
+_PLAIN_NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?|-?\d+/0*[1-9]\d*"
+_LAST_NUMBER = re.compile(r"-?\d*\.?\d+")
+# of the harness's 130 words, which it takes out wherever they stand, the measures
+_UNITS = re.compile(
+    r"(?<![\w\\])(?:mile|yard|feet|ft|inch|inche|metre|meter|mtr|km|cm|mm|dm"
+    r"|acre|hectare|square|sq|cubic|cube|litre|liter|gallon|gal|kg|gm|lb"
+    r"|second|sec|minute|min|hour|hr|day|month|year|yr|mph|kmph|kmh"
+    r"|rupee|rs|degree|deg|percent|per|unit|apple|coin|men|women)s?(?!\w)"
+)
+
+
+def extract_letter(output: str) -> str | None:
+    """The first letter after "answer is" or "choice is". Nothing else is tried."""
+    text = output.partition("Problem:")[0].replace("choice is", "answer is").lower()
+    found = re.search(r"answer is \(?([a-e])", text)
+    return found[1].upper() if found else None
+
+
+def extract_answer(output: str) -> str | None:
+    """The first of these that the output has: Minerva's closing sentence, the last box, what
+    follows the last "the answer is" to the very end, the last number."""
+    text = output.strip()
+    if "final answer is $" in text and "$. I hope" in text:
+        answer = text.partition("final answer is $")[2].partition("$. I hope")[0]
+    elif "boxed" in text:
+        answer = _boxed(text.rpartition("boxed")[2])
+    elif "he answer is" in text:
+        answer = text.rpartition("he answer is")[2]
+    elif "final answer is" in text:
+        answer = text.rpartition("final answer is")[2]
+    else:
+        answer = (_LAST_NUMBER.findall(text.replace(",", "")) or [""])[-1]
+    answer = "".join(line.strip() for line in answer.split("\n"))
+    return answer.removeprefix(":").removesuffix(".").removesuffix("/").strip() or None
+
+
+def _boxed(after: str) -> str:
+    """What the box holds; all that is left of a text that ends in an open box."""
+    if after.startswith("{"):
+        return after[1 : closing_braces(after).get(0)]
+    return after.partition("$")[0]
+
+
+def same_answer(found: str, gold: str) -> bool:
+    if len(found) > LONGEST_ANSWER:
+        return False
+    return _same(_spelling(found), _spelling(gold))
+
+
+def _spelling(text: str) -> str:
+    if "matrix" not in text and "array" not in text:  # there, two backslashes end a row
+        text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # its examples teach `\\frac`
+    without_units = _UNITS.sub("", text)
+    text = canonical_math(without_units if without_units.strip() else text, words=False)
+    return re.sub(r"\\?%", "", text).strip()
+
+
+def _same(found: str, gold: str) -> bool:
+    if found == gold:
+        return True
+    x, y = _number(found), _number(gold)
+    if x is not None and y is not None:
+        return any(_close(x, y * scale) for scale in (Fraction(1, 100), 1, 100))
+    if not found:
+        return False
+    if _without_brackets(found) == _without_brackets(gold):
+        return True
+    if _in_brackets(found) and _in_brackets(gold):
+        parts = found[1:-1].split(","), gold[1:-1].split(",")
+        if 1 < len(parts[0]) == len(parts[1]):
+            return all(_same(a.strip(), b.strip()) for a, b in zip(*parts, strict=True))
+    return _is_formula(found, gold) and verify_latex(found, gold, tolerance=float(_TOLERANCE))
+
+
+def _number(text: str) -> Fraction | None:
+    text = re.sub(r"\\frac\{(-?\d+)\}\{(\d+)\}", r"\1/\2", text).replace(",", "")
+    if len(text) <= _LONGEST_NUMBER and re.fullmatch(_PLAIN_NUMBER, text):
+        return Fraction(text)
+    words = None if re.search(r"\d", text) else NUMBER_WORD.search(text)
+    number = number_in_words(words[0]) if words else None
+    return None if number is None else number.value
+
+
+def _is_formula(found: str, gold: str) -> bool:
+    """Whether there is anything to compute: a letter is never a number, a word, a time or a number
+    in another base is no expression, and `9 * 2 = 18` is no `18`."""
+    letters = re.findall(r"[A-Za-z]+", re.sub(r"\\[A-Za-z]+", " ", found))
+    if any(len(word) > 2 for word in letters) or (letters and _number(gold) is not None):
+        return False
+    return ":" not in found and found.count("=") == gold.count("=") and same_base(found, gold)
+
+
+def _close(value: Fraction, gold: Fraction) -> bool:
+    return abs(value - gold) <= _TOLERANCE * max(abs(value), abs(gold))
+
+
+def _without_brackets(text: str) -> str:
+    return re.sub(r"[{}()\s]", "", text).lower()
+
+
+def _in_brackets(text: str) -> bool:
+    return text[:1] in ("(", "[") and text[-1:] in (")", "]")

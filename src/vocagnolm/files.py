@@ -1,0 +1,320 @@
+"""The one place that writes files: whole or not at all, on the disk before it has a name.
+
+A file is written under a temporary name that nobody else can have made, flushed, and renamed; its
+folder is flushed too. A process may be killed between any two instructions, and the disk may be
+full: what stands under its final name is whole, and what a killed run left behind is recognised by
+its name (`.NAME.XXXXXXXX.tmp`) and removed by the next. Standard library only.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+from vocagnolm.errors import BusyError, VocagnolmError, WriteError
+
+LOCK_FILE = ".lock"
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+
+
+def reached(point: str, path: Path) -> None:
+    """Called between any two steps of a write, and does nothing: tests stop the process here."""
+
+
+# ---- whole files and folders ----
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    with whole_file(path) as file:
+        file.write(content)
+
+
+def write_text(path: str | Path, content: str) -> None:
+    write_bytes(path, content.encode())
+
+
+def write_json(path: str | Path, value: Any, *, indent: int | None = 1) -> None:
+    write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def whole_file(path: str | Path) -> Iterator[IO[bytes]]:
+    """A binary file that gets its name when the block ends without an error. Folders above it are
+    made; permissions follow the umask."""
+    path = Path(path)
+    temporary = _temporary_name(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        reached("begin", path)
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW
+        with os.fdopen(os.open(temporary, flags, 0o666), "w+b") as file:
+            yield file
+            reached("written", path)
+            file.flush()
+            os.fsync(file.fileno())
+        reached("synced", path)
+        os.replace(temporary, path)
+        reached("renamed", path)
+        _sync_folder(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise _not_written(path, error) from error
+        raise
+
+
+@contextlib.contextmanager
+def whole_folder(path: str | Path) -> Iterator[Path]:
+    """A folder that gets its name, with all its files on the disk, when the block ends without an
+    error. A folder of that name, left by the same run, is replaced."""
+    path = Path(path)
+    temporary = _temporary_name(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        reached("begin", path)
+        temporary.mkdir()
+        yield temporary
+        reached("written", path)
+        sync_tree(temporary)
+        reached("synced", path)
+        if path.exists():
+            before = _temporary_name(path)
+            os.replace(path, before)
+            reached("moved", path)
+            os.replace(temporary, path)
+            shutil.rmtree(before)
+        else:
+            os.replace(temporary, path)
+        reached("renamed", path)
+        _sync_folder(path.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _not_written(path, error) from error
+        raise
+
+
+def append_lines(path: str | Path, lines: str, *, sync: bool = True) -> None:
+    """Whole lines behind those that are there. `sync`: not only a killed process, a power cut must
+    not lose them either."""
+    path = Path(path)
+    try:
+        reached("begin", path)
+        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
+        with os.fdopen(os.open(path, flags, 0o666), "ab") as file:
+            file.write(lines.encode())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        reached("written", path)
+    except OSError as error:
+        raise _not_written(path, error) from error
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file that grows; one that a kill cut short is left out and taken off, so that
+    the next one starts on a line of its own."""
+    if not path.is_file():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) != len(data):
+        with open(path, "r+b") as file:
+            file.truncate(len(whole))
+    return [line for line in whole.split(b"\n") if line]
+
+
+def remove(path: Path) -> None:
+    reached("begin removing", path)
+    path.unlink(missing_ok=True)
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file of this name was left by a run that was killed while it wrote."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def remove_leftovers(folder: str | Path) -> None:
+    """Call it under the folder's lock: nobody else may be writing."""
+    for path in Path(folder).glob(".*.tmp"):
+        if not is_leftover(path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            remove(path)
+
+
+def plain_name(name: Any) -> bool:
+    """A name inside its folder: what a manifest may list."""
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
+
+
+def sync_tree(folder: Path) -> None:
+    """Every file below the folder to the disk, readable for whom the umask lets read (libraries
+    that write through temporary files leave them to their owner alone)."""
+    readable = folder.stat().st_mode & 0o666
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(path.stat().st_mode | readable)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    # without this a power cut may forget the rename
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+@contextlib.contextmanager
+def as_write_error(what: str) -> Iterator[None]:
+    """For files that libraries write: torch and safetensors raise kinds of their own when a disk
+    is full."""
+    try:
+        yield
+    except VocagnolmError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise _not_written(what, error) from error
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise _not_written(what, error) from error
+
+
+def _not_written(path: Path | str, error: Exception) -> WriteError:
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return WriteError(
+        f"{path} could not be written: {reason}. What was finished before is "
+        "kept. Make room or mend the path, and run the same command again: it goes on from there."
+    )
+
+
+# ---- reading back ----
+
+
+def read_json(
+    path: str | Path,
+    error: type[VocagnolmError],
+    mend: str,
+    keys: Mapping[str, type | tuple[type, ...]] | None = None,
+) -> dict[str, Any]:
+    """A JSON object that has `keys` of these types, or `error` with what is wrong and how to `mend`
+    it. A file that is not there is the caller's business: FileNotFoundError."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except OSError as failure:
+        raise error(f"{path} cannot be read: {failure.strerror}. {mend}") from None
+    except (ValueError, RecursionError) as failure:
+        raise error(f"{path} is not JSON ({failure}). {mend}") from None
+    if not isinstance(content, dict):
+        found = type(content).__name__
+        raise error(f"{path} holds a {found}, expected a JSON object. {mend}")
+    for name, kind in (keys or {}).items():
+        if not isinstance(content.get(name), kind):
+            raise error(f"{path} is damaged: its '{name}' is {content.get(name)!r:.40}. {mend}")
+    return content
+
+
+def file_digest(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_digests(paths: Sequence[Path]) -> list[str]:
+    """Of several files at once: hashing lets other threads run."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(file_digest, paths))
+
+
+def json_digest(value: Any) -> str:
+    """SHA-256 of a value as JSON with sorted keys: the identity of settings."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def differences(
+    found: Any, wanted: Any, name: str = "", absent: Any = None
+) -> Iterator[tuple[str, Any, Any]]:
+    """`(name, found, wanted)` for every leaf in which two nested mappings differ."""
+    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
+        for key in sorted({*found, *wanted}):
+            inner = f"{name}.{key}" if name else str(key)
+            yield from differences(found.get(key, absent), wanted.get(key, absent), inner)
+    elif found != wanted:
+        yield name, found, wanted
+
+
+# ---- locks ----
+
+
+@contextlib.contextmanager
+def folder_lock(folder: str | Path, advice: str) -> Iterator[None]:
+    """Only one process may write to a folder. The kernel takes the lock back when its holder dies,
+    however it dies. The holder's name stands in the file, which is why it is opened without
+    truncating it (as `filelock` does)."""
+    path = Path(folder) / LOCK_FILE
+    with contextlib.ExitStack() as held:
+        file = held.enter_context(_open_lock(path))
+        while not _lock(file, path, advice):  # removed by its last holder in the meantime
+            file = held.enter_context(_open_lock(path))
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()} since {since}".encode())
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _open_lock(path: Path) -> IO[bytes]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW
+        return os.fdopen(os.open(path, flags, 0o666), "r+b")
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise WriteError(
+                f"{path} is a symbolic link, which no run of ours makes. "
+                "Look who put it there, and remove it."
+            ) from None
+        raise _not_written(path, error) from error
+
+
+def _lock(file: IO[bytes], path: Path, advice: str) -> bool:
+    """True when the file is locked and is still the one under its name."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        holder = file.read(200).decode(errors="replace").strip()
+        named = f" ({holder})" if holder else ""
+        raise BusyError(f"another process{named} is writing to {path.parent}. {advice}") from None
+    try:
+        return os.fstat(file.fileno()).st_ino == os.stat(path).st_ino
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,134 @@
+"""What the objective is given of a micro-batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from vocagnolm.objective.head import Head
+
+IGNORE_INDEX = -100
+"""Label of a position that has no next token to predict; as in `torch.nn.functional`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """What a micro-batch predicts, and what is known of it before the student has read it. Already
+    shifted: entry t belongs to the token that position t predicts. B sequences, T positions.
+
+        Targets(labels_BT=ids[:, 1:], guidance_BT=guidance[:, 1:])  # inputs: ids[:, :-1]
+    """
+
+    labels_BT: Tensor
+    """int64; -100 is ignored."""
+    guidance_BT: Tensor | None = None
+    """Teacher nll carried to these tokens, NaN where unmapped. None (random, no_teacher): every
+    token counts as mapped."""
+    entropy_BT: Tensor | None = None
+    """Entropy of the reference model in nats; only for `entropy_keep`."""
+    teacher_sums_B2: Tensor | None = None
+    """Sum and number of the losses of the teacher tokens behind each sequence, for `unmapped:
+    mean`. None: of the guidance, which is the same for one vocabulary."""
+    stretch_BT: Tensor | None = None
+    """int64: number of each token's stretch in its sequence, for `compare: stretch`: the smallest
+    piece of text at whose ends both tokenisations have a boundary. `guidance_BT` is then the
+    teacher's loss of the whole stretch, the same for all its tokens."""
+    sequence_index_B: Tensor | None = None
+    """int64: place of each sequence in the whole batch of the optimiser step. It breaks ties and
+    feeds random choices. None: micro-batch by micro-batch, rank by rank, row by row, which is
+    the order in which accelerate deals batches to ranks."""
+
+    def __post_init__(self) -> None:
+        for name in ("labels_BT", "guidance_BT"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Tensor):
+                raise ValueError(
+                    f"{name} must be a tensor [B, T], got {type(value).__name__}; rows of unequal "
+                    "length become one with Targets.from_rows(labels, guidance)"
+                )
+
+    @classmethod
+    def from_rows(
+        cls,
+        labels: Sequence[Any],
+        guidance: Sequence[Any] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> "Targets":
+        """Sequences of unequal length, as lists, arrays or tensors: labels are padded on the right
+        with -100, guidance with NaN. Pad the inputs on the right too, with any token."""
+        if guidance is not None:
+            _require_pairs(labels, guidance)
+
+        def padded(rows: Sequence[Any], dtype: torch.dtype, fill: float) -> Tensor:
+            tensors = [torch.as_tensor(row, dtype=dtype, device=device) for row in rows]
+            return pad_sequence(tensors, batch_first=True, padding_value=fill)
+
+        return cls(
+            labels_BT=padded(labels, torch.int64, IGNORE_INDEX),
+            guidance_BT=None if guidance is None else padded(guidance, torch.float32, torch.nan),
+        )
+
+    @cached_property
+    def valid_BT(self) -> Tensor:
+        return self.labels_BT != IGNORE_INDEX
+
+    @cached_property
+    def mapped_BT(self) -> Tensor:
+        """Tokens that can be compared. Of a stretch all or none: its loss under the student is not
+        known where one of its tokens is not predicted."""
+        if self.guidance_BT is None:
+            return self.valid_BT
+        known = ~torch.isnan(self.guidance_BT)
+        if self.stretch_BT is None:
+            return self.valid_BT & known
+        broken = torch.zeros_like(self.stretch_BT, dtype=torch.int32)
+        unseen = (known & ~self.valid_BT).to(torch.int32)
+        broken = broken.scatter_reduce(1, self.stretch_BT, unseen, "amax")
+        return self.valid_BT & known & (broken.gather(1, self.stretch_BT) == 0)
+
+
+def _require_pairs(labels: Sequence[Any], guidance: Sequence[Any]) -> None:
+    if len(labels) != len(guidance):
+        raise ValueError(f"{len(labels)} rows of labels, {len(guidance)} of guidance")
+    for number, (row, known) in enumerate(zip(labels, guidance, strict=True)):
+        if len(row) != len(known):
+            raise ValueError(f"row {number} has {len(row)} labels and {len(known)} of guidance")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What was decided over all micro-batches of a step, for one of them."""
+
+    denominator: Tensor | float | None = None
+    """What the summed loss is divided by. None: this micro-batch's count, or with scope global the
+    count of all ranks."""
+    weights_BT: Tensor | None = None
+    """What each token counts, decided already (second pass of scope global, see `weigh_step`);
+    bool or float."""
+    nll_BT: Tensor | None = None
+    """The losses that it was decided by: phase 1 is then left out."""
+    micro_batches: int = 1
+    """Micro-batches of the step on all ranks, for what is a mean over them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """An online teacher's view of the same text, for kld and uld (no gradient flows into it)."""
+
+    hidden: Tensor
+    """[B, U, D_T] last hidden states of the teacher; U may differ from the student's T."""
+    head: Head | None
+    """None: `hidden` holds the logits themselves, for a head that is not understood."""
+    position_BT: Tensor | None = None
+    """[B, T] int64: which teacher position predicts what student position t predicts, -1 where
+    the two are not aligned. None: the same position (same tokenizer)."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the teacher's distribution is over."""
+        return self.hidden.shape[-1] if self.head is None else self.head.rows

@@ -1,0 +1,93 @@
+"""Killed between any two steps of writing, a command goes on when it is run again, to the same
+result."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+from faults_kit import copy_of, kill_at, some, tiny_tree, write_points
+from training_kit import fresh_process, recipe_dict
+
+from vocagnolm.data.prepare import prepare
+from vocagnolm.recipe import recipe_from_dict
+
+
+def digests(folder: Path, pattern: str = "*") -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob(pattern))
+        if path.is_file()
+    }
+
+
+def test_prepare(lab, tmp_path):
+    def work(name):
+        data = {"blocks": str(tmp_path / name), "part_documents": 8}
+        recipe = recipe_from_dict(recipe_dict(lab, data=data))
+        return lambda: prepare(recipe)
+
+    steps = write_points(work("whole"))
+    expected = digests(tmp_path / "whole")
+    assert len(steps) > 15
+    for number in some(range(1, len(steps) + 1), 8):
+        kill_at(number, work(f"killed-{number}"))
+        work(f"killed-{number}")()
+        assert digests(tmp_path / f"killed-{number}") == expected, steps[number - 1]
+
+
+def test_train(lab, tmp_path):
+    from vocagnolm.train.run import train
+
+    def work(name):
+        def run():
+            fresh_process()
+            train(recipe_from_dict(tiny_tree(lab, tmp_path / name)), quiet=True)
+
+        return run
+
+    steps = write_points(work("whole"))
+    expected = digests(tmp_path / "whole" / "model", "*.safetensors")
+    last = {"renamed model", "begin run.json", "synced run.json"}  # model there, run not finished
+    ends = [n for n, step in enumerate(steps, 1) if step in last and n > len(steps) - 9]
+    numbers = sorted({*some(range(1, len(steps) + 1), 3), *ends[-2:]})
+    for number in numbers:
+        kill_at(number, work(f"killed-{number}"))
+        work(f"killed-{number}")()
+        folder = tmp_path / f"killed-{number}"
+        assert digests(folder / "model", "*.safetensors") == expected, steps[number - 1]
+        assert not list(folder.glob(".*")), "leftovers are removed"
+
+
+def test_a_full_disk_at_the_first_write_leaves_nothing_foreign(lab, tmp_path, monkeypatch):
+    from vocagnolm import files
+    from vocagnolm.errors import WriteError
+    from vocagnolm.train.run import train
+
+    real, full = files.os.fsync, True
+
+    def fsync(descriptor):
+        if full:
+            raise OSError(28, "No space left on device")
+        return real(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    blocks = recipe_from_dict(recipe_dict(lab, data={"blocks": str(tmp_path / "b")}))
+    recipe = recipe_from_dict(tiny_tree(lab, tmp_path / "run"))
+    for command in (lambda: prepare(blocks), lambda: train(recipe, quiet=True)):
+        with pytest.raises(
+            WriteError, match=r"No space left on device.*run the same command again"
+        ):
+            command()
+    full = False
+    prepare(blocks)
+    assert train(recipe, quiet=True)["finished"]
+
+
+def test_leftovers_of_an_older_kill_are_removed(lab, tmp_path):
+    folder = copy_of(lab / "blocks", tmp_path / "b")
+    (folder / "manifest.json").unlink()
+    (folder / ".part-00000.safetensors.0123abcd.tmp").write_bytes(b"half")
+    prepare(recipe_from_dict(recipe_dict(lab, data={"blocks": str(folder)})))
+    assert not list(folder.glob(".*"))
+    shutil.rmtree(folder)

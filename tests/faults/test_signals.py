@@ -1,0 +1,176 @@
+"""What a scheduler sends, to the real commands in processes of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from faults_kit import LONG, in_child, tiny_tree, write_recipe
+from training_kit import fresh_process, recipe_dict, run_processes
+
+from vocagnolm.train.checkpoint import newest_complete
+from vocagnolm.train.metrics_file import read_metrics
+
+STEPS = 200
+
+
+def start(*words: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_until(condition, alive, seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert alive() and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def train_in_child(recipe: Path) -> int:
+    """The command in a forked process: all is imported already."""
+
+    def work():
+        import torch
+        from accelerate.state import PartialState
+
+        from vocagnolm.cli import main
+
+        torch.set_num_threads(1)
+        PartialState._reset_state()
+        sys.argv = ["vocagnolm", "train", str(recipe), "--quiet"]
+        try:
+            main()
+        except SystemExit as left:
+            os._exit(left.code or 0)
+
+    import vocagnolm.train.run  # noqa: F401
+
+    return in_child(work)
+
+
+def alive(child: int) -> bool:
+    return os.waitpid(child, os.WNOHANG)[0] == 0
+
+
+def test_sigusr1_saves_and_goes_on_sigterm_saves_and_leaves(lab, tmp_path):
+    from vocagnolm.recipe import recipe_from_dict
+    from vocagnolm.train.run import train
+
+    def tree(folder):
+        return tiny_tree(lab, folder, train={"tokens": STEPS * 4 * 32}, run={"save_every": 0})
+
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    child = train_in_child(write_recipe(tmp_path / "r.yaml", tree(folder)))
+
+    def steps():
+        return len(read_metrics(folder / "metrics.jsonl"))
+
+    wait_until(lambda: steps() > 2, lambda: alive(child))
+    os.kill(child, signal.SIGUSR1)
+    wait_until(lambda: newest_complete(folder / "checkpoints").step > 0, lambda: alive(child))
+    first = newest_complete(folder / "checkpoints").step
+    wait_until(lambda: steps() > first + 2, lambda: alive(child))
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 143
+    newest = newest_complete(folder / "checkpoints").step
+    assert first < newest == steps() < STEPS
+    assert not (folder / "model").exists() and not (folder / ".lock").exists()
+    # run again it is the same as a run that nobody disturbed
+    for target in (folder, whole):
+        fresh_process()
+        assert train(recipe_from_dict(tree(target)), quiet=True)["finished"]
+    weights = [(f / "model" / "model.safetensors").read_bytes() for f in (folder, whole)]
+    assert weights[0] == weights[1]
+    losses = [[r["loss"] for r in read_metrics(f / "metrics.jsonl")] for f in (folder, whole)]
+    assert losses[0] == losses[1] and len(losses[0]) == STEPS
+
+
+def train_all(trees) -> None:
+    from vocagnolm.recipe import recipe_from_dict
+    from vocagnolm.train.run import train
+
+    for tree in trees:
+        train(recipe_from_dict(tree), quiet=True)
+
+
+def stop_one_rank(tree) -> None:
+    """Only one of two processes hears the signal; both act, after the same step."""
+    from vocagnolm.errors import StoppedError
+    from vocagnolm.train.trainer import GuidedTrainer
+
+    end_step = GuidedTrainer.end_step
+
+    def signalled(self, control):
+        if self.state.global_step == 2 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        end_step(self, control)
+
+    GuidedTrainer.end_step = signalled
+    with pytest.raises(StoppedError, match="after step 2 of 3"):
+        train_all([tree])
+
+
+def test_two_processes_without_a_gpu_and_device_auto(lab, tmp_path):
+    """`auto` means the same everywhere: the run equals that of device cpu, and of one process."""
+
+    def tree(name, device):
+        return tiny_tree(lab, tmp_path / name, train={"device": device, "micro_batch": 2})
+
+    run_processes(stop_one_rank, 2, tree("auto", "auto"))
+    run_processes(train_all, 2, [tree("auto", "auto"), tree("cpu", "cpu")])
+    run_processes(train_all, 1, [tree("one", "cpu")])
+    losses = {
+        name: [r["loss"] for r in read_metrics(tmp_path / name / "metrics.jsonl")]
+        for name in ("auto", "cpu", "one")
+    }
+    assert losses["auto"] == losses["cpu"] and len(losses["cpu"]) == 3
+    assert losses["auto"] == pytest.approx(losses["one"], rel=1e-5)
+
+
+@pytest.mark.skipif(not LONG, reason="make faults: starts torchrun itself")
+def test_torchrun_without_a_gpu(lab, tmp_path):
+    losses = []
+    for processes in (1, 2):
+        tree = tiny_tree(lab, tmp_path / str(processes), train={"device": "auto", "micro_batch": 2})
+        recipe = write_recipe(tmp_path / f"{processes}.yaml", tree)
+        words = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        process = start(*words, "-m", "vocagnolm", "train", str(recipe), "--quiet")
+        _, errors = process.communicate(timeout=180)
+        assert process.returncode == 0, errors[-2000:]
+        records = read_metrics(tmp_path / str(processes) / "metrics.jsonl")
+        losses.append([record["loss"] for record in records])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_workers_of_prepare_end_with_it(lab, tmp_path, number):
+    data = {"blocks": str(tmp_path / "b"), "part_documents": 1}
+    files = [str(lab / "corpus.jsonl")] * 40
+    tree = recipe_dict(lab, data=data, corpus={"files": files})
+    recipe = write_recipe(tmp_path / "r.yaml", tree)
+    process = start("vocagnolm", "prepare", str(recipe), "--workers", "2")
+    wait_until(
+        lambda: len(list((tmp_path / "b").glob("part-*"))) > 2, lambda: process.poll() is None
+    )
+    workers = children_of(process.pid)
+    assert workers
+    process.send_signal(number)
+    process.wait(20)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "a worker goes on"
+        time.sleep(0.05)
+
+
+def children_of(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
+    return [int(line) for line in found.stdout.split()]
