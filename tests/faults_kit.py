@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,9 +67,18 @@ def in_child(work: Work) -> int:
     return child
 
 
-def was_killed(child: int) -> bool:
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
+def was_killed(child: int, seconds: float = 120.0) -> bool:
+    """Waits for the child's end; one that does not come to it is an error, not a hang."""
+    deadline = time.monotonic() + seconds
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.WIFSIGNALED(status)
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise TimeoutError(f"the child did not end within {seconds:.0f} s")
+        time.sleep(0.005)
 
 
 def write_points(work: Work) -> list[str]:

@@ -182,11 +182,13 @@ def _as_rank(rank: int, count: int, port: int, errors: Any, target: Any, argumen
 
 
 def fresh_process() -> None:
-    """Forget what accelerate has learned about the parent process."""
+    """Forget what accelerate has learned about the parent process, and do without its threads: a
+    forked child has none of them and would wait for ever, for OpenMP's or those behind oneDNN."""
     import torch
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(False)
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 

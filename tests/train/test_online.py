@@ -1,5 +1,7 @@
 """The online teacher against a teacher that reads one document at a time."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +51,54 @@ def test_guidance_equals_a_naive_teacher(parts, document_mask):
             expected[own] = carry(align(spans[own] - low, piece.spans), losses, "mean")
         found = guided["guidance"][row].numpy()
         np.testing.assert_allclose(found, expected[1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_stretches_equal_a_naive_teacher(lab, document_mask):
+    """Sums over the teacher's tokens of each piece of text between boundaries that both have."""
+    order = TrainingOrder(Blocks(lab / "blocks", 32), 64, seed=0)
+    tokenizer = load_tokenizer(str(lab / "other"))
+    view = TeacherView(order, tokenizer, prefix=[1], by_stretch=True)
+    model = AutoModelForCausalLM.from_pretrained(lab / "other").eval()
+    teacher = OnlineTeacher(model, config=ObjectiveConfig(compare="stretch"))
+    batch = BlockCollator(document_mask)([view[i] for i in range(6)])
+    guided = teacher.guide(batch)
+    several = 0
+    for row in range(6):
+        block = order[row]
+        text, spans = order.blocks.text(block["block"])
+        ids: list[int] = []
+        expected = np.full(33, np.nan)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for number in range(block["document"].max() + 1):
+            own = np.flatnonzero(block["document"] == number)
+            low, high = _whole_characters(text, int(spans[own[0], 0]), int(spans[own[-1], 1]))
+            piece = tokenizer.spans(text[low:high].decode())
+            context = [] if document_mask else ids
+            whole = torch.tensor([[*context, 1, *piece.ids.tolist()]])
+            with torch.no_grad():
+                logits = model(whole).logits[0]
+            nll = F.cross_entropy(logits[:-1], whole[0, 1:], reduction="none")
+            losses = nll[len(nll) - len(piece) :].numpy() if len(piece) else np.zeros(0)
+            ids += [1, *piece.ids.tolist()]
+            theirs = (piece.spans + low).tolist()
+            ours = [tuple(spans[t]) for t in own]
+            edges = {int(e) for s in ours for e in s if s[0] < s[1]}
+            edges &= {e for s in theirs for e in s if s[0] < s[1]}
+            for a, b in pairwise(sorted(edges)):
+                tokens = [int(t) for t in own if a <= spans[t, 0] < spans[t, 1] <= b]
+                inside = [n for (c, _), n in zip(theirs, losses, strict=True) if a <= c < b]
+                if tokens and tokens[0] > 0:  # the first token of a block is not predicted
+                    expected[tokens] = sum(inside)
+                    groups[number, a] = tokens
+        found = guided["guidance"][row].numpy()
+        np.testing.assert_allclose(found, expected[1:], rtol=1e-4, atol=1e-4)
+        numbers = batch["stretch"][row].tolist()
+        for tokens in groups.values():
+            assert len({numbers[t - 1] for t in tokens}) == 1
+            several += len(tokens) > 1
+        assert len(set(numbers)) == 32 - sum(len(tokens) - 1 for tokens in groups.values())
+    assert several > 5
 
 
 def test_distributions_are_compared_where_both_stand_at_the_same_place(parts):

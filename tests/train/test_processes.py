@@ -15,6 +15,9 @@ OBJECTIVES = [
     {"method": "guided", "scope": "batch", "normalise": "all"},
     {"method": "random", "scope": "sequence", "normalise": "selected"},
     {"method": "chunk", "scope": "sequence", "normalise": "selected"},
+    {"method": "guided", "compare": "stretch", "scope": "global", "normalise": "selected"},
+    {"method": "guided", "compare": "stretch", "weighting": "reducible"},
+    {"method": "alm", "scope": "batch"},
 ]
 
 

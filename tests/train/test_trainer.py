@@ -111,6 +111,10 @@ def test_keeping_everything_is_plain_pretraining(lab, tmp_path):
         {"method": "random", "scope": "global"},
         {"method": "chunk", "scope": "sequence", "normalise": "selected", "n_chunks": 5},
         {"method": "no_teacher", "scope": "global"},
+        {"method": "guided", "compare": "stretch", "scope": "global", "normalise": "selected"},
+        {"method": "guided", "weighting": "reducible", "compare": "stretch"},
+        {"method": "guided", "weighting": "reducible", "normalise": "selected"},
+        {"method": "alm", "scope": "sequence"},
     ],
     ids=lambda o: "-".join(map(str, o.values())),
 )
@@ -130,6 +134,13 @@ def test_one_batch_of_eight_equals_eight_of_one(lab, tmp_path, objective):
         ({"method": "rho1", "entropy_keep": 0.8}, {"model": "twin", "online": True}, None),
         ({"method": "guided"}, {"model": "other", "online": True}, None),
         ({"method": "chunk"}, {"model": "other", "online": True}, None),
+        ({"method": "rho1", "compare": "stretch"}, {"model": "twin", "online": True}, None),
+        ({"method": "guided", "compare": "stretch"}, {"model": "other", "online": True}, None),
+        ({"method": "chunk", "compare": "stretch"}, {"model": "other", "online": True}, None),
+        ({"method": "chunk", "compare": "stretch"}, {}, "store"),
+        ({"method": "guided", "weighting": "reducible"}, {}, "store"),
+        ({"method": "alm"}, {"model": "other", "online": True}, None),
+        ({"method": "alm"}, {}, "store"),
         ({"method": "kld"}, {"model": "twin"}, None),
         ({"method": "uld"}, {"model": "other"}, None),
     ],
@@ -148,9 +159,11 @@ def test_every_method_trains(lab, tmp_path, objective, teacher, store):
     )
     assert len(records) == 3 and all(math.isfinite(r["loss"]) for r in records)
     kept = records[0]["kept_share"]
-    assert kept == 1.0 if objective["method"] in ("kld", "uld") else 0.3 < kept < 0.6
-    if objective["method"] in ("kld", "uld"):
+    everything = objective["method"] in ("kld", "uld", "alm") or "weighting" in objective
+    assert kept == 1.0 if everything else 0.3 < kept < 0.65
+    if objective["method"] in ("kld", "uld", "alm"):
         assert records[-1]["distill_loss"] > 0
+    if objective["method"] in ("kld", "uld"):
         assert records[0]["aligned_share"] > (0.9 if objective["method"] == "kld" else 0.05)
     else:
         assert records[0]["mapped_share"] is None or records[0]["mapped_share"] > 0.9

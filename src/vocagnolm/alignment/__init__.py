@@ -22,7 +22,15 @@ from vocagnolm.alignment.measures import (
     token_overlap,
 )
 from vocagnolm.alignment.overlap import VocabularyOverlap, vocabulary_overlap
-from vocagnolm.alignment.stretch import KINDS, Stretches, kinds, stretch_losses, stretches
+from vocagnolm.alignment.stretch import (
+    KINDS,
+    Stretches,
+    kinds,
+    stretch_alignment,
+    stretch_losses,
+    stretches,
+    whole_sums,
+)
 from vocagnolm.alignment.tokenizer import TextTokenizer, load_tokenizer, token_spans
 
 __all__ = [
@@ -48,9 +56,11 @@ __all__ = [
     "kinds",
     "load_tokenizer",
     "shares",
+    "stretch_alignment",
     "stretch_losses",
     "stretches",
     "token_overlap",
     "token_spans",
     "vocabulary_overlap",
+    "whole_sums",
 ]

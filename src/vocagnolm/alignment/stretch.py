@@ -7,12 +7,11 @@ another begins.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vocagnolm.alignment.alignment import IntArray, as_spans
+from vocagnolm.alignment.alignment import Alignment, IntArray, as_spans
 
 KINDS = ("unmapped", "1:1", "1:N", "N:1", "N:M")
 """Student tokens : teacher tokens of a stretch."""
@@ -65,28 +64,40 @@ def stretch_losses(
 ) -> NDArray[np.float64]:
     """A teacher's loss of every token's stretch, the sum over its teacher tokens; NaN where the
     token has none, where the teacher's tokens do not spell all of it, or where one of their
-    losses is missing. A teacher token without text counts for the text behind it."""
+    losses is missing."""
     spans = as_spans(teacher_spans, "teacher_spans")
-    nll = np.asarray(teacher_nll, np.float64)
-    if len(nll) != len(spans):
-        raise ValueError(f"{len(nll)} teacher losses for {len(spans)} teacher tokens")
+    if len(np.asarray(teacher_nll)) != len(spans):
+        raise ValueError(f"{len(np.asarray(teacher_nll))} teacher losses for {len(spans)} tokens")
+    return whole_sums(stretch_alignment(found, spans), teacher_nll)
+
+
+def stretch_alignment(found: Stretches, teacher_spans: ArrayLike) -> Alignment:
+    """Per token the teacher tokens of its stretch; -1 where it has none, and where the teacher's
+    tokens do not spell all of it. A teacher token without text counts for the text behind it."""
+    spans = as_spans(teacher_spans, "teacher_spans")
     bounds = found.boundaries
     if len(bounds) < 2 or not len(spans):
-        return np.full(len(found.number), np.nan)
+        return Alignment(np.full(len(found.number), -1), np.full(len(found.number), -1))
     # tokens that start inside a stretch; those without text at its end belong to the next
-    first = np.searchsorted(spans[:, 0], bounds[:-1], side="left")
-    last = np.searchsorted(spans[:, 0], bounds[1:], side="left")
-    missing = np.isnan(nll)
-    sums = _between(np.where(missing, 0.0, nll), first, last)
-    width = _between((spans[:, 1] - spans[:, 0]).astype(np.float64), first, last)
-    unknown = (_between(missing.astype(np.float64), first, last) > 0) | (width != np.diff(bounds))
-    losses = np.where(unknown, np.nan, np.maximum(sums, 0.0))
-    return np.where(found.number >= 0, losses[found.number], np.nan)
+    place = np.searchsorted(spans[:, 0], bounds, side="left")
+    covered = np.concatenate([[0], np.cumsum(spans[:, 1] - spans[:, 0])])
+    spelled = np.diff(covered[place]) == np.diff(bounds)
+    known = (found.number >= 0) & spelled[found.number]
+    return Alignment(
+        np.where(known, place[:-1][found.number], -1),
+        np.where(known, place[1:][found.number] - 1, -1),
+    )
 
 
-def _between(values: NDArray[np.float64], first: IntArray, last: IntArray) -> NDArray[Any]:
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    return total[last] - total[first]
+def whole_sums(ranges: Alignment, values: ArrayLike) -> NDArray[np.float64]:
+    """Per token the sum over its range; NaN where there is none or one of its values is missing."""
+    given = np.asarray(values, np.float64)
+    missing = np.isnan(given)
+    total = np.concatenate([[0.0], np.cumsum(np.where(missing, 0.0, given))])
+    gaps = np.concatenate([[0], np.cumsum(missing)])
+    first, behind = ranges.first, ranges.last + 1
+    whole = ranges.mapped & (gaps[behind] == gaps[first])
+    return np.where(whole, np.maximum(total[behind] - total[first], 0.0), np.nan)
 
 
 def _boundaries(spans: IntArray) -> IntArray:

@@ -65,6 +65,69 @@ def export_command(
         typer.echo(f"{target}: {rows:,} rows")
 
 
+@app.command("compare")
+def compare_command(
+    stores: list[Path] = typer.Argument(..., help="Two or more loss stores."),
+    corpus: list[str] | None = typer.Option(
+        None, help="The corpus they were made from: sources and texts are then named."
+    ),
+    text_field: str = typer.Option("text", help="The field that holds the text."),
+    source_field: str | None = typer.Option(
+        None, help="The field that names a document's source. [default: its file]"
+    ),
+    limit_documents: int | None = typer.Option(
+        None, min=1, help="Compare about so many documents, evenly spread."
+    ),
+    examples: int = typer.Option(12, min=0, help="Stretches of text to show."),
+    plot: Path | None = typer.Option(
+        None, help="Draw the documents' bits per byte into this PNG or SVG file."
+    ),
+    as_json: bool = _JSON,
+) -> None:
+    """Several teachers side by side: bits per byte, where they differ, and on what text."""
+    from vocagnolm.data.corpus import open_corpus
+    from vocagnolm.data.teachers import compare_stores
+
+    read = open_corpus(corpus, text_field=text_field) if corpus else None
+    named = open_corpus(corpus, text_field=source_field) if corpus and source_field else None
+    found = compare_stores(stores, read, sources=named, limit=limit_documents, examples=examples)
+    if plot is not None:
+        from vocagnolm.report.store_figure import document_scatter
+
+        document_scatter(found, plot)
+        typer.echo(f"wrote {plot}", err=True)
+    if as_json:
+        typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
+    else:
+        _print_comparison(found)
+
+
+@app.command("rank")
+def rank_command(
+    store: Path = _STORE,
+    against: Path | None = typer.Option(
+        None, help="The store of a small reference model, or of the student, for the same corpus."
+    ),
+    out: Path | None = typer.Option(None, help="Write one row a document into this Parquet file."),
+    top: int = typer.Option(5, min=0, help="Documents to show at either end."),
+    as_json: bool = _JSON,
+) -> None:
+    """Which documents the teacher reads most easily, or gains most on over a reference model."""
+    from vocagnolm.store.export import export_ranks
+    from vocagnolm.store.rank import rank_documents
+
+    ranks = rank_documents(store, against)
+    if out is not None:
+        export_ranks(ranks, out)
+        typer.echo(f"wrote {out}", err=True)
+    ends = [*ranks.rows(0, top), *ranks.rows(max(top, len(ranks) - top), len(ranks))]
+    if as_json:
+        about = {"documents": len(ranks), "by": ranks.by, "shown": ends}
+        typer.echo(json.dumps(about, ensure_ascii=False, indent=2))
+    else:
+        _print_ranks(ranks.by, ends)
+
+
 # A teacher of one's own (`vocagnolm.score.Teacher`) may say less about itself.
 _STATED = {
     "teacher": "{teacher[name]}",
@@ -114,3 +177,56 @@ def _print_histogram(histogram: dict[str, Any]) -> None:
         label = f"{low:g} - {high:g}" if number < _HISTOGRAM_LINES else f"from {low:g}"
         bar = "#" * round(_BAR_WIDTH * count / max(shown))
         typer.echo(f"  {label:<12}{count / total:6.1%} {bar}")
+
+
+def _print_comparison(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    stores = found["stores"]
+    table = Table(title=f"{found['documents']:,} documents in all of them", title_justify="left")
+    for name in ("teacher", "bits per byte", "best on", "tokens more than a nat from the first"):
+        table.add_column(name, justify="left" if name == "teacher" else "right")
+    for store in stores:
+        apart = store["apart_share"]
+        table.add_row(
+            store["teacher"],
+            _bits(store["bits_per_byte"]),
+            f"{store['best_share']:.1%}",
+            "" if apart is None else f"{apart:.1%}",
+        )
+    Console().print(table)
+    names = [store["teacher"] for store in stores]
+    if len(found["sources"]) > 1:
+        table = Table("source", "documents", *names, title="bits per byte", title_justify="left")
+        for source in found["sources"]:
+            bits = map(_bits, source["bits_per_byte"])
+            table.add_row(source["name"], f"{source['documents']:,}", *bits)
+        Console().print(table)
+    if found["stretches"]:
+        table = Table("text", "document", *names, title="furthest apart, nats")
+        for row in found["stretches"]:
+            text = f"bytes {row['bytes'][0]}-{row['bytes'][1]}"
+            if row["text"] is not None:
+                text = json.dumps(row["text"], ensure_ascii=False)
+            nats = (f"{value:.2f}" for value in row["nats"])
+            table.add_row(text[:60], str(row["document"]), *nats)
+        Console().print(table)
+
+
+def _print_ranks(by: str, rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("rank", "document", "bytes", "bits per byte", title=f"by {by}")
+    if by == "difference":
+        table.add_column("difference")
+    for row in rows:
+        cells = [f"{row['rank']:,}", str(row["document"]), f"{row['bytes']:,}"]
+        cells.append(_bits(row["bits_per_byte"]))
+        table.add_row(*cells, *([_bits(row["difference"])] if by == "difference" else []))
+    Console().print(table)
+
+
+def _bits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -4,6 +4,8 @@
 manifest.json             written last: settings, summary, parts with their token counts
 part-00000.safetensors    ids [T], document_tokens [D], document_index [D]
                           guidance [T] float16, NaN = unmapped      (with a store)
+                          stretch [T] float16: the teacher's loss of the whole stretch; with a
+                          minus sign where the token goes on with it (compare: stretch, alm)
                           teacher_nll [M], teacher_range [T, 2]     (chunk; unmapped: mean)
                           text [B] bytes, spans [T, 2]              (online teacher)
 ```
@@ -23,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from vocagnolm.data.guidance import cut_stretches
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import file_digests, plain_name, read_json
@@ -52,13 +55,16 @@ class Blocks:
         block_size: int,
         *,
         chunks: int | None = None,
+        stretches: bool = False,
         teacher_sums: bool = False,
     ):
-        """`chunks`: guidance is that of so many chunks. `teacher_sums`: blocks also tell the sum
-        and the number of the losses of the teacher tokens behind them."""
+        """`chunks`: guidance is that of so many chunks. `stretches`: it is that of whole stretches,
+        which blocks number. `teacher_sums`: blocks also tell the sum and the number of the losses
+        of the teacher tokens behind them."""
         self.folder = Path(folder)
         self.block_size = block_size
         self.chunks = chunks
+        self.stretches = stretches
         self.teacher_sums = teacher_sums
         self.manifest = read_manifest(self.folder)
         self.tokens: int = self.manifest["tokens"]
@@ -82,13 +88,15 @@ class Blocks:
 
     def __getitem__(self, index: int) -> Block:
         """Per token of the window [L + 1]: `input_ids` int64, `guidance` float32 (with a store),
-        `document` int64, the ordinal of its document within the block. With `teacher_sums` also
-        `teacher_sums` float64 [2]."""
+        `document` int64, the ordinal of its document within the block. With `stretches` also
+        `stretch` int64, with `teacher_sums` also `teacher_sums` float64 [2]."""
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
         start, stop = self.window(index)
         block: Block = {"input_ids": self.read("ids", start, stop).astype(np.int64)}
-        if self.has_guidance:
+        if self.stretches:
+            block["guidance"], block["stretch"] = self._stretches(start, stop)
+        elif self.has_guidance:
             block["guidance"] = self.read("guidance", start, stop).astype(np.float32)
         if self.chunks is not None or self.teacher_sums:
             self._add_teacher(block, start, stop)
@@ -130,6 +138,15 @@ class Blocks:
             self._handle(part).get_slice(column)[a:b] for part, a, b in self._pieces(start, stop)
         ]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _stretches(self, start: int, stop: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        # one token more tells whether the last stretch ends with the window
+        column = self.read("stretch", start, min(stop + 1, self.tokens))
+        goes_on = np.signbit(column)
+        width = stop - start
+        return cut_stretches(
+            np.abs(column[:width]), goes_on[:width], cut_at_end=bool(goes_on[width:].any())
+        )
 
     def _add_teacher(self, block: Block, start: int, stop: int) -> None:
         """What takes all of the teacher's losses behind the window, in place."""

@@ -134,6 +134,23 @@ def stretch_guidance(
     return losses, inside & ~begins
 
 
+def cut_stretches(
+    losses: NDArray[Any], goes_on: NDArray[np.bool_], *, cut_at_end: bool
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The stretches of a window of the stream: per token the loss of its stretch, and its number.
+    The window's first token is read and not predicted, and with `cut_at_end` its last stretch goes
+    on behind it: what is not whole has no loss. Every token without one is a stretch of its own;
+    numbers count from the first token that is predicted."""
+    begins = np.flatnonzero(~goes_on)
+    behind_first = begins[begins > 0]
+    known = np.asarray(losses, np.float32).copy()
+    known[: behind_first[0] if len(behind_first) else None] = np.nan
+    if cut_at_end:
+        known[begins[-1] if len(begins) else 0 :] = np.nan
+    number = np.cumsum(np.isnan(known) | ~goes_on)
+    return known, np.maximum(number - number[1], 0)
+
+
 def kind_counts(ours: Laid, teacher: LaidTeacher) -> list[int]:
     """Tokens by the kind of their stretch."""
     found: Stretches = stretches(ours.spans, teacher.spans)

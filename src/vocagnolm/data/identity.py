@@ -199,7 +199,7 @@ def _guidance_lines(
         names["aggregation"] = "objective.aggregation"
     for name, key in names.items():
         if has.get(name) != wants[name]:
-            yield f"{key}: {has[name]} in the blocks, {wants[name]} now"
+            yield f"{key}: {has.get(name)} in the blocks, {wants[name]} now"
 
 
 def corpus_differences(before: dict[str, Any] | None, now: dict[str, Any] | None) -> list[str]:

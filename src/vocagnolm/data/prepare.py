@@ -43,7 +43,7 @@ from vocagnolm.data.part import (
     summarise,
 )
 from vocagnolm.data.separators import separator_ids
-from vocagnolm.errors import BlocksError
+from vocagnolm.errors import BlocksError, RecipeError
 from vocagnolm.files import (
     LOCK_FILE,
     folder_lock,
@@ -71,6 +71,8 @@ def prepare(
     threads are used.
     """
     folder = blocks_folder(recipe)
+    if problems := recipe.store_problems():
+        raise RecipeError("\n".join(problems))
     corpus = recipe_corpus(recipe)
     tokenizer = student_tokenizer(recipe)
     settings = block_settings(recipe, tokenizer, corpus)

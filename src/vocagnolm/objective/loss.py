@@ -165,9 +165,10 @@ def _graded(
     stats = {}
     if config.method == "alm":
         # the weights are its derivative; its value is this
-        distance, stretches = flat.distance(nll_BT.flatten(), config)
+        nll_N = nll_BT.flatten()
+        distance, stretches = flat.distance(nll_N, config)
         stats["distill_loss"] = distance / stretches.clamp(min=1)
-        value = config.distill_weight * distance + (nll_BT * _entropy_part(flat, config)).sum()
+        value = config.distill_weight * distance + (nll_N * _entropy_part(flat, config)).sum()
         total = total + (value.to(total.dtype) - total).detach()
     return _output(total, nll_BT, weights_BT.float(), targets, config, decided, stats, ranks)
 

@@ -65,6 +65,8 @@ def select_batches(
         for batch in batches:
             if batch.targets.guidance_BT is None:
                 raise ValueError(f"method {config.method} needs guidance_BT, got None")
+            if config.by_stretch and batch.targets.stretch_BT is None:
+                raise ValueError("compare stretch needs stretch_BT, got None")
     guidance = filled_guidance([b.targets for b in batches], config, ranks)
     candidates = [b.valid_BT if config.unmapped == "mean" else b.mapped_BT for b in batches]
     index = _sequence_indices(batches, config, ranks)
@@ -183,10 +185,11 @@ def filled_guidance(
         both = ranks.sum(torch.stack([torch.stack(totals).sum(), torch.stack(counts).sum()]))
         totals, counts = [both[0]] * len(batches), [both[1]] * len(batches)
     filled: list[Tensor | None] = []
-    for guidance, total, count in zip(given, totals, counts, strict=True):
+    for batch, guidance, total, count in zip(batches, given, totals, counts, strict=True):
         assert guidance is not None
         mean = total / count.clamp(min=1) / FIXED_POINT
-        filled.append(torch.where(torch.isnan(guidance), mean.to(guidance.dtype), guidance))
+        unmapped = torch.isnan(guidance) | (batch.valid_BT & ~batch.mapped_BT)
+        filled.append(torch.where(unmapped, mean.to(guidance.dtype), guidance))
     return filled
 
 

@@ -148,11 +148,11 @@ class FlatTargets:
     @torch.no_grad()
     def distance(self, nll_N: Tensor, config: ObjectiveConfig) -> tuple[Tensor, Tensor]:
         """alm: (sum over stretches of tau times the divergence, number of stretches)."""
-        mapped, number = self.mapped_N, self._number_N
+        compared, number = self.compared_N, self._number_N
         tokens = torch.zeros(len(self), dtype=nll_N.dtype, device=nll_N.device)
-        tokens = tokens.scatter_add(0, number, mapped.to(nll_N.dtype)).gather(0, number)[mapped]
-        own = self.losses(nll_N)[mapped].clamp(min=_SMALLEST_NATS)
-        teacher, tau = self.teacher_N[mapped].to(nll_N.dtype), config.temperature
+        tokens = tokens.scatter_add(0, number, compared.to(nll_N.dtype)).gather(0, number)[compared]
+        own = self.losses(nll_N)[compared].clamp(min=_SMALLEST_NATS)
+        teacher, tau = self.teacher_N[compared].to(nll_N.dtype), config.temperature
         a, not_a, not_b = (
             torch.exp(-teacher / tau),
             -torch.expm1(-teacher / tau),

@@ -86,6 +86,35 @@ class Recipe(Schema):
         path = self.store.path
         return [] if path is None else [path] if isinstance(path, str) else path
 
+    def store_problems(self) -> list[str]:
+        """What contradicts itself in what is asked of the stores."""
+        stores, problems = self.stores, []
+        if len(stores) < 2 and self.store.combine is not None:
+            problems.append(
+                f"store.combine joins several stores, store.path names {len(stores)}: list the "
+                "stores there, or leave store.combine out."
+            )
+        if twice := sorted({path for path in stores if stores.count(path) > 1}):
+            problems.append(f"store.path names {', '.join(twice)} twice.")
+        extra = "teacher_losses" in self.data.extra_columns
+        if len(stores) > 1 and (self.needs_teacher_losses or extra):
+            problems.append(
+                "chunks and unmapped: mean read all losses of one teacher's own tokens: give one "
+                "store, or objective.compare: stretch for chunks."
+            )
+        chosen = self.corpus.keep_documents
+        if chosen is not None and not stores:
+            problems.append("corpus.keep_documents needs store.path: the teacher's losses decide.")
+        if chosen is not None and (chosen.by == "difference") != (chosen.against is not None):
+            problems.append(
+                "corpus.keep_documents by difference needs `against`: the loss store of a small "
+                "reference model (or of the student) for the same corpus."
+                if chosen.against is None
+                else f"corpus.keep_documents by {chosen.by} reads no second store: leave out "
+                "`against`, or choose by difference."
+            )
+        return problems
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return self.model_dump()
 

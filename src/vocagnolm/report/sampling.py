@@ -51,14 +51,14 @@ def compute_sample(
     example the start of training) and of the teacher's store."""
     folder = Path(run)
     recipe = load_recipe(folder / "recipe.yaml")
-    if not recipe.store.path:
+    if not recipe.stores:
         raise SampleError(
             f"{folder} has no loss store in its recipe: a sample needs the teacher's losses"
         )
     student = Path(model) if model is not None else folder / "model"
     if not student.is_dir():
         raise SampleError(f"{student} is not there: a sample needs the trained model")
-    store = LossStore.open(recipe.store.path)
+    store = LossStore.open(recipe.stores[0])
     tokenizer, score = model_scorer(str(student))
     chosen = _choose(recipe, store, tokenizer, documents, seed)
     texts = [document.text or "" for document, _ in chosen]

@@ -7,28 +7,46 @@ import numpy as np
 
 from vocagnolm import files
 from vocagnolm.errors import MissingExtraError, StoreError
+from vocagnolm.store.rank import Ranks
 from vocagnolm.store.reader import LossStore
 
 
 def export_parquet(store: str | Path, out: str | Path) -> int:
     """Write one row a document: document_index, document_hash (hex), token_bytes, nll (float32,
     null where unscored). One row group a shard. Returns the number of rows."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise MissingExtraError("pyarrow", "data", "exporting to Parquet") from None
+    pa, pq = _pyarrow()
     loss_store = LossStore.open(store)
-    out = Path(out)
-    if out.exists():
-        raise StoreError(f"{out} exists already; choose another name for the export.")
     with (
-        files.whole_file(out) as file,
+        files.whole_file(_new_file(out)) as file,
         pq.ParquetWriter(file, _schema(pa), compression="zstd") as writer,
     ):
         for shard in loss_store.shards():
             writer.write_table(_table(pa, shard.columns))
     return len(loss_store)
+
+
+def export_ranks(ranks: Ranks, out: str | Path) -> None:
+    """One row a document, the best first."""
+    pa, pq = _pyarrow()
+    hashes = [row.tobytes().hex() for row in ranks.documents.hashes[ranks.order]]
+    table = pa.table({**ranks.columns(), "document_hash": hashes})
+    with files.whole_file(_new_file(out)) as file:
+        pq.write_table(table, file, compression="zstd")
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise MissingExtraError("pyarrow", "data", "exporting to Parquet") from None
+    return pa, pq
+
+
+def _new_file(out: str | Path) -> Path:
+    if Path(out).exists():
+        raise StoreError(f"{out} exists already; choose another name for the export.")
+    return Path(out)
 
 
 def _schema(pa: Any) -> Any:

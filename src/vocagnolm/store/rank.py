@@ -2,10 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vocagnolm.errors import StoreError
 from vocagnolm.store.reader import LossStore
 
 
@@ -60,3 +63,84 @@ def _sums(
 ) -> NDArray[np.float64]:
     total = np.concatenate([[0.0], np.cumsum(values)])
     return total[ends] - total[starts]
+
+
+def difference(teacher: DocumentBits, reference: DocumentBits) -> NDArray[np.float64]:
+    """How many bits per byte the reference needs more than the teacher (arXiv 2410.17215); NaN for
+    documents that the reference's store lacks."""
+    if not len(reference):
+        return np.full(len(teacher), np.nan)
+    order = np.argsort(reference.keys, kind="stable")
+    keys = reference.keys[order]
+    place = np.minimum(np.searchsorted(keys, teacher.keys), len(keys) - 1)
+    found = keys[place] == teacher.keys
+    return np.where(found, reference.bits_per_byte[order][place] - teacher.bits_per_byte, np.nan)
+
+
+def difference_of(store: str | Path, against: str | Path) -> tuple[DocumentBits, NDArray[Any]]:
+    """Two stores by their folders; refused where they have nothing in common."""
+    bits = document_bits(LossStore.open(store))
+    found = difference(bits, document_bits(LossStore.open(against)))
+    if np.isnan(found).all():
+        raise StoreError(
+            f"{against} and {store} have no document in common: they are stores of other corpora. "
+            "Documents are known by their text."
+        )
+    return bits, found
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The documents of a store, the best first; what has no score comes last."""
+
+    documents: DocumentBits
+    difference: NDArray[np.float64] | None
+    order: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def by(self) -> str:
+        return "bits_per_byte" if self.difference is None else "difference"
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        columns: dict[str, NDArray[Any]] = {
+            "rank": np.arange(1, len(self) + 1),
+            "document": self.documents.index[self.order],
+            "bytes": self.documents.bytes[self.order],
+            "bits_per_byte": self.documents.bits_per_byte[self.order],
+        }
+        if self.difference is not None:
+            columns["difference"] = self.difference[self.order]
+        return columns
+
+    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
+        part = {name: column[start:stop].tolist() for name, column in self.columns().items()}
+        return [
+            {name: None if value != value else value for name, value in zip(part, row, strict=True)}
+            for row in zip(*part.values(), strict=True)
+        ]
+
+
+def rank_documents(store: str | Path, against: str | Path | None = None) -> Ranks:
+    """By the teacher's bits per byte, fewest first, or by how much the reference needs more."""
+    if against is None:
+        bits = document_bits(LossStore.open(store))
+        return Ranks(bits, None, _best_first(-bits.bits_per_byte))
+    bits, found = difference_of(store, against)
+    return Ranks(bits, found, _best_first(found))
+
+
+def _best_first(score: NDArray[np.float64]) -> NDArray[np.int64]:
+    return np.argsort(np.where(np.isnan(score), np.inf, -score), kind="stable")
+
+
+def best(score: NDArray[np.float64], widths: NDArray[np.int64], share: float) -> NDArray[np.int64]:
+    """The best documents that together hold this share of the text, at least one; ties go to the
+    earlier one, what has no score is never among them."""
+    order = _best_first(score)
+    held = np.cumsum(widths[order], dtype=np.float64)
+    count = int(np.searchsorted(held, share * held[-1] * (1 - 1e-12))) + 1
+    chosen = order[:count]
+    return chosen[~np.isnan(score[chosen])]

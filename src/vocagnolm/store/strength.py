@@ -1,5 +1,10 @@
 """Is this teacher worth following? One number against another, no model."""
 
+import math
+from collections.abc import Sequence
+
+from vocagnolm.store.reader import LossStore
+
 CLEARLY_BETTER = 0.97
 """A teacher is clearly better when its bits per byte are below this share of the student's."""
 
@@ -17,3 +22,12 @@ def teacher_warning(teacher_bits: float | None, student_bits: float | None) -> s
         "our experiments. Compare them on clean text too: on a corpus that is partly wrong, a good "
         "teacher may look weak."
     )
+
+
+def best_store(stores: Sequence[LossStore]) -> LossStore:
+    """Of the teacher with the fewest bits per byte."""
+
+    def bits(store: LossStore) -> float:
+        return math.inf if store.bits_per_byte is None else store.bits_per_byte
+
+    return min(stores, key=bits)

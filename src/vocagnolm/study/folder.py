@@ -109,20 +109,23 @@ class StudyFolder:
 
     def _with_blocks(self, recipe: Recipe) -> Recipe:
         """Blocks are named by what decides them, so that runs share them."""
+        chosen = recipe.corpus.keep_documents
         about = {
             "corpus": recipe.to_dict()["corpus"],
             "tokenizer": recipe.student_tokenizer,
             "separators": [recipe.data.bos, recipe.data.eos],
-            "store": recipe.store.path,
+            "store": recipe.to_dict()["store"],
             "guidance": [recipe.objective.aggregation, recipe.data.missing]
-            if recipe.store.path
+            if recipe.stores
             else None,
             "extra": recipe.data.extra_columns,
             "text": recipe.needs_block_text,
             "teacher_losses": recipe.needs_teacher_losses,
+            "stretch": recipe.needs_stretches,
+            "documents_seed": recipe.run.seed if chosen and chosen.by == "random" else None,
         }
         digest = json_digest(about)[:10]
-        kind = Path(recipe.store.path).name if recipe.store.path else "plain"
+        kind = "-".join(Path(path).name for path in recipe.stores) or "plain"
         recipe.data.blocks = str(self.folder / "blocks" / f"{kind}-{digest}")
         return recipe
 

@@ -95,8 +95,7 @@ class Laboratory(StudyFolder):
         assert recipe.data.blocks is not None
         folder = Path(recipe.data.blocks)
         needs = [*existing_path(recipe.student_tokenizer)]
-        if recipe.store.path is not None:
-            needs.append(Path(recipe.store.path) / "manifest.json")
+        needs += [Path(path) / "manifest.json" for path in recipe.stores]
         return Task(
             f"blocks-{folder.name}",
             "blocks",

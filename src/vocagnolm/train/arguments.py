@@ -17,11 +17,17 @@ def objective_config(recipe: Recipe) -> ObjectiveConfig:
     try:
         return ObjectiveConfig(
             method=section.method,
+            compare=section.compare,
+            weighting=section.weighting,
+            floor=section.floor,
             keep=section.keep,
             unmapped=section.unmapped,
             scope=section.scope,
             normalise=section.normalise,
             distill_weight=section.distill_weight,
+            cross_entropy=section.cross_entropy,
+            temperature=section.temperature,
+            positive=section.positive,
             kl_direction=section.kl_direction,
             entropy_keep=section.entropy_keep,
             n_chunks=section.n_chunks,

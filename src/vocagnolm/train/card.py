@@ -73,4 +73,5 @@ def _teacher(recipe: Recipe, store_teacher: str | None) -> str:
     if not recipe.needs_guidance:
         return "none"
     name = store_teacher or recipe.teacher.model
-    return f"`{name}`, through the loss store `{recipe.store.path}`"
+    paths = ", ".join(f"`{path}`" for path in recipe.stores)
+    return f"`{name}`, through the loss store{'s' * (len(recipe.stores) > 1)} {paths}"

@@ -24,10 +24,11 @@ from vocagnolm.data.identity import (
     unmet_needs,
 )
 from vocagnolm.data.separators import separator_ids
+from vocagnolm.data.teachers import best_shares
 from vocagnolm.errors import TrainingError, VocagnolmError
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
-from vocagnolm.store.strength import teacher_warning
+from vocagnolm.store.strength import best_store, teacher_warning
 from vocagnolm.train.arguments import training_arguments
 from vocagnolm.train.checkpoint import newest_complete
 from vocagnolm.train.folder import read_run, refuse_other_run
@@ -81,6 +82,7 @@ class Found:
     parameters: int | None = None
     corpus: Corpus | None = None
     store: LossStore | None = None
+    """The best of several."""
     manifest: dict[str, Any] | None = None
     schedule: Schedule | None = None
 
@@ -97,7 +99,7 @@ def check(recipe: Recipe, *, processes: int = 1, measure: bool = True) -> CheckR
     with report.collecting():
         found.corpus = _corpus(recipe, report)
     with report.collecting():
-        found.store = _store(recipe, report, found.corpus)
+        found.store = _stores(recipe, report, found.corpus)
     with report.collecting():
         _teacher(recipe, report, found.tokenizer)
     with report.collecting():
@@ -195,27 +197,34 @@ def _corpus(recipe: Recipe, report: CheckReport) -> Corpus | None:
     return corpus
 
 
-def _store(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> LossStore | None:
-    if recipe.store.path is None:
+def _stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> LossStore | None:
+    if not recipe.stores:
         return None
-    store = LossStore.open(recipe.store.path)
-    totals = store.manifest["totals"]
-    report.plan["store"] = {
-        "path": recipe.store.path,
-        "teacher": store.teacher_name,
-        "documents": totals["documents"],
-        "tokens": totals["tokens"],
-        "bits_per_byte": store.bits_per_byte,
-    }
+    stores = [LossStore.open(path) for path in recipe.stores]
+    facts: list[dict[str, Any]] = [
+        {
+            "path": str(store.path),
+            "teacher": store.teacher_name,
+            "documents": store.manifest["totals"]["documents"],
+            "tokens": store.manifest["totals"]["tokens"],
+            "bits_per_byte": store.bits_per_byte,
+        }
+        for store in stores
+    ]
+    if len(stores) == 1:
+        report.plan["store"] = facts[0]
+    else:
+        report.plan["stores"] = facts
+        for about, share in zip(facts, best_shares(stores) or [], strict=False):
+            about["best_share"] = share
     wanted = recipe.teacher.model
-    if wanted is not None and Path(wanted).name != Path(store.teacher_name).name:
+    names = {Path(store.teacher_name).name for store in stores}
+    if wanted is not None and Path(wanted).name not in names:
         report.warnings.append(
-            f"the store is of teacher {store.teacher_name}, the recipe names {wanted}."
+            f"the store is of teacher {', '.join(sorted(names))}, the recipe names {wanted}."
         )
-    known = store.manifest["identity"].get("corpus")
-    scored = known.get("fingerprint") if isinstance(known, dict) else None
-    if corpus is not None and scored not in (None, corpus.fingerprint):
-        absent = _absent(store, corpus)
+    if corpus is not None and not any(_made_from(store, corpus) for store in stores):
+        absent = _absent(stores, corpus)
         if absent is not None and recipe.data.missing == "error":
             report.problem(
                 f"the store was made from another corpus: it lacks {absent}. Score the recipe's "
@@ -226,13 +235,22 @@ def _store(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> LossSt
                 "the store was made from another corpus than the recipe's; documents are looked up "
                 f"by content, and those not in it follow data.missing = {recipe.data.missing}."
             )
-    return store
+    return best_store(stores)
 
 
-def _absent(store: LossStore, corpus: Corpus) -> str | None:
-    """The place of a document that the store lacks, among the corpus's first hundred."""
+def _made_from(store: LossStore, corpus: Corpus) -> bool:
+    known = store.manifest["identity"].get("corpus")
+    scored = known.get("fingerprint") if isinstance(known, dict) else None
+    return scored in (None, corpus.fingerprint)
+
+
+def _absent(stores: list[LossStore], corpus: Corpus) -> str | None:
+    """The place of a document that no store holds, among the corpus's first hundred."""
     for document in corpus.read(0, 100):
-        if document.text is not None and store.find(document_hash(document.text)) is None:
+        if document.text is None:
+            continue
+        digest = document_hash(document.text)
+        if all(store.find(digest) is None for store in stores):
             return str(document.place)
     return None
 
@@ -321,7 +339,7 @@ def _disk(recipe: Recipe, report: CheckReport, found: Found) -> None:
     run_bytes = found.parameters * width * (3 * kept + 1)
     # ids and guidance; ids take four bytes beyond 65,536 tokens
     vocabulary = 0 if found.tokenizer is None else found.tokenizer.vocabulary_size
-    token_bytes = (4 if vocabulary > 65536 else 2) + (2 if recipe.store.path else 0)
+    token_bytes = (4 if vocabulary > 65536 else 2) + 2 * len(recipe.stores[:1])
     planned = 0 if found.schedule is None else found.schedule.tokens
     tokens = planned if found.manifest is None else found.manifest["tokens"]
     existing = Path(recipe.run.folder).absolute()

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vocagnolm.data.blocks import Block
@@ -32,8 +33,9 @@ class BlockCollator:
             labels[document[:, 1:] != document[:, :-1]] = IGNORE_INDEX
             batch["position_ids"] = torch.from_numpy(positions_in_document(document[:, :-1]))
         batch["labels"] = torch.from_numpy(labels)
-        if "guidance" in blocks[0]:
-            batch["guidance"] = _predicted(blocks, "guidance")
+        for name in ("guidance", "stretch"):
+            if name in blocks[0]:
+                batch[name] = _predicted(blocks, name)
         for name in ("block", "teacher_sums"):
             if name in blocks[0]:
                 batch[name] = torch.from_numpy(np.stack([block[name] for block in blocks]))
@@ -44,17 +46,14 @@ class BlockCollator:
     def _teacher(self, blocks: Sequence[Block]) -> dict[str, Tensor]:
         """The teacher's view of the same text, padded on the right (causal: the pad is unseen)."""
         width = max(len(block["teacher_ids"]) for block in blocks)
-        ids = np.zeros((len(blocks), width), np.int64)
-        document = np.full((len(blocks), width), -1, np.int64)
-        for row, block in enumerate(blocks):
-            length = len(block["teacher_ids"])
-            ids[row, :length] = block["teacher_ids"]
-            document[row, :length] = block["teacher_document"]
+        document = _padded(blocks, "teacher_document", width)
         view = {
-            "teacher_ids": torch.from_numpy(ids),
+            "teacher_ids": torch.from_numpy(_padded(blocks, "teacher_ids", width).clip(min=0)),
             "teacher_range": _predicted(blocks, "teacher_range"),
             "teacher_pair": _predicted(blocks, "teacher_pair"),
         }
+        if "teacher_stretch" in blocks[0]:
+            view["teacher_stretch"] = torch.from_numpy(_padded(blocks, "teacher_stretch", width))
         # what a teacher token is predicted from must be of its own document where those are apart
         follows = document >= 0
         follows[:, 0] = False
@@ -68,6 +67,14 @@ class BlockCollator:
 def _predicted(blocks: Sequence[Block], name: str) -> Tensor:
     """A column of the blocks without its first token, which is read and not predicted."""
     return torch.from_numpy(np.stack([block[name] for block in blocks])[:, 1:].copy())
+
+
+def _padded(blocks: Sequence[Block], name: str, width: int) -> NDArray[np.int64]:
+    """Rows of a column of the teacher's tokens, filled up with -1."""
+    rows = np.full((len(blocks), width), -1, np.int64)
+    for row, block in zip(rows, blocks, strict=True):
+        row[: len(block[name])] = block[name]
+    return rows
 
 
 def positions_in_document(document_BT: np.ndarray) -> np.ndarray:

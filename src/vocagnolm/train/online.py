@@ -14,9 +14,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vocagnolm.alignment import Alignment, TextTokenizer, align, carry
+from vocagnolm.alignment import (
+    Alignment,
+    TextTokenizer,
+    align,
+    carry,
+    stretch_alignment,
+    stretches,
+    whole_sums,
+)
 from vocagnolm.alignment.alignment import Aggregation
 from vocagnolm.data.blocks import Block, TrainingOrder
+from vocagnolm.data.guidance import cut_stretches
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.model.lm_head import head_form, last_hidden
 from vocagnolm.model.nll import losses_through_logits
@@ -37,12 +46,15 @@ class TeacherView:
         order: TrainingOrder,
         tokenizer: TextTokenizer,
         prefix: Sequence[int],
+        *,
         pairing: Pairing = "bytes",
+        by_stretch: bool = False,
     ):
         self.order = order
         self.tokenizer = tokenizer
         self.prefix = list(prefix)
         self.pairing: Pairing = pairing
+        self.by_stretch = by_stretch
 
     def __len__(self) -> int:
         return len(self.order)
@@ -51,7 +63,13 @@ class TeacherView:
         block = self.order[position]
         text, spans = self.order.blocks.text(block["block"])
         view = teacher_view(
-            text, spans, block["document"], self.tokenizer, self.prefix, self.pairing
+            text,
+            spans,
+            block["document"],
+            self.tokenizer,
+            self.prefix,
+            pairing=self.pairing,
+            by_stretch=self.by_stretch,
         )
         return {**block, **view}
 
@@ -62,10 +80,12 @@ def teacher_view(
     document: NDArray[np.int64],
     tokenizer: TextTokenizer,
     prefix: Sequence[int],
+    *,
     pairing: Pairing = "bytes",
+    by_stretch: bool = False,
 ) -> dict[str, Any]:
-    """The teacher's tokens of a block and, per student token, the range that covers it and the one
-    teacher token that its prediction is compared with.
+    """The teacher's tokens of a block and, per student token, the range that covers it (or, by
+    stretch, its whole stretch) and the one teacher token that its prediction is compared with.
 
     Every document of the block is tokenised on its own, behind the teacher's own prefix (its BOS).
     A block may begin or end inside a character: those bytes are not text to the teacher.
@@ -73,6 +93,7 @@ def teacher_view(
     ids: list[NDArray[Any]] = []
     teacher_spans: list[NDArray[Any]] = []
     owners: list[NDArray[Any]] = []
+    of_text: list[NDArray[Any]] = []
     by_index = np.full(len(spans), -1, np.int64)
     before = 0
     for number in np.unique(document):
@@ -83,6 +104,7 @@ def teacher_view(
         ids += [np.array(prefix, np.int64), piece.ids.astype(np.int64)]
         teacher_spans += [np.full((len(prefix), 2), low, np.int64), piece.spans + low]
         owners.append(np.full(len(prefix) + len(piece), number, np.int64))
+        of_text.append(before + len(prefix) + np.arange(len(piece)))
         with_text = here[own[:, 0] < own[:, 1]][: len(piece)]
         by_index[with_text] = before + len(prefix) + np.arange(len(with_text))
         before += len(prefix) + len(piece)
@@ -92,12 +114,32 @@ def teacher_view(
     if pairing == "bytes":
         starts = np.where(alignment.mapped, placed[alignment.first, 0], -1) if len(placed) else -1
         pair = np.where(alignment.mapped & (starts == spans[:, 0]), alignment.first, -1)
-    return {
+    view = {
         "teacher_ids": np.concatenate(ids),
         "teacher_document": np.concatenate(owners),
         "teacher_range": np.stack([alignment.first, alignment.last], axis=1),
         "teacher_pair": pair,
     }
+    if by_stretch:
+        view |= _stretch_view(spans, placed, np.concatenate(of_text))
+    return view
+
+
+def _stretch_view(
+    spans: NDArray[np.int64], placed: NDArray[np.int64], of_text: NDArray[np.int64]
+) -> dict[str, Any]:
+    """The student's stretches, and the teacher tokens of each. `of_text`: the teacher's tokens
+    without its prefixes."""
+    found = stretches(spans, placed[of_text])
+    theirs = stretch_alignment(found, placed[of_text])
+    known = theirs.mapped
+    whole, number = cut_stretches(
+        np.where(known, 0.0, np.nan), known & ~found.begins, cut_at_end=False
+    )
+    ranges = np.full((len(spans), 2), -1, np.int64)
+    kept = ~np.isnan(whole)
+    ranges[kept] = of_text[np.stack([theirs.first, theirs.last], axis=1)[kept]]
+    return {"teacher_range": ranges, "stretch": number}
 
 
 def _whole_characters(text: bytes, low: int, high: int) -> tuple[int, int]:
@@ -147,7 +189,12 @@ class OnlineTeacher:
                 inputs["input_ids"], inputs.get("position_ids"), inputs["labels"], wanted
             )
             guidance = nll.masked_fill(inputs["labels"] == IGNORE_INDEX, torch.nan)
-            return {"guidance": guidance} | ({} if entropy is None else {"entropy": entropy})
+            found = {"guidance": guidance}
+            if entropy is not None:
+                found["entropy"] = entropy
+            if self.config.by_stretch:  # every token is a stretch
+                found["stretch"] = torch.arange(nll.shape[1], device=nll.device).expand_as(nll)
+            return found
         ids, follows = inputs["teacher_ids"], inputs["teacher_follows"]
         # teacher token u is predicted at u - 1, where that is of the same text
         labels = torch.full_like(ids, IGNORE_INDEX)
@@ -164,6 +211,8 @@ class OnlineTeacher:
         return {"guidance": guidance, "teacher_sums": torch.stack([total, known.sum(1)], dim=1)}
 
     def _carry(self, ranges: NDArray[Any], nll: NDArray[Any]) -> NDArray[Any]:
+        if self.config.by_stretch:
+            return whole_sums(Alignment(ranges[:, 0], ranges[:, 1]), nll)
         if self.config.method == "chunk":
             return chunk_guidance(ranges, nll, self.config.n_chunks)
         return carry(Alignment(ranges[:, 0], ranges[:, 1]), nll, self.aggregation)

@@ -40,7 +40,7 @@ from vocagnolm.model import open_model
 from vocagnolm.processes import Ranks
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
-from vocagnolm.store.strength import teacher_warning
+from vocagnolm.store.strength import best_store, teacher_warning
 from vocagnolm.train.arguments import objective_config, training_arguments, uses_accelerator
 from vocagnolm.train.card import model_card
 from vocagnolm.train.checkpoint import Resumable, newest_complete
@@ -153,12 +153,13 @@ def _where_to_resume(folder: Path, console: Console, restart: bool) -> Resumable
 
 def _warn_of_teacher(recipe: Recipe, trainer: GuidedTrainer, console: Console) -> None:
     """Measured on this machine if corpus and store are here."""
-    if not recipe.needs_guidance or recipe.store.path is None or trainer.is_fsdp_enabled:
+    if not (recipe.needs_guidance and recipe.stores) or trainer.is_fsdp_enabled:
         return
     try:
-        store, corpus = LossStore.open(recipe.store.path), recipe_corpus(recipe)
+        stores, corpus = [LossStore.open(path) for path in recipe.stores], recipe_corpus(recipe)
     except VocagnolmError:
         return  # they need not be on the machine that trains
+    store = best_store(stores)
     teacher, student = store.bits_per_byte, recipe.student.bits_per_byte
     if student is None:
         model = causal_lm_of(trainer.accelerator.unwrap_model(trainer.model))
@@ -179,12 +180,13 @@ def open_blocks(recipe: Recipe, *, verify: bool = False) -> Blocks:
     """The recipe's blocks; refused where they were made for or from something else. `verify`: read
     them through once, and look at the files they were made from."""
     folder = blocks_folder(recipe)
-    stored = recipe.needs_teacher_losses and not recipe.needs_online_teacher
-    by_chunks = stored and recipe.objective.method == "chunk"
+    stored = recipe.needs_guidance and not recipe.needs_online_teacher
+    by_chunks = stored and recipe.objective.method == "chunk" and not recipe.needs_stretches
     blocks = Blocks(
         folder,
         recipe.data.block_size,
         chunks=recipe.objective.n_chunks if by_chunks else None,
+        stretches=stored and recipe.needs_stretches,
         teacher_sums=stored and recipe.objective.unmapped == "mean",
     )
     wanted = block_settings(recipe, student_tokenizer(recipe), None)
@@ -257,7 +259,14 @@ def _online_teacher(recipe: Recipe, order: TrainingOrder) -> tuple[OnlineTeacher
     if not recipe.needs_block_text:
         refuse_other_vocabulary(student_tokenizer(recipe).vocabulary, tokenizer.vocabulary)
         return teacher, order
-    return teacher, TeacherView(order, tokenizer, tokenizer.prefix_ids, recipe.objective.pairing)
+    view = TeacherView(
+        order,
+        tokenizer,
+        tokenizer.prefix_ids,
+        pairing=recipe.objective.pairing,
+        by_stretch=recipe.needs_stretches,
+    )
+    return teacher, view
 
 
 def _teacher_dtype(recipe: Recipe) -> str:

@@ -27,11 +27,12 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
             problems.append(f"{name} is not set.")
     if recipe.needs_online_teacher and recipe.teacher.model is None:
         problems.append(f"objective.method {objective.method} needs teacher.model, online.")
-    if recipe.needs_guidance and not recipe.teacher.online and recipe.store.path is None:
+    if recipe.needs_guidance and not recipe.teacher.online and not recipe.stores:
         problems.append(
             f"objective.method {objective.method} needs store.path (see `vocagnolm score`) or "
             "teacher.online: true."
         )
+    problems += recipe.store_problems()
     if objective.entropy_keep is not None and not recipe.teacher.online:
         problems.append(
             "objective.entropy_keep needs teacher.online: true; a loss store holds no entropy."
