@@ -33,7 +33,7 @@ HELD_OUT_MB = {"nlab": 0.3, "openstax": 0.2}
 PIECE_CHARACTERS = 8000
 QUESTIONS = {"gsm8k": 400, "svamp": 1000, "mawps": 1000, "asdiv": 1000}
 # for choosing learning rates by accuracy, from what is left; SVAMP has no more
-VALIDATION_QUESTIONS = {"gsm8k": 400, "mawps": 400, "asdiv": 400}
+VALIDATION_QUESTIONS = {"gsm8k": 400, "mawps": 1000, "asdiv": 1000}
 
 
 def read_jsonl(path: Path) -> list[dict]:
