@@ -50,13 +50,14 @@ def predicted_sources(blocks: Blocks, index: int, sources: Sequence[str]) -> np.
 def shares_by_source(
     named: np.ndarray, chosen: np.ndarray, predicted: np.ndarray
 ) -> dict[str, dict[str, float]]:
-    """`{source: {kept, tokens}}` over positions: their sources, whether they were chosen, whether
-    they predict anything. kept is the share of the source's predicted tokens."""
+    """`{source: {kept, tokens}}` over positions: their sources, whether they were chosen (or what
+    they count), whether they predict anything. kept is the share of the source's predicted
+    tokens (or their mean weight)."""
     shares = {}
     for source in sorted({str(name) for name in named[predicted]}):
         here = (named == source) & predicted
         tokens = float(here.sum())
-        shares[source] = {"kept": float((chosen & here).sum()) / tokens, "tokens": tokens}
+        shares[source] = {"kept": float(chosen[here].sum()) / tokens, "tokens": tokens}
     return shares
 
 
@@ -69,10 +70,9 @@ def kept_by_source(
 
     from vocagnolm.model import open_model
     from vocagnolm.model.lm_head import head_form, last_hidden
-    from vocagnolm.objective import ScoredBatch, Targets, student_nll
-    from vocagnolm.objective.selection import select
+    from vocagnolm.objective import ScoredBatch, student_nll, weigh_step
     from vocagnolm.train.arguments import objective_config
-    from vocagnolm.train.collate import BlockCollator
+    from vocagnolm.train.collate import BlockCollator, batch_targets
     from vocagnolm.train.run import open_blocks
 
     blocks = open_blocks(recipe)
@@ -85,7 +85,7 @@ def kept_by_source(
     assert form is not None  # it was trained here
     config = objective_config(recipe)
     collate = BlockCollator(recipe.data.document_mask)
-    named, masks, valid = [], [], []
+    named, weights, valid = [], [], []
     for start in range(0, count * rows, rows):
         items = [order[position] for position in range(start, start + rows)]
         batch = {
@@ -96,18 +96,14 @@ def kept_by_source(
         with torch.inference_mode():
             hidden = last_hidden(model, batch["input_ids"], batch.get("position_ids"))
             nll = student_nll(hidden, form.head(model), batch["labels"])
-            targets = Targets(
-                labels_BT=batch["labels"],
-                guidance_BT=batch.get("guidance"),
-                teacher_sums_B2=batch.get("teacher_sums"),
-            )
-            scored = ScoredBatch(targets, nll)
-            masks.append(select(scored, config, step=start // rows).cpu().numpy())
+            scored = ScoredBatch(batch_targets(batch), nll)
+            weighed = weigh_step([scored], config, step=start // rows)
+        weights.append(weighed.weights[0].cpu().numpy())
         valid.append((batch["labels"] >= 0).cpu().numpy())
         named.append(np.stack([predicted_sources(blocks, i["block"], sources) for i in items]))
     if not named:
         return {}
-    return shares_by_source(np.concatenate(named), np.concatenate(masks), np.concatenate(valid))
+    return shares_by_source(np.concatenate(named), np.concatenate(weights), np.concatenate(valid))
 
 
 def mean_shares(*measured: dict[str, dict[str, float]]) -> dict[str, float]:

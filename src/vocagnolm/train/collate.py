@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vocagnolm.data.blocks import Block
-from vocagnolm.objective import IGNORE_INDEX
+from vocagnolm.objective import IGNORE_INDEX, Targets
 
 
 class BlockCollator:
@@ -62,6 +62,18 @@ class BlockCollator:
             view["teacher_position_ids"] = torch.from_numpy(positions_in_document(document))
         view["teacher_follows"] = torch.from_numpy(follows)
         return view
+
+
+def batch_targets(batch: dict[str, Any], sequence_index_B: Tensor | None = None) -> Targets:
+    """What the objective is given of a batch."""
+    return Targets(
+        labels_BT=batch["labels"],
+        guidance_BT=batch.get("guidance"),
+        entropy_BT=batch.get("entropy"),
+        stretch_BT=batch.get("stretch"),
+        teacher_sums_B2=batch.get("teacher_sums"),
+        sequence_index_B=sequence_index_B,
+    )
 
 
 def _predicted(blocks: Sequence[Block], name: str) -> Tensor:

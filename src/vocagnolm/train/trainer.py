@@ -26,7 +26,7 @@ from vocagnolm.objective import (
 )
 from vocagnolm.objective.ranks import Ranks
 from vocagnolm.train.checkpoint import mark_complete, prune_checkpoints, unmark
-from vocagnolm.train.collate import BlockCollator
+from vocagnolm.train.collate import BlockCollator, batch_targets
 from vocagnolm.train.forward import (
     MicroBatch,
     causal_lm_of,
@@ -185,14 +185,7 @@ class GuidedTrainer(Trainer):
         return weigh_step(scored, self.objective, step=self.state.global_step)
 
     def _targets(self, inputs: dict[str, Any], number: int) -> Targets:
-        return Targets(
-            labels_BT=inputs["labels"],
-            guidance_BT=inputs.get("guidance"),
-            entropy_BT=inputs.get("entropy"),
-            stretch_BT=inputs.get("stretch"),
-            teacher_sums_B2=inputs.get("teacher_sums"),
-            sequence_index_B=self._sequence_index(inputs, number),
-        )
+        return batch_targets(inputs, self._sequence_index(inputs, number))
 
     def _micro_batch(
         self, inputs: dict[str, Any], targets: Targets, config: ObjectiveConfig, **more: Any
