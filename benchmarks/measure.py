@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from vocagnolm.objective import ObjectiveConfig, Targets
 
 GIB = float(1 << 30)
 
@@ -34,6 +37,17 @@ def arguments(description: str | None, **extra: dict[str, Any]) -> argparse.Name
     if not torch.cuda.is_available() and not given.smoke:
         parser.error("no CUDA device: use --smoke to try the script on a CPU")
     return given
+
+
+def stored_targets(labels: Tensor, guidance: Tensor, config: ObjectiveConfig) -> Targets:
+    """The targets of a batch with stored losses; by stretch, about one token in seven goes on with
+    the stretch of the one before it."""
+    if not config.by_stretch:
+        return Targets(labels_BT=labels, guidance_BT=guidance)
+    begins = torch.rand(labels.shape, device=labels.device) < 0.85
+    begins[:, 0] = False
+    stretch = begins.long().cumsum(1)
+    return Targets(labels_BT=labels, guidance_BT=guidance.gather(1, stretch), stretch_BT=stretch)
 
 
 def synchronise() -> None:
