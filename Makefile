@@ -11,7 +11,7 @@ TOKENIZER_PACKAGES := wordllama==0.4.0.post1 mistral-common==1.13.0 deepseek-tok
 .PHONY: demo test faults lint types docs env clean
 
 demo: $(INSTALLED)
-	$(BIN)/python runs/demo.py
+	$(BIN)/vocagnolm demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
