@@ -59,4 +59,5 @@ def _sums(
     values: NDArray[np.float64], starts: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     total = np.concatenate([[0.0], np.cumsum(values)])
-    return total[ends] - total[starts]
+    sums: NDArray[np.float64] = total[ends] - total[starts]
+    return sums
