@@ -39,6 +39,14 @@ types: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate.py
 
+# docs/ as a site in build/site; a broken link or page fails it
+site: $(VENV)/.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/.site: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
+	touch $@
+
 env: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt Makefile
