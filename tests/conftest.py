@@ -10,19 +10,28 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 TESTS = Path(__file__).parent
-# they start processes, train or open a browser in nearly every test
+# they start processes, train, generate, open a browser or read large vocabularies
 SLOW = (
     "faults",
+    "alignment/test_real_tokenizers.py",
+    "demo/test_demo.py",
+    "evaluate/test_generation.py",
     "evaluate/test_run.py",
+    "evaluate/graders/test_hostile.py",
     "model/test_architectures.py",
+    "model/test_document_nll.py",
+    "objective/test_ranks.py",
     "report/test_browser.py",
-    "score/test_score_crash.py",
-    "score/test_score_cli.py",
+    "score",
+    "study/test_selection_study.py",
     "study/test_study.py",
     "study/test_tuning.py",
+    "train/test_check.py",
+    "train/test_online.py",
     "train/test_processes.py",
     "train/test_resume.py",
     "train/test_trainer.py",
+    "test_cli.py",
     "test_paper.py",
 )
 

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+@pytest.mark.slow
 def test_the_command_reference_is_fresh():
     done = subprocess.run(
         [sys.executable, str(ROOT / "docs/generate.py"), "--check"], capture_output=True, text=True
@@ -25,6 +26,7 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+@pytest.mark.slow
 def test_the_training_loop_runs_as_printed(tmp_path):
     page = (ROOT / "docs/training-loop.md").read_text()
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
