@@ -7,7 +7,6 @@ test for the averages and for anything that pools tasks. Standard library only.
 
 import random
 from dataclasses import dataclass
-from io import StringIO
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -250,6 +249,7 @@ def format_table(rows: list[list[str]]) -> str:
     for row in rows[1:]:
         table.add_row(*map(Text, row))
     # the same wherever it is printed: never folded to the width of a terminal
-    printed = StringIO()
-    Console(file=printed, width=10_000, color_system=None).print(table)
-    return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
+    console = Console(width=10_000, color_system=None)
+    with console.capture() as printed:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in printed.get().splitlines())
