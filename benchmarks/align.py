@@ -16,6 +16,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ def trl_aligner() -> Callable[[Any, Any], Any] | None:
             node.decorator_list = []
             namespace: dict[str, Any] = {}
             exec(compile(ast.Module([node], []), str(source), "exec"), namespace)
-            return namespace[node.name]
+            found: Callable[[Any, Any], Any] = namespace[node.name]
+            return found
     return None
 
 
@@ -121,7 +123,7 @@ def aligners(ours: list[Any], theirs: list[Any], texts: list[str]) -> dict[str, 
         pairs = [(a.spans.tolist(), b.spans.tolist()) for a, b in zip(ours, theirs, strict=True)]
         calls["TRL _align_by_byte_offsets"] = lambda: [trl(a, b) for a, b in pairs]
     if importlib.util.find_spec("spacy_alignments"):
-        from spacy_alignments import get_alignments  # type: ignore[import-not-found]
+        from spacy_alignments import get_alignments
 
         strings = [
             [_pieces(text, tokens) for tokens in (a, b)]
@@ -144,7 +146,7 @@ def lengths(student: Any, teacher: Any, texts: list[str]) -> list[tuple[int, flo
     for n_bytes in (2**14, 2**16, 2**18, 2**20):
         text = whole.encode()[:n_bytes].decode(errors="ignore")
         ours, theirs = student.spans(text), teacher.spans(text)
-        took = seconds(lambda a=ours, b=theirs: align(a.spans, b.spans), 9)
+        took = seconds(partial(align, ours.spans, theirs.spans), 9)
         tracemalloc.start()
         align(ours.spans, theirs.spans)
         peak = tracemalloc.get_traced_memory()[1]

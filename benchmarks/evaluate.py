@@ -15,6 +15,14 @@ import logging
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from vocagnolm.evaluate.render import Request
+    from vocagnolm.evaluate.results import Answer
+    from vocagnolm.model.load import ModelFiles
 
 
 def random_model(folder: Path, layers: int, width: int) -> Path:
@@ -53,7 +61,9 @@ def random_model(folder: Path, layers: int, width: int) -> Path:
     return folder
 
 
-def ours(files, model, requests, batch_size: int) -> tuple[float, dict[int, str]]:
+def ours(
+    files: "ModelFiles", model: "PreTrainedModel", requests: "list[Request]", batch_size: int
+) -> "tuple[float, dict[int, Answer]]":
     from vocagnolm.evaluate.generate import Generator
 
     generator = Generator(model, files, batch_size)
@@ -69,7 +79,13 @@ def ours(files, model, requests, batch_size: int) -> tuple[float, dict[int, str]
     return seconds, answers
 
 
-def theirs(files, model, docs, batch_size: int, max_new_tokens: int) -> float:
+def theirs(
+    files: "ModelFiles",
+    model: "PreTrainedModel",
+    docs: list[str],
+    batch_size: int,
+    max_new_tokens: int,
+) -> float:
     """lm-eval's gsm8k_cot prompts through lm-eval's HFLM."""
     import yaml
     from lm_eval.api.instance import Instance

@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from measure import arguments, clean, liger_cross_entropy, peak_gib, report, side_by_side
 from torch import Tensor
 
+from vocagnolm.methods import MethodName
 from vocagnolm.objective import (
     Decided,
     Head,
@@ -29,11 +31,16 @@ from vocagnolm.objective import (
     student_nll,
     two_phase,
 )
+from vocagnolm.objective.rows import Implementation
 
 SHAPES = {"TinyLlama": (2048, 32000), "Llama-3.2-1B": (2048, 128256), "Qwen2.5-0.5B": (896, 151936)}
 TIME_TARGET, MEMORY_TARGET = 0.80, 0.15
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+WAYS: tuple[tuple[torch.dtype | None, Implementation], ...] = (
+    (None, "auto"),
+    (torch.float64, "reference"),
+)
 
 
 @dataclass
@@ -48,10 +55,13 @@ def head_data(tokens: int, d: int, v: int) -> HeadData:
     """Hidden states whose softmax looks like a trained model's: a few likely candidates with
     Zipf-like ids, 5 % of the mass spread over the rest, 8 % surprising labels."""
     g = torch.Generator(device=DEVICE).manual_seed(0)
-    rand = lambda *shape: torch.rand(*shape, device=DEVICE, generator=g)  # noqa: E731
-    randn = lambda *shape: torch.randn(*shape, device=DEVICE, generator=g)  # noqa: E731
+    rand = partial(torch.rand, device=DEVICE, generator=g)
+    randn = partial(torch.randn, device=DEVICE, generator=g)
+
+    def zipf(*shape: int) -> Tensor:
+        return (v * rand(shape) ** 3).long().clamp(max=v - 1)
+
     weight = F.normalize(randn(v, d), dim=1).to(torch.bfloat16)
-    zipf = lambda *shape: (v * rand(*shape) ** 3).long().clamp(max=v - 1)  # noqa: E731
     candidates = zipf(tokens, 5)
     p = 0.95 * torch.softmax(1.5 * randn(tokens, 5), dim=-1)
     background = math.log(v) + 0.5 - math.log(0.05)  # log-sum-exp of v unit normals, as 5 %
@@ -94,7 +104,7 @@ def methods(data: HeadData, keep: float) -> dict[str, Method]:
     labels, guidance = data.labels, data.guidance
     k = round(keep * len(labels))
 
-    def ours(impl: str, name: str) -> Method:
+    def ours(impl: Implementation, name: MethodName) -> Method:
         config = ObjectiveConfig(method=name, keep=keep, normalise="selected")
 
         def call(hidden: Tensor, weight: Tensor, forced: Tensor | None) -> Tensor:
@@ -117,7 +127,7 @@ def methods(data: HeadData, keep: float) -> dict[str, Method]:
     def full(hidden: Tensor, weight: Tensor) -> Tensor:
         return F.cross_entropy((hidden @ weight.t()).float(), labels, reduction="none")
 
-    fused = "fused" if CUDA else "chunked"
+    fused: Implementation = "fused" if CUDA else "chunked"
     found: dict[str, Method] = {
         "plain full logits": lambda h, w, _: full(h, w).mean(),
         "plain ours": ours(fused, "cpt"),
@@ -127,17 +137,21 @@ def methods(data: HeadData, keep: float) -> dict[str, Method]:
     }
     liger = liger_cross_entropy() if CUDA else None
     if liger is not None:
+
+        def plain_liger(const: int) -> Method:
+            return lambda h, w, _: liger(h, w, labels, chunk_mem_const=const)
+
         for const in (1, 16):
-            found[f"plain Liger, chunk const {const}"] = lambda h, w, _, c=const: liger(
-                h, w, labels, chunk_mem_const=c
-            )
+            found[f"plain Liger, chunk const {const}"] = plain_liger(const)
         found["guided Liger + mask"] = masked(
             lambda h, w: liger(h, w, labels, reduction="none", chunk_mem_const=16)
         )
     return found
 
 
-def measure_shape(name: str, tokens: int, d: int, v: int, keep: float, rounds: int) -> list[dict]:
+def measure_shape(
+    name: str, tokens: int, d: int, v: int, keep: float, rounds: int
+) -> list[dict[str, Any]]:
     data = head_data(tokens, d, v)
     hidden, weight = (t.detach().requires_grad_() for t in (data.hidden, data.weight))
     head = Head(weight=data.weight)
@@ -178,7 +192,7 @@ def measure_shape(name: str, tokens: int, d: int, v: int, keep: float, rounds: i
                 "head": name,
                 "method": label,
                 "ms": 0.0,
-                "peak GiB": peak_gib(lambda m=method: step(m)),
+                "peak GiB": peak_gib(partial(step, method)),
                 **errors,
             }
         )
@@ -188,7 +202,7 @@ def measure_shape(name: str, tokens: int, d: int, v: int, keep: float, rounds: i
     del truths
     clean()
     times = side_by_side(
-        {label: lambda m=method: step(m) for label, method in available.items()}, rounds=rounds
+        {label: partial(step, method) for label, method in available.items()}, rounds=rounds
     )
     for row in rows:
         row["ms"] = times[row["method"]]
@@ -223,25 +237,25 @@ def check_features() -> None:
     """Bias, soft cap, scale and odd shapes on this device, several chunks, against full logits in
     fp64: a benchmark of a wrong result would be worthless."""
     usual = two_phase._chunk_bytes
-    two_phase._chunk_bytes = lambda device, exact: 1
+    two_phase._chunk_bytes = lambda device, exact: 1  # type: ignore[assignment]
     g = torch.Generator(device=DEVICE).manual_seed(1)
-    make = lambda *shape: torch.randn(*shape, device=DEVICE, generator=g)  # noqa: E731
+    make = partial(torch.randn, device=DEVICE, generator=g)
     labels = torch.randint(0, 5003, (2, 77), device=DEVICE, generator=g)
     labels[:, -1] = -100
     guidance = 10 * make(2, 77).abs()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for options in ({}, {"softcap": 5.0, "scale": 0.5}):
+        for softcap, scale in ((None, 1.0), (5.0, 0.5)):
             leaves = [
                 make(2, 77, 72).to(dtype),
                 0.3 * make(5003, 72).to(dtype),
                 make(5003).to(dtype),
             ]
             results, chosen = [], None
-            for wide, impl in ((None, "auto"), (torch.float64, "reference")):
+            for wide, impl in WAYS:
                 hidden, weight, bias = (
                     t.detach().to(wide or t.dtype).requires_grad_() for t in leaves
                 )
-                head = Head(weight=weight, bias=bias, **options)
+                head = Head(weight=weight, bias=bias, softcap=softcap, scale=scale)
                 targets = Targets(labels_BT=labels, guidance_BT=guidance)
                 output = objective_loss(
                     hidden, head, targets, impl=impl, decided=Decided(weights_BT=chosen)
@@ -251,7 +265,7 @@ def check_features() -> None:
                 results.append([output.loss.detach(), hidden.grad, weight.grad, bias.grad])
             worst = max(relative(a, b.float()) for a, b in zip(*results, strict=True))
             limit = 1e-5 if dtype == torch.float32 else 3e-2
-            assert worst < limit, f"{dtype} {options}: relative error {worst:.1e}"
+            assert worst < limit, f"{dtype}, soft cap {softcap}: relative error {worst:.1e}"
     two_phase._chunk_bytes = usual
     device = torch.empty(0, device=DEVICE).device
     print(
@@ -274,7 +288,8 @@ def main() -> None:
     check_features()
     if given.chunk_mib:
         first, second = (int(x) << 20 for x in given.chunk_mib.split(","))
-        two_phase._chunk_bytes = lambda device, exact: first if exact else second
+        budget = {True: first, False: second}
+        two_phase._chunk_bytes = lambda device, exact: budget[exact]  # type: ignore[assignment]
     rows = []
     for name, (d, v) in SHAPES.items():
         if given.only and given.only != name:

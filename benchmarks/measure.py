@@ -116,7 +116,7 @@ def matmul_peak(size: int = 8192) -> float:
 def liger_cross_entropy() -> Callable[..., torch.Tensor] | None:
     """Liger's fused linear cross entropy as a function with keywords, if it can be imported."""
     try:
-        from liger_kernel.ops.fused_linear_cross_entropy import (  # type: ignore[import-not-found]
+        from liger_kernel.ops.fused_linear_cross_entropy import (
             LigerFusedLinearCrossEntropyFunction as Function,
         )
     except Exception as error:  # a peer that fails to load is reported, not fatal

@@ -45,8 +45,8 @@ def main() -> None:
     options.add_argument("--show", type=int, default=0, help="answers that are graded otherwise")
     given = options.parse_args()
     sys.path.insert(0, str(given.harness))
-    import grader  # type: ignore[import-not-found]
-    import parser  # type: ignore[import-not-found]
+    import grader
+    import parser
 
     signal.signal(signal.SIGALRM, stop)
     differ = []

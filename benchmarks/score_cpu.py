@@ -100,7 +100,8 @@ def fresh(function: str, *arguments: Any) -> dict[str, float]:
     """Call a function of this file in a new process."""
     command = [sys.executable, __file__, "--call", function, json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
 def write_store(path: str, count: int) -> dict[str, float]:
@@ -194,7 +195,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = fresh("write_store", f"{folder}/store", given.store_documents)
         read = fresh("read_store", f"{folder}/store", 20_000)
-    result = {
+    result: dict[str, dict[str, Any]] = {
         "scoring": middle
         | {"ratio": middle["ours"]["tokens_per_second"] / middle["HF"]["tokens_per_second"]},
         "store": read | {"bytes_per_token": written["bytes_per_token"]},

@@ -36,7 +36,7 @@ LENGTH_QUANTILES = (
 
 
 def teacher_config(smoke: bool) -> Qwen2Config:
-    small = {
+    small: dict[str, Any] = {
         "vocab_size": 640,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -44,7 +44,7 @@ def teacher_config(smoke: bool) -> Qwen2Config:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    large = {
+    large: dict[str, Any] = {
         "vocab_size": 152064,
         "hidden_size": 3584,
         "intermediate_size": 18944,
@@ -72,7 +72,7 @@ def flops_per_token(model: Any, length: int) -> float:
     config = model.config
     weights = sum(p.numel() for n, p in model.named_parameters() if "embed_tokens" not in n)
     attention = 2 * config.num_hidden_layers * length * config.hidden_size
-    return 2 * weights + attention
+    return float(2 * weights + attention)
 
 
 def mixed_lengths(documents: int, scale: float) -> list[int]:
@@ -80,7 +80,8 @@ def mixed_lengths(documents: int, scale: float) -> list[int]:
     draw = np.random.default_rng(0)
     places = draw.random(documents) * (len(LENGTH_QUANTILES) - 1)
     lengths = np.interp(places, np.arange(len(LENGTH_QUANTILES)), LENGTH_QUANTILES)
-    return np.maximum(2, lengths * scale).astype(int).tolist()
+    whole: list[int] = np.maximum(2, lengths * scale).astype(int).tolist()
+    return whole
 
 
 def full_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -122,7 +123,7 @@ def main() -> None:
     ids = torch.from_numpy(np.stack(packed)).long().to(DEVICE)
     tokens = rows * length
     flops = flops_per_token(model, length)
-    options = {"context": length, "stride": length // 8, "batch_tokens": tokens}
+    options: dict[str, Any] = {"context": length, "stride": length // 8, "batch_tokens": tokens}
 
     table: list[dict[str, Any]] = []
 

@@ -84,7 +84,7 @@ def teacher_config(smoke: bool) -> PretrainedConfig:
     )
 
 
-def _tiny(kind: type[PretrainedConfig], vocabulary: int) -> PretrainedConfig:
+def _tiny(kind: Callable[..., PretrainedConfig], vocabulary: int) -> PretrainedConfig:
     return kind(
         vocab_size=vocabulary,
         hidden_size=64,
@@ -128,7 +128,7 @@ def forward_flops(config: PretrainedConfig, length: int) -> float:
     kv = config.num_key_value_heads * head_dim
     layer = 2 * d * d + 2 * d * kv + 3 * d * config.intermediate_size
     products = config.num_hidden_layers * layer + d * config.vocab_size
-    return 2.0 * products + 2.0 * config.num_hidden_layers * length * d
+    return float(2 * products + 2 * config.num_hidden_layers * length * d)
 
 
 def heads(ids: Tensor, guidance: Tensor) -> dict[str, Callable[[Any], Tensor]]:

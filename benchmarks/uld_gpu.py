@@ -6,6 +6,7 @@ The distance and its gradient for one chunk of tokens, from probabilities like t
 models, for a student and a teacher of the study and of the paper.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +29,11 @@ def probabilities(tokens: int, rows: int, seed: int) -> torch.Tensor:
 
 def measured(name: str, rows: tuple[int, int], tokens: int) -> dict[str, Any]:
     p, q = (probabilities(tokens, size, seed) for seed, size in enumerate(rows))
-    calls = {"sort": lambda: by_sorting(p, q), "count": lambda: by_counting(p, q)}
-    times = side_by_side(calls, rounds=10)
+    calls: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {
+        "sort": lambda: by_sorting(p, q),
+        "count": lambda: by_counting(p, q),
+    }
+    times = side_by_side({**calls}, rounds=10)
     (exact, exact_by_p), (distance, by_p) = (call() for call in calls.values())
     wrong = (p * (by_p - exact_by_p).abs()).sum(-1) / (p * exact_by_p.abs()).sum(-1)
     return {

@@ -77,7 +77,7 @@ def main() -> None:
     held_out = out / "held-out.jsonl"
     corpus.write_held_out(held_out, problems)
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows = []
+    rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         made = {name: pool.submit(make_teacher, out, name) for name in TEACHERS}
         bits = {name: future.result() for name, future in made.items()}
@@ -88,7 +88,9 @@ def main() -> None:
             return [pool.submit(job, recipe, held_out, problems) for recipe in recipes]
 
         usual = f"{SHIPPED.steps} steps, the demo's"
-        jobs = {(None, method): train(usual, method) for method in CONTROLS}
+        jobs: dict[tuple[str | None, str], list[Future[dict[str, float]]]] = {
+            (None, method): train(usual, method) for method in CONTROLS
+        }
         jobs |= {(name, "guided"): train(name, "guided") for name in TEACHERS}
         for (teacher, method), seeds in track(jobs.items(), "students"):
             shares = [100 * seed.result()["exact"] for seed in seeds]

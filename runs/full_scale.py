@@ -8,15 +8,12 @@ TEACHER_TOKENS_PER_STUDENT_TOKEN = 0.88  # Qwen2.5 by Llama-2 on the clean part 
 GPUS = 32  # the paper's H100s
 STORE_BYTES_PER_TEACHER_TOKEN = 3.5
 
-# thousand tokens a second on one H200, bf16, sequence length 2048
+# thousand tokens a second on one H200, bf16, sequence length 2048: docs/benchmarks.md
 SCORING = 42.5  # teacher tokens: 7B, compiled layers, chunked head
 TRAINING = {  # student tokens, TinyLlama-1.1B configuration
-    "plain pretraining, transformers as it is": 53.9,
     "plain pretraining, compiled layers": 75.3,
     "guided from a loss store, compiled layers": 76.5,
     "guided, 7B teacher online": 27.7,
-    "KLD, 7B teacher online": 27.5,
-    "ULD, 7B teacher online": 19.0,
     "TRL GOLD's loss, 7B teacher online": 3.7,
 }
 STORED = "guided from a loss store, compiled layers"
@@ -39,13 +36,12 @@ def main() -> None:
         one = hours(STUDENT_TOKENS, rate)
         print(f"| {name} | {rate} | {one:,.0f} | {one / GPUS:.1f} |")
     print()
-    print("| runs with one teacher | score once, then guide | guided online | ULD online |")
-    print("| ---: | ---: | ---: | ---: |")
+    print("| runs with one teacher | score once, then guide | guided online |")
+    print("| ---: | ---: | ---: |")
     for runs in (1, 2, 5, 10, 20):
         stored = scoring + runs * hours(STUDENT_TOKENS, TRAINING[STORED])
         online = runs * hours(STUDENT_TOKENS, TRAINING["guided, 7B teacher online"])
-        uld = runs * hours(STUDENT_TOKENS, TRAINING["ULD, 7B teacher online"])
-        print(f"| {runs} | {stored:,.0f} | {online:,.0f} | {uld:,.0f} |")
+        print(f"| {runs} | {stored:,.0f} | {online:,.0f} |")
     print()
     print(f"Store: {teacher_tokens * STORE_BYTES_PER_TEACHER_TOKEN / 1e9:.0f} GB.")
 

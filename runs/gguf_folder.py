@@ -14,6 +14,7 @@ import shutil
 import sys
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -53,7 +54,7 @@ def target_name(name: str, kind: str) -> str:
     return f"model.layers.{match[1]}.{names[match[2]]}.{suffix}"
 
 
-def tensor_table(path: str) -> list[dict]:
+def tensor_table(path: str) -> list[dict[str, Any]]:
     """Where the tensors lie in the file. Reading it walks through the whole vocabulary in Python,
     which takes seconds: done once, and kept beside a skeleton as tensors.json if you like."""
     return [
@@ -68,7 +69,7 @@ def tensor_table(path: str) -> list[dict]:
     ]
 
 
-def convert(task: tuple[str, dict, dict]) -> tuple[str, np.ndarray]:
+def convert(task: tuple[str, dict[str, Any], dict[str, Any]]) -> tuple[str, np.ndarray]:
     path, tensor, config = task
     torch.set_num_threads(1)
     kind_of_data = gguf.GGMLQuantizationType(tensor["type"])
@@ -109,4 +110,4 @@ def main(path: str, skeleton: str, out: str, workers: int | None = None) -> None
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *(int(n) for n in sys.argv[4:5]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], *(int(n) for n in sys.argv[4:5]))

@@ -68,8 +68,8 @@ def write_jsonl(path: Path, texts: Iterator[str]) -> None:
 def save_tokenizer(folder: Path, texts: list[str], size: int, digits: bool) -> None:
     """Byte-level BPE; `digits` cuts numbers into digits, as many newer tokenizers do."""
     tokenizer = Tokenizer(models.BPE())
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    cut = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    steps = [*cut, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)

@@ -20,7 +20,7 @@ FORM = "answer is"
 def measured(folder: Path) -> dict[str, float]:
     """Averages over tasks, as the study's accuracy is."""
     grades = json.loads((folder / "grades.json").read_text())
-    length, in_form, right_in_form = (defaultdict(list) for _ in range(3))
+    length, in_form, right_in_form = (defaultdict[str, list[int]](list) for _ in range(3))
     with gzip.open(folder / "answers.jsonl.gz", "rt", encoding="utf-8") as file:
         for line in file:
             answer = json.loads(line)
@@ -30,7 +30,7 @@ def measured(folder: Path) -> dict[str, float]:
             if says_it:
                 right_in_form[task].append(grades[task][str(answer["index"])])
 
-    def average(values: dict[str, list]) -> float:
+    def average(values: dict[str, list[int]]) -> float:
         return sum(sum(v) / len(v) for v in values.values()) / len(values)
 
     return {

@@ -1,14 +1,47 @@
-"""Nothing in the tests reaches the network."""
+"""Nothing in the tests reaches the network; whole folders and files of slow tests are marked."""
 
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+TESTS = Path(__file__).parent
+# they start processes, train, generate, open a browser or read large vocabularies
+SLOW = (
+    "faults",
+    "alignment/test_real_tokenizers.py",
+    "demo/test_demo.py",
+    "evaluate/test_generation.py",
+    "evaluate/test_run.py",
+    "evaluate/graders/test_hostile.py",
+    "model/test_architectures.py",
+    "model/test_document_nll.py",
+    "objective/test_ranks.py",
+    "report/test_browser.py",
+    "score",
+    "study/test_selection_study.py",
+    "study/test_study.py",
+    "study/test_tuning.py",
+    "train/test_check.py",
+    "train/test_online.py",
+    "train/test_processes.py",
+    "train/test_resume.py",
+    "train/test_trainer.py",
+    "test_cli.py",
+    "test_paper.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.path.is_relative_to(TESTS / name) for name in SLOW):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ command line starts without torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 # public name -> the module that defines it
 _PUBLIC = {

@@ -9,10 +9,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from typer.testing import CliRunner
 
 from vocagnolm.alignment import align, load_tokenizer, shares
+from vocagnolm.cli import app
 from vocagnolm.demo import corpus, students, verdict
 from vocagnolm.demo.answers import exact_share, read_answer
+from vocagnolm.demo.pipeline import run_demo
 from vocagnolm.demo.problems import draw_problem
 from vocagnolm.study.run import run_study
 
@@ -116,15 +119,14 @@ def script(name: str) -> ModuleType:
 
 
 def test_the_demo_runs_from_end_to_end(tmp_path, capsys) -> None:
-    demo = script("demo")
     budget = students.Budget(tokens=4096, documents=300, problems=10, seeds=1)
-    demo.main(tmp_path, budget)
+    run_demo(tmp_path, budget)
     assert "By exact answers, guidance (" in capsys.readouterr().out
     page = (tmp_path / "report.html").read_text()
     assert "Does a teacher with another vocabulary help?" in page
     runs = sorted(folder.name for folder in (tmp_path / "runs").iterdir())
     assert runs == ["cpt-0", "guided-0", "random-0"]
-    demo.main(tmp_path, budget)  # again: everything is there
+    run_demo(tmp_path, budget)  # again: everything is there
 
 
 def test_one_thing_is_changed_at_a_time_and_shown(tmp_path, capsys, monkeypatch) -> None:
@@ -175,10 +177,10 @@ def test_teachers_are_compared_by_their_own_measures(tmp_path, capsys) -> None:
     assert (tmp_path / "teachers.svg").exists()
 
 
-def test_the_toy_study_runs_on_the_materials_of_the_demo(tmp_path, monkeypatch) -> None:
+def test_the_toy_study_runs_on_the_materials_of_the_demo(tmp_path) -> None:
     materials = tmp_path / "materials"
-    monkeypatch.setattr(sys, "argv", ["demo_materials", str(materials)])
-    script("demo_materials").main()
+    done = CliRunner().invoke(app, ["demo", "--materials", str(materials)])
+    assert done.exit_code == 0 and done.stdout == f"{materials}\n"
     for name, lines in (("corpus", 150), ("held-out", 5), ("requests", 6)):
         path = materials / f"{name}.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:lines]))

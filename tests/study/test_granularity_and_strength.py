@@ -102,6 +102,7 @@ def test_granularity_comes_last_and_needs_no_model(laboratory: Laboratory) -> No
     assert found["sequence_tokens"] == 64
 
 
+@pytest.mark.slow
 def test_granularity_is_measured_without_torch(tmp_path: Path) -> None:
     """Also where tokenizers are folders of a model, which transformers could open."""
     study = small_study(tmp_path / "materials")

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vocagnolm.alignment.alignment import Alignment, align
+from vocagnolm.alignment.alignment import Alignment, TokenSpans, align
 from vocagnolm.alignment.measures import Shares, shares, token_overlap
-from vocagnolm.alignment.spans import TokenSpans
 from vocagnolm.alignment.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:

@@ -112,7 +112,8 @@ def _common(a: IntArray, b: IntArray) -> IntArray:
     if not len(b):
         return a[:0]
     place = np.minimum(np.searchsorted(b, a), len(b) - 1)
-    return a[b[place] == a]
+    common: IntArray = a[b[place] == a]
+    return common
 
 
 def _spelled(spans: IntArray, boundaries: IntArray, number: IntArray) -> NDArray[np.bool_]:
@@ -126,7 +127,8 @@ def _spelled(spans: IntArray, boundaries: IntArray, number: IntArray) -> NDArray
         minlength=len(boundaries) - 1,
     )
     whole = width == np.diff(boundaries)
-    return known & whole[np.maximum(number, 0)]
+    spelled: NDArray[np.bool_] = known & whole[np.maximum(number, 0)]
+    return spelled
 
 
 def kinds(found: Stretches, teacher_spans: ArrayLike) -> NDArray[np.int8]:

@@ -15,6 +15,7 @@ from vocagnolm.cli import recipe, store, study
 from vocagnolm.cli.align import align
 from vocagnolm.cli.check import check
 from vocagnolm.cli.compare import compare
+from vocagnolm.cli.demo import demo
 from vocagnolm.cli.evaluate import evaluate
 from vocagnolm.cli.prepare import prepare
 from vocagnolm.cli.report import report
@@ -33,7 +34,7 @@ app = typer.Typer(
         "Train a language model under the guidance of any teacher, whatever the two "
         "vocabularies are."
     ),
-    epilog="Start with: vocagnolm compare --student S --teacher T",
+    epilog="Start with: vocagnolm demo, or vocagnolm compare --student S --teacher T",
 )
 
 
@@ -59,6 +60,7 @@ def _root(
 app.command()(align)
 app.command()(check)
 app.command()(compare)
+app.command()(demo)
 app.command()(evaluate)
 app.command()(prepare)
 app.add_typer(recipe.app, name="recipe")

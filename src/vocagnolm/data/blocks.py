@@ -130,7 +130,8 @@ class Blocks:
         starts, indices = self._document_table()
         low, high = self.window(index)
         first = int(np.searchsorted(starts, low, side="right")) - 1
-        return indices[first : int(np.searchsorted(starts, high, side="left"))].tolist()
+        found: list[int] = indices[first : int(np.searchsorted(starts, high, side="left"))].tolist()
+        return found
 
     def read(self, column: str, start: int, stop: int) -> NDArray[Any]:
         """Tokens `start..stop` of a per-token column, over part borders."""

@@ -92,7 +92,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        return self.describe()["fingerprint"]
+        return str(self.describe()["fingerprint"])
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Document]:
         """Documents `start..stop`, without reading what lies before them where files can seek."""

@@ -154,7 +154,8 @@ def cut_stretches(
 def kind_counts(ours: Laid, teacher: LaidTeacher) -> list[int]:
     """Tokens by the kind of their stretch."""
     found: Stretches = stretches(ours.spans, teacher.spans)
-    return np.bincount(kinds(found, teacher.spans), minlength=len(KINDS)).tolist()
+    counts: list[int] = np.bincount(kinds(found, teacher.spans), minlength=len(KINDS)).tolist()
+    return counts
 
 
 def tiling(token_bytes: NDArray[Any]) -> NDArray[np.int64]:

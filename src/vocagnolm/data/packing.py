@@ -199,7 +199,8 @@ def _stretch_column(
 def guidance_histogram(known: NDArray[Any]) -> list[int]:
     """Counts in steps of `HISTOGRAM_STEP_NATS`; the last bin is open."""
     index = np.clip(known / HISTOGRAM_STEP_NATS, 0, HISTOGRAM_BINS - 1).astype(np.int64)
-    return np.bincount(index, minlength=HISTOGRAM_BINS).tolist()
+    counts: list[int] = np.bincount(index, minlength=HISTOGRAM_BINS).tolist()
+    return counts
 
 
 def chunk_guidance(
@@ -231,7 +232,9 @@ def _one_to_one(
     # unmapped tokens have first = -1, a valid place whose comparison is masked
     starts = np.take(teacher_spans[:, 0], alignment.first) == spans[:, 0]
     ends = np.take(teacher_spans[:, 1], alignment.last) == spans[:, 1]
-    return alignment.mapped & (alignment.first == alignment.last) & starts & ends
+    alone = alignment.mapped & (alignment.first == alignment.last)
+    exact: NDArray[np.bool_] = alone & starts & ends
+    return exact
 
 
 def _places(counts: NDArray[np.int64], *, before: int, after: int) -> NDArray[np.int64]:

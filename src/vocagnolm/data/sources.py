@@ -236,7 +236,7 @@ class ParquetRows(_File):
             self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
 
     def __len__(self) -> int:
-        return self._file.metadata.num_rows
+        return int(self._file.metadata.num_rows)
 
     def read(self, start: int, stop: int) -> Iterator[Record]:
         names = self._file.schema_arrow.names

@@ -82,7 +82,7 @@ def mcnemar_exact(only_first: int, only_second: int) -> float:
     if n == 0:
         return 1.0
     tail = sum(comb(n, k) for k in range(min(only_first, only_second) + 1))
-    return min(1.0, 2 * tail / 2**n)
+    return min(1.0, float(2 * tail / 2**n))
 
 
 def paired_difference(first: dict[int, bool], second: dict[int, bool]) -> Difference | None:
@@ -238,13 +238,18 @@ def comparison_table(comparison: Comparison) -> list[list[str]]:
 
 def format_table(rows: list[list[str]]) -> str:
     """Columns under each other: names to the left, figures to the right."""
-    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if c == 0 else cell.rjust(width)
-            for c, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for number, name in enumerate(rows[0]):
+        table.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*map(Text, row))
+    # the same wherever it is printed: never folded to the width of a terminal
+    console = Console(width=10_000, color_system=None)
+    with console.capture() as printed:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in printed.get().splitlines())

@@ -166,7 +166,7 @@ class Generator:
         keep: int,
     ) -> torch.Tensor:
         """Logits of the last `keep` positions, over the tokens that the tokenizer knows."""
-        logits = self.model(
+        logits: torch.Tensor = self.model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,

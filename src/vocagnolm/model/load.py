@@ -98,7 +98,8 @@ class ModelFiles:
             )
         if model.get_output_embeddings() is None:
             raise ModelError(f"{self.folder}: {type(model).__name__} has no language-model head.")
-        return model.to(self.device).eval().requires_grad_(False)
+        ready: PreTrainedModel = model.to(self.device).eval().requires_grad_(False)
+        return ready
 
 
 def load_causal_lm(source: str | Path, **options: Any) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -296,8 +296,8 @@ def attach(
     loss: Tensor, gradients: Gradients, hidden_ND: Tensor, head: Head, index_K: Tensor
 ) -> Tensor:
     """The loss with its ready-made gradients, as a node of the graph."""
-    attached: Tensor = _Attached.apply(hidden_ND, head.weight, head.bias, loss, gradients, index_K)
-    return attached
+    apply = cast(Callable[..., Tensor], _Attached.apply)
+    return apply(hidden_ND, head.weight, head.bias, loss, gradients, index_K)
 
 
 class _Attached(torch.autograd.Function):

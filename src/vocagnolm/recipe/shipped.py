@@ -30,7 +30,7 @@ class Shipped:
 
 
 def read_tree_of(text: str) -> Tree:
-    tree = parse_yaml(text)
+    tree: Tree = parse_yaml(text)
     parent = tree.pop("extends", None)
     if parent is None:
         return tree

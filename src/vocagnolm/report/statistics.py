@@ -71,7 +71,8 @@ def token_kinds(tokens: Sequence[str]) -> NDArray[np.intp]:
     np.add.at(votes, (owner, kinds), 1.0)
     votes[:, _SPACE] *= 1e-6  # white space decides only where there is nothing else
     votes[lengths == 0, _OTHER] = 1.0
-    return np.argmax(votes, axis=1)
+    winners: NDArray[np.intp] = np.argmax(votes, axis=1)
+    return winners
 
 
 def statistics(passages: Sequence[Passage], *, listed: int = 16) -> Statistics | None:

@@ -1,8 +1,8 @@
 """The byte format of a loss store; docs/loss-store.md describes it for other languages.
 
-A shard is a safetensors file that we write ourselves: the format is a length, a JSON header and
-the columns, and writing it here makes the bytes a function of the content alone (the library
-orders its metadata at random) and lets the writer flush to the disk before the file gets its name.
+A shard is a safetensors file that we write ourselves, because its bytes are its identity: manifests
+hold their digest, `damage` writes a shard again and compares, and a resumed run must give the bytes
+of the run before, while the library chooses the order of header and columns, in each version anew.
 NumPy and the standard library only.
 """
 
@@ -96,7 +96,8 @@ class Shard:
 def to_float16(nll: np.ndarray) -> np.ndarray:
     """Round to half precision, saturating at its largest number instead of overflowing to
     infinity. NaN (unscored) stays NaN. Rounding noise below zero becomes zero."""
-    return np.clip(nll, 0.0, FLOAT16_MAX).astype("<f2")
+    narrow: np.ndarray = np.clip(nll, 0.0, FLOAT16_MAX).astype("<f2")
+    return narrow
 
 
 def narrowest_unsigned(values: np.ndarray) -> np.ndarray:

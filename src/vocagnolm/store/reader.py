@@ -100,7 +100,7 @@ class LossStore:
 
     def document_hash(self, index: int) -> bytes:
         shard, _, inside = self._locate(index)
-        return shard.columns["document_hash"][inside].tobytes()
+        return bytes(shard.columns["document_hash"][inside])
 
     def document_index(self, index: int) -> int:
         """Place of the document in the corpus, skipped documents counted."""

@@ -28,7 +28,7 @@ def run_study(
     if materials is not None and not Path(materials).is_dir():
         raise StudyError(
             f"There is no folder {materials} (--materials). It holds the models and texts of the "
-            "study: docs/experiments.md says how it is filled."
+            "study: docs/log/miniature-protocols.md says how it is filled."
         )
     study = load_study(source, overrides, materials=materials)
     laboratory = Laboratory(study, folder)

@@ -45,7 +45,8 @@ def build_student(recipe: Recipe) -> PreTrainedModel:
         raise TrainingError("The recipe names no student: set student.model or student.config.")
     if section.attention is not None:
         model.set_attn_implementation(section.attention)
-    return model.train().requires_grad_(True)
+    model.train().requires_grad_(True)
+    return model
 
 
 def forget_quantisation(model: PreTrainedModel) -> None:

@@ -45,7 +45,7 @@ def _installed(package: str) -> bool:
 
 def keep_in_run(trainer: Any, folder: Path) -> None:
     """TensorBoard's files beside the metrics, and not among the checkpoints."""
-    from transformers.integrations import TensorBoardCallback
+    from transformers.integrations.integration_utils import TensorBoardCallback
 
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:

@@ -50,4 +50,4 @@ def option_labels(doc: dict[str, Any]) -> list[str]:
 
 
 def option_index(doc: dict[str, Any]) -> int:
-    return doc["letters"].index(doc["gold"])
+    return int(doc["letters"].index(doc["gold"]))

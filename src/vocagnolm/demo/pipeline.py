@@ -1,9 +1,9 @@
-"""The whole pipeline on an embedded example: `make demo`. Read it from top to bottom.
+"""The whole pipeline on an embedded example: `vocagnolm demo`. Read it from top to bottom.
 
 A student with a SentencePiece vocabulary goes on learning from a noisy web of math problems, guided
 by a teacher with a byte-level vocabulary. Three methods, the same start, the same tokens, several
 seeds; measured on clean held-out problems. All numbers come out of this run. Interrupted, it goes
-on where it stopped; remove out/demo to begin again.
+on where it stopped; remove its folder to begin again.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ from vocagnolm.compare import compare
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students, verdict
 from vocagnolm.demo.problems import Problem
+from vocagnolm.recipe import Recipe
 from vocagnolm.report.html import write_page
 from vocagnolm.report.runs import report_page
 from vocagnolm.report.sampling import write_sample
 
-OUT = Path("out/demo")
 console = Console(highlight=False)
 
 
-def main(out: Path = OUT, budget: students.Budget = students.Budget()) -> None:
+def run_demo(out: Path, budget: students.Budget = students.Budget()) -> None:
     started = time.monotonic()
     students.quiet()
     held_out, problems = make_corpus(out, budget)
@@ -84,7 +84,7 @@ def score(out: Path) -> None:
 
 
 def train_all(
-    recipes: dict[tuple[str, int], students.Recipe],
+    recipes: dict[tuple[str, int], Recipe],
     held_out: Path,
     problems: list[Problem],
     budget: students.Budget,
@@ -116,7 +116,7 @@ def train_all(
 
 def make_page(
     out: Path,
-    recipes: dict[tuple[str, int], students.Recipe],
+    recipes: dict[tuple[str, int], Recipe],
     before: dict[str, float],
     measured: dict[str, list[dict[str, float]]],
     budget: students.Budget,
@@ -157,7 +157,3 @@ def print_results(before: dict[str, float], measured: dict[str, list[dict[str, f
     console.print()
     console.print(table)
     console.print(f"\n{results.verdict}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,5 @@
-"""What `vocagnolm study run toy` needs: the demo's corpus, models and problems in one folder.
+"""What `vocagnolm study run toy` needs: the demo's corpus, models and problems in one folder."""
 
-python runs/demo_materials.py MATERIALS
-vocagnolm study run toy --folder out/toy --materials MATERIALS
-"""
-
-import argparse
 import shutil
 from pathlib import Path
 
@@ -15,10 +10,7 @@ from vocagnolm.evaluate.render import Request, write_requests
 TASK = "gsm8k"  # how its answers are read: "The answer is 7."
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
+def write_materials(folder: Path) -> None:
     budget = students.Budget()
     documents = corpus.corpus_documents(budget.documents)
     problems = corpus.held_out_problems(budget.problems, documents)
@@ -31,7 +23,3 @@ def main() -> None:
     write_requests(folder / "requests.jsonl", requests)
     for model in (students.START, students.TEACHER):
         shutil.copytree(model, folder / model.name, dirs_exist_ok=True)
-
-
-if __name__ == "__main__":
-    main()
