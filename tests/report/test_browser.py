@@ -3,6 +3,7 @@
 Without playwright or a browser these tests, and only these, are skipped.
 """
 
+import dataclasses
 import os
 import shutil
 import time
@@ -12,12 +13,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report.pages import STUDENT_TOKENS, hostile_page, known_page, known_passage, spans_of
+from report.pages import (
+    STUDENT_TOKENS,
+    hostile_page,
+    known_page,
+    known_passage,
+    select_passages,
+    spans_of,
+)
 
 from vocagnolm.alignment import align
 from vocagnolm.report.html import write_page
-from vocagnolm.report.page_data import Page
-from vocagnolm.report.passage import build_passage, select_passages, token_row
+from vocagnolm.report.page_data import Page, Passage
+from vocagnolm.report.passage import teacher_row, token_row
 from vocagnolm.report.statistics import statistics
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -150,11 +158,11 @@ def test_filters_dim_the_rest_and_steer_the_keys(visit) -> None:
     one = visit(known_page())
     page = one.page
     counts = page.locator(".choices button").all_inner_texts()
-    assert [text.split() for text in counts] == [
+    assert [text.rsplit(None, 1) for text in counts] == [
         ["All", "9"],
         ["Kept", "3"],
         ["Dropped", "5"],
-        ["Unmapped", "0"],
+        ["No target", "1"],
     ]
     page.click("button[data-filter=kept]")
     opacity = "e => Number(getComputedStyle(e).opacity)"
@@ -165,8 +173,61 @@ def test_filters_dim_the_rest_and_steer_the_keys(visit) -> None:
     assert one.field("token") == "certain"  # the next kept one
     page.click("button[data-filter=all]")
     assert one.token(2).evaluate(opacity) == 1
-    assert page.locator("button[data-filter=unmapped]").count() == 0
-    assert page.locator("button[data-filter=un]").is_disabled()
+    assert page.locator("button[data-filter=un]").count() == 0
+
+
+def graded_page() -> Page:
+    passages, rule = select_passages([known_passage()], weighting="reducible", floor=0.0)
+    return Page(title="g", passages=passages, selection=rule, statistics=statistics(passages))
+
+
+def test_grades_are_shades(visit) -> None:
+    one = visit(graded_page())
+    counts = [
+        text.rsplit(None, 1) for text in one.page.locator(".choices button").all_inner_texts()
+    ]
+    assert [name for name, _ in counts] == [
+        "All",
+        "Counts fully",
+        "In part",
+        "Not at all",
+        "No target",
+    ]
+    assert int(counts[0][1]) == sum(int(count) for _, count in counts[1:])
+    one.token(CERTAIN).hover()  # 1 - 2.5 / 4
+    assert one.page.inner_text(".inspector .state") == "weight 0.38"
+    line = "e => getComputedStyle(e).borderBottomColor"
+    shades = [one.token(i).evaluate(line) for i in (1, CERTAIN, CERTAIN + 1)]
+    assert len(set(shades)) == 3  # 0.88, 0.38, 0
+    assert "count by their weight" in one.page.inner_text("#selection")
+    one.page.select_option("#colour", "weight")
+    assert "weight 0" in one.page.inner_text(".legend")
+
+
+def test_every_teacher_has_its_row(visit) -> None:
+    first = known_passage()
+    [teacher] = first.teachers
+    finer = token_row(
+        "second", b"".join(t.encode() for t in STUDENT_TOKENS), spans_of(STUDENT_TOKENS)
+    )
+    second = teacher_row(
+        dataclasses.replace(finer, nll=[0.5] * 9),
+        align(spans_of(STUDENT_TOKENS), spans_of(STUDENT_TOKENS)),
+    )
+    both = dataclasses.replace(first, teachers=[teacher, second])
+    passages, rule = select_passages([both])
+    one = visit(Page(title="two", passages=passages, selection=rule))
+    labels = one.page.locator(".rows .label").all_inner_texts()
+    assert labels == ["Student · student", "Teacher · teacher", "Teacher · second"]
+    one.token(CERTAIN).click()
+    lit = one.page.eval_on_selector_all(
+        ".box.on", "all => all.map(b => [b.dataset.row, b.dataset.i])"
+    )
+    assert lit == [["0", "5"], ["1", "2"], ["1", "3"], ["2", "5"]]
+    assert "Covered by one token of second" in one.page.inner_text(".inspector")
+    assert one.field("guidance") == "0.50"  # the smaller of 2.5 and 0.5
+    one.page.locator('.box[data-row="2"]').nth(2).click()
+    assert one.field("token") == "ability"
 
 
 def test_the_rows_connect_what_covers(visit) -> None:
@@ -245,7 +306,7 @@ def test_a_page_without_anything_is_still_a_page(visit) -> None:
 
 def test_a_passage_without_a_teacher_shows_the_student(visit) -> None:
     row = token_row("s", b"ab", spans_of(["a", "b"]), nll=[np.nan, 1.5])
-    one = visit(Page(title="t", passages=[build_passage("p", row)]))
+    one = visit(Page(title="t", passages=[Passage(title="p", student=row)]))
     one.token(1).hover()
     assert one.field("student") == "1.50"
     assert one.page.locator(".rows").is_hidden()
@@ -253,19 +314,15 @@ def test_a_passage_without_a_teacher_shows_the_student(visit) -> None:
 
 def test_alignment_alone_filters_by_mapping(visit) -> None:
     passage = known_passage()
-    row, teacher = passage.student, passage.teacher
-    bare = Page(
-        title="t",
-        passages=[
-            build_passage(
-                "p",
-                token_row("s", "".join(row.text).encode(), spans_of(row.text)),
-                token_row("t", "".join(row.text).encode(), spans_of(teacher.text)),
-                align(spans_of(row.text), spans_of(teacher.text)),
-            )
-        ],
+    [teacher] = passage.teachers
+    bare = dataclasses.replace(
+        passage,
+        student=dataclasses.replace(passage.student, nll=None),
+        teachers=[dataclasses.replace(teacher, nll=None)],
+        guidance=None,
+        excess=None,
     )
-    one = visit(bare)
+    one = visit(Page(title="t", passages=[bare]))
     counts = one.page.locator(".choices button").all_inner_texts()
     assert [text.split()[-1] for text in counts] == ["9", "1", "1", "7", "0"]
 
@@ -276,12 +333,9 @@ def big_page(n_tokens: int) -> Page:
     spans = spans_of(tokens.tolist())
     text = "".join(tokens).encode()
     losses = random.exponential(2.0, (2, n_tokens))
-    passage = build_passage(
-        "big",
-        token_row("s", text, spans, nll=losses[0]),
-        token_row("t", text, spans, nll=losses[1]),
-        align(spans, spans),
-    )
+    teacher = teacher_row(token_row("t", text, spans, nll=losses[1]), align(spans, spans))
+    student = token_row("s", text, spans, nll=losses[0])
+    passage = Passage(title="big", student=student, teachers=[teacher])
     passages, rule = select_passages([passage])
     return Page(title="big", passages=passages, selection=rule, statistics=statistics(passages))
 

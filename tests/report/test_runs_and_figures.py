@@ -5,7 +5,7 @@ from pathlib import Path
 
 import made
 import pytest
-from report.pages import known_page, known_passage
+from report.pages import known_page, known_passage, select_passages
 from typer.testing import CliRunner
 
 from vocagnolm.alignment import load_tokenizer
@@ -14,7 +14,6 @@ from vocagnolm.compare import SAMPLE
 from vocagnolm.errors import UsageError
 from vocagnolm.report import figures
 from vocagnolm.report.page_data import plain
-from vocagnolm.report.passage import select_passages
 from vocagnolm.report.runs import CURVE_POINTS, RunError, read_run, report_page
 from vocagnolm.report.sample import SAMPLE_FILE, Sample, SampleError, read_sample, save_sample
 from vocagnolm.study.granularity import granularity_study
@@ -82,7 +81,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path) -> None:
 def test_a_sample_travels_through_its_file(tmp_path) -> None:
     run = make_run(tmp_path / "run")
     passages, rule = select_passages([known_passage()])
-    sample = Sample(passages=passages, selection=rule, preflight=known_page().preflight[0])
+    sample = Sample(passages=passages, selection=rule, preflight=known_page().preflight)
     save_sample(sample, run)
     assert plain(read_sample(run)) == plain(sample)
     page = report_page([run])

@@ -13,7 +13,7 @@ from vocagnolm.errors import VocagnolmError
 from vocagnolm.report.environment import environment
 from vocagnolm.report.html import write_page
 from vocagnolm.report.page_data import Measure, Page, ResultGroup, Results, Run
-from vocagnolm.report.sample import SAMPLE_FILE, Sample, read_sample
+from vocagnolm.report.sample import Sample, has_sample, read_sample
 from vocagnolm.report.statistics import statistics
 from vocagnolm.train.names import with_current_names
 
@@ -157,7 +157,7 @@ def report_page(
         passages=sample.passages,
         selection=sample.selection,
         statistics=statistics(sample.passages),
-        preflight=[sample.preflight] if sample.preflight else [],
+        preflight=sample.preflight,
         results=results or evaluation_results(folders, read),
         runs=read,
         environment=environment(),
@@ -172,7 +172,7 @@ def write_report(
     cannot be done (no store, no model, a corpus that has moved) the page says why."""
     folders = [Path(run) for run in runs]
     notes = []
-    if sample_documents and not any((folder / SAMPLE_FILE).is_file() for folder in folders):
+    if sample_documents and not any(has_sample(folder) for folder in folders):
         note = _make_sample(folders, sample_documents)
         if note is not None:
             notes.append(note)
@@ -243,4 +243,4 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _sample_of(folder: Path) -> Sample | None:
-    return read_sample(folder) if (folder / SAMPLE_FILE).is_file() else None
+    return read_sample(folder) if has_sample(folder) else None

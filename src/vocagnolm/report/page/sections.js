@@ -32,7 +32,7 @@ function resultsSection() {
 function rankedList(title, caption, tokens) {
   return h("div", { class: "card" }, h("h3", {}, title), h("p", { class: "small" }, caption),
     tokens.length
-      ? h("ol", { class: "ranked" }, tokens.map((t) => h("li", {}, showToken(h("span", { class: "tok" }), t.text, { spaces: true, limit: 40 }), h("span", { class: "num" }, `${whole(t.kept)} / ${whole(t.tokens)}`))))
+      ? h("ol", { class: "ranked" }, tokens.map((t) => h("li", {}, showToken(h("span", { class: "tok" }), t.text, { spaces: true, limit: 40 }), h("span", { class: "num" }, `${short(t.kept)} / ${whole(t.tokens)}`))))
       : h("p", {}, "None occurs often enough to say."));
 }
 
@@ -41,23 +41,25 @@ function selectionSection() {
   if (!stats) return null;
   const rule = page.selection || {};
   const share = stats.kept / stats.tokens;
-  const element = section("selection", "What was kept", `${whole(stats.kept)} of ${whole(stats.tokens)} target tokens (${percent(share)}) count in the loss${stats.unmapped ? `; ${whole(stats.unmapped)} are unmapped${rule.unmapped ? ` (${rule.unmapped})` : ""}` : ""}.`);
+  const element = section("selection", "What was kept", `${rule.graded ? `${whole(stats.tokens)} target tokens count by their weight, ${fixed(share)} on average` : `${whole(stats.kept)} of ${whole(stats.tokens)} target tokens (${percent(share)}) count in the loss`}${stats.unmapped ? `; ${whole(stats.unmapped)} are unmapped${rule.unmapped ? ` (${rule.unmapped})` : ""}` : ""}.`);
+  const amount = (part) => (rule.graded ? fixed(part) : percent(part));
   const bars = h("div", { class: "bars" });
   for (const kind of [...stats.kinds].sort((a, b) => b.kept / b.tokens - a.kept / a.tokens)) {
     const part = kind.kept / kind.tokens;
     bars.append(h("span", {}, kind.kind),
-      h("div", { class: "track", "aria-hidden": "true" }, h("i", { class: "fill", vars: { "--w": (100 * part).toFixed(2) + "%" } }), h("i", { class: "ref", vars: { "--x": (100 * share).toFixed(2) + "%" } })),
-      h("span", { class: "amount" }, percent(part), " ", h("small", {}, `of ${short(kind.tokens)}`)));
+      h("div", { class: "track", "aria-hidden": "true" }, h("i", { class: "fill", vars: { "--w": (100 * Math.max(0, Math.min(1, part))).toFixed(2) + "%" } }), h("i", { class: "ref", vars: { "--x": (100 * Math.max(0, Math.min(1, share))).toFixed(2) + "%" } })),
+      h("span", { class: "amount" }, amount(part), " ", h("small", {}, `of ${short(kind.tokens)}`)));
   }
+  const guided = ["guided", "rho1"].includes(rule.method);
   const grid = h("div", { class: "grid pairs" });
-  grid.append(h("div", { class: "card" }, h("h3", {}, "Kept share by kind of token"), h("p", { class: "small" }, `The upright line is the share of all tokens, ${percent(share)}.`), bars));
+  grid.append(h("div", { class: "card" }, h("h3", {}, rule.graded ? "Mean weight by kind of token" : "Kept share by kind of token"), h("p", { class: "small" }, `The upright line is that of all tokens, ${amount(share)}.`), bars));
   if (stats.excess) {
-    grid.append(h("div", { class: "card" }, h("h3", {}, "Excess and the threshold"),
+    grid.append(h("div", { class: "card" }, h("h3", {}, isNumber(rule.threshold) ? "Excess and the threshold" : "Excess"),
       h("p", { class: "keys" }, ["kept", "dropped"].map((name) => h("span", {}, svg("svg", { width: 14, height: 10 }, svg("rect", { class: "bar-" + name, width: 14, height: 10, rx: 2 })), name))),
       histogram(stats.excess, rule.threshold)));
   }
-  grid.append(rankedList("Most often kept", "Tokens the student is told to learn: kept / seen.", stats.most_kept));
-  grid.append(rankedList("Most often dropped", "Tokens it knows already, or the teacher cannot predict either: kept / seen.", stats.most_dropped));
+  grid.append(rankedList("Most often kept", guided ? "Tokens the student is told to learn: kept / seen." : "Kept / seen.", stats.most_kept));
+  grid.append(rankedList("Most often dropped", guided ? "Tokens it knows already, or the teacher cannot predict either: kept / seen." : "Kept / seen.", stats.most_dropped));
   element.append(grid);
   return element;
 }
@@ -135,7 +137,7 @@ function facts(entries) {
 
 function recipeSection() {
   const runs = page.runs.filter((run) => run.recipe || Object.keys(run.facts).length);
-  const rule = page.selection ? Object.fromEntries(Object.entries(page.selection).map(([k, v]) => [k, typeof v === "number" ? short(v) : v])) : {};
+  const rule = page.selection ? Object.fromEntries(Object.entries(page.selection).filter(([k]) => k !== "graded").map(([k, v]) => [k.replaceAll("_", " "), typeof v === "number" ? short(v) : v])) : {};
   const environments = page.runs.filter((run) => Object.keys(run.environment).length);
   if (!runs.length && !page.recipe && !Object.keys(page.environment).length && !environments.length && !Object.keys(rule).length) return null;
   const element = section("recipe", "Recipe and environment", "Enough to run it again.");

@@ -1,0 +1,1 @@
+"""A student and its teacher over some text, before anything is trained."""
