@@ -24,7 +24,7 @@ from report.pages import (
 
 from vocagnolm.alignment import align
 from vocagnolm.report.html import write_page
-from vocagnolm.report.page_data import Page, Passage
+from vocagnolm.report.page_data import Page, Passage, ResultGroup, Run
 from vocagnolm.report.passage import teacher_row, token_row
 from vocagnolm.report.statistics import statistics
 
@@ -369,3 +369,45 @@ def test_fifty_thousand_tokens_open_and_answer_quickly(visit) -> None:
     one.page.keyboard.press("Home")
     one.page.wait_for_timeout(100)
     assert one.page.locator(".t").count() < 20_000  # only what is near is built
+
+
+def test_cards_and_tables_carry_n_and_spread(visit) -> None:
+    page = known_page()
+    one_seed = ResultGroup(
+        name="random · objective.keep 0.8", values=[[1.4], [0.3]], errors=[[None], [0.02]]
+    )
+    groups = [*page.results.groups, one_seed]
+    page = dataclasses.replace(page, results=dataclasses.replace(page.results, groups=groups))
+    shown = visit(page).page
+    rows = [row.split() for row in shown.locator("#results tbody tr").all_inner_texts()]
+    assert rows[0][:2] == ["cpt", "2"]
+    assert shown.inner_text("#results tbody tr:nth-child(3)").split()[-3:] == ["0.30", "±", "0.02"]
+    told = shown.locator("#results .told").all_text_contents()
+    assert told[:2] == ["1.25 ± 0.07, n = 2", "1.05 ± 0.07, n = 2"]
+    assert told[2] == "1.40, n = 1"  # nothing is known of its spread
+    assert "standard error over questions" in shown.inner_text("#results caption")
+    assert set(shown.locator("#curves .axis-name").all_text_contents()) >= {"step", "nats"}
+
+
+def test_seeds_of_one_setting_share_a_colour(visit) -> None:
+    runs = [
+        Run(name=name, method="guided", setting=setting, curves={"loss": [(1.0, 2.0), (2.0, 1.0)]})
+        for name, setting in (
+            ("a", "guided · keep 0.4"),
+            ("b", "guided · keep 0.8"),
+            ("c", "guided · keep 0.4"),
+        )
+    ]
+    page = visit(Page(title="t", runs=runs)).page
+    keys = page.locator("#curves .keys > span").all_inner_texts()
+    assert keys == ["guided · keep 0.4 (n = 2)", "guided · keep 0.8 (n = 1)"]
+
+
+def test_a_phone_has_the_section_links(visit) -> None:
+    page = visit(known_page(), viewport={"width": 360, "height": 740}).page
+    links = page.locator("nav a")
+    assert links.count() == 6
+    assert links.first.is_visible()
+    links.nth(1).click()
+    assert page.evaluate("location.hash") == "#tokens"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360

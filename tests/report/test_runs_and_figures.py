@@ -155,3 +155,58 @@ def test_an_unknown_figure_format_is_refused(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(UsageError, match=r"expected one of .png, .svg, .pdf"):
         figures.teacher_strength([], tmp_path / "x.bmp")
+
+
+def make_evaluated(folder: Path, recipe: str, score: float) -> Path:
+    folder = make_run(folder)
+    (folder / "recipe.yaml").write_text(recipe)
+    (folder / "evaluation").mkdir()
+    content = {"tasks": {"gsm8k": {"score": score, "stderr": 1.5}}, "bits_per_byte": None}
+    (folder / "evaluation" / "results.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_runs_are_seeds_of_one_setting_only_if_all_else_is_equal(tmp_path) -> None:
+    recipes = {
+        "a": "objective: {keep: 0.4}\nrun: {seed: 1, folder: a}\n",
+        "b": "objective: {keep: 0.8}\nrun: {seed: 1, folder: b}\n",
+        "c": "run: {seed: 2, folder: c, log_every: 3}\nobjective: {method: guided}\n",
+        "d": "objective: {method: cpt}\n",
+    }
+    runs = [
+        make_evaluated(tmp_path / name, recipe, score)
+        for (name, recipe), score in zip(recipes.items(), (20.0, 40.0, 30.0, 10.0), strict=True)
+    ]
+    page = report_page(runs)
+    groups = {group.name: group.values[0] for group in page.results.groups}
+    assert groups == {
+        "guided · objective.keep 0.4": [20.0, 30.0],  # 0.4 is the default of the third
+        "guided · objective.keep 0.8": [40.0],
+        "cpt": [10.0],
+    }
+    assert page.results.groups[1].errors == [[1.5]]
+    assert [run.setting for run in page.runs][2] == "guided · objective.keep 0.4"
+
+
+def test_other_blocks_are_another_setting(tmp_path) -> None:
+    runs = [make_evaluated(tmp_path / name, "run: {seed: 1}\n", 20.0) for name in "ab"]
+    for run, blocks in zip(runs, ("1" * 64, "2" * 64), strict=True):
+        about = {"finished": True, "schedule": {}, "blocks": blocks}
+        (run / "run.json").write_text(json.dumps(about))
+    names = [group.name for group in report_page(runs).results.groups]
+    assert names == ["guided · blocks 11111111", "guided · blocks 22222222"]
+
+
+def test_many_differences_still_tell_settings_apart(tmp_path) -> None:
+    texts = [
+        f"student: {{model: m{at}, tokenizer: t{at}, revision: '{at}'}}\n"
+        f"optimizer: {{learning_rate: 0.{last}}}\n"
+        for at, last in ((1, 1), (2, 2), (2, 3))
+    ]
+    runs = [make_evaluated(tmp_path / str(at), text, 1.0) for at, text in enumerate(texts)]
+    assert len(report_page(runs).results.groups) == 3
+
+
+def test_runs_without_a_recipe_stand_alone(tmp_path) -> None:
+    runs = [make_evaluated(tmp_path / name, "x", 20.0) for name in "ab"]
+    assert [group.name for group in report_page(runs).results.groups] == ["a", "b"]

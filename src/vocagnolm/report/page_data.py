@@ -146,6 +146,8 @@ class Run:
 
     name: str
     method: str | None = None
+    setting: str | None = None
+    """Equal for the runs that differ in their seed alone."""
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """Metric name -> (step, value); long curves are means of equal bins of steps."""
     steps_per_point: int = 1
@@ -166,10 +168,12 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultGroup:
-    """One method: per measure one value for every seed."""
+    """One setting: per measure one value for every seed."""
 
     name: str
     values: list[list[float | None]]
+    errors: list[list[float | None]] | None = None
+    """Standard errors of the same values over questions, where they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)

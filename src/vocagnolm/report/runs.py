@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import numpy as np
 import yaml
 
 from vocagnolm.errors import VocagnolmError
+from vocagnolm.evaluate.suite import average_stderrs
 from vocagnolm.report.environment import environment
 from vocagnolm.report.html import write_page
 from vocagnolm.report.page_data import Measure, Page, ResultGroup, Results, Run
 from vocagnolm.report.sample import Sample, has_sample, read_sample
+from vocagnolm.report.settings import setting_names
 from vocagnolm.report.statistics import statistics
 from vocagnolm.train.names import with_current_names
 
@@ -33,7 +36,7 @@ class RunError(VocagnolmError):
     """A folder is not a run, or its files cannot be read."""
 
 
-def read_run(folder: str | Path, name: str | None = None) -> Run:
+def read_run(folder: str | Path, name: str | None = None, setting: str | None = None) -> Run:
     """One run folder: `metrics.jsonl` and `recipe.yaml`, either of which may be missing."""
     path = Path(folder)
     recipe_file, metrics_file = path / "recipe.yaml", path / "metrics.jsonl"
@@ -48,6 +51,7 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
     return Run(
         name=name or path.name,
         method=_method(recipe),
+        setting=setting,
         curves=curves,
         steps_per_point=per_point,
         recipe=recipe,
@@ -149,7 +153,9 @@ def report_page(
     folders = [Path(run) for run in runs]
     if not folders:
         raise RunError("no run was given: expected one or more run folders")
-    read = [read_run(f, name) for f, name in zip(folders, _names(folders), strict=True)]
+    names = _names(folders)
+    settings = setting_names(folders, names)
+    read = [read_run(*one) for one in zip(folders, names, settings, strict=True)]
     sample = next((s for s in map(_sample_of, folders) if s is not None), None) or Sample()
     return Page(
         title=title or (read[0].name if len(read) == 1 else f"{len(read)} runs, side by side"),
@@ -195,20 +201,27 @@ def _make_sample(folders: Sequence[Path], documents: int) -> str | None:
 
 
 def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results | None:
-    """What `vocagnolm evaluate` left in the runs: a column for each task, a row for each method
-    (runs of one method are its seeds). None when no run was evaluated."""
-    scores: list[dict[str, float]] = []
+    """What `vocagnolm evaluate` left in the runs: a column for each task, a row for each setting
+    with its seeds. None when no run was evaluated."""
+    scores: list[dict[str, _Score]] = []
     for folder in folders:
         file = folder / "evaluation" / "results.json"
         scores.append(_scores(file) if file.is_file() else {})
     names = list(dict.fromkeys(name for one in scores for name in one))
     if not names:
         return None
-    rows = list(dict.fromkeys(run.method or run.name for run in runs))
+    rows = list(dict.fromkeys(run.setting or run.name for run in runs))
     groups = []
     for row in rows:
-        mine = [s for s, run in zip(scores, runs, strict=True) if (run.method or run.name) == row]
-        groups.append(ResultGroup(name=row, values=[[s.get(n) for s in mine] for n in names]))
+        mine = [s for s, run in zip(scores, runs, strict=True) if (run.setting or run.name) == row]
+        table = [[s.get(name, _Score()) for s in mine] for name in names]
+        groups.append(
+            ResultGroup(
+                name=row,
+                values=[[score.value for score in seeds] for seeds in table],
+                errors=[[score.error for score in seeds] for seeds in table],
+            )
+        )
     measures = [
         Measure(name="bits per byte", better="lower", digits=4)
         if name == "bits_per_byte"
@@ -218,17 +231,28 @@ def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results 
     return Results(measures=measures, groups=groups)
 
 
-def _scores(file: Path) -> dict[str, float]:
+@dataclass(frozen=True)
+class _Score:
+    value: float | None = None
+    error: float | None = None
+    """Standard error over questions."""
+
+
+def _scores(file: Path) -> dict[str, _Score]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         # a column of its own: scores of two protocols are not to be compared
         mark = " (paper)" if content.get("protocol") == "paper" else ""
-        found = {f"{name}{mark}": float(task["score"]) for name, task in content["tasks"].items()}
+        found = {
+            f"{name}{mark}": _Score(float(task["score"]), task.get("stderr"))
+            for name, task in content["tasks"].items()
+        }
+        errors = average_stderrs({n: t.get("stderr") for n, t in content["tasks"].items()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{file} is no result of `vocagnolm evaluate` ({error!r})") from None
     for name, shown in (("avg", f"avg{mark}"), ("bits_per_byte", "bits_per_byte")):
         if isinstance(content.get(name), int | float):
-            found[shown] = float(content[name])
+            found[shown] = _Score(float(content[name]), errors.get(name))
     return found
 
 

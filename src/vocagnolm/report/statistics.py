@@ -138,7 +138,8 @@ def _extremes(
     that one lucky token of two does not outrank ninety of a hundred."""
     names, index = np.unique(np.array(texts, dtype=object), return_inverse=True)
     counts = np.bincount(index[counted], minlength=len(names)).astype(float)
-    keeps = np.bincount(index[counted], kept[counted], minlength=len(names))
+    keeps: NDArray[np.float64]
+    keeps = np.bincount(index[counted], kept[counted], minlength=len(names)).astype(np.float64)
 
     def best(hits: NDArray[np.float64]) -> list[TokenShare]:
         score = np.where(counts >= 3, _wilson_lower(hits, counts), -1.0)

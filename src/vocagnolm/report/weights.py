@@ -56,7 +56,7 @@ def weigh_passages(
     filled = filled_guidance([batch.targets for batch in batches], config, Ranks.of())
     weighed = []
     for passage, batch, teacher, weight in zip(passages, batches, filled, weights, strict=True):
-        if teacher is not None:
+        if teacher is not None and batch.targets.guidance_BT is not None:
             given = batch.targets.guidance_BT[0].numpy()
             own = compared(batch.nll_BT, batch.targets, teacher).own_BT
             own = own.double().masked_fill(~batch.mapped_BT, torch.nan)
