@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.cli import app
 from vocagnolm.compare import SAMPLE
-from vocagnolm.errors import UsageError
+from vocagnolm.errors import EvaluationError, UsageError
 from vocagnolm.report import figures
 from vocagnolm.report.page_data import plain
 from vocagnolm.report.runs import CURVE_POINTS, RunError, read_run, report_page
@@ -94,7 +94,8 @@ def test_evaluations_become_the_results(tmp_path) -> None:
     for name, method, score in (("a", "cpt", 20.5), ("b", "guided", 29.0), ("c", "guided", 31.0)):
         runs.append(make_run(tmp_path / name, method))
         (runs[-1] / "evaluation").mkdir()
-        content = {"tasks": {"gsm8k": {"score": score}}, "avg": None, "bits_per_byte": 0.5}
+        task = {"score": score, "stderr": 1.5, "n": 9, "no_answer": 0}
+        content = {"tasks": {"gsm8k": task}, "avg": None, "bits_per_byte": 0.5}
         (runs[-1] / "evaluation" / "results.json").write_text(json.dumps(content))
     results = report_page(runs).results
     assert results is not None
@@ -104,7 +105,7 @@ def test_evaluations_become_the_results(tmp_path) -> None:
         ("guided", [29.0, 31.0]),
     ]
     (runs[0] / "evaluation" / "results.json").write_text("{}")
-    with pytest.raises(RunError, match="is no result of"):
+    with pytest.raises(EvaluationError, match=r"results\.json is damaged"):
         report_page(runs)
 
 
@@ -157,11 +158,12 @@ def test_an_unknown_figure_format_is_refused(tmp_path) -> None:
         figures.teacher_strength([], tmp_path / "x.bmp")
 
 
-def make_evaluated(folder: Path, recipe: str, score: float) -> Path:
+def make_evaluated(folder: Path, recipe: str, score: float, conditions: dict | None = None) -> Path:
     folder = make_run(folder)
     (folder / "recipe.yaml").write_text(recipe)
     (folder / "evaluation").mkdir()
-    content = {"tasks": {"gsm8k": {"score": score, "stderr": 1.5}}, "bits_per_byte": None}
+    task = {"score": score, "stderr": 1.5, "n": 9, "no_answer": 0}
+    content = {"tasks": {"gsm8k": task}, "bits_per_byte": None, "conditions": conditions or {}}
     (folder / "evaluation" / "results.json").write_text(json.dumps(content))
     return folder
 
@@ -210,3 +212,24 @@ def test_many_differences_still_tell_settings_apart(tmp_path) -> None:
 def test_runs_without_a_recipe_stand_alone(tmp_path) -> None:
     runs = [make_evaluated(tmp_path / name, "x", 20.0) for name in "ab"]
     assert [group.name for group in report_page(runs).results.groups] == ["a", "b"]
+
+
+def test_scores_of_other_conditions_have_columns_of_their_own(tmp_path) -> None:
+    known = {"protocol": "strict", "few_shot": 8, "max_new_tokens": 512, "questions": 9}
+    runs = [
+        make_evaluated(tmp_path / "a", "run: {seed: 1}", 20.0, {"gsm8k": known}),
+        make_evaluated(tmp_path / "b", "run: {seed: 2}", 30.0, {"gsm8k": known}),
+        make_evaluated(
+            tmp_path / "c", "run: {seed: 3}", 40.0, {"gsm8k": known | {"max_new_tokens": 64}}
+        ),
+        make_evaluated(tmp_path / "d", "run: {seed: 4}", 50.0),
+    ]
+    assert [m.name for m in report_page(runs[:2]).results.measures] == ["gsm8k"]
+    results = report_page(runs).results
+    [group] = results.groups
+    columns = dict(zip([m.name for m in results.measures], group.values, strict=True))
+    assert columns == {
+        "gsm8k (max_new_tokens 512)": [20.0, 30.0, None, None],
+        "gsm8k (max_new_tokens 64)": [None, None, 40.0, None],
+        "gsm8k (conditions not recorded)": [None, None, None, 50.0],
+    }

@@ -11,7 +11,10 @@ import numpy as np
 import yaml
 
 from vocagnolm.errors import VocagnolmError
-from vocagnolm.evaluate.suite import average_stderrs
+from vocagnolm.evaluate.conditions import marks
+from vocagnolm.evaluate.results import Evaluation, read_results
+from vocagnolm.evaluate.suite import AVERAGES, TASKS
+from vocagnolm.files import json_digest
 from vocagnolm.report.environment import environment
 from vocagnolm.report.html import write_page
 from vocagnolm.report.page_data import Measure, Page, ResultGroup, Results, Run
@@ -202,14 +205,21 @@ def _make_sample(folders: Sequence[Path], documents: int) -> str | None:
 
 def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results | None:
     """What `vocagnolm evaluate` left in the runs: a column for each task, a row for each setting
-    with its seeds. None when no run was evaluated."""
-    scores: list[dict[str, _Score]] = []
-    for folder in folders:
-        file = folder / "evaluation" / "results.json"
-        scores.append(_scores(file) if file.is_file() else {})
+    with its seeds. Scores made under other conditions have a column of their own, named after what
+    differs. None when no run was evaluated."""
+    evaluations = [_evaluation(folder) for folder in folders]
+    scores: list[dict[str, _Score]] = [{} for _ in folders]
+    for task in (*TASKS, *AVERAGES, "bits_per_byte"):
+        held = [(at, one) for at, one in enumerate(evaluations) if _score(one, task) is not None]
+        apart = marks([_conditions(one, task) for _, one in held])
+        for (at, one), mark in zip(held, apart, strict=True):
+            score = _score(one, task)
+            assert score is not None
+            scores[at][f"{task} ({mark})" if mark else task] = score
     names = list(dict.fromkeys(name for one in scores for name in one))
     if not names:
         return None
+    names.sort(key=_place)
     rows = list(dict.fromkeys(run.setting or run.name for run in runs))
     groups = []
     for row in rows:
@@ -223,8 +233,8 @@ def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results 
             )
         )
     measures = [
-        Measure(name="bits per byte", better="lower", digits=4)
-        if name == "bits_per_byte"
+        Measure(name=name.replace("bits_per_byte", "bits per byte"), better="lower", digits=4)
+        if name.startswith("bits_per_byte")
         else Measure(name=name, unit="%", digits=1)
         for name in names
     ]
@@ -238,22 +248,45 @@ class _Score:
     """Standard error over questions."""
 
 
-def _scores(file: Path) -> dict[str, _Score]:
+def _evaluation(folder: Path) -> Evaluation | None:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        # a column of its own: scores of two protocols are not to be compared
-        mark = " (paper)" if content.get("protocol") == "paper" else ""
-        found = {
-            f"{name}{mark}": _Score(float(task["score"]), task.get("stderr"))
-            for name, task in content["tasks"].items()
-        }
-        errors = average_stderrs({n: t.get("stderr") for n, t in content["tasks"].items()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{file} is no result of `vocagnolm evaluate` ({error!r})") from None
-    for name, shown in (("avg", f"avg{mark}"), ("bits_per_byte", "bits_per_byte")):
-        if isinstance(content.get(name), int | float):
-            found[shown] = _Score(float(content[name]), errors.get(name))
-    return found
+        return read_results(folder / "evaluation" / "results.json")
+    except FileNotFoundError:
+        return None
+
+
+def _score(evaluation: Evaluation | None, name: str) -> _Score | None:
+    """Of a task, an average or the text; None where it was not measured."""
+    if evaluation is None:
+        return None
+    if name == "bits_per_byte":
+        bits = evaluation.bits_per_byte
+        return None if bits is None else _Score(bits)
+    if name in AVERAGES:
+        mean = evaluation.averages()[name]
+        return None if mean is None else _Score(mean, evaluation.average_stderrs()[name])
+    task = evaluation.tasks.get(name)
+    return None if task is None else _Score(task.score, task.stderr)
+
+
+def _conditions(evaluation: Evaluation | None, name: str) -> dict[str, Any]:
+    if evaluation is None:
+        return {}
+    if name not in AVERAGES:
+        known = evaluation.conditions.get(name, {})
+        # older evaluations know their protocol alone
+        return known or ({"protocol": evaluation.protocol} if name in TASKS else {})
+    parts = [_conditions(evaluation, task) for task in AVERAGES[name]]
+    shared = {key: [part.get(key) for part in parts] for part in parts for key in part}
+    return {
+        key: values[0] if len({str(value) for value in values}) == 1 else json_digest(values)[:8]
+        for key, values in shared.items()
+    }
+
+
+def _place(column: str) -> tuple[int, str]:
+    order = [*TASKS, *AVERAGES, "bits_per_byte"]
+    return order.index(column.partition(" ")[0]), column
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

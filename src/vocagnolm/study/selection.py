@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from vocagnolm.data.blocks import MANIFEST, Blocks, TrainingOrder, read_manifest
 from vocagnolm.errors import StudyError
-from vocagnolm.files import write_json
+from vocagnolm.files import file_digest, json_digest, write_json
 from vocagnolm.recipe import Recipe
 
 # Random guidance spans this many nats, so that the student's own loss (at most a few tens) moves
@@ -154,7 +154,10 @@ def write_matched_blocks(
             columns["guidance"], per_token, shares, [seed, number]
         )
         save_file(columns, target / part["name"], metadata=metadata)
+        part["sha256"] = file_digest(target / part["name"])
     manifest["columns"] = ["ids", "document_tokens", "document_index", "guidance"]
     manifest["teacher"] = "none: random, matched per source"
     manifest["settings"]["guidance"]["teacher_losses"] = False
+    digests = [part["sha256"] for part in manifest["parts"]]
+    manifest["fingerprint"] = json_digest([manifest["settings"], digests])
     write_json(target / MANIFEST, manifest)
