@@ -20,13 +20,13 @@ from vocagnolm.evaluate.compare import (
     average_difference,
     comparison_table,
     format_table,
-    mcnemar_exact,
     paired_difference,
 )
 from vocagnolm.evaluate.results import Record, RunFolder, score_records
 from vocagnolm.evaluate.settings import Engine, Keywords, Questions
 from vocagnolm.evaluate.suite import SUITES, average_stderrs
 from vocagnolm.model import open_model
+from vocagnolm.statistics import mcnemar_exact
 
 PAPER_CPT = {
     "gsm8k": 6.8, "math500": 4.2, "svamp": 22, "asdiv": 36.4, "mawps": 47.1, "tabmwp": 16.5,

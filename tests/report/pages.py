@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from vocagnolm.alignment import Aggregation, align
+from vocagnolm.report.kept import statistics
 from vocagnolm.report.page_data import (
     Measure,
     Page,
@@ -17,7 +18,6 @@ from vocagnolm.report.page_data import (
     Selection,
 )
 from vocagnolm.report.passage import teacher_row, token_row
-from vocagnolm.report.statistics import statistics
 from vocagnolm.report.weights import add_guidance, weigh_passages
 
 TEXT = "Probability, Uncertainty.\n"

@@ -24,9 +24,9 @@ from report.pages import (
 
 from vocagnolm.alignment import align
 from vocagnolm.report.html import write_page
+from vocagnolm.report.kept import statistics
 from vocagnolm.report.page_data import Page, Passage, ResultGroup, Run
 from vocagnolm.report.passage import teacher_row, token_row
-from vocagnolm.report.statistics import statistics
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = [

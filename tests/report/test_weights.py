@@ -10,9 +10,9 @@ from report.pages import known_passage, select_passages, spans_of
 from vocagnolm.alignment import align, carry, stretch_losses, stretches
 from vocagnolm.objective import ObjectiveConfig, Targets, weigh_step
 from vocagnolm.objective.selection import ScoredBatch
+from vocagnolm.report.kept import statistics
 from vocagnolm.report.page_data import Passage
 from vocagnolm.report.passage import teacher_row, token_row
-from vocagnolm.report.statistics import statistics
 
 WORDS = ["pro", "bab", "il", "ity", " of", " a", "n", " e", "vent", "."]
 

@@ -2,21 +2,20 @@
 
 The same questions are put to all models, so the test is paired: McNemar's exact test for a task
 (a binomial test on the questions that only one of two models got right), a sign-flip permutation
-test for the averages and for anything that pools tasks. Standard library only.
+test for the averages and for anything that pools tasks.
 """
 
-import random
 from dataclasses import dataclass, replace
-from math import comb
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from vocagnolm.evaluate.conditions import OF_THE_QUESTIONS, differing
 from vocagnolm.evaluate.results import Evaluation, open_run
 from vocagnolm.evaluate.suite import AVERAGE_TITLES, AVERAGES, TASKS
 from vocagnolm.files import json_digest
-
-_FLIPS = 10_000
+from vocagnolm.statistics import mcnemar_exact, mean_error, sign_flip_p
 
 
 @dataclass(frozen=True)
@@ -97,27 +96,13 @@ class Comparison:
         }
 
 
-def mcnemar_exact(only_first: int, only_second: int) -> float:
-    """Two-sided exact p-value: of the questions that one model alone got right, is the split
-    between the two like that of a fair coin?"""
-    n = only_first + only_second
-    if n == 0:
-        return 1.0
-    tail = sum(comb(n, k) for k in range(min(only_first, only_second) + 1))
-    return min(1.0, 2 * tail / 2**n)
-
-
 def paired_difference(first: dict[int, bool], second: dict[int, bool]) -> Difference | None:
     shared = sorted(first.keys() & second.keys())
     if not shared:
         return None
-    n = len(shared)
-    gains = [int(second[i]) - int(first[i]) for i in shared]
-    mean = sum(gains) / n
-    variance = sum((gain - mean) ** 2 for gain in gains) / (n - 1) if n > 1 else None
-    stderr = None if variance is None else 100 * (variance / n) ** 0.5
-    p_value = mcnemar_exact(gains.count(-1), gains.count(1))
-    return Difference(100 * mean, stderr, p_value, n)
+    gains = [100 * (int(second[i]) - int(first[i])) for i in shared]
+    p_value = mcnemar_exact(gains.count(-100), gains.count(100))
+    return Difference(sum(gains) / len(gains), mean_error(gains), p_value, len(gains))
 
 
 def average_difference(
@@ -125,30 +110,20 @@ def average_difference(
 ) -> Difference | None:
     """Difference of an average over tasks. The p-value is from a permutation test: under the null
     hypothesis the two models' answers to a question may be exchanged."""
-    parts = []
+    parts, contributions = [], []
     for task in tasks:
         one = paired_difference(first.get(task, {}), second.get(task, {}))
         if one is None:
             return None
-        shared = first[task].keys() & second[task].keys()
-        weight = 100 / (len(shared) * len(tasks))
-        changed = [i for i in shared if first[task][i] != second[task][i]]
-        parts.append((one, weight, len(changed)))
-    difference = sum(one.difference for one, _, _ in parts) / len(tasks)
-    errors = [one.stderr for one, _, _ in parts]
-    known = [e for e in errors if e is not None]
-    stderr = sum(e * e for e in known) ** 0.5 / len(tasks) if len(known) == len(errors) else None
-    dice = random.Random(0)  # the same table every time
-    extreme = 0
-    for _ in range(_FLIPS):
-        flipped = sum(
-            weight * (2 * dice.getrandbits(changed).bit_count() - changed)
-            for _, weight, changed in parts
-            if changed
-        )
-        extreme += abs(flipped) >= abs(difference) - 1e-9
-    p_value = (extreme + 1) / (_FLIPS + 1)
-    return Difference(difference, stderr, p_value, sum(one.n for one, _, _ in parts))
+        parts.append(one)
+        weight = 100 / (one.n * len(tasks))
+        shared = sorted(first[task].keys() & second[task].keys())
+        contributions += [weight * (second[task][i] - first[task][i]) for i in shared]
+    difference = sum(one.difference for one in parts) / len(tasks)
+    known = [one.stderr for one in parts if one.stderr is not None]
+    stderr = sum(e * e for e in known) ** 0.5 / len(tasks) if len(known) == len(parts) else None
+    p_value = sign_flip_p(np.array(contributions))
+    return Difference(difference, stderr, p_value, sum(one.n for one in parts))
 
 
 def load_run(path: str | Path, name: str | None = None) -> Run:

@@ -1,6 +1,6 @@
 """Pages and figures from finished runs: one self-contained HTML file, and static plots.
 
-`page_data` holds what a page shows, as plain data. `passage`, `weights`, `statistics`, `runs` and
+`page_data` holds what a page shows, as plain data. `passage`, `weights`, `kept`, `runs` and
 `sample` make that data; `html` writes it into one file; `figures` draws the static plots.
 """
 

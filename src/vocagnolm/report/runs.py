@@ -17,10 +17,10 @@ from vocagnolm.evaluate.suite import AVERAGES, TASKS
 from vocagnolm.files import json_digest
 from vocagnolm.report.environment import environment
 from vocagnolm.report.html import write_page
+from vocagnolm.report.kept import statistics
 from vocagnolm.report.page_data import Measure, Page, ResultGroup, Results, Run
 from vocagnolm.report.sample import Sample, has_sample, read_sample
 from vocagnolm.report.settings import setting_names
-from vocagnolm.report.statistics import statistics
 from vocagnolm.train.names import with_current_names
 
 CURVE_POINTS = 100

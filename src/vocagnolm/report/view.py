@@ -17,11 +17,11 @@ from vocagnolm.alignment import (
 )
 from vocagnolm.errors import UsageError
 from vocagnolm.report.environment import environment
+from vocagnolm.report.kept import statistics
 from vocagnolm.report.naming import model_name
 from vocagnolm.report.page_data import Page, Passage, Selection
 from vocagnolm.report.passage import teacher_row, token_row
 from vocagnolm.report.preflight import preflight
-from vocagnolm.report.statistics import statistics
 from vocagnolm.report.weights import add_guidance, weigh_passages
 
 UNMAPPED = ("include", "exclude", "mean")

@@ -139,7 +139,7 @@ def evaluate(
     """`choosing`: answers are graded at once, as a learning rate waits for them. Other answers are
     graded when the table is made, perhaps on another machine."""
     from vocagnolm.study.evaluation import ANSWERS_FILE, evaluate_model, grade_answers, questions_of
-    from vocagnolm.study.statistics import average_accuracy
+    from vocagnolm.study.rows import average_accuracy
 
     folder.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()

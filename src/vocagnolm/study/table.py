@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vocagnolm.files import write_json
+from vocagnolm.statistics import mean_and_spread
 from vocagnolm.study.design import GranularityPlan, RowPlan, recipe_with
 from vocagnolm.study.evaluation import ANSWERS_FILE, Grades, grade_answers, questions_of
 from vocagnolm.study.folder import EVALUATION, SELECTION
 from vocagnolm.study.laboratory import Laboratory
-from vocagnolm.study.statistics import average_accuracy, compare_rows, mean_and_spread
+from vocagnolm.study.rows import average_accuracy, compare_rows
 
 if TYPE_CHECKING:
     from vocagnolm.evaluate.render import Request

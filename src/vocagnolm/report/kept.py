@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vocagnolm.report.page_data import Histogram, KindShare, Passage, Statistics, TokenShare
+from vocagnolm.statistics import wilson_lower
 
 KINDS = (
     "words",
@@ -142,7 +143,7 @@ def _extremes(
     keeps = np.bincount(index[counted], kept[counted], minlength=len(names)).astype(np.float64)
 
     def best(hits: NDArray[np.float64]) -> list[TokenShare]:
-        score = np.where(counts >= 3, _wilson_lower(hits, counts), -1.0)
+        score = np.where(counts >= 3, wilson_lower(hits, counts), -1.0)
         order = np.lexsort((-counts, -score))[:listed]
         return [
             TokenShare(text=str(names[at]), tokens=int(counts[at]), kept=round(float(keeps[at]), 2))
@@ -151,15 +152,6 @@ def _extremes(
         ]
 
     return best(keeps), best(counts - keeps)
-
-
-def _wilson_lower(hits: NDArray[np.float64], n: NDArray[np.float64]) -> NDArray[np.float64]:
-    z = 1.96
-    n = np.maximum(n, 1.0)
-    share = hits / n
-    centre = share + z * z / (2 * n)
-    spread = z * np.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return (centre - spread) / (1 + z * z / n)
 
 
 def _histogram(excess: NDArray[np.float64], kept: NDArray[np.float64], bins: int = 60) -> Histogram:
