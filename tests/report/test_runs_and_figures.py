@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.cli import app
-from vocagnolm.compare import SAMPLE
 from vocagnolm.errors import EvaluationError, UsageError
-from vocagnolm.report import figures
+from vocagnolm.pair import SAMPLE, figures
+from vocagnolm.pair.granularity import granularity_study
 from vocagnolm.report.page_data import plain
 from vocagnolm.report.runs import CURVE_POINTS, RunError, read_run, report_page
 from vocagnolm.report.sample import SAMPLE_FILE, Sample, SampleError, read_sample, save_sample
-from vocagnolm.study.granularity import granularity_study
+from vocagnolm.study import strength_figure
 
 
 def make_run(folder: Path, method: str = "guided", steps: int = 20) -> Path:
@@ -132,8 +132,8 @@ def test_figures_are_drawn(tmp_path) -> None:
     text = "Probability, 🙂 <b>$x$</b> naïve\n"
     study = granularity_study(student, teacher, SAMPLE[:1], n_chunks=[2, 8])
     points = [
-        figures.TeacherPoint(name="weak", bits_per_byte=1.1, gain=-3, interval=(-4, -2)),
-        figures.TeacherPoint(
+        strength_figure.TeacherPoint(name="weak", bits_per_byte=1.1, gain=-3, interval=(-4, -2)),
+        strength_figure.TeacherPoint(
             name="strong", bits_per_byte=0.8, gain=1, interval=(0.2, 1.8), seed_gains=[0.5, 1.5]
         ),
     ]
@@ -141,7 +141,7 @@ def test_figures_are_drawn(tmp_path) -> None:
         figures.overlap_bars(student, [teacher, student], tmp_path / "1.png"),
         figures.tokenisation_rows([student, teacher], text, tmp_path / "2.svg"),
         figures.granularity_curve(study, tmp_path / "3.svg"),
-        figures.teacher_strength(points, tmp_path / "5.pdf", student_bits_per_byte=0.9),
+        strength_figure.teacher_strength(points, tmp_path / "5.pdf", student_bits_per_byte=0.9),
     ]
     starts = [b"\x89PNG", b"<?xml", b"<?xml", b"%PDF"]
     assert [
@@ -155,7 +155,7 @@ def test_figures_are_drawn(tmp_path) -> None:
 def test_an_unknown_figure_format_is_refused(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(UsageError, match=r"expected one of .png, .svg, .pdf"):
-        figures.teacher_strength([], tmp_path / "x.bmp")
+        strength_figure.teacher_strength([], tmp_path / "x.bmp")
 
 
 def make_evaluated(folder: Path, recipe: str, score: float, conditions: dict | None = None) -> Path:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from vocagnolm.alignment import align, carry, load_tokenizer
-from vocagnolm.compare import SAMPLE
+from vocagnolm.pair import SAMPLE
 from vocagnolm.recipe import load_recipe, recipe_from_dict
 from vocagnolm.report.runs import report_page, write_report
 from vocagnolm.report.sample import SampleError

@@ -1,7 +1,7 @@
-"""Pages and figures from finished runs: one self-contained HTML file, and static plots.
+"""Pages from finished runs, or from a pair and a text: one self-contained HTML file.
 
 `page_data` holds what a page shows, as plain data. `passage`, `weights`, `kept`, `runs` and
-`sample` make that data; `html` writes it into one file; `figures` draws the static plots.
+`sample` make that data; `html` writes it into one file.
 """
 
 from vocagnolm.report.html import render_page, write_page
