@@ -204,6 +204,16 @@ def test_grades_are_shades(visit) -> None:
     assert "weight 0" in one.page.inner_text(".legend")
 
 
+def test_a_rule_without_a_teacher_is_not_said_to_be_the_teachers(visit) -> None:
+    passages, rule = select_passages([known_passage()], method="random")
+    run = Run(name="r", method="random")
+    page = visit(Page(title="r", passages=passages, selection=rule, runs=[run])).page
+    shown = page.inner_text("#tokens")
+    assert "What the teacher changed" not in shown
+    assert "training on a random selection of tokens" in shown
+    assert "decide nothing here" in shown
+
+
 def test_every_teacher_has_its_row(visit) -> None:
     first = known_passage()
     [teacher] = first.teachers

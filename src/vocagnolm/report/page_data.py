@@ -62,6 +62,8 @@ class Selection:
     """The rule by which tokens count, as far as the method reads it."""
 
     method: str = "guided"
+    label: str | None = None
+    """The method in words."""
     keep: float | None = None
     compare: str | None = None
     weighting: str | None = None
@@ -72,6 +74,8 @@ class Selection:
     combine: str | None = None
     unmapped: str | None = None
     scope: str | None = None
+    guided: bool = True
+    """The teacher's losses decide."""
     graded: bool = False
     """Weights are grades, not a choice."""
     threshold: float | None = None

@@ -71,9 +71,12 @@ def describe(
 ) -> Selection:
     """The rule in words, as far as the method reads it."""
     selects, chooses = config.rule.selects, config.rule.selects and not config.graded
-    guided = config.rule.guidance
+    guided = config.rule.guidance and not (
+        config.method == "chunk" and config.chunk_choice == "random"
+    )
     return Selection(
         method=config.method,
+        label=config.rule.label,
         keep=config.keep if chooses else None,
         compare="stretch" if config.by_stretch else "token" if guided else None,
         weighting=config.weighting if guided and selects else None,
@@ -81,6 +84,7 @@ def describe(
         chunks=config.n_chunks if config.method == "chunk" else None,
         chunk_choice=config.chunk_choice if config.method == "chunk" else None,
         aggregation=None if config.by_stretch or config.method == "chunk" else aggregation,
+        guided=guided,
         combine=how if any(len(passage.teachers) > 1 for passage in passages) else None,
         unmapped=config.unmapped if selects or config.graded else None,
         scope=None

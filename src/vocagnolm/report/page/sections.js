@@ -146,7 +146,7 @@ function facts(entries) {
 
 function recipeSection() {
   const runs = page.runs.filter((run) => run.recipe || Object.keys(run.facts).length);
-  const rule = page.selection ? Object.fromEntries(Object.entries(page.selection).filter(([k]) => k !== "graded").map(([k, v]) => [k.replaceAll("_", " "), typeof v === "number" ? short(v) : v])) : {};
+  const rule = page.selection ? Object.fromEntries(Object.entries(page.selection).filter(([k]) => !["graded", "guided", "label"].includes(k)).map(([k, v]) => [k.replaceAll("_", " "), typeof v === "number" ? short(v) : v])) : {};
   const environments = page.runs.filter((run) => Object.keys(run.environment).length);
   if (!runs.length && !page.recipe && !Object.keys(page.environment).length && !environments.length && !Object.keys(rule).length) return null;
   const element = section("recipe", "Recipe and environment", "Enough to run it again.");

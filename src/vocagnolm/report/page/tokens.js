@@ -258,9 +258,13 @@ function tokenLabel(passage, info, i) {
 
 function tokensSection() {
   if (!page.passages.length) return null;
-  const hasExcess = page.passages.some((p) => p.excess);
-  const element = section("tokens", hasExcess ? "What the teacher changed" : "The two tokenisations",
-    "The text as the student reads it, token by token. Point at a token, or walk with the arrow keys, to see the teacher tokens that cover it.");
+  const rule = page.selection;
+  const title = rule && !rule.guided ? "What counts in the loss" : page.passages.some((p) => p.excess) ? "What the teacher changed" : page.passages.some(lead) ? "The two tokenisations" : "The text";
+  const caption = ["The text as the student reads it, token by token."];
+  if (page.passages.some(lead)) caption.push("Point at a token, or walk with the arrow keys, to see the teacher tokens that cover it.");
+  if (rule && page.runs.length) caption.push(`The rule of the run: ${rule.label || rule.method}.`);
+  if (rule && !rule.guided && page.passages.some((p) => p.excess)) caption.push("The teacher's losses are shown beside it; they decide nothing here.");
+  const element = section("tokens", title, caption.join(" "));
   const state = { passage: null, info: null, mode: "", filter: "all", active: 0 };
   const box = h("div", { class: "text", role: "listbox", "aria-label": "Student tokens", "aria-orientation": "horizontal" });
   const text = makeText(box);
