@@ -40,7 +40,8 @@ def test_damaged_results(run, content):
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "5", "[]", "{}", '{"index": "x", "output": "a"}', '{"index": 1}', "\xff"]
+    "line",
+    ["{", "5", "[]", "{}", "[" * 100_000, '{"index": "x", "output": "a"}', '{"index": 1}', "\xff"],
 )
 def test_damaged_answers_of_an_interrupted_run(run, line):
     run.add_answers("gsm8k", [(0, Answer("7"))])

@@ -186,7 +186,7 @@ class RunFolder:
                 fields = json.loads(line)
                 index = int(fields.pop("index"))
                 answers[index] = Answer(**fields)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise EvaluationError(
                     f"{path}, line {number} is no answer of an interrupted run ({error}). "
                     "Remove the file: its questions are asked again."
@@ -209,7 +209,7 @@ class RunFolder:
         try:
             with open(path, encoding="utf-8", newline="\n") as file:
                 return [Record(**json.loads(line)) for line in file]
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise EvaluationError(
                 f"{path} is damaged ({error}). Remove it and run the evaluation again."
             ) from None

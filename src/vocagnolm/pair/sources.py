@@ -11,7 +11,8 @@ def predicted_sources(blocks: Blocks, index: int, sources: Sequence[str]) -> np.
     """Source of the token that each position of a block predicts [L]."""
     documents = blocks.documents(index)
     ordinal = blocks[index]["document"][1:]
-    return np.array([sources[document] for document in documents], dtype=object)[ordinal]
+    names = np.array([sources[document] for document in documents], dtype=object)
+    return np.asarray(names[ordinal])
 
 
 def shares_by_source(

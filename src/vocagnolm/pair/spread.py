@@ -40,7 +40,7 @@ def spread_order(count: int) -> list[int]:
     # ranks are the documents
     golden = (math.sqrt(5) - 1) / 2
     points = np.arange(count) * golden % 1.0
-    return np.argsort(np.argsort(points)).tolist()
+    return [int(rank) for rank in np.argsort(np.argsort(points))]
 
 
 def spread_documents(

@@ -72,7 +72,7 @@ def token_kinds(tokens: Sequence[str]) -> NDArray[np.intp]:
     np.add.at(votes, (owner, kinds), 1.0)
     votes[:, _SPACE] *= 1e-6  # white space decides only where there is nothing else
     votes[lengths == 0, _OTHER] = 1.0
-    return np.argmax(votes, axis=1)
+    return np.asarray(np.argmax(votes, axis=1))
 
 
 def statistics(passages: Sequence[Passage], *, listed: int = 16) -> Statistics | None:
@@ -162,7 +162,8 @@ def _histogram(excess: NDArray[np.float64], kept: NDArray[np.float64], bins: int
     inside = np.clip(excess, low, high)
 
     def counts(weights: NDArray[np.float64]) -> list[float]:
-        return np.histogram(inside, edges, weights=weights)[0].round(2).tolist()
+        found, _ = np.histogram(inside, edges, weights=weights)
+        return [round(float(count), 2) for count in found]
 
     return Histogram(
         edges=[round(float(edge), 4) for edge in edges],

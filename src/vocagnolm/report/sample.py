@@ -50,7 +50,7 @@ def has_sample(run: str | Path) -> bool:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return False
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return True  # damaged: `read_sample` says so
     older = isinstance(content, dict) and isinstance(content.get("format"), int)
     return not (older and content["format"] < FORMAT_VERSION)
@@ -70,7 +70,7 @@ def read_sample(run: str | Path) -> Sample:
             selection=Selection(**content["selection"]) if "selection" in content else None,
             preflight=[Preflight(**entry) for entry in content.get("preflight", [])],
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SampleError(
             f"{path} is no selection sample ({error}). Remove it and make it again"
         ) from None

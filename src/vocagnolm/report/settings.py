@@ -25,7 +25,7 @@ def read_setting(run: Path) -> Setting | None:
     """None where the folder has no recipe that can be read."""
     try:
         content = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return None
     if not isinstance(content, dict):
         return None
