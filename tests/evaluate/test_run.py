@@ -406,6 +406,17 @@ def test_report_does_not_compare_other_conditions(finished, model_folder, benchm
     path.write_text(path.read_text().replace("apples", "pears"))
     assert "prompts" in compare_runs([out, fewer]).notes()[0]
 
+    # two of an older version, which recorded a checksum alone
+    for folder in (out, shorter):
+        old = tmp_path / f"old {folder.name}"
+        shutil.copytree(folder, old)
+        path = old / "evaluation/results.json"
+        values = json.loads(path.read_text())
+        del values["conditions"]
+        path.write_text(json.dumps(values))
+    both = [tmp_path / f"old {folder.name}" for folder in (out, shorter)]
+    assert "limit of new tokens" in compare_runs(both).notes()[0]
+
     # what an older version did not record may be anything
     path = fewer / "evaluation/results.json"
     values = json.loads(path.read_text())

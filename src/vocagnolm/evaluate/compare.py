@@ -34,6 +34,7 @@ class Run:
     evaluation: Evaluation
     correct: dict[str, dict[int, bool]]  # task -> question -> right
     asked: dict[str, dict[int, str]]  # task -> question -> its prompt and reference answer
+    checksums: dict[str, str]  # task -> of all that was asked, limits included
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def load_run(path: str | Path, name: str | None = None) -> Run:
             task: {one.index: json_digest([one.prompt, one.gold]) for one in listed}
             for task, listed in records.items()
         },
+        folder.checksums(),
     )
 
 
@@ -189,6 +191,10 @@ def _unlike_task(first: Run, second: Run, task: str) -> list[str]:
         pair.append({k: v for k, v in known.items() if k not in (*OF_THE_QUESTIONS, "protocol")})
     shared = first.asked[task].keys() & second.asked[task].keys()
     lines = differing(*pair)
+    old = not any(pair) and first.asked[task] == second.asked[task]
+    sums = [run.checksums.get(task) for run in (first, second)]
+    if old and None not in sums and sums[0] != sums[1]:
+        lines.append("the limit of new tokens or the stop strings, which were not recorded")
     if any(first.asked[task][number] != second.asked[task][number] for number in shared):
         lines.append("prompts (another version of the task or of its questions)")
     return lines

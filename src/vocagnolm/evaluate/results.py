@@ -171,6 +171,13 @@ class RunFolder:
         merged = {"settings": there | settings, "prompts": before["prompts"] | prompts}
         write_json(path, merged)
 
+    def checksums(self) -> dict[str, str]:
+        """Of every task's requests, as they were when it was claimed; empty where not known."""
+        with contextlib.suppress(FileNotFoundError):
+            path = self.folder / "settings.json"
+            return dict(read_json(path, EvaluationError, _BEGIN_ANEW, _SETTINGS_KEYS)["prompts"])
+        return {}
+
     # --- answers ------------------------------------------------------------------------------
 
     def _partial(self, task: str) -> Path:
