@@ -23,7 +23,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from vocagnolm.alignment import align, align_batch, load_tokenizer
-from vocagnolm.compare import texts_of
+from vocagnolm.pair import texts_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 BATCH_DOCUMENTS = 64

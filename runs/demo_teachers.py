@@ -21,11 +21,11 @@ from typing import Any
 from rich.progress import track
 from tokenizers import Tokenizer
 
+from vocagnolm import statistics
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, make, students
 from vocagnolm.demo.verdict import mean_and_spread
 from vocagnolm.recipe import Recipe
-from vocagnolm.study import statistics
 from vocagnolm.study.design import FigurePlan
 from vocagnolm.study.figure import draw
 

@@ -20,12 +20,12 @@ from typing import Literal
 
 from rich.progress import track
 
+from vocagnolm import statistics
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students
 from vocagnolm.demo.problems import Problem
 from vocagnolm.demo.verdict import mean_and_spread
 from vocagnolm.recipe import Recipe
-from vocagnolm.study import statistics
 from vocagnolm.study.design import FigurePlan, PanelPlan
 from vocagnolm.study.figure import draw
 

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from vocagnolm.alignment import load_tokenizer, token_spans
-from vocagnolm.compare.sample import SAMPLE
 from vocagnolm.errors import MissingExtraError, TokenizerError
+from vocagnolm.pair.sample import SAMPLE
 
 
 def test_all_sources_give_the_same_tokenizer(tmp_path):

@@ -20,13 +20,13 @@ from vocagnolm.evaluate.compare import (
     average_difference,
     comparison_table,
     format_table,
-    mcnemar_exact,
     paired_difference,
 )
 from vocagnolm.evaluate.results import Record, RunFolder, score_records
 from vocagnolm.evaluate.settings import Engine, Keywords, Questions
 from vocagnolm.evaluate.suite import SUITES, average_stderrs
 from vocagnolm.model import open_model
+from vocagnolm.statistics import mcnemar_exact
 
 PAPER_CPT = {
     "gsm8k": 6.8, "math500": 4.2, "svamp": 22, "asdiv": 36.4, "mawps": 47.1, "tabmwp": 16.5,
@@ -79,6 +79,7 @@ def test_results_have_the_promised_form(finished):
     assert values == evaluation.to_json()
     assert list(values) == [
         "protocol", "tasks", "avg", "avg_dagger", "avg_double_dagger", "bits_per_byte",
+        "conditions",
     ]  # fmt: skip
     assert values["protocol"] == "strict"
     assert tuple(values["tasks"]) == SUITES["math"]
@@ -381,6 +382,57 @@ def test_report_tells_protocols_apart(finished, model_folder, benchmarks, tmp_pa
     heading, *rows = comparison_table(comparison)
     assert heading == ["task", f"{out.name} (strict)", "other (paper)", "difference", ""]
     assert all(row[3:] == ["-", ""] for row in rows)
+
+
+def test_report_does_not_compare_other_conditions(finished, model_folder, benchmarks, tmp_path):
+    out, _ = finished
+    shorter = tmp_path / "shorter"
+    evaluate(model_folder, tasks="gsm8k,svamp", benchmarks=benchmarks, out=shorter,
+             **(QUICK | {"max_new_tokens": 4}))  # fmt: skip
+    comparison = compare_runs([out, shorter])
+    assert comparison.differences["gsm8k"] == [None]
+    [note] = comparison.notes()
+    assert note.startswith(f"GSM8K, SVAMP: {out.name} and shorter are not compared")
+    assert "max_new_tokens 8 / 4" in note
+    assert all(row[3] == "-" for row in comparison_table(comparison)[1:])
+
+    # fewer questions of the same kind are compared on those that both were asked
+    fewer = tmp_path / "fewer"
+    evaluate(model_folder, tasks="gsm8k", benchmarks=benchmarks, limit=2, out=fewer, **QUICK)
+    assert compare_runs([out, fewer]).differences["gsm8k"][0].n == 2
+
+    # another version of a question is not the same question
+    path = fewer / "evaluation/outputs/gsm8k.jsonl"
+    path.write_text(path.read_text().replace("apples", "pears"))
+    assert "prompts" in compare_runs([out, fewer]).notes()[0]
+
+    # two of an older version, which recorded a checksum alone
+    for folder in (out, shorter):
+        old = tmp_path / f"old {folder.name}"
+        shutil.copytree(folder, old)
+        path = old / "evaluation/results.json"
+        values = json.loads(path.read_text())
+        del values["conditions"]
+        path.write_text(json.dumps(values))
+    both = [tmp_path / f"old {folder.name}" for folder in (out, shorter)]
+    assert "limit of new tokens" in compare_runs(both).notes()[0]
+
+    # what an older version did not record may be anything
+    path = fewer / "evaluation/results.json"
+    values = json.loads(path.read_text())
+    del values["conditions"]
+    path.write_text(json.dumps(values))
+    assert "did not record" in compare_runs([out, fewer]).notes()[0]
+
+
+def test_bits_of_other_text_are_not_compared(model_folder, text, tmp_path):
+    for name, content in (("a", text[0].read_text()), ("b", '{"text": "other words"}\n')):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(content)
+        evaluate(model_folder, text=[file], out=tmp_path / name, device="cpu")
+    comparison = compare_runs([tmp_path / "a", tmp_path / "b"])
+    assert comparison_table(comparison)[-1][3] == "-"
+    assert "bits per byte" in comparison.notes()[0]
 
 
 def test_report_says_why_an_old_run_has_no_averages(finished, tmp_path):

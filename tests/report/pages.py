@@ -1,8 +1,12 @@
 """Pages with known numbers for the tests."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
-from vocagnolm.alignment import align
+from vocagnolm.alignment import Aggregation, align
+from vocagnolm.report.kept import statistics
 from vocagnolm.report.page_data import (
     Measure,
     Page,
@@ -11,9 +15,10 @@ from vocagnolm.report.page_data import (
     ResultGroup,
     Results,
     Run,
+    Selection,
 )
-from vocagnolm.report.passage import build_passage, select_passages, token_row
-from vocagnolm.report.statistics import statistics
+from vocagnolm.report.passage import teacher_row, token_row
+from vocagnolm.report.weights import add_guidance, weigh_passages
 
 TEXT = "Probability, Uncertainty.\n"
 STUDENT_TOKENS = ["Pro", "b", "ability", ",", " Un", "certain", "ty", ".", "\n"]
@@ -31,12 +36,22 @@ def spans_of(tokens: list[str]) -> np.ndarray:
 def known_passage() -> Passage:
     """ "certain" lies over " Unc" (2.5) and "ertainty" (1.25): guidance 2.5, excess 1.5."""
     ours, theirs = spans_of(STUDENT_TOKENS), spans_of(TEACHER_TOKENS)
-    return build_passage(
-        "a known text",
-        token_row("student", TEXT.encode(), ours, range(10, 19), STUDENT_NLL),
-        token_row("teacher", TEXT.encode(), theirs, range(5), TEACHER_NLL),
-        align(ours, theirs),
+    teacher = token_row("teacher", TEXT.encode(), theirs, range(5), TEACHER_NLL)
+    return add_guidance(
+        Passage(
+            title="a known text",
+            student=token_row("student", TEXT.encode(), ours, range(10, 19), STUDENT_NLL),
+            teachers=[teacher_row(teacher, align(ours, theirs))],
+        )
     )
+
+
+def select_passages(
+    passages: Sequence[Passage], aggregation: Aggregation = "max", **config: Any
+) -> tuple[list[Passage], Selection]:
+    from vocagnolm.objective import ObjectiveConfig
+
+    return weigh_passages(passages, ObjectiveConfig(**config), aggregation=aggregation)
 
 
 def known_page() -> Page:
@@ -84,7 +99,8 @@ def hostile_page() -> Page:
     ]
     text = "".join(tokens).encode("utf-8", "surrogateescape")
     row = token_row("</title><script>window.broken=3</script>", text, spans_of(tokens))
-    passage = build_passage("<b>title</b>", row, row, align(spans_of(tokens), spans_of(tokens)))
+    teacher = teacher_row(row, align(spans_of(tokens), spans_of(tokens)))
+    passage = Passage(title="<b>title</b>", student=row, teachers=[teacher])
     return Page(
         title="</title><script>window.broken=4</script>",
         subtitle="<svg onload='window.broken=5'>",

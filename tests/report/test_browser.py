@@ -3,6 +3,7 @@
 Without playwright or a browser these tests, and only these, are skipped.
 """
 
+import dataclasses
 import os
 import shutil
 import time
@@ -12,13 +13,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report.pages import STUDENT_TOKENS, hostile_page, known_page, known_passage, spans_of
+from report.pages import (
+    STUDENT_TOKENS,
+    hostile_page,
+    known_page,
+    known_passage,
+    select_passages,
+    spans_of,
+)
 
 from vocagnolm.alignment import align
 from vocagnolm.report.html import write_page
-from vocagnolm.report.page_data import Page
-from vocagnolm.report.passage import build_passage, select_passages, token_row
-from vocagnolm.report.statistics import statistics
+from vocagnolm.report.kept import statistics
+from vocagnolm.report.page_data import Page, Passage, ResultGroup, Run
+from vocagnolm.report.passage import teacher_row, token_row
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = [
@@ -150,11 +158,11 @@ def test_filters_dim_the_rest_and_steer_the_keys(visit) -> None:
     one = visit(known_page())
     page = one.page
     counts = page.locator(".choices button").all_inner_texts()
-    assert [text.split() for text in counts] == [
+    assert [text.rsplit(None, 1) for text in counts] == [
         ["All", "9"],
         ["Kept", "3"],
         ["Dropped", "5"],
-        ["Unmapped", "0"],
+        ["No target", "1"],
     ]
     page.click("button[data-filter=kept]")
     opacity = "e => Number(getComputedStyle(e).opacity)"
@@ -165,8 +173,71 @@ def test_filters_dim_the_rest_and_steer_the_keys(visit) -> None:
     assert one.field("token") == "certain"  # the next kept one
     page.click("button[data-filter=all]")
     assert one.token(2).evaluate(opacity) == 1
-    assert page.locator("button[data-filter=unmapped]").count() == 0
-    assert page.locator("button[data-filter=un]").is_disabled()
+    assert page.locator("button[data-filter=un]").count() == 0
+
+
+def graded_page() -> Page:
+    passages, rule = select_passages([known_passage()], weighting="reducible", floor=0.0)
+    return Page(title="g", passages=passages, selection=rule, statistics=statistics(passages))
+
+
+def test_grades_are_shades(visit) -> None:
+    one = visit(graded_page())
+    counts = [
+        text.rsplit(None, 1) for text in one.page.locator(".choices button").all_inner_texts()
+    ]
+    assert [name for name, _ in counts] == [
+        "All",
+        "Counts fully",
+        "In part",
+        "Not at all",
+        "No target",
+    ]
+    assert int(counts[0][1]) == sum(int(count) for _, count in counts[1:])
+    one.token(CERTAIN).hover()  # 1 - 2.5 / 4
+    assert one.page.inner_text(".inspector .state") == "weight 0.38"
+    line = "e => getComputedStyle(e).borderBottomColor"
+    shades = [one.token(i).evaluate(line) for i in (1, CERTAIN, CERTAIN + 1)]
+    assert len(set(shades)) == 3  # 0.88, 0.38, 0
+    assert "count by their weight" in one.page.inner_text("#selection")
+    one.page.select_option("#colour", "weight")
+    assert "weight 0" in one.page.inner_text(".legend")
+
+
+def test_a_rule_without_a_teacher_is_not_said_to_be_the_teachers(visit) -> None:
+    passages, rule = select_passages([known_passage()], method="random")
+    run = Run(name="r", method="random")
+    page = visit(Page(title="r", passages=passages, selection=rule, runs=[run])).page
+    shown = page.inner_text("#tokens")
+    assert "What the teacher changed" not in shown
+    assert "training on a random selection of tokens" in shown
+    assert "decide nothing here" in shown
+
+
+def test_every_teacher_has_its_row(visit) -> None:
+    first = known_passage()
+    [teacher] = first.teachers
+    finer = token_row(
+        "second", b"".join(t.encode() for t in STUDENT_TOKENS), spans_of(STUDENT_TOKENS)
+    )
+    second = teacher_row(
+        dataclasses.replace(finer, nll=[0.5] * 9),
+        align(spans_of(STUDENT_TOKENS), spans_of(STUDENT_TOKENS)),
+    )
+    both = dataclasses.replace(first, teachers=[teacher, second])
+    passages, rule = select_passages([both])
+    one = visit(Page(title="two", passages=passages, selection=rule))
+    labels = one.page.locator(".rows .label").all_inner_texts()
+    assert labels == ["Student · student", "Teacher · teacher", "Teacher · second"]
+    one.token(CERTAIN).click()
+    lit = one.page.eval_on_selector_all(
+        ".box.on", "all => all.map(b => [b.dataset.row, b.dataset.i])"
+    )
+    assert lit == [["0", "5"], ["1", "2"], ["1", "3"], ["2", "5"]]
+    assert "Covered by one token of second" in one.page.inner_text(".inspector")
+    assert one.field("guidance") == "0.50"  # the smaller of 2.5 and 0.5
+    one.page.locator('.box[data-row="2"]').nth(2).click()
+    assert one.field("token") == "ability"
 
 
 def test_the_rows_connect_what_covers(visit) -> None:
@@ -245,7 +316,7 @@ def test_a_page_without_anything_is_still_a_page(visit) -> None:
 
 def test_a_passage_without_a_teacher_shows_the_student(visit) -> None:
     row = token_row("s", b"ab", spans_of(["a", "b"]), nll=[np.nan, 1.5])
-    one = visit(Page(title="t", passages=[build_passage("p", row)]))
+    one = visit(Page(title="t", passages=[Passage(title="p", student=row)]))
     one.token(1).hover()
     assert one.field("student") == "1.50"
     assert one.page.locator(".rows").is_hidden()
@@ -253,19 +324,15 @@ def test_a_passage_without_a_teacher_shows_the_student(visit) -> None:
 
 def test_alignment_alone_filters_by_mapping(visit) -> None:
     passage = known_passage()
-    row, teacher = passage.student, passage.teacher
-    bare = Page(
-        title="t",
-        passages=[
-            build_passage(
-                "p",
-                token_row("s", "".join(row.text).encode(), spans_of(row.text)),
-                token_row("t", "".join(row.text).encode(), spans_of(teacher.text)),
-                align(spans_of(row.text), spans_of(teacher.text)),
-            )
-        ],
+    [teacher] = passage.teachers
+    bare = dataclasses.replace(
+        passage,
+        student=dataclasses.replace(passage.student, nll=None),
+        teachers=[dataclasses.replace(teacher, nll=None)],
+        guidance=None,
+        excess=None,
     )
-    one = visit(bare)
+    one = visit(Page(title="t", passages=[bare]))
     counts = one.page.locator(".choices button").all_inner_texts()
     assert [text.split()[-1] for text in counts] == ["9", "1", "1", "7", "0"]
 
@@ -276,12 +343,9 @@ def big_page(n_tokens: int) -> Page:
     spans = spans_of(tokens.tolist())
     text = "".join(tokens).encode()
     losses = random.exponential(2.0, (2, n_tokens))
-    passage = build_passage(
-        "big",
-        token_row("s", text, spans, nll=losses[0]),
-        token_row("t", text, spans, nll=losses[1]),
-        align(spans, spans),
-    )
+    teacher = teacher_row(token_row("t", text, spans, nll=losses[1]), align(spans, spans))
+    student = token_row("s", text, spans, nll=losses[0])
+    passage = Passage(title="big", student=student, teachers=[teacher])
     passages, rule = select_passages([passage])
     return Page(title="big", passages=passages, selection=rule, statistics=statistics(passages))
 
@@ -315,3 +379,45 @@ def test_fifty_thousand_tokens_open_and_answer_quickly(visit) -> None:
     one.page.keyboard.press("Home")
     one.page.wait_for_timeout(100)
     assert one.page.locator(".t").count() < 20_000  # only what is near is built
+
+
+def test_cards_and_tables_carry_n_and_spread(visit) -> None:
+    page = known_page()
+    one_seed = ResultGroup(
+        name="random · objective.keep 0.8", values=[[1.4], [0.3]], errors=[[None], [0.02]]
+    )
+    groups = [*page.results.groups, one_seed]
+    page = dataclasses.replace(page, results=dataclasses.replace(page.results, groups=groups))
+    shown = visit(page).page
+    rows = [row.split() for row in shown.locator("#results tbody tr").all_inner_texts()]
+    assert rows[0][:2] == ["cpt", "2"]
+    assert shown.inner_text("#results tbody tr:nth-child(3)").split()[-3:] == ["0.30", "±", "0.02"]
+    told = shown.locator("#results .told").all_text_contents()
+    assert told[:2] == ["1.25 ± 0.07, n = 2", "1.05 ± 0.07, n = 2"]
+    assert told[2] == "1.40, n = 1"  # nothing is known of its spread
+    assert "standard error over questions" in shown.inner_text("#results caption")
+    assert set(shown.locator("#curves .axis-name").all_text_contents()) >= {"step", "nats"}
+
+
+def test_seeds_of_one_setting_share_a_colour(visit) -> None:
+    runs = [
+        Run(name=name, method="guided", setting=setting, curves={"loss": [(1.0, 2.0), (2.0, 1.0)]})
+        for name, setting in (
+            ("a", "guided · keep 0.4"),
+            ("b", "guided · keep 0.8"),
+            ("c", "guided · keep 0.4"),
+        )
+    ]
+    page = visit(Page(title="t", runs=runs)).page
+    keys = page.locator("#curves .keys > span").all_inner_texts()
+    assert keys == ["guided · keep 0.4 (n = 2)", "guided · keep 0.8 (n = 1)"]
+
+
+def test_a_phone_has_the_section_links(visit) -> None:
+    page = visit(known_page(), viewport={"width": 360, "height": 740}).page
+    links = page.locator("nav a")
+    assert links.count() == 6
+    assert links.first.is_visible()
+    links.nth(1).click()
+    assert page.evaluate("location.hash") == "#tokens"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360

@@ -8,19 +8,20 @@ from html import unescape
 
 import numpy as np
 import pytest
-from report.pages import STUDENT_TOKENS, hostile_page, known_page, known_passage, spans_of
+from report.pages import (
+    STUDENT_TOKENS,
+    hostile_page,
+    known_page,
+    known_passage,
+    select_passages,
+    spans_of,
+)
 
 from vocagnolm.alignment import Alignment
 from vocagnolm.report.html import inert_json, render_page, write_page
-from vocagnolm.report.page_data import Page, to_json
-from vocagnolm.report.passage import (
-    TOKEN_TEXT_LIMIT,
-    build_passage,
-    kept_count,
-    select_passages,
-    token_row,
-)
-from vocagnolm.report.statistics import KINDS, statistics, token_kinds
+from vocagnolm.report.kept import KINDS, statistics, token_kinds
+from vocagnolm.report.page_data import Page, Passage, to_json
+from vocagnolm.report.passage import TOKEN_TEXT_LIMIT, teacher_row, token_row
 
 
 def data_of(html: str) -> dict:
@@ -32,7 +33,8 @@ def data_of(html: str) -> dict:
 def test_a_passage_joins_the_rows_by_their_alignment() -> None:
     passage = known_passage()
     certain = STUDENT_TOKENS.index("certain")
-    assert (passage.first[certain], passage.last[certain]) == (2, 3)
+    [teacher] = passage.teachers
+    assert (teacher.first[certain], teacher.last[certain]) == (2, 3)
     assert passage.guidance[certain] == 2.5  # the larger of 2.5 and 1.25
     assert passage.excess[certain] == 1.5
     assert passage.excess[0] is None  # the first token has no loss
@@ -43,7 +45,7 @@ def test_a_passage_joins_the_rows_by_their_alignment() -> None:
 def test_selection_keeps_the_largest_excess_and_no_token_without_a_loss() -> None:
     [passage], rule = select_passages([known_passage()], keep=0.4)
     # excess of the eight scored tokens: 1.75 0.25 0.25 0.5 1.5 -1 0 1
-    assert [STUDENT_TOKENS[i] for i, one in enumerate(passage.selected) if one] == [
+    assert [STUDENT_TOKENS[i] for i, one in enumerate(passage.weights) if one] == [
         "b",
         "certain",
         "\n",
@@ -51,42 +53,29 @@ def test_selection_keeps_the_largest_excess_and_no_token_without_a_loss() -> Non
     assert rule.threshold == 1.0
 
 
-@pytest.mark.parametrize(("n", "keep", "expected"), [(8, 0.4, 3), (5, 0.5, 3), (3, 0.01, 1)])
-def test_kept_count_rounds_as_the_objective_does(n: int, keep: float, expected: int) -> None:
-    from vocagnolm.objective.selection import kept
-
-    torch = pytest.importorskip("torch")
-    assert kept_count(n, keep) == int(kept(torch.tensor(n), keep)) == expected
-    assert kept_count(0, keep) == 0
+def passage_of(nll: list[float], teacher_nll: list[float], covered: list[int]) -> Passage:
+    """Letters; a covered letter lies over one teacher token of its own."""
+    text = "abcdefgh"[: len(nll)]
+    spans = spans_of(list(text))
+    teacher = token_row("t", text.encode(), spans, nll=teacher_nll)
+    alignment = Alignment(np.array(covered), np.array(covered))
+    student = token_row("s", text.encode(), spans, nll=nll)
+    return Passage(title=text, student=student, teachers=[teacher_row(teacher, alignment)])
 
 
 @pytest.mark.parametrize(
     ("strategy", "kept"), [("include", [0, 1, 1, 0]), ("exclude", [0, 1, 0, 0])]
 )
 def test_unmapped_tokens_follow_the_strategy(strategy: str, kept: list[int]) -> None:
-    text = b"abcd"
-    spans = spans_of(list("abcd"))
-    alignment = Alignment(np.array([0, 1, -1, 3]), np.array([0, 1, -1, 3]))
-    passage = build_passage(
-        "t",
-        token_row("s", text, spans, nll=[np.nan, 3.0, 9.0, 1.0]),
-        token_row("t", text, spans, nll=[1.0, 1.0, 1.0, 1.0]),
-        alignment,
-    )
+    passage = passage_of([np.nan, 3.0, 9.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0, 1, -1, 3])
     [selected], _ = select_passages([passage], keep=0.5, unmapped=strategy)
-    assert selected.selected == kept
+    assert selected.weights == kept
 
 
 def test_unmapped_tokens_compete_with_the_mean_guidance() -> None:
-    spans = spans_of(list("abc"))
-    passage = build_passage(
-        "t",
-        token_row("s", b"abc", spans, nll=[2.0, 5.0, 2.5]),
-        token_row("t", b"abc", spans, nll=[1.0, 1.0, 2.0]),
-        Alignment(np.array([0, -1, 2]), np.array([0, -1, 2])),
-    )
+    passage = passage_of([2.0, 5.0, 2.5], [1.0, 1.0, 2.0], [0, -1, 2])
     [selected], _ = select_passages([passage], keep=0.34, unmapped="mean")
-    assert selected.selected == [0, 1, 0]
+    assert selected.weights == [0, 1, 0]
 
 
 def test_tokens_that_split_a_character_or_are_huge_survive() -> None:
@@ -98,7 +87,7 @@ def test_tokens_that_split_a_character_or_are_huge_survive() -> None:
     ]
     assert len(row.text[2]) <= TOKEN_TEXT_LIMIT + 1
     assert row.length[2] == 9_000
-    page = Page(title="t", passages=[build_passage("p", row)])
+    page = Page(title="t", passages=[Passage(title="p", student=row)])
     assert json.loads(to_json(page))["passages"][0]["student"]["text"] == row.text
 
 

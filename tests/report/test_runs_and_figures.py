@@ -5,19 +5,18 @@ from pathlib import Path
 
 import made
 import pytest
-from report.pages import known_page, known_passage
+from report.pages import known_page, known_passage, select_passages
 from typer.testing import CliRunner
 
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.cli import app
-from vocagnolm.compare import SAMPLE
-from vocagnolm.errors import UsageError
-from vocagnolm.report import figures
+from vocagnolm.errors import EvaluationError, UsageError
+from vocagnolm.pair import SAMPLE, figures
+from vocagnolm.pair.granularity import granularity_study
 from vocagnolm.report.page_data import plain
-from vocagnolm.report.passage import select_passages
 from vocagnolm.report.runs import CURVE_POINTS, RunError, read_run, report_page
 from vocagnolm.report.sample import SAMPLE_FILE, Sample, SampleError, read_sample, save_sample
-from vocagnolm.study.granularity import granularity_study
+from vocagnolm.study import strength_figure
 
 
 def make_run(folder: Path, method: str = "guided", steps: int = 20) -> Path:
@@ -82,7 +81,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path) -> None:
 def test_a_sample_travels_through_its_file(tmp_path) -> None:
     run = make_run(tmp_path / "run")
     passages, rule = select_passages([known_passage()])
-    sample = Sample(passages=passages, selection=rule, preflight=known_page().preflight[0])
+    sample = Sample(passages=passages, selection=rule, preflight=known_page().preflight)
     save_sample(sample, run)
     assert plain(read_sample(run)) == plain(sample)
     page = report_page([run])
@@ -95,7 +94,8 @@ def test_evaluations_become_the_results(tmp_path) -> None:
     for name, method, score in (("a", "cpt", 20.5), ("b", "guided", 29.0), ("c", "guided", 31.0)):
         runs.append(make_run(tmp_path / name, method))
         (runs[-1] / "evaluation").mkdir()
-        content = {"tasks": {"gsm8k": {"score": score}}, "avg": None, "bits_per_byte": 0.5}
+        task = {"score": score, "stderr": 1.5, "n": 9, "no_answer": 0}
+        content = {"tasks": {"gsm8k": task}, "avg": None, "bits_per_byte": 0.5}
         (runs[-1] / "evaluation" / "results.json").write_text(json.dumps(content))
     results = report_page(runs).results
     assert results is not None
@@ -105,7 +105,7 @@ def test_evaluations_become_the_results(tmp_path) -> None:
         ("guided", [29.0, 31.0]),
     ]
     (runs[0] / "evaluation" / "results.json").write_text("{}")
-    with pytest.raises(RunError, match="is no result of"):
+    with pytest.raises(EvaluationError, match=r"results\.json is damaged"):
         report_page(runs)
 
 
@@ -132,8 +132,8 @@ def test_figures_are_drawn(tmp_path) -> None:
     text = "Probability, 🙂 <b>$x$</b> naïve\n"
     study = granularity_study(student, teacher, SAMPLE[:1], n_chunks=[2, 8])
     points = [
-        figures.TeacherPoint(name="weak", bits_per_byte=1.1, gain=-3, interval=(-4, -2)),
-        figures.TeacherPoint(
+        strength_figure.TeacherPoint(name="weak", bits_per_byte=1.1, gain=-3, interval=(-4, -2)),
+        strength_figure.TeacherPoint(
             name="strong", bits_per_byte=0.8, gain=1, interval=(0.2, 1.8), seed_gains=[0.5, 1.5]
         ),
     ]
@@ -141,7 +141,7 @@ def test_figures_are_drawn(tmp_path) -> None:
         figures.overlap_bars(student, [teacher, student], tmp_path / "1.png"),
         figures.tokenisation_rows([student, teacher], text, tmp_path / "2.svg"),
         figures.granularity_curve(study, tmp_path / "3.svg"),
-        figures.teacher_strength(points, tmp_path / "5.pdf", student_bits_per_byte=0.9),
+        strength_figure.teacher_strength(points, tmp_path / "5.pdf", student_bits_per_byte=0.9),
     ]
     starts = [b"\x89PNG", b"<?xml", b"<?xml", b"%PDF"]
     assert [
@@ -155,4 +155,81 @@ def test_figures_are_drawn(tmp_path) -> None:
 def test_an_unknown_figure_format_is_refused(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(UsageError, match=r"expected one of .png, .svg, .pdf"):
-        figures.teacher_strength([], tmp_path / "x.bmp")
+        strength_figure.teacher_strength([], tmp_path / "x.bmp")
+
+
+def make_evaluated(folder: Path, recipe: str, score: float, conditions: dict | None = None) -> Path:
+    folder = make_run(folder)
+    (folder / "recipe.yaml").write_text(recipe)
+    (folder / "evaluation").mkdir()
+    task = {"score": score, "stderr": 1.5, "n": 9, "no_answer": 0}
+    content = {"tasks": {"gsm8k": task}, "bits_per_byte": None, "conditions": conditions or {}}
+    (folder / "evaluation" / "results.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_runs_are_seeds_of_one_setting_only_if_all_else_is_equal(tmp_path) -> None:
+    recipes = {
+        "a": "objective: {keep: 0.4}\nrun: {seed: 1, folder: a}\n",
+        "b": "objective: {keep: 0.8}\nrun: {seed: 1, folder: b}\n",
+        "c": "run: {seed: 2, folder: c, log_every: 3}\nobjective: {method: guided}\n",
+        "d": "objective: {method: cpt}\n",
+    }
+    runs = [
+        make_evaluated(tmp_path / name, recipe, score)
+        for (name, recipe), score in zip(recipes.items(), (20.0, 40.0, 30.0, 10.0), strict=True)
+    ]
+    page = report_page(runs)
+    groups = {group.name: group.values[0] for group in page.results.groups}
+    assert groups == {
+        "guided · objective.keep 0.4": [20.0, 30.0],  # 0.4 is the default of the third
+        "guided · objective.keep 0.8": [40.0],
+        "cpt": [10.0],
+    }
+    assert page.results.groups[1].errors == [[1.5]]
+    assert [run.setting for run in page.runs][2] == "guided · objective.keep 0.4"
+
+
+def test_other_blocks_are_another_setting(tmp_path) -> None:
+    runs = [make_evaluated(tmp_path / name, "run: {seed: 1}\n", 20.0) for name in "ab"]
+    for run, blocks in zip(runs, ("1" * 64, "2" * 64), strict=True):
+        about = {"finished": True, "schedule": {}, "blocks": blocks}
+        (run / "run.json").write_text(json.dumps(about))
+    names = [group.name for group in report_page(runs).results.groups]
+    assert names == ["guided · blocks 11111111", "guided · blocks 22222222"]
+
+
+def test_many_differences_still_tell_settings_apart(tmp_path) -> None:
+    texts = [
+        f"student: {{model: m{at}, tokenizer: t{at}, revision: '{at}'}}\n"
+        f"optimizer: {{learning_rate: 0.{last}}}\n"
+        for at, last in ((1, 1), (2, 2), (2, 3))
+    ]
+    runs = [make_evaluated(tmp_path / str(at), text, 1.0) for at, text in enumerate(texts)]
+    assert len(report_page(runs).results.groups) == 3
+
+
+def test_runs_without_a_recipe_stand_alone(tmp_path) -> None:
+    runs = [make_evaluated(tmp_path / name, "x", 20.0) for name in "ab"]
+    assert [group.name for group in report_page(runs).results.groups] == ["a", "b"]
+
+
+def test_scores_of_other_conditions_have_columns_of_their_own(tmp_path) -> None:
+    known = {"protocol": "strict", "few_shot": 8, "max_new_tokens": 512, "questions": 9}
+    runs = [
+        make_evaluated(tmp_path / "a", "run: {seed: 1}", 20.0, {"gsm8k": known}),
+        make_evaluated(tmp_path / "b", "run: {seed: 2}", 30.0, {"gsm8k": known}),
+        make_evaluated(
+            tmp_path / "c", "run: {seed: 3}", 40.0, {"gsm8k": known | {"max_new_tokens": 64}}
+        ),
+        make_evaluated(tmp_path / "d", "run: {seed: 4}", 50.0),
+    ]
+    assert [m.name for m in report_page(runs[:2]).results.measures] == ["gsm8k"]
+    results = report_page(runs).results
+    [group] = results.groups
+    columns = dict(zip([m.name for m in results.measures], group.values, strict=True))
+    assert columns == {
+        "gsm8k (max_new_tokens 512)": [20.0, 30.0, None, None],
+        "gsm8k (max_new_tokens 64)": [None, None, 40.0, None],
+        "gsm8k (conditions not recorded)": [None, None, None, 50.0],
+    }

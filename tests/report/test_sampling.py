@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from vocagnolm.alignment import align, carry, load_tokenizer
-from vocagnolm.compare import SAMPLE
-from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.pair import SAMPLE
+from vocagnolm.recipe import load_recipe, recipe_from_dict
 from vocagnolm.report.runs import report_page, write_report
 from vocagnolm.report.sample import SampleError
 from vocagnolm.report.sampling import PASSAGE_TOKENS, compute_sample, write_sample
@@ -38,7 +38,7 @@ def tiny_model(name: str, folder):
 def run(tmp_path_factory):
     """A run folder as `train` leaves it."""
     root = tmp_path_factory.mktemp("lab")
-    teacher = tiny_model("byte-level", root / "teacher")
+    teacher = tiny_model("byte-level", root / "byte teacher")
     corpus = root / "corpus.jsonl"
     documents = [text[:400] + f" {at}" for at, text in enumerate(SAMPLE)] + ["Short."] * 2
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
@@ -66,11 +66,12 @@ def test_a_sample_has_the_stores_losses_and_the_runs_rule(run) -> None:
     shown = 0
     for passage in sample.passages:
         text = "".join(passage.student.text).encode("utf-8", "surrogateescape").decode()
-        assert "".join(passage.teacher.text).encode("utf-8", "surrogateescape").decode() == text
+        [teacher] = passage.teachers
+        assert "".join(teacher.text).encode("utf-8", "surrogateescape").decode() == text
         own = student.spans(text)
-        ends = np.cumsum(passage.teacher.length)
-        spans = np.stack([ends - passage.teacher.length, ends], axis=1)
-        losses = np.array([np.nan if nll is None else nll for nll in passage.teacher.nll])
+        ends = np.cumsum(teacher.length)
+        spans = np.stack([ends - teacher.length, ends], axis=1)
+        losses = np.array([np.nan if nll is None else nll for nll in teacher.nll])
         if "more" not in passage.title:  # one document: exactly what the store holds
             at = int(passage.title.rsplit(":", 1)[1]) - 1
             assert losses == pytest.approx(store[at][1], abs=1e-3, nan_ok=True)
@@ -80,9 +81,81 @@ def test_a_sample_has_the_stores_losses_and_the_runs_rule(run) -> None:
         shown += len(passage.student.text)
     assert sample.selection.keep == 0.3
     assert sample.selection.aggregation == "mean"
-    assert sample.preflight.ios == 1.0
-    assert sample.preflight.student_tokens == shown
-    assert sample.preflight.overlap_raw is not None
+    [pair] = sample.preflight
+    assert pair.ios == 1.0
+    assert pair.student_tokens == shown
+    assert pair.overlap_raw is not None
+
+
+def with_objective(run, folder, **objective):
+    """The same run under another rule."""
+    folder.mkdir(parents=True)
+    recipe = load_recipe(run / "recipe.yaml").to_dict()
+    recipe["objective"] |= objective
+    (folder / "recipe.yaml").write_text(recipe_from_dict(recipe).to_yaml())
+    (folder / "model").symlink_to(run / "model")
+    return folder
+
+
+def test_the_selection_is_the_methods_own(run, tmp_path) -> None:
+    masks = {}
+    for method in ("guided", "random", "no_teacher", "chunk", "cpt"):
+        sample = compute_sample(with_objective(run, tmp_path / method, method=method), documents=2)
+        masks[method] = [weight for passage in sample.passages for weight in passage.weights]
+        assert sample.selection.method == method
+    assert len({str(mask) for mask in masks.values()}) == 5
+    targets = [nll is not None for passage in sample.passages for nll in passage.student.nll]
+    assert masks["cpt"] == targets
+    # the largest student losses, whatever the teacher's are
+    losses = [nll for passage in sample.passages for nll in passage.student.nll]
+    guided = [guidance for passage in sample.passages for guidance in passage.guidance]
+    mapped = [
+        (n, w) for n, g, w in zip(losses, guided, masks["no_teacher"], strict=True) if n and g
+    ]
+    kept = [nll for nll, weight in mapped if weight]
+    assert min(kept) >= max(nll for nll, weight in mapped if not weight)
+
+
+def test_rows_carry_the_models_names(run) -> None:
+    sample = compute_sample(run, documents=1)
+    assert sample.passages[0].student.name == "gone"
+    assert [teacher.name for teacher in sample.passages[0].teachers] == ["byte teacher"]
+    assert (sample.preflight[0].student, sample.preflight[0].teacher) == ("gone", "byte teacher")
+
+
+def test_a_run_without_a_teacher_shows_its_student(run, tmp_path) -> None:
+    folder = with_objective(run, tmp_path / "cpt", method="cpt")
+    recipe = load_recipe(folder / "recipe.yaml").to_dict() | {"store": {}, "teacher": {}}
+    (folder / "recipe.yaml").write_text(recipe_from_dict(recipe).to_yaml())
+    sample = compute_sample(folder, documents=2)
+    assert sample.passages[0].teachers == [] and not sample.preflight
+    assert sum(sample.passages[0].weights) > 0
+
+
+def test_several_stores_have_a_row_each(run, tmp_path) -> None:
+    second = tiny_model("sentencepiece never", tmp_path / "second teacher")
+    recipe = load_recipe(run / "recipe.yaml").to_dict()
+    score_corpus(
+        second,
+        recipe["corpus"]["files"][0],
+        tmp_path / "store",
+        settings=ScoreSettings(device="cpu"),
+    )
+    folder = with_objective(run, tmp_path / "run", method="guided")
+    recipe["store"]["path"] = [recipe["store"]["path"], str(tmp_path / "store")]
+    (folder / "recipe.yaml").write_text(recipe_from_dict(recipe).to_yaml())
+    sample = compute_sample(folder, documents=2)
+    names = ["byte teacher", "second teacher"]
+    assert [teacher.name for teacher in sample.passages[0].teachers] == names
+    assert [pair.teacher for pair in sample.preflight] == names
+    assert sample.selection.combine == "min"
+
+
+def test_a_sample_of_before_is_made_again(run, tmp_path) -> None:
+    folder = with_objective(run, tmp_path / "run", method="random")
+    (folder / "tokens.json").write_text('{"format": 1, "passages": []}')
+    write_report([folder], tmp_path / "r.html", sample_documents=1)
+    assert report_page([folder]).selection.method == "random"
 
 
 def test_short_documents_share_a_passage(run) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.cli import app
 from vocagnolm.errors import UsageError, VocagnolmError
-from vocagnolm.report.view import model_scorer, view_page
+from vocagnolm.report.view import Side, model_scorer, view_page
 
 TEXT = "Probability, Uncertainty 🙂 naïve. $x^2 = 4$"
 
@@ -42,7 +42,7 @@ def test_tokenizers_alone_give_the_alignment(folders, tmp_path) -> None:
     [passage] = page["passages"]
     shown = "".join(passage["student"]["text"]).encode("utf-8", "surrogateescape").decode()
     assert shown == TEXT
-    assert "excess" not in passage and "selected" not in passage
+    assert "excess" not in passage and "weights" not in passage
     [pair] = page["preflight"]
     assert (pair["student"], pair["teacher"], pair["ios"]) == ("student", "teacher", 1.0)
 
@@ -121,7 +121,7 @@ def test_models_add_losses_excess_and_the_selection(models, tmp_path) -> None:
     assert passage["student"]["nll"][0] is None
     assert passage["student"]["nll"][1:] == pytest.approx(expected.tolist(), abs=2e-3)
     mapped = [e for p in page["passages"] for e in p["excess"] if e is not None]
-    kept = sum(sum(p["selected"]) for p in page["passages"])
+    kept = sum(sum(p["weights"]) for p in page["passages"])
     free = sum(  # scored by the student, but its teacher token has no loss: included
         n is not None and e is None
         for p in page["passages"]
@@ -140,7 +140,27 @@ def test_a_tokenizer_of_another_model_is_refused(models) -> None:
 def test_one_model_gives_its_own_losses_only(models) -> None:
     student, teacher = models
     tokenizer, scorer = model_scorer(str(teacher))
-    page = view_page(load_tokenizer(student), tokenizer, [("t", TEXT)], score_teacher=scorer)
+    page = view_page(Side(load_tokenizer(student)), [Side(tokenizer, scorer)], [("t", TEXT)])
     [passage] = page.passages
     assert passage.guidance is not None
-    assert passage.excess is None and passage.selected is None
+    assert passage.excess is None and passage.weights is None
+    assert "No model was run" not in page.subtitle
+    assert f"The losses are those of {tokenizer.name}" in page.subtitle
+
+
+def test_several_teachers_and_a_model_of_a_run(models, tmp_path) -> None:
+    student, teacher = models
+    run = tmp_path / "guided-7"
+    run.mkdir()
+    (run / "recipe.yaml").write_text("objective: {}\n")
+    (run / "model").symlink_to(student)
+    out = tmp_path / "v.html"
+    arguments = ["view", "--student-model", str(run / "model"), "--teacher-model", str(teacher)]
+    arguments += ["--teacher-model", str(student), "--text", TEXT, "--html", str(out)]
+    CliRunner().invoke(app, arguments, catch_exceptions=False)
+    page = page_of(out)
+    [passage] = page["passages"]
+    assert passage["student"]["name"] == "guided-7"
+    assert [row["name"] for row in passage["teachers"]] == ["teacher", "student"]
+    assert [pair["teacher"] for pair in page["preflight"]] == ["teacher", "student"]
+    assert page["selection"]["combine"] == "min"

@@ -8,7 +8,7 @@ import made
 import numpy as np
 from tokenizers import processors
 
-from vocagnolm.compare.sample import SAMPLE
+from vocagnolm.pair.sample import SAMPLE
 from vocagnolm.score import ScoreSettings, TokenizedDocument
 
 SETTINGS = ScoreSettings(

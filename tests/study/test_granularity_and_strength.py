@@ -11,11 +11,11 @@ import pytest
 
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.errors import StudyError
-from vocagnolm.report import figures
+from vocagnolm.pair.granularity import granularity_study
+from vocagnolm.study import strength_figure as figures
 from vocagnolm.study.design import FigurePlan, Study
 from vocagnolm.study.figure import draw
 from vocagnolm.study.folder import EVALUATION
-from vocagnolm.study.granularity import granularity_study
 from vocagnolm.study.laboratory import Laboratory
 from vocagnolm.study.load import load_study, study_from_dict
 from vocagnolm.study.table import markdown, study_table

@@ -14,20 +14,20 @@ from vocagnolm.cli import app
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import StudyError, UsageError
-from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.report.figures import source_bars
-from vocagnolm.score import ScoreSettings, score_corpus
-from vocagnolm.store import LossStore
-from vocagnolm.study import compare_selections
-from vocagnolm.study.compare_selections import (
+from vocagnolm.pair import selections as compare_selections
+from vocagnolm.pair.figures import source_bars
+from vocagnolm.pair.sample_blocks import SampleBlocks, shared_teacher_share
+from vocagnolm.pair.selections import (
     REFERENCE,
     SelectionStudy,
     selection_study,
     variants,
 )
-from vocagnolm.study.sample_blocks import SampleBlocks, shared_teacher_share
+from vocagnolm.pair.spread import SpreadSample, sources_of, spread_documents, spread_order
+from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.score import ScoreSettings, score_corpus
+from vocagnolm.store import LossStore
 from vocagnolm.study.selection import document_sources, kept_by_source
-from vocagnolm.study.spread import SpreadSample, sources_of, spread_documents, spread_order
 
 BLOCK, SCOPE, TOKENS = 64, 4, 2048
 

@@ -1,28 +1,40 @@
 """Tests of rows against what is known by other means."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
 
+from vocagnolm import statistics
+from vocagnolm.errors import MissingExtraError
+from vocagnolm.statistics import compare_means, mean_error, paired_t_p, sign_flip_p, wilson_lower
+from vocagnolm.study.rows import average_accuracy, compare_rows
 from vocagnolm.study.selection import matched_guidance
-from vocagnolm.study.statistics import (
-    average_accuracy,
-    compare_means,
-    compare_rows,
-    paired_t_p,
-    sign_flip_p,
-    t_quantile,
-    t_tail,
-)
 
 
 @pytest.mark.parametrize(
-    ("t", "degrees", "tail"),
-    [(2.776445, 4, 0.025), (4.302653, 2, 0.025), (12.7062, 1, 0.025), (2.085963, 20, 0.025)],
+    ("t", "n", "p"), [(2.776445, 5, 0.05), (4.302653, 3, 0.05), (12.7062, 2, 0.05)]
 )
-def test_t_tail_matches_the_printed_tables(t: float, degrees: int, tail: float) -> None:
-    assert t_tail(t, degrees) == pytest.approx(tail, rel=1e-4)
+def test_paired_t_matches_the_printed_tables(t: float, n: int, p: float) -> None:
+    values = np.linspace(-1, 1, n)
+    shift = t * np.std(values, ddof=1) / math.sqrt(n)
+    assert paired_t_p(values + shift) == pytest.approx(p, rel=1e-4)
+
+
+def test_errors_and_intervals_of_shares() -> None:
+    assert mean_error([3.0]) is None
+    assert mean_error([1.0, 2.0, 3.0]) == pytest.approx(1 / math.sqrt(3))
+    # Wilson, 8 of 10: 0.490 to 0.943
+    assert wilson_lower(np.array([8.0]), np.array([10.0]))[0] == pytest.approx(0.4902, abs=1e-4)
+
+
+def test_without_scipy_the_extra_is_named(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(MissingExtraError, match=r"vocagnolm\[study\]"):
+        statistics.mcnemar_exact(1, 4)
+    assert sign_flip_p(np.zeros(3)) == 1.0
 
 
 def test_paired_t_of_equal_differences() -> None:
@@ -56,11 +68,6 @@ def test_welch_without_spread() -> None:
     assert compare_means([1, 2], [5]).p is None and compare_means([1, 2], [5]).interval is None
     assert compare_means([1, 1], [1, 1]).p == 1.0
     assert compare_means([2, 2], [1, 1]).p == 0.0
-
-
-@pytest.mark.parametrize(("tail", "degrees"), [(0.025, 1), (0.025, 2.9), (0.4, 5), (0.001, 30)])
-def test_t_quantile_is_the_inverse(tail: float, degrees: float) -> None:
-    assert t_tail(t_quantile(tail, degrees), degrees) == pytest.approx(tail, rel=1e-6)
 
 
 def test_sign_flip_matches_the_binomial() -> None:

@@ -45,7 +45,7 @@ def align(
         content,
     )
     if plot is not None:
-        from vocagnolm.report.figures import tokenisation_rows
+        from vocagnolm.pair.figures import tokenisation_rows
 
         tokenisation_rows([pair.student, pair.teacher], content, plot)
         typer.echo(f"wrote {plot}", err=True)

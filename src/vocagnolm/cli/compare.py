@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from vocagnolm.compare import Pair
+    from vocagnolm.pair import Pair
 
 
 def compare(
@@ -32,14 +32,14 @@ def compare(
     the text exactly. No model is loaded.
     """
     from vocagnolm.alignment import load_tokenizer
-    from vocagnolm.compare import compare as run
-    from vocagnolm.compare import texts_of
+    from vocagnolm.pair import compare as run
+    from vocagnolm.pair import texts_of
 
     documents = texts_of(corpus, text_field=text_field, limit=limit_documents)
     ours = load_tokenizer(student, check=False)
     pairs = run(ours, [load_tokenizer(source, check=False) for source in teacher], documents)
     if plot is not None:
-        from vocagnolm.report.figures import overlap_bars
+        from vocagnolm.pair.figures import overlap_bars
 
         overlap_bars(ours, [pair.teacher for pair in pairs], plot)
         typer.echo(f"wrote {plot}", err=True)

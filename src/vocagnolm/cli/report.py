@@ -25,6 +25,10 @@ def report(
 ) -> None:
     """Compare evaluations: scores, differences, standard errors, paired significance tests.
 
+    Only what was evaluated under the same conditions is compared: protocol, few-shot examples,
+    questions, limit of new tokens. Runs are seeds of one setting where their recipes differ in
+    nothing else.
+
     With --html: a page of the runs, whether they have been evaluated or not.
     """
     if html is not None:

@@ -9,7 +9,7 @@ import typer
 from vocagnolm.cli.study_selection import selection
 
 if TYPE_CHECKING:
-    from vocagnolm.study.granularity import GranularityStudy
+    from vocagnolm.pair.granularity import GranularityStudy
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -57,8 +57,8 @@ def granularity(
     Token-level alignment is the reference line: every student token is fully covered (IoS 100 %).
     """
     from vocagnolm.alignment import load_tokenizer
-    from vocagnolm.compare import texts_of
-    from vocagnolm.study.granularity import granularity_study
+    from vocagnolm.pair import texts_of
+    from vocagnolm.pair.granularity import granularity_study
 
     documents = texts_of(corpus, text_field=text_field, limit=limit_documents)
     study = granularity_study(
@@ -69,7 +69,7 @@ def granularity(
         sequence_tokens=sequence_tokens,
     )
     if plot is not None:
-        from vocagnolm.report.figures import granularity_curve
+        from vocagnolm.pair.figures import granularity_curve
 
         granularity_curve(study, plot)
         typer.echo(f"wrote {plot}", err=True)

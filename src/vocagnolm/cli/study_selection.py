@@ -11,7 +11,7 @@ from vocagnolm.cli.progress import token_bar
 from vocagnolm.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
-    from vocagnolm.study.compare_selections import SelectionStudy
+    from vocagnolm.pair.selections import SelectionStudy
 
 
 def selection(
@@ -52,7 +52,7 @@ def selection(
     Every variant is one setting away from the reference (guided, max, include, --keep) and selects
     from the same losses. Settings that keep nearly the same tokens need no runs to compare them.
     """
-    from vocagnolm.study.compare_selections import selection_study
+    from vocagnolm.pair.selections import selection_study
 
     with quiet_libraries(), token_bar("the student reads") as note:
         study = selection_study(
@@ -82,7 +82,7 @@ def selection(
     else:
         _print(study)
     if plot is not None:  # last: a figure that cannot be drawn must not cost the numbers
-        from vocagnolm.report.figures import source_bars
+        from vocagnolm.pair.figures import source_bars
 
         source_bars(study, plot)
         typer.echo(f"wrote {plot}", err=True)

@@ -14,7 +14,9 @@ def view(
         help="The student's tokenizer: folder, tokenizer.json, tokenizer.model or hub id. "
         "Default: that of --student-model.",
     ),
-    teacher: str | None = typer.Option(None, help="The teacher's tokenizer, likewise."),
+    teacher: list[str] = typer.Option(
+        [], help="The teacher's tokenizer, likewise; of several teachers each has a row."
+    ),
     text: list[str] = typer.Option([], help="A text to show; give it several times."),
     file: list[Path] = typer.Option(
         [], help="A UTF-8 file to show, read as it is; give it several times."
@@ -22,15 +24,17 @@ def view(
     student_model: str | None = typer.Option(
         None, help="A model whose losses to show: folder, hub id or GGUF file."
     ),
-    teacher_model: str | None = typer.Option(
-        None, help="The teacher's model. With both, tokens are coloured by excess and selected."
+    teacher_model: list[str] = typer.Option(
+        [],
+        help="The teacher's model; give it several times for several. With both sides' models, "
+        "tokens are coloured by excess and selected.",
     ),
     keep: float = typer.Option(0.4, min=0.0, max=1.0, help="Share of mapped tokens to keep."),
     aggregation: str = typer.Option("max", help="Phi: max, mean or sum."),
     unmapped: str = typer.Option("include", help="Unmapped tokens: include, exclude or mean."),
     html: Path = typer.Option(..., help="The page to write, for example view.html."),
 ) -> None:
-    """Write one self-contained HTML page that shows how two tokenizers share a text.
+    """Write one self-contained HTML page that shows how tokenizers share a text.
 
     Tokenizers alone give the alignment. Models add their losses; with both models every token
     shows its excess and whether it would be kept. The page needs no network.
@@ -45,9 +49,9 @@ def view(
     with quiet_libraries() if student_model or teacher_model else nullcontext():
         page = view_from_sources(
             student=student,
-            teacher=teacher,
+            teachers=teacher,
             student_model=student_model,
-            teacher_model=teacher_model,
+            teacher_models=teacher_model,
             texts=texts,
             keep=keep,
             aggregation=aggregation,

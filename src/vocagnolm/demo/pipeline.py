@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from vocagnolm.alignment import load_tokenizer
-from vocagnolm.compare import compare
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students, verdict
 from vocagnolm.demo.problems import Problem
+from vocagnolm.pair import compare
 from vocagnolm.recipe import Recipe
 from vocagnolm.report.html import write_page
 from vocagnolm.report.runs import report_page

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from vocagnolm import statistics
 from vocagnolm.report.page_data import Measure, ResultGroup, Results
-from vocagnolm.study import statistics
 
 MEASURES = {
     "exact": Measure(name="Exact answers", unit="%", better="higher", digits=1),

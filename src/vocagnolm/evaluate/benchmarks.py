@@ -339,6 +339,8 @@ def _parse(place: str, data: bytes, name: str) -> Iterator[tuple[str, Row]]:
         if place.endswith(".json"):
             whole = json.loads(text)
             rows = list(whole.values()) if isinstance(whole, dict) else whole
+            if not isinstance(rows, list):
+                raise ValueError(f"it holds {rows!r:.40}, not rows")
             numbered = list(enumerate(rows, start=1))
             what = "entry"
         else:

@@ -2,19 +2,20 @@
 
 The same questions are put to all models, so the test is paired: McNemar's exact test for a task
 (a binomial test on the questions that only one of two models got right), a sign-flip permutation
-test for the averages and for anything that pools tasks. Standard library only.
+test for the averages and for anything that pools tasks.
 """
 
-import random
-from dataclasses import dataclass
-from math import comb
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from vocagnolm.evaluate.conditions import OF_THE_QUESTIONS, differing
 from vocagnolm.evaluate.results import Evaluation, open_run
 from vocagnolm.evaluate.suite import AVERAGE_TITLES, AVERAGES, TASKS
-
-_FLIPS = 10_000
+from vocagnolm.files import json_digest
+from vocagnolm.statistics import mcnemar_exact, mean_error, sign_flip_p
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,18 @@ class Run:
     name: str
     evaluation: Evaluation
     correct: dict[str, dict[int, bool]]  # task -> question -> right
+    asked: dict[str, dict[int, str]]  # task -> question -> its prompt and reference answer
+    checksums: dict[str, str]  # task -> of all that was asked, limits included
 
 
 @dataclass(frozen=True)
 class Comparison:
     runs: list[Run]
     # row (task or average) -> difference of every run but the first to the first; None where one
-    # of the two was not evaluated on it, or by another protocol
+    # of the two was not evaluated on it, or under other conditions
     differences: dict[str, list[Difference | None]]
+    # the same rows -> what the conditions of the two differ in
+    unlike: dict[str, list[list[str]]]
 
     def titles(self) -> list[str]:
         """The runs' names, with the protocol where it is not the same for all."""
@@ -49,14 +54,30 @@ class Comparison:
         return [f"{run.name} ({run.evaluation.protocol})" for run in self.runs]
 
     def notes(self) -> list[str]:
-        """Averages that a reader may miss: the paper's MATH was once taken for the 5,000."""
-        return [
+        """What was not compared, and averages that a reader may miss: the paper's MATH was once
+        taken for the 5,000."""
+        return self._not_compared() + [
             f"{run.name} has math, all 5,000 questions; the averages want math500 (the paper's). "
             "Add it: vocagnolm evaluate MODEL --tasks math500 --out RUN"
             for run in self.runs
             if "math" in run.evaluation.tasks
             and any(set(t) - run.evaluation.tasks.keys() == {"math500"} for t in AVERAGES.values())
         ]
+
+    def _not_compared(self) -> list[str]:
+        lines = []
+        for place, run in enumerate(self.runs[1:]):
+            reasons: dict[str, list[str]] = {}
+            for row, unlike in self.unlike.items():
+                if unlike[place]:
+                    title = TASKS[row].title if row in TASKS else row.replace("_", " ")
+                    reasons.setdefault("; ".join(unlike[place]), []).append(title)
+            lines += [
+                f"{', '.join(rows)}: {self.runs[0].name} and {run.name} are not compared, because "
+                f"they were evaluated under other conditions ({reason})."
+                for reason, rows in reasons.items()
+            ]
+        return lines
 
     def rows(self) -> list[str]:
         tasks = [t for t in TASKS if any(t in run.evaluation.tasks for run in self.runs)]
@@ -72,30 +93,17 @@ class Comparison:
                 row: [None if d is None else vars(d) for d in listed]
                 for row, listed in self.differences.items()
             },
+            "unlike": self.unlike,
         }
-
-
-def mcnemar_exact(only_first: int, only_second: int) -> float:
-    """Two-sided exact p-value: of the questions that one model alone got right, is the split
-    between the two like that of a fair coin?"""
-    n = only_first + only_second
-    if n == 0:
-        return 1.0
-    tail = sum(comb(n, k) for k in range(min(only_first, only_second) + 1))
-    return min(1.0, float(2 * tail / 2**n))
 
 
 def paired_difference(first: dict[int, bool], second: dict[int, bool]) -> Difference | None:
     shared = sorted(first.keys() & second.keys())
     if not shared:
         return None
-    n = len(shared)
-    gains = [int(second[i]) - int(first[i]) for i in shared]
-    mean = sum(gains) / n
-    variance = sum((gain - mean) ** 2 for gain in gains) / (n - 1) if n > 1 else None
-    stderr = None if variance is None else 100 * (variance / n) ** 0.5
-    p_value = mcnemar_exact(gains.count(-1), gains.count(1))
-    return Difference(100 * mean, stderr, p_value, n)
+    gains = [100 * (int(second[i]) - int(first[i])) for i in shared]
+    p_value = mcnemar_exact(gains.count(-100), gains.count(100))
+    return Difference(sum(gains) / len(gains), mean_error(gains), p_value, len(gains))
 
 
 def average_difference(
@@ -103,39 +111,35 @@ def average_difference(
 ) -> Difference | None:
     """Difference of an average over tasks. The p-value is from a permutation test: under the null
     hypothesis the two models' answers to a question may be exchanged."""
-    parts = []
+    parts, contributions = [], []
     for task in tasks:
         one = paired_difference(first.get(task, {}), second.get(task, {}))
         if one is None:
             return None
-        shared = first[task].keys() & second[task].keys()
-        weight = 100 / (len(shared) * len(tasks))
-        changed = [i for i in shared if first[task][i] != second[task][i]]
-        parts.append((one, weight, len(changed)))
-    difference = sum(one.difference for one, _, _ in parts) / len(tasks)
-    errors = [one.stderr for one, _, _ in parts]
-    known = [e for e in errors if e is not None]
-    stderr = sum(e * e for e in known) ** 0.5 / len(tasks) if len(known) == len(errors) else None
-    dice = random.Random(0)  # the same table every time
-    extreme = 0
-    for _ in range(_FLIPS):
-        flipped = sum(
-            weight * (2 * dice.getrandbits(changed).bit_count() - changed)
-            for _, weight, changed in parts
-            if changed
-        )
-        extreme += abs(flipped) >= abs(difference) - 1e-9
-    p_value = (extreme + 1) / (_FLIPS + 1)
-    return Difference(difference, stderr, p_value, sum(one.n for one, _, _ in parts))
+        parts.append(one)
+        weight = 100 / (one.n * len(tasks))
+        shared = sorted(first[task].keys() & second[task].keys())
+        contributions += [weight * (second[task][i] - first[task][i]) for i in shared]
+    difference = sum(one.difference for one in parts) / len(tasks)
+    known = [one.stderr for one in parts if one.stderr is not None]
+    stderr = sum(e * e for e in known) ** 0.5 / len(tasks) if len(known) == len(parts) else None
+    p_value = sign_flip_p(np.array(contributions))
+    return Difference(difference, stderr, p_value, sum(one.n for one in parts))
 
 
 def load_run(path: str | Path, name: str | None = None) -> Run:
     folder, evaluation = open_run(path)
-    correct = {
-        task: {record.index: record.correct for record in folder.records(task) or []}
-        for task in evaluation.tasks
-    }
-    return Run(name or folder.path.resolve().name, evaluation, correct)
+    records = {task: folder.records(task) or [] for task in evaluation.tasks}
+    return Run(
+        name or folder.path.resolve().name,
+        evaluation,
+        {task: {one.index: one.correct for one in listed} for task, listed in records.items()},
+        {
+            task: {one.index: json_digest([one.prompt, one.gold]) for one in listed}
+            for task, listed in records.items()
+        },
+        folder.checksums(),
+    )
 
 
 def compare_runs(paths: list[str | Path]) -> Comparison:
@@ -144,21 +148,56 @@ def compare_runs(paths: list[str | Path]) -> Comparison:
     names = [run.name for run in runs]
     # runs/a/eval and runs/b/eval have the same last part: then the whole path tells them apart
     if len(set(names)) < len(names):
-        runs = [Run(str(p), r.evaluation, r.correct) for p, r in zip(paths, runs, strict=True)]
-    differences: dict[str, list[Difference | None]] = {}
+        runs = [replace(run, name=str(path)) for path, run in zip(paths, runs, strict=True)]
+    table = Comparison(runs, {}, {})
     base, others = runs[0], runs[1:]
-    table = Comparison(runs, differences)
+    for row in [*table.rows(), "bits_per_byte"]:
+        table.unlike[row] = [_unlike(base, run, row) for run in others]
     for row in table.rows():
-        differences[row] = [_difference(base, run, row) for run in others]
+        table.differences[row] = [_difference(base, run, row) for run in others]
     return table
 
 
 def _difference(first: Run, second: Run, row: str) -> Difference | None:
-    if first.evaluation.protocol != second.evaluation.protocol:
+    if _unlike(first, second, row):
         return None
     if row in TASKS:
         return paired_difference(first.correct.get(row, {}), second.correct.get(row, {}))
     return average_difference(first.correct, second.correct, AVERAGES[row])
+
+
+def _unlike(first: Run, second: Run, row: str) -> list[str]:
+    """What the conditions of two runs differ in; nothing where one of them lacks the row."""
+    a, b = first.evaluation, second.evaluation
+    if row == "bits_per_byte":
+        if a.bits_per_byte is None or b.bits_per_byte is None:
+            return []
+        return differing(a.conditions.get(row), b.conditions.get(row))
+    tasks = [row] if row in TASKS else list(AVERAGES[row])
+    if any(task not in run.tasks for task in tasks for run in (a, b)):
+        return []
+    found: dict[str, None] = {}
+    if a.protocol != b.protocol:
+        found[f"protocol {a.protocol} / {b.protocol}"] = None
+    for task in tasks:
+        found |= dict.fromkeys(_unlike_task(first, second, task))
+    return list(found)
+
+
+def _unlike_task(first: Run, second: Run, task: str) -> list[str]:
+    pair = []
+    for run in (first, second):
+        known = run.evaluation.conditions.get(task, {})
+        pair.append({k: v for k, v in known.items() if k not in (*OF_THE_QUESTIONS, "protocol")})
+    shared = first.asked[task].keys() & second.asked[task].keys()
+    lines = differing(*pair)
+    old = not any(pair) and first.asked[task] == second.asked[task]
+    sums = [run.checksums.get(task) for run in (first, second)]
+    if old and None not in sums and sums[0] != sums[1]:
+        lines.append("the limit of new tokens or the stop strings, which were not recorded")
+    if any(first.asked[task][number] != second.asked[task][number] for number in shared):
+        lines.append("prompts (another version of the task or of its questions)")
+    return lines
 
 
 # --- text -----------------------------------------------------------------------------------
@@ -230,7 +269,8 @@ def comparison_table(comparison: Comparison) -> list[list[str]]:
             bits = run.evaluation.bits_per_byte
             cells.append("-" if bits is None else f"{bits:.4f}")
             if position:
-                known = bits is not None and base is not None
+                same = not comparison.unlike["bits_per_byte"][position - 1]
+                known = bits is not None and base is not None and same
                 cells += [f"{bits - base:+.4f}" if known else "-", ""]  # type: ignore[operator]
         rows.append(cells)
     return rows

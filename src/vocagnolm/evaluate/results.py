@@ -4,20 +4,30 @@
                                        change
     RUN/evaluation/outputs/TASK.jsonl  a line a question: prompt, output, extracted, gold, correct,
                                        complete (false: broken off at the limit)
-    RUN/evaluation/results.json        the scores, and the protocol they were made by
+    RUN/evaluation/results.json        the scores, and the conditions they were made under
 
 Standard library only.
 """
 
+import contextlib
 import json
-import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import EvaluationError
 from vocagnolm.evaluate.suite import TASKS, Protocol, average_stderrs, averages
+from vocagnolm.files import (
+    append_lines,
+    folder_lock,
+    read_json,
+    remove,
+    remove_leftovers,
+    whole_lines,
+    write_json,
+    write_text,
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,9 @@ class Evaluation:
     bits_per_byte: float | None = None
     protocol: Protocol | None = None
     """None where there are no tasks."""
+    conditions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By task (and `bits_per_byte`): what must be equal for scores to be compared. Evaluations of
+    older versions have none."""
 
     def averages(self) -> dict[str, float | None]:
         return averages({name: task.score for name, task in self.tasks.items()})
@@ -76,13 +89,33 @@ class Evaluation:
             "tasks": {name: asdict(task) for name, task in self.tasks.items()},
             **self.averages(),
             "bits_per_byte": self.bits_per_byte,
+            "conditions": self.conditions,
         }
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Evaluation":
         tasks = {name: TaskScore(**task) for name, task in values["tasks"].items()}
         protocol = values.get("protocol", "strict" if tasks else None)
-        return cls(tasks, values["bits_per_byte"], protocol)
+        return cls(tasks, values["bits_per_byte"], protocol, values.get("conditions") or {})
+
+
+_BEGIN_ANEW = "Remove the evaluation folder and evaluate again, or give another --out."
+_SETTINGS_KEYS: dict[str, type | tuple[type, ...]] = {"settings": dict, "prompts": dict}
+_RESULTS_KEYS: dict[str, type | tuple[type, ...]] = {
+    "tasks": dict,
+    "bits_per_byte": (float, int, type(None)),
+}
+
+
+def read_results(path: Path) -> Evaluation:
+    """A results.json; FileNotFoundError where there is none."""
+    content = read_json(path, EvaluationError, _BEGIN_ANEW, _RESULTS_KEYS)
+    try:
+        return Evaluation.from_json(content)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise EvaluationError(
+            f"{path} is no result of `vocagnolm evaluate` ({error}). {_BEGIN_ANEW}"
+        ) from None
 
 
 class RunFolder:
@@ -93,6 +126,15 @@ class RunFolder:
         self.folder = self.path / "evaluation"
         self.outputs = self.folder / "outputs"
 
+    @contextlib.contextmanager
+    def lock(self) -> Iterator["RunFolder"]:
+        """Only one evaluation may write here; what a killed one left behind is removed."""
+        advice = "Wait for it to end, or give another --out."
+        with folder_lock(self.folder, advice):
+            for folder in (self.folder, self.outputs):
+                remove_leftovers(folder)
+            yield self
+
     # --- settings -----------------------------------------------------------------------------
 
     def claim(self, settings: dict[str, Any], prompts: dict[str, str]) -> None:
@@ -101,7 +143,10 @@ class RunFolder:
         `prompts` is a checksum for every task; tasks may be added to a folder one by one.
         """
         path = self.folder / "settings.json"
-        before = _read_json(path) if path.is_file() else {"settings": settings, "prompts": {}}
+        try:
+            before = read_json(path, EvaluationError, _BEGIN_ANEW, _SETTINGS_KEYS)
+        except FileNotFoundError:
+            before = {"settings": settings, "prompts": {}}
         there = before["settings"]
         if before["prompts"]:
             there.setdefault("protocol", "strict")  # once there was one, and no word for it
@@ -124,7 +169,14 @@ class RunFolder:
             )
         self.outputs.mkdir(parents=True, exist_ok=True)
         merged = {"settings": there | settings, "prompts": before["prompts"] | prompts}
-        _write_json(path, merged)
+        write_json(path, merged)
+
+    def checksums(self) -> dict[str, str]:
+        """Of every task's requests, as they were when it was claimed; empty where not known."""
+        with contextlib.suppress(FileNotFoundError):
+            path = self.folder / "settings.json"
+            return dict(read_json(path, EvaluationError, _BEGIN_ANEW, _SETTINGS_KEYS)["prompts"])
+        return {}
 
     # --- answers ------------------------------------------------------------------------------
 
@@ -135,23 +187,25 @@ class RunFolder:
         """Answers of an interrupted run, by number of the question. A line cut by a kill is left
         out, and taken off the file so that the next one starts on a line of its own."""
         path = self._partial(task)
-        if not path.is_file():
-            return {}
-        data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) != len(data):
-            with open(path, "r+b") as file:
-                file.truncate(len(whole))
-        lines = (json.loads(line) for line in whole.split(b"\n") if line)
-        return {line.pop("index"): Answer(**line) for line in lines}
+        answers = {}
+        for number, line in enumerate(whole_lines(path), 1):
+            try:
+                fields = json.loads(line)
+                index = int(fields.pop("index"))
+                answers[index] = Answer(**fields)
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                raise EvaluationError(
+                    f"{path}, line {number} is no answer of an interrupted run ({error}). "
+                    "Remove the file: its questions are asked again."
+                ) from None
+        return answers
 
     def add_answers(self, task: str, answers: Iterable[tuple[int, Answer]]) -> None:
-        with open(self._partial(task), "a", encoding="utf-8") as file:
-            for index, answer in answers:
-                line = json.dumps({"index": index, **asdict(answer)}, ensure_ascii=False)
-                file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        lines = (
+            json.dumps({"index": index, **asdict(answer)}, ensure_ascii=False) + "\n"
+            for index, answer in answers
+        )
+        append_lines(self._partial(task), "".join(lines))
 
     # --- graded records -----------------------------------------------------------------------
 
@@ -160,28 +214,24 @@ class RunFolder:
         if not path.is_file():
             return None
         try:
-            return [Record(**json.loads(line)) for line in _lines(path)]
-        except (ValueError, TypeError) as error:
+            with open(path, encoding="utf-8", newline="\n") as file:
+                return [Record(**json.loads(line)) for line in file]
+        except (ValueError, TypeError, RecursionError) as error:
             raise EvaluationError(
-                f"{path} is damaged ({error}). Delete it and run the evaluation again."
+                f"{path} is damaged ({error}). Remove it and run the evaluation again."
             ) from None
 
     def finish_task(self, task: str, records: list[Record]) -> None:
-        path = self.outputs / f"{task}.jsonl"
-        temporary = path.with_suffix(".jsonl.tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
-            for record in records:
-                file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        self._partial(task).unlink(missing_ok=True)
+        lines = (json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records)
+        write_text(self.outputs / f"{task}.jsonl", "".join(lines))
+        remove(self._partial(task))
 
     # --- results ------------------------------------------------------------------------------
 
     def results(self) -> Evaluation | None:
-        path = self.folder / "results.json"
-        return Evaluation.from_json(_read_json(path)) if path.is_file() else None
+        with contextlib.suppress(FileNotFoundError):
+            return read_results(self.folder / "results.json")
+        return None
 
     def write_results(self, evaluation: Evaluation) -> Evaluation:
         """Add these scores to the folder's, and give back all of them."""
@@ -192,8 +242,9 @@ class RunFolder:
             {name: tasks[name] for name in TASKS if name in tasks},
             before.bits_per_byte if bits is None else bits,
             evaluation.protocol or before.protocol,
+            before.conditions | evaluation.conditions,
         )
-        _write_json(self.folder / "results.json", merged.to_json())
+        write_json(self.folder / "results.json", merged.to_json())
         return merged
 
 
@@ -210,24 +261,3 @@ def open_run(path: str | Path) -> tuple[RunFolder, Evaluation]:
             f"Make one with: vocagnolm evaluate MODEL --out {path}"
         )
     return run, results
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with open(path, encoding="utf-8", newline="\n") as file:
-        yield from file
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise EvaluationError(
-            f"{path} is no JSON ({error}). Delete the folder and evaluate again."
-        ) from None
-
-
-def _write_json(path: Path, values: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
+from vocagnolm.evaluate.conditions import task_conditions, text_conditions
 from vocagnolm.evaluate.graders.grading import grade
 from vocagnolm.evaluate.render import Request
 from vocagnolm.evaluate.results import Answer, Evaluation, Record, RunFolder, score_records
@@ -72,10 +73,12 @@ def evaluate(
     }
     if requests:  # text knows no protocol
         settings["protocol"] = questions.protocol
-    with TemporaryDirectory() as nowhere:
-        run = RunFolder(nowhere if out is None else out)
+    with (
+        TemporaryDirectory() as nowhere,
+        RunFolder(nowhere if out is None else out).lock() as run,
+    ):
         run.claim(settings, {name: checksum(listed) for name, listed in requests.items()})
-        missing = {name: r for name, r in requests.items() if run.records(name) is None}
+        missing = {name: r for name, r in requests.items() if not run.records(name)}
         loaded = files.load() if missing or text else None
         if missing:
             assert loaded is not None
@@ -95,7 +98,11 @@ def evaluate(
             )
             bits = measured.value
         scores = {name: score_records(run.records(name) or []) for name in requests}
-        return run.write_results(Evaluation(scores, bits, questions.protocol if requests else None))
+        conditions = {name: task_conditions(listed) for name, listed in requests.items()}
+        if text:
+            conditions["bits_per_byte"] = text_conditions(text, text_field)
+        protocol = questions.protocol if requests else None
+        return run.write_results(Evaluation(scores, bits, protocol, conditions))
 
 
 def checksum(requests: Sequence[Request]) -> str:

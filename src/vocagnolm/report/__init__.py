@@ -1,7 +1,7 @@
-"""Pages and figures from finished runs: one self-contained HTML file, and static plots.
+"""Pages from finished runs, or from a pair and a text: one self-contained HTML file.
 
-`page_data` holds what a page shows, as plain data. `passage`, `statistics`, `runs` and `sample`
-make that data; `html` writes it into one file; `figures` draws the static plots.
+`page_data` holds what a page shows, as plain data. `passage`, `weights`, `kept`, `runs` and
+`sample` make that data; `html` writes it into one file.
 """
 
 from vocagnolm.report.html import render_page, write_page
@@ -15,11 +15,11 @@ from vocagnolm.report.page_data import (
     Run,
     Selection,
     Statistics,
+    TeacherRow,
     TokenRow,
 )
-from vocagnolm.report.passage import build_passage
 from vocagnolm.report.runs import read_run, report_page
-from vocagnolm.report.view import view_page
+from vocagnolm.report.view import Side, view_page
 
 __all__ = [
     "Measure",
@@ -30,9 +30,10 @@ __all__ = [
     "Results",
     "Run",
     "Selection",
+    "Side",
     "Statistics",
+    "TeacherRow",
     "TokenRow",
-    "build_passage",
     "read_run",
     "render_page",
     "report_page",

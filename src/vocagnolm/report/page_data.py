@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +32,26 @@ class TokenRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherRow(TokenRow):
+    """A teacher's tokens over the same text, and which of them cover each student token."""
+
+    first: list[int]
+    """Per student token the first teacher token that covers it; -1: unmapped."""
+    last: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Passage:
-    """One text, tokenised by the student and, where there is one, by the teacher."""
+    """One text, tokenised by the student and by the teachers, of whom there may be none."""
 
     title: str
     student: TokenRow
-    teacher: TokenRow | None = None
-    first: list[int] | None = None
-    """Per student token the first teacher token that covers it; -1: unmapped."""
-    last: list[int] | None = None
+    teachers: list[TeacherRow] = field(default_factory=list)
     guidance: list[float | None] | None = None
+    """What the teachers' losses come to on each student token, under the rule."""
     excess: list[float | None] | None = None
-    selected: list[int] | None = None
-    """1 where the token is kept in the loss (W = 1), else 0."""
+    weights: list[float] | None = None
+    """What each token counts in the loss: 1 where it is kept and 0 where not, or a grade."""
     breaks: list[int] | None = None
     """Where another document begins: indices of student tokens."""
     note: str | None = None
@@ -52,13 +59,25 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The rule by which tokens were kept."""
+    """The rule by which tokens count, as far as the method reads it."""
 
     method: str = "guided"
+    label: str | None = None
+    """The method in words."""
     keep: float | None = None
+    compare: str | None = None
+    weighting: str | None = None
+    floor: float | None = None
+    chunks: int | None = None
+    chunk_choice: str | None = None
     aggregation: str | None = None
+    combine: str | None = None
     unmapped: str | None = None
     scope: str | None = None
+    guided: bool = True
+    """The teacher's losses decide."""
+    graded: bool = False
+    """Weights are grades, not a choice."""
     threshold: float | None = None
     """Smallest excess among the kept mapped tokens."""
 
@@ -90,7 +109,8 @@ class Preflight:
 class KindShare:
     kind: str
     tokens: int
-    kept: int
+    kept: float
+    """The sum of the weights: a number of tokens, unless weights are graded."""
     mean_excess: float | None = None
 
 
@@ -98,16 +118,17 @@ class KindShare:
 class TokenShare:
     text: str
     tokens: int
-    kept: int
+    kept: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
-    """Counts of mapped tokens per bin of excess; the outer bins hold everything beyond."""
+    """Counts of mapped tokens per bin of excess; the outer bins hold everything beyond. A token
+    that counts in part is kept in part."""
 
     edges: list[float]
-    kept: list[int]
-    dropped: list[int]
+    kept: list[float]
+    dropped: list[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +136,7 @@ class Statistics:
     """What the selection did, over all passages of the page."""
 
     tokens: int
-    kept: int
+    kept: float
     unmapped: int
     kinds: list[KindShare]
     most_kept: list[TokenShare]
@@ -129,6 +150,8 @@ class Run:
 
     name: str
     method: str | None = None
+    setting: str | None = None
+    """Equal for the runs that differ in their seed alone."""
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """Metric name -> (step, value); long curves are means of equal bins of steps."""
     steps_per_point: int = 1
@@ -149,10 +172,12 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultGroup:
-    """One method: per measure one value for every seed."""
+    """One setting: per measure one value for every seed."""
 
     name: str
     values: list[list[float | None]]
+    errors: list[list[float | None]] | None = None
+    """Standard errors of the same values over questions, where they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)

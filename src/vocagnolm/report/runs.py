@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,16 @@ import numpy as np
 import yaml
 
 from vocagnolm.errors import VocagnolmError
+from vocagnolm.evaluate.conditions import marks
+from vocagnolm.evaluate.results import Evaluation, read_results
+from vocagnolm.evaluate.suite import AVERAGES, TASKS
+from vocagnolm.files import json_digest
 from vocagnolm.report.environment import environment
 from vocagnolm.report.html import write_page
+from vocagnolm.report.kept import statistics
 from vocagnolm.report.page_data import Measure, Page, ResultGroup, Results, Run
-from vocagnolm.report.sample import SAMPLE_FILE, Sample, read_sample
-from vocagnolm.report.statistics import statistics
+from vocagnolm.report.sample import Sample, has_sample, read_sample
+from vocagnolm.report.settings import setting_names
 from vocagnolm.train.names import with_current_names
 
 CURVE_POINTS = 100
@@ -33,7 +39,7 @@ class RunError(VocagnolmError):
     """A folder is not a run, or its files cannot be read."""
 
 
-def read_run(folder: str | Path, name: str | None = None) -> Run:
+def read_run(folder: str | Path, name: str | None = None, setting: str | None = None) -> Run:
     """One run folder: `metrics.jsonl` and `recipe.yaml`, either of which may be missing."""
     path = Path(folder)
     recipe_file, metrics_file = path / "recipe.yaml", path / "metrics.jsonl"
@@ -48,6 +54,7 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
     return Run(
         name=name or path.name,
         method=_method(recipe),
+        setting=setting,
         curves=curves,
         steps_per_point=per_point,
         recipe=recipe,
@@ -149,7 +156,9 @@ def report_page(
     folders = [Path(run) for run in runs]
     if not folders:
         raise RunError("no run was given: expected one or more run folders")
-    read = [read_run(f, name) for f, name in zip(folders, _names(folders), strict=True)]
+    names = _names(folders)
+    settings = setting_names(folders, names)
+    read = [read_run(*one) for one in zip(folders, names, settings, strict=True)]
     sample = next((s for s in map(_sample_of, folders) if s is not None), None) or Sample()
     return Page(
         title=title or (read[0].name if len(read) == 1 else f"{len(read)} runs, side by side"),
@@ -157,7 +166,7 @@ def report_page(
         passages=sample.passages,
         selection=sample.selection,
         statistics=statistics(sample.passages),
-        preflight=[sample.preflight] if sample.preflight else [],
+        preflight=sample.preflight,
         results=results or evaluation_results(folders, read),
         runs=read,
         environment=environment(),
@@ -172,7 +181,7 @@ def write_report(
     cannot be done (no store, no model, a corpus that has moved) the page says why."""
     folders = [Path(run) for run in runs]
     notes = []
-    if sample_documents and not any((folder / SAMPLE_FILE).is_file() for folder in folders):
+    if sample_documents and not any(has_sample(folder) for folder in folders):
         note = _make_sample(folders, sample_documents)
         if note is not None:
             notes.append(note)
@@ -195,41 +204,89 @@ def _make_sample(folders: Sequence[Path], documents: int) -> str | None:
 
 
 def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results | None:
-    """What `vocagnolm evaluate` left in the runs: a column for each task, a row for each method
-    (runs of one method are its seeds). None when no run was evaluated."""
-    scores: list[dict[str, float]] = []
-    for folder in folders:
-        file = folder / "evaluation" / "results.json"
-        scores.append(_scores(file) if file.is_file() else {})
+    """What `vocagnolm evaluate` left in the runs: a column for each task, a row for each setting
+    with its seeds. Scores made under other conditions have a column of their own, named after what
+    differs. None when no run was evaluated."""
+    evaluations = [_evaluation(folder) for folder in folders]
+    scores: list[dict[str, _Score]] = [{} for _ in folders]
+    for task in (*TASKS, *AVERAGES, "bits_per_byte"):
+        held = [(at, one) for at, one in enumerate(evaluations) if _score(one, task) is not None]
+        apart = marks([_conditions(one, task) for _, one in held])
+        for (at, one), mark in zip(held, apart, strict=True):
+            score = _score(one, task)
+            assert score is not None
+            scores[at][f"{task} ({mark})" if mark else task] = score
     names = list(dict.fromkeys(name for one in scores for name in one))
     if not names:
         return None
-    rows = list(dict.fromkeys(run.method or run.name for run in runs))
+    names.sort(key=_place)
+    rows = list(dict.fromkeys(run.setting or run.name for run in runs))
     groups = []
     for row in rows:
-        mine = [s for s, run in zip(scores, runs, strict=True) if (run.method or run.name) == row]
-        groups.append(ResultGroup(name=row, values=[[s.get(n) for s in mine] for n in names]))
+        mine = [s for s, run in zip(scores, runs, strict=True) if (run.setting or run.name) == row]
+        table = [[s.get(name, _Score()) for s in mine] for name in names]
+        groups.append(
+            ResultGroup(
+                name=row,
+                values=[[score.value for score in seeds] for seeds in table],
+                errors=[[score.error for score in seeds] for seeds in table],
+            )
+        )
     measures = [
-        Measure(name="bits per byte", better="lower", digits=4)
-        if name == "bits_per_byte"
+        Measure(name=name.replace("bits_per_byte", "bits per byte"), better="lower", digits=4)
+        if name.startswith("bits_per_byte")
         else Measure(name=name, unit="%", digits=1)
         for name in names
     ]
     return Results(measures=measures, groups=groups)
 
 
-def _scores(file: Path) -> dict[str, float]:
+@dataclass(frozen=True)
+class _Score:
+    value: float | None = None
+    error: float | None = None
+    """Standard error over questions."""
+
+
+def _evaluation(folder: Path) -> Evaluation | None:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        # a column of its own: scores of two protocols are not to be compared
-        mark = " (paper)" if content.get("protocol") == "paper" else ""
-        found = {f"{name}{mark}": float(task["score"]) for name, task in content["tasks"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{file} is no result of `vocagnolm evaluate` ({error!r})") from None
-    for name, shown in (("avg", f"avg{mark}"), ("bits_per_byte", "bits_per_byte")):
-        if isinstance(content.get(name), int | float):
-            found[shown] = float(content[name])
-    return found
+        return read_results(folder / "evaluation" / "results.json")
+    except FileNotFoundError:
+        return None
+
+
+def _score(evaluation: Evaluation | None, name: str) -> _Score | None:
+    """Of a task, an average or the text; None where it was not measured."""
+    if evaluation is None:
+        return None
+    if name == "bits_per_byte":
+        bits = evaluation.bits_per_byte
+        return None if bits is None else _Score(bits)
+    if name in AVERAGES:
+        mean = evaluation.averages()[name]
+        return None if mean is None else _Score(mean, evaluation.average_stderrs()[name])
+    task = evaluation.tasks.get(name)
+    return None if task is None else _Score(task.score, task.stderr)
+
+
+def _conditions(evaluation: Evaluation | None, name: str) -> dict[str, Any]:
+    if evaluation is None:
+        return {}
+    if name not in AVERAGES:
+        known = evaluation.conditions.get(name, {})
+        # older evaluations know their protocol alone
+        return known or ({"protocol": evaluation.protocol} if name in TASKS else {})
+    parts = [_conditions(evaluation, task) for task in AVERAGES[name]]
+    shared = {key: [part.get(key) for part in parts] for part in parts for key in part}
+    return {
+        key: values[0] if len({str(value) for value in values}) == 1 else json_digest(values)[:8]
+        for key, values in shared.items()
+    }
+
+
+def _place(column: str) -> tuple[int, str]:
+    order = [*TASKS, *AVERAGES, "bits_per_byte"]
+    return order.index(column.partition(" ")[0]), column
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -243,4 +300,4 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _sample_of(folder: Path) -> Sample | None:
-    return read_sample(folder) if (folder / SAMPLE_FILE).is_file() else None
+    return read_sample(folder) if has_sample(folder) else None

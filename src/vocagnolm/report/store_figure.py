@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.report.figures import COLOURS, INK, LINE, new_panels, save_figure
+from vocagnolm.plots import COLOURS, INK, LINE, new_panels, save_figure
 
 
 def document_scatter(found: dict[str, Any], path: str | Path) -> Path:

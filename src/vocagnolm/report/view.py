@@ -1,7 +1,7 @@
-"""The page for any pair and any text, without a training run."""
+"""The page for any student, any teachers and any text, without a training run."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,15 +14,15 @@ from vocagnolm.alignment import (
     TokenSpans,
     align,
     load_tokenizer,
-    shares,
-    token_overlap,
-    vocabulary_overlap,
 )
 from vocagnolm.errors import UsageError
 from vocagnolm.report.environment import environment
-from vocagnolm.report.page_data import Page, Preflight
-from vocagnolm.report.passage import build_passage, select_passages, token_row
-from vocagnolm.report.statistics import statistics
+from vocagnolm.report.kept import statistics
+from vocagnolm.report.naming import model_name
+from vocagnolm.report.page_data import Page, Passage, Selection
+from vocagnolm.report.passage import teacher_row, token_row
+from vocagnolm.report.preflight import preflight
+from vocagnolm.report.weights import add_guidance, weigh_passages
 
 UNMAPPED = ("include", "exclude", "mean")
 MODEL_CONTEXT = 2048
@@ -32,65 +32,128 @@ Scorer = Callable[[Sequence[NDArray[np.integer]]], list[NDArray[np.float32]]]
 """Token ids of some texts to the -log p of every token, NaN where there is no score."""
 
 
+@dataclass(frozen=True)
+class Side:
+    """A student or a teacher: its tokenizer and, where a model reads the text too, its losses."""
+
+    tokenizer: TextTokenizer
+    score: Scorer | None = None
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.tokenizer.name
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """All texts as one side reads them."""
+
+    side: Side
+    spans: list[TokenSpans]
+    nll: Sequence[NDArray[np.float32] | None]
+
+
 def view_page(
-    student: TextTokenizer,
-    teacher: TextTokenizer,
+    student: Side,
+    teachers: Sequence[Side],
     texts: Sequence[tuple[str, str]],
     *,
-    score_student: Scorer | None = None,
-    score_teacher: Scorer | None = None,
     keep: float = 0.4,
     aggregation: Aggregation = "max",
     unmapped: str = "include",
 ) -> Page:
-    """One passage per `(title, text)`. Tokenizers alone give the alignment; a scorer for each
-    side adds its losses; both together add excess and the selection over all texts."""
+    """One passage per `(title, text)`. Tokenizers alone give the alignment; models add their
+    losses; the student's and a teacher's together add excess and the selection over all texts."""
     if not any(text for _, text in texts):
         raise UsageError("there is no text to show: give some with --text or --file")
     contents = [text for _, text in texts]
-    ours, theirs = student.spans_batch(contents), teacher.spans_batch(contents)
-    alignments = [align(o.spans, t.spans) for o, t in zip(ours, theirs, strict=True)]
-    student_nll = _scores(score_student, ours)
-    teacher_nll = _scores(score_teacher, theirs)
-    passages = [
-        build_passage(
-            title,
-            token_row(student.name, text.encode(), o.spans, o.ids.tolist(), s_nll),
-            token_row(teacher.name, text.encode(), t.spans, t.ids.tolist(), t_nll),
-            alignment,
-            aggregation=aggregation,
-        )
-        for (title, text), o, t, alignment, s_nll, t_nll in zip(
-            texts, ours, theirs, alignments, student_nll, teacher_nll, strict=True
-        )
+    ours, *theirs = (_read(side, contents) for side in (student, *teachers))
+    alignments = [
+        [align(o.spans, t.spans) for o, t in zip(ours.spans, reading.spans, strict=True)]
+        for reading in theirs
     ]
+    passages = [_passage(at, *texts[at], ours, theirs, alignments) for at in range(len(texts))]
     rule = None
-    if score_student is not None and score_teacher is not None:
-        passages, rule = select_passages(passages, keep=keep, unmapped=unmapped)
-        rule = dataclasses.replace(rule, aggregation=aggregation, scope="page")
+    if student.score is not None and any(teacher.score is not None for teacher in teachers):
+        passages, rule = _select(passages, keep, aggregation, unmapped)
+    else:
+        passages = [add_guidance(passage, aggregation=aggregation) for passage in passages]
     return Page(
-        title=f"{student.name} guided by {teacher.name}",
-        subtitle=_subtitle(student, teacher, scored=rule is not None),
+        title=f"{student.label} guided by {' and '.join(teacher.label for teacher in teachers)}",
+        subtitle=_subtitle(student, teachers),
         passages=passages,
         selection=rule,
         statistics=statistics(passages),
-        preflight=[preflight(student, teacher, ours, theirs, alignments)],
+        preflight=[
+            preflight(
+                (student.label, reading.side.label),
+                student.tokenizer,
+                reading.side.tokenizer,
+                ours.spans,
+                [one.spans for one in reading.spans],
+                aligned,
+                exact=all(one.lost_bytes == 0 for one in (*ours.spans, *reading.spans)),
+            )
+            for reading, aligned in zip(theirs, alignments, strict=True)
+        ],
         environment=environment(),
     )
 
 
-def _subtitle(student: TextTokenizer, teacher: TextTokenizer, *, scored: bool) -> str:
-    sizes = (
-        f"{student.name}: {student.kind}, {student.vocabulary_size:,} tokens. "
-        f"{teacher.name}: {teacher.kind}, {teacher.vocabulary_size:,} tokens."
+def _read(side: Side, texts: Sequence[str]) -> _Reading:
+    spans = side.tokenizer.spans_batch(texts)
+    nll = [None] * len(spans) if side.score is None else side.score([one.ids for one in spans])
+    return _Reading(side, spans, nll)
+
+
+def _passage(
+    at: int,
+    title: str,
+    text: str,
+    ours: _Reading,
+    theirs: Sequence[_Reading],
+    alignments: Sequence[Sequence[Alignment]],
+) -> Passage:
+    encoded = text.encode()
+    student, *teachers = (
+        token_row(r.side.label, encoded, r.spans[at].spans, r.spans[at].ids.tolist(), r.nll[at])
+        for r in (ours, *theirs)
     )
-    return sizes if scored else f"{sizes} No model was run: this page shows the alignment alone."
+    rows = [
+        teacher_row(row, aligned[at]) for row, aligned in zip(teachers, alignments, strict=True)
+    ]
+    return Passage(title=title, student=student, teachers=rows)
 
 
-def _scores(
-    scorer: Scorer | None, spans: Sequence[TokenSpans]
-) -> list[NDArray[np.float32]] | list[None]:
-    return [None] * len(spans) if scorer is None else scorer([one.ids for one in spans])
+def _select(
+    passages: Sequence[Passage], keep: float, aggregation: Aggregation, unmapped: str
+) -> tuple[list[Passage], Selection]:
+    from vocagnolm.objective import ObjectiveConfig
+
+    config = ObjectiveConfig(method="guided", keep=keep, unmapped=unmapped)  # type: ignore[arg-type]
+    return weigh_passages(passages, config, aggregation=aggregation)
+
+
+def _subtitle(student: Side, teachers: Sequence[Side]) -> str:
+    sides = " ".join(
+        f"{side.label}: {side.tokenizer.kind}, {side.tokenizer.vocabulary_size:,} tokens."
+        for side in (student, *teachers)
+    )
+    scored = [side.label for side in teachers if side.score is not None]
+    if student.score is None and not scored:
+        return f"{sides} No model was run: this page shows the alignment alone."
+    if student.score is None:
+        return (
+            f"{sides} The losses are those of {' and '.join(scored)}; the student's model was not "
+            "run, so that there is no excess and nothing is selected."
+        )
+    if not scored:
+        return (
+            f"{sides} The losses are those of {student.label}; no teacher's model was run, so that "
+            "there is no excess and nothing is selected."
+        )
+    return sides
 
 
 def model_scorer(
@@ -117,60 +180,19 @@ def model_scorer(
     return tokenizer or files.tokenizer, model.document_nll
 
 
-def preflight(
-    student: TextTokenizer,
-    teacher: TextTokenizer,
-    ours: Sequence[TokenSpans],
-    theirs: Sequence[TokenSpans],
-    alignments: Sequence[Alignment],
-) -> Preflight:
-    """How the pair fits on these texts."""
-    overlap = vocabulary_overlap(student, teacher)
-    covers = [
-        token_overlap(o.spans, t.spans, alignment)
-        for o, t, alignment in zip(ours, theirs, alignments, strict=True)
-    ]
-    counts = [shares(alignment) for alignment in alignments]
-    tokens = max(sum(count.tokens for count in counts), 1)
-    return Preflight(
-        student=student.name,
-        teacher=teacher.name,
-        student_vocabulary=student.vocabulary_size,
-        teacher_vocabulary=teacher.vocabulary_size,
-        overlap_raw=overlap.raw,
-        overlap_marks=overlap.marks,
-        overlap_bytes=overlap.bytes,
-        ios=_mean([cover.ios for cover in covers]),
-        iou=_mean([cover.iou for cover in covers]),
-        one_to_one=sum(count.one_to_one for count in counts) / tokens,
-        one_to_many=sum(count.one_to_many for count in counts) / tokens,
-        many_to_one=sum(count.many_to_one for count in counts) / tokens,
-        unmapped=sum(count.unmapped for count in counts) / tokens,
-        student_tokens=sum(len(o) for o in ours),
-        teacher_tokens=sum(len(t) for t in theirs),
-        text_bytes=sum(o.n_bytes for o in ours),
-        exact=all(spans.lost_bytes == 0 for spans in (*ours, *theirs)),
-    )
-
-
-def _mean(parts: Sequence[NDArray[np.float64]]) -> float | None:
-    values = np.concatenate([*parts, np.zeros(0)])
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None
-
-
 def view_from_sources(
     *,
     student: str | None,
-    teacher: str | None,
+    teachers: Sequence[str],
     student_model: str | None,
-    teacher_model: str | None,
+    teacher_models: Sequence[str],
     texts: Sequence[tuple[str, str]],
     keep: float = 0.4,
     aggregation: str = "max",
     unmapped: str = "include",
 ) -> Page:
-    """`view_page` from names: tokenizers and models as folders, files or hub ids."""
+    """`view_page` from names: tokenizers and models as folders, files or hub ids. One tokenizer
+    and one model of a teacher are the same teacher; of several, each is a teacher of its own."""
     how = next((known for known in AGGREGATIONS if known == aggregation), None)
     if how is None:
         raise UsageError(f"aggregation is {aggregation!r}; expected {', '.join(AGGREGATIONS)}")
@@ -178,23 +200,16 @@ def view_from_sources(
         raise UsageError(f"unmapped is {unmapped!r}; expected {', '.join(UNMAPPED)}")
     if not any(text for _, text in texts):
         raise UsageError("there is no text to show: give some with --text or --file")
-    our_tokenizer, our_scorer = _side("student", student, student_model)
-    their_tokenizer, their_scorer = _side("teacher", teacher, teacher_model)
-    return view_page(
-        our_tokenizer,
-        their_tokenizer,
-        texts,
-        score_student=our_scorer,
-        score_teacher=their_scorer,
-        keep=keep,
-        aggregation=how,
-        unmapped=unmapped,
-    )
+    ours = _side("student", student, student_model)
+    sources: list[tuple[str | None, str | None]] = [(None, model) for model in teacher_models]
+    sources += [(tokenizer, None) for tokenizer in teachers]
+    if len(teachers) == len(teacher_models) == 1:
+        sources = [(teachers[0], teacher_models[0])]
+    theirs = [_side("teacher", *source) for source in sources or [(None, None)]]
+    return view_page(ours, theirs, texts, keep=keep, aggregation=how, unmapped=unmapped)
 
 
-def _side(
-    side: str, tokenizer: str | None, model: str | None
-) -> tuple[TextTokenizer, Scorer | None]:
+def _side(side: str, tokenizer: str | None, model: str | None) -> Side:
     if tokenizer is None and model is None:
         raise UsageError(
             f"no {side} was given: expected a tokenizer with --{side} or a model with "
@@ -202,6 +217,7 @@ def _side(
         )
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, check=model is not None)
     if model is not None:
-        return model_scorer(model, loaded)
-    assert loaded is not None
-    return loaded, None
+        return Side(*model_scorer(model, loaded), model_name(model))
+    assert loaded is not None and tokenizer is not None
+    generic = loaded.name in ("model", "tokenizer")
+    return Side(loaded, name=model_name(tokenizer) if generic else loaded.name)

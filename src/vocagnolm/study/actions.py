@@ -138,14 +138,14 @@ def evaluate(
 ) -> None:
     """`choosing`: answers are graded at once, as a learning rate waits for them. Other answers are
     graded when the table is made, perhaps on another machine."""
-    from vocagnolm.study.evaluation import ANSWERS_FILE, evaluate_model, golds_of, grade_answers
-    from vocagnolm.study.statistics import average_accuracy
+    from vocagnolm.study.evaluation import ANSWERS_FILE, evaluate_model, grade_answers, questions_of
+    from vocagnolm.study.rows import average_accuracy
 
     folder.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     result = evaluate_model(model, home.study.evaluate, folder, requests=requests)
     if choosing and requests is not None:
-        grades = grade_answers(folder / ANSWERS_FILE, golds_of(requests))
+        grades = grade_answers(folder / ANSWERS_FILE, questions_of(requests))
         result["validation_accuracy"] = average_accuracy(grades)
     seconds = time.perf_counter() - started
     write_json(folder / EVALUATION, {**about, **result, "evaluate_seconds": seconds})

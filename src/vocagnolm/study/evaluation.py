@@ -6,10 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vocagnolm.files import whole_file
 from vocagnolm.study.design import EvaluationPlan
+
+if TYPE_CHECKING:
+    from vocagnolm.evaluate.render import Request
 
 ANSWERS_FILE = "answers.jsonl.gz"
 
@@ -87,24 +90,29 @@ def answer_requests(model: Any, files: Any, plan: EvaluationPlan, source: str, p
 Grades = dict[str, dict[int, bool]]
 
 
-def grade_answers(path: Path, golds: Mapping[tuple[str, int], str]) -> Grades:
-    """Task -> question -> right or wrong."""
+def grade_answers(path: Path, questions: Mapping[tuple[str, int], "Request"]) -> Grades:
+    """Task -> question -> right or wrong, by the protocol of the question."""
     from vocagnolm.evaluate import grade
 
     grades: Grades = {}
     with gzip.open(path, "rt", encoding="utf-8") as file:
         for line in file:
             answer = json.loads(line)
-            gold = golds.get((answer["task"], answer["index"]))
-            if gold is None:
+            asked = questions.get((answer["task"], answer["index"]))
+            if asked is None:
                 continue
-            complete = answer.get("complete")  # older files do not say
-            right = grade(answer["task"], answer["output"], gold, complete=complete).correct
-            grades.setdefault(answer["task"], {})[answer["index"]] = right
+            graded = grade(
+                asked.task,
+                answer["output"],
+                asked.gold,
+                complete=answer.get("complete"),  # older files do not say
+                protocol=asked.protocol,
+            )
+            grades.setdefault(asked.task, {})[asked.index] = graded.correct
     return grades
 
 
-def golds_of(requests: str | Path) -> dict[tuple[str, int], str]:
+def questions_of(requests: str | Path) -> dict[tuple[str, int], "Request"]:
     from vocagnolm.evaluate.render import read_requests
 
-    return {(r.task, r.index): r.gold for r in read_requests(requests)}
+    return {(one.task, one.index): one for one in read_requests(requests)}

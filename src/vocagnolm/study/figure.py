@@ -27,7 +27,7 @@ def draw(table: dict[str, Any], plan: FigurePlan, path: str | Path) -> Path:
 def _draw_bars(
     rows: Rows, values: Measured, plan: FigurePlan, title: str, path: str | Path
 ) -> Path:
-    from vocagnolm.report.figures import COLOURS, INK, SOFT, new_figure, save_figure
+    from vocagnolm.plots import COLOURS, INK, SOFT, new_figure, save_figure
 
     names = list(values)
     matplotlib, figure, axes = new_figure(8.0, 1.1 + 0.24 * len(names))
@@ -62,7 +62,7 @@ def _draw_bars(
 def _draw_lines(
     rows: Rows, values: Measured, plan: FigurePlan, title: str, path: str | Path
 ) -> Path:
-    from vocagnolm.report.figures import INK, SOFT, new_panels, save_figure
+    from vocagnolm.plots import INK, SOFT, new_panels, save_figure
 
     shown = plan.panels or [plan]
     matplotlib, figure, panels = new_panels(max(6.4, 4.4 * len(shown)), 4.2, len(shown))
@@ -74,7 +74,7 @@ def _draw_lines(
 
 
 def _draw_panel(axes: Any, panel: PanelPlan, rows: Rows, values: Measured) -> None:
-    from vocagnolm.report.figures import COLOURS, INK, LINE, SOFT
+    from vocagnolm.plots import COLOURS, INK, LINE, SOFT
 
     if panel.reference in values:
         mean, spread = values[panel.reference]
@@ -122,7 +122,7 @@ def _place_ticks(axes: Any, panel: PanelPlan) -> None:
 
 
 def _draw_strength(table: dict[str, Any], plan: FigurePlan, path: str | Path) -> Path:
-    from vocagnolm.report.figures import TeacherPoint, teacher_strength
+    from vocagnolm.study.strength_figure import TeacherPoint, teacher_strength
 
     rows = {row["row"]: row for row in table["rows"]}
     points = []

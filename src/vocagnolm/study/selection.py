@@ -14,9 +14,10 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from vocagnolm.data.blocks import MANIFEST, Blocks, TrainingOrder, read_manifest
+from vocagnolm.data.blocks import MANIFEST, TrainingOrder, read_manifest
 from vocagnolm.errors import StudyError
 from vocagnolm.files import file_digest, json_digest, write_json
+from vocagnolm.pair.sources import predicted_sources, shares_by_source
 from vocagnolm.recipe import Recipe
 
 # Random guidance spans this many nats, so that the student's own loss (at most a few tens) moves
@@ -38,28 +39,6 @@ def document_sources(files: Sequence[str], field: str) -> list[str]:
                 if line.strip():
                     sources.append(str(json.loads(line).get(field, path.stem)))
     return sources
-
-
-def predicted_sources(blocks: Blocks, index: int, sources: Sequence[str]) -> np.ndarray:
-    """Source of the token that each position of a block predicts [L]."""
-    documents = blocks.documents(index)
-    ordinal = blocks[index]["document"][1:]
-    names = np.array([sources[document] for document in documents], dtype=object)
-    return np.asarray(names[ordinal])
-
-
-def shares_by_source(
-    named: np.ndarray, chosen: np.ndarray, predicted: np.ndarray
-) -> dict[str, dict[str, float]]:
-    """`{source: {kept, tokens}}` over positions: their sources, whether they were chosen (or what
-    they count), whether they predict anything. kept is the share of the source's predicted
-    tokens (or their mean weight)."""
-    shares = {}
-    for source in sorted({str(name) for name in named[predicted]}):
-        here = (named == source) & predicted
-        tokens = float(here.sum())
-        shares[source] = {"kept": float(chosen[here].sum()) / tokens, "tokens": tokens}
-    return shares
 
 
 def kept_by_source(

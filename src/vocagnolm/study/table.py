@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vocagnolm.files import write_json
+from vocagnolm.statistics import mean_and_spread
 from vocagnolm.study.design import GranularityPlan, RowPlan, recipe_with
-from vocagnolm.study.evaluation import ANSWERS_FILE, Grades, golds_of, grade_answers
+from vocagnolm.study.evaluation import ANSWERS_FILE, Grades, grade_answers, questions_of
 from vocagnolm.study.folder import EVALUATION, SELECTION
 from vocagnolm.study.laboratory import Laboratory
-from vocagnolm.study.statistics import average_accuracy, compare_rows, mean_and_spread
+from vocagnolm.study.rows import average_accuracy, compare_rows
+
+if TYPE_CHECKING:
+    from vocagnolm.evaluate.render import Request
 
 GRADES_FILE = "grades.json"
 # Methods that carry the teacher's losses from token to token.
@@ -19,7 +23,7 @@ _TOKEN_LEVEL = ("guided", "rho1")
 def read_results(laboratory: Laboratory) -> dict[str, dict[int, dict[str, Any]]]:
     """Row -> seed -> evaluation of the finished runs, with grades where there are answers."""
     requests = laboratory.study.evaluate.requests
-    golds = golds_of(requests) if requests is not None and Path(requests).exists() else {}
+    questions = questions_of(requests) if requests is not None and Path(requests).exists() else {}
     wanted = [(run.row, run.seed, laboratory.run_folder(run)) for run in laboratory.runs]
     if laboratory.study.start is not None:
         wanted.insert(0, ("start", 0, laboratory.folder / "runs" / "start-s0"))
@@ -29,8 +33,8 @@ def read_results(laboratory: Laboratory) -> dict[str, dict[int, dict[str, Any]]]
         if not path.is_file():
             continue
         found = json.loads(path.read_text(encoding="utf-8"))
-        if golds and (folder / ANSWERS_FILE).is_file():
-            found["grades"] = _grades(folder, golds)
+        if questions and (folder / ANSWERS_FILE).is_file():
+            found["grades"] = _grades(folder, questions)
             found["accuracy"] = average_accuracy(found["grades"])
         if (folder / SELECTION).is_file():
             found["selection"] = json.loads((folder / SELECTION).read_text(encoding="utf-8"))
@@ -38,13 +42,13 @@ def read_results(laboratory: Laboratory) -> dict[str, dict[int, dict[str, Any]]]
     return results
 
 
-def _grades(folder: Path, golds: dict[tuple[str, int], str]) -> Grades:
+def _grades(folder: Path, questions: dict[tuple[str, int], "Request"]) -> Grades:
     """Grading takes seconds a run: kept beside the answers."""
     path = folder / GRADES_FILE
     if path.is_file():
         kept = json.loads(path.read_text(encoding="utf-8"))
         return {task: {int(q): bool(v) for q, v in marks.items()} for task, marks in kept.items()}
-    grades = grade_answers(folder / ANSWERS_FILE, golds)
+    grades = grade_answers(folder / ANSWERS_FILE, questions)
     write_json(path, {t: {q: int(v) for q, v in m.items()} for t, m in grades.items()}, indent=None)
     return grades
 

@@ -30,7 +30,7 @@ const roomFor = (marks) => 14 + 6.6 * Math.max(1, ...marks.map((mark) => mark.la
 const line = (points) => points.map(([x, y], at) => `${at ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 
 // series: [{ name, colour, dash, points: [[x, y], ...] }]
-function lineChart(series, { label, range = null }) {
+function lineChart(series, { label, unit = "", range = null }) {
   const readout = h("div", { class: "readout", "aria-hidden": "true" });
   const all = series.flatMap((s) => s.points);
   const [x0, x1] = [Math.min(...all.map((p) => p[0])), Math.max(...all.map((p) => p[0]))];
@@ -43,12 +43,14 @@ function lineChart(series, { label, range = null }) {
 
   const canvas = chart((width) => {
     const marks = ticks(y0, y1, 4);
-    const [left, right, top, bottom, height] = [roomFor(marks), 10, 8, 24, 210];
+    const [left, right, top, bottom, height] = [roomFor(marks), 10, unit ? 24 : 8, 40, 240];
     const x = (v) => left + ((v - x0) / (x1 - x0 || 1)) * (width - left - right);
     const y = (v) => height - bottom - ((v - y0) / (y1 - y0)) * (height - top - bottom);
-    const root = svg("svg", { width, height, role: "img", "aria-label": `${label}: ${series.map((s) => `${s.name} ends at ${short(s.points[s.points.length - 1][1])}`).join("; ").slice(0, 900)}` });
+    const root = svg("svg", { width, height, role: "img", "aria-label": `${label} by step${unit ? `, ${unit}` : ""}: ${series.map((s) => `${s.name} ends at ${short(s.points[s.points.length - 1][1])}`).join("; ").slice(0, 900)}` });
     for (const { at: v, label: text } of marks) root.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: y(v), y2: y(v) }), svg("text", { x: left - 7, y: y(v) + 4, "text-anchor": "end" }, text));
-    for (const { at: v, label: text } of ticks(x0, x1, Math.max(2, width / 70))) root.append(svg("text", { x: x(v), y: height - 6, "text-anchor": x(v) > width - 24 ? "end" : "middle" }, text));
+    for (const { at: v, label: text } of ticks(x0, x1, Math.max(2, width / 70))) root.append(svg("text", { x: x(v), y: height - 22, "text-anchor": x(v) > width - 24 ? "end" : "middle" }, text));
+    root.append(svg("text", { class: "axis-name", x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, "step"));
+    if (unit) root.append(svg("text", { class: "axis-name", x: 0, y: 11 }, unit));
     for (const s of series) {
       const points = s.points.map(([a, b]) => [x(a), y(b)]);
       root.append(svg("path", { class: `series s${seriesClass(s.colour)}`, "stroke-dasharray": DASHES[s.dash % DASHES.length], d: line(points), opacity: series.length > 4 ? 0.8 : 1 }));
@@ -107,16 +109,20 @@ function dotPlot(measure, groups, at) {
   const pad = 0.12 * (x1 - x0 || Math.abs(x0) || 1);
   [x0, x1] = [x0 - pad, x1 + pad];
   const plot = chart((width) => {
-    const label = Math.min(150, 18 + 7.4 * Math.max(...groups.map((g) => g.name.length)));
-    const [top, step, bottom] = [6, 34, 24];
+    const told = groups.map((group) => summary(group, at, measure));
+    const label = Math.min(0.5 * width, 18 + 6.6 * Math.max(...groups.map((g) => g.name.length), ...told.map((t) => t.length)));
+    const room = Math.floor(label / 7);
+    const [top, step, bottom] = [6, 42, 24];
     const height = top + step * groups.length + bottom;
     const x = (v) => label + ((v - x0) / (x1 - x0)) * (width - label - 14);
-    const root = svg("svg", { width, height, role: "img", "aria-label": `${measure.name} by method, one dot per seed` });
+    const root = svg("svg", { width, height, role: "img", "aria-label": `${measure.name} by setting, one dot per seed: ${groups.map((g, i) => `${g.name} ${told[i]}`).join("; ").slice(0, 900)}` });
     for (const { at: v, label: text } of ticks(x0, x1, Math.max(2, (width - label) / 90))) root.append(svg("line", { class: "axis", x1: x(v), x2: x(v), y1: top, y2: height - bottom }), svg("text", { x: x(v), y: height - 6, "text-anchor": "middle" }, text));
     groups.forEach((group, row) => {
       const y = top + step * (row + 0.5);
       const known = group.values[at].filter(isNumber);
-      root.append(svg("text", { class: "name", x: 0, y: y + 4 }, group.name));
+      const name = group.name.length > room ? group.name.slice(0, room - 1) + "…" : group.name;
+      root.append(svg("text", { class: "name", x: 0, y: y - 3 }, name, svg("title", {}, group.name)));
+      root.append(svg("text", { class: "told", x: 0, y: y + 12 }, told[row]));
       for (const v of known) root.append(svg("circle", { class: `f${seriesClass(row)}`, cx: x(v), cy: y, r: 5, opacity: 0.72 }));
       if (known.length > 1) { const m = mean(known); root.append(svg("line", { class: "mean", x1: x(m), x2: x(m), y1: y - 11, y2: y + 11 })); }
     });
@@ -124,6 +130,21 @@ function dotPlot(measure, groups, at) {
   });
   const arrow = measure.better === "lower" ? "lower is better" : "higher is better";
   return h("div", { class: "card" }, h("h3", {}, measure.name), h("p", { class: "small" }, [measure.unit, arrow].filter(Boolean).join(" · ")), plot);
+}
+
+// Mean ± deviation over seeds, or with one seed ± the standard error over questions.
+const seedsOf = (group) => Math.max(0, ...group.values.map((values) => values.filter(isNumber).length));
+function plusMinus(group, at) {
+  const values = group.values[at].filter(isNumber);
+  if (values.length > 1) return deviation(values);
+  const error = group.errors?.[at]?.find(isNumber);
+  return values.length && isNumber(error) ? error : null;
+}
+function summary(group, at, { digits = 2 }) {
+  const values = group.values[at].filter(isNumber);
+  if (!values.length) return "not measured";
+  const s = plusMinus(group, at);
+  return `${fixed(mean(values), digits)}${s === null ? "" : ` ± ${fixed(s, digits)}`}, n = ${values.length}`;
 }
 
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;

@@ -3,6 +3,7 @@
 const page = JSON.parse(document.getElementById("data").textContent);
 for (const name of ["passages", "preflight", "runs", "notes"]) page[name] = page[name] || [];
 page.environment = page.environment || {};
+for (const passage of page.passages) passage.teachers = passage.teachers || [];
 for (const run of page.runs) for (const name of ["curves", "facts", "environment"]) run[name] = run[name] || {};
 
 function h(tag, props, ...children) {

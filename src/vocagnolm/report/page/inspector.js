@@ -8,9 +8,9 @@ function makeInspector() {
     return h("div", { class: "meter", "aria-hidden": "true" }, h("i", { class: name || "", vars: { "--w": (100 * share).toFixed(1) + "%" } }));
   }
 
-  function stateBadge(info, i) {
-    const fate = info.fate[i];
-    if (fate) return h("span", { class: "state " + fate }, info.kind[i] === "un" ? `${fate}, unmapped` : fate);
+  function stateBadge(passage, info, i) {
+    const fate = info.fate[i] ? fateName(passage, info, i) : "";
+    if (fate) return h("span", { class: "state " + info.fate[i] }, info.kind[i] === "un" ? `${fate}, unmapped` : fate);
     const names = { un: "unmapped", m11: "one to one", m1n: "one to several", mn1: "several to one" };
     return names[info.kind[i]] ? h("span", { class: "state" }, names[info.kind[i]]) : null;
   }
@@ -22,7 +22,7 @@ function makeInspector() {
     const guidance = passage.guidance?.[i];
     const excess = passage.excess?.[i];
     if (passage.student.nll) row("student loss", "student", fixed(student), meter(student, largest, "student"));
-    if (passage.guidance) row(`teacher (${page.selection?.aggregation || "max"})`, "guidance", fixed(guidance), meter(guidance, largest));
+    if (passage.guidance) row(`teacher (${carriedBy()})`, "guidance", fixed(guidance), meter(guidance, largest));
     if (passage.excess) {
       row("excess", "excess", signed(excess));
       if (isNumber(excess)) {
@@ -34,50 +34,59 @@ function makeInspector() {
     return list.childElementCount ? list : null;
   }
 
-  function covers(passage, i, largest) {
-    if (!passage.teacher || !passage.first) return [];
-    const first = passage.first[i];
-    if (first < 0) return [h("p", { class: "small" }, "No teacher token covers this one.")];
-    const losses = passage.teacher.nll;
-    const setter = maxSetter(passage, i);
+  function covers(passage, teacher, i, largest) {
+    const several = passage.teachers.length > 1;
+    const first = teacher.first[i];
+    if (first < 0) return [h("p", { class: "small" }, several ? `No token of ${teacher.name} covers this one.` : "No teacher token covers this one.")];
+    const losses = teacher.nll;
+    const setter = maxSetter(teacher, i);
     const items = [];
-    const shown = Math.min(passage.last[i], first + 39);
+    const shown = Math.min(teacher.last[i], first + 39);
     for (let t = first; t <= shown; t++) {
-      const token = showToken(h("span", { class: "tok" }), passage.teacher.text[t], { spaces: true, limit: 80 });
+      const token = showToken(h("span", { class: "tok" }), teacher.text[t], { spaces: true, limit: 80 });
       items.push(h("li", { class: t === setter ? "sets" : "" }, token,
         losses ? meter(losses[t], largest) : h("span"), h("span", { class: "num" }, losses ? fixed(losses[t]) : "")));
     }
-    const n = passage.last[i] - first + 1;
-    const title = n === 1 ? "Covered by one teacher token" : `Covered by ${whole(n)} teacher tokens`;
-    const rest = passage.last[i] > shown ? h("p", { class: "small" }, `and ${whole(passage.last[i] - shown)} more`) : null;
+    const n = teacher.last[i] - first + 1;
+    const owner = several ? ` of ${teacher.name}` : "";
+    const title = owner ? `Covered by ${n === 1 ? "one token" : whole(n) + " tokens"}${owner}` : n === 1 ? "Covered by one teacher token" : `Covered by ${whole(n)} teacher tokens`;
+    const rest = teacher.last[i] > shown ? h("p", { class: "small" }, `and ${whole(teacher.last[i] - shown)} more`) : null;
     return [h("h3", {}, title), h("ol", { class: "covers" }, items), rest];
   }
 
   function show(passage, info, i) {
     const row = passage.student;
-    const range = passage.first && passage.first[i] >= 0 && passage.teacher?.nll ? passage.teacher.nll.slice(passage.first[i], passage.last[i] + 1) : [];
+    const range = passage.teachers.flatMap((t) => (t.nll && t.first[i] >= 0 ? t.nll.slice(t.first[i], t.last[i] + 1) : []));
     const largest = Math.max(0.01, ...[row.nll?.[i], passage.guidance?.[i], ...range].filter(isNumber));
     const start = info.studentStart[i];
     const facts = [`token ${whole(i + 1)} of ${whole(row.text.length)}`];
     if (row.ids) facts.push(`id ${row.ids[i]}`);
     facts.push(row.length[i] === 0 ? "no text" : `byte ${whole(start)}, ${whole(row.length[i])} long`);
     element.replaceChildren(...[
-      stateBadge(info, i),
+      stateBadge(passage, info, i),
       showToken(h("div", { class: "big", "data-field": "token" }), row.text[i], { spaces: true, limit: 400 }),
       h("p", { class: "where" }, facts.join(" · ")),
       numbers(passage, i, largest),
-      ...covers(passage, i, largest),
+      ...passage.teachers.flatMap((teacher) => covers(passage, teacher, i, largest)),
     ].filter(Boolean));
   }
 
   return { element, show };
 }
 
+// How the teachers' losses became one number for a token.
+function carriedBy() {
+  const rule = page.selection || {};
+  if (rule.compare === "stretch") return "stretch";
+  if (rule.method === "chunk" && rule.chunk_choice === "teacher") return "mean of its chunk";
+  return [rule.aggregation || "max", rule.combine].filter(Boolean).join(", ");
+}
+
 // With Phi = max one teacher token sets the guidance; -1 when it cannot be told.
-function maxSetter(passage, i) {
-  const losses = passage.teacher?.nll;
-  if (!losses || (page.selection?.aggregation || "max") !== "max" || passage.first[i] < 0) return -1;
+function maxSetter(teacher, i) {
+  const losses = teacher.nll;
+  if (!losses || carriedBy() !== "max" || teacher.first[i] < 0) return -1;
   let best = -1;
-  for (let t = passage.first[i]; t <= passage.last[i]; t++) if (isNumber(losses[t]) && (best < 0 || losses[t] > losses[best])) best = t;
+  for (let t = teacher.first[i]; t <= teacher.last[i]; t++) if (isNumber(losses[t]) && (best < 0 || losses[t] > losses[best])) best = t;
   return best;
 }

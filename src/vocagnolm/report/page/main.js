@@ -30,7 +30,7 @@ function headline() {
   const pair = page.preflight[0];
   const stats = page.statistics;
   const items = [];
-  if (stats) items.push(["tokens kept", percent(stats.kept / stats.tokens)]);
+  if (stats) items.push(page.selection?.graded ? ["mean weight of a token", fixed(stats.kept / stats.tokens)] : ["tokens kept", percent(stats.kept / stats.tokens)]);
   if (pair && isNumber(pair.overlap_raw)) items.push(["vocabulary shared", percent(pair.overlap_raw)]);
   if (pair && isNumber(pair.ios)) items.push(["of the text covered", percent(pair.ios)]);
   if (pair && isNumber(pair.one_to_one)) items.push(["tokens one to one", percent(pair.one_to_one)]);

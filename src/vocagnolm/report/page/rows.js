@@ -1,5 +1,6 @@
-// The sentence of the chosen token as two rows over one text, with a line from every student
-// token to the teacher tokens that cover it. Both rows share one horizontal axis: the text.
+// The sentence of the chosen token as rows over one text: the student's and every teacher's, with a
+// line from every student token to the first teacher's tokens that cover it. All rows share one
+// horizontal axis: the text.
 
 const SENTENCE_LIMIT = 28; // tokens shown on each side of the chosen one, at most
 const LINKS_HEIGHT = 46;
@@ -46,22 +47,25 @@ function layout(boxes) {
 function makeRows(choose) {
   const stage = h("div", { class: "stage" });
   const scroll = h("div", { class: "scroll", tabindex: "0", role: "img", "aria-label": "The sentence in both tokenisations" }, stage);
-  const element = h("div", { class: "card rows" }, h("h3", {}, "The sentence in both vocabularies"), scroll);
+  const element = h("div", { class: "card rows" }, h("h3", {}, page.passages.some((p) => p.teachers.length > 1) ? "The sentence in all vocabularies" : "The sentence in both vocabularies"), scroll);
   let shown = null; // { passage, from, to, mode, boxes, links }
 
-  function makeBox(side, index, passage, info, mode) {
-    const row = passage[side];
-    const box = h("div", { class: "box", "data-side": side, "data-i": index });
+  // a row's number: 0 is the student, then the teachers
+  function makeBox(number, index, passage, info, mode) {
+    const side = number ? "teacher" : "student";
+    const row = number ? passage.teachers[number - 1] : passage.student;
+    const box = h("div", { class: "box", "data-side": side, "data-row": number, "data-i": index });
     const label = showToken(h("span"), row.text[index], { spaces: true, limit: 24 });
     box.append(label);
     if (row.nll) box.append(h("span", { class: "v" }, fixed(row.nll[index])));
     if (side === "student") box.className = tokenClass(passage, info, index, mode).replace(/^t/, "box");
     else box.className = "box plain";
-    return { side, index, element: box, label };
+    const start = number ? info.teacherStart[number - 1][index] : info.studentStart[index];
+    return { number, side, index, element: box, label, least: row.nll ? 38 : 14, start, end: start + row.length[index] };
   }
 
   function draw(passage, info, active, mode) {
-    element.hidden = !passage.teacher || !passage.first;
+    element.hidden = !passage.teachers.length;
     if (element.hidden) return;
     const inside = shown && shown.passage === passage && shown.mode === mode && active >= shown.from && active <= shown.to;
     if (!inside) build(passage, info, active, mode);
@@ -71,27 +75,25 @@ function makeRows(choose) {
   function build(passage, info, active, mode) {
     const [from, to] = sentenceAround(passage, active);
     const boxes = [];
-    let low = Infinity;
-    let high = -1;
-    for (let i = from; i <= to; i++) {
-      if (passage.student.length[i] > 0) boxes.push({ ...makeBox("student", i, passage, info, mode), start: info.studentStart[i], end: info.studentStart[i] + passage.student.length[i] });
-      if (passage.first[i] >= 0) { low = Math.min(low, passage.first[i]); high = Math.max(high, passage.last[i]); }
-    }
-    high = Math.min(high, low + 4 * SENTENCE_LIMIT);
-    for (let t = low; t <= high; t++) {
-      if (passage.teacher.length[t] > 0) boxes.push({ ...makeBox("teacher", t, passage, info, mode), start: info.teacherStart[t], end: info.teacherStart[t] + passage.teacher.length[t] });
-    }
-    const lanes = { student: h("div", { class: "lane" }), teacher: h("div", { class: "lane" }) };
+    for (let i = from; i <= to; i++) if (passage.student.length[i] > 0) boxes.push(makeBox(0, i, passage, info, mode));
+    passage.teachers.forEach((teacher, at) => {
+      let low = Infinity;
+      let high = -1;
+      for (let i = from; i <= to; i++) if (teacher.first[i] >= 0) { low = Math.min(low, teacher.first[i]); high = Math.max(high, teacher.last[i]); }
+      high = Math.min(high, low + 4 * SENTENCE_LIMIT);
+      for (let t = low; t <= high; t++) if (teacher.length[t] > 0) boxes.push(makeBox(at + 1, t, passage, info, mode));
+    });
+    const lanes = [passage.student, ...passage.teachers].map(() => h("div", { class: "lane" }));
     const links = svg("svg", { class: "links", height: LINKS_HEIGHT, "aria-hidden": "true" });
     stage.replaceChildren(
-      h("div", { class: "label" }, `Student · ${passage.student.name}`), lanes.student, links,
-      lanes.teacher, h("div", { class: "label" }, `Teacher · ${passage.teacher.name}`),
+      h("div", { class: "label" }, `Student · ${passage.student.name}`), lanes[0], links,
+      ...passage.teachers.flatMap((teacher, at) => [lanes[at + 1], h("div", { class: "label" }, `Teacher · ${teacher.name}`)]),
     );
-    stage.classList.toggle("bare", !passage.student.nll && !passage.teacher.nll);
-    for (const box of boxes) lanes[box.side].append(box.element);
+    stage.classList.toggle("bare", !passage.student.nll && !passage.teachers.some((teacher) => teacher.nll));
+    for (const box of boxes) lanes[box.number].append(box.element);
     if (!boxes.length) { shown = { passage, from, to, mode, boxes, paths: [] }; return; }
     const measure = labelWidth(boxes[0].element);
-    for (const box of boxes) box.need = Math.max(passage[box.side].nll ? 38 : 14, measure(box.label.textContent) + 14);
+    for (const box of boxes) box.need = Math.max(box.least, measure(box.label.textContent) + 14);
     const total = layout(boxes);
     stage.style.width = total + "px";
     links.setAttribute("width", total);
@@ -99,17 +101,18 @@ function makeRows(choose) {
       box.element.style.left = box.left + 1.5 + "px";
       box.element.style.width = Math.max(6, box.right - box.left - 3) + "px";
     }
-    const middle = { student: new Map(), teacher: new Map() };
-    for (const box of boxes) middle[box.side].set(box.index, (box.left + box.right) / 2);
+    const middle = [new Map(), new Map()];
+    for (const box of boxes) middle[box.number]?.set(box.index, (box.left + box.right) / 2);
     const paths = [];
-    for (const [i, x] of middle.student) {
-      if (passage.first[i] < 0) continue;
-      const setter = maxSetter(passage, i);
-      for (let t = passage.first[i]; t <= passage.last[i]; t++) {
-        const y = middle.teacher.get(t);
+    const { first, last } = lead(passage);
+    for (const [i, x] of middle[0]) {
+      if (first[i] < 0) continue;
+      const setter = maxSetter(lead(passage), i);
+      for (let t = first[i]; t <= last[i]; t++) {
+        const y = middle[1].get(t);
         if (y === undefined) continue;
         const path = svg("path", { d: `M${x.toFixed(1)} 2C${x.toFixed(1)} ${LINKS_HEIGHT * 0.55} ${y.toFixed(1)} ${LINKS_HEIGHT * 0.45} ${y.toFixed(1)} ${LINKS_HEIGHT - 2}`, "data-student": i, "data-teacher": t });
-        paths.push({ i, t, path, sets: t === setter && passage.first[i] < passage.last[i] });
+        paths.push({ i, t, path, sets: t === setter && first[i] < last[i] });
         links.append(path);
       }
     }
@@ -121,7 +124,8 @@ function makeRows(choose) {
     const { passage } = shown;
     for (const { i, path, sets } of shown.paths) path.setAttribute("class", i === active ? (sets ? "on sets" : "on") : "");
     for (const box of shown.boxes) {
-      const on = box.side === "student" ? box.index === active : active >= 0 && passage.first[active] >= 0 && box.index >= passage.first[active] && box.index <= passage.last[active];
+      const teacher = passage.teachers[box.number - 1];
+      const on = !teacher ? box.index === active : active >= 0 && teacher.first[active] >= 0 && box.index >= teacher.first[active] && box.index <= teacher.last[active];
       box.element.classList.toggle("on", on);
       if (on && bring && box.side === "student") {
         const middle = (box.left + box.right) / 2;
@@ -136,8 +140,9 @@ function makeRows(choose) {
     const index = Number(box.dataset.i);
     if (box.dataset.side === "student") choose(index);
     else {
-      const link = shown.paths.find((p) => p.t === index);
-      if (link) choose(link.i);
+      const teacher = shown.passage.teachers[Number(box.dataset.row) - 1];
+      const under = teacher.first.findIndex((first, i) => first >= 0 && first <= index && index <= teacher.last[i]);
+      if (under >= 0) choose(under);
     }
   });
   return { element, draw, highlight };

@@ -15,15 +15,22 @@ function resultsSection() {
     const values = group.values[at].filter(isNumber);
     if (!values.length) return h("td", {}, "–");
     const m = mean(values);
-    const s = deviation(values);
+    const s = plusMinus(group, at);
     const { digits = 2 } = results.measures[at];
-    return h("td", { class: m === best[at] ? "best" : "" }, fixed(m, digits), s === null ? null : h("span", { class: "pm" }, ` ± ${fixed(s, digits)}`));
+    const fewer = values.length < seedsOf(group) ? `, n = ${values.length}` : "";
+    return h("td", { class: m === best[at] ? "best" : "" }, fixed(m, digits), s === null && !fewer ? null : h("span", { class: "pm" }, (s === null ? "" : ` ± ${fixed(s, digits)}`) + fewer));
   };
-  const seeds = Math.max(0, ...results.groups.flatMap((g) => g.values.map((v) => v.filter(isNumber).length)));
+  const most = Math.max(0, ...results.groups.map(seedsOf));
+  const asked = results.groups.some((g) => seedsOf(g) === 1 && results.measures.some((_, at) => plusMinus(g, at) !== null));
+  const caption = [
+    most > 1 ? "± is the standard deviation over n seeds." : null,
+    asked ? `${most > 1 ? "With one seed it" : "± "} is the standard error over questions.`.replace("  ", " ") : null,
+    most > 1 ? "The best mean is bold." : "The best value is bold.",
+  ].filter(Boolean).join(" ");
   element.append(h("div", { class: "card table", vars: { "margin-top": "1.1rem" } }, h("table", {},
-    h("caption", {}, seeds > 1 ? `Mean ± standard deviation over ${seeds} seeds; the best mean is bold.` : "The best value is bold."),
-    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "method"), results.measures.map((m) => h("th", { scope: "col" }, m.name + (m.unit ? `, ${m.unit}` : ""))))),
-    h("tbody", {}, results.groups.map((g) => h("tr", {}, h("th", { scope: "row" }, g.name), results.measures.map((_, at) => cell(g, at))))),
+    h("caption", {}, caption),
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "setting"), h("th", { scope: "col" }, "n"), results.measures.map((m) => h("th", { scope: "col" }, m.name + (m.unit ? `, ${m.unit}` : ""))))),
+    h("tbody", {}, results.groups.map((g) => h("tr", {}, h("th", { scope: "row" }, g.name), h("td", { class: "count" }, whole(seedsOf(g))), results.measures.map((_, at) => cell(g, at))))),
   )));
   if (results.note) element.append(h("p", { class: "small", vars: { "margin-top": ".8rem" } }, results.note));
   return element;
@@ -32,7 +39,7 @@ function resultsSection() {
 function rankedList(title, caption, tokens) {
   return h("div", { class: "card" }, h("h3", {}, title), h("p", { class: "small" }, caption),
     tokens.length
-      ? h("ol", { class: "ranked" }, tokens.map((t) => h("li", {}, showToken(h("span", { class: "tok" }), t.text, { spaces: true, limit: 40 }), h("span", { class: "num" }, `${whole(t.kept)} / ${whole(t.tokens)}`))))
+      ? h("ol", { class: "ranked" }, tokens.map((t) => h("li", {}, showToken(h("span", { class: "tok" }), t.text, { spaces: true, limit: 40 }), h("span", { class: "num" }, `${short(t.kept)} / ${whole(t.tokens)}`))))
       : h("p", {}, "None occurs often enough to say."));
 }
 
@@ -41,61 +48,65 @@ function selectionSection() {
   if (!stats) return null;
   const rule = page.selection || {};
   const share = stats.kept / stats.tokens;
-  const element = section("selection", "What was kept", `${whole(stats.kept)} of ${whole(stats.tokens)} target tokens (${percent(share)}) count in the loss${stats.unmapped ? `; ${whole(stats.unmapped)} are unmapped${rule.unmapped ? ` (${rule.unmapped})` : ""}` : ""}.`);
+  const element = section("selection", "What was kept", `${rule.graded ? `${whole(stats.tokens)} target tokens count by their weight, ${fixed(share)} on average` : `${whole(stats.kept)} of ${whole(stats.tokens)} target tokens (${percent(share)}) count in the loss`}${stats.unmapped ? `; ${whole(stats.unmapped)} are unmapped${rule.unmapped ? ` (${rule.unmapped})` : ""}` : ""}.`);
+  const amount = (part) => (rule.graded ? fixed(part) : percent(part));
   const bars = h("div", { class: "bars" });
   for (const kind of [...stats.kinds].sort((a, b) => b.kept / b.tokens - a.kept / a.tokens)) {
     const part = kind.kept / kind.tokens;
     bars.append(h("span", {}, kind.kind),
-      h("div", { class: "track", "aria-hidden": "true" }, h("i", { class: "fill", vars: { "--w": (100 * part).toFixed(2) + "%" } }), h("i", { class: "ref", vars: { "--x": (100 * share).toFixed(2) + "%" } })),
-      h("span", { class: "amount" }, percent(part), " ", h("small", {}, `of ${short(kind.tokens)}`)));
+      h("div", { class: "track", "aria-hidden": "true" }, h("i", { class: "fill", vars: { "--w": (100 * Math.max(0, Math.min(1, part))).toFixed(2) + "%" } }), h("i", { class: "ref", vars: { "--x": (100 * Math.max(0, Math.min(1, share))).toFixed(2) + "%" } })),
+      h("span", { class: "amount" }, amount(part), " ", h("small", {}, `of ${short(kind.tokens)}`)));
   }
+  const guided = ["guided", "rho1"].includes(rule.method);
   const grid = h("div", { class: "grid pairs" });
-  grid.append(h("div", { class: "card" }, h("h3", {}, "Kept share by kind of token"), h("p", { class: "small" }, `The upright line is the share of all tokens, ${percent(share)}.`), bars));
+  grid.append(h("div", { class: "card" }, h("h3", {}, rule.graded ? "Mean weight by kind of token" : "Kept share by kind of token"), h("p", { class: "small" }, `The upright line is that of all tokens, ${amount(share)}.`), bars));
   if (stats.excess) {
-    grid.append(h("div", { class: "card" }, h("h3", {}, "Excess and the threshold"),
+    grid.append(h("div", { class: "card" }, h("h3", {}, isNumber(rule.threshold) ? "Excess and the threshold" : "Excess"),
       h("p", { class: "keys" }, ["kept", "dropped"].map((name) => h("span", {}, svg("svg", { width: 14, height: 10 }, svg("rect", { class: "bar-" + name, width: 14, height: 10, rx: 2 })), name))),
       histogram(stats.excess, rule.threshold)));
   }
-  grid.append(rankedList("Most often kept", "Tokens the student is told to learn: kept / seen.", stats.most_kept));
-  grid.append(rankedList("Most often dropped", "Tokens it knows already, or the teacher cannot predict either: kept / seen.", stats.most_dropped));
+  grid.append(rankedList("Most often kept", guided ? "Tokens the student is told to learn: kept / seen." : "Kept / seen.", stats.most_kept));
+  grid.append(rankedList("Most often dropped", guided ? "Tokens it knows already, or the teacher cannot predict either: kept / seen." : "Kept / seen.", stats.most_dropped));
   element.append(grid);
   return element;
 }
 
 const CURVES = {
-  loss: "Loss as minimised, nats",
-  nll_kept: "Loss over kept tokens, nats",
-  nll_all: "Loss over all tokens, nats",
-  kept_share: "Kept share",
-  mapped_share: "Mapped share",
-  learning_rate: "Learning rate",
-  tokens_per_second: "Tokens per second",
+  loss: ["Loss as minimised", "nats"],
+  nll_kept: ["Loss over kept tokens", "nats per token"],
+  nll_all: ["Loss over all tokens", "nats per token"],
+  kept_share: ["Kept share", "share of the tokens"],
+  mapped_share: ["Mapped share", "share of the tokens"],
+  learning_rate: ["Learning rate", "learning rate"],
+  tokens_per_second: ["Speed", "tokens per second"],
 };
 
 function curvesSection() {
   const runs = page.runs.filter((run) => Object.keys(run.curves).length);
   if (!runs.length) return null;
   const element = section("curves", runs.length > 1 ? "Training, side by side" : "Training");
-  // one colour per method when there are several, dashes tell runs of one method apart
-  const groups = [...new Set(runs.map((run) => run.method || run.name))];
-  const byMethod = groups.length > 1 || runs.length === 1;
+  // one colour per setting when there are several, dashes tell the seeds of one apart
+  const settingOf = (run) => run.setting || run.method || run.name;
+  const groups = [...new Set(runs.map(settingOf))];
+  const bySetting = groups.length > 1 || runs.length === 1;
   const styles = runs.map((run, at) => {
-    const group = run.method || run.name;
-    const earlier = runs.slice(0, at).filter((other) => (other.method || other.name) === group).length;
-    return byMethod ? { colour: groups.indexOf(group), dash: earlier } : { colour: at, dash: at };
+    const group = settingOf(run);
+    const earlier = runs.slice(0, at).filter((other) => settingOf(other) === group).length;
+    return bySetting ? { colour: groups.indexOf(group), dash: earlier } : { colour: at, dash: at };
   });
   const sample = (style) => svg("svg", { width: 30, height: 8, "aria-hidden": "true" }, svg("line", { class: `series s${seriesClass(style.colour)}`, x1: 1, x2: 29, y1: 4, y2: 4, "stroke-dasharray": DASHES[style.dash % DASHES.length] }));
-  const several = byMethod && runs.length > groups.length; // then the methods are named, not each run
+  const several = bySetting && runs.length > groups.length; // then the settings are named, not each run
   const keys = several
-    ? groups.map((group, at) => [{ colour: at, dash: 0 }, `${group} (${runs.filter((run) => (run.method || run.name) === group).length} runs)`])
-    : runs.map((run, at) => [styles[at], run.method && !run.name.includes(run.method) ? `${run.name} (${run.method})` : run.name]);
+    ? groups.map((group, at) => [{ colour: at, dash: 0 }, `${group} (n = ${runs.filter((run) => settingOf(run) === group).length})`])
+    : runs.map((run, at) => [styles[at], run.name.includes(settingOf(run)) ? run.name : `${run.name} (${settingOf(run)})`]);
   element.append(h("div", { class: "keys" }, keys.map(([style, name]) => h("span", {}, sample(style), name))));
   const grid = h("div", { class: "grid" });
   const known = Object.keys(CURVES);
   const metrics = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].sort((a, b) => ((known.indexOf(a) + 99) % 99) - ((known.indexOf(b) + 99) % 99));
   for (const metric of metrics) {
     const series = runs.map((run, at) => ({ name: run.name, ...styles[at], points: run.curves[metric] || [] })).filter((s) => s.points.length > 1);
-    if (series.length) grid.append(lineChart(series, { label: CURVES[metric] || metric.replaceAll("_", " "), range: metric.endsWith("_share") ? [0, 1] : null }));
+    const [label, unit] = CURVES[metric] || [metric.replaceAll("_", " "), ""];
+    if (series.length) grid.append(lineChart(series, { label, unit, range: metric.endsWith("_share") ? [0, 1] : null }));
   }
   element.append(grid);
   const binned = Math.max(...runs.map((run) => run.steps_per_point || 1));
@@ -135,7 +146,7 @@ function facts(entries) {
 
 function recipeSection() {
   const runs = page.runs.filter((run) => run.recipe || Object.keys(run.facts).length);
-  const rule = page.selection ? Object.fromEntries(Object.entries(page.selection).map(([k, v]) => [k, typeof v === "number" ? short(v) : v])) : {};
+  const rule = page.selection ? Object.fromEntries(Object.entries(page.selection).filter(([k]) => !["graded", "guided", "label"].includes(k)).map(([k, v]) => [k.replaceAll("_", " "), typeof v === "number" ? short(v) : v])) : {};
   const environments = page.runs.filter((run) => Object.keys(run.environment).length);
   if (!runs.length && !page.recipe && !Object.keys(page.environment).length && !environments.length && !Object.keys(rule).length) return null;
   const element = section("recipe", "Recipe and environment", "Enough to run it again.");

@@ -4,8 +4,13 @@ const MODES = {
   excess: "excess loss",
   student: "student loss",
   guidance: "teacher loss",
+  weight: "weight in the loss",
   mapping: "mapping",
 };
+
+// With several teachers the first one's tokens give the kind of a mapping.
+const lead = (passage) => passage.teachers[0];
+const graded = () => Boolean(page.selection?.graded);
 
 // Everything about a passage that is derived from its columns, computed when it is first shown.
 const derived = new Map();
@@ -14,11 +19,14 @@ function derive(passage) {
   if (derived.has(passage)) return derived.get(passage);
   const n = passage.student.text.length;
   const kind = new Array(n).fill("");
-  const { first, last } = passage;
-  if (first) {
+  if (lead(passage)) {
+    const { first, last } = lead(passage);
     let before = -1; // the last mapped token: only neighbours can share a teacher token
     for (let i = 0; i < n; i++) {
-      if (first[i] < 0) { kind[i] = "un"; continue; }
+      if (first[i] < 0) {
+        kind[i] = passage.teachers.some((teacher) => teacher.first[i] >= 0) ? "m1n" : "un";
+        continue;
+      }
       kind[i] = first[i] < last[i] ? "m1n" : "m11";
       if (before >= 0 && last[before] >= first[i]) {
         if (kind[before] === "m11") kind[before] = "mn1";
@@ -31,15 +39,16 @@ function derive(passage) {
   }
   // a token without a student loss is no target: neither kept nor dropped
   const fate = new Array(n).fill("");
-  if (passage.selected) {
+  if (passage.weights) {
     for (let i = 0; i < n; i++) {
       const target = !passage.student.nll || isNumber(passage.student.nll[i]);
-      fate[i] = passage.selected[i] ? "kept" : target ? "dropped" : "";
+      const weight = passage.weights[i];
+      fate[i] = !target ? "none" : weight <= 0 ? "dropped" : weight < 1 ? "part" : "kept";
     }
   }
   const count = {};
   for (const list of [kind, fate]) for (const name of list) if (name) count[name] = (count[name] || 0) + 1;
-  const result = { kind, fate, count, studentStart: starts(passage.student), teacherStart: passage.teacher ? starts(passage.teacher) : null };
+  const result = { kind, fate, count, studentStart: starts(passage.student), teacherStart: passage.teachers.map(starts) };
   derived.set(passage, result);
   return result;
 }
@@ -91,6 +100,7 @@ const scales = {
 // Excess: nine steps, the middle one around zero. Losses: the orange half alone.
 function colourClass(value, mode) {
   if (!isNumber(value)) return "";
+  if (mode === "weight") return " c" + Math.max(-4, Math.min(4, Math.round(4 * value)));
   const step = mode === "excess" ? scales.excess : scales.loss;
   const at = mode === "excess" ? Math.round(value / step) : Math.floor(value / step);
   return " c" + Math.max(mode === "excess" ? -4 : 0, Math.min(4, at));
@@ -99,12 +109,13 @@ function colourClass(value, mode) {
 function tokenClass(passage, info, i, mode) {
   let name = "t";
   if (info.fate[i]) name += " " + info.fate[i];
+  if (info.fate[i] === "part") name += " w" + Math.max(1, Math.min(3, Math.round(4 * passage.weights[i])));
   if (info.kind[i]) name += " " + info.kind[i];
   if (mode === "mapping") {
     const colours = { m11: " c0", m1n: " c2", mn1: " c-2" };
     return name + (colours[info.kind[i]] || "");
   }
-  const column = { excess: passage.excess, student: passage.student.nll, guidance: passage.guidance }[mode];
+  const column = { excess: passage.excess, student: passage.student.nll, guidance: passage.guidance, weight: passage.weights }[mode];
   return name + (column ? colourClass(column[i], mode) : "");
 }
 
@@ -214,20 +225,30 @@ function legend(passage, info, mode) {
     const end = 4 * scales.excess;
     items.push(h("span", { class: "scale" }, `excess ${fixed(-end, 1)}`, ramp(-4, 4), `+${fixed(end, 1)} nats`));
     items.push(h("span", {}, "orange: the student has something to learn here; blue: the teacher finds it harder"));
+  } else if (mode === "weight") {
+    const from = passage.weights.some((w) => w < 0) ? -4 : 0;
+    items.push(h("span", { class: "scale" }, `weight ${from / 4}`.replace("-", MINUS), ramp(from, 4), "1 and more"));
   } else if (mode === "student" || mode === "guidance") {
     items.push(h("span", { class: "scale" }, `${MODES[mode]} 0`, ramp(0, 4), `${fixed(4 * scales.loss, 1)} nats and more`));
   } else {
     const names = { m11: ["c0", "one to one"], m1n: ["c2", "several teacher tokens"], mn1: ["c-2", "shares a teacher token"] };
     for (const [kind, [colour, label]] of Object.entries(names)) if (info.count[kind]) items.push(h("span", {}, h("i", { class: "swatch " + colour }), label));
   }
-  if (passage.selected) items.push(h("span", {}, h("i", { class: "swatch kept" }), "underlined: kept in the loss"));
+  if (passage.weights && graded()) items.push(h("span", {}, ["w1", "w2", "w3", ""].map((shade) => h("i", { class: `swatch ${shade ? "part" : "kept"} ${shade}` })), "underlined: the darker, the more it counts in the loss"));
+  else if (passage.weights) items.push(h("span", {}, h("i", { class: "swatch kept" }), "underlined: kept in the loss"));
   if (info.count.un) items.push(h("span", {}, h("i", { class: "swatch un" }), "hatched: no teacher token"));
   return items;
 }
 
+// In words: what becomes of a token.
+function fateName(passage, info, i) {
+  if (info.fate[i] === "none") return "no target";
+  return graded() ? `weight ${fixed(passage.weights[i])}` : info.fate[i];
+}
+
 function tokenLabel(passage, info, i) {
   const parts = [spoken(passage.student.text[i])];
-  if (info.fate[i]) parts.push(info.fate[i]);
+  if (info.fate[i]) parts.push(fateName(passage, info, i));
   if (info.kind[i] === "un") parts.push("unmapped");
   if (passage.student.nll) parts.push("student loss " + fixed(passage.student.nll[i]));
   if (passage.guidance) parts.push("teacher loss " + fixed(passage.guidance[i]));
@@ -237,9 +258,13 @@ function tokenLabel(passage, info, i) {
 
 function tokensSection() {
   if (!page.passages.length) return null;
-  const hasExcess = page.passages.some((p) => p.excess);
-  const element = section("tokens", hasExcess ? "What the teacher changed" : "The two tokenisations",
-    "The text as the student reads it, token by token. Point at a token, or walk with the arrow keys, to see the teacher tokens that cover it.");
+  const rule = page.selection;
+  const title = rule && !rule.guided ? "What counts in the loss" : page.passages.some((p) => p.excess) ? "What the teacher changed" : page.passages.some(lead) ? "The two tokenisations" : "The text";
+  const caption = ["The text as the student reads it, token by token."];
+  if (page.passages.some(lead)) caption.push("Point at a token, or walk with the arrow keys, to see the teacher tokens that cover it.");
+  if (rule && page.runs.length) caption.push(`The rule of the run: ${rule.label || rule.method}.`);
+  if (rule && !rule.guided && page.passages.some((p) => p.excess)) caption.push("The teacher's losses are shown beside it; they decide nothing here.");
+  const element = section("tokens", title, caption.join(" "));
   const state = { passage: null, info: null, mode: "", filter: "all", active: 0 };
   const box = h("div", { class: "text", role: "listbox", "aria-label": "Student tokens", "aria-orientation": "horizontal" });
   const text = makeText(box);
@@ -250,7 +275,7 @@ function tokensSection() {
   const rows = makeRows((i) => choose(i, { focus: false }));
   element.append(tools, note, h("div", { class: "reader" }, box, inspector.element), key, rows.element);
 
-  const modesOf = (p) => Object.keys(MODES).filter((m) => ({ excess: p.excess, student: p.student.nll, guidance: p.guidance, mapping: p.first })[m]);
+  const modesOf = (p) => Object.keys(MODES).filter((m) => ({ excess: p.excess, student: p.student.nll, guidance: p.guidance, weight: graded() && p.weights, mapping: lead(p) })[m]);
 
   function drawTools() {
     tools.textContent = "";
@@ -267,14 +292,17 @@ function tokensSection() {
       colour.addEventListener("change", () => recolour(colour.value));
       tools.append(h("label", {}, "Colour", colour));
     }
-    const names = { all: "All", kept: "Kept", dropped: "Dropped", m11: "1:1", m1n: "1:N", mn1: "N:1", un: "Unmapped" };
-    const wanted = state.passage.selected ? ["all", "kept", "dropped", "un"] : ["all", "m11", "m1n", "mn1", "un"];
+    const names = { all: "All", kept: graded() ? "Counts fully" : "Kept", part: "In part", dropped: graded() ? "Not at all" : "Dropped", none: "No target", m11: "1:1", m1n: "1:N", mn1: "N:1", un: "Unmapped" };
     const counts = { all: state.passage.student.text.length, ...state.info.count };
-    if (!state.passage.selected && !state.passage.first) return;
-    tools.append(h("div", { class: "choices", role: "group", "aria-label": "Show" }, wanted.map((name) => h("button", {
+    if (!state.passage.weights && !lead(state.passage)) return;
+    const choices = (label, wanted) => tools.append(h("div", { class: "choices", role: "group", "aria-label": label }, wanted.map((name) => h("button", {
       type: "button", "data-filter": name, "aria-pressed": String(state.filter === name), disabled: !counts[name],
       onclick: () => filter(name),
     }, names[name], " ", h("span", { class: "n" }, whole(counts[name] || 0))))));
+    // the parts behind "All" add up to it; the unmapped are among them, and stand apart
+    if (!state.passage.weights) return choices("Show", ["all", "m11", "m1n", "mn1", "un"]);
+    choices("Show", ["all", "kept", ...(counts.part ? ["part"] : []), "dropped", ...(counts.none ? ["none"] : [])]);
+    if (counts.un) choices("Show those without a teacher token", ["un"]);
   }
 
   function filter(name) {
@@ -354,7 +382,7 @@ function tokensSection() {
 
 // The page opens on a token worth a look: the largest excess, or the widest range, near the top.
 function mostTelling(passage) {
-  const values = passage.excess ? passage.excess.slice(0, 120) : (passage.last || []).slice(0, 120).map((end, i) => end - passage.first[i]);
+  const values = passage.excess ? passage.excess.slice(0, 120) : (lead(passage)?.last || []).slice(0, 120).map((end, i) => end - lead(passage).first[i]);
   let best = 0;
   values.forEach((value, i) => { if (isNumber(value) && !(value <= (values[best] ?? -Infinity))) best = i; });
   return best;

@@ -21,8 +21,7 @@ from vocagnolm.data.separators import separator_ids
 from vocagnolm.errors import StudyError
 from vocagnolm.model import open_model
 from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select
-from vocagnolm.store import LossStore
-from vocagnolm.study.sample_blocks import (
+from vocagnolm.pair.sample_blocks import (
     AGGREGATIONS,
     CHUNKS,
     Guidance,
@@ -31,8 +30,9 @@ from vocagnolm.study.sample_blocks import (
     read_blocks,
     student_nll,
 )
-from vocagnolm.study.selection import shares_by_source
-from vocagnolm.study.spread import sources_of, spread_documents
+from vocagnolm.pair.sources import shares_by_source
+from vocagnolm.pair.spread import sources_of, spread_documents
+from vocagnolm.store import LossStore
 
 KEEPS = (0.4, 0.5, 0.6, 0.7, 0.8)
 REFERENCE = "reference"

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vocagnolm.report.page_data import Histogram, KindShare, Passage, Statistics, TokenShare
+from vocagnolm.statistics import wilson_lower
 
 KINDS = (
     "words",
@@ -71,21 +72,21 @@ def token_kinds(tokens: Sequence[str]) -> NDArray[np.intp]:
     np.add.at(votes, (owner, kinds), 1.0)
     votes[:, _SPACE] *= 1e-6  # white space decides only where there is nothing else
     votes[lengths == 0, _OTHER] = 1.0
-    winners: NDArray[np.intp] = np.argmax(votes, axis=1)
-    return winners
+    return np.asarray(np.argmax(votes, axis=1))
 
 
 def statistics(passages: Sequence[Passage], *, listed: int = 16) -> Statistics | None:
-    """Counts over all passages that carry a selection; None when none does.
+    """Counts over all passages that carry weights; None when none does.
 
     A token without a student loss is no target of training and is not counted.
     """
-    passages = [passage for passage in passages if passage.selected is not None]
+    passages = [passage for passage in passages if passage.weights is not None]
     if not passages:
         return None
     texts = [token for passage in passages for token in passage.student.text]
     kinds = np.concatenate([token_kinds(passage.student.text) for passage in passages])
-    kept = np.concatenate([np.array(passage.selected, bool) for passage in passages])
+    weights = np.concatenate([np.array(passage.weights, float) for passage in passages])
+    kept = np.clip(weights, 0.0, 1.0)
     excess = np.concatenate([_column(passage, passage.excess) for passage in passages])
     is_target = np.concatenate(
         [
@@ -104,7 +105,7 @@ def statistics(passages: Sequence[Passage], *, listed: int = 16) -> Statistics |
                 KindShare(
                     kind=kind,
                     tokens=int(here.sum()),
-                    kept=int((here & kept).sum()),
+                    kept=_count(weights[here]),
                     mean_excess=round(float(known.mean()), 4) if len(known) else None,
                 )
             )
@@ -112,13 +113,17 @@ def statistics(passages: Sequence[Passage], *, listed: int = 16) -> Statistics |
     mapped = ~np.isnan(excess)
     return Statistics(
         tokens=int(is_target.sum()),
-        kept=int((kept & is_target).sum()),
+        kept=_count(weights[is_target]),
         unmapped=int((is_target & ~mapped).sum()) if mapped.any() else 0,
         kinds=shares,
         most_kept=most_kept,
         most_dropped=most_dropped,
         excess=_histogram(excess[mapped], kept[mapped]) if mapped.any() else None,
     )
+
+
+def _count(weights: NDArray[np.float64]) -> float:
+    return round(float(weights.sum()), 2)
 
 
 def _column(passage: Passage, values: Sequence[float | None] | None) -> NDArray[np.float64]:
@@ -128,19 +133,20 @@ def _column(passage: Passage, values: Sequence[float | None] | None) -> NDArray[
 
 
 def _extremes(
-    texts: Sequence[str], kept: NDArray[np.bool_], counted: NDArray[np.bool_], listed: int
+    texts: Sequence[str], kept: NDArray[np.float64], counted: NDArray[np.bool_], listed: int
 ) -> tuple[list[TokenShare], list[TokenShare]]:
     """The tokens kept and dropped most reliably, by the lower end of Wilson's 95 % interval, so
     that one lucky token of two does not outrank ninety of a hundred."""
     names, index = np.unique(np.array(texts, dtype=object), return_inverse=True)
     counts = np.bincount(index[counted], minlength=len(names)).astype(float)
-    keeps = np.bincount(index[counted & kept], minlength=len(names)).astype(float)
+    keeps: NDArray[np.float64]
+    keeps = np.bincount(index[counted], kept[counted], minlength=len(names)).astype(np.float64)
 
     def best(hits: NDArray[np.float64]) -> list[TokenShare]:
-        score = np.where(counts >= 3, _wilson_lower(hits, counts), -1.0)
+        score = np.where(counts >= 3, wilson_lower(hits, counts), -1.0)
         order = np.lexsort((-counts, -score))[:listed]
         return [
-            TokenShare(text=str(names[at]), tokens=int(counts[at]), kept=int(keeps[at]))
+            TokenShare(text=str(names[at]), tokens=int(counts[at]), kept=round(float(keeps[at]), 2))
             for at in order
             if score[at] > 0 and hits[at] * 2 >= counts[at]
         ]
@@ -148,23 +154,19 @@ def _extremes(
     return best(keeps), best(counts - keeps)
 
 
-def _wilson_lower(hits: NDArray[np.float64], n: NDArray[np.float64]) -> NDArray[np.float64]:
-    z = 1.96
-    n = np.maximum(n, 1.0)
-    share = hits / n
-    centre = share + z * z / (2 * n)
-    spread = z * np.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return (centre - spread) / (1 + z * z / n)
-
-
-def _histogram(excess: NDArray[np.float64], kept: NDArray[np.bool_], bins: int = 60) -> Histogram:
+def _histogram(excess: NDArray[np.float64], kept: NDArray[np.float64], bins: int = 60) -> Histogram:
     low, high = np.percentile(excess, [0.5, 99.5])
     if high - low < 1e-6:
         low, high = low - 0.5, high + 0.5
     edges = np.linspace(low, high, bins + 1)
     inside = np.clip(excess, low, high)
+
+    def counts(weights: NDArray[np.float64]) -> list[float]:
+        found, _ = np.histogram(inside, edges, weights=weights)
+        return [round(float(count), 2) for count in found]
+
     return Histogram(
         edges=[round(float(edge), 4) for edge in edges],
-        kept=np.histogram(inside[kept], edges)[0].tolist(),
-        dropped=np.histogram(inside[~kept], edges)[0].tolist(),
+        kept=counts(kept),
+        dropped=counts(1.0 - kept),
     )

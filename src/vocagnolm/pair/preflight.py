@@ -12,14 +12,11 @@ from vocagnolm.alignment import (
     TokenSpans,
     VocabularyOverlap,
     align_batch,
-    shares,
-    token_overlap,
     vocabulary_overlap,
 )
-from vocagnolm.compare.sample import SAMPLE, STRESS, texts_of
 from vocagnolm.errors import CorpusError
-
-__all__ = ["SAMPLE", "STRESS", "Pair", "WideToken", "compare", "texts_of"]
+from vocagnolm.pair.fit import measure_fit
+from vocagnolm.pair.sample import SAMPLE, STRESS
 
 
 @dataclass(frozen=True)
@@ -116,15 +113,8 @@ def _pair(
     theirs = teacher.spans_batch(documents)
     theirs_stress = teacher.spans_batch(STRESS)
     alignments = align_batch([d.spans for d in ours], [d.spans for d in theirs])
-    counts = [shares(alignment) for alignment in alignments]
-    n_tokens = max(sum(count.tokens for count in counts), 1)
+    fit = measure_fit([d.spans for d in ours], [d.spans for d in theirs], alignments)
     n_bytes = sum(d.n_bytes for d in ours)
-    ios = np.concatenate(
-        [
-            token_overlap(o.spans, t.spans, alignment).ios
-            for o, t, alignment in zip(ours, theirs, alignments, strict=True)
-        ]
-    )
     student_lost = sum(d.lost_bytes for d in [*ours, *ours_stress])
     teacher_lost = sum(d.lost_bytes for d in [*theirs, *theirs_stress])
     return Pair(
@@ -134,13 +124,13 @@ def _pair(
         exact=student_lost == teacher_lost == 0,
         student_lost_bytes=student_lost,
         teacher_lost_bytes=teacher_lost,
-        unmapped_share=sum(count.unmapped for count in counts) / n_tokens,
-        one_to_one_share=sum(count.one_to_one for count in counts) / n_tokens,
-        one_to_many_share=sum(count.one_to_many for count in counts) / n_tokens,
-        many_to_one_share=sum(count.many_to_one for count in counts) / n_tokens,
-        ios=float(np.nanmean(ios)) if len(ios) else float("nan"),
-        student_tokens_per_byte=n_tokens / n_bytes,
-        teacher_tokens_per_byte=sum(len(d) for d in theirs) / n_bytes,
+        unmapped_share=fit.unmapped,
+        one_to_one_share=fit.one_to_one,
+        one_to_many_share=fit.one_to_many,
+        many_to_one_share=fit.many_to_one,
+        ios=float("nan") if fit.ios is None else fit.ios,
+        student_tokens_per_byte=max(fit.student_tokens, 1) / n_bytes,
+        teacher_tokens_per_byte=fit.teacher_tokens / n_bytes,
         widest=_widest(student, teacher, documents, ours, theirs, alignments, n_widest),
     )
 

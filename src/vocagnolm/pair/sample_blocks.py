@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.data.prepare import prepare
 from vocagnolm.model import ModelFiles, NllModel
+from vocagnolm.pair.sources import predicted_sources
+from vocagnolm.pair.spread import SpreadSample
 from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.study.selection import predicted_sources
-from vocagnolm.study.spread import SpreadSample
 from vocagnolm.train.collate import BlockCollator
 
 CHUNKS = (8, 16, 32, 64)

@@ -40,8 +40,7 @@ def spread_order(count: int) -> list[int]:
     # ranks are the documents
     golden = (math.sqrt(5) - 1) / 2
     points = np.arange(count) * golden % 1.0
-    ranks: list[int] = np.argsort(np.argsort(points)).tolist()
-    return ranks
+    return [int(rank) for rank in np.argsort(np.argsort(points))]
 
 
 def spread_documents(

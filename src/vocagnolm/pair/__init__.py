@@ -1,0 +1,7 @@
+"""A student and its teacher over some text, before anything is trained: how their tokens lie over
+each other (`preflight`, `fit`, `granularity`), and which tokens would be kept (`selections`)."""
+
+from vocagnolm.pair.preflight import Pair, WideToken, compare
+from vocagnolm.pair.sample import SAMPLE, STRESS, texts_of
+
+__all__ = ["SAMPLE", "STRESS", "Pair", "WideToken", "compare", "texts_of"]

@@ -1,0 +1,53 @@
+"""What static figures share (PNG, SVG or PDF, by the file's ending). Needs the extra `plots`."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from vocagnolm.errors import MissingExtraError, UsageError
+
+# Okabe and Ito's colours: told apart by everyone, and by their grey value in print.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+INK, SOFT, LINE = "#23252a", "#5d6066", "#d9d5ca"
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def new_figure(width: float, height: float) -> tuple[Any, Any, Any]:
+    """(pyplot-free) matplotlib Figure with one Axes: no global state, no display."""
+    matplotlib, figure, (axes,) = new_panels(width, height, 1)
+    return matplotlib, figure, axes
+
+
+def new_panels(width: float, height: float, count: int) -> tuple[Any, Any, list[Any]]:
+    """The same with several Axes side by side, over one y axis."""
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("matplotlib", "plots", "drawing a figure") from None
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(1, count, sharey=True, squeeze=False)[0])
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(LINE)
+        axes.tick_params(colors=SOFT, length=0)
+        axes.set_axisbelow(True)
+    return matplotlib, figure, panels
+
+
+def save_figure(matplotlib: Any, figure: Any, path: str | Path) -> Path:
+    target = Path(path)
+    if target.suffix.lower() not in FORMATS:
+        raise UsageError(
+            f"{target} ends in {target.suffix or 'nothing'!r}; expected one of {', '.join(FORMATS)}"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # text stays text in an SVG, and the same data give the same bytes
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "vocagnolm"}
+    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(target.suffix.lower())
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # an emoji in a token
+        figure.savefig(target, dpi=200, metadata=metadata)
+    return target
