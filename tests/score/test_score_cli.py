@@ -40,7 +40,7 @@ def test_score_then_look(lab):
     folder, command = lab
     first = run(*command)
     assert first.exit_code == 0, first.output
-    assert "5 shards scored" in first.stdout and "skipped 1 documents: 1 empty" in first.stdout
+    assert "5 shards scored" in first.stdout and "left out 1 documents: 1 empty" in first.stdout
     again = run(*command)
     assert "is complete already; nothing to do" in again.stdout
     as_json = json.loads(run(*command, "--json").stdout)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vocagnolm.cli.choices import Device, Dtype
+from vocagnolm.cli.choices import CORPUS_HELP, SPLIT_HELP, TEXT_FIELD_HELP, Device, Dtype, Split
 from vocagnolm.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ def evaluate(
     limit: int | None = typer.Option(
         None, min=1, help="Questions of each task, spread evenly: a quick look."
     ),
-    text: list[str] = typer.Option(
-        [], help="Held-out text for bits per byte: jsonl, parquet or text; may be repeated."
-    ),
+    text: list[str] = typer.Option([], help=f"Held-out text for bits per byte: {CORPUS_HELP}"),
     choices: Choices = typer.Option(
         Choices.generate,
         help="Multiple choice by a generated answer, or by the likelihood of the options "
@@ -68,16 +66,19 @@ def evaluate(
     dtype: Dtype = typer.Option(
         Dtype.auto, help="auto: float32 on a CPU, the model's half precision on a GPU."
     ),
-    text_field: str = typer.Option("text", help="The field of a record that holds the text."),
+    text_field: str = typer.Option("text", help=TEXT_FIELD_HELP),
+    split: Split = typer.Option(Split.none, help=SPLIT_HELP),
     revision: str | None = typer.Option(None, help="Branch, tag or commit of a hub model."),
     trust_remote_code: bool = typer.Option(False, help="Run Python code that a model brings."),
     as_json: bool = typer.Option(False, "--json", help="Print the scores as one JSON object."),
 ) -> None:
     """Score a model: few-shot chain of thought on the math suite, bits per byte on text."""
+    from vocagnolm.data.left_out import LeftOut
     from vocagnolm.evaluate.compare import format_table, scores_table
     from vocagnolm.evaluate.run import evaluate as evaluate_model
     from vocagnolm.evaluate.settings import Engine, Questions
 
+    left_out: list[LeftOut] = []
     with quiet_libraries(), _progress_bar() as on_progress:
         evaluation = evaluate_model(
             model,
@@ -99,15 +100,22 @@ def evaluate(
             ),
             text=text,
             text_field=text_field,
+            split=split.value,
+            on_left_out=left_out.append,
             out=out,
             on_progress=on_progress,
         )
     if as_json:
-        typer.echo(json.dumps(evaluation.to_json(), indent=2, ensure_ascii=False))
+        values = evaluation.to_json()
+        if text:
+            values["left_out"] = left_out[0].as_json()
+        typer.echo(json.dumps(values, indent=2, ensure_ascii=False))
     else:
         typer.echo(format_table(scores_table(evaluation)))
         if out is not None:
             typer.echo(f"answers: {out / 'evaluation' / 'outputs'}", err=True)
+        for line in (line for one in left_out for line in one.lines()):
+            typer.echo(line, err=True)
 
 
 @contextlib.contextmanager

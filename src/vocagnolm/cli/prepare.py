@@ -76,7 +76,7 @@ def _print(summary: dict[str, Any], block_size: int) -> None:
     if summary["missing_documents"] or summary["unusable_documents"]:
         typer.echo(
             f"not in the store: {summary['missing_documents']:,} documents; "
-            f"unusable: {summary['unusable_documents']:,}"
+            f"left out, as they hold no usable text: {summary['unusable_documents']:,}"
         )
     if not summary["guided"]:
         typer.echo("no store: the blocks hold no guidance")

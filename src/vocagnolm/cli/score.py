@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vocagnolm.cli.choices import Device, Dtype
+from vocagnolm.cli.choices import (
+    CORPUS_HELP,
+    SPLIT_HELP,
+    TEXT_FIELD_HELP,
+    Device,
+    Dtype,
+    Split,
+)
 from vocagnolm.cli.progress import token_bar
 from vocagnolm.cli.quiet import quiet_libraries
 
@@ -26,15 +33,10 @@ def score(
     teacher: str | None = typer.Option(
         None, help="Model folder, hub id (owner/name) or GGUF file."
     ),
-    corpus: list[str] = typer.Option(
-        [],
-        help="jsonl (.gz, .zst), parquet or text file, folder of those, or hub dataset "
-        "(owner/name, owner/name:split); give it several times.",
-    ),
+    corpus: list[str] = typer.Option([], help=CORPUS_HELP),
     out: Path | None = typer.Option(None, help="The folder of the loss store."),
-    text_field: str | None = typer.Option(
-        None, help="The field of a record that holds the text. [default: text]"
-    ),
+    text_field: str | None = typer.Option(None, help=f"{TEXT_FIELD_HELP} [default: text]"),
+    split: Split | None = typer.Option(None, help=f"{SPLIT_HELP} [default: none]"),
     limit_documents: int | None = typer.Option(None, min=1, help="Read at most so many."),
     device: Device = typer.Option(Device.auto, help="Where the teacher runs."),
     dtype: Dtype = typer.Option(
@@ -91,6 +93,7 @@ def score(
                 limit_documents or given.corpus.limit_documents,
             )
             text_field = text_field or given.corpus.text_field
+            split = split or Split(given.corpus.split)
         if out is None and given.store.path is not None:
             out = Path(given.store.path)
     missing = {"--teacher": teacher, "--corpus": corpus, "--out": out}
@@ -121,6 +124,7 @@ def score(
             out,
             settings=settings,
             text_field=text_field or "text",
+            split=(split or Split.none).value,
             limit_documents=limit_documents,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -175,8 +179,9 @@ def _print(summary: "ScoreSummary") -> None:
     if store["nonfinite"]:
         typer.echo(f"NaN or infinity from the teacher: {store['nonfinite']:,} tokens, masked")
     if store["skipped"]:
-        reasons = ", ".join(f"{n:,} {reason}" for reason, n in store["skipped_reasons"].items())
-        typer.echo(f"skipped {store['skipped']:,} documents: {reasons}")
-        for entry in store["skipped_documents"][:3]:
-            typer.echo(f"  {entry['place']}: {entry['reason']}")
+        from vocagnolm.data.left_out import LeftOut
+
+        places = store["skipped_documents"]
+        for line in LeftOut(store["skipped"], store["skipped_reasons"], places).lines():
+            typer.echo(line)
         typer.echo(f"  all of them: vocagnolm store inspect {store['path']} --json")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vocagnolm.cli.choices import Device, Dtype
+from vocagnolm.cli.choices import TEXT_FIELD_HELP, Device, Dtype
 from vocagnolm.cli.progress import token_bar
 from vocagnolm.cli.quiet import quiet_libraries
 
@@ -20,7 +20,7 @@ def selection(
     corpus: list[str] = typer.Option(
         ..., help="What the teacher scored, or a part of it; give it several times."
     ),
-    text_field: str = typer.Option("text", help="The field of a record that holds the text."),
+    text_field: str = typer.Option("text", help=TEXT_FIELD_HELP),
     source_field: str = typer.Option(
         "source", help="The field that names a document's source, if there is one."
     ),

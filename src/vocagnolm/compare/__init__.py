@@ -16,10 +16,10 @@ from vocagnolm.alignment import (
     token_overlap,
     vocabulary_overlap,
 )
-from vocagnolm.compare.sample import SAMPLE, STRESS, texts_of
+from vocagnolm.compare.sample import SAMPLE, STRESS
 from vocagnolm.errors import CorpusError
 
-__all__ = ["SAMPLE", "STRESS", "Pair", "WideToken", "compare", "texts_of"]
+__all__ = ["SAMPLE", "STRESS", "Pair", "WideToken", "compare"]
 
 
 @dataclass(frozen=True)

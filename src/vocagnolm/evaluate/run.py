@@ -8,6 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
+from vocagnolm.data.left_out import LeftOut
+from vocagnolm.data.sources import Split
 from vocagnolm.evaluate.graders.grading import grade
 from vocagnolm.evaluate.render import Request
 from vocagnolm.evaluate.results import Answer, Evaluation, Record, RunFolder, score_records
@@ -34,6 +36,8 @@ def evaluate(
     *,
     text: Sequence[str | Path] = (),
     text_field: str = "text",
+    split: Split = "none",
+    on_left_out: Callable[[LeftOut], None] | None = None,
     out: str | Path | None = None,
     on_progress: OnProgress | None = None,
     **keywords: Unpack[Keywords],
@@ -91,9 +95,11 @@ def evaluate(
             assert loaded is not None
             report = (lambda d, n: on_progress(Progress("text", d, n))) if on_progress else None
             measured = bits_per_byte(
-                loaded, files, text, text_field=text_field, on_documents=report
+                loaded, files, text, text_field=text_field, split=split, on_documents=report
             )
             bits = measured.value
+            if on_left_out is not None:
+                on_left_out(measured.left_out)
         scores = {name: score_records(run.records(name) or []) for name in requests}
         return run.write_results(Evaluation(scores, bits, questions.protocol if requests else None))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from vocagnolm.data.left_out import count_reasons
 from vocagnolm.errors import StoreError
 from vocagnolm.files import file_digest
 from vocagnolm.store.format import (
@@ -36,10 +37,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
     shards = [open_shard(file) for file in files]
     totals = add_statistics([shard.about["statistics"] for shard in shards])
     skipped = [entry for shard in shards for entry in shard.about["skipped"]]
-    reasons: dict[str, int] = {}
-    for entry in skipped:
-        kind = entry["reason"].split(":")[0]
-        reasons[kind] = reasons.get(kind, 0) + 1
+    reasons = count_reasons(entry["reason"] for entry in skipped)
     file_bytes = sum(file.stat().st_size for file in files)
     identity = manifest["identity"]
     scored, scored_bytes = totals["scored_tokens"], totals["scored_bytes"]
