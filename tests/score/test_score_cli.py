@@ -101,3 +101,12 @@ def test_an_early_error_leaves_no_bar(lab, tmp_path):
     found = run("score", "--teacher", folder / "teacher", "--corpus", "no.jsonl", "--out", tmp_path)
     assert isinstance(found.exception, CorpusError)
     assert found.output == ""
+
+
+def test_progress_moves_within_a_shard(lab, tmp_path, monkeypatch):
+    monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "0")
+    _, command = lab
+    told = run(*command, "--out", tmp_path / "s", "--shard-documents", 1000).stderr.splitlines()
+    lines = [line for line in told if line.startswith("scoring: ")]
+    assert len(lines) > 3 and all("tokens/s, ETA" in line for line in lines)
+    assert len({line.split(",")[0] for line in lines}) > 3 and "24/24 documents" in lines[-1]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vocagnolm.cli.choices import CORPUS_HELP, SPLIT_HELP, TEXT_FIELD_HELP, Device, Dtype, Split
+from vocagnolm.cli.progress import progress
 from vocagnolm.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -120,29 +121,15 @@ def evaluate(
 
 @contextlib.contextmanager
 def _progress_bar() -> Iterator["Callable[[Progress], None]"]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    with progress("answering", "questions") as meter:
 
-    bar = Bar(
-        TextColumn("{task.description:10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
-    lines: dict[str, tuple] = {}
+        def on_progress(now: "Progress") -> None:
+            label = "reading text" if now.task == "text" else "answering"
+            meter.unit = "documents" if now.task == "text" else "questions"
+            before = now.all_done - now.fresh  # answered by an earlier run
+            shown = f"{now.all_done:,}/{now.all_total:,} {meter.unit}"
+            if now.task != "text":
+                shown += f" ({now.task} {now.done:,}/{now.total:,})"
+            meter.note(now.fresh, now.all_total - before, shown, now.fresh, label)
 
-    def on_progress(progress: "Progress") -> None:
-        if progress.task not in lines:
-            line = bar.add_task(progress.task, total=progress.total, rate="")
-            lines[progress.task] = (line, progress.done)
-        line, before = lines[progress.task]
-        elapsed = bar.tasks[bar.task_ids.index(line)].elapsed or 0.0
-        rate = f"{(progress.done - before) / elapsed:.1f}/s" if elapsed > 0.5 else ""
-        bar.update(line, completed=progress.done, total=progress.total, rate=rate)
-
-    with bar:
         yield on_progress

@@ -18,7 +18,7 @@ from vocagnolm.cli.choices import (
     Dtype,
     Split,
 )
-from vocagnolm.cli.progress import token_bar
+from vocagnolm.cli.progress import progress
 from vocagnolm.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -147,11 +147,11 @@ def _progress_bar() -> Iterator["Callable[[Progress], None] | None"]:
     if os.environ.get("RANK", "0") != "0":
         yield None
         return
-    with token_bar("scoring") as note:
+    with progress("scoring") as meter:
 
-        def on_progress(progress: "Progress") -> None:
-            done, total = progress.documents, progress.total_documents
-            note(done, total, f"{int(done):,}/{total:,} documents", progress.tokens)
+        def on_progress(now: "Progress") -> None:
+            done, total = now.documents, now.total_documents
+            meter.note(done, total, f"{int(done):,}/{total:,} documents", now.tokens)
 
         yield on_progress
 

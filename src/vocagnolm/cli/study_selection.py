@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vocagnolm.cli.choices import TEXT_FIELD_HELP, Device, Dtype
-from vocagnolm.cli.progress import token_bar
+from vocagnolm.cli.progress import progress
 from vocagnolm.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def selection(
     """
     from vocagnolm.study.compare_selections import selection_study
 
-    with quiet_libraries(), token_bar("the student reads") as note:
+    with quiet_libraries(), progress("the student reads") as meter:
         study = selection_study(
             student,
             store,
@@ -69,7 +69,9 @@ def selection(
             device=device.value,
             dtype=dtype.value,
             seed=seed,
-            on_tokens=lambda done, total: note(done, total, f"{done:,}/{total:,} tokens", done),
+            on_tokens=lambda done, total: meter.note(
+                done, total, f"{done:,}/{total:,} tokens", done
+            ),
         )
     if study.missing_documents or study.unusable_documents:
         typer.echo(

@@ -81,7 +81,7 @@ def bits_per_byte(
             if document.text is not None:
                 spans = files.tokenizer.spans(document.text)
         except TilingError as error:
-            problem = f"not tiled: {error}"
+            problem = f"does not tile: {error}"
         if spans is None or len(spans.ids) == 0:
             lost.append({"place": document.place, "reason": problem or "no tokens"})
         else:
