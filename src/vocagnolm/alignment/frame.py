@@ -1,6 +1,5 @@
 """What a tokenizer's files put before and after a text, beyond the tokenizer itself."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from vocagnolm.errors import TokenizerError
+from vocagnolm.files import parse_json
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _id(tokenizer: Tokenizer, token: Any) -> int | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

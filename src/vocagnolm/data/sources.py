@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
 from vocagnolm.errors import CorpusError, MissingExtraError
+from vocagnolm.files import parse_json
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".tex")
@@ -193,7 +194,7 @@ class _ZstandardStream(io.RawIOBase):
 
 def _json_value(line: bytes) -> Any:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except UnicodeDecodeError as error:
         return Problem(f"not UTF-8: at byte {error.start} of the line")
     except ValueError as error:

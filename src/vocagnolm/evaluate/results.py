@@ -18,6 +18,7 @@ from typing import Any
 
 from vocagnolm.errors import EvaluationError
 from vocagnolm.evaluate.suite import TASKS, Protocol, average_stderrs, averages
+from vocagnolm.files import parse_json, read_json
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,9 @@ class RunFolder:
         `prompts` is a checksum for every task; tasks may be added to a folder one by one.
         """
         path = self.folder / "settings.json"
-        before = _read_json(path) if path.is_file() else {"settings": settings, "prompts": {}}
+        before: dict[str, Any] = {"settings": settings, "prompts": {}}
+        if path.is_file():
+            before = _read_json(path, {"settings": dict, "prompts": dict})
         there = before["settings"]
         if before["prompts"]:
             there.setdefault("protocol", "strict")  # once there was one, and no word for it
@@ -142,8 +145,13 @@ class RunFolder:
         if len(whole) != len(data):
             with open(path, "r+b") as file:
                 file.truncate(len(whole))
-        lines = (json.loads(line) for line in whole.split(b"\n") if line)
-        return {line.pop("index"): Answer(**line) for line in lines}
+        try:
+            lines = [parse_json(line) for line in whole.split(b"\n") if line]
+            return {line.pop("index"): Answer(**line) for line in lines}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise EvaluationError(
+                f"{path} is damaged ({error!r:.80}). Delete it and run the evaluation again."
+            ) from None
 
     def add_answers(self, task: str, answers: Iterable[tuple[int, Answer]]) -> None:
         with open(self._partial(task), "a", encoding="utf-8") as file:
@@ -160,7 +168,7 @@ class RunFolder:
         if not path.is_file():
             return None
         try:
-            return [Record(**json.loads(line)) for line in _lines(path)]
+            return [Record(**parse_json(line)) for line in _lines(path)]
         except (ValueError, TypeError) as error:
             raise EvaluationError(
                 f"{path} is damaged ({error}). Delete it and run the evaluation again."
@@ -181,7 +189,9 @@ class RunFolder:
 
     def results(self) -> Evaluation | None:
         path = self.folder / "results.json"
-        return Evaluation.from_json(_read_json(path)) if path.is_file() else None
+        if not path.is_file():
+            return None
+        return Evaluation.from_json(_read_json(path, {"tasks": dict}))
 
     def write_results(self, evaluation: Evaluation) -> Evaluation:
         """Add these scores to the folder's, and give back all of them."""
@@ -217,13 +227,8 @@ def _lines(path: Path) -> Iterator[str]:
         yield from file
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise EvaluationError(
-            f"{path} is no JSON ({error}). Delete the folder and evaluate again."
-        ) from None
+def _read_json(path: Path, keys: dict[str, type]) -> dict[str, Any]:
+    return read_json(path, EvaluationError, "Delete the folder and evaluate again.", keys)
 
 
 def _write_json(path: Path, values: Any) -> None:

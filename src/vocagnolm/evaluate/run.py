@@ -85,7 +85,7 @@ def evaluate(
     with TemporaryDirectory() as nowhere:
         run = RunFolder(nowhere if out is None else out)
         run.claim(settings, {name: checksum(listed) for name, listed in requests.items()})
-        missing = {name: r for name, r in requests.items() if run.records(name) is None}
+        missing = {name: r for name, r in requests.items() if not run.records(name)}
         loaded = files.load() if missing or text else None
         if missing:
             assert loaded is not None

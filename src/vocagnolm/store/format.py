@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from vocagnolm.errors import StoreError
-from vocagnolm.files import json_digest, read_json
+from vocagnolm.files import json_digest, parse_json, read_json
 
 FORMAT_NAME = "vocagnolm-loss-store"
 FORMAT_VERSION = 1
@@ -190,8 +190,8 @@ def _parse(path: Path, view: memoryview) -> ShardFile:
     start = 8 + header_bytes
     if start > len(view):
         raise ValueError("the header is cut short")
-    header = json.loads(bytes(view[8:start]))
-    about = json.loads(header.pop("__metadata__")[METADATA_KEY])
+    header = parse_json(bytes(view[8:start]))
+    about = parse_json(header.pop("__metadata__")[METADATA_KEY])
     if about["format_version"] != FORMAT_VERSION:
         raise ValueError(
             f"format version {about['format_version']}, this program reads {FORMAT_VERSION}"
