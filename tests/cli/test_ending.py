@@ -54,7 +54,7 @@ def test_the_ends_of_files_and_the_keyboard(monkeypatch, capsys, tmp_path):
 def test_every_named_command_exists():
     from typer.main import get_command
 
-    assert set(KEPT) <= set(get_command(cli.app).commands) | {"push"}
+    assert set(KEPT) <= set(get_command(cli.app).commands)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -18,6 +18,7 @@ from vocagnolm.cli.compare import compare
 from vocagnolm.cli.ending import DEBUG_VARIABLE, Commands, end
 from vocagnolm.cli.evaluate import evaluate
 from vocagnolm.cli.prepare import prepare
+from vocagnolm.cli.push import push
 from vocagnolm.cli.report import report
 from vocagnolm.cli.score import score
 from vocagnolm.cli.train import train
@@ -68,6 +69,7 @@ app.command()(check)
 app.command()(compare)
 app.command()(evaluate)
 app.command()(prepare)
+app.command()(push)
 app.add_typer(recipe.app, name="recipe")
 app.command()(report)
 app.command()(score)
