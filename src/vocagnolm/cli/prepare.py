@@ -69,10 +69,13 @@ def _print(summary: dict[str, Any], block_size: int) -> None:
     if summary["missing_documents"] or summary["unusable_documents"]:
         typer.echo(
             f"not in the store: {summary['missing_documents']:,} documents; "
-            f"left out, as they hold no usable text: {summary['unusable_documents']:,}"
+            f"without usable text: {summary['unusable_documents']:,}"
         )
     if not summary["guided"]:
         typer.echo("no store: the blocks hold no guidance")
+        return
+    if summary["mean_guidance"] is None:
+        typer.echo("no token is mapped: the store holds none of these documents")
         return
     typer.echo(
         f"mapped {summary['mapped_share']:.2%}, 1:1 {summary['one_to_one_share']:.2%}, "
