@@ -110,3 +110,10 @@ def test_progress_moves_within_a_shard(lab, tmp_path, monkeypatch):
     lines = [line for line in told if line.startswith("scoring: ")]
     assert len(lines) > 3 and all("tokens/s, ETA" in line for line in lines)
     assert len({line.split(",")[0] for line in lines}) > 3 and "24/24 documents" in lines[-1]
+
+
+def test_a_recipe_with_several_stores_does_not_say_which_to_make(lab, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("store: {path: [a, b]}\nteacher: {model: t}\ncorpus: {files: [c.jsonl]}\n")
+    result = run("score", "--recipe", recipe)
+    assert "several stores" in str(result.exception) and "--out" in str(result.exception)

@@ -94,8 +94,10 @@ def score(
             )
             text_field = text_field or given.corpus.text_field
             split = split or Split(given.corpus.split)
-        if out is None and given.store.path is not None:
-            out = Path(given.store.path)
+        if out is None and len(given.stores) > 1:
+            raise UsageError(f"{recipe} names several stores: say with --out which one to make.")
+        if out is None and given.stores:
+            out = Path(given.stores[0])
     missing = {"--teacher": teacher, "--corpus": corpus, "--out": out}
     if lacking := [name for name, value in missing.items() if not value]:
         where = f"; the recipe {recipe} does not say either" if recipe else ", or --recipe"

@@ -244,7 +244,7 @@ class TextFile(_File):
                 file.seek(first)
                 yield Record(f"{self.name}:{line}", _utf8(file.read(end - first)))
 
-    def _open(self) -> IO[bytes]:
+    def _open(self) -> io.BufferedReader:
         try:
             return open(self.path, "rb")
         except OSError as error:
