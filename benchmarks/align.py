@@ -23,7 +23,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from vocagnolm.alignment import align, align_batch, load_tokenizer
-from vocagnolm.pair import texts_of
+from vocagnolm.data.left_out import read_texts
+from vocagnolm.pair import SAMPLE
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 BATCH_DOCUMENTS = 64
@@ -57,7 +58,7 @@ def documents_of(corpus: Path | None, n_bytes: int) -> list[str]:
     found, size = [], 0
     while size < n_bytes:
         before = size
-        for text in texts_of(corpus, limit=5000):
+        for text in SAMPLE if corpus is None else read_texts(corpus, limit=5000)[0]:
             found.append(text)
             size += len(text.encode())
             if size >= n_bytes:

@@ -233,14 +233,3 @@ def test_a_path_that_cannot_be_written_is_one_message(tmp_path, monkeypatch, cap
     said = capsys.readouterr().err
     assert stop.value.code == 1
     assert said.startswith(f"error: {tmp_path / 'file'}: File exists") and said.count("\n") == 1
-
-
-def test_an_error_without_a_path_keeps_its_traceback(monkeypatch):
-    from vocagnolm import cli
-
-    def fail():
-        raise OSError("a library's own")
-
-    monkeypatch.setattr(cli, "app", fail)
-    with pytest.raises(OSError, match="a library's own"):
-        cli.main()

@@ -62,6 +62,10 @@ class StoppedError(VocagnolmError):
     exit_code = 143  # 128 + SIGTERM, as shells and schedulers write it
 
 
+class PushError(VocagnolmError):
+    """The hub does not take a model."""
+
+
 class ModelError(VocagnolmError):
     """A model cannot be loaded, or cannot be loaded safely."""
 

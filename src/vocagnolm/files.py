@@ -214,6 +214,14 @@ def _not_written(path: Path | str, error: Exception) -> WriteError:
 # ---- reading back ----
 
 
+def parse_json(content: str | bytes) -> Any:
+    """As `json.loads`, for text of unknown origin: nested too deeply is a ValueError too."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_json(
     path: str | Path,
     error: type[VocagnolmError],
@@ -223,7 +231,7 @@ def read_json(
     """A JSON object that has `keys` of these types, or `error` with what is wrong and how to `mend`
     it. A file that is not there is the caller's business: FileNotFoundError."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = parse_json(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise
     except OSError as failure:

@@ -1,14 +1,18 @@
 """Alignment against an O(N x M) reference, and what must always hold."""
 
+import inspect
 import math
+import pydoc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import vocagnolm
 from vocagnolm.alignment import (
     Alignment,
+    TokenSpans,
     align,
     align_batch,
     carry,
@@ -20,6 +24,7 @@ from vocagnolm.alignment import (
     token_overlap,
 )
 
+TOKENS = TokenSpans(np.array([1, 2], np.int32), np.array([[0, 2], [2, 4]]), 4, 0)
 many = settings(max_examples=200, deadline=None, derandomize=True)
 
 
@@ -237,3 +242,30 @@ def test_character_spans_of_split_characters_overlap():
         [3, 3],
         [3, 4],
     ]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: align([[0, 1], [1]], [[0, 1]]), r"student_spans\[1\] has 1 numbers where .* 2"),
+        (lambda: align([[0, 1]], [np.arange(2), np.arange(3)]), r"teacher_spans\[1\] has 3"),
+        (lambda: align_batch([[[0, 1], [1]]], [[[0, 1]]]), r"student_spans\[0\]\[1\] has 1"),
+        (lambda: carry(align([[0, 1]], [[0, 1]]), [[1.0], [2.0, 3.0]]), r"teacher_values\[1\]"),
+        (lambda: align([TOKENS, TOKENS], [TOKENS, TOKENS]), "align_batch those of many"),
+    ],
+)
+def test_rows_of_unequal_length_and_many_documents_are_told(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_tokens_with_their_spans_are_spans():
+    assert align(TOKENS, [[0, 4]]).first.tolist() == [0, 0]
+    assert align(TOKENS, TOKENS).last.tolist() == [0, 1]
+
+
+def test_help_shows_the_function():
+    assert "Map every student token" in pydoc.render_doc(vocagnolm.align)
+    assert "function align" in pydoc.render_doc("vocagnolm.align")
+    for name in ("score_corpus", "objective_loss", "Head", "align", "carry"):
+        assert len(inspect.getdoc(getattr(vocagnolm, name))) > 200, name

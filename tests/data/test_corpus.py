@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from vocagnolm.data.corpus import document_hash, open_corpus
+from vocagnolm.data.left_out import read_texts
 from vocagnolm.errors import CorpusError, MissingExtraError
 
 TEXTS = [f"document {i} " + "wörd " * (i % 7) for i in range(700)]
@@ -231,3 +232,56 @@ def test_zstandard_frames_are_all_read_and_a_cut_is_noticed(tmp_path):
     path.write_bytes(frames[:-20])
     with pytest.raises(CorpusError, match="cut short"):
         open_corpus(path)
+
+
+TEXT = "\n  First line.\r\nIts second.\n\n \t\n\nAlone\n\nLast é, no break"
+
+
+@pytest.mark.parametrize(
+    ("split", "texts", "places"),
+    [
+        ("none", [TEXT], ["a.txt"]),
+        (
+            "blank_line",
+            ["  First line.\r\nIts second.", "Alone", "Last é, no break"],
+            ["a.txt:2", "a.txt:7", "a.txt:9"],
+        ),
+        (
+            "line",
+            ["  First line.", "Its second.", "Alone", "Last é, no break"],
+            ["a.txt:2", "a.txt:3", "a.txt:7", "a.txt:9"],
+        ),
+    ],
+)
+def test_a_text_file_is_one_document_or_is_split(split, texts, places, tmp_path):
+    (tmp_path / "a.txt").write_bytes(TEXT.encode())
+    corpus = open_corpus(tmp_path / "a.txt", split=split)
+    assert texts_of(corpus) == texts and len(corpus) == len(texts)
+    assert [d.place for d in corpus] == places
+    assert texts_of(corpus, len(texts) - 1) == texts[-1:]
+
+
+def test_a_split_belongs_to_the_corpus_only_where_it_is_used(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one\n")
+    plain, split = open_corpus(path), open_corpus(path, split="line")
+    assert len(plain) == len(split) == 1 and plain.fingerprint != split.fingerprint
+    assert "split" not in plain.describe() and split.describe()["split"] == "line"
+    parts = ("text", "1", hashlib.sha256(b"one\n").hexdigest())
+    before = hashlib.sha256(b"".join(part.encode() + b"\0" for part in parts)).hexdigest()
+    assert plain.fingerprint == before  # as in stores that are there already
+    with pytest.raises(CorpusError, match="for text files"):
+        open_corpus(write_jsonl(tmp_path / "b.jsonl"), split="line")
+
+
+def test_what_is_left_out_is_counted_by_reason(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n{broken\n{"text": ""}\n{"title": "x"}\n\n{also broken\n')
+    texts, left_out = read_texts(path)
+    assert texts == ["good"] and left_out.documents == 4
+    assert left_out.reasons == {"not JSON": 2, "empty": 1, "no field 'text'": 1}
+    assert left_out.lines()[0] == "left out 4 documents: 2 not JSON, 1 empty, 1 no field 'text'"
+    assert left_out.first[0]["place"] == "a.jsonl:2"
+    path.write_text("{broken\n")
+    with pytest.raises(CorpusError, match=r"None of the 1 .*a\.jsonl:1: not JSON"):
+        read_texts(path)

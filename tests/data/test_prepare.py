@@ -369,3 +369,17 @@ def test_blocks_begin_documents_as_the_tokenizer_says(lab, tmp_path):
     ids = Blocks(tmp_path / "b", 32).read("ids", 0, manifest["tokens"])
     starts, _ = Blocks(tmp_path / "b", 32)._document_table()
     assert (ids[starts] == prefix[0]).all()
+
+
+def test_progress_is_told_as_lines(lab, tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from vocagnolm.cli import app
+
+    monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "0")
+    path = tmp_path / "r.yaml"
+    data = {"blocks": str(tmp_path / "blocks"), "part_documents": 5}
+    path.write_text(json.dumps(recipe_dict(lab[0], data=data)))
+    result = CliRunner().invoke(app, ["prepare", str(path), "--workers", "1"])
+    lines = [line for line in result.stderr.splitlines() if line.startswith("preparing: ")]
+    assert len(lines) > 1 and "100%" in lines[-1] and "ETA" in lines[-1], result.output

@@ -466,3 +466,19 @@ def test_command(model_folder, benchmarks, text, tmp_path):
     assert values["bits_per_byte"] > 0
     table = CliRunner().invoke(app, arguments).stdout
     assert "SVAMP" in table and "bits per byte" in table
+
+
+def test_progress_counts_over_all_tasks(model_folder, benchmarks, tmp_path, monkeypatch):
+    monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "0")
+    text = tmp_path / "held-out.jsonl"
+    text.write_text('{"text": "Two and two."}\n{broken\n')
+    arguments = [
+        "evaluate", str(model_folder), "--tasks", "svamp,gsm8k", "--benchmarks", str(benchmarks),
+        "--text", str(text), "--device", "cpu", "--max-new-tokens", "2", "--batch-size", "2",
+    ]  # fmt: skip
+    shown = CliRunner().invoke(app, [*arguments, "--json"])
+    told = [line for line in shown.stderr.splitlines() if line.startswith("answering: ")]
+    assert "0/7 questions" in told[0] and "7/7 questions (" in told[-1], shown.output
+    assert all("questions/s, ETA" in line for line in told)
+    assert "reading text: 2/2 documents, 100%" in shown.stderr
+    assert json.loads(shown.stdout)["left_out"]["reasons"] == {"not JSON": 1}

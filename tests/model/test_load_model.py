@@ -7,7 +7,9 @@ import pytest
 import torch
 from score.teacher_kit import save_teacher
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
+from vocagnolm.cli import app
 from vocagnolm.errors import ModelError
 from vocagnolm.model import load_causal_lm, open_model
 from vocagnolm.model.load import resolve_dtype, weights_fingerprint
@@ -187,6 +189,9 @@ def test_a_gguf_file_is_the_same_model(folder, tmp_path):
     text = "Let x be a number with x + 1 = 2."
     expected = open_model(folder, device="cpu").tokenizer.spans(text).ids
     np.testing.assert_array_equal(files.tokenizer.spans(text).ids, expected)
+    call = ["compare", "--student", str(folder), "--teacher", str(path), "--json"]
+    (pair,) = json.loads(CliRunner().invoke(app, call).stdout)["pairs"]
+    assert pair["teacher"] == "tiny" and pair["overlap"]["bytes"] > 0.9
 
 
 def test_a_hub_model_with_pickled_weights_alone(tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ def test_score_then_look(lab):
     folder, command = lab
     first = run(*command)
     assert first.exit_code == 0, first.output
-    assert "5 shards scored" in first.stdout and "skipped 1 documents: 1 empty" in first.stdout
+    assert "5 shards scored" in first.stdout and "left out 1 documents: 1 empty" in first.stdout
     again = run(*command)
     assert "is complete already; nothing to do" in again.stdout
     as_json = json.loads(run(*command, "--json").stdout)
@@ -101,3 +101,19 @@ def test_an_early_error_leaves_no_bar(lab, tmp_path):
     found = run("score", "--teacher", folder / "teacher", "--corpus", "no.jsonl", "--out", tmp_path)
     assert isinstance(found.exception, CorpusError)
     assert found.output == ""
+
+
+def test_progress_moves_within_a_shard(lab, tmp_path, monkeypatch):
+    monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "0")
+    _, command = lab
+    told = run(*command, "--out", tmp_path / "s", "--shard-documents", 1000).stderr.splitlines()
+    lines = [line for line in told if line.startswith("scoring: ")]
+    assert len(lines) > 3 and all("tokens/s, ETA" in line for line in lines)
+    assert len({line.split(",")[0] for line in lines}) > 3 and "24/24 documents" in lines[-1]
+
+
+def test_a_recipe_with_several_stores_does_not_say_which_to_make(lab, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("store: {path: [a, b]}\nteacher: {model: t}\ncorpus: {files: [c.jsonl]}\n")
+    result = run("score", "--recipe", recipe)
+    assert "several stores" in str(result.exception) and "--out" in str(result.exception)

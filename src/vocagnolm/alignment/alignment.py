@@ -61,7 +61,12 @@ class Alignment:
 
 def as_spans(spans: Spans, name: str = "spans") -> IntArray:
     """`[N, 2]` int64 with non-decreasing starts and ends, or a ValueError that says why not."""
-    array = np.asarray(spans.spans if isinstance(spans, TokenSpans) else spans)
+    array = _rectangle(spans.spans if isinstance(spans, TokenSpans) else spans, name)
+    if array.dtype == object and array.size and isinstance(array.flat[0], TokenSpans):
+        raise ValueError(
+            f"{name} holds {array.size} documents: align takes the tokens of one, align_batch "
+            "those of many"
+        )
     if array.size == 0:
         return np.zeros((0, 2), np.int64)
     if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
@@ -79,6 +84,21 @@ def as_spans(spans: Spans, name: str = "spans") -> IntArray:
         before = f" after [{starts[i - 1]}, {ends[i - 1]})" if i else ""
         raise ValueError(f"{name}[{i}] = [{starts[i]}, {ends[i]}){before} runs backwards")
     return array
+
+
+def _rectangle(rows: Any, name: str) -> NDArray[Any]:
+    """As an array; rows of unequal length are named, which NumPy does not."""
+    try:
+        return np.asarray(rows)
+    except ValueError:
+        lengths = [len(row) if hasattr(row, "__len__") else 0 for row in rows]
+        odd = next((n for n, length in enumerate(lengths) if length != lengths[0]), None)
+        if odd is None:
+            raise
+        raise ValueError(
+            f"{name}[{odd}] has {lengths[odd]} numbers where {name}[0] has {lengths[0]}: the rows "
+            "must be of one length"
+        ) from None
 
 
 def align(student_spans: Spans, teacher_spans: Spans) -> Alignment:
@@ -152,7 +172,7 @@ def carry(
     A NaN teacher value is missing: it takes no part. NaN where the token is unmapped or every
     value of its range is missing. Half-precision input is aggregated in float32.
     """
-    values = np.asarray(teacher_values)
+    values = _rectangle(teacher_values, "teacher_values")
     if how not in AGGREGATIONS:
         raise ValueError(f"how must be one of {', '.join(AGGREGATIONS)}, got {how!r}")
     if values.ndim != 1:

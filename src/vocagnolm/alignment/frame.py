@@ -1,6 +1,5 @@
 """What a tokenizer's files put before and after a text, beyond the tokenizer itself."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from vocagnolm.errors import TokenizerError
+from vocagnolm.files import parse_json
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,18 @@ def read_frame(tokenizer: Tokenizer, folder: Path) -> Frame:
     return Frame(bos, eos if isinstance(eos, int) else None)
 
 
+def refuse_code(folder: Path) -> None:
+    """A tokenizer that is made by Python code of its own: that code is not run, and what
+    tokenizer.json says need not be what it does."""
+    named = _read(folder / "tokenizer_config.json").get("auto_map")
+    if isinstance(named, dict) and named.get("AutoTokenizer"):
+        raise TokenizerError(
+            f"{folder} needs Python code of its own for its tokenizer (auto_map in "
+            "tokenizer_config.json), which is not run. Read that code; if tokenizer.json stands "
+            "for itself, pass that file, or --trust-remote-code to `score` or `evaluate`"
+        )
+
+
 def frame_of(transformers_tokenizer: Any) -> Frame:
     """The same for a tokenizer object of transformers."""
     adds_bos = getattr(transformers_tokenizer, "add_bos_token", False)
@@ -48,7 +60,7 @@ def _id(tokenizer: Tokenizer, token: Any) -> int | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from vocagnolm.alignment.alignment import TokenSpans
-from vocagnolm.alignment.frame import Frame, frame_of, read_frame
+from vocagnolm.alignment.frame import Frame, frame_of, read_frame, refuse_code
 from vocagnolm.alignment.sentencepiece import read_sentencepiece
 from vocagnolm.alignment.spans import Spanner
 from vocagnolm.errors import MissingExtraError, TokenizerError
@@ -138,13 +138,20 @@ def token_spans(tokenizer: Any, text: str, *, add_special_tokens: bool = False) 
 
 
 def load_tokenizer(
-    source: Any, *, special_tokens: str = "text", revision: str | None = None, check: bool = True
+    source: Any,
+    *,
+    special_tokens: str = "text",
+    revision: str | None = None,
+    check: bool = True,
+    trust_remote_code: bool = False,
 ) -> TextTokenizer:
     """Prepare a tokenizer from a folder, a `tokenizer.json`, a SentencePiece `tokenizer.model`, a
     GGUF file, a hub id, a `tokenizers.Tokenizer` or a transformers fast tokenizer.
 
     `check`: refuse a folder for which transformers would build a tokenizer with other ids. That
-    imports transformers (seconds); what needs no model can do without."""
+    imports transformers (seconds); what needs no model can do without.
+    `trust_remote_code`: take the tokenizer.json of a folder that brings code for its tokenizer;
+    the code itself is never run. Without, such a folder is refused."""
     if isinstance(source, TextTokenizer):
         if source.special_tokens == special_tokens:
             return source
@@ -155,7 +162,7 @@ def load_tokenizer(
         return _from_transformers(source, special_tokens)
     path = Path(source)
     if path.is_dir():
-        return _from_folder(path, special_tokens, check)
+        return _from_folder(path, special_tokens, check, trust_remote_code)
     if path.suffix.lower() == ".gguf":
         loaded = _from_transformers(gguf_tokenizer(path), special_tokens)
         loaded.name = path.stem
@@ -163,7 +170,7 @@ def load_tokenizer(
     if path.is_file():
         reader = _read_json if path.suffix == ".json" else read_sentencepiece
         return _from_file(reader(path), path.parent, _short_name(path), special_tokens)
-    return _from_hub(str(source), special_tokens, revision, check)
+    return _from_hub(str(source), special_tokens, revision, check, trust_remote_code)
 
 
 def _from_file(tokenizer: Tokenizer, folder: Path, name: str, special_tokens: str) -> TextTokenizer:
@@ -205,8 +212,12 @@ def _read_json(path: Path) -> Tokenizer:
         ) from None
 
 
-def _from_folder(folder: Path, special_tokens: str, check: bool) -> TextTokenizer:
+def _from_folder(
+    folder: Path, special_tokens: str, check: bool, trust_remote_code: bool
+) -> TextTokenizer:
     name = folder.resolve().name
+    if not trust_remote_code:
+        refuse_code(folder)
     if (folder / "tokenizer.json").is_file():
         tokenizer = _read_json(folder / "tokenizer.json")
         read_frame(tokenizer, folder)  # files that cannot be read are named before all else
@@ -223,7 +234,11 @@ def _from_folder(folder: Path, special_tokens: str, check: bool) -> TextTokenize
 
 
 def _from_hub(
-    repository: str, special_tokens: str, revision: str | None, check: bool
+    repository: str,
+    special_tokens: str,
+    revision: str | None,
+    check: bool,
+    trust_remote_code: bool,
 ) -> TextTokenizer:
     if repository.count("/") > 1 or repository.startswith((".", "/", "~")):
         raise TokenizerError(
@@ -244,7 +259,7 @@ def _from_hub(
             f"'{repository}' is neither a file or folder here nor a tokenizer that the hub gave: "
             f"{reason.rstrip('.')}. Check the spelling, or download it and pass the folder"
         ) from None
-    loaded = _from_folder(Path(folder), special_tokens, check)
+    loaded = _from_folder(Path(folder), special_tokens, check, trust_remote_code)
     loaded.name = repository
     return loaded
 

@@ -2,11 +2,11 @@
 
 Every command lives in the file of its name. Those files import nothing heavy at the top, so
 that `vocagnolm --help` starts at once; the work is imported when a command runs. Results go to
-stdout, progress and messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage.
+stdout, progress and messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a fault of
+the program, 130 interrupted, 143 stopped by SIGTERM.
 """
 
-import errno
-import sys
+import os
 
 import typer
 
@@ -16,15 +16,17 @@ from vocagnolm.cli.align import align
 from vocagnolm.cli.check import check
 from vocagnolm.cli.compare import compare
 from vocagnolm.cli.demo import demo
+from vocagnolm.cli.ending import DEBUG_VARIABLE, Commands, end
 from vocagnolm.cli.evaluate import evaluate
 from vocagnolm.cli.prepare import prepare
+from vocagnolm.cli.push import push
 from vocagnolm.cli.report import report
 from vocagnolm.cli.score import score
 from vocagnolm.cli.train import train
 from vocagnolm.cli.view import view
-from vocagnolm.errors import VocagnolmError
 
 app = typer.Typer(
+    cls=Commands,
     name="vocagnolm",
     no_args_is_help=True,
     add_completion=False,
@@ -53,8 +55,14 @@ def _root(
         is_eager=True,
         help="Print the version and exit.",
     ),
+    debug: bool = typer.Option(
+        False,
+        "--debug",
+        help=f"Show the full trace of an unforeseen error; also {DEBUG_VARIABLE}=1.",
+    ),
 ) -> None:
-    pass
+    if debug:
+        os.environ[DEBUG_VARIABLE] = "1"
 
 
 app.command()(align)
@@ -63,6 +71,7 @@ app.command()(compare)
 app.command()(demo)
 app.command()(evaluate)
 app.command()(prepare)
+app.command()(push)
 app.add_typer(recipe.app, name="recipe")
 app.command()(report)
 app.command()(score)
@@ -73,24 +82,10 @@ app.command()(view)
 
 
 def main() -> None:
-    """Entry point: library errors become one message on stderr and an exit code."""
+    """Entry point: whatever goes wrong becomes one message on stderr and an exit code."""
     try:
         app()
-    except VocagnolmError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output went away: `vocagnolm ... | head`
-        sys.stderr.close()
-        sys.exit(0)
-    except OSError as error:  # a path that cannot be written, a full disk: no fault of the program
-        if error.filename is None and error.errno != errno.ENOSPC:
-            raise
-        path = error.filename2 or error.filename
-        named = f"{path}: " if path else ""
-        typer.echo(
-            f"error: {named}{error.strerror}. Check the path, its rights and the disk.", err=True
-        )
-        sys.exit(1)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        end(error)

@@ -6,19 +6,23 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vocagnolm.cli.choices import CORPUS_HELP, SPLIT_HELP, TEXT_FIELD_HELP, Split
+
 if TYPE_CHECKING:
     from vocagnolm.pair import Pair
 
 
 def compare(
     student: str = typer.Option(
-        ..., help="The student's tokenizer: folder, tokenizer.json, tokenizer.model or hub id."
+        ...,
+        help="The student's tokenizer: folder, tokenizer.json, tokenizer.model, GGUF or hub id.",
     ),
     teacher: list[str] = typer.Option(..., help="A teacher's tokenizer; give it several times."),
-    corpus: Path | None = typer.Option(
-        None, help="Measure on this corpus (jsonl, text, folder, ...) instead of the sample."
+    corpus: list[str] = typer.Option(
+        [], help=f"Measure on this corpus instead of the built-in sample: {CORPUS_HELP}"
     ),
-    text_field: str = typer.Option("text", help="The field of a record that holds the text."),
+    text_field: str = typer.Option("text", help=TEXT_FIELD_HELP),
+    split: Split = typer.Option(Split.none, help=SPLIT_HELP),
     limit_documents: int = typer.Option(1000, min=1, help="Read at most so many documents."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     plot: Path | None = typer.Option(
@@ -32,10 +36,15 @@ def compare(
     the text exactly. No model is loaded.
     """
     from vocagnolm.alignment import load_tokenizer
+    from vocagnolm.data.left_out import LeftOut, read_texts
+    from vocagnolm.pair import SAMPLE
     from vocagnolm.pair import compare as run
-    from vocagnolm.pair import texts_of
 
-    documents = texts_of(corpus, text_field=text_field, limit=limit_documents)
+    documents, left_out = list(SAMPLE), LeftOut()
+    if corpus:
+        documents, left_out = read_texts(
+            corpus, text_field=text_field, split=split.value, limit=limit_documents
+        )
     ours = load_tokenizer(student, check=False)
     pairs = run(ours, [load_tokenizer(source, check=False) for source in teacher], documents)
     if plot is not None:
@@ -51,11 +60,14 @@ def compare(
                 "kind": ours.kind,
                 "tokens_per_byte": pairs[0].student_tokens_per_byte,
             },
+            "corpus": {"documents": len(documents), "left_out": left_out.as_json()},
             "pairs": [pair.as_json() for pair in pairs],
         }
         typer.echo(json.dumps(report, ensure_ascii=False, indent=2))
         return
-    _print(pairs, f"{corpus}" if corpus else "the built-in sample")
+    _print(pairs, f"{', '.join(corpus) or 'the built-in sample'}, {len(documents):,} documents")
+    for line in left_out.lines():
+        typer.echo(line)
 
 
 def _print(pairs: "list[Pair]", where: str) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vocagnolm.cli.choices import Device, Dtype
+from vocagnolm.cli.choices import CORPUS_HELP, SPLIT_HELP, TEXT_FIELD_HELP, Device, Dtype, Split
+from vocagnolm.cli.progress import progress
 from vocagnolm.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ def evaluate(
     limit: int | None = typer.Option(
         None, min=1, help="Questions of each task, spread evenly: a quick look."
     ),
-    text: list[str] = typer.Option(
-        [], help="Held-out text for bits per byte: jsonl, parquet or text; may be repeated."
-    ),
+    text: list[str] = typer.Option([], help=f"Held-out text for bits per byte: {CORPUS_HELP}"),
     choices: Choices = typer.Option(
         Choices.generate,
         help="Multiple choice by a generated answer, or by the likelihood of the options "
@@ -68,16 +67,19 @@ def evaluate(
     dtype: Dtype = typer.Option(
         Dtype.auto, help="auto: float32 on a CPU, the model's half precision on a GPU."
     ),
-    text_field: str = typer.Option("text", help="The field of a record that holds the text."),
+    text_field: str = typer.Option("text", help=TEXT_FIELD_HELP),
+    split: Split = typer.Option(Split.none, help=SPLIT_HELP),
     revision: str | None = typer.Option(None, help="Branch, tag or commit of a hub model."),
     trust_remote_code: bool = typer.Option(False, help="Run Python code that a model brings."),
     as_json: bool = typer.Option(False, "--json", help="Print the scores as one JSON object."),
 ) -> None:
     """Score a model: few-shot chain of thought on the math suite, bits per byte on text."""
+    from vocagnolm.data.left_out import LeftOut
     from vocagnolm.evaluate.compare import format_table, scores_table
     from vocagnolm.evaluate.run import evaluate as evaluate_model
     from vocagnolm.evaluate.settings import Engine, Questions
 
+    left_out: list[LeftOut] = []
     with quiet_libraries(), _progress_bar() as on_progress:
         evaluation = evaluate_model(
             model,
@@ -99,42 +101,35 @@ def evaluate(
             ),
             text=text,
             text_field=text_field,
+            split=split.value,
+            on_left_out=left_out.append,
             out=out,
             on_progress=on_progress,
         )
     if as_json:
-        typer.echo(json.dumps(evaluation.to_json(), indent=2, ensure_ascii=False))
+        values = evaluation.to_json()
+        if text:
+            values["left_out"] = left_out[0].as_json()
+        typer.echo(json.dumps(values, indent=2, ensure_ascii=False))
     else:
         typer.echo(format_table(scores_table(evaluation)))
         if out is not None:
             typer.echo(f"answers: {out / 'evaluation' / 'outputs'}", err=True)
+        for line in (line for one in left_out for line in one.lines()):
+            typer.echo(line, err=True)
 
 
 @contextlib.contextmanager
 def _progress_bar() -> Iterator["Callable[[Progress], None]"]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    with progress("answering", "questions") as meter:
 
-    bar = Bar(
-        TextColumn("{task.description:10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
-    lines: dict[str, tuple] = {}
+        def on_progress(now: "Progress") -> None:
+            label = "reading text" if now.task == "text" else "answering"
+            meter.unit = "documents" if now.task == "text" else "questions"
+            before = now.all_done - now.fresh  # answered by an earlier run
+            shown = f"{now.all_done:,}/{now.all_total:,} {meter.unit}"
+            if now.task != "text":
+                shown += f" ({now.task} {now.done:,}/{now.total:,})"
+            meter.note(now.fresh, now.all_total - before, shown, now.fresh, label)
 
-    def on_progress(progress: "Progress") -> None:
-        if progress.task not in lines:
-            line = bar.add_task(progress.task, total=progress.total, rate="")
-            lines[progress.task] = (line, progress.done)
-        line, before = lines[progress.task]
-        elapsed = bar.tasks[bar.task_ids.index(line)].elapsed or 0.0
-        rate = f"{(progress.done - before) / elapsed:.1f}/s" if elapsed > 0.5 else ""
-        bar.update(line, completed=progress.done, total=progress.total, rate=rate)
-
-    with bar:
         yield on_progress

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vocagnolm.cli.choices import RECIPE_HELP
+from vocagnolm.cli.progress import progress
 
 if TYPE_CHECKING:
     from vocagnolm.data.packing import PackingSummary
@@ -48,22 +49,14 @@ def prepare(
 
 @contextlib.contextmanager
 def _progress() -> "Iterator[Callable[[PackingSummary, float], None]]":
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("preparing"), BarColumn(), TextColumn("{task.description}"))
-    console = Console(stderr=True)
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("", total=1.0)
+    with progress("preparing", started=True) as meter:
         documents = tokens = 0
 
         def note(part: "PackingSummary", share: float) -> None:
             nonlocal documents, tokens
             documents += part.documents
             tokens += part.tokens
-            rate = tokens / max(bar.tasks[0].elapsed or 0.0, 1e-9)
-            what = f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
-            bar.update(task, completed=share, description=what)
+            meter.note(share, 1.0, f"{documents:,} documents, {tokens:,} tokens", tokens)
 
         yield note
 
@@ -76,10 +69,13 @@ def _print(summary: dict[str, Any], block_size: int) -> None:
     if summary["missing_documents"] or summary["unusable_documents"]:
         typer.echo(
             f"not in the store: {summary['missing_documents']:,} documents; "
-            f"unusable: {summary['unusable_documents']:,}"
+            f"without usable text: {summary['unusable_documents']:,}"
         )
     if not summary["guided"]:
         typer.echo("no store: the blocks hold no guidance")
+        return
+    if summary["mean_guidance"] is None:
+        typer.echo("no token is mapped: the store holds none of these documents")
         return
     typer.echo(
         f"mapped {summary['mapped_share']:.2%}, 1:1 {summary['one_to_one_share']:.2%}, "

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vocagnolm.cli.choices import Device, Dtype
-from vocagnolm.cli.progress import token_bar
+from vocagnolm.cli.choices import (
+    CORPUS_HELP,
+    SPLIT_HELP,
+    TEXT_FIELD_HELP,
+    Device,
+    Dtype,
+    Split,
+)
+from vocagnolm.cli.progress import progress
 from vocagnolm.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -26,15 +33,10 @@ def score(
     teacher: str | None = typer.Option(
         None, help="Model folder, hub id (owner/name) or GGUF file."
     ),
-    corpus: list[str] = typer.Option(
-        [],
-        help="jsonl (.gz, .zst), parquet or text file, folder of those, or hub dataset "
-        "(owner/name, owner/name:split); give it several times.",
-    ),
+    corpus: list[str] = typer.Option([], help=CORPUS_HELP),
     out: Path | None = typer.Option(None, help="The folder of the loss store."),
-    text_field: str | None = typer.Option(
-        None, help="The field of a record that holds the text. [default: text]"
-    ),
+    text_field: str | None = typer.Option(None, help=f"{TEXT_FIELD_HELP} [default: text]"),
+    split: Split | None = typer.Option(None, help=f"{SPLIT_HELP} [default: none]"),
     limit_documents: int | None = typer.Option(None, min=1, help="Read at most so many."),
     device: Device = typer.Option(Device.auto, help="Where the teacher runs."),
     dtype: Dtype = typer.Option(
@@ -91,8 +93,9 @@ def score(
                 limit_documents or given.corpus.limit_documents,
             )
             text_field = text_field or given.corpus.text_field
+            split = split or Split(given.corpus.split)
         if out is None and len(given.stores) > 1:
-            raise UsageError("the recipe names several stores: say which one with --out.")
+            raise UsageError(f"{recipe} names several stores: say with --out which one to make.")
         if out is None and given.stores:
             out = Path(given.stores[0])
     missing = {"--teacher": teacher, "--corpus": corpus, "--out": out}
@@ -123,6 +126,7 @@ def score(
             out,
             settings=settings,
             text_field=text_field or "text",
+            split=(split or Split.none).value,
             limit_documents=limit_documents,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -145,11 +149,11 @@ def _progress_bar() -> Iterator["Callable[[Progress], None] | None"]:
     if os.environ.get("RANK", "0") != "0":
         yield None
         return
-    with token_bar("scoring") as note:
+    with progress("scoring") as meter:
 
-        def on_progress(progress: "Progress") -> None:
-            done, total = progress.documents, progress.total_documents
-            note(done, total, f"{int(done):,}/{total:,} documents", progress.tokens)
+        def on_progress(now: "Progress") -> None:
+            done, total = now.documents, now.total_documents
+            meter.note(done, total, f"{int(done):,}/{total:,} documents", now.tokens)
 
         yield on_progress
 
@@ -177,8 +181,9 @@ def _print(summary: "ScoreSummary") -> None:
     if store["nonfinite"]:
         typer.echo(f"NaN or infinity from the teacher: {store['nonfinite']:,} tokens, masked")
     if store["skipped"]:
-        reasons = ", ".join(f"{n:,} {reason}" for reason, n in store["skipped_reasons"].items())
-        typer.echo(f"skipped {store['skipped']:,} documents: {reasons}")
-        for entry in store["skipped_documents"][:3]:
-            typer.echo(f"  {entry['place']}: {entry['reason']}")
+        from vocagnolm.data.left_out import LeftOut
+
+        places = store["skipped_documents"]
+        for line in LeftOut(store["skipped"], store["skipped_reasons"], places).lines():
+            typer.echo(line)
         typer.echo(f"  all of them: vocagnolm store inspect {store['path']} --json")

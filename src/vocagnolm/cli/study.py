@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vocagnolm.cli.choices import CORPUS_HELP, SPLIT_HELP, TEXT_FIELD_HELP, Split
 from vocagnolm.cli.study_selection import selection
 
 if TYPE_CHECKING:
@@ -38,10 +39,11 @@ def granularity(
         ..., help="The student's tokenizer: folder, tokenizer.json, tokenizer.model or hub id."
     ),
     teacher: str = typer.Option(..., help="The teacher's tokenizer, likewise."),
-    corpus: Path | None = typer.Option(
-        None, help="Documents to measure on (jsonl, text, folder, ...); default: the sample."
+    corpus: list[str] = typer.Option(
+        [], help=f"Measure on this corpus instead of the built-in sample: {CORPUS_HELP}"
     ),
-    text_field: str = typer.Option("text", help="The field of a record that holds the text."),
+    text_field: str = typer.Option("text", help=TEXT_FIELD_HELP),
+    split: Split = typer.Option(Split.none, help=SPLIT_HELP),
     limit_documents: int = typer.Option(1000, min=1, help="Read at most so many documents."),
     chunks: str = typer.Option(
         "1,2,4,8,16,32,64,128,256", help="Numbers of chunks, separated by commas."
@@ -57,10 +59,15 @@ def granularity(
     Token-level alignment is the reference line: every student token is fully covered (IoS 100 %).
     """
     from vocagnolm.alignment import load_tokenizer
-    from vocagnolm.pair import texts_of
+    from vocagnolm.data.left_out import LeftOut, read_texts
+    from vocagnolm.pair import SAMPLE
     from vocagnolm.pair.granularity import granularity_study
 
-    documents = texts_of(corpus, text_field=text_field, limit=limit_documents)
+    documents, left_out = list(SAMPLE), LeftOut()
+    if corpus:
+        documents, left_out = read_texts(
+            corpus, text_field=text_field, split=split.value, limit=limit_documents
+        )
     study = granularity_study(
         load_tokenizer(student, check=False),
         load_tokenizer(teacher, check=False),
@@ -74,9 +81,12 @@ def granularity(
         granularity_curve(study, plot)
         typer.echo(f"wrote {plot}", err=True)
     if as_json:
-        typer.echo(json.dumps(study.as_json(), ensure_ascii=False, indent=2))
+        values = {**study.as_json(), "left_out": left_out.as_json()}
+        typer.echo(json.dumps(values, ensure_ascii=False, indent=2))
     else:
         _print(study)
+        for line in left_out.lines():
+            typer.echo(line)
 
 
 @app.command()

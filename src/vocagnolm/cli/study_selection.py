@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vocagnolm.cli.choices import Device, Dtype
-from vocagnolm.cli.progress import token_bar
+from vocagnolm.cli.choices import TEXT_FIELD_HELP, Device, Dtype
+from vocagnolm.cli.progress import progress
 from vocagnolm.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def selection(
     corpus: list[str] = typer.Option(
         ..., help="What the teacher scored, or a part of it; give it several times."
     ),
-    text_field: str = typer.Option("text", help="The field of a record that holds the text."),
+    text_field: str = typer.Option("text", help=TEXT_FIELD_HELP),
     source_field: str = typer.Option(
         "source", help="The field that names a document's source, if there is one."
     ),
@@ -54,7 +54,7 @@ def selection(
     """
     from vocagnolm.pair.selections import selection_study
 
-    with quiet_libraries(), token_bar("the student reads") as note:
+    with quiet_libraries(), progress("the student reads") as meter:
         study = selection_study(
             student,
             store,
@@ -69,7 +69,9 @@ def selection(
             device=device.value,
             dtype=dtype.value,
             seed=seed,
-            on_tokens=lambda done, total: note(done, total, f"{done:,}/{total:,} tokens", done),
+            on_tokens=lambda done, total: meter.note(
+                done, total, f"{done:,}/{total:,} tokens", done
+            ),
         )
     if study.missing_documents or study.unusable_documents:
         typer.echo(

@@ -22,6 +22,7 @@ from vocagnolm.data.sources import (
     Problem,
     Record,
     Source,
+    Split,
     TextFile,
 )
 from vocagnolm.errors import CorpusError
@@ -56,6 +57,7 @@ class Corpus:
         sources: Sequence[Source],
         *,
         text_field: str = "text",
+        split: Split = "none",
         limit: int | None = None,
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
     ):
@@ -63,6 +65,7 @@ class Corpus:
             raise ValueError(f"limit must be at least 1, not {limit}")
         self.sources = tuple(sources)
         self.text_field = text_field
+        self.split = split
         self.limit = limit
         self.max_document_bytes = max_document_bytes
         # One pass over the bytes: counts documents, remembers where to seek, takes the checksum.
@@ -85,8 +88,12 @@ class Corpus:
                 {"name": s.name, "documents": len(s), "sha256": s.fingerprint} for s in self.sources
             ],
         }
+        parts = [self.text_field, str(len(self)), *(s.fingerprint for s in self.sources)]
+        if self.split != "none":  # written only where it is used: older stores stay the same
+            about["split"] = self.split
+            parts.append(f"split {self.split}")
         digest = hashlib.sha256()
-        for part in (self.text_field, str(len(self)), *(s.fingerprint for s in self.sources)):
+        for part in parts:
             digest.update(part.encode() + b"\0")
         return {"fingerprint": digest.hexdigest(), **about}
 
@@ -150,8 +157,10 @@ class Corpus:
                     raise CorpusError(
                         f"{record.place} has no field {self.text_field!r}; its fields are: "
                         f"{', '.join(fields)}."
-                        + (f" Did you mean --text-field {near[0]}?" if near else "")
-                        + ("" if near else " Name the text with --text-field.")
+                        + (f" Did you mean --text-field {near[0]}" if near else "")
+                        + ("" if near else " Name the text with --text-field")
+                        + " (corpus.text_field in a recipe)"
+                        + ("?" if near else ".")
                     )
 
 
@@ -159,35 +168,46 @@ def open_corpus(
     paths: str | Path | Sequence[str | Path],
     *,
     text_field: str = "text",
+    split: Split = "none",
     limit: int | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> Corpus:
     """A corpus from files (jsonl, jsonl.gz, jsonl.zst, parquet, txt), folders of those, or
-    datasets of the Hugging Face hub (`owner/name` or `owner/name:split`)."""
+    datasets of the Hugging Face hub (`owner/name` or `owner/name:split`). A text file is one
+    document, unless `split` cuts it at every blank line or line."""
     if isinstance(paths, str | Path):
         paths = [paths]
     if not paths:
         raise ValueError("a corpus needs at least one path")
-    sources = [source for path in paths for source in _sources_of(path, text_field)]
+    sources = [source for path in paths for source in _sources_of(path, text_field, split)]
+    if split != "none" and not any(isinstance(source, TextFile) for source in sources):
+        raise CorpusError(
+            f"split {split} is for text files ({', '.join(TEXT_SUFFIXES)}), and "
+            f"{', '.join(map(str, paths))} has none. Leave --split (corpus.split) out."
+        )
     corpus = Corpus(
-        sources, text_field=text_field, limit=limit, max_document_bytes=max_document_bytes
+        sources,
+        text_field=text_field,
+        split=split,
+        limit=limit,
+        max_document_bytes=max_document_bytes,
     )
     if len(corpus) == 0:
         raise CorpusError(f"{', '.join(map(str, paths))} holds no documents.")
     return corpus
 
 
-def _sources_of(path: str | Path, text_field: str) -> list[Source]:
+def _sources_of(path: str | Path, text_field: str, split: Split) -> list[Source]:
     local = Path(path)
     if local.is_dir():
         files = sorted(p for p in local.rglob("*") if p.is_file() and _reader_of(p) is not None)
         if not files:
             raise CorpusError(f"{local} holds no file that can be read. {_KNOWN}")
-        return [_open_file(p, p.relative_to(local).as_posix(), text_field) for p in files]
+        return [_open_file(p, p.relative_to(local).as_posix(), text_field, split) for p in files]
     if local.is_file():
         if _reader_of(local) is None:
             raise CorpusError(f"{local} has an unknown ending. {_KNOWN}")
-        return [_open_file(local, local.name, text_field)]
+        return [_open_file(local, local.name, text_field, split)]
     named_like_hub = isinstance(path, str) and path.count("/") == 1 and path[0] not in "./~"
     if named_like_hub and _reader_of(local) is None:
         return [DatasetSource(str(path), text_field)]
@@ -213,7 +233,9 @@ def _reader_of(path: Path) -> type[JsonLines] | type[ParquetRows] | type[TextFil
     return TextFile if last in TEXT_SUFFIXES else None
 
 
-def _open_file(path: Path, name: str, text_field: str) -> Source:
+def _open_file(path: Path, name: str, text_field: str, split: Split) -> Source:
     reader = _reader_of(path)
     assert reader is not None
+    if issubclass(reader, TextFile):
+        return reader(path, name, split)
     return reader(path, name, text_field)

@@ -49,6 +49,7 @@ def recipe_corpus(recipe: Recipe) -> Corpus:
     return open_corpus(
         recipe.corpus.files,
         text_field=recipe.corpus.text_field,
+        split=recipe.corpus.split,
         limit=recipe.corpus.limit_documents,
     )
 
@@ -220,7 +221,7 @@ def corpus_differences(before: dict[str, Any] | None, now: dict[str, Any] | None
         elif old["sha256"] != source["sha256"]:
             lines.append(f"corpus: the text of {source['name']} has changed")
     lines += [f"corpus: {name} is not in it any more" for name in files]
-    for name in ("text_field", "limit_documents", "documents"):
+    for name in ("split", "text_field", "limit_documents", "documents"):
         if not lines and before.get(name) != now.get(name):
             lines.append(f"corpus.{name}: {before.get(name)} then, {now.get(name)} now")
     return lines or ["corpus: its files come in another order"]

@@ -16,7 +16,7 @@ from vocagnolm.data.corpus import document_hash
 from vocagnolm.data.guidance import GuidancePlan, TeacherLosses
 from vocagnolm.data.packing import PackingSummary, Part, pack_documents
 from vocagnolm.errors import BlocksError
-from vocagnolm.files import file_digest, write_bytes
+from vocagnolm.files import file_digest, parse_json, write_bytes
 from vocagnolm.store import LossStore
 
 NumberedText = tuple[int, str | None]
@@ -146,7 +146,7 @@ def finished_part(path: Path, identity: str) -> dict[str, Any] | None:
         return None
     try:
         with safe_open(path, framework="np") as file:
-            about = json.loads(file.metadata()[METADATA_KEY])
+            about = parse_json(file.metadata()[METADATA_KEY])
     except (SafetensorError, OSError, KeyError, TypeError, ValueError):
         return None  # damaged: it is made again
     if about["identity"] != identity:

@@ -6,6 +6,7 @@ comes last: kill it at any moment and run it again.
 """
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -264,12 +265,17 @@ def _make_parts(
             initargs=(plan, folder),
         ) as pool:
             waiting: dict[Future[dict[str, Any]], int] = {}
-            for number, start in wanted:
-                waiting[pool.submit(_make_in_worker, number, documents(start))] = number
-                if len(waiting) >= 2 * workers:  # the reader must not run away with the memory
+            try:
+                for number, start in wanted:
+                    waiting[pool.submit(_make_in_worker, number, documents(start))] = number
+                    if len(waiting) >= 2 * workers:  # the reader must not run away with the memory
+                        _collect(waiting, note)
+                while waiting:
                     _collect(waiting, note)
-            while waiting:
-                _collect(waiting, note)
+            except KeyboardInterrupt:  # what is under way would be waited for
+                for process in pool._processes.values():
+                    process.terminate()
+                raise
     return [entries[number] for number in sorted(entries)]
 
 
@@ -287,6 +293,7 @@ _maker: PartMaker | None = None
 def _start_worker(plan: PartPlan, folder: Path) -> None:
     global _maker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent answers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _maker = PartMaker(plan, folder)
 

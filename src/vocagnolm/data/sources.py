@@ -6,15 +6,19 @@ import gzip
 import hashlib
 import io
 import json
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from vocagnolm.errors import CorpusError, MissingExtraError
+from vocagnolm.files import parse_json
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".tex")
+Split = Literal["none", "blank_line", "line"]
+"""How a text file becomes documents."""
 # A place to seek to is remembered this often; between two, lines are skipped unread.
 _LINES_PER_MARK = 256
 _READ_BYTES = 2**20
@@ -190,7 +194,7 @@ class _ZstandardStream(io.RawIOBase):
 
 def _json_value(line: bytes) -> Any:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except UnicodeDecodeError as error:
         return Problem(f"not UTF-8: at byte {error.start} of the line")
     except ValueError as error:
@@ -199,22 +203,59 @@ def _json_value(line: bytes) -> Any:
 
 
 class TextFile(_File):
-    """One file, one document."""
+    """One file, one document; or one for each paragraph or line, without its last line break.
+    Blank lines are no documents."""
 
-    def __init__(self, path: Path, name: str, text_field: str):
+    def __init__(self, path: Path, name: str, split: Split = "none"):
         super().__init__(path, name)
-        with open(path, "rb") as file:
+        self._whole = split == "none"
+        # Of every piece: first byte, byte after the last, line. Numbers, not objects: a line may
+        # be a document, and there may be many.
+        self._pieces = array("Q")
+        with self._open() as file:
             self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            if not self._whole:
+                self._find_pieces(file, join=split == "blank_line")
+
+    def _find_pieces(self, file: IO[bytes], *, join: bool) -> None:
+        position = 0
+        inside = False
+        for number, line in enumerate(file, 1):
+            end = position + len(line.rstrip(b"\r\n"))
+            blank = not line.strip()
+            if not blank and join and inside:
+                self._pieces[-2] = end
+            elif not blank:
+                self._pieces.extend((position, end, number))
+            inside = not blank
+            position += len(line)
 
     def __len__(self) -> int:
-        return 1
+        return 1 if self._whole else len(self._pieces) // 3
 
     def read(self, start: int, stop: int) -> Iterator[Record]:
-        if start < 1 <= stop:
-            try:
-                yield Record(self.name, self.path.read_bytes().decode())
-            except UnicodeDecodeError as error:
-                yield Record(self.name, Problem(f"not UTF-8: at byte {error.start}"))
+        with self._open() as file:
+            for index in range(start, min(stop, len(self))):
+                if self._whole:
+                    yield Record(self.name, _utf8(file.read()))
+                    continue
+                first, end, line = self._pieces[3 * index : 3 * index + 3]
+                file.seek(first)
+                yield Record(f"{self.name}:{line}", _utf8(file.read(end - first)))
+
+    def _open(self) -> io.BufferedReader:
+        try:
+            return open(self.path, "rb")
+        except OSError as error:
+            raise CorpusError(f"{self.path} cannot be read: {error.strerror}.") from None
+
+
+def _utf8(content: bytes) -> str | Problem:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        return Problem(f"not UTF-8: at byte {error.start}")
 
 
 class ParquetRows(_File):

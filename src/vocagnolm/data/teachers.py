@@ -60,7 +60,7 @@ class Totals:
         ]
 
     def best_shares(self) -> list[float]:
-        return (self.best / max(self.documents, 1)).tolist()
+        return [float(count) / max(self.documents, 1) for count in self.best]
 
 
 def best_shares(stores: Sequence[LossStore], documents: int = 500) -> list[float] | None:

@@ -5,7 +5,6 @@ reference answer, and the option letters where there are any.
 """
 
 import ast
-import json
 import re
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 from vocagnolm.errors import BenchmarkError, MissingExtraError
 from vocagnolm.evaluate.graders.grading import gold_letter, gold_math, gold_number
 from vocagnolm.evaluate.suite import Protocol, Task, task_named
+from vocagnolm.files import parse_json
 
 Row = dict[str, Any]
 
@@ -337,7 +337,7 @@ def _parse(place: str, data: bytes, name: str) -> Iterator[tuple[str, Row]]:
     try:
         text = data.decode("utf-8-sig")
         if place.endswith(".json"):
-            whole = json.loads(text)
+            whole = parse_json(text)
             rows = list(whole.values()) if isinstance(whole, dict) else whole
             if not isinstance(rows, list):
                 raise ValueError(f"it holds {rows!r:.40}, not rows")
@@ -357,7 +357,7 @@ def _parse(place: str, data: bytes, name: str) -> Iterator[tuple[str, Row]]:
         row = item
         if what == "line":
             try:
-                row = json.loads(item)
+                row = parse_json(item)
             except ValueError as error:
                 raise BenchmarkError(
                     f"{place}, line {number} is no JSON: {error}. Expected one object a line with "

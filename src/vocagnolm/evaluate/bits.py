@@ -9,6 +9,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from vocagnolm.data.corpus import open_corpus
+from vocagnolm.data.left_out import LeftOut, left_out_of
+from vocagnolm.data.sources import Split
 from vocagnolm.errors import EvaluationError, TilingError
 from vocagnolm.model import ModelFiles, NllModel
 
@@ -21,7 +23,11 @@ class BitsPerByte:
     bits: float
     scored_bytes: int
     documents: int
-    skipped_documents: int
+    left_out: LeftOut
+
+    @property
+    def skipped_documents(self) -> int:
+        return self.left_out.documents
 
     @property
     def value(self) -> float:
@@ -36,6 +42,7 @@ def bits_per_byte(
     context: int | None = None,
     batch_tokens: int | None = None,
     text_field: str = "text",
+    split: Split = "none",
     on_documents: Callable[[int, int], None] | None = None,
 ) -> BitsPerByte:
     """Bits the model needs for a byte of the documents.
@@ -44,7 +51,7 @@ def bits_per_byte(
     a window before it, or all there is. A first token without anything before it (models without
     a beginning-of-text token) counts neither in bits nor in bytes.
     """
-    corpus = open_corpus(list(paths), text_field=text_field)
+    corpus = open_corpus(list(paths), text_field=text_field, split=split)
     window = min(context or DEFAULT_CONTEXT, files.max_context or DEFAULT_CONTEXT)
     scorer = NllModel(
         model,
@@ -54,7 +61,8 @@ def bits_per_byte(
         prefix_ids=files.prefix_ids,
     )
     nats = 0.0
-    scored_bytes = documents = skipped = 0
+    scored_bytes = documents = 0
+    lost: list[dict[str, str]] = []
     waiting: list[tuple[np.ndarray, np.ndarray]] = []
 
     def score() -> None:
@@ -68,25 +76,27 @@ def bits_per_byte(
         waiting.clear()
 
     for document in corpus:
+        spans, problem = None, document.problem
         try:
-            spans = None if document.text is None else files.tokenizer.spans(document.text)
-        except TilingError:
-            spans = None
+            if document.text is not None:
+                spans = files.tokenizer.spans(document.text)
+        except TilingError as error:
+            problem = f"does not tile: {error}"
         if spans is None or len(spans.ids) == 0:
-            skipped += 1
+            lost.append({"place": document.place, "reason": problem or "no tokens"})
         else:
             documents += 1
             waiting.append((spans.ids, spans.spans[:, 1] - spans.spans[:, 0]))
         if sum(len(ids) for ids, _ in waiting) >= _TOKENS_AT_A_TIME:
             score()
         if on_documents is not None:
-            on_documents(documents + skipped - len(waiting), len(corpus))
+            on_documents(documents + len(lost) - len(waiting), len(corpus))
     score()
     if on_documents is not None:
         on_documents(len(corpus), len(corpus))
     if scored_bytes == 0:
         raise EvaluationError(
             f"{', '.join(map(str, paths))}: no text that the model could be scored on "
-            f"({skipped} documents could not be read or tokenised)."
+            f"({len(lost)} documents could not be read or tokenised)."
         )
-    return BitsPerByte(nats / math.log(2), scored_bytes, documents, skipped)
+    return BitsPerByte(nats / math.log(2), scored_bytes, documents, left_out_of(lost))

@@ -21,6 +21,7 @@ from vocagnolm.evaluate.suite import TASKS, Protocol, average_stderrs, averages
 from vocagnolm.files import (
     append_lines,
     folder_lock,
+    parse_json,
     read_json,
     remove,
     remove_leftovers,
@@ -190,10 +191,10 @@ class RunFolder:
         answers = {}
         for number, line in enumerate(whole_lines(path), 1):
             try:
-                fields = json.loads(line)
+                fields = parse_json(line)
                 index = int(fields.pop("index"))
                 answers[index] = Answer(**fields)
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise EvaluationError(
                     f"{path}, line {number} is no answer of an interrupted run ({error}). "
                     "Remove the file: its questions are asked again."
@@ -215,8 +216,8 @@ class RunFolder:
             return None
         try:
             with open(path, encoding="utf-8", newline="\n") as file:
-                return [Record(**json.loads(line)) for line in file]
-        except (ValueError, TypeError, RecursionError) as error:
+                return [Record(**parse_json(line)) for line in file]
+        except (ValueError, TypeError) as error:
             raise EvaluationError(
                 f"{path} is damaged ({error}). Remove it and run the evaluation again."
             ) from None

@@ -8,6 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
+from vocagnolm.data.left_out import LeftOut
+from vocagnolm.data.sources import Split
 from vocagnolm.evaluate.conditions import task_conditions, text_conditions
 from vocagnolm.evaluate.graders.grading import grade
 from vocagnolm.evaluate.render import Request
@@ -20,9 +22,15 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Progress:
+    """How far a task is, and all of them together. `text` counts documents, by itself."""
+
     task: str
     done: int
     total: int
+    all_done: int
+    all_total: int
+    fresh: int
+    """Of `all_done`, what this run itself has done."""
 
 
 OnProgress = Callable[[Progress], None]
@@ -35,6 +43,8 @@ def evaluate(
     *,
     text: Sequence[str | Path] = (),
     text_field: str = "text",
+    split: Split = "none",
+    on_left_out: Callable[[LeftOut], None] | None = None,
     out: str | Path | None = None,
     on_progress: OnProgress | None = None,
     **keywords: Unpack[Keywords],
@@ -84,25 +94,58 @@ def evaluate(
             assert loaded is not None
             generator = Generator(loaded, files, engine.batch_size)
             try:
+                count = _Count(sum(map(len, missing.values())), on_progress)
                 for name, listed in missing.items():
-                    answer_task(run, generator, listed, on_progress)
+                    answer_task(run, generator, listed, count)
                     grade_task(run, name, listed)
             finally:
                 generator.close()
         bits = None
         if text:
             assert loaded is not None
-            report = (lambda d, n: on_progress(Progress("text", d, n))) if on_progress else None
+            report = _Count(0, on_progress).documents if on_progress else None
             measured = bits_per_byte(
-                loaded, files, text, text_field=text_field, on_documents=report
+                loaded, files, text, text_field=text_field, split=split, on_documents=report
             )
             bits = measured.value
+            if on_left_out is not None:
+                on_left_out(measured.left_out)
         scores = {name: score_records(run.records(name) or []) for name in requests}
         conditions = {name: task_conditions(listed) for name, listed in requests.items()}
         if text:
             conditions["bits_per_byte"] = text_conditions(text, text_field)
         protocol = questions.protocol if requests else None
         return run.write_results(Evaluation(scores, bits, protocol, conditions))
+
+
+class _Count:
+    """Adds up the questions of all tasks, and those that were answered before."""
+
+    def __init__(self, total: int, on_progress: OnProgress | None):
+        self._total = total
+        self._on_progress = on_progress
+        self._before = 0  # of the tasks that are done
+        self._fresh = 0
+
+    def begin(self, task: str, total: int) -> None:
+        self._task, self._task_total = task, total
+        self.note(0, 0)
+
+    def note(self, done: int, fresh: int) -> None:
+        """`done` questions of the task are answered, `fresh` more of them in this run."""
+        self._fresh += fresh
+        if self._on_progress is not None:
+            all_done = self._before + done
+            self._on_progress(
+                Progress(self._task, done, self._task_total, all_done, self._total, self._fresh)
+            )
+
+    def end(self) -> None:
+        self._before += self._task_total
+
+    def documents(self, done: int, total: int) -> None:
+        assert self._on_progress is not None
+        self._on_progress(Progress("text", done, total, done, total, done))
 
 
 def checksum(requests: Sequence[Request]) -> str:
@@ -116,7 +159,7 @@ def checksum(requests: Sequence[Request]) -> str:
 
 
 def answer_task(
-    run: RunFolder, generator: Any, requests: list[Request], on_progress: OnProgress | None = None
+    run: RunFolder, generator: Any, requests: list[Request], count: _Count | None = None
 ) -> None:
     """Answer what an interrupted run has left open, batch by batch.
 
@@ -124,6 +167,7 @@ def answer_task(
     question could get another answer.
     """
     task = requests[0].task
+    count = count or _Count(len(requests), None)
     there = run.answers(task)
     done = 0
 
@@ -152,13 +196,12 @@ def answer_task(
             max_new_tokens=requests[0].max_new_tokens,
             is_done=is_done,
         )
-    if on_progress is not None:
-        on_progress(Progress(task, 0, len(requests)))
+    count.begin(task, len(requests))
     for batch in batches:
         run.add_answers(task, [(requests[i].index, answer) for i, answer in batch])
         done += len(batch)
-        if on_progress is not None:
-            on_progress(Progress(task, done, len(requests)))
+        count.note(done, len(batch))
+    count.end()
 
 
 def grade_task(run: RunFolder, task: str, requests: list[Request]) -> None:

@@ -130,7 +130,7 @@ def open_model(
         path, revision = _from_hub(str(source), revision, trust_remote_code)
     files = _weight_files(path, name if from_hub else None)
     config = _load_config(path, trust_remote_code)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     tokenizer.name = name
     return ModelFiles(
         folder=path,
@@ -270,6 +270,6 @@ def _loading_message(folder: Path, error: Exception) -> str:
     if "trust_remote_code" in text:
         return (
             f"{folder} needs Python code of its own, which is not run by default. Read that code, "
-            "and pass --trust-remote-code if you trust it."
+            "and pass --trust-remote-code to `score` or `evaluate` if you trust it."
         )
     return f"{folder} cannot be loaded as a causal language model: {type(error).__name__}: {text}"

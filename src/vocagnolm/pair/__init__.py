@@ -2,6 +2,6 @@
 each other (`preflight`, `fit`, `granularity`), and which tokens would be kept (`selections`)."""
 
 from vocagnolm.pair.preflight import Pair, WideToken, compare
-from vocagnolm.pair.sample import SAMPLE, STRESS, texts_of
+from vocagnolm.pair.sample import SAMPLE, STRESS
 
-__all__ = ["SAMPLE", "STRESS", "Pair", "WideToken", "compare", "texts_of"]
+__all__ = ["SAMPLE", "STRESS", "Pair", "WideToken", "compare"]

@@ -2,11 +2,6 @@
 
 # ruff: noqa: E501  (the sample's lines are as long as they are)
 
-from collections.abc import Sequence
-from pathlib import Path
-
-from vocagnolm.errors import CorpusError
-
 SAMPLE: tuple[str, ...] = (
     """Probability, Uncertainty
 
@@ -73,18 +68,3 @@ STRESS: tuple[str, ...] = (
     "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1f0 \u2581literal \u2581\u2581 <0x0A> </s> <|endoftext|>",
     "\ufeffbyte order mark, NUL \x00, bell \x07",
 )
-
-
-def texts_of(
-    corpus: Path | None, *, text_field: str = "text", limit: int | None = None
-) -> Sequence[str]:
-    """The usable documents of a corpus, or the built-in sample where there is no corpus."""
-    if corpus is None:
-        return SAMPLE
-    from vocagnolm.data.corpus import open_corpus
-
-    documents = open_corpus(corpus, text_field=text_field, limit=limit)
-    texts = [document.text for document in documents if document.text is not None]
-    if not texts:
-        raise CorpusError(f"{corpus} has no document that can be read as text")
-    return texts

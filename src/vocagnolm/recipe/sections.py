@@ -67,7 +67,12 @@ class CorpusSection(Schema):
     files: list[str] = key(
         "jsonl, jsonl.gz, jsonl.zst, parquet, text, folders or a hub dataset", []
     )
-    text_field: str = key("the field that holds the text", "text")
+    text_field: str = key("the field that holds the text; --text-field of the commands", "text")
+    split: Literal["none", "blank_line", "line"] = key(
+        "a text file (.txt) is one document: none; or one for each blank_line between, or each "
+        "line",
+        "none",
+    )
     limit_documents: int | None = key("read only so many documents", ge=1)
     keep_documents: KeepDocuments | None = key(
         "train on the documents worth reading: `by` difference, bits_per_byte or random, `share`, "

@@ -1,6 +1,5 @@
 """Run folders as page data: recipe, curves, and the selection sample where there is one."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from vocagnolm.errors import VocagnolmError
 from vocagnolm.evaluate.conditions import marks
 from vocagnolm.evaluate.results import Evaluation, read_results
 from vocagnolm.evaluate.suite import AVERAGES, TASKS
-from vocagnolm.files import json_digest
+from vocagnolm.files import json_digest, parse_json
 from vocagnolm.report.environment import environment
 from vocagnolm.report.html import write_page
 from vocagnolm.report.kept import statistics
@@ -48,7 +47,7 @@ def read_run(folder: str | Path, name: str | None = None, setting: str | None = 
             f"{path} is not a run folder: expected recipe.yaml and metrics.jsonl in it. "
             "Give the folder that `vocagnolm train` wrote (run.folder in the recipe)"
         )
-    recipe = recipe_file.read_text(encoding="utf-8") if recipe_file.is_file() else None
+    recipe = recipe_file.read_text("utf-8", "replace") if recipe_file.is_file() else None
     steps = read_metrics(metrics_file) if metrics_file.is_file() else []
     curves, per_point = training_curves(steps)
     return Run(
@@ -67,12 +66,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The steps of a run. A last line cut short by a crash is left out; where a resumed run
     wrote a step again, the later line counts."""
     steps: dict[int, dict[str, Any]] = {}
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text("utf-8", "replace").splitlines()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             if number == len(lines):
                 continue
@@ -115,7 +114,7 @@ def _method(recipe: str | None) -> str | None:
         return None
     try:
         content = yaml.safe_load(recipe)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return None
     objective = content.get("objective") if isinstance(content, dict) else None
     method = objective.get("method") if isinstance(objective, dict) else None
@@ -125,7 +124,7 @@ def _method(recipe: str | None) -> str | None:
 def _environment_of(run: Path) -> dict[str, str]:
     """The versions that `train` wrote into run.json."""
     try:
-        content = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        content = parse_json((run / "run.json").read_text(encoding="utf-8"))
         return {str(name): str(value) for name, value in content["versions"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return {}  # an older run, or one of another program: the page does without

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import VocagnolmError
-from vocagnolm.files import write_text
+from vocagnolm.files import parse_json, write_text
 from vocagnolm.report.page_data import (
     FORMAT_VERSION,
     Passage,
@@ -59,7 +59,7 @@ def has_sample(run: str | Path) -> bool:
 def read_sample(run: str | Path) -> Sample:
     path = Path(run) / SAMPLE_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         if content.get("format") != FORMAT_VERSION:
             raise SampleError(
                 f"{path} has format {content.get('format')!r}, this program reads "

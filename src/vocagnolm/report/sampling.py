@@ -163,6 +163,7 @@ def _choose(
     corpus = open_corpus(
         recipe.corpus.files,
         text_field=recipe.corpus.text_field,
+        split=recipe.corpus.split,
         limit=recipe.corpus.limit_documents,
     )
     chosen: list[tuple[Document, list[TeacherLosses | None]]] = []

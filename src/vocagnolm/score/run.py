@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus, open_corpus
+from vocagnolm.data.sources import Split
 from vocagnolm.errors import ScoreError
 from vocagnolm.model.load import open_model
 from vocagnolm.processes import Ranks, running_ranks
@@ -56,6 +57,7 @@ def score_corpus(
     *,
     settings: ScoreSettings | None = None,
     text_field: str = "text",
+    split: Split = "none",
     limit_documents: int | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     revision: str | None = None,
@@ -71,6 +73,7 @@ def score_corpus(
     teacher: a model folder, hub id or GGUF file, or an object with the methods of `Teacher`.
     corpus: a file (jsonl, jsonl.gz, jsonl.zst, parquet, txt), a folder of those, a hub dataset
         (`owner/name`, `owner/name:split`), a list of these, or a `Corpus`.
+    split: a text file is one document (`none`), or one a paragraph (`blank_line`) or a `line`.
     settings: context, dtype, device and the like; `ScoreSettings()` chooses by the model.
     on_progress: is called with a `Progress` after every batch.
 
@@ -84,6 +87,7 @@ def score_corpus(
             corpus = open_corpus(
                 corpus,
                 text_field=text_field,
+                split=split,
                 limit=limit_documents,
                 max_document_bytes=max_document_bytes,
             )

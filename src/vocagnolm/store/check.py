@@ -16,6 +16,7 @@ from vocagnolm.store.format import (
     SHARD_FOLDER,
     ShardFile,
     add_statistics,
+    count_reasons,
     identity_digest,
     open_shard,
     read_manifest,
@@ -36,10 +37,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
     shards = [open_shard(file) for file in files]
     totals = add_statistics([shard.about["statistics"] for shard in shards])
     skipped = [entry for shard in shards for entry in shard.about["skipped"]]
-    reasons: dict[str, int] = {}
-    for entry in skipped:
-        kind = entry["reason"].split(":")[0]
-        reasons[kind] = reasons.get(kind, 0) + 1
+    reasons = count_reasons(entry["reason"] for entry in skipped)
     file_bytes = sum(file.stat().st_size for file in files)
     identity = manifest["identity"]
     scored, scored_bytes = totals["scored_tokens"], totals["scored_bytes"]

@@ -11,7 +11,8 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from vocagnolm.errors import StoreError
-from vocagnolm.files import json_digest, read_json
+from vocagnolm.files import json_digest, parse_json, read_json
 
 FORMAT_NAME = "vocagnolm-loss-store"
 FORMAT_VERSION = 1
@@ -191,8 +192,8 @@ def _parse(path: Path, view: memoryview) -> ShardFile:
     start = 8 + header_bytes
     if start > len(view):
         raise ValueError("the header is cut short")
-    header = json.loads(bytes(view[8:start]))
-    about = json.loads(header.pop("__metadata__")[METADATA_KEY])
+    header = parse_json(bytes(view[8:start]))
+    about = parse_json(header.pop("__metadata__")[METADATA_KEY])
     if about["format_version"] != FORMAT_VERSION:
         raise ValueError(
             f"format version {about['format_version']}, this program reads {FORMAT_VERSION}"
@@ -255,3 +256,8 @@ def add_statistics(parts: list[dict[str, Any]]) -> dict[str, Any]:
         sum(part["histogram"][i] for part in parts) for i in range(HISTOGRAM_BINS)
     ]
     return total
+
+
+def count_reasons(reasons: Iterable[str]) -> dict[str, int]:
+    """Why documents were left out, by kind: what stands before the colon."""
+    return dict(Counter(reason.split(":")[0] for reason in reasons))

@@ -62,7 +62,7 @@ def _sums(
     values: NDArray[np.float64], starts: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     total = np.concatenate([[0.0], np.cumsum(values)])
-    return total[ends] - total[starts]
+    return np.asarray(total[ends] - total[starts])
 
 
 def difference(teacher: DocumentBits, reference: DocumentBits) -> NDArray[np.float64]:

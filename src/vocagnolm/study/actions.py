@@ -28,6 +28,7 @@ def score_teacher(home: StudyFolder, teacher: str) -> None:
         home.store(teacher),
         settings=ScoreSettings(**home.study.score),
         text_field=base.get("text_field", "text"),
+        split=base.get("split", "none"),
     )
     about = {
         "teacher": teacher,

@@ -15,7 +15,10 @@ def corpus_granularity(recipe: Recipe, teacher: str, plan: GranularityPlan) -> G
     if recipe.student_tokenizer is None:
         raise StudyError("IoU and IoS need base.student.tokenizer or base.student.model.")
     corpus = open_corpus(
-        list(recipe.corpus.files), text_field=recipe.corpus.text_field, limit=plan.documents
+        list(recipe.corpus.files),
+        text_field=recipe.corpus.text_field,
+        split=recipe.corpus.split,
+        limit=plan.documents,
     )
     return granularity_study(
         load_tokenizer(_tokenizer_file(recipe.student_tokenizer)),

@@ -1,9 +1,10 @@
-"""Progress of a run on stderr: a line every so many steps."""
+"""Progress of a run on stderr: a line every so many steps, or now and then where steps are slow."""
 
 import sys
 import time
 from typing import Any
 
+from vocagnolm.pace import Pace, clock_time
 from vocagnolm.train.schedule import Schedule
 
 
@@ -13,6 +14,7 @@ class Console:
         self.quiet = quiet
         self.log_every = max(1, log_every)
         self._began = (0, time.monotonic())
+        self._pace = Pace()
 
     def start(self, step: int) -> None:
         self._began = (step, time.monotonic())
@@ -25,8 +27,9 @@ class Console:
 
     def step(self, record: dict[str, Any]) -> None:
         step = record["step"]
-        if step % self.log_every and step != self.schedule.steps:
+        if step % self.log_every and step != self.schedule.steps and not self._pace.due():
             return
+        self._pace.said()
         first, began = self._began
         left = (time.monotonic() - began) / max(step - first, 1) * (self.schedule.steps - step)
         self.say(
@@ -34,7 +37,7 @@ class Console:
             f"nll kept {record['nll_kept']:.4f} all {record['nll_all']:.4f}  "
             f"kept {record['kept_share']:.1%}  "
             f"lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
-            f"left {int(left) // 60}:{int(left) % 60:02d}"
+            f"ETA {clock_time(left)}"
         )
 
     def say(self, line: str) -> None:

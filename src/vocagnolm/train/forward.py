@@ -129,4 +129,5 @@ def _guided_forward(
         loss = loss + balance / batch.decided.micro_batches
         means["router_loss"] = balance.detach()
     # a plain dictionary: the only shape in which FSDP finds the tensors that its hooks hang on
-    return {"loss": loss, "sums": output.sums, "means": means}
+    weights = output.weights_BT.detach()
+    return {"loss": loss, "sums": output.sums, "means": means, "weights": weights}

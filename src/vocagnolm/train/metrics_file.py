@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.files import append_lines, write_text
+from vocagnolm.files import append_lines, parse_json, write_text
 from vocagnolm.train.names import with_current_names
 
 
@@ -32,7 +32,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return records
     for line in path.read_bytes().splitlines():
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except (ValueError, RecursionError):
             break
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):

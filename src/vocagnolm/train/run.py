@@ -62,7 +62,8 @@ from vocagnolm.train.schedule import Schedule, plan_schedule
 from vocagnolm.train.signals import Requests, listening
 from vocagnolm.train.strength import measure_strength
 from vocagnolm.train.student import add_lora, build_student, compile_layers, save_tokenizer
-from vocagnolm.train.trackers import keep_in_run, tracker_problems
+from vocagnolm.train.tracked import start_trackers
+from vocagnolm.train.trackers import tracker_problems
 from vocagnolm.train.trainer import GuidedTrainer
 from vocagnolm.train.vocabulary import refuse_other_vocabulary
 
@@ -115,7 +116,7 @@ def _train(
     trainer.on_step, trainer.requests = on_step, requests
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
-    keep_in_run(trainer, folder)
+    start_trackers(trainer, recipe, folder, resumed.step)
     if _is_main():
         console.start(resumed.step)
         if resumed.step == 0 and recipe.student.model is not None:

@@ -96,6 +96,9 @@ class GuidedTrainer(Trainer):
         self.requests = Requests()
         self.stopped = False
         """Left before its last step, because it was asked to."""
+        self.keep_selection = False
+        self.last_selection: tuple[Tensor, Tensor] | None = None
+        """Labels and weights of the newest micro-batch, where they are kept for a tracker."""
         self._plan = StepPlan()
         self._meter = StepMeter()
         self._watch = Stopwatch()
@@ -227,6 +230,8 @@ class GuidedTrainer(Trainer):
         )
         self._has_guidance = targets.guidance_BT is not None
         self._meter.add(output, targets)
+        if self.keep_selection:
+            self.last_selection = (targets.labels_BT, output["weights"])
         self._losses.append((output["loss"].detach(), inputs.get("block")))
         # DDP and FSDP average gradients over ranks, and the denominator counts all of them
         loss = output["loss"] * self.args.world_size

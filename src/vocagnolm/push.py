@@ -1,0 +1,113 @@
+"""`vocagnolm push`: a finished run's model and its card, to the Hugging Face hub."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vocagnolm.errors import PushError, TrainingError, UsageError
+
+CARD = "README.md"
+_PLACE = "from_pretrained(FOLDER)"  # of the card, where the model's address belongs
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What goes, or went, where."""
+
+    repository: str
+    private: bool
+    files: dict[str, int]
+    """Name -> bytes."""
+    local_paths: list[str]
+    """Paths of this machine that the card tells the world."""
+    url: str | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.files.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"total_bytes": self.total_bytes}
+
+
+def push(
+    run: str | Path, repository: str, *, private: bool = False, dry_run: bool = False
+) -> Upload:
+    """Upload the model folder of a finished run to `owner/name`. A dry run reaches nothing."""
+    _require_repository(repository)
+    folder = _model_folder(Path(run))
+    card = (
+        (folder / CARD)
+        .read_text(encoding="utf-8")
+        .replace(_PLACE, f'from_pretrained("{repository}")')
+    )
+    files = {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if _goes(p)}
+    files[CARD] = len(card.encode())
+    upload = Upload(repository, private, files, _local_paths(card))
+    if dry_run:
+        return upload
+    return Upload(**{**asdict(upload), "url": _send(folder, card, upload)})
+
+
+def _send(folder: Path, card: str, upload: Upload) -> str:
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    message = "Model trained with vocagnolm"
+    try:
+        created = api.create_repo(upload.repository, private=upload.private, exist_ok=True)
+        api.upload_folder(
+            repo_id=created.repo_id,
+            folder_path=folder,
+            allow_patterns=[name for name in upload.files if name != CARD],
+            commit_message=message,
+        )
+        # last: a card without its model would promise what is not there
+        api.upload_file(
+            repo_id=created.repo_id,
+            path_or_fileobj=card.encode(),
+            path_in_repo=CARD,
+            commit_message=message,
+        )
+    except Exception as error:  # network, rights, a token that is missing: many types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise PushError(
+            f"The hub did not take {upload.repository}: {reason.rstrip('.')}. Log in with "
+            "`hf auth login` (a token that may write), check the name, and run the same command "
+            "again: what is there is not sent twice."
+        ) from error
+    return str(created)
+
+
+def _require_repository(repository: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UsageError(f"{repository!r} is no name of the hub (owner/name): {error}") from None
+
+
+def _model_folder(run: Path) -> Path:
+    from vocagnolm.train.folder import read_run
+
+    about = read_run(run)
+    if not about:
+        raise TrainingError(f"{run} is not a run: expected the folder that `train` wrote.")
+    folder = run / "model"
+    if not about["finished"] or not (folder / CARD).is_file():
+        raise TrainingError(
+            f"{run} is not finished: there is no model to upload yet. Run the same "
+            "`vocagnolm train` again; it goes on."
+        )
+    return folder
+
+
+def _goes(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink() and not path.name.startswith(".")
+
+
+def _local_paths(card: str) -> list[str]:
+    words = {word.strip("`'\",:|[]") for word in card.split()}
+    return sorted(word for word in words if word.startswith("/") and len(word) > 1)

@@ -1,0 +1,79 @@
+"""Whatever goes wrong ends in one message and an exit code."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from training_kit import make_lab, recipe_dict
+
+from vocagnolm import cli
+from vocagnolm.cli.ending import KEPT
+
+
+def ended(monkeypatch, capsys, error, *arguments):
+    """Exit code and stderr of the command line when `recipe list` fails with `error`."""
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr("vocagnolm.recipe.shipped.shipped_recipes", fail, raising=True)
+    monkeypatch.setattr(sys, "argv", ["vocagnolm", *arguments, "recipe", "list"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return stop.value.code, capsys.readouterr().err
+
+
+def test_an_unforeseen_error_is_one_line_and_a_file(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code, said = ended(monkeypatch, capsys, RuntimeError("inner\nworkings"))
+    assert code == 70 and said.count("\n") == 1 and "RuntimeError: inner " in said
+    (trace,) = tmp_path.rglob("traceback.txt")
+    assert str(trace) in said
+    assert "Traceback" in trace.read_text() and "workings" in trace.read_text()
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_debug_shows_the_trace(how, monkeypatch, capsys):
+    monkeypatch.setenv("VOCAGNOLM_DEBUG", "1" if how == "variable" else "")
+    with pytest.raises(RuntimeError, match="inner"):
+        options = ["--debug"] if how == "option" else []
+        ended(monkeypatch, capsys, RuntimeError("inner"), *options)
+
+
+def test_the_ends_of_files_and_the_keyboard(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code, said = ended(monkeypatch, capsys, EOFError("at byte 3"))
+    assert code == 70 and "ended too early: at byte 3" in said
+    code, said = ended(monkeypatch, capsys, KeyboardInterrupt())
+    assert code == 130 and said == "Interrupted: nothing was written; run the same command again.\n"
+
+
+def test_every_named_command_exists():
+    from typer.main import get_command
+
+    assert set(KEPT) <= set(get_command(cli.app).commands)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_ctrl_c_says_what_is_kept_and_the_same_command_goes_on(workers, tmp_path):
+    """The real keys: every process of the terminal gets the signal."""
+    import json
+
+    make_lab(tmp_path, 3000)
+    tree = recipe_dict(tmp_path, data={"blocks": str(tmp_path / "blocks"), "part_documents": 30})
+    (tmp_path / "r.yaml").write_text(json.dumps(tree))
+    command = [sys.executable, "-m", "vocagnolm", "prepare", str(tmp_path / "r.yaml")]
+    command += ["--workers", workers]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list((tmp_path / "blocks").glob("part*")):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert said.endswith(f"Interrupted: {KEPT['prepare']}\n") and "Traceback" not in said
+    assert not (tmp_path / "blocks" / "manifest.json").exists()
+    assert subprocess.run(command, capture_output=True).returncode == 0
