@@ -73,6 +73,11 @@ def test_a_matched_row_brings_its_target_along() -> None:
         ({"tune": {"learning_rates": [1], "rows": {}, "by": "accuracy"}}, "validation_requests"),
         ({"tune": {"learning_rates": [1], "rows": {}, "by": "accurcy"}}, "bits_per_byte, accuracy"),
         ({"rows": {"a": {}, "b": {"matched_to": "a"}}}, "no teacher"),
+        ({"rows": {"a": {"also": ["t"]}}}, "rows.a.also: unknown teacher 't'"),
+        (
+            {"teachers": {"t": {"model": "m"}}, "rows": {"a": {"against": "t"}}},
+            "without a `teacher`",
+        ),
     ],
 )
 def test_mistakes_are_named(tree: dict, message: str) -> None:
@@ -95,3 +100,20 @@ def test_overrides_reach_rows_and_recipe_keys() -> None:
     assert study.start is not None and study.start["train.tokens"] == 64
     assert study.tune is not None and study.tune.set["train.tokens"] == 32
     assert (study.teachers["same"].train or {})["train.tokens"] == 16
+
+
+def test_rows_of_several_teachers_and_of_chosen_documents(tmp_path: Path) -> None:
+    study = load_study("toy", ["use=[guided-both-mean, documents]"], materials="m")
+    home = Laboratory(study, tmp_path)
+    stores = tmp_path / "stores"
+    both, documents = (next(r for r in home.runs if r.row.startswith(n)) for n in ("g", "d"))
+    recipe = home.recipe(both, learning_rate=None)
+    assert recipe.stores == [str(stores / "sums"), str(stores / "products")]
+    assert recipe.store.combine == "mean"
+    chosen = home.recipe(documents, learning_rate=None).corpus.keep_documents
+    assert chosen is not None and chosen.against == str(stores / "start")
+    assert (chosen.by, chosen.share) == ("difference", 0.4)
+    tasks = {task.name: task for task in home.tasks()}
+    assert {"score-sums", "score-products", "score-teacher", "score-start"} <= set(tasks)
+    blocks = next(t for name, t in tasks.items() if name.startswith("blocks-teacher"))
+    assert stores / "start" / "manifest.json" in blocks.needs

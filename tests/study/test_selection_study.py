@@ -149,6 +149,24 @@ def test_aggregations_differ_only_where_there_are_several_teacher_tokens(seen) -
     assert pair.separators > 0 and pair.two + pair.more > 0 and 0 <= pair.shared_teacher < 1
 
 
+def test_kinds_of_stretches_add_up(seen) -> None:  # type: ignore[no-untyped-def]
+    study, masks, read = seen
+    shares = study.by_kind
+    assert sum(share.tokens for share in shares.values()) == pytest.approx(1)
+    for share in shares.values():
+        assert share.joined - share.left == pytest.approx(share.by_stretch - share.by_token)
+    kept = sum(share.tokens * share.by_stretch for share in shares.values())
+    assert kept == pytest.approx(masks["stretch"].sum() / study.tokens)
+    # by hand: the tokens of a stretch are chosen together
+    for block in range(study.blocks):
+        for number in np.unique(read.stretch[block]):
+            here = read.stretch[block] == number
+            assert len(set(masks["stretch"][block][here].tolist())) == 1
+    # one token against one token is the same comparison; only what competes has changed
+    alone = shares["1:1"]
+    assert alone.joined + alone.left < 0.5 and {"1:N", "N:1"} & set(shares)
+
+
 def test_shared_teacher_tokens_by_hand() -> None:
     # teacher 0 has two student tokens, 1 and 2 one, 3 has three; -1 is unmapped
     ranges = np.array([[0, 0], [0, 1], [-1, -1], [2, 3], [3, 3], [3, 3]])
@@ -249,8 +267,11 @@ def test_command(materials: Path, tmp_path: Path) -> None:
     arguments = ["study", "selection", "--student", str(materials / "student")]
     arguments += ["--store", str(materials / "store"), "--corpus", str(materials / "main.jsonl")]
     arguments += ["--tokens", "512", "--block-size", "64", "--scope-blocks", "4", "--device", "cpu"]
-    printed = CliRunner().invoke(app, [*arguments, "--plot", str(figure)])
+    kinds = tmp_path / "kinds.svg"
+    plots = ["--plot", str(figure), "--plot-kinds", str(kinds)]
+    printed = CliRunner().invoke(app, [*arguments, *plots])
     assert printed.exit_code == 0, printed.output
+    assert "joined" in printed.stdout and "compared by token" in kinds.read_text(encoding="utf-8")
     assert "unmapped: exclude" in printed.stdout and "problems" in printed.stdout
     assert "noise" in figure.read_text(encoding="utf-8")
     as_json = CliRunner().invoke(app, [*arguments, "--json"])

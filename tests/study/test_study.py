@@ -28,8 +28,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
                 "cpt": seeds,
                 "guided-qwen": seeds,
                 **{name: {"seeds": [1]} for name in ("matched", "kld", "rho1")},
+                "stretch": {
+                    "teacher": "qwen",
+                    "also": ["gemma"],
+                    "against": "gemma",
+                    "seeds": [1],
+                    "set": {
+                        "objective.compare": "stretch",
+                        "corpus.keep_documents": {"by": "difference", "share": 0.7},
+                        "optimizer.learning_rate": 1e-3,
+                    },
+                },
             },
-            use=["cpt", "guided-qwen", "matched", "kld", "rho1"],
+            use=["cpt", "guided-qwen", "matched", "kld", "rho1", "stretch"],
             comparisons=[["guided-qwen", "cpt"], ["guided-qwen", "start"]],
         ),
         materials=materials,
@@ -79,6 +90,16 @@ def test_rows_that_share_no_seed_are_compared_over_all_seeds(finished: Laborator
     line = next(x for x in markdown(table).splitlines() if x.startswith("| guided-qwen - matched"))
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     assert cells[1:6] == [""] * 5 and cells[6] and cells[7:] == ["", "1 and 1"]
+
+
+def test_several_teachers_over_chosen_documents(finished: Laboratory) -> None:
+    """The row `stretch`: two stores combined, whole stretches, the best 70 % of the text."""
+    run = next(run for run in finished.runs if run.row == "stretch")
+    recipe = finished.recipe(run, learning_rate=None)
+    manifest = json.loads((Path(recipe.data.blocks or "") / "manifest.json").read_text())
+    assert manifest["teacher"] == "qwen, gemma" and "stretch" in manifest["columns"]
+    assert manifest["summary"]["left_out_documents"] > 10
+    assert (finished.run_folder(run) / "evaluation.json").is_file()
 
 
 def test_nothing_is_run_twice(finished: Laboratory) -> None:

@@ -45,6 +45,9 @@ def selection(
     plot: Path | None = typer.Option(
         None, help="Draw the kept share by source into this PNG, SVG or PDF file."
     ),
+    plot_kinds: Path | None = typer.Option(
+        None, help="Draw what comparing whole stretches changes, by kind of mapping."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Which tokens are kept, and how much the settings change that. Nothing is trained.
@@ -88,6 +91,11 @@ def selection(
 
         source_bars(study, plot)
         typer.echo(f"wrote {plot}", err=True)
+    if plot_kinds is not None:
+        from vocagnolm.pair.figures import kind_bars
+
+        kind_bars(study, plot_kinds)
+        typer.echo(f"wrote {plot_kinds}", err=True)
 
 
 def _print(study: "SelectionStudy") -> None:
@@ -117,6 +125,18 @@ def _print(study: "SelectionStudy") -> None:
             sources.add_row(source, f"{first['tokens']:,.0f}", *shares)
         console.print()
         console.print(sources)
+    kinds = _table("stretches", "tokens", "kept by token", "by stretch", "joined", "left")
+    for kind, share in study.by_kind.items():
+        kept = f"{share.by_token:.1%}", f"{share.by_stretch:.1%}"
+        kinds.add_row(
+            kind, f"{share.tokens:.1%}", *kept, f"{share.joined:.1%}", f"{share.left:.1%}"
+        )
+    console.print()
+    console.print(kinds)
+    line(
+        "stretches: student tokens : teacher tokens of the smallest piece of text at whose ends "
+        "both have a boundary. joined: kept by whole stretches and not by token; left: the reverse."
+    )
     pair = study.pair
     console.print()
     line(

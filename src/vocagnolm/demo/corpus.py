@@ -17,6 +17,7 @@ from vocagnolm.files import whole_file
 CLEAN, WRONG, JUNK = "clean", "wrong", "junk"
 # problems for measuring come from another seed than any text that is trained on
 START_SEED, CORPUS_SEED, HELD_OUT_SEED = 7, 11, 20250325
+SPECIALISTS_SEED = 13
 SHARES = {CLEAN: 0.4, WRONG: 0.3, JUNK: 0.3}
 
 _MENU = words(
@@ -107,6 +108,20 @@ def corpus_documents(
 ) -> list[tuple[str, str]]:
     """The corpus that every student of the demo learns from."""
     return list(itertools.islice(noisy_documents(CORPUS_SEED, shares), n_documents))
+
+
+def specialists(n_documents: int) -> dict[str, list[tuple[str, str]]]:
+    """Clean pages for two teachers that each know one half: products alone, and all but them."""
+    halves: dict[str, list[tuple[str, str]]] = {"sums": [], "products": []}
+    chance = random.Random(SPECIALISTS_SEED)
+    while min(map(len, halves.values())) < n_documents // 4:
+        text = clean_document(chance)
+        signs = {sign for sign in "+-*" if f" {sign} " in text}
+        if signs == {"*"}:
+            halves["products"].append((CLEAN, text))
+        elif "*" not in signs:
+            halves["sums"].append((CLEAN, text))
+    return {name: texts[: n_documents // 4] for name, texts in halves.items()}
 
 
 def held_out_problems(n_problems: int, documents: Iterable[tuple[str, str]]) -> list[Problem]:

@@ -132,17 +132,36 @@ def source_bars(study: "SelectionStudy", path: str | Path) -> Path:
             "There is nothing to draw: the corpus does not name the sources of its documents "
             "(--source-field)"
         )
-    names = list(study.by_source)
     labels = {row.name: row.label for row in study.rows}
-    sources = list(study.by_source[names[0]])
-    matplotlib, figure, axes = new_figure(1.8 + 1.2 * max(len(sources), 2), 3.6)
-    width = 0.84 / len(names)
-    for at, name in enumerate(names):
-        places = [place + (at - (len(names) - 1) / 2) * width for place in range(len(sources))]
-        values = [100 * study.by_source[name][source]["kept"] for source in sources]
-        bars = axes.bar(places, values, 0.9 * width, color=COLOURS[at], label=labels[name])
+    series = {
+        labels[name]: [share["kept"] for share in shares.values()]
+        for name, shares in study.by_source.items()
+    }
+    return _kept_bars(study, list(next(iter(study.by_source.values()))), series, path)
+
+
+def kind_bars(study: "SelectionStudy", path: str | Path) -> Path:
+    """The kept share of every kind of stretch, compared by token and by stretch."""
+    groups = [f"{kind}\n{share.tokens:.0%} of the tokens" for kind, share in study.by_kind.items()]
+    series = {
+        "compared by token": [share.by_token for share in study.by_kind.values()],
+        "compared by whole stretches": [share.by_stretch for share in study.by_kind.values()],
+    }
+    return _kept_bars(study, groups, series, path)
+
+
+def _kept_bars(
+    study: "SelectionStudy", groups: list[str], series: dict[str, list[float]], path: str | Path
+) -> Path:
+    """A group of bars for each of `groups`, a bar for each of `series`."""
+    matplotlib, figure, axes = new_figure(1.8 + 1.2 * max(len(groups), 2), 3.6)
+    width = 0.84 / len(series)
+    for at, (label, shares) in enumerate(series.items()):
+        places = [place + (at - (len(series) - 1) / 2) * width for place in range(len(groups))]
+        values = [100 * share for share in shares]
+        bars = axes.bar(places, values, 0.9 * width, color=COLOURS[at], label=label)
         axes.bar_label(bars, [f"{value:.0f}" for value in values], fontsize=7, color=INK)
-    axes.set_xticks(range(len(sources)), sources, color=INK)
+    axes.set_xticks(range(len(groups)), groups, color=INK)
     axes.margins(y=0.22)  # room for the legend
     axes.set_ylabel("kept tokens, %", color=SOFT)
     axes.set_title(f"{study.student} × {study.teacher}", loc="left", fontsize=11, color=INK)

@@ -23,9 +23,11 @@ from vocagnolm.train.collate import BlockCollator
 CHUNKS = (8, 16, 32, 64)
 AGGREGATIONS = ("max", "mean", "sum")
 
+STRETCH = "stretch"
+
 Guidance = str | int | None
 """Where a variant's guidance comes from: an aggregation over the teacher's tokens, a number of
-chunks, or no teacher at all."""
+chunks, whole stretches, or no teacher at all."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class SampleBlocks:
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     guidance: dict[Guidance, NDArray[np.float32]]
+    stretch: NDArray[np.int64]
+    """Number of each token's stretch in its block."""
     teacher_range: NDArray[np.int64]
     """[N, L, 2], -1 where no teacher token covers the token."""
     teacher_sums: NDArray[np.float64]
@@ -62,7 +66,8 @@ def packed_blocks(
         for how in AGGREGATIONS:
             data: dict[str, Any] = {"blocks": str(folder / how), "eos": eos}
             # one part: teacher ranges then point into one array
-            data |= {"part_documents": len(sample.texts), "extra_columns": ["teacher_losses"]}
+            extra = ["teacher_losses", "stretch"]
+            data |= {"part_documents": len(sample.texts), "extra_columns": extra}
             recipe = recipe_from_dict(
                 {
                     "student": {"tokenizer": tokenizer},
@@ -76,6 +81,7 @@ def packed_blocks(
             found[how] = Blocks(folder / how, block_size, teacher_sums=True)
         for n in CHUNKS:
             found[n] = Blocks(folder / "max", block_size, chunks=n)
+        found[STRETCH] = Blocks(folder / "max", block_size, stretches=True)
         yield found
 
 
@@ -99,6 +105,8 @@ def read_blocks(
         guidance[key] = batch["guidance"].numpy()
         if key == "max":
             sums = batch["teacher_sums"].numpy()
+        elif key == STRETCH:
+            stretch = batch["stretch"].numpy()
     all_ranges = blocks.read("teacher_range", 0, blocks.tokens).astype(np.int64)
     windows = [blocks.window(index) for index in indices]
     ranges = [all_ranges[start + 1 : stop] for start, stop in windows]
@@ -109,6 +117,7 @@ def read_blocks(
         input_ids=batch["input_ids"].numpy(),
         labels=batch["labels"].numpy(),
         guidance=guidance,
+        stretch=stretch,
         teacher_range=np.stack(ranges),
         teacher_sums=sums,
         shared_teacher=shared_teacher_share(all_ranges),

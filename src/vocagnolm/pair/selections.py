@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vocagnolm.alignment import KINDS
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.data.part import tokenise
 from vocagnolm.data.separators import separator_ids
@@ -24,6 +25,7 @@ from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select
 from vocagnolm.pair.sample_blocks import (
     AGGREGATIONS,
     CHUNKS,
+    STRETCH,
     Guidance,
     SampleBlocks,
     packed_blocks,
@@ -92,6 +94,22 @@ class PairFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KindShares:
+    """Of the predicted tokens of one kind."""
+
+    tokens: float
+    """Share of all predicted tokens."""
+    by_token: float
+    """Kept by the reference."""
+    by_stretch: float
+    """Kept when whole stretches are compared."""
+    joined: float
+    """Kept by stretch and not by token."""
+    left: float
+    """Kept by token and not by stretch."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SelectionStudy:
     student: str
     teacher: str
@@ -107,6 +125,8 @@ class SelectionStudy:
     pair: PairFacts
     rows: list[SelectionRow]
     """The reference comes first."""
+    by_kind: dict[str, KindShares]
+    """Kind of the stretch (student tokens : teacher tokens) -> what the two comparisons keep."""
     by_source: dict[str, SourceShares] | None
     """Variant -> source -> kept share and tokens; None where the corpus names no sources."""
 
@@ -118,6 +138,8 @@ def variants(keep: float = 0.4, seed: int = 0) -> list[Variant]:
     """The reference and everything it is compared with, each one setting away from it."""
     guided = ObjectiveConfig(method="guided", keep=keep, seed=seed)
     found = [Variant(name=REFERENCE, label=f"guided, max, include, keep {keep:.0%}", config=guided)]
+    whole = replace(guided, compare="stretch")
+    found.append(Variant(name=STRETCH, label="by whole stretches", config=whole, guidance=STRETCH))
     for how in AGGREGATIONS[1:]:
         found.append(
             Variant(name=how, label=f"{how} over teacher tokens", config=guided, guidance=how)
@@ -217,6 +239,7 @@ def selection_study(
         keep=keep,
         pair=_pair_facts(read),
         rows=[_row(v, masks, read, nll) for v in compared],
+        by_kind=_by_kind(read, masks[REFERENCE], masks[STRETCH]),
         by_source=None
         if read.named is None
         else {
@@ -234,6 +257,7 @@ def _select(variant: Variant, read: SampleBlocks, nll: NDArray[np.float32]) -> N
         targets = Targets(
             labels_BT=torch.from_numpy(read.labels[rows]),
             guidance_BT=None if guidance is None else torch.from_numpy(guidance[rows]),
+            stretch_BT=torch.from_numpy(read.stretch[rows]) if variant.config.by_stretch else None,
             teacher_sums_B2=torch.from_numpy(read.teacher_sums[rows]),
         )
         batch = ScoredBatch(targets, torch.from_numpy(nll[rows]))
@@ -258,6 +282,43 @@ def _row(
         student_nll=_mean(nll[mask].sum(dtype=np.float64), mask.sum()),
         excess=_mean(np.nansum(excess, dtype=np.float64), (~np.isnan(excess)).sum()),
     )
+
+
+def _by_kind(
+    read: SampleBlocks, by_token: NDArray[np.bool_], by_stretch: NDArray[np.bool_]
+) -> dict[str, KindShares]:
+    predicted = read.predicted
+    kinds = _kinds(read)[predicted]
+    ours, theirs = by_token[predicted], by_stretch[predicted]
+    found = {}
+    for number, name in enumerate(KINDS):
+        here = kinds == number
+        if not here.any():
+            continue
+        found[name] = KindShares(
+            tokens=float(here.mean()),
+            by_token=float(ours[here].mean()),
+            by_stretch=float(theirs[here].mean()),
+            joined=float((theirs & ~ours)[here].mean()),
+            left=float((ours & ~theirs)[here].mean()),
+        )
+    return found
+
+
+def _kinds(read: SampleBlocks) -> NDArray[np.int64]:
+    """Per token the kind of its stretch, a place in `KINDS`; what a block cuts off is unmapped."""
+    known = ~np.isnan(read.guidance[STRETCH])
+    rows, width = read.stretch.shape
+    number = (read.stretch + width * np.arange(rows)[:, None])[known]
+    counts = np.bincount(number, minlength=rows * width)
+    first = np.full(rows * width, np.iinfo(np.int64).max)
+    last = np.full(rows * width, -1)
+    np.minimum.at(first, number, read.teacher_range[known][:, 0])
+    np.maximum.at(last, number, read.teacher_range[known][:, 1])
+    several_theirs = (last > first)[number].astype(np.int64)
+    kinds = np.zeros(read.stretch.shape, np.int64)
+    kinds[known] = 1 + several_theirs + 2 * (counts[number] > 1)
+    return kinds
 
 
 def _mean(total: Any, count: Any) -> float:

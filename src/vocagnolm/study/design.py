@@ -83,6 +83,10 @@ class RowPlan(Plan):
 
     label: str | None = None
     teacher: str | None = None
+    also: list[str] = Field(default=[])
+    """Further teachers, whose stores are combined with the first one's (`store.combine`)."""
+    against: str | None = None
+    """For `corpus.keep_documents` by difference: the teacher whose store is the reference."""
     set: dict[str, Any] = Field(default={})
     """Overrides of the recipe: `section.key: value`."""
     grid: dict[str, list[Any]] = Field(default={})
@@ -165,10 +169,17 @@ class RunPlan:
     seed: int
     overrides: dict[str, Any]
     teacher: str | None = None
+    also: tuple[str, ...] = ()
+    against: str | None = None
     tuned: str | None = None
     matched_to: str | None = None
     order: tuple[int, int, int] = (0, 0, 0)
     """Priority, seed, place of the row."""
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """All that it has to do with."""
+        return tuple(name for name in (self.teacher, *self.also, self.against) if name is not None)
 
 
 def expand_rows(rows: Mapping[str, RowPlan]) -> dict[str, RowPlan]:
@@ -204,6 +215,8 @@ def plan_runs(study: Study) -> list[RunPlan]:
                     seed=seed,
                     overrides=dict(row.set),
                     teacher=row.teacher,
+                    also=tuple(row.also),
+                    against=row.against,
                     tuned=row.tuned,
                     matched_to=row.matched_to,
                     order=(row.priority, seed, place),

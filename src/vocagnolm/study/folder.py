@@ -93,7 +93,13 @@ class StudyFolder:
             if plan.tokenizer is not None:
                 overrides["teacher.tokenizer"] = plan.tokenizer
             if self.stored(run):
-                overrides["store.path"] = str(self.store(run.teacher))
+                paths = [str(self.store(name)) for name in (run.teacher, *run.also)]
+                overrides["store.path"] = paths if run.also else paths[0]
+            if run.against is not None:
+                reference = {"against": str(self.store(run.against))}
+                overrides["corpus.keep_documents"] = (
+                    overrides.get("corpus.keep_documents") or {}
+                ) | reference
         return self._with_blocks(recipe_with(self.study.base, overrides, f"row {run.row}"))
 
     def teacher_recipe(self, teacher: str) -> Recipe:

@@ -25,8 +25,8 @@ class Laboratory(StudyFolder):
         if self.study.start is not None:
             add(self._start_task())
             add(self._start_evaluation())
-        used = {run.teacher for run in self.runs}
-        stored = {run.teacher for run in self.runs if self.stored(run)}
+        used = {name for run in self.runs for name in run.teachers}
+        stored = {name for run in self.runs if self.stored(run) for name in run.teachers}
         for name, teacher in self.study.teachers.items():
             if name in used and teacher.train is not None:
                 recipe = self.teacher_recipe(name)
@@ -95,7 +95,9 @@ class Laboratory(StudyFolder):
         assert recipe.data.blocks is not None
         folder = Path(recipe.data.blocks)
         needs = [*existing_path(recipe.student_tokenizer)]
-        needs += [Path(path) / "manifest.json" for path in recipe.stores]
+        chosen = recipe.corpus.keep_documents
+        stores = [*recipe.stores, *([chosen.against] if chosen and chosen.against else [])]
+        needs += [Path(path) / "manifest.json" for path in stores]
         return Task(
             f"blocks-{folder.name}",
             "blocks",
@@ -134,6 +136,8 @@ class Laboratory(StudyFolder):
             seed=tune.seed,
             overrides={**row.set, **tune.set},
             teacher=row.teacher,
+            also=tuple(row.also),
+            against=row.against,
         )
 
     def _run_task(self, run: RunPlan) -> Task:

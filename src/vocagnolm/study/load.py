@@ -81,8 +81,16 @@ def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
         if (teacher.model is None) == (teacher.train is None):
             raise StudyError(f"{origin}: teachers.{name} must have either `model` or `train`.")
     for name, row in rows.items():
-        if row.teacher is not None:
-            _require(row.teacher, set(study.teachers), f"{origin}: rows.{name}.teacher", "teacher")
+        given = [
+            ("teacher", row.teacher),
+            ("against", row.against),
+            *(("also", n) for n in row.also),
+        ]
+        for key, one in given:
+            if one is not None:
+                _require(one, set(study.teachers), f"{origin}: rows.{name}.{key}", "teacher")
+        if row.teacher is None and (row.also or row.against):
+            raise StudyError(f"{origin}: rows.{name} has `also` or `against` without a `teacher`.")
         if row.matched_to is not None:
             _require(row.matched_to, known, f"{origin}: rows.{name}.matched_to", "row")
             if rows[row.matched_to].matched_to or rows[row.matched_to].teacher is None:
