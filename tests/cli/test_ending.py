@@ -67,7 +67,14 @@ def test_ctrl_c_says_what_is_kept_and_the_same_command_goes_on(workers, tmp_path
     (tmp_path / "r.yaml").write_text(json.dumps(tree))
     command = [sys.executable, "-m", "vocagnolm", "prepare", str(tmp_path / "r.yaml")]
     command += ["--workers", workers]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # a shell that runs the tests in the background lets them ignore the key
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not list((tmp_path / "blocks").glob("part*")):
         time.sleep(0.01)

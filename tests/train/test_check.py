@@ -3,11 +3,12 @@ import shutil
 
 import pytest
 import yaml
-from training_kit import recipe_dict, write_corpus
+from training_kit import recipe_dict, write_corpus, write_store
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.store import LossStore
 from vocagnolm.train.check import check
 
 
@@ -31,6 +32,26 @@ def test_a_good_recipe_is_ready_and_its_plan_is_right(lab, tmp_path):
     assert plan["student"]["parameters"] > 10_000
     assert plan["student_tokenizer"]["eos"] == "<end>"
     assert not (tmp_path / "run").exists()  # a dry check leaves nothing behind
+
+
+def test_several_teachers_are_shown_side_by_side(lab, tmp_path):
+    texts = [json.loads(line)["text"] for line in (lab / "corpus.jsonl").open()]
+    second = write_store(tmp_path / "second", texts[:20], lab / "student", seed=5)
+    path = [str(lab / "store"), str(second)]
+    blocks = {"blocks": str(tmp_path / "blocks")}
+    found = report(lab, tmp_path, store={"path": path}, data=blocks)
+    assert found.ready, found.problems
+    shown = found.plan["stores"]
+    stores = [LossStore.open(one) for one in path]
+    assert [one["bits_per_byte"] for one in shown] == [store.bits_per_byte for store in stores]
+
+    def bits(store, number):
+        token_bytes, nll = store[number]
+        return nll.sum(dtype=float) / token_bytes.sum(dtype=float)
+
+    best = [bits(stores[0], n) < bits(stores[1], n) for n in range(20)]
+    assert shown[0]["best_share"] == pytest.approx(sum(best) / 20)
+    assert shown[0]["best_share"] + shown[1]["best_share"] == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
