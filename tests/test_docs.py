@@ -39,3 +39,17 @@ def test_the_training_loop_runs_as_printed(tmp_path):
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
     assert len(losses) == 16 and losses[-1] < losses[0]
     assert not any(tmp_path.iterdir())
+
+
+def test_the_table_of_faults_names_every_test_of_faults():
+    page = (ROOT / "docs/limits.md").read_text()
+    named = set(re.findall(r"`((?:faults|score)/test_\w+\.py)`", page))
+    tried = {f"faults/{path.name}" for path in (ROOT / "tests/faults").glob("test_*.py")}
+    assert named == tried | {"score/test_score_crash.py"}
+
+
+def test_the_version_stands_in_one_place():
+    version = re.compile(r'^_*version_*\s*[:=]\s*"?\d', re.MULTILINE)
+    places = ["CITATION.cff", "pyproject.toml", "src/vocagnolm/__init__.py"]
+    found = [place for place in places if version.search((ROOT / place).read_text())]
+    assert found == ["src/vocagnolm/__init__.py"]
