@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vocagnolm.files import write_json
+from vocagnolm.methods import METHODS
 from vocagnolm.statistics import mean_and_spread
 from vocagnolm.study.design import GranularityPlan, RowPlan, recipe_with
 from vocagnolm.study.evaluation import ANSWERS_FILE, Grades, grade_answers, questions_of
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from vocagnolm.evaluate.render import Request
 
 GRADES_FILE = "grades.json"
-# Methods that carry the teacher's losses from token to token.
-_TOKEN_LEVEL = ("guided", "rho1")
 
 
 def read_results(laboratory: Laboratory) -> dict[str, dict[int, dict[str, Any]]]:
@@ -138,7 +137,7 @@ def _add_granularity(table: dict[str, Any], laboratory: Laboratory, plan: Granul
         point = None
         if objective.method == "chunk" and settings.teacher in (None, plan.teacher):
             point = chunks.get(objective.n_chunks)
-        elif objective.method in _TOKEN_LEVEL and settings.teacher == plan.teacher:
+        elif METHODS[objective.method].by_excess and settings.teacher == plan.teacher:
             # a matched row keeps tokens by chance, whatever its teacher
             point = found["token_level"] if settings.matched_to is None else None
         if point is not None:
