@@ -1,11 +1,13 @@
 """The documents say what the program says."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command_kit import parse
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -39,3 +41,28 @@ def test_the_training_loop_runs_as_printed(tmp_path):
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
     assert len(losses) == 16 and losses[-1] < losses[0]
     assert not any(tmp_path.iterdir())
+
+
+def test_the_table_of_faults_names_every_test_of_faults():
+    page = (ROOT / "docs/limits.md").read_text()
+    named = set(re.findall(r"`((?:faults|score)/test_\w+\.py)`", page))
+    tried = {f"faults/{path.name}" for path in (ROOT / "tests/faults").glob("test_*.py")}
+    assert named == tried | {"score/test_score_crash.py"}
+
+
+def test_the_version_stands_in_one_place():
+    version = re.compile(r'^_*version_*\s*[:=]\s*"?\d', re.MULTILINE)
+    places = ["CITATION.cff", "pyproject.toml", "src/vocagnolm/__init__.py"]
+    found = [place for place in places if version.search((ROOT / place).read_text())]
+    assert found == ["src/vocagnolm/__init__.py"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_parse(page):
+    if "log" in page.parts:
+        pytest.skip("the log keeps commands as they were")
+    for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("vocagnolm ") and "[" not in line and "..." not in line:
+                for command in line.partition("#")[0].split("&&"):
+                    parse(shlex.split(command.partition(">")[0])[1:])

@@ -298,6 +298,18 @@ def folder_lock(folder: str | Path, advice: str) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def claim(path: str | Path) -> Iterator[bool]:
+    """Whether the file could be locked; the lock dies with its holder, the file stays."""
+    with _open_lock(Path(path)) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
 def _open_lock(path: Path) -> IO[bytes]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,8 @@ class Method:
     """Trains on some of the tokens."""
     guidance: bool = False
     """Reads one number per token from the teacher, out of a store or online."""
+    by_excess: bool = False
+    """Ranks tokens one by one by what their loss exceeds the teacher's."""
     distribution: bool = False
     """Reads the teacher's whole distribution: the teacher is held online."""
     one_vocabulary: bool = False
@@ -29,6 +31,7 @@ METHODS: dict[MethodName, Method] = {
         label="training on the tokens whose loss exceeds the teacher's most (VocAgnoLM)",
         selects=True,
         guidance=True,
+        by_excess=True,
     ),
     "random": Method(label="training on a random selection of tokens", selects=True),
     "chunk": Method(
@@ -40,6 +43,7 @@ METHODS: dict[MethodName, Method] = {
         label="training on the tokens whose loss exceeds the reference model's most (Rho-1)",
         selects=True,
         guidance=True,
+        by_excess=True,
         one_vocabulary=True,
     ),
     "no_teacher": Method(

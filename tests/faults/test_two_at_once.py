@@ -10,8 +10,8 @@ from faults_kit import tiny_tree
 from training_kit import fresh_process, recipe_dict
 
 from vocagnolm.data.prepare import prepare
-from vocagnolm.errors import BusyError
-from vocagnolm.files import folder_lock
+from vocagnolm.errors import BusyError, WriteError
+from vocagnolm.files import claim, folder_lock
 from vocagnolm.recipe import recipe_from_dict
 
 
@@ -66,3 +66,14 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path):
     assert not (tmp_path / ".lock").exists()
     with folder_lock(tmp_path, ""), pytest.raises(BusyError), folder_lock(tmp_path, ""):
         raise AssertionError("two holders")
+
+
+def test_a_claim_is_free_again_when_its_holder_ends(tmp_path):
+    path = tmp_path / "task.lock"
+    with claim(path) as ours, claim(path) as theirs:
+        assert ours and not theirs
+    with claim(path) as ours:
+        assert ours
+    (tmp_path / "planted.lock").symlink_to(tmp_path / "outside")
+    with pytest.raises(WriteError, match="symbolic link"), claim(tmp_path / "planted.lock"):
+        pass

@@ -278,3 +278,15 @@ def test_command(materials: Path, tmp_path: Path) -> None:
     assert as_json.exit_code == 0
     told = json.loads(as_json.stdout)
     assert told["rows"][0]["overlap"] == 1.0 and told["pair"]["mapped"] > 0.9
+
+
+def test_the_source_of_every_document_by_the_rule_of_every_corpus(tmp_path: Path) -> None:
+    """A broken line has its number too: no document after it moves."""
+    lines = ['{"text": "a", "source": "x"}', "{", '{"text": "b", "source": 3}']
+    (tmp_path / "one.jsonl").write_text("\n".join([*lines, '{"text": "c", "source": "y"}']))
+    (tmp_path / "two.jsonl").write_text('{"text": "d"}\n')
+    files = [str(tmp_path / name) for name in ("one.jsonl", "two.jsonl")]
+    assert document_sources(files, "source") == ["x", "one", "one", "y", "two"]
+    (tmp_path / "c.txt").write_text("text")
+    with pytest.raises(StudyError, match=r"plain \.jsonl"):
+        document_sources([str(tmp_path / "c.txt")], "source")

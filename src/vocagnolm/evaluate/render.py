@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from vocagnolm.errors import MissingExtraError, UsageError
 from vocagnolm.evaluate.suite import PAPER_NEW_TOKENS, Protocol, Task, check_protocol
+from vocagnolm.files import write_text
 
 Method = Literal["generate", "likelihood"]
 TASK_FOLDER = Path(__file__).parent / "tasks"
@@ -112,9 +113,8 @@ def _render_task(
 
 
 def write_requests(path: str | Path, requests: Iterable[Request]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        for request in requests:
-            file.write(json.dumps(asdict(request), ensure_ascii=False) + "\n")
+    lines = [json.dumps(asdict(request), ensure_ascii=False) + "\n" for request in requests]
+    write_text(path, "".join(lines))
 
 
 def read_requests(path: str | Path) -> list[Request]:

@@ -98,7 +98,7 @@ class ObjectiveConfig:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.temperature <= 0.0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
-        if self.weighting != "top_k" and self.method not in ("guided", "rho1"):
+        if self.weighting != "top_k" and not self.rule.by_excess:
             raise ValueError(f"weighting {self.weighting} belongs to guided and rho1")
         if self.compare == "stretch" and not self.rule.guidance:
             raise ValueError(f"compare stretch needs a method with guidance, not {self.method}")

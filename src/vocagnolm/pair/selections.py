@@ -225,10 +225,9 @@ def selection_study(
         read = read_blocks(by_guidance, sources, min(tokens, sample.tokens), scope_blocks, seed)
     nll = student_nll(files, read.input_ids, read.labels, on_tokens)
     masks = {v.name: _select(v, read, nll) for v in compared}
-    teacher = losses.manifest["identity"].get("teacher", {})
     return SelectionStudy(
         student=files.name,
-        teacher=str(teacher.get("name", "teacher") if isinstance(teacher, dict) else teacher),
+        teacher=losses.teacher_name,
         documents=len(sample.texts),
         missing_documents=sample.missing,
         unusable_documents=sample.unusable,

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from vocagnolm.methods import METHODS, MethodName
+
 Changes = dict[str, Any]
 """`section.key` -> value."""
 
@@ -84,14 +86,13 @@ def _stored(name: str, method: str = "guided", **blocks: str) -> Changes:
     }
 
 
-def _online(name: str, method: str) -> Changes:
+def _online(name: str, method: MethodName) -> Changes:
     """The teacher beside the student: its distributions are in no store."""
-    one_vocabulary = method in ("kld", "rho1")
     return {
         **_teacher(name),
         "teacher.online": True,
         "store.path": None,
-        "data.blocks": f"{OUT}/blocks/{'plain' if one_vocabulary else 'text'}",
+        "data.blocks": f"{OUT}/blocks/{'plain' if METHODS[method].one_vocabulary else 'text'}",
         "objective.method": method,
         "train.micro_batch": 4,  # room for the teacher
     }

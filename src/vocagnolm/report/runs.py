@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from vocagnolm.errors import VocagnolmError
 from vocagnolm.evaluate.conditions import marks
 from vocagnolm.evaluate.results import Evaluation, read_results
 from vocagnolm.evaluate.suite import AVERAGES, TASKS
 from vocagnolm.files import json_digest, parse_json
+from vocagnolm.recipe.schema import parse_yaml
 from vocagnolm.report.environment import environment
 from vocagnolm.report.html import write_page
 from vocagnolm.report.kept import statistics
@@ -113,8 +113,8 @@ def _method(recipe: str | None) -> str | None:
     if recipe is None:
         return None
     try:
-        content = yaml.safe_load(recipe)
-    except (yaml.YAMLError, RecursionError):
+        content = parse_yaml(recipe)
+    except ValueError:
         return None
     objective = content.get("objective") if isinstance(content, dict) else None
     method = objective.get("method") if isinstance(objective, dict) else None

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vocagnolm.errors import VocagnolmError
 from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.recipe.schema import parse_yaml
 from vocagnolm.train.folder import RUNTIME_KEYS, read_run
 
 # what a seed of one setting may differ in
@@ -24,8 +23,8 @@ Setting = dict[str, Any]
 def read_setting(run: Path) -> Setting | None:
     """None where the folder has no recipe that can be read."""
     try:
-        content = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        content = parse_yaml((run / "recipe.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
     if not isinstance(content, dict):
         return None

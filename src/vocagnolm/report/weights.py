@@ -93,7 +93,7 @@ def describe(
         if config.scope == "sequence"
         else "all texts of the page",
         graded=config.graded,
-        threshold=_threshold(passages) if chooses and config.method in ("guided", "rho1") else None,
+        threshold=_threshold(passages) if chooses and config.rule.by_excess else None,
     )
 
 

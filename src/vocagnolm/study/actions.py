@@ -1,7 +1,6 @@
 """What the tasks of a study do: the ordinary code (`score_corpus`, `prepare`, `train`) with an
 ordinary recipe. Every action leaves its results in the study's folder."""
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 from vocagnolm.files import write_json
 from vocagnolm.recipe import Recipe
 from vocagnolm.study.design import GranularityPlan, RunPlan
-from vocagnolm.study.folder import EVALUATION, SELECTION, StudyFolder
+from vocagnolm.study.folder import EVALUATION, SELECTION, StudyFolder, read_result
 from vocagnolm.study.task import release_memory
 
 _SELECTION_MICRO_BATCHES = 8
@@ -95,7 +94,7 @@ def _match(home: StudyFolder, run: RunPlan, recipe: Recipe) -> None:
 
     assert run.matched_to is not None and recipe.data.blocks is not None
     path = home.first_run(run.matched_to) / SELECTION
-    measured = json.loads(path.read_text(encoding="utf-8"))
+    measured = read_result(path)
     target = home.folder / "blocks" / f"matched-{run.name}"
     write_matched_blocks(
         Path(recipe.data.blocks),

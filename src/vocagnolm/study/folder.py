@@ -11,12 +11,12 @@ FOLDER/granularity-TEACHER.json   IoU and IoS of chunks, where a study asks for 
 ```
 """
 
-import json
 import math
 from pathlib import Path
+from typing import Any
 
 from vocagnolm.errors import StudyError
-from vocagnolm.files import json_digest
+from vocagnolm.files import json_digest, read_json
 from vocagnolm.methods import METHODS
 from vocagnolm.recipe import Recipe
 from vocagnolm.study.design import (
@@ -32,6 +32,11 @@ from vocagnolm.study.task import existing_path
 
 EVALUATION = "evaluation.json"
 SELECTION = "selection.json"
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A file that a task of the study left; its being there is what makes the task done."""
+    return read_json(path, StudyError, "Remove it and run the study again: it is made anew.")
 
 
 class StudyFolder:
@@ -160,7 +165,7 @@ class StudyFolder:
         cost = {}
         for rate in self.study.tune.learning_rates:
             path = self.folder / "tuning" / f"{group}-{rate:g}" / EVALUATION
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_result(path)
             if self.study.tune.by == "accuracy":
                 if "validation_accuracy" not in found:
                     raise StudyError(

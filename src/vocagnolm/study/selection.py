@@ -5,7 +5,6 @@ blocks whose guidance is made of random numbers, so that the ordinary guided obj
 of every source as the guided run did, but by chance within it.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from vocagnolm.data.blocks import MANIFEST, TrainingOrder, read_manifest
-from vocagnolm.errors import StudyError
+from vocagnolm.data.corpus import open_corpus
+from vocagnolm.errors import CorpusError, StudyError
 from vocagnolm.files import file_digest, json_digest, write_json
 from vocagnolm.pair.sources import predicted_sources, shares_by_source
 from vocagnolm.recipe import Recipe
@@ -26,18 +26,21 @@ _SPAN_NATS = 30_000.0
 
 
 def document_sources(files: Sequence[str], field: str) -> list[str]:
-    """The source of every document, in the order of the corpus: its `field`, else its file."""
-    sources = []
+    """The source of every document, in the order of the corpus: its `field`, else its file. The
+    field is read as if it were the text, by the rule for every corpus."""
+    sources: list[str] = []
     for name in files:
-        path = Path(name)
-        if path.suffix not in (".jsonl", ".ndjson"):
+        stem, suffix = Path(name).stem, Path(name).suffix
+        if suffix not in (".jsonl", ".ndjson"):
             raise StudyError(
-                f"Kept shares per source need a corpus of plain .jsonl files, found {path.name}."
+                f"Kept shares per source need a corpus of plain .jsonl files, found {name}."
             )
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                if line.strip():
-                    sources.append(str(json.loads(line).get(field, path.stem)))
+        try:
+            named = open_corpus(name, text_field=field)
+        except CorpusError:  # no such field in it; a file that cannot be read is told here
+            sources += [stem] * len(open_corpus(name))
+            continue
+        sources += [document.text or stem for document in named.read(0, len(named))]
     return sources
 
 

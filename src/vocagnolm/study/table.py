@@ -1,14 +1,14 @@
 """One table of a study from what its runs have left: markdown and JSON. Needs no model."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vocagnolm.files import write_json
+from vocagnolm.methods import METHODS
 from vocagnolm.statistics import mean_and_spread
 from vocagnolm.study.design import GranularityPlan, RowPlan, recipe_with
 from vocagnolm.study.evaluation import ANSWERS_FILE, Grades, grade_answers, questions_of
-from vocagnolm.study.folder import EVALUATION, SELECTION
+from vocagnolm.study.folder import EVALUATION, SELECTION, read_result
 from vocagnolm.study.laboratory import Laboratory
 from vocagnolm.study.rows import average_accuracy, compare_rows
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from vocagnolm.evaluate.render import Request
 
 GRADES_FILE = "grades.json"
-# Methods that carry the teacher's losses from token to token.
-_TOKEN_LEVEL = ("guided", "rho1")
 
 
 def read_results(laboratory: Laboratory) -> dict[str, dict[int, dict[str, Any]]]:
@@ -32,12 +30,12 @@ def read_results(laboratory: Laboratory) -> dict[str, dict[int, dict[str, Any]]]
         path = folder / EVALUATION
         if not path.is_file():
             continue
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_result(path)
         if questions and (folder / ANSWERS_FILE).is_file():
             found["grades"] = _grades(folder, questions)
             found["accuracy"] = average_accuracy(found["grades"])
         if (folder / SELECTION).is_file():
-            found["selection"] = json.loads((folder / SELECTION).read_text(encoding="utf-8"))
+            found["selection"] = read_result(folder / SELECTION)
         results.setdefault(row, {})[seed] = found
     return results
 
@@ -46,7 +44,7 @@ def _grades(folder: Path, questions: dict[tuple[str, int], "Request"]) -> Grades
     """Grading takes seconds a run: kept beside the answers."""
     path = folder / GRADES_FILE
     if path.is_file():
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = read_result(path)
         return {task: {int(q): bool(v) for q, v in marks.items()} for task, marks in kept.items()}
     grades = grade_answers(folder / ANSWERS_FILE, questions)
     write_json(path, {t: {q: int(v) for q, v in m.items()} for t, m in grades.items()}, indent=None)
@@ -128,7 +126,7 @@ def _add_granularity(table: dict[str, Any], laboratory: Laboratory, plan: Granul
         table["granularity"] = None
         table["missing"].append(path.stem)
         return
-    found = table["granularity"] = json.loads(path.read_text(encoding="utf-8"))
+    found = table["granularity"] = read_result(path)
     chunks = {point["n"]: point for point in found["chunks"]}
     for row in table["rows"]:
         name = row["row"]
@@ -139,7 +137,7 @@ def _add_granularity(table: dict[str, Any], laboratory: Laboratory, plan: Granul
         point = None
         if objective.method == "chunk" and settings.teacher in (None, plan.teacher):
             point = chunks.get(objective.n_chunks)
-        elif objective.method in _TOKEN_LEVEL and settings.teacher == plan.teacher:
+        elif METHODS[objective.method].by_excess and settings.teacher == plan.teacher:
             # a matched row keeps tokens by chance, whatever its teacher
             point = found["token_level"] if settings.matched_to is None else None
         if point is not None:
@@ -149,7 +147,7 @@ def _add_granularity(table: dict[str, Any], laboratory: Laboratory, plan: Granul
 def _tuning(laboratory: Laboratory) -> list[dict[str, Any]]:
     found = []
     for path in sorted((laboratory.folder / "tuning").glob(f"*/{EVALUATION}")):
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = read_result(path)
         bits = result["validation"]
         entry = {"group": result["group"], "learning_rate": result["learning_rate"]}
         if bits:
@@ -165,7 +163,7 @@ def _teachers(laboratory: Laboratory) -> dict[str, Any]:
     for path in sorted((laboratory.folder / "stores").glob("*.json")):
         plan = laboratory.study.teachers.get(path.stem)
         label = (plan.label if plan else None) or path.stem
-        found[path.stem] = {"label": label, **json.loads(path.read_text(encoding="utf-8"))}
+        found[path.stem] = {"label": label, **read_result(path)}
     return found
 
 

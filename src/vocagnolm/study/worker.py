@@ -8,17 +8,17 @@ any of them at any moment and start again.
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from vocagnolm.files import write_json, write_text
+from vocagnolm.files import claim, write_json, write_text
 from vocagnolm.study.laboratory import Laboratory
 from vocagnolm.study.load import load_study
 from vocagnolm.study.task import Task
@@ -114,16 +114,8 @@ def _expected_seconds(folder: Path, task: Task) -> float:
     return statistics.median(runs) if task.kind.startswith("run-") else 0.0
 
 
-@contextlib.contextmanager
-def _claim(folder: Path, task: Task) -> Iterator[bool]:
-    path = folder / "claims" / f"{task.name}.lock"
-    with open(path, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+def _claim(folder: Path, task: Task) -> AbstractContextManager[bool]:
+    return claim(folder / "claims" / f"{task.name}.lock")
 
 
 def _is_claimed(folder: Path, task: Task) -> bool:

@@ -39,8 +39,6 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
         )
     if recipe.optimizer.min_learning_rate > recipe.optimizer.learning_rate:
         problems.append("optimizer.min_learning_rate is above optimizer.learning_rate.")
-    if recipe.data.block_size < 2:
-        problems.append("data.block_size must be at least 2.")
     for package, extra, wanted in (
         ("peft", "peft", recipe.lora.rank > 0),
         ("liger_kernel", "liger", recipe.train.liger),
