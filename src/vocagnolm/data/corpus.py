@@ -26,6 +26,7 @@ from vocagnolm.data.sources import (
     TextFile,
 )
 from vocagnolm.errors import CorpusError
+from vocagnolm.files import local_path
 
 PARQUET_SUFFIXES = (".parquet",)
 MAX_DOCUMENT_BYTES = 16 * 2**20
@@ -198,7 +199,7 @@ def open_corpus(
 
 
 def _sources_of(path: str | Path, text_field: str, split: Split) -> list[Source]:
-    local = Path(path)
+    local = local_path(path)
     if local.is_dir():
         files = sorted(p for p in local.rglob("*") if p.is_file() and _reader_of(p) is not None)
         if not files:

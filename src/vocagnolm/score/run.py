@@ -12,6 +12,7 @@ from typing import Any
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus, open_corpus
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import ScoreError
+from vocagnolm.files import local_path
 from vocagnolm.model.load import open_model
 from vocagnolm.processes import Ranks, running_ranks
 from vocagnolm.score.settings import ScoreSettings
@@ -82,6 +83,7 @@ def score_corpus(
     same bytes whatever the number of processes.
     """
     settings = settings or ScoreSettings()
+    folder = local_path(out)
     with running_ranks() as ranks:
         if not isinstance(corpus, Corpus):
             corpus = open_corpus(
@@ -100,7 +102,7 @@ def score_corpus(
                 trust_remote_code=trust_remote_code,
             )
             teacher = LocalTeacher(files, settings)
-        return _score(teacher, corpus, Path(out), settings, ranks, on_progress)
+        return _score(teacher, corpus, folder, settings, ranks, on_progress)
 
 
 def store_identity(teacher: Teacher, corpus: Corpus, settings: ScoreSettings) -> dict[str, Any]:

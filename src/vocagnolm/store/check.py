@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from vocagnolm.errors import StoreError
-from vocagnolm.files import file_digest
+from vocagnolm.files import file_digest, local_path
 from vocagnolm.store.format import (
     FORMAT_VERSION,
     HISTOGRAM_STEP_NATS,
@@ -28,7 +28,7 @@ MOST_SKIPPED_SHOWN = 100
 
 def inspect_store(path: str | Path) -> dict[str, Any]:
     """What the store is, from its manifest and the shards' headers; complete or not."""
-    path = Path(path)
+    path = local_path(path)
     complete = (path / MANIFEST_FILE).exists()
     if not complete and not (path / PARTIAL_MANIFEST_FILE).exists():
         require_complete(path)  # raises with the right message
@@ -66,7 +66,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
 
 def verify_store(path: str | Path) -> list[str]:
     """Everything that is wrong with the store; empty when it is whole. Reads every byte."""
-    path = Path(path)
+    path = local_path(path)
     require_complete(path)
     manifest = read_manifest(path)
     digest = identity_digest(manifest["identity"])

@@ -16,7 +16,7 @@ import math
 from pathlib import Path
 
 from vocagnolm.errors import StudyError
-from vocagnolm.files import json_digest
+from vocagnolm.files import json_digest, local_path
 from vocagnolm.methods import METHODS
 from vocagnolm.recipe import Recipe
 from vocagnolm.study.design import (
@@ -39,7 +39,7 @@ class StudyFolder:
 
     def __init__(self, study: Study, folder: str | Path):
         self.study = study
-        self.folder = Path(folder)
+        self.folder = local_path(folder)
         self.rows: dict[str, RowPlan] = expand_rows(study.rows)
         self.runs: list[RunPlan] = plan_runs(study)
 
