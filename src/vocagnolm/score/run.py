@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus, open_corpus
 from vocagnolm.data.sources import Split
-from vocagnolm.errors import ScoreError
+from vocagnolm.errors import CorpusError, ScoreError
 from vocagnolm.files import local_path
 from vocagnolm.model.load import open_model
 from vocagnolm.processes import Ranks, running_ranks
@@ -86,13 +87,9 @@ def score_corpus(
     folder = local_path(out)
     with running_ranks() as ranks:
         if not isinstance(corpus, Corpus):
-            corpus = open_corpus(
-                corpus,
-                text_field=text_field,
-                split=split,
-                limit=limit_documents,
-                max_document_bytes=max_document_bytes,
-            )
+            options = {"limit": limit_documents, "max_document_bytes": max_document_bytes}
+            opened = partial(open_corpus, corpus, text_field=text_field, split=split, **options)
+            corpus = shared_corpus(opened, ranks)
         if isinstance(teacher, str | Path):
             files = open_model(
                 teacher,
@@ -103,6 +100,22 @@ def score_corpus(
             )
             teacher = LocalTeacher(files, settings)
         return _score(teacher, corpus, folder, settings, ranks, on_progress)
+
+
+def shared_corpus(opened: Callable[[], Corpus], ranks: Ranks) -> Corpus:
+    """The corpus, counted and hashed by the leading process alone. A process that finds other files
+    on its machine (or the same, copied at another time) reads its own."""
+    corpus: Corpus = ranks.decide(opened)
+    if ranks.leads or not corpus.changed_sources():
+        return corpus
+    own = opened()
+    if own.fingerprint != corpus.fingerprint:
+        raise CorpusError(
+            f"the corpus of process {ranks.rank} is not that of process 0 (fingerprints "
+            f"{own.fingerprint[:12]} and {corpus.fingerprint[:12]}). Give all machines the same "
+            "files."
+        )
+    return own
 
 
 def store_identity(teacher: Teacher, corpus: Corpus, settings: ScoreSettings) -> dict[str, Any]:
