@@ -5,7 +5,9 @@ import json
 import pytest
 from faults_kit import flip_bit
 from score.teacher_kit import SETTINGS, ArithmeticTeacher, store_bytes, write_corpus
+from typer.testing import CliRunner
 
+from vocagnolm.cli import app
 from vocagnolm.errors import ScoreError
 from vocagnolm.score import score_corpus
 from vocagnolm.store import LossStore, inspect_store, verify_store, writer
@@ -103,3 +105,35 @@ def test_a_store_of_an_earlier_version_goes_on(half, corpus):
     assert score(corpus, out).found_shards == 3
     assert store_bytes(out) == whole
     assert inspect_store(out)["complete"]
+
+
+def test_the_gpu_is_noted_for_every_shard_and_decides_nothing(tmp_path, corpus):
+    out = tmp_path / "s"
+    with pytest.raises(ScoreError, match="stopped"):
+        score(corpus, out, shards=3, device="GPU one")
+    assert inspect_store(out)["devices"] == {"GPU one": 3}
+    score(corpus, out, device="GPU two")
+    listed = json.loads((out / "manifest.json").read_text())["shards"]
+    assert [entry["device"] for entry in listed] == ["GPU one"] * 3 + ["GPU two"] * 2
+    assert inspect_store(out)["devices"] == {"GPU one": 3, "GPU two": 2}
+    assert verify_store(out) == []
+    shown = CliRunner().invoke(app, ["store", "inspect", str(out)]).output
+    assert "GPU one (3 shards), GPU two (2 shards)" in shown
+
+    before = store_bytes(out)
+    assert score(corpus, out, device="GPU three").scored_shards == 0
+    assert store_bytes(out) == before
+    flip_bit(out / shard_name(4))
+    score(corpus, out, device="GPU three")
+    assert inspect_store(out)["devices"] == {"GPU one": 3, "GPU two": 1, "GPU three": 1}
+
+
+def test_shards_and_identity_are_those_of_a_store_without_devices(half, tmp_path, corpus):
+    _, whole = half
+    score(corpus, tmp_path / "named", device="GPU one")
+    named = store_bytes(tmp_path / "named")
+    manifest = json.loads(named.pop("manifest.json"))
+    for entry in manifest["shards"]:
+        assert entry.pop("device") == "GPU one"
+    assert manifest == json.loads(whole.pop("manifest.json"))
+    assert named == whole

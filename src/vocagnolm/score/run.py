@@ -137,7 +137,8 @@ def _score(
     on_progress: Callable[[Progress], None] | None,
 ) -> ScoreSummary:
     count = shard_count(corpus, settings)
-    writer = StoreWriter(out, store_identity(teacher, corpus, settings), count)
+    device = getattr(teacher, "device_name", None)
+    writer = StoreWriter(out, store_identity(teacher, corpus, settings), count, device)
     with contextlib.ExitStack() as held:
 
         def look() -> tuple[list[int], list[str]]:

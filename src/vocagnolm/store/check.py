@@ -1,6 +1,7 @@
 """What a store is (`inspect`) and whether it can be trusted (`verify`)."""
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vocagnolm.store.format import (
     read_manifest,
 )
 from vocagnolm.store.reader import require_complete
+from vocagnolm.store.records import read_record
 
 MOST_SKIPPED_SHOWN = 100
 
@@ -57,11 +59,23 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
         "nonfinite": totals["nonfinite"],
         "shards": len(shards),
         "shards_expected": manifest["shard_count"],
+        "devices": _devices(path, manifest),
         "file_bytes": file_bytes,
         "bytes_per_token": file_bytes / totals["tokens"] if totals["tokens"] else None,
         "histogram": {"step_nats": HISTOGRAM_STEP_NATS, "counts": totals["histogram"]},
         **identity,
     }
+
+
+def _devices(path: Path, manifest: dict[str, Any]) -> dict[str, int]:
+    """How many shards each GPU has scored, as far as it is known."""
+    if "shards" in manifest:
+        named = [entry.get("device") for entry in manifest["shards"]]
+    else:
+        digest = identity_digest(manifest["identity"])
+        records = (read_record(path, n, digest) for n in range(manifest["shard_count"]))
+        named = [record.device for record in records if record is not None]
+    return dict(Counter(name for name in named if name is not None))
 
 
 def verify_store(path: str | Path) -> list[str]:
