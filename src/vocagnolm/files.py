@@ -294,15 +294,27 @@ def differences(
 
 
 @contextlib.contextmanager
-def folder_lock(folder: str | Path, advice: str) -> Iterator[None]:
-    """Only one process may write to a folder. The kernel takes the lock back when its holder dies,
-    however it dies. The holder's name stands in the file, which is why it is opened without
-    truncating it (as `filelock` does)."""
+def folder_lock(
+    folder: str | Path, advice: str, *, shared: bool = False, patience: float = 0.0
+) -> Iterator[None]:
+    """Only one process may write to a folder; or several that hold it `shared`, and nobody else.
+    The kernel takes the lock back when its holder dies, however it dies. The holder's name stands
+    in the file, which is why it is opened without truncating it (as `filelock` does).
+
+    patience: seconds to wait for the holder."""
     path = local_path(folder) / LOCK_FILE
     with contextlib.ExitStack() as held:
         file = held.enter_context(_open_lock(path))
-        while not _lock(file, path, advice):  # removed by its last holder in the meantime
-            file = held.enter_context(_open_lock(path))
+        patient_until = time.monotonic() + patience
+        while True:
+            try:
+                if _lock(file, path, advice, shared):
+                    break
+            except BusyError:
+                if time.monotonic() >= patient_until:
+                    raise
+                time.sleep(0.2)
+            file = held.enter_context(_open_lock(path))  # its last holder may have removed it
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {socket.gethostname()} since {since}".encode())
@@ -310,7 +322,8 @@ def folder_lock(folder: str | Path, advice: str) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            if not shared:  # others may hold it, under its name
+                path.unlink(missing_ok=True)
 
 
 def _open_lock(path: Path) -> IO[bytes]:
@@ -327,10 +340,10 @@ def _open_lock(path: Path) -> IO[bytes]:
         raise _not_written(path, error) from error
 
 
-def _lock(file: IO[bytes], path: Path, advice: str) -> bool:
+def _lock(file: IO[bytes], path: Path, advice: str, shared: bool) -> bool:
     """True when the file is locked and is still the one under its name."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise

@@ -34,7 +34,10 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
     complete = (path / MANIFEST_FILE).exists()
     if not complete and not (path / PARTIAL_MANIFEST_FILE).exists():
         require_complete(path)  # raises with the right message
-    manifest = read_manifest(path, partial=not complete)
+    try:
+        manifest = read_manifest(path, partial=not complete)
+    except FileNotFoundError:  # completed at this moment
+        return inspect_store(path)
     files = sorted((path / SHARD_FOLDER).glob("*.safetensors"))
     shards = [open_shard(file) for file in files]
     totals = add_statistics([shard.about["statistics"] for shard in shards])

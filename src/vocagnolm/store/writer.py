@@ -36,6 +36,9 @@ from vocagnolm.store.records import (
     write_record,
 )
 
+# A share that comes while another one writes the manifest waits so long.
+_FINISHING_SECONDS = 60.0
+
 
 class StoreWriter:
     """One store being written. `identity` is everything that decides its bytes; `device`, the GPU
@@ -49,6 +52,7 @@ class StoreWriter:
         self.shard_count = shard_count
         self.device = device
         self._digest = identity_digest(identity)
+        self._had_manifest = (path / MANIFEST_FILE).exists()
         self._listed: list[ShardRecord] = []  # by the manifest, where there is one
         self._known: dict[int, ShardRecord] = {}
 
@@ -88,7 +92,11 @@ class StoreWriter:
         if self.path.exists():
             if not self.path.is_dir():
                 raise StoreError(f"{self.path} is a file; --out must name a folder.")
-            strangers = [p.name for p in self.path.iterdir() if not _is_ours_before_begin(p.name)]
+            names = [path.name for path in self.path.iterdir()]
+            if {MANIFEST_FILE, PARTIAL_MANIFEST_FILE} & {*names}:  # another share has begun it now
+                self.begin()
+                return
+            strangers = [name for name in names if not _is_ours_before_begin(name)]
             if strangers:
                 raise StoreError(
                     f"{self.path} is not empty and not a loss store (it holds "
@@ -106,8 +114,10 @@ class StoreWriter:
         path = self.path / shard_name(number)
         if not path.exists():
             return False, None
-        complete = bool(self._listed)
-        if not complete and (record := read_record(self.path, number, self._digest)) is not None:
+        if (
+            not self.was_complete
+            and (record := read_record(self.path, number, self._digest)) is not None
+        ):
             self._known[number] = record
             return True, None
         try:
@@ -123,11 +133,17 @@ class StoreWriter:
         if shard.about["identity"] != self._digest or shard.about["shard"] != number:
             return False, f"{path} belongs to another run."
         self._known[number] = record
-        if not complete:
+        if not self.was_complete:
             write_record(self.path, number, self._digest, record)
         return True, None
 
     def write_shard(self, shard: Shard) -> None:
+        """Of two processes that have scored one shard the first one's counts: shard and record
+        belong together."""
+        if self.completed_by_others or (
+            not self._had_manifest and read_record(self.path, shard.number, self._digest)
+        ):
+            return
         content = encode_shard(shard, self._digest)
         name = shard_name(shard.number)
         files.write_bytes(self.path / name, content)
@@ -135,6 +151,21 @@ class StoreWriter:
         record = ShardRecord(name, len(content), checksum, self.device)
         write_record(self.path, shard.number, self._digest, record)
         self._known[shard.number] = record
+
+    @property
+    def was_complete(self) -> bool:
+        """Whether the store had a manifest, and a whole one, when it was taken up."""
+        return bool(self._listed)
+
+    @property
+    def completed_by_others(self) -> bool:
+        """Whether the store has got its manifest since this run began."""
+        return not self._had_manifest and (self.path / MANIFEST_FILE).exists()
+
+    def absent_shards(self) -> list[int]:
+        """Those that have no file. Reads nothing."""
+        numbers = range(self.shard_count)
+        return [number for number in numbers if not (self.path / shard_name(number)).exists()]
 
     def finish(self) -> None:
         """All shards are there: write the manifest, which makes the store complete. One that says
@@ -210,10 +241,13 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def store_lock(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Only one run may write to a store."""
+def store_lock(path: Path, *, shared: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Only one run may write to a store, or several that have a share each."""
     return files.folder_lock(
         path,
         "Wait for it to end, or choose another --out. To share the work between processes, start "
-        "them together: torchrun --nproc_per_node N -m vocagnolm score ...",
+        "them together (torchrun --nproc_per_node N -m vocagnolm score ...), or each with a share "
+        "of its own (--share I/N).",
+        shared=shared,
+        patience=_FINISHING_SECONDS if shared else 0.0,
     )
