@@ -18,10 +18,14 @@ class MissingExtraError(VocagnolmError):
     """An optional dependency is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
+        self._parts = (package, extra, purpose)
         super().__init__(
             f"{purpose} needs the package '{package}', which is not installed. "
             f"Install it with: pip install 'vocagnolm[{extra}]'"
         )
+
+    def __reduce__(self) -> tuple[type, tuple[str, ...]]:
+        return type(self), self._parts  # sent from one process to another
 
 
 class WriteError(VocagnolmError):

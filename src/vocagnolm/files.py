@@ -22,10 +22,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-from vocagnolm.errors import BusyError, VocagnolmError, WriteError
+from vocagnolm.errors import BusyError, UsageError, VocagnolmError, WriteError
 
 LOCK_FILE = ".lock"
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+# one slash: what `Path` makes of two; two letters: a drive has one
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def local_path(path: str | Path) -> Path:
+    """The path, unless it is an address (`s3://bucket/x`): `Path` would quietly make a folder
+    `s3:` here."""
+    if _ADDRESS.match(str(path)) is None:
+        return Path(path)
+    shown = path if isinstance(path, str) else str(path).replace(":/", "://", 1)
+    raise UsageError(
+        f"{shown} is an address, and there is no code to read or write there. Supported are local "
+        "files and folders; a bucket can be mounted (rclone mount, s3fs, gcsfuse) and its mount "
+        "point be named."
+    )
 
 
 def reached(point: str, path: Path) -> None:
@@ -52,7 +67,7 @@ def write_json(path: str | Path, value: Any, *, indent: int | None = 1) -> None:
 def whole_file(path: str | Path) -> Iterator[IO[bytes]]:
     """A binary file that gets its name when the block ends without an error. Folders above it are
     made; permissions follow the umask."""
-    path = Path(path)
+    path = local_path(path)
     temporary = _temporary_name(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +94,7 @@ def whole_file(path: str | Path) -> Iterator[IO[bytes]]:
 def whole_folder(path: str | Path) -> Iterator[Path]:
     """A folder that gets its name, with all its files on the disk, when the block ends without an
     error. A folder of that name, left by the same run, is replaced."""
-    path = Path(path)
+    path = local_path(path)
     temporary = _temporary_name(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +124,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
 def append_lines(path: str | Path, lines: str, *, sync: bool = True) -> None:
     """Whole lines behind those that are there. `sync`: not only a killed process, a power cut must
     not lose them either."""
-    path = Path(path)
+    path = local_path(path)
     try:
         reached("begin", path)
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
@@ -279,15 +294,27 @@ def differences(
 
 
 @contextlib.contextmanager
-def folder_lock(folder: str | Path, advice: str) -> Iterator[None]:
-    """Only one process may write to a folder. The kernel takes the lock back when its holder dies,
-    however it dies. The holder's name stands in the file, which is why it is opened without
-    truncating it (as `filelock` does)."""
-    path = Path(folder) / LOCK_FILE
+def folder_lock(
+    folder: str | Path, advice: str, *, shared: bool = False, patience: float = 0.0
+) -> Iterator[None]:
+    """Only one process may write to a folder; or several that hold it `shared`, and nobody else.
+    The kernel takes the lock back when its holder dies, however it dies. The holder's name stands
+    in the file, which is why it is opened without truncating it (as `filelock` does).
+
+    patience: seconds to wait for the holder."""
+    path = local_path(folder) / LOCK_FILE
     with contextlib.ExitStack() as held:
         file = held.enter_context(_open_lock(path))
-        while not _lock(file, path, advice):  # removed by its last holder in the meantime
-            file = held.enter_context(_open_lock(path))
+        patient_until = time.monotonic() + patience
+        while True:
+            try:
+                if _lock(file, path, advice, shared):
+                    break
+            except BusyError:
+                if time.monotonic() >= patient_until:
+                    raise
+                time.sleep(0.2)
+            file = held.enter_context(_open_lock(path))  # its last holder may have removed it
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {socket.gethostname()} since {since}".encode())
@@ -295,7 +322,8 @@ def folder_lock(folder: str | Path, advice: str) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            if not shared:  # others may hold it, under its name
+                path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -324,10 +352,10 @@ def _open_lock(path: Path) -> IO[bytes]:
         raise _not_written(path, error) from error
 
 
-def _lock(file: IO[bytes], path: Path, advice: str) -> bool:
+def _lock(file: IO[bytes], path: Path, advice: str, shared: bool) -> bool:
     """True when the file is locked and is still the one under its name."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import MissingExtraError, UsageError
+from vocagnolm.files import local_path
 
 # Okabe and Ito's colours: told apart by everyone, and by their grey value in print.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -38,7 +39,7 @@ def new_panels(width: float, height: float, count: int) -> tuple[Any, Any, list[
 
 
 def save_figure(matplotlib: Any, figure: Any, path: str | Path) -> Path:
-    target = Path(path)
+    target = local_path(path)
     if target.suffix.lower() not in FORMATS:
         raise UsageError(
             f"{target} ends in {target.suffix or 'nothing'!r}; expected one of {', '.join(FORMATS)}"

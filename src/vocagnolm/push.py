@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import PushError, TrainingError, UsageError
+from vocagnolm.files import local_path
 
 CARD = "README.md"
 _PLACE = "from_pretrained(FOLDER)"  # of the card, where the model's address belongs
@@ -35,7 +36,7 @@ def push(
 ) -> Upload:
     """Upload the model folder of a finished run to `owner/name`. A dry run reaches nothing."""
     _require_repository(repository)
-    folder = _model_folder(Path(run))
+    folder = _model_folder(local_path(run))
     card = (
         (folder / CARD)
         .read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import pickle
 import sys
 
 import pytest
@@ -285,3 +286,51 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path):
     path.write_text("{broken\n")
     with pytest.raises(CorpusError, match=r"None of the 1 .*a\.jsonl:1: not JSON"):
         read_texts(path)
+
+
+def split_text(folder):
+    path = folder / "a.txt"
+    path.write_text("\n".join(TEXTS))
+    return path
+
+
+@pytest.mark.parametrize("kind", [*MAKERS, "text"])
+def test_a_corpus_goes_to_another_process(tmp_path, monkeypatch, kind):
+    (MAKERS | {"text": split_text})[kind](tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    split = "line" if kind == "text" else "none"
+    corpus = open_corpus(tmp_path.name, split=split)
+    half = corpus.read(300)
+    assert next(half).index == 300  # in the middle of an open file
+    sent = pickle.dumps(corpus)
+    monkeypatch.chdir(tmp_path)  # there
+    monkeypatch.setattr(hashlib, "sha256", None)  # nothing is counted or hashed again
+    monkeypatch.setattr(hashlib, "file_digest", None)
+    arrived = pickle.loads(sent)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert len(arrived) == len(corpus) == 700
+    assert arrived.describe() == corpus.describe()
+    assert not arrived.changed_sources()
+    assert list(arrived) == list(pickle.loads(sent).read())
+    assert texts_of(arrived, 555, 560) == TEXTS[555:560]
+    assert texts_of(arrived, 3, 5) == TEXTS[3:5]
+    for source in arrived.sources:
+        source.path.write_bytes(source.path.read_bytes() + b"\n")
+    assert len(arrived.changed_sources()) == len(arrived.sources)
+
+
+def test_a_hub_dataset_goes_to_another_process(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": TEXTS[:20]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
+    corpus = open_corpus("someone/corpus")
+    sent = pickle.dumps(corpus)
+    assert len(sent) < 1000  # the rows are loaded there
+    arrived = pickle.loads(sent)
+    assert texts_of(arrived) == TEXTS[:20] and arrived.describe() == corpus.describe()
+
+
+def test_a_missing_package_is_told_in_another_process_too():
+    error = MissingExtraError("pyarrow", "data", "reading a.parquet")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)

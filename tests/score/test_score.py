@@ -3,6 +3,8 @@
 import dataclasses
 import gzip
 import json
+import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -16,7 +18,9 @@ from vocagnolm.alignment import align, carry, load_tokenizer
 from vocagnolm.data.corpus import document_hash, open_corpus
 from vocagnolm.errors import BusyError, CorpusError, ModelError, ScoreError, StoreError, UsageError
 from vocagnolm.model.load import open_model
+from vocagnolm.processes import Ranks
 from vocagnolm.score import LocalTeacher, score_corpus, score_shard
+from vocagnolm.score.run import shared_corpus
 from vocagnolm.store import LossStore, inspect_store, verify_store
 from vocagnolm.store.format import encode_shard, shard_name
 from vocagnolm.store.writer import store_lock
@@ -132,6 +136,39 @@ def test_two_processes_of_torchrun_give_the_same_bytes(tmp_path, teacher, corpus
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["scored_shards"] == 3  # rank 0 did 0, 2, 4
     assert store_bytes(tmp_path / "one") == store_bytes(tmp_path / "two")
+
+
+class OtherRank(Ranks):
+    """A process that is not the leading one: it gets what the leading one made."""
+
+    def decide(self, work):
+        return pickle.loads(pickle.dumps(work()))
+
+
+def test_ranks_do_not_hash_the_corpus_that_the_first_has_hashed(corpus):
+    opened = []
+
+    def leading():
+        opened.append(open_corpus(corpus))
+        if len(opened) == 1 and touch:
+            os.utime(corpus, ns=(1, 1))  # copied to this machine at another time
+        return opened[-1]
+
+    touch = False
+    got = shared_corpus(leading, OtherRank(1, 2))
+    assert len(opened) == 1 and got.fingerprint == opened[0].fingerprint
+
+    touch, opened[:] = True, []
+    got = shared_corpus(leading, OtherRank(1, 2))
+    assert len(opened) == 2 and got is opened[1]
+
+    def edited():
+        opened.append(open_corpus(corpus))
+        corpus.write_text(corpus.read_text() + '{"text": "more"}\n')
+        return opened[-1]
+
+    with pytest.raises(CorpusError, match=r"process 1 is not that of process 0.*same files"):
+        shared_corpus(edited, OtherRank(1, 2))
 
 
 BROKEN = (

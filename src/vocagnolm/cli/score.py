@@ -65,6 +65,11 @@ def score(
         None, min=1, help="Threads on a CPU. [default: all, at most 16]"
     ),
     strict: bool = typer.Option(False, help="Stop at the first document that cannot be scored."),
+    share: str | None = typer.Option(
+        None,
+        help="I/N: do a share of the shards only, for machines that are not started together "
+        "(an array job); the one that ends last completes the store.",
+    ),
     revision: str | None = typer.Option(None, help="Branch, tag or commit of a hub model."),
     trust_remote_code: bool = typer.Option(False, help="Run Python code that a model brings."),
     student_bits: float | None = typer.Option(
@@ -77,7 +82,7 @@ def score(
     """Score a corpus with a teacher, once, for every student there will be.
 
     Run the same command again to resume, or to hear that all is done. To use several GPUs:
-    torchrun --nproc_per_node N -m vocagnolm score ...
+    torchrun --nproc_per_node N -m vocagnolm score ...; several machines: --share 1/N ... N/N.
     """
     from vocagnolm.errors import UsageError
 
@@ -104,7 +109,7 @@ def score(
         raise UsageError(f"score needs {', '.join(lacking)}{where}.")
     assert teacher is not None and out is not None
 
-    from vocagnolm.score import ScoreSettings, score_corpus
+    from vocagnolm.score import ScoreSettings, Share, score_corpus
     from vocagnolm.store.strength import teacher_warning
 
     settings = ScoreSettings(
@@ -130,6 +135,7 @@ def score(
             limit_documents=limit_documents,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            share=None if share is None else Share.parse(share),
             on_progress=on_progress,
         )
     if os.environ.get("RANK", "0") != "0":
@@ -162,7 +168,8 @@ def _print(summary: "ScoreSummary") -> None:
     store = summary.store
     for damage in summary.mended:
         typer.echo(f"scored again: {damage}")
-    if summary.scored_shards == 0:
+    whole = store["complete"] and not summary.missing_shards
+    if summary.scored_shards == 0 and whole:
         typer.echo(f"{store['path']} is complete already; nothing to do.")
     else:
         rate = summary.tokens_per_second or 0.0
@@ -171,6 +178,9 @@ def _print(summary: "ScoreSummary") -> None:
             f"{store['path']}: {summary.scored_shards} shards scored{resumed}; "
             f"{summary.tokens:,} tokens in {summary.seconds:,.1f} s, {rate:,.0f} tokens/s"
         )
+    if not whole:
+        typer.echo(_what_is_missing(summary))
+        return
     bits = store["bits_per_byte"]
     typer.echo(
         f"{store['documents']:,} documents, {store['tokens']:,} teacher tokens, "
@@ -187,3 +197,17 @@ def _print(summary: "ScoreSummary") -> None:
         for line in LeftOut(store["skipped"], store["skipped_reasons"], places).lines():
             typer.echo(line)
         typer.echo(f"  all of them: vocagnolm store inspect {store['path']} --json")
+
+
+def _what_is_missing(summary: "ScoreSummary") -> str:
+    missing, store = summary.missing_shards, summary.store
+    if not missing:
+        return (
+            "Every shard is scored; the manifest is left to a process that is still at work on the "
+            "store. Should it die, run any share again, or `score` without --share."
+        )
+    return (
+        f"NOT COMPLETE: {len(missing):,} of {store['shards_expected']:,} shards are missing (the "
+        f"first is {missing[0]}), of the shares {', '.join(summary.missing_shares)}. Run those "
+        "that are not running, or `score` without --share, which scores what is missing."
+    )

@@ -151,6 +151,9 @@ def _print(about: dict[str, Any]) -> None:
         ("text", f"{about['bytes']:,} bytes"),
         ("tokens", f"{about['tokens']:,}, {about['nonfinite']:,} masked as NaN or infinite"),
     ]
+    if about["devices"]:
+        named = (f"{name} ({count:,} shards)" for name, count in about["devices"].items())
+        rows.append(("scored on", ", ".join(named)))
     if about["bytes_per_token"] is not None:
         rows.append(
             ("on disk", f"{about['file_bytes']:,} bytes, {about['bytes_per_token']:.2f} a token")

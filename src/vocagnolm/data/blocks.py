@@ -28,7 +28,7 @@ from safetensors import safe_open
 from vocagnolm.data.guidance import cut_stretches
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.errors import BlocksError
-from vocagnolm.files import file_digests, plain_name, read_json
+from vocagnolm.files import file_digests, local_path, plain_name, read_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -61,7 +61,7 @@ class Blocks:
         """`chunks`: guidance is that of so many chunks. `stretches`: it is that of whole stretches,
         which blocks number. `teacher_sums`: blocks also tell the sum and the number of the losses
         of the teacher tokens behind them."""
-        self.folder = Path(folder)
+        self.folder = local_path(folder)
         self.block_size = block_size
         self.chunks = chunks
         self.stretches = stretches

@@ -26,6 +26,7 @@ from vocagnolm.data.sources import (
     TextFile,
 )
 from vocagnolm.errors import CorpusError
+from vocagnolm.files import local_path
 
 PARQUET_SUFFIXES = (".parquet",)
 MAX_DOCUMENT_BYTES = 16 * 2**20
@@ -50,7 +51,8 @@ class Document:
 
 
 class Corpus:
-    """An ordered set of sources read as one sequence of documents."""
+    """An ordered set of sources read as one sequence of documents. May be sent to other processes:
+    counts, places to seek to and checksums go with it, open files do not."""
 
     def __init__(
         self,
@@ -117,12 +119,15 @@ class Corpus:
 
     def require_unchanged(self) -> None:
         """The files must be those that were counted and hashed when the corpus was opened."""
-        for source in self.sources:
-            if source.changed():
-                raise CorpusError(
-                    f"{source.name} was changed while it was read. Leave the corpus alone while "
-                    "it is scored, and score again into another --out."
-                )
+        if changed := self.changed_sources():
+            raise CorpusError(
+                f"{changed[0]} was changed while it was read. Leave the corpus alone while "
+                "it is scored, and score again into another --out."
+            )
+
+    def changed_sources(self) -> list[str]:
+        """Sources that are not, on this machine, the files that were counted and hashed."""
+        return [source.name for source in self.sources if source.changed()]
 
     def _document(self, index: int, record: Record) -> Document:
         place, value = record.place, record.value
@@ -198,7 +203,7 @@ def open_corpus(
 
 
 def _sources_of(path: str | Path, text_field: str, split: Split) -> list[Source]:
-    local = Path(path)
+    local = local_path(path)
     if local.is_dir():
         files = sorted(p for p in local.rglob("*") if p.is_file() and _reader_of(p) is not None)
         if not files:

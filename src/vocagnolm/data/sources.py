@@ -9,8 +9,9 @@ import json
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, ClassVar, Literal, Protocol
 
 from vocagnolm.errors import CorpusError, MissingExtraError
 from vocagnolm.files import parse_json
@@ -49,7 +50,11 @@ class Source(Protocol):
 
 
 class _File:
-    """A file on disk with the state in which it was first read."""
+    """A file on disk with the state in which it was first read. Sent to another process it keeps
+    what was counted and hashed, and is opened there when it is first read."""
+
+    _opened: ClassVar[tuple[str, ...]] = ()
+    """Attributes that hold open files."""
 
     def __init__(self, path: Path, name: str):
         self.path = path
@@ -66,9 +71,17 @@ class _File:
     def changed(self) -> bool:
         return self._stat() != self._state
 
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: value for name, value in vars(self).items() if name not in self._opened}
+        return kept | {"path": self.path.absolute()}
+
 
 class JsonLines(_File):
     """One JSON value a line; blank lines do not count. Plain, .gz or .zst."""
+
+    _opened = ("_cursor",)
+    # Documents still to be read from an open file: shards are mostly asked for in order.
+    _cursor: tuple[int, io.BufferedIOBase, int] | None = None
 
     def __init__(self, path: Path, name: str, text_field: str):
         super().__init__(path, name)
@@ -86,8 +99,6 @@ class JsonLines(_File):
                 position += len(line)
         # Of the content, not of the compressed bytes: compressing a corpus does not change it.
         self.fingerprint = digest.hexdigest()
-        # Documents still to be read from an open file: shards are mostly asked for in order.
-        self._cursor: tuple[int, io.BufferedIOBase, int] | None = None
 
     def __len__(self) -> int:
         return self._documents
@@ -261,23 +272,29 @@ def _utf8(content: bytes) -> str | Problem:
 class ParquetRows(_File):
     """One row, one document. Only the text column is read."""
 
+    _opened = ("_file",)
+
     def __init__(self, path: Path, name: str, text_field: str):
         super().__init__(path, name)
+        self._text_field = text_field
+        self._rows = int(self._file.metadata.num_rows)
+        with open(path, "rb") as file:
+            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+
+    @cached_property
+    def _file(self) -> Any:
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError:
-            raise MissingExtraError("pyarrow", "data", f"reading {path.name}") from None
+            raise MissingExtraError("pyarrow", "data", f"reading {self.path.name}") from None
         try:
-            self._file = pq.ParquetFile(path)
+            return pq.ParquetFile(self.path)
         except (OSError, pa.ArrowException) as error:
-            raise CorpusError(f"{path} cannot be read as Parquet: {error}.") from None
-        self._text_field = text_field
-        with open(path, "rb") as file:
-            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+            raise CorpusError(f"{self.path} cannot be read as Parquet: {error}.") from None
 
     def __len__(self) -> int:
-        return int(self._file.metadata.num_rows)
+        return self._rows
 
     def read(self, start: int, stop: int) -> Iterator[Record]:
         names = self._file.schema_arrow.names
@@ -308,27 +325,36 @@ class DatasetSource:
     """A dataset of the Hugging Face hub: `owner/name`, or `owner/name:split`."""
 
     def __init__(self, name: str, text_field: str):
-        try:
-            import datasets
-        except ImportError:
-            raise MissingExtraError("datasets", "data", f"reading {name} from the hub") from None
-        repository, _, split = name.partition(":")
-        try:
-            self._rows = datasets.load_dataset(repository, split=split or "train")
-        except Exception as error:  # the library raises a dozen kinds; all mean: not to be had
-            raise CorpusError(
-                f"{name} is neither a file nor a folder here, and it cannot be had as a dataset "
-                f"of the hub: {type(error).__name__}: {error}"
-            ) from error
         self.name = name
         self._text_field = text_field
+        self._documents = len(self._rows)
         digest = hashlib.sha256()
         for record in self.read(0, len(self)):
             digest.update(json.dumps(record.value, sort_keys=True, default=str).encode())
         self.fingerprint = digest.hexdigest()
 
+    @cached_property
+    def _rows(self) -> Any:
+        try:
+            import datasets
+        except ImportError:
+            raise MissingExtraError(
+                "datasets", "data", f"reading {self.name} from the hub"
+            ) from None
+        repository, _, split = self.name.partition(":")
+        try:
+            return datasets.load_dataset(repository, split=split or "train")
+        except Exception as error:  # the library raises a dozen kinds; all mean: not to be had
+            raise CorpusError(
+                f"{self.name} is neither a file nor a folder here, and it cannot be had as a "
+                f"dataset of the hub: {type(error).__name__}: {error}"
+            ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_rows"}
+
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._documents
 
     def read(self, start: int, stop: int) -> Iterator[Record]:
         for row in range(start, stop):

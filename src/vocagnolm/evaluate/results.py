@@ -21,6 +21,7 @@ from vocagnolm.evaluate.suite import TASKS, Protocol, average_stderrs, averages
 from vocagnolm.files import (
     append_lines,
     folder_lock,
+    local_path,
     parse_json,
     read_json,
     remove,
@@ -123,7 +124,7 @@ class RunFolder:
     """The evaluation of one model, kept so that it can be resumed and compared."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = local_path(path)
         self.folder = self.path / "evaluation"
         self.outputs = self.folder / "outputs"
 
@@ -251,7 +252,7 @@ class RunFolder:
 
 def open_run(path: str | Path) -> tuple[RunFolder, Evaluation]:
     """A finished evaluation: the run's folder, or its `evaluation` folder."""
-    given = Path(path)
+    given = local_path(path)
     if given.name == "evaluation" and not (given / "evaluation").is_dir():
         given = given.parent
     run = RunFolder(given)

@@ -15,6 +15,7 @@ from vocagnolm.evaluate.graders.grading import grade
 from vocagnolm.evaluate.render import Request
 from vocagnolm.evaluate.results import Answer, Evaluation, Record, RunFolder, score_records
 from vocagnolm.evaluate.settings import Engine, Keywords, Questions, grouped
+from vocagnolm.files import local_path
 
 # part of a run's identity: answers made by another version of the loop may differ
 _FORMAT = 1
@@ -57,6 +58,8 @@ def evaluate(
     run. With `out`, all answers are kept there and an interrupted run goes on where it stopped.
     """
     questions, engine = grouped(questions, engine, keywords)
+    if out is not None:
+        local_path(out)
     # the questions first: a missing file shows before a model is loaded
     requests: dict[str, list[Request]] = {}
     if questions.tasks is not None or questions.suite is not None or not text:

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from vocagnolm.errors import RecipeError
+from vocagnolm.files import local_path
 from vocagnolm.methods import METHODS, Method
 from vocagnolm.recipe.schema import YAML_SUFFIXES, Schema, apply_override, build, read_tree
 from vocagnolm.recipe.sections import (
@@ -140,7 +141,11 @@ def recipe_from_dict(tree: Mapping[str, Any], origin: str = "recipe") -> Recipe:
     """Build a recipe from nested mappings; every section and key is checked."""
     # a section without keys is read as null
     sections = {name: {} if content is None else content for name, content in tree.items()}
-    return build(Recipe, sections, origin, RecipeError)
+    recipe = build(Recipe, sections, origin, RecipeError)
+    for path in (*recipe.stores, recipe.data.blocks, recipe.run.folder):
+        if path is not None:
+            local_path(path)
+    return recipe
 
 
 def recipe_difference(old: Recipe, new: Recipe, ignore: frozenset[str] = frozenset()) -> list[str]:

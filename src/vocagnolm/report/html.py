@@ -12,7 +12,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from vocagnolm.files import write_text
+from vocagnolm.files import local_path, write_text
 from vocagnolm.report.page_data import Page, to_json
 
 # Order matters: later files use what earlier ones define. They become one script.
@@ -67,6 +67,6 @@ def render_page(page: Page) -> str:
 
 def write_page(page: Page, path: str | os.PathLike[str]) -> Path:
     """Write the page; the file appears by rename, so a reader never sees half of it."""
-    target = Path(path)
+    target = local_path(path)
     write_text(target, render_page(page))
     return target

@@ -12,7 +12,7 @@ from vocagnolm.errors import VocagnolmError
 from vocagnolm.evaluate.conditions import marks
 from vocagnolm.evaluate.results import Evaluation, read_results
 from vocagnolm.evaluate.suite import AVERAGES, TASKS
-from vocagnolm.files import json_digest, parse_json
+from vocagnolm.files import json_digest, local_path, parse_json
 from vocagnolm.recipe.schema import parse_yaml
 from vocagnolm.report.environment import environment
 from vocagnolm.report.html import write_page
@@ -40,7 +40,7 @@ class RunError(VocagnolmError):
 
 def read_run(folder: str | Path, name: str | None = None, setting: str | None = None) -> Run:
     """One run folder: `metrics.jsonl` and `recipe.yaml`, either of which may be missing."""
-    path = Path(folder)
+    path = local_path(folder)
     recipe_file, metrics_file = path / "recipe.yaml", path / "metrics.jsonl"
     if not path.is_dir() or not (recipe_file.is_file() or metrics_file.is_file()):
         raise RunError(

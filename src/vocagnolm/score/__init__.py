@@ -3,12 +3,14 @@
 from vocagnolm.score.run import ScoreSummary, score_corpus
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.shard import score_shard
+from vocagnolm.score.share import Share
 from vocagnolm.score.teacher import LocalTeacher, Teacher, TokenizedDocument
 
 __all__ = [
     "LocalTeacher",
     "ScoreSettings",
     "ScoreSummary",
+    "Share",
     "Teacher",
     "TokenizedDocument",
     "score_corpus",

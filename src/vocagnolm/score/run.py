@@ -4,18 +4,21 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus, open_corpus
 from vocagnolm.data.sources import Split
-from vocagnolm.errors import ScoreError
+from vocagnolm.errors import BusyError, CorpusError, ScoreError, StoreError
+from vocagnolm.files import local_path
 from vocagnolm.model.load import open_model
 from vocagnolm.processes import Ranks, running_ranks
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.shard import PreparedShard, prepare_shard, score_prepared, shard_count
+from vocagnolm.score.share import Share
 from vocagnolm.score.teacher import LocalTeacher, Teacher
 from vocagnolm.store.check import inspect_store
 from vocagnolm.store.writer import StoreWriter, store_lock
@@ -44,6 +47,10 @@ class ScoreSummary:
     """What was damaged and scored again."""
     tokens: int
     seconds: float
+    missing_shards: list[int] = field(default_factory=list)
+    """Left to other shares, where this run had a share only."""
+    missing_shares: list[str] = field(default_factory=list)
+    """The shares that they belong to: `2/3`."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -62,6 +69,7 @@ def score_corpus(
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    share: Share | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ScoreSummary:
     """Let `teacher` read `corpus` and leave a loss store in the folder `out`.
@@ -75,6 +83,8 @@ def score_corpus(
         (`owner/name`, `owner/name:split`), a list of these, or a `Corpus`.
     split: a text file is one document (`none`), or one a paragraph (`blank_line`) or a `line`.
     settings: context, dtype, device and the like; `ScoreSettings()` chooses by the model.
+    share: do a share of the shards only, for machines that are not started together; the one that
+        ends last completes the store.
     on_progress: is called with a `Progress` after every batch.
 
     Documents that cannot be read are counted in `summary.store`, not scored. Run again to resume;
@@ -82,15 +92,12 @@ def score_corpus(
     same bytes whatever the number of processes.
     """
     settings = settings or ScoreSettings()
+    folder = local_path(out)
     with running_ranks() as ranks:
         if not isinstance(corpus, Corpus):
-            corpus = open_corpus(
-                corpus,
-                text_field=text_field,
-                split=split,
-                limit=limit_documents,
-                max_document_bytes=max_document_bytes,
-            )
+            options = {"limit": limit_documents, "max_document_bytes": max_document_bytes}
+            opened = partial(open_corpus, corpus, text_field=text_field, split=split, **options)
+            corpus = shared_corpus(opened, ranks)
         if isinstance(teacher, str | Path):
             files = open_model(
                 teacher,
@@ -100,7 +107,23 @@ def score_corpus(
                 trust_remote_code=trust_remote_code,
             )
             teacher = LocalTeacher(files, settings)
-        return _score(teacher, corpus, Path(out), settings, ranks, on_progress)
+        return _score(teacher, corpus, folder, settings, ranks, share or Share(), on_progress)
+
+
+def shared_corpus(opened: Callable[[], Corpus], ranks: Ranks) -> Corpus:
+    """The corpus, counted and hashed by the leading process alone. A process that finds other files
+    on its machine (or the same, copied at another time) reads its own."""
+    corpus: Corpus = ranks.decide(opened)
+    if ranks.leads or not corpus.changed_sources():
+        return corpus
+    own = opened()
+    if own.fingerprint != corpus.fingerprint:
+        raise CorpusError(
+            f"the corpus of process {ranks.rank} is not that of process 0 (fingerprints "
+            f"{own.fingerprint[:12]} and {corpus.fingerprint[:12]}). Give all machines the same "
+            "files."
+        )
+    return own
 
 
 def store_identity(teacher: Teacher, corpus: Corpus, settings: ScoreSettings) -> dict[str, Any]:
@@ -119,18 +142,21 @@ def _score(
     out: Path,
     settings: ScoreSettings,
     ranks: Ranks,
+    share: Share,
     on_progress: Callable[[Progress], None] | None,
 ) -> ScoreSummary:
     count = shard_count(corpus, settings)
-    writer = StoreWriter(out, store_identity(teacher, corpus, settings), count)
+    device = getattr(teacher, "device_name", None)
+    writer = StoreWriter(out, store_identity(teacher, corpus, settings), count, device)
+    alone = share.count == 1
     with contextlib.ExitStack() as held:
 
         def look() -> tuple[list[int], list[str]]:
-            held.enter_context(store_lock(out))
+            held.enter_context(store_lock(out, shared=not alone))
             writer.begin()
-            states = [writer.has_shard(number) for number in range(count)]
-            missing = [number for number, (whole, _) in enumerate(states) if not whole]
-            return missing, [damage for _, damage in states if damage]
+            states = {number: writer.has_shard(number) for number in share.shards(count)}
+            missing = [number for number, (whole, _) in states.items() if not whole]
+            return missing, [damage for _, damage in states.values() if damage]
 
         missing, mended = ranks.decide(look)
         ours = missing[ranks.rank :: ranks.count]
@@ -140,14 +166,17 @@ def _score(
         tokens = _score_shards(ours, teacher, corpus, settings, writer, on_progress)
         ranks.wait_for_all()
 
-        def end() -> dict[str, Any]:
+        def end() -> tuple[list[int], dict[str, Any]]:
             corpus.require_unchanged()
-            writer.finish()
-            writer.tidy()
-            return inspect_store(out)
+            if alone:
+                writer.finish()
+                writer.tidy()
+                return [], inspect_store(out)
+            held.close()  # first: of two that end together one must get the store for itself
+            return _end_share(writer, share, bool(missing)), inspect_store(out)
 
-        summary = ranks.decide(end)
-    if summary["documents"] == 0:
+        left, summary = ranks.decide(end)
+    if summary["complete"] and summary["documents"] == 0:
         raise ScoreError(
             f"none of the {len(corpus):,} documents could be scored; the first: "
             f"{summary['skipped_documents'][0]['place']}: "
@@ -156,11 +185,32 @@ def _score(
     return ScoreSummary(
         store=summary,
         scored_shards=len(ours),
-        found_shards=count - len(missing),
+        found_shards=len(share.shards(count)) - len(missing),
         mended=mended,
         tokens=tokens,
         seconds=time.perf_counter() - started,
+        missing_shards=left,
+        missing_shares=share.of_shards(left),
     )
+
+
+def _end_share(writer: StoreWriter, share: Share, scored: bool) -> list[int]:
+    """Complete the store if nothing is missing and nobody else is at work on it; otherwise the
+    last of them will. The shards that are missing."""
+    if absent := writer.absent_shards():
+        return absent
+    with contextlib.suppress(BusyError), store_lock(writer.path):
+        if not (writer.completed_by_others or (writer.was_complete and not scored)):
+            states = [writer.has_shard(number) for number in range(writer.shard_count)]
+            if damaged := [number for number, (whole, _) in enumerate(states) if not whole]:
+                raise StoreError(
+                    f"{states[damaged[0]][1]} Run the shares "
+                    f"{', '.join(share.of_shards(damaged))} again, or `score` without --share: "
+                    "what is damaged is scored again."
+                )
+            writer.finish()
+        writer.tidy()
+    return []
 
 
 def _score_shards(

@@ -34,7 +34,8 @@ class TokenizedDocument:
 
 
 class Teacher(Protocol):
-    """Documents in, byte lengths and nll out. A server behind a socket can be one as well."""
+    """Documents in, byte lengths and nll out. A server behind a socket can be one as well. An
+    attribute `device_name`, where there is one, is noted for every shard."""
 
     def describe(self) -> dict[str, Any]:
         """Everything about the teacher that decides its numbers, for the manifest."""
@@ -105,6 +106,12 @@ class LocalTeacher:
                 "threads": self.threads,
             },
         }
+
+    @property
+    def device_name(self) -> str | None:
+        """Which GPU; a CPU's sums depend on its threads, which the identity has."""
+        device = self._files.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
     def load(self) -> None:
         assert self._model is not None  # loads it

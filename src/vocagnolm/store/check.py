@@ -1,13 +1,14 @@
 """What a store is (`inspect`) and whether it can be trusted (`verify`)."""
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vocagnolm.errors import StoreError
-from vocagnolm.files import file_digest
+from vocagnolm.files import file_digest, local_path
 from vocagnolm.store.format import (
     FORMAT_VERSION,
     HISTOGRAM_STEP_NATS,
@@ -22,17 +23,21 @@ from vocagnolm.store.format import (
     read_manifest,
 )
 from vocagnolm.store.reader import require_complete
+from vocagnolm.store.records import read_record
 
 MOST_SKIPPED_SHOWN = 100
 
 
 def inspect_store(path: str | Path) -> dict[str, Any]:
     """What the store is, from its manifest and the shards' headers; complete or not."""
-    path = Path(path)
+    path = local_path(path)
     complete = (path / MANIFEST_FILE).exists()
     if not complete and not (path / PARTIAL_MANIFEST_FILE).exists():
         require_complete(path)  # raises with the right message
-    manifest = read_manifest(path, partial=not complete)
+    try:
+        manifest = read_manifest(path, partial=not complete)
+    except FileNotFoundError:  # completed at this moment
+        return inspect_store(path)
     files = sorted((path / SHARD_FOLDER).glob("*.safetensors"))
     shards = [open_shard(file) for file in files]
     totals = add_statistics([shard.about["statistics"] for shard in shards])
@@ -57,6 +62,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
         "nonfinite": totals["nonfinite"],
         "shards": len(shards),
         "shards_expected": manifest["shard_count"],
+        "devices": _devices(path, manifest),
         "file_bytes": file_bytes,
         "bytes_per_token": file_bytes / totals["tokens"] if totals["tokens"] else None,
         "histogram": {"step_nats": HISTOGRAM_STEP_NATS, "counts": totals["histogram"]},
@@ -64,9 +70,20 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
     }
 
 
+def _devices(path: Path, manifest: dict[str, Any]) -> dict[str, int]:
+    """How many shards each GPU has scored, as far as it is known."""
+    if "shards" in manifest:
+        named = [entry.get("device") for entry in manifest["shards"]]
+    else:
+        digest = identity_digest(manifest["identity"])
+        records = (read_record(path, n, digest) for n in range(manifest["shard_count"]))
+        named = [record.device for record in records if record is not None]
+    return dict(Counter(name for name in named if name is not None))
+
+
 def verify_store(path: str | Path) -> list[str]:
     """Everything that is wrong with the store; empty when it is whole. Reads every byte."""
-    path = Path(path)
+    path = local_path(path)
     require_complete(path)
     manifest = read_manifest(path)
     digest = identity_digest(manifest["identity"])

@@ -44,9 +44,10 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 def _new_file(out: str | Path) -> Path:
-    if Path(out).exists():
+    path = files.local_path(out)
+    if path.exists():
         raise StoreError(f"{out} exists already; choose another name for the export.")
-    return Path(out)
+    return path
 
 
 def _schema(pa: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from vocagnolm.errors import StoreError
+from vocagnolm.files import local_path
 from vocagnolm.store.format import (
     HASH_BYTES,
     MANIFEST_FILE,
@@ -41,7 +42,7 @@ class LossStore:
 
     @classmethod
     def open(cls, path: str | Path) -> "LossStore":
-        path = Path(path)
+        path = local_path(path)
         require_complete(path)
         return cls(path, read_manifest(path))
 

@@ -1,11 +1,12 @@
 """Writing a loss store so that nothing half-done can be taken for finished.
 
-A shard is written under a temporary name, flushed to the disk and renamed; the manifest comes
-last, in the same way. A process may be killed between any two instructions: what exists under its
-final name is whole, and the next run goes on from there.
+A shard is written under a temporary name, flushed to the disk and renamed; then its record, and the
+manifest last, in the same way. A process may be killed between any two instructions: what exists
+under its final name is whole, and the next run goes on from there.
 """
 
 import contextlib
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,34 @@ from vocagnolm.store.format import (
     read_manifest,
     shard_name,
 )
+from vocagnolm.store.records import (
+    ShardRecord,
+    listed_record,
+    read_record,
+    record_of_file,
+    remove_records,
+    write_record,
+)
+
+# A share that comes while another one writes the manifest waits so long.
+_FINISHING_SECONDS = 60.0
 
 
 class StoreWriter:
-    """One store being written. `identity` is everything that decides its bytes."""
+    """One store being written. `identity` is everything that decides its bytes; `device`, the GPU
+    that this process scores on, is noted for every shard and decides nothing."""
 
-    def __init__(self, path: Path, identity: dict[str, Any], shard_count: int):
+    def __init__(
+        self, path: Path, identity: dict[str, Any], shard_count: int, device: str | None = None
+    ):
         self.path = path
         self.identity = identity
         self.shard_count = shard_count
+        self.device = device
         self._digest = identity_digest(identity)
+        self._had_manifest = (path / MANIFEST_FILE).exists()
+        self._listed: list[ShardRecord] = []  # by the manifest, where there is one
+        self._known: dict[int, ShardRecord] = {}
 
     def begin(self) -> None:
         """Start or take up the store. Refuses a folder that holds something else, and a store that
@@ -51,6 +70,8 @@ class StoreWriter:
             # the folder against the corrected command
             if complete or any((self.path / SHARD_FOLDER).glob("*")):
                 refuse_other_identity(self.path, found["identity"], self.identity)
+                with contextlib.suppress(KeyError):  # damaged: it is made again from the shards
+                    self._listed = [listed_record(entry) for entry in found.get("shards", [])]
             elif found["identity"] != self.identity:
                 self._write_head()
         else:
@@ -71,7 +92,11 @@ class StoreWriter:
         if self.path.exists():
             if not self.path.is_dir():
                 raise StoreError(f"{self.path} is a file; --out must name a folder.")
-            strangers = [p.name for p in self.path.iterdir() if not _is_ours_before_begin(p.name)]
+            names = [path.name for path in self.path.iterdir()]
+            if {MANIFEST_FILE, PARTIAL_MANIFEST_FILE} & {*names}:  # another share has begun it now
+                self.begin()
+                return
+            strangers = [name for name in names if not _is_ours_before_begin(name)]
             if strangers:
                 raise StoreError(
                     f"{self.path} is not empty and not a loss store (it holds "
@@ -84,39 +109,85 @@ class StoreWriter:
         files.write_json(self.path / PARTIAL_MANIFEST_FILE, self._manifest_head(False))
 
     def has_shard(self, number: int) -> tuple[bool, str | None]:
-        """(is shard `number` there and whole, what is wrong with it). Reads the shard."""
+        """(is shard `number` there and whole, what is wrong with it). Of a store that grows, a
+        shard with a record is not read; of a complete one every shard is."""
         path = self.path / shard_name(number)
         if not path.exists():
             return False, None
+        if (
+            not self.was_complete
+            and (record := read_record(self.path, number, self._digest)) is not None
+        ):
+            self._known[number] = record
+            return True, None
         try:
             shard = open_shard(path)
         except StoreError as error:
             return False, str(error)
-        if (damage := shard.damage()) is not None:
+        record = record_of_file(self.path, number)
+        listed = self._listed[number] if number < len(self._listed) else None
+        if listed is not None and listed.sha256 == record.sha256:
+            record = listed
+        elif (damage := shard.damage()) is not None:
             return False, f"{path}: {damage}."
         if shard.about["identity"] != self._digest or shard.about["shard"] != number:
             return False, f"{path} belongs to another run."
+        self._known[number] = record
+        if not self.was_complete:
+            write_record(self.path, number, self._digest, record)
         return True, None
 
     def write_shard(self, shard: Shard) -> None:
-        files.write_bytes(self.path / shard_name(shard.number), encode_shard(shard, self._digest))
+        """Of two processes that have scored one shard the first one's counts: shard and record
+        belong together."""
+        if self.completed_by_others or (
+            not self._had_manifest and read_record(self.path, shard.number, self._digest)
+        ):
+            return
+        content = encode_shard(shard, self._digest)
+        name = shard_name(shard.number)
+        files.write_bytes(self.path / name, content)
+        checksum = hashlib.sha256(content).hexdigest()
+        record = ShardRecord(name, len(content), checksum, self.device)
+        write_record(self.path, shard.number, self._digest, record)
+        self._known[shard.number] = record
+
+    @property
+    def was_complete(self) -> bool:
+        """Whether the store had a manifest, and a whole one, when it was taken up."""
+        return bool(self._listed)
+
+    @property
+    def completed_by_others(self) -> bool:
+        """Whether the store has got its manifest since this run began."""
+        return not self._had_manifest and (self.path / MANIFEST_FILE).exists()
+
+    def absent_shards(self) -> list[int]:
+        """Those that have no file. Reads nothing."""
+        numbers = range(self.shard_count)
+        return [number for number in numbers if not (self.path / shard_name(number)).exists()]
 
     def finish(self) -> None:
         """All shards are there: write the manifest, which makes the store complete. One that says
         something else is written again."""
         shards, parts = [], []
         for number in range(self.shard_count):
-            path = self.path / shard_name(number)
-            about = open_shard(path).about
+            about = open_shard(self.path / shard_name(number)).about
+            record = (
+                self._known.get(number)
+                or read_record(self.path, number, self._digest)
+                or record_of_file(self.path, number)
+            )
             parts.append(about["statistics"])
             shards.append(
                 {
-                    "file": shard_name(number),
-                    "sha256": files.file_digest(path),
-                    "file_bytes": path.stat().st_size,
+                    "file": record.file,
+                    "sha256": record.sha256,
+                    "file_bytes": record.file_bytes,
                     "first_document": about["first_document"],
                     "document_span": about["document_span"],
                     **{k: v for k, v in about["statistics"].items() if k != "histogram"},
+                    **({"device": record.device} if record.device else {}),
                 }
             )
         totals = add_statistics(parts)
@@ -132,6 +203,7 @@ class StoreWriter:
         """Remove what runs that were killed left of their own behind the finished store."""
         assert (self.path / MANIFEST_FILE).exists()
         files.remove(self.path / PARTIAL_MANIFEST_FILE)
+        remove_records(self.path)
         for folder in (self.path, self.path / SHARD_FOLDER):
             files.remove_leftovers(folder)
 
@@ -169,10 +241,13 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def store_lock(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Only one run may write to a store."""
+def store_lock(path: Path, *, shared: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Only one run may write to a store, or several that have a share each."""
     return files.folder_lock(
         path,
         "Wait for it to end, or choose another --out. To share the work between processes, start "
-        "them together: torchrun --nproc_per_node N -m vocagnolm score ...",
+        "them together (torchrun --nproc_per_node N -m vocagnolm score ...), or each with a share "
+        "of its own (--share I/N).",
+        shared=shared,
+        patience=_FINISHING_SECONDS if shared else 0.0,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import StudyError
-from vocagnolm.files import json_digest, read_json
+from vocagnolm.files import json_digest, local_path, read_json
 from vocagnolm.methods import METHODS
 from vocagnolm.recipe import Recipe
 from vocagnolm.study.design import (
@@ -44,7 +44,7 @@ class StudyFolder:
 
     def __init__(self, study: Study, folder: str | Path):
         self.study = study
-        self.folder = Path(folder)
+        self.folder = local_path(folder)
         self.rows: dict[str, RowPlan] = expand_rows(study.rows)
         self.runs: list[RunPlan] = plan_runs(study)
 
