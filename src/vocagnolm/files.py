@@ -30,7 +30,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
-def local_path(path: str | Path) -> Path:
+def local_path(path: str | os.PathLike[str]) -> Path:
     """The path, unless it is an address (`s3://bucket/x`): `Path` would quietly make a folder
     `s3:` here."""
     if _ADDRESS.match(str(path)) is None:

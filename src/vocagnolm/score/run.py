@@ -95,8 +95,14 @@ def score_corpus(
     folder = local_path(out)
     with running_ranks() as ranks:
         if not isinstance(corpus, Corpus):
-            options = {"limit": limit_documents, "max_document_bytes": max_document_bytes}
-            opened = partial(open_corpus, corpus, text_field=text_field, split=split, **options)
+            opened = partial(
+                open_corpus,
+                corpus,
+                text_field=text_field,
+                split=split,
+                limit=limit_documents,
+                max_document_bytes=max_document_bytes,
+            )
             corpus = shared_corpus(opened, ranks)
         if isinstance(teacher, str | Path):
             files = open_model(
