@@ -72,6 +72,16 @@ def problem(
     return Problem(hidden, head, labels.to(device), guidance.to(device), teacher)
 
 
+def some_stretches(given_: Problem, seed: int = 1) -> Targets:
+    """The problem's tokens in stretches of one to three, each with one guidance."""
+    g = torch.Generator().manual_seed(seed)
+    begins = (torch.rand(given_.labels.shape, generator=g) < 0.6).to(given_.labels.device)
+    begins[:, 0] = False
+    number = begins.long().cumsum(1)
+    guidance = given_.guidance.gather(1, number)
+    return Targets(labels_BT=given_.labels, guidance_BT=guidance, stretch_BT=number)
+
+
 def obvious_k(n: int, keep: float) -> int:
     k = math.floor(Fraction(str(keep)) * n + Fraction(1, 2))
     return max(k, 1) if n and keep > 0 else k

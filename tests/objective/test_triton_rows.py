@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from objective.problems import problem
+from objective.problems import problem, some_stretches
 
 from vocagnolm.objective import ObjectiveConfig, objective_loss, rows, two_phase
 from vocagnolm.objective.rows import Transform
@@ -46,16 +46,27 @@ def test_a_nan_row_stays_nan():
     assert torch.isnan(nll).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("method", ["cpt", "guided"])
+RULES = [
+    {"method": "cpt"},
+    {},
+    {"compare": "stretch"},
+    {"weighting": "reducible", "normalise": "selected"},
+    {"weighting": "reducible", "compare": "stretch"},
+    {"method": "alm"},
+]
+
+
+@pytest.mark.parametrize("keys", RULES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"bias": True, "softcap": 4.0, "scale": 0.5}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_head_equals_chunked(method, options, dtype, monkeypatch):
+def test_fused_head_equals_chunked(keys, options, dtype, monkeypatch):
     monkeypatch.setattr(two_phase, "_chunk_bytes", lambda device, exact: 1)
     results = []
     for impl in ("chunked", "fused"):
         p = problem(dtype=dtype, device=DEVICE, **options).fresh()
-        config = ObjectiveConfig(method=method)
-        loss = objective_loss(p.hidden, p.head, p.targets, config, impl=impl).loss
+        config = ObjectiveConfig(**keys)
+        targets = some_stretches(p) if config.by_stretch else p.targets
+        loss = objective_loss(p.hidden, p.head, targets, config, impl=impl).loss
         loss.backward()
         results.append([loss.detach(), *(g for g in p.gradients() if g is not None)])
     for a, b in zip(*results, strict=True):

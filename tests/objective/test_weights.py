@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective.problems import NAN, Problem, obvious_k, problem
+from objective.problems import NAN, Problem, obvious_k, problem, some_stretches
 from torch import Tensor
 
 from vocagnolm.objective import (
@@ -149,16 +149,6 @@ GRADED = [
     {"method": "alm", "positive": True, "unmapped": "exclude"},
     {"method": "alm", "temperature": 1.0},
 ]
-
-
-def some_stretches(given_: Problem, seed: int = 1) -> Targets:
-    """The problem's tokens in stretches of one to three, each with one guidance."""
-    g = torch.Generator().manual_seed(seed)
-    begins = torch.rand(given_.labels.shape, generator=g) < 0.6
-    begins[:, 0] = False
-    number = begins.long().cumsum(1)
-    guidance = given_.guidance.gather(1, number)
-    return Targets(labels_BT=given_.labels, guidance_BT=guidance, stretch_BT=number)
 
 
 def plain_losses(given_: Problem) -> Tensor:

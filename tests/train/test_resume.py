@@ -37,7 +37,7 @@ def tree(lab: Path, folder: Path) -> dict:
         lab,
         # dropout: the state of the random numbers is part of what is resumed
         student={"config": dict(recipe_dict(lab)["student"]["config"], attention_dropout=0.1)},
-        objective={"scope": "global"},
+        objective={"scope": "global", "compare": "stretch"},
         train={"tokens": TOKENS},
         run={"folder": str(folder), "save_every": 4},
     )
