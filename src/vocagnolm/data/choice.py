@@ -31,10 +31,9 @@ def chosen_documents(recipe: Recipe) -> Chosen | None:
     if plan.by == "difference":
         assert plan.against is not None  # see Recipe.store_problems
         bits, score = difference_of(store, plan.against)
-        return Chosen(np.sort(bits.keys[best(score, bits.bytes, plan.share)]))
-    bits = document_bits(LossStore.open(store))
-    if plan.by == "random":
-        score = np.random.default_rng(recipe.run.seed).random(len(bits))
     else:
+        bits = document_bits(LossStore.open(store))
         score = -bits.bits_per_byte
+        if plan.by == "random":
+            score = np.random.default_rng(recipe.run.seed).random(len(bits))
     return Chosen(np.sort(bits.keys[best(score, bits.bytes, plan.share)]))

@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,15 +103,16 @@ def compare_stores(
     return reader.result(paths)
 
 
-def _common(stores: Sequence[LossStore], limit: int | None) -> Any:
+def _common(stores: Sequence[LossStore], limit: int | None) -> Iterator[tuple[int, ...]]:
     """Places of the documents that all stores hold, evenly spread if there are too many."""
     first = stores[0]
     step = 1 if limit is None else max(1, len(first) // limit)
     for place in range(0, len(first), step):
         digest = first.document_hash(place)
         places = [place, *(store.find(digest) for store in stores[1:])]
-        if all(one is not None for one in places):
-            yield tuple(places)
+        found = tuple(one for one in places if one is not None)
+        if len(found) == len(stores):
+            yield found
 
 
 class _Comparison:
