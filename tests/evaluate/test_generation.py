@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from vocagnolm.evaluate import prefix
-from vocagnolm.evaluate.generate import Generator, common_prefix_length, plan_batches
+from vocagnolm.evaluate.generate import Generator, Sampling, common_prefix_length, plan_batches
 from vocagnolm.model import open_model
 
 SHARED = (
@@ -198,3 +198,28 @@ def test_model_is_usable_afterwards(loaded, model_folder):
     before = AutoModelForCausalLM.from_pretrained(model_folder)(torch.tensor([[5, 6, 7]])).logits
     Generator(model, files, 2).close()
     torch.testing.assert_close(model(torch.tensor([[5, 6, 7]])).logits, before)
+
+
+def test_sampling_by_the_probabilities_of_the_likeliest():
+    logits = torch.log(torch.tensor([0.1, 0.5, 0.3, 0.1])).expand(4000, 4)
+    generator = torch.Generator().manual_seed(1)
+    drawn = Sampling(1.0).draw(logits, generator)
+    shares = torch.bincount(drawn, minlength=4) / 4000
+    assert torch.allclose(shares, torch.tensor([0.1, 0.5, 0.3, 0.1]), atol=0.03)
+    likely = torch.bincount(Sampling(1.0, top_p=0.7).draw(logits, generator), minlength=4) / 4000
+    assert torch.allclose(likely, torch.tensor([0.0, 0.625, 0.375, 0.0]), atol=0.03)
+    cold = Sampling(0.5, top_p=0.6).draw(logits, generator)  # 0.25 : 0.09, and 0.69 of all
+    assert set(cold.tolist()) == {1}
+    for temperature, top_p in ((0.0, 1.0), (1.0, 0.0), (1.0, 1.5)):
+        with pytest.raises(ValueError):
+            Sampling(temperature, top_p)
+
+
+def test_sampled_answers_depend_on_the_seed_alone(loaded):
+    files, model = loaded
+    generator = Generator(model, files, 2)
+    first = answers(generator, sampling=Sampling(1.0, seed=1))
+    assert answers(generator, sampling=Sampling(1.0, seed=1)) == first
+    assert answers(generator, sampling=Sampling(1.0, seed=2)) != first
+    assert answers(generator, sampling=Sampling(1e-4, seed=2)) == answers(generator)
+    generator.close()

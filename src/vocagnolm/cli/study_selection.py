@@ -9,8 +9,10 @@ import typer
 from vocagnolm.cli.choices import TEXT_FIELD_HELP, Device, Dtype
 from vocagnolm.cli.progress import progress
 from vocagnolm.cli.quiet import quiet_libraries
+from vocagnolm.errors import UsageError
 
 if TYPE_CHECKING:
+    from vocagnolm.pair.labels import Area, LabelStudy
     from vocagnolm.pair.selections import SelectionStudy
 
 
@@ -48,6 +50,18 @@ def selection(
     plot_kinds: Path | None = typer.Option(
         None, help="Draw what comparing whole stretches changes, by kind of mapping."
     ),
+    label: str | None = typer.Option(
+        None, help="A field that is true or false: do the losses tell the one from the other?"
+    ),
+    label_group: str | None = typer.Option(
+        None, help="With --label: the field that says which documents belong to one question."
+    ),
+    label_by: list[str] = typer.Option(
+        [], help="With --label: also by the values of this field; give it several times."
+    ),
+    label_after: str | None = typer.Option(
+        None, help="With --label: only the text after this mark counts, for example 'Answer:'."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Which tokens are kept, and how much the settings change that. Nothing is trained.
@@ -55,8 +69,14 @@ def selection(
     Every variant is one setting away from the reference (guided, max, include, --keep) and selects
     from the same losses. Settings that keep nearly the same tokens need no runs to compare them.
     """
+    from vocagnolm.pair.labels import LabelFields
     from vocagnolm.pair.selections import selection_study
 
+    labels = None
+    if label is not None:
+        labels = LabelFields(label=label, group=label_group, by=label_by, after=label_after)
+    elif label_group or label_by or label_after:
+        raise UsageError("--label-group, --label-by and --label-after need --label.")
     with quiet_libraries(), progress("the student reads") as meter:
         study = selection_study(
             student,
@@ -72,6 +92,7 @@ def selection(
             device=device.value,
             dtype=dtype.value,
             seed=seed,
+            labels=labels,
             on_tokens=lambda done, total: meter.note(
                 done, total, f"{done:,}/{total:,} tokens", done
             ),
@@ -137,6 +158,8 @@ def _print(study: "SelectionStudy") -> None:
         "stretches: student tokens : teacher tokens of the smallest piece of text at whose ends "
         "both have a boundary. joined: kept by whole stretches and not by token; left: the reverse."
     )
+    if study.labels is not None:
+        _print_labels(console, study.labels)
     pair = study.pair
     console.print()
     line(
@@ -150,6 +173,41 @@ def _print(study: "SelectionStudy") -> None:
         f"{study.tokens:,} predicted tokens in {study.blocks} blocks of {study.block_size:,}, "
         f"{study.scope_blocks} blocks compete; {study.documents:,} documents, evenly spread over "
         "the corpus"
+    )
+
+
+def _print_labels(console: Any, labels: "LabelStudy") -> None:
+    def row(table: Any, where: str, areas: dict[str, "Area"]) -> None:
+        for measure, area in areas.items():
+            cells = [f"{area.value:.3f} ({area.low:.3f} to {area.high:.3f})", "-"]
+            if area.within is not None:
+                cells[1] = f"{area.within:.3f} ({area.within_low:.3f} to {area.within_high:.3f})"
+            table.add_row(where, measure, *cells, f"{area.false:,}", f"{area.true:,}")
+
+    heads = "measure", "area (95 %)", "within a group", "false", "true"
+    table = _table("part", *heads)
+    for part, areas in labels.areas.items():
+        row(table, part, areas)
+    console.print()
+    console.print(table)
+    for field, values in labels.by.items():
+        table = _table(field, *heads)
+        for value, areas in values.items():
+            row(table, value, areas)
+        console.print()
+        console.print(table)
+    table = _table("rule", f"of its tokens in documents with {labels.label}: false")
+    for rule, share in labels.false_tokens.items():
+        table.add_row(rule, f"{share:.1%}")
+    console.print()
+    console.print(table)
+    console.print(
+        f"area: how often a document with {labels.label}: false has the higher mean than one with "
+        "true; 0.5 is a coin. results: numbers after an equals sign; answer: what follows the last "
+        "'answer is'.",
+        style="dim",
+        markup=False,
+        highlight=False,
     )
 
 

@@ -133,6 +133,14 @@ class Blocks:
         found: list[int] = indices[first : int(np.searchsorted(starts, high, side="left"))].tolist()
         return found
 
+    def places(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Per token of the window [L + 1]: the corpus index of its document, and its number there
+        (separators counted)."""
+        starts, indices = self._document_table()
+        positions = np.arange(*self.window(index))
+        at = np.searchsorted(starts, positions, side="right") - 1
+        return np.asarray(indices)[at], positions - np.asarray(starts)[at]
+
     def read(self, column: str, start: int, stop: int) -> NDArray[Any]:
         """Tokens `start..stop` of a per-token column, over part borders."""
         pieces = [

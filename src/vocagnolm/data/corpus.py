@@ -5,6 +5,7 @@ alone (a line that is not blank, a row, a text file), never by whether it can be
 keeps its number, so that numbers, shards and fingerprints do not move when a reader grows wiser.
 """
 
+import bisect
 import difflib
 import hashlib
 import itertools
@@ -116,6 +117,13 @@ class Corpus:
 
     def __iter__(self) -> Iterator[Document]:
         return self.read()
+
+    def field(self, index: int) -> Any:
+        """What `text_field` holds in a document, text or not; None where there is no such field."""
+        number = bisect.bisect_right(self._starts, index) - 1
+        offset = index - self._starts[number]
+        (record,) = self.sources[number].read(offset, offset + 1)
+        return record.value.get(self.text_field) if isinstance(record.value, dict) else None
 
     def require_unchanged(self) -> None:
         """The files must be those that were counted and hashed when the corpus was opened."""

@@ -1,4 +1,4 @@
-"""Greedy answers to many prompts: torch and transformers alone.
+"""Answers to many prompts, greedy or sampled: torch and transformers alone.
 
 Prompts of similar length share a batch, the worked examples before them are read once, and a row
 leaves the batch when its answer is complete. The batches are fixed by the prompts and the batch
@@ -62,6 +62,28 @@ def _agreed(a: Sequence[int], b: Sequence[int]) -> int:
         if left != right:
             return position
     return min(len(a), len(b))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Draw tokens instead of taking the likeliest: at a temperature, among the likeliest tokens
+    that together hold `top_p` of the probability."""
+
+    temperature: float
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+
+    def draw(self, logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """One token per row of logits [N, V]."""
+        p, ids = torch.sort((logits.float() / self.temperature).softmax(-1), -1, descending=True)
+        p[p.cumsum(-1) - p >= self.top_p] = 0.0  # the first one stays, whatever it holds
+        return ids.gather(-1, torch.multinomial(p, 1, generator=generator))[:, 0]
 
 
 @dataclass
@@ -141,6 +163,7 @@ class Generator:
         stop: Sequence[str],
         max_new_tokens: int,
         is_done: Callable[[Sequence[int]], bool] | None = None,
+        sampling: Sampling | None = None,
     ) -> Iterator[list[tuple[int, Answer]]]:
         """Answers batch by batch, as (index of the prompt, text up to the stop string). Batches
         of which `is_done` says that they are there already are passed over."""
@@ -154,8 +177,19 @@ class Generator:
         for batch in batches:
             with shared_prefix.sharing(shared):
                 own = [rows[i][length:] for i in batch]
-                answers = self._answer(batch, own, length, stops, max_new_tokens)
+                choose = self._chooser(sampling, batch)
+                answers = self._answer(batch, own, length, stops, max_new_tokens, choose)
             yield [(row.index, row.answer) for row in answers]
+
+    def _chooser(
+        self, sampling: Sampling | None, batch: Sequence[int]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The next token from logits [N, V]. Every batch draws from a seed of its own."""
+        if sampling is None:
+            return lambda logits: logits.argmax(-1)
+        generator = torch.Generator(self.device)
+        generator.manual_seed(sampling.seed * 1_000_003 + min(batch))
+        return lambda logits: sampling.draw(logits, generator)
 
     def _forward(
         self,
@@ -192,6 +226,7 @@ class Generator:
         shared: int,
         stops: list[bytes],
         max_new_tokens: int,
+        choose: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[_Row]:
         ids, mask, positions = self._padded(rows, shared)
         cache = shared_prefix.new_cache(self.model, shared > 0)
@@ -202,7 +237,7 @@ class Generator:
             limit = min(limit, self.max_context - shared - ids.shape[1])
         check = 1 if self.device.type == "cpu" else _GPU_CHECK_STEPS
         fresh: list[torch.Tensor] = []
-        next_ids = self._forward(ids, mask, positions, cache, keep=1)[:, -1].argmax(-1)
+        next_ids = choose(self._forward(ids, mask, positions, cache, keep=1)[:, -1])
         positions = positions[:, -1:]
         for step in range(1, limit + 1):
             fresh.append(next_ids)
@@ -222,7 +257,7 @@ class Generator:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
             positions = positions + 1
             logits = self._forward(next_ids[:, None], mask, positions, cache, keep=1)
-            next_ids = logits[:, -1].argmax(-1)
+            next_ids = choose(logits[:, -1])
         return answers
 
     def _take(self, row: _Row, tokens: list[int], stops: list[bytes]) -> None:

@@ -44,6 +44,10 @@ class SampleBlocks:
     """[N, L, 2], -1 where no teacher token covers the token."""
     teacher_sums: NDArray[np.float64]
     """[N, 2]: sum and number of the losses of the teacher tokens behind a block."""
+    document: NDArray[np.int64]
+    """Number in the sample of each token's document."""
+    place: NDArray[np.int64]
+    """Number of each token in its document, separators counted."""
     shared_teacher: float
     named: NDArray[Any] | None
     scope_blocks: int
@@ -110,6 +114,7 @@ def read_blocks(
     all_ranges = blocks.read("teacher_range", 0, blocks.tokens).astype(np.int64)
     windows = [blocks.window(index) for index in indices]
     ranges = [all_ranges[start + 1 : stop] for start, stop in windows]
+    places = [blocks.places(index) for index in indices]
     named = None
     if sources is not None:
         named = np.stack([predicted_sources(blocks, index, sources) for index in indices])
@@ -120,6 +125,8 @@ def read_blocks(
         stretch=stretch,
         teacher_range=np.stack(ranges),
         teacher_sums=sums,
+        document=np.stack([document[1:] for document, _ in places]),
+        place=np.stack([place[1:] for _, place in places]),
         shared_teacher=shared_teacher_share(all_ranges),
         named=named,
         scope_blocks=scope,

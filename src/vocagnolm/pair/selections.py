@@ -6,7 +6,7 @@ sample of the corpus once, and every setting then selects from the same losses. 
 and selection are made by the code that training uses.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from vocagnolm.data.part import tokenise
 from vocagnolm.data.separators import separator_ids
 from vocagnolm.errors import StudyError
 from vocagnolm.model import open_model
-from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select
+from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select, weigh_step
+from vocagnolm.pair.labels import LabelFields, LabelStudy, label_study
 from vocagnolm.pair.sample_blocks import (
     AGGREGATIONS,
     CHUNKS,
@@ -39,6 +40,8 @@ from vocagnolm.store import LossStore
 KEEPS = (0.4, 0.5, 0.6, 0.7, 0.8)
 REFERENCE = "reference"
 SHOWN_BY_SOURCE = (REFERENCE, "chunk-16", "no_teacher", "random")
+SHOWN_BY_LABEL = (REFERENCE, STRETCH, "no_teacher", "random")
+REDUCIBLE = "reducible"
 
 SourceShares = dict[str, dict[str, float]]
 
@@ -129,6 +132,8 @@ class SelectionStudy:
     """Kind of the stretch (student tokens : teacher tokens) -> what the two comparisons keep."""
     by_source: dict[str, SourceShares] | None
     """Variant -> source -> kept share and tokens; None where the corpus names no sources."""
+    labels: LabelStudy | None = None
+    """Where labels were asked for."""
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "pair": {"mapped": self.pair.mapped, **asdict(self.pair)}}
@@ -181,6 +186,7 @@ def selection_study(
     device: str = "auto",
     dtype: str = "auto",
     seed: int = 0,
+    labels: LabelFields | None = None,
     on_tokens: Callable[[int, int], None] | None = None,
 ) -> SelectionStudy:
     """Let every variant select from the same losses and count.
@@ -188,8 +194,8 @@ def selection_study(
     About `tokens` student tokens are looked at, of documents evenly spread over the corpus; they
     are packed in the order of the corpus and the blocks shuffled by `seed`, as in training.
     `scope_blocks` blocks compete with each other (training: the micro-batch). `eos` ends every
-    document: a token, `auto` or None. `on_tokens` is told how many tokens the student has read, of
-    how many.
+    document: a token, `auto` or None. `labels` asks whether the losses tell documents of one label
+    from those of the other. `on_tokens` is told how many tokens the student has read, of how many.
     """
     if block_size < 2 or scope_blocks < 1:
         raise ValueError("block_size must be at least 2, scope_blocks at least 1")
@@ -225,6 +231,7 @@ def selection_study(
         read = read_blocks(by_guidance, sources, min(tokens, sample.tokens), scope_blocks, seed)
     nll = student_nll(files, read.input_ids, read.labels, on_tokens)
     masks = {v.name: _select(v, read, nll) for v in compared}
+    reducible = _reducible(read, nll)
     return SelectionStudy(
         student=files.name,
         teacher=losses.teacher_name,
@@ -245,23 +252,54 @@ def selection_study(
             name: shares_by_source(read.named, masks[name], read.predicted)
             for name in SHOWN_BY_SOURCE
         },
+        labels=labels
+        and label_study(
+            labels,
+            corpus,
+            sample,
+            [spans.spans for spans in tokenise(files.tokenizer, sample.texts)],
+            read,
+            {
+                "student loss": nll,
+                "teacher loss": read.guidance["max"],
+                "excess": nll - read.guidance["max"],
+                "reducible share": reducible,
+            },
+            {**{name: masks[name] for name in SHOWN_BY_LABEL}, REDUCIBLE: reducible},
+            len(prefix),
+        ),
     )
 
 
 def _select(variant: Variant, read: SampleBlocks, nll: NDArray[np.float32]) -> NDArray[np.bool_]:
-    guidance = None if variant.guidance is None else read.guidance[variant.guidance]
-    chosen = []
-    for step, start in enumerate(range(0, len(nll), read.scope_blocks)):
+    batches = _scopes(variant.guidance, variant.config.by_stretch, read, nll)
+    chosen = [select(b, variant.config, step=step) for step, b in enumerate(batches)]
+    return torch.cat(chosen).numpy()
+
+
+def _reducible(read: SampleBlocks, nll: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What each token counts when whole stretches are weighed, without a floor."""
+    config = ObjectiveConfig(
+        method="guided", compare="stretch", weighting="reducible", floor=0.0, unmapped="exclude"
+    )
+    batches = _scopes(STRETCH, True, read, nll)
+    return torch.cat([weigh_step([batch], config).weights[0] for batch in batches]).numpy()
+
+
+def _scopes(
+    kind: Guidance, by_stretch: bool, read: SampleBlocks, nll: NDArray[np.float32]
+) -> Iterator[ScoredBatch]:
+    """The blocks that compete with each other, step by step."""
+    guidance = None if kind is None else read.guidance[kind]
+    for start in range(0, len(nll), read.scope_blocks):
         rows = slice(start, start + read.scope_blocks)
         targets = Targets(
             labels_BT=torch.from_numpy(read.labels[rows]),
             guidance_BT=None if guidance is None else torch.from_numpy(guidance[rows]),
-            stretch_BT=torch.from_numpy(read.stretch[rows]) if variant.config.by_stretch else None,
+            stretch_BT=torch.from_numpy(read.stretch[rows]) if by_stretch else None,
             teacher_sums_B2=torch.from_numpy(read.teacher_sums[rows]),
         )
-        batch = ScoredBatch(targets, torch.from_numpy(nll[rows]))
-        chosen.append(select(batch, variant.config, step=step).numpy())
-    return np.concatenate(chosen)
+        yield ScoredBatch(targets, torch.from_numpy(nll[rows]))
 
 
 def _row(
