@@ -7,7 +7,7 @@ BENCHMARKS: as `vocagnolm evaluate --benchmarks` reads them, with gsm8k/train.js
 math/train.jsonl. Writes main.jsonl (with problems), without.jsonl (the same size without them),
 extra.jsonl (what without.jsonl has and main.jsonl has not), start.jsonl (plain phase), held-out and
 validation texts, requests.jsonl (prompts of the word-problem suite), validation-requests.jsonl
-(other questions of it).
+(other questions of it), whole-requests.jsonl (all questions but these).
 """
 
 import argparse
@@ -152,17 +152,20 @@ def questions(benchmarks: Path, out: Path) -> None:
     from vocagnolm.evaluate.render import render, write_requests
     from vocagnolm.evaluate.suite import task_named
 
-    requests, validation = [], []
+    requests, validation, whole = [], [], []
     for name, count in QUESTIONS.items():
         chosen = render([task_named(name)], benchmarks=benchmarks, limit=count)[name]
         requests += chosen
         used = {request.index for request in chosen}
-        rest = render([task_named(name)], benchmarks=benchmarks)[name]
-        rest = [request for request in rest if request.index not in used]
+        every = render([task_named(name)], benchmarks=benchmarks)[name]
+        rest = [request for request in every if request.index not in used]
         count = min(len(rest), VALIDATION_QUESTIONS.get(name, 0))
-        validation += [rest[i * len(rest) // count] for i in range(count)]
+        choosing = [rest[i * len(rest) // count] for i in range(count)]
+        validation += choosing
+        whole += [request for request in every if request not in choosing]
     write_requests(out / "requests.jsonl", requests)
     write_requests(out / "validation-requests.jsonl", validation)
+    write_requests(out / "whole-requests.jsonl", whole)
 
 
 def main() -> None:

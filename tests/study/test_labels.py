@@ -10,9 +10,10 @@ from made import sentencepiece_bpe
 from study_kit import save_model, write_materials
 from typer.testing import CliRunner
 
+from vocagnolm.alignment import TokenSpans
 from vocagnolm.cli import app
 from vocagnolm.errors import StudyError, UsageError
-from vocagnolm.pair.labels import LabelFields, area, areas, text_parts, tokens_in
+from vocagnolm.pair.labels import LabelFields, area, areas, text_parts
 from vocagnolm.pair.selections import SelectionStudy, selection_study
 from vocagnolm.score import ScoreSettings, score_corpus
 
@@ -59,8 +60,8 @@ def test_parts_of_a_solution() -> None:
     assert next(text[a:b] for a, b in text_parts(text, b"nowhere")["results"]) == b"2"
     letter = b"so it is B. The answer is (B)."
     assert [letter[a:b] for a, b in text_parts(letter, None)["answer"]] == [b"B"]
-    spans = np.array([[0, 3], [3, 5], [5, 9]])
-    assert tokens_in(spans, [(4, 6)]).tolist() == [False, True, True]
+    tokens = TokenSpans(np.arange(3, dtype=np.int32), np.array([[0, 3], [3, 5], [5, 9]]), 9, 0)
+    assert tokens.inside([(4, 6)]).tolist() == [False, True, True]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 Pure NumPy over byte spans: no tokenizer and no torch. Equation numbers refer to arXiv 2503.19123.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -38,6 +38,13 @@ class TokenSpans:
     def token_bytes(self) -> IntArray:
         """Byte length of every token."""
         return self.spans[:, 1] - self.spans[:, 0]
+
+    def inside(self, ranges: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
+        """Tokens [N] that meet one of the ranges of bytes, whole or in part."""
+        found = np.zeros(len(self), bool)
+        for start, stop in ranges:
+            found |= (self.spans[:, 0] < stop) & (self.spans[:, 1] > start)
+        return found
 
 
 Spans = ArrayLike | TokenSpans

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel
 
-from vocagnolm.data.corpus import open_corpus
+from vocagnolm.alignment import TokenSpans
+from vocagnolm.data.corpus import Corpus, Document, open_corpus
 from vocagnolm.data.left_out import LeftOut, left_out_of
 from vocagnolm.data.sources import Split
-from vocagnolm.errors import EvaluationError, TilingError
+from vocagnolm.errors import CorpusError, EvaluationError, TilingError
 from vocagnolm.model import ModelFiles, NllModel
 
 DEFAULT_CONTEXT = 2048
@@ -43,6 +44,7 @@ def bits_per_byte(
     batch_tokens: int | None = None,
     text_field: str = "text",
     split: Split = "none",
+    parts_field: str | None = None,
     on_documents: Callable[[int, int], None] | None = None,
 ) -> BitsPerByte:
     """Bits the model needs for a byte of the documents.
@@ -50,8 +52,13 @@ def bits_per_byte(
     Long documents go through windows of `context` tokens; every token has at least a quarter of
     a window before it, or all there is. A first token without anything before it (models without
     a beginning-of-text token) counts neither in bits nor in bytes.
+
+    parts_field: a field that says which parts of a document count, as `[[start, stop], ...]` in
+        characters; the rest is read and not counted. A token that lies in a part by one byte counts
+        whole. Without the field all of a document counts.
     """
     corpus = open_corpus(list(paths), text_field=text_field, split=split)
+    parts = _parts(paths, parts_field)
     window = min(context or DEFAULT_CONTEXT, files.max_context or DEFAULT_CONTEXT)
     scorer = NllModel(
         model,
@@ -63,14 +70,14 @@ def bits_per_byte(
     nats = 0.0
     scored_bytes = documents = 0
     lost: list[dict[str, str]] = []
-    waiting: list[tuple[np.ndarray, np.ndarray]] = []
+    waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def score() -> None:
         nonlocal nats, scored_bytes
-        for nll, (_, sizes) in zip(
-            scorer.document_nll([ids for ids, _ in waiting]), waiting, strict=True
+        for nll, (_, sizes, counts) in zip(
+            scorer.document_nll([ids for ids, _, _ in waiting]), waiting, strict=True
         ):
-            known = ~np.isnan(nll)
+            known = ~np.isnan(nll) & counts
             nats += float(nll[known].sum(dtype=np.float64))
             scored_bytes += int(sizes[known].sum())
         waiting.clear()
@@ -86,8 +93,8 @@ def bits_per_byte(
             lost.append({"place": document.place, "reason": problem or "no tokens"})
         else:
             documents += 1
-            waiting.append((spans.ids, spans.spans[:, 1] - spans.spans[:, 0]))
-        if sum(len(ids) for ids, _ in waiting) >= _TOKENS_AT_A_TIME:
+            waiting.append((spans.ids, spans.token_bytes, _counting(spans, document, parts)))
+        if sum(len(ids) for ids, _, _ in waiting) >= _TOKENS_AT_A_TIME:
             score()
         if on_documents is not None:
             on_documents(documents + len(lost) - len(waiting), len(corpus))
@@ -100,3 +107,28 @@ def bits_per_byte(
             f"({len(lost)} documents could not be read or tokenised)."
         )
     return BitsPerByte(nats / math.log(2), scored_bytes, documents, left_out_of(lost))
+
+
+def _parts(paths: Sequence[str | Path], field: str | None) -> Corpus | None:
+    """The field that says which parts count; None where the corpus has none."""
+    if field is None:
+        return None
+    try:
+        return open_corpus(list(paths), text_field=field)
+    except CorpusError:  # no such field: a corpus that cannot be read is told by its texts
+        return None
+
+
+def _counting(spans: TokenSpans, document: Document, parts: Corpus | None) -> np.ndarray:
+    """Which tokens count [N]."""
+    if parts is None:
+        return np.ones(len(spans), bool)
+    text, wanted = document.text or "", parts.field(document.index)
+    try:
+        ranges = [(int(start), int(stop)) for start, stop in wanted]
+    except (TypeError, ValueError):
+        raise EvaluationError(
+            f"{document.place}: the field {parts.text_field!r} holds {wanted!r}. It must hold the "
+            "parts that count, in characters: [[start, stop], ...]."
+        ) from None
+    return spans.inside((len(text[:a].encode()), len(text[:b].encode())) for a, b in ranges)

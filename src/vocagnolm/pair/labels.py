@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vocagnolm.alignment import TokenSpans
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.errors import StudyError
 from vocagnolm.pair.sample_blocks import SampleBlocks
@@ -86,14 +87,6 @@ def text_parts(text: bytes, after: bytes | None) -> dict[str, list[Range]]:
     }
 
 
-def tokens_in(spans: NDArray[np.int64], ranges: Sequence[Range]) -> NDArray[np.bool_]:
-    """Tokens [T] whose bytes [T, 2] meet one of the ranges."""
-    inside = np.zeros(len(spans), bool)
-    for start, stop in ranges:
-        inside |= (spans[:, 0] < stop) & (spans[:, 1] > start)
-    return inside
-
-
 def read_labels(
     paths: str | Sequence[str], field: str, indices: Sequence[int]
 ) -> NDArray[np.bool_]:
@@ -121,13 +114,13 @@ def label_study(
     fields: LabelFields,
     corpus: str | Sequence[str],
     sample: SpreadSample,
-    spans: Sequence[NDArray[np.int64]],
+    tokens: Sequence[TokenSpans],
     read: SampleBlocks,
     measures: dict[str, NDArray[np.float32]],
     weights: dict[str, NDArray[np.float32]],
     prefix: int,
 ) -> LabelStudy:
-    """`spans`: bytes of the tokens of each document. `measures` and `weights` [N, L]: what is
+    """`tokens`: those of each document. `measures` and `weights` [N, L]: what is
     averaged, and what each rule lets a token count. `prefix` separators begin a document."""
     label = read_labels(corpus, fields.label, sample.indices)
     groups = None
@@ -137,13 +130,13 @@ def label_study(
     after = None if fields.after is None else fields.after.encode()
     parts = [text_parts(text.encode(), after) for text in sample.texts]
     place, document = read.place - prefix, read.document
-    sizes = np.array([len(one) for one in spans])
+    sizes = np.array([len(one) for one in tokens])
     of_text = read.predicted & (place >= 0) & (place < sizes[document])
     starts = np.cumsum(sizes) - sizes
 
     def means(part: str, shown: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float64]]:
         inside = np.concatenate(
-            [tokens_in(one, found[part]) for one, found in zip(spans, parts, strict=True)]
+            [one.inside(found[part]) for one, found in zip(tokens, parts, strict=True)]
         )
         where = of_text.copy()
         where[of_text] = inside[(starts[document] + place)[of_text]]

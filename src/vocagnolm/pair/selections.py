@@ -257,7 +257,7 @@ def selection_study(
             labels,
             corpus,
             sample,
-            [spans.spans for spans in tokenise(files.tokenizer, sample.texts)],
+            tokenise(files.tokenizer, sample.texts),
             read,
             {
                 "student loss": nll,

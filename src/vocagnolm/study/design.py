@@ -64,7 +64,8 @@ class EvaluationPlan(Plan):
     """What is measured on every finished run."""
 
     held_out: dict[str, str] = Field(default={})
-    """Name -> jsonl file with a `text` field: bits per byte."""
+    """Name -> jsonl file with a `text` field: bits per byte. A field `counts` in it names the parts
+    of a text that count (`[[start, stop], ...]`, in characters), given what stands before them."""
     validation: dict[str, str] = Field(default={})
     """The same, for choosing learning rates; never reported as a result."""
     requests: str | None = None

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vocagnolm.evaluate.render import Request
 
 ANSWERS_FILE = "answers.jsonl.gz"
+PARTS_FIELD = "counts"
 
 
 def evaluate_model(
@@ -30,7 +31,9 @@ def evaluate_model(
     result: dict[str, Any] = {"held_out": {}, "validation": {}}
     for kind, named in (("held_out", plan.held_out), ("validation", plan.validation)):
         for name, path in named.items():
-            bits = bits_per_byte(model, files, [path], context=plan.context)
+            bits = bits_per_byte(
+                model, files, [path], context=plan.context, parts_field=PARTS_FIELD
+            )
             result[kind][name] = bits.value
     if requests is not None:
         _answer_in_memory(model, files, plan, requests, folder / ANSWERS_FILE)
