@@ -22,7 +22,7 @@ from vocagnolm.errors import AddressError, MissingExtraError
 
 BUCKET_SCHEMES = ("s3", "gs", "az")
 PROBE = "probe"
-_ATTEMPTS = 5  # of a request that broke off, beyond what obstore tries itself
+_ATTEMPTS = 3  # of a request that broke off, beyond what obstore tries itself
 _REFRESH = datetime.timedelta(minutes=10)
 Result = TypeVar("Result")
 
@@ -81,16 +81,12 @@ class Bucket:
 
     def create(self, name: str, content: bytes) -> bool:
         obstore = _obstore(self.address)
-        asked = 0
 
         def attempt() -> bool:
-            nonlocal asked
-            asked += 1
             try:
                 obstore.put(self._store, name, content, mode="create", use_multipart=False)
             except obstore.exceptions.AlreadyExistsError:
-                # an attempt whose answer was lost may have been ours
-                return asked > 1 and self.read(name) == content
+                return self.read(name) == content  # an attempt of ours whose answer was lost
             return True
 
         files.reached("begin", PurePosixPath(name))

@@ -22,7 +22,9 @@ class Place(Protocol):
         """These bytes, or those that there are; FileNotFoundError where there is no file."""
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a file whole, unless the name is taken: False then, and nothing is changed."""
+        """Write a file whole, unless the name is taken: False then, and nothing is changed. In a
+        bucket also True where these very bytes stand there: the answer to our own request may have
+        been lost."""
 
     def put(self, name: str, content: bytes) -> None:
         """Write a file whole, in the place of one that may be there."""

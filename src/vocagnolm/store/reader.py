@@ -210,9 +210,10 @@ def require_complete(place: Place) -> None:
     """A store that is not complete must not be used by accident."""
     if place.has(MANIFEST_FILE):
         return
-    if place.has(PARTIAL_MANIFEST_FILE):
+    found = place.files(SHARD_FOLDER)
+    if PARTIAL_MANIFEST_FILE in found:
         wanted = read_manifest(place, partial=True)["shard_count"]
-        done = len(shard_names(place.files(SHARD_FOLDER)))
+        done = len(shard_names(found))
         raise StoreError(
             f"{place} is not complete: {done} of {wanted} shards are scored. Run the command that "
             "started it again; it goes on from there."

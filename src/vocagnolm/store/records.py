@@ -94,9 +94,7 @@ def read_records(
         if record_name(number) in found and shard_name(number) in found
     ]
     with ThreadPoolExecutor(_THREADS) as pool:
-        records = pool.map(
-            lambda n: read_record(store, n, found[shard_name(n)], identity), numbers
-        )
+        records = pool.map(lambda n: read_record(store, n, found[shard_name(n)], identity), numbers)
         pairs = zip(numbers, records, strict=True)
         return {number: record for number, record in pairs if record is not None}
 

@@ -138,9 +138,9 @@ class StoreWriter:
             warnings.warn(warning, PlaceWarning, stacklevel=2)
 
     def has_shard(self, number: int) -> tuple[bool, str | None]:
-        """(is shard `number` there and whole, what is wrong with it), as it was at the last look.
-        Of a store that grows, a shard with a record is not read; of a complete one every shard
-        is."""
+        """(is shard `number` there and whole, what is wrong with it), as `begin` or `absent_shards`
+        found it last, or as this process has written it. Of a store that grows, a shard with a
+        record is not read; of a complete one every shard is."""
         if shard_name(number) not in self._files:
             return False, None
         if number in self._known and not self.was_complete:
@@ -180,7 +180,9 @@ class StoreWriter:
             return
         content = encode_shard(shard, self._digest)
         name, record_at = shard_name(shard.number), record_name(shard.number)
-        if not self.place.create(name, content):
+        created = self.place.create(name, content)
+        self._files[name] = len(content)
+        if not created:
             other, _ = self._examined(shard.number)
             if other is not None:
                 # its writer may have been killed, or be about to write the record itself
