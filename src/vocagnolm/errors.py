@@ -36,6 +36,10 @@ class AddressError(VocagnolmError):
     """A bucket or another address cannot be reached, read or written."""
 
 
+class PlaceWarning(UserWarning):
+    """A bucket does not keep what the protocol of stores needs of it."""
+
+
 class BusyError(VocagnolmError):
     """Another process holds the folder."""
 

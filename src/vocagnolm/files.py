@@ -3,8 +3,8 @@
 A file is written under a temporary name that nobody else can have made, flushed, and renamed; its
 folder is flushed too. A process may be killed between any two instructions, and the disk may be
 full: what stands under its final name is whole, and what a killed run left behind is recognised by
-its name (`.NAME.XXXXXXXX.tmp`) and removed by the next. What is not on a disk of this machine is the
-business of `vocagnolm.places`. Standard library only.
+its name (`.NAME.XXXXXXXX.tmp`) and removed by the next. What is in a bucket is the business
+of `vocagnolm.places`. Standard library only.
 """
 
 import contextlib

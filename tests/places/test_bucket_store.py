@@ -11,12 +11,18 @@ from score.teacher_kit import SETTINGS, ArithmeticTeacher, store_bytes, write_co
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
-from vocagnolm.errors import AddressError, MissingExtraError, ScoreError, StoreError, UsageError
+from vocagnolm.errors import (
+    AddressError,
+    MissingExtraError,
+    PlaceWarning,
+    ScoreError,
+    StoreError,
+    UsageError,
+)
 from vocagnolm.places import Bucket, bucket, place_of
 from vocagnolm.score import Share, score_corpus
 from vocagnolm.store import LossStore, inspect_store, verify_store
 from vocagnolm.store.format import shard_name
-from vocagnolm.store.writer import PlaceWarning
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +92,7 @@ def test_killed_between_shard_and_record(whole, env, address):
 
 
 def test_going_on_is_one_listing_and_the_records(whole, env, address, monkeypatch):
-    corpus, _, files = whole
+    corpus, _, _ = whole
     child = start(score, env, corpus, address, None, "begin 000003.safetensors")
     assert end(child) == -signal.SIGKILL
     asked = []
@@ -260,7 +266,7 @@ def test_credentials_of_a_profile_and_none_in_an_address(whole, address, tmp_pat
     assert bucket_bytes(address) == files
     assert not any(SECRET.encode() in content for content in files.values())
     monkeypatch.setenv("AWS_PROFILE", "another")
-    with pytest.raises(AddressError, match="AWS settings.*another"):
+    with pytest.raises(AddressError, match=r"AWS settings.*another"):
         LossStore.open(address)
     with pytest.raises(AddressError, match="credentials in it") as told:
         Bucket(f"s3://key:{SECRET}@{BUCKET}/x")

@@ -67,27 +67,21 @@ class Wanted:
             return "its bytes do not match the checksum in the manifest"
         return None
 
-    def is_in(self, folder: Path, verify: bool) -> bool:
-        path = folder / self.name
+    def is_in(self, folder: Path) -> bool:
         try:
-            size = path.stat().st_size
+            size = (folder / self.name).stat().st_size
         except FileNotFoundError:
             return False
-        if self.bytes is not None and size != self.bytes:
-            return False
-        return not verify or self.sha256 is None or files.file_digest(path) == self.sha256
+        return self.bytes in (None, size)
 
 
-def copy_files(
-    place: Place, wanted: Sequence[Wanted], folder: Path, *, verify: bool = False
-) -> None:
+def copy_files(place: Place, wanted: Sequence[Wanted], folder: Path) -> None:
     """Copies of these files in a local folder. What is copied is checked against its checksum; what
-    is there already is taken by its size, with `verify` by its checksum."""
-    if not verify and all(one.is_in(folder, False) for one in wanted):
+    is there already is known by its size, and its readers check it."""
+    if all(one.is_in(folder) for one in wanted):
         return
     with copying(folder), ThreadPoolExecutor(_THREADS) as pool:
-        there = pool.map(lambda one: one.is_in(folder, verify), wanted)
-        absent = [one for one, found in zip(wanted, there, strict=True) if not found]
+        absent = [one for one in wanted if not one.is_in(folder)]
         total = sum(one.bytes or 0 for one in absent)
         done = 0
         for size in pool.map(lambda one: _copy(place, one, folder), absent):

@@ -8,8 +8,8 @@ HUB_SCHEME = "hf"
 
 
 def hub_folder(address: str) -> Path:
-    """Where `huggingface_hub` keeps its copy of `hf://datasets/owner/name[@revision][/folder]`; what
-    is not there is fetched, and checked by it."""
+    """Where `huggingface_hub` keeps its copy of `hf://datasets/OWNER/NAME[@REVISION][/FOLDER]`;
+    what is not there is fetched, and checked by it."""
     repository, revision, inside = _parts(address)
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars

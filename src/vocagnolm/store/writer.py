@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm import files
-from vocagnolm.errors import StoreError
+from vocagnolm.errors import PlaceWarning, StoreError
 from vocagnolm.places import place_of
 from vocagnolm.places.bucket import PROBE
 from vocagnolm.store.format import (
@@ -49,10 +49,6 @@ from vocagnolm.store.records import (
 
 # A share that comes while another one writes the manifest waits so long.
 _FINISHING_SECONDS = 60.0
-
-
-class PlaceWarning(UserWarning):
-    """A place does not keep what the protocol needs of it."""
 
 
 class StoreWriter:
