@@ -58,3 +58,14 @@ def score(
     files.reached = reached
     part = None if share is None else Share.parse(share)
     score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS, share=part)
+
+
+def copy_blocks(env: dict[str, str], tree: dict[str, Any], ready: Any) -> None:
+    """As a rank of a machine does."""
+    os.environ.update(env)
+    from vocagnolm.data.block_copies import local_blocks
+    from vocagnolm.recipe import recipe_from_dict
+
+    recipe = recipe_from_dict(tree)
+    ready.wait()
+    local_blocks(recipe)

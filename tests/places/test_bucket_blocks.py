@@ -3,7 +3,8 @@
 import shutil
 
 import pytest
-from bucket_kit import bucket_bytes
+from bucket_children import CONTEXT, copy_blocks, end, start
+from bucket_kit import CuttingProxy, bucket_bytes
 from faults_kit import flip_bit, tiny_tree
 from training_kit import fresh_process, make_lab, recipe_dict
 
@@ -103,6 +104,19 @@ def test_blocks_are_copied_once_and_checked(tree, address, tmp_path, monkeypatch
     Bucket(f"{address}/blocks").put("part-00002.safetensors", bytes(content))
     with pytest.raises(AddressError, match=r"part-00002.* is damaged: .*checksum"):
         local_blocks(recipe)
+
+
+def test_the_ranks_of_a_machine_copy_once(tree, env, server, tmp_path):
+    prepare(recipe_from_dict(tree))
+    shutil.rmtree(tmp_path / "near")
+    heads = []
+    proxy = CuttingProxy(server, lambda head: heads.append(head))
+    ready = CONTEXT.Barrier(3)
+    values = {**env, "AWS_ENDPOINT_URL": proxy.endpoint}
+    ranks = [start(copy_blocks, values, tree, ready) for _ in range(3)]
+    assert [end(rank) for rank in ranks] == [0, 0, 0]
+    assert sum("part-" in head for head in heads) == 3
+    assert len(open_blocks(recipe_from_dict(tree), verify=True))
 
 
 def test_other_blocks_at_the_same_address_have_a_copy_of_their_own(tree, tmp_path):

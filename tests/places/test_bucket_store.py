@@ -307,13 +307,17 @@ def test_the_commands_take_an_address(whole, address, tmp_path, monkeypatch):
     def command(*words):
         result = CliRunner().invoke(app, [str(word) for word in words])
         assert result.exit_code == 0, (result.output, result.exception)
+        said.append(result.stderr)
         return result.stdout
 
+    said = []
     about = json.loads(command("store", "inspect", address, "--json"))
     here = json.loads(command("store", "inspect", local, "--json"))
     assert about.pop("path") == address and here.pop("path") and about == here
     assert "every checksum matches" in command("store", "verify", address)
+    assert not any(said)  # neither copies the store
     command("store", "export", address)
+    assert f"copying {address} (" in said[-1] and str(tmp_path / "cache") in said[-1]
     assert (tmp_path / f"{address.rpartition('/')[2]}.parquet").is_file()
     assert "23 documents" in command("store", "compare", address, local)
     assert "by bits_per_byte" in command("store", "rank", address)

@@ -78,6 +78,39 @@ def export_command(
         typer.echo(f"{target}: {rows:,} rows")
 
 
+@app.command("card")
+def card_command(
+    store: str = _STORE,
+    licence: str | None = typer.Option(
+        None, "--license", help="As the hub calls it, for example cc-by-4.0 or odc-by."
+    ),
+    out: Path | None = typer.Option(None, help="Write it here. [default: README.md in the store]"),
+) -> None:
+    """Write the store's card: what `hf upload` needs to publish it as a dataset of the hub."""
+    from vocagnolm.errors import UsageError
+    from vocagnolm.files import write_text
+    from vocagnolm.places import place_of, scheme_of
+    from vocagnolm.store.card import CARD, PARQUET_FOLDER, store_card
+    from vocagnolm.store.reader import require_complete
+
+    if out is None and scheme_of(store) == "hf":
+        raise UsageError(f"{store} cannot be written: say with --out where the card goes.")
+    place = place_of(store)
+    require_complete(place)
+    text = store_card(place, licence)
+    if out is None:
+        place.put(CARD, text.encode())
+    else:
+        write_text(out, text)
+    typer.echo(f"wrote {out or place.shown(CARD)}", err=True)
+    if "viewer: false" in text:
+        typer.echo(
+            "for `datasets` and the hub's viewer, and then this command again: vocagnolm store "
+            f"export {store} --out {store}/{PARQUET_FOLDER}/losses.parquet"
+        )
+    typer.echo(f"to publish it: hf upload OWNER/NAME {store} . --repo-type dataset")
+
+
 @app.command("compare")
 def compare_command(
     stores: list[str] = typer.Argument(..., help="Two or more loss stores."),
