@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any
 
 from vocagnolm.errors import BusyError, UsageError, VocagnolmError, WriteError
@@ -35,7 +35,8 @@ def address_of(path: str | os.PathLike[str]) -> str | None:
     """The address (`s3://bucket/x`), also after `Path` took a slash; None for a local path."""
     if _ADDRESS.match(str(path)) is None:
         return None
-    return path if isinstance(path, str) else str(path).replace(":/", "://", 1)
+    scheme, _, rest = str(path).partition(":/")
+    return f"{scheme}://{rest.removeprefix('/')}"
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -51,7 +52,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     )
 
 
-def reached(point: str, path: Path) -> None:
+def reached(point: str, path: PurePath) -> None:
     """Called between any two steps of a write, and does nothing: tests stop the process here."""
 
 

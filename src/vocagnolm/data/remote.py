@@ -41,12 +41,12 @@ class RemoteFile:
     address: str
     name: str
     """As in a local corpus: without the folder that was named."""
-    bytes: int | None
+    size: int | None
     version: str | None
 
     def fetch(self) -> Path:
         """The copy on this machine; made if there is none."""
-        state = f"{self.address}\n{self.bytes}\n{self.version}"
+        state = f"{self.address}\n{self.size}\n{self.version}"
         key = hashlib.sha256(state.encode()).hexdigest()[:32]
         path = cache_folder() / "corpora" / key / PurePosixPath(self.name).name
         if self._is_at(path):
@@ -58,8 +58,8 @@ class RemoteFile:
 
     def _is_at(self, path: Path) -> bool:
         # without size and version nobody can say whether it is still the same
-        known = self.bytes is not None or self.version is not None
-        return known and path.is_file() and self.bytes in (None, path.stat().st_size)
+        known = self.size is not None or self.version is not None
+        return known and path.is_file() and self.size in (None, path.stat().st_size)
 
     def _copy(self, path: Path) -> None:
         for attempt in range(_ATTEMPTS):
@@ -78,10 +78,10 @@ class RemoteFile:
             done = 0
             while block := source.read(_READ_BYTES):
                 done += target.write(block)
-                tell(self.address, path.parent, done, max(done, self.bytes or 0))
-            if self.bytes not in (None, done):
+                tell(self.address, path.parent, done, max(done, self.size or 0))
+            if self.size not in (None, done):
                 raise _BrokenOffError(
-                    f"{self.address} cannot be read to its end: {done:,} of {self.bytes:,} bytes."
+                    f"{self.address} cannot be read to its end: {done:,} of {self.size:,} bytes."
                 )
             if found_file(self.address, self.name) != self:
                 raise CorpusError(

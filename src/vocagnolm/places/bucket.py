@@ -138,8 +138,9 @@ class Bucket:
     @cached_property
     def _store(self) -> Any:
         _obstore(self.address)
-        from obstore.store import from_url
+        from obstore import store
 
+        from_url: Any = store.from_url  # whose types know one kind of bucket each
         options = _s3_options() if self.address.startswith("s3:") else {}
         # the whole of a request, its body too: a large shard over a slow line
         client = {"timeout": "15m", "connect_timeout": "10s", **options.pop("client", {})}

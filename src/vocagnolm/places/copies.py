@@ -57,12 +57,12 @@ class Wanted:
     """A file of a place, as its manifest lists it."""
 
     name: str
-    bytes: int | None
+    size: int | None
     sha256: str | None
 
     def wrong(self, content: bytes | memoryview) -> str | None:
-        if self.bytes is not None and len(content) != self.bytes:
-            return f"{len(content):,} bytes, the manifest says {self.bytes:,}"
+        if self.size is not None and len(content) != self.size:
+            return f"{len(content):,} bytes, the manifest says {self.size:,}"
         if self.sha256 is not None and hashlib.sha256(content).hexdigest() != self.sha256:
             return "its bytes do not match the checksum in the manifest"
         return None
@@ -72,7 +72,7 @@ class Wanted:
             size = (folder / self.name).stat().st_size
         except FileNotFoundError:
             return False
-        return self.bytes in (None, size)
+        return self.size in (None, size)
 
 
 def copy_files(place: Place, wanted: Sequence[Wanted], folder: Path) -> None:
@@ -82,7 +82,7 @@ def copy_files(place: Place, wanted: Sequence[Wanted], folder: Path) -> None:
         return
     with copying(folder), ThreadPoolExecutor(_THREADS) as pool:
         absent = [one for one in wanted if not one.is_in(folder)]
-        total = sum(one.bytes or 0 for one in absent)
+        total = sum(one.size or 0 for one in absent)
         done = 0
         for size in pool.map(lambda one: _copy(place, one, folder), absent):
             done += size

@@ -12,7 +12,7 @@ def hub_folder(address: str) -> Path:
     what is not there is fetched, and checked by it."""
     repository, revision, inside = _parts(address)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
     prefix = f"{inside}/" if inside else ""

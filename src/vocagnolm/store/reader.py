@@ -49,7 +49,7 @@ class LossStore:
         place = place_of(path)
         require_complete(place)
         # of a dataset of the hub its copy is the store
-        return cls(place.path if isinstance(place, Folder) else path, read_manifest(place))
+        return cls(place.path if isinstance(place, Folder) else str(place), read_manifest(place))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
