@@ -83,9 +83,7 @@ def test_blocks_are_copied_once_and_checked(tree, address, tmp_path, monkeypatch
     made = local_blocks(recipe)  # where they were made nothing is copied
     copied = []
     real = copies._copy
-    monkeypatch.setattr(
-        copies, "_copy", lambda p, one, f: copied.append(one.name) or real(p, one, f)
-    )
+    monkeypatch.setattr(copies, "_copy", lambda *given: copied.append(given[1]) or real(*given))
     assert local_blocks(recipe) == made and not copied
     shutil.rmtree(near)
     folder = local_blocks(recipe)
@@ -102,8 +100,11 @@ def test_blocks_are_copied_once_and_checked(tree, address, tmp_path, monkeypatch
     content = bytearray(Bucket(f"{address}/blocks").read("part-00002.safetensors"))
     content[-1] ^= 1
     Bucket(f"{address}/blocks").put("part-00002.safetensors", bytes(content))
-    with pytest.raises(AddressError, match=r"part-00002.* is damaged: .*checksum"):
+    with pytest.raises(AddressError, match=r"part-00002.* is damaged: .*checksum.*Remove it there"):
         local_blocks(recipe)
+    Bucket(f"{address}/blocks").remove("part-00002.safetensors")
+    prepare(recipe)
+    assert len(open_blocks(recipe, verify=True))
 
 
 def test_the_ranks_of_a_machine_copy_once(tree, env, server, tmp_path):

@@ -341,5 +341,5 @@ def test_without_the_extra(monkeypatch, env):
 def test_no_warning_where_all_is_well(whole, address):
     corpus, _, _ = whole
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", PlaceWarning)
         run(corpus, address)

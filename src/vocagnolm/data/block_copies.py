@@ -29,7 +29,8 @@ def local_blocks(recipe: Recipe) -> Path:
     parts = [
         Wanted(part["name"], part.get("bytes"), part.get("sha256")) for part in manifest["parts"]
     ]
-    copy_files(place, parts, folder)
+    mend = "Remove it there and run `vocagnolm prepare` again: it makes what is missing."
+    copy_files(place, parts, folder, mend)
     Folder(folder).create(MANIFEST, json_bytes(manifest))
     return folder
 

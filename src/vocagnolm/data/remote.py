@@ -144,7 +144,7 @@ def _system(address: str) -> tuple[Any, str]:
         extra = "gcs" if name == "gcsfs" else "bucket"
         raise MissingExtraError(name, extra, f"reading {address}") from None
     # fsspec's own cache of clients and listings knows nothing of a changed environment or bucket
-    state = (scheme, os.getpid(), tuple(sorted(os.environ.items())))
+    state = (scheme, os.getpid(), hash(tuple(sorted(os.environ.items()))))
     if state not in _clients:
         _clients.clear()
         _clients[state] = fsspec.core.url_to_fs(address, skip_instance_cache=True)[0]

@@ -24,6 +24,7 @@ BUCKET_SCHEMES = ("s3", "gs", "az")
 PROBE = "probe"
 _ATTEMPTS = 3  # of a request that broke off, beyond what obstore tries itself
 _REFRESH = datetime.timedelta(minutes=10)
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 Result = TypeVar("Result")
 
 
@@ -169,9 +170,12 @@ class Bucket:
             yield
         except (FileNotFoundError, exceptions.BaseError) as error:
             code = _code(str(error))
-            if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
+            if isinstance(error, FileNotFoundError) and code not in _NO_BUCKET:
                 raise FileNotFoundError(shown) from None
-            message, final = _explained(shown, done, str(error), code)
+            refused = isinstance(
+                error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
+            )
+            message, final = _explained(shown, done, str(error), code, refused)
             raise (AddressError if final else _BrokenOffError)(message) from None
 
 
@@ -185,14 +189,16 @@ def _code(text: str) -> str | None:
     return found[1] if found else None
 
 
-def _explained(shown: str, done: str, text: str, code: str | None) -> tuple[str, bool]:
+def _explained(
+    shown: str, done: str, text: str, code: str | None, refused: bool
+) -> tuple[str, bool]:
     """The message, and whether another attempt is vain."""
     bucket = "://".join(urlsplit(shown)[:2])
-    status = re.search(r"status code: (\d{3})|\b(401|403|404)\b", text)
-    number = next((group for group in status.groups() if group), "") if status else ""
-    if code == "NoSuchBucket" or (number == "404" and "list" in text):
+    status = re.search(r"status code: (\d{3})", text)
+    number = status[1] if status else ""
+    if code in _NO_BUCKET or (number == "404" and "list request" in text):
         return f"{shown} could not be {done}: there is no bucket {bucket}. Make it first.", True
-    if number in ("401", "403") or "credential" in text.lower():
+    if refused or number in ("401", "403") or "credential" in text.lower():
         said = f" ({code})" if code else ""
         return (
             f"{shown} could not be {done}: the server of {bucket} does not accept the "
@@ -213,7 +219,7 @@ _USUAL = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile of ~/.aws (AWS_PROFILE); "
     "AWS_ENDPOINT_URL for a server that is not Amazon's",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
-    "az": "AZURE_STORAGE_ACCOUNT_KEY and its like, or `az login`",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or `az login`",
 }
 
 

@@ -75,27 +75,28 @@ class Wanted:
         return self.size in (None, size)
 
 
-def copy_files(place: Place, wanted: Sequence[Wanted], folder: Path) -> None:
+def copy_files(place: Place, wanted: Sequence[Wanted], folder: Path, mend: str) -> None:
     """Copies of these files in a local folder. What is copied is checked against its checksum; what
-    is there already is known by its size, and its readers check it."""
+    is there already is known by its size, and its readers check it. `mend`: what to do about a
+    file that is damaged where it comes from."""
     if all(one.is_in(folder) for one in wanted):
         return
     with copying(folder), ThreadPoolExecutor(_THREADS) as pool:
         absent = [one for one in wanted if not one.is_in(folder)]
         total = sum(one.size or 0 for one in absent)
         done = 0
-        for size in pool.map(lambda one: _copy(place, one, folder), absent):
+        for size in pool.map(lambda one: _copy(place, one, folder, mend), absent):
             done += size
             tell(str(place), folder, done, max(total, done))
 
 
-def _copy(place: Place, one: Wanted, folder: Path) -> int:
+def _copy(place: Place, one: Wanted, folder: Path, mend: str) -> int:
     shown = place.shown(one.name)
     try:
         content = place.read(one.name)
     except FileNotFoundError:
-        raise AddressError(f"{shown} is not there, and the manifest beside it lists it.") from None
+        raise AddressError(f"{shown} is missing, and the manifest lists it. {mend}") from None
     if problem := one.wrong(content):
-        raise AddressError(f"{shown} is damaged: {problem}.")
+        raise AddressError(f"{shown} is damaged: {problem}. {mend}")
     files.write_bytes(folder / one.name, bytes(content))
     return len(content)

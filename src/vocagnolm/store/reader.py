@@ -174,7 +174,7 @@ class LossStore:
             return
         entries = [self.manifest["shards"][number] for number in numbers]
         wanted = [Wanted(e["file"], e["file_bytes"], e["sha256"]) for e in entries]
-        copy_files(self._place, wanted, self._folder.path)
+        copy_files(self._place, wanted, self._folder.path, mend_hint(self.path))
 
     @functools.cached_property
     def _place(self) -> Place:
