@@ -4,10 +4,11 @@ import json
 import signal
 import warnings
 
+import obstore
 import pytest
 from bucket_children import end, score, start
 from bucket_kit import BUCKET, SECRET, CuttingProxy, bucket_bytes
-from score.teacher_kit import SETTINGS, ArithmeticTeacher, store_bytes, write_corpus
+from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_bytes, write_corpus
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
@@ -273,13 +274,39 @@ def test_credentials_of_a_profile_and_none_in_an_address(whole, address, tmp_pat
     assert SECRET not in str(told.value)
 
 
-def test_a_server_that_ignores_put_if_absent(whole, address, monkeypatch):
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_server_that_ignores_or_refuses_put_if_absent(whole, address, monkeypatch, refuses):
     corpus, _, files = whole
-    monkeypatch.setattr(Bucket, "create", lambda p, name, content: p.put(name, content) is None)
-    with pytest.warns(PlaceWarning, match="ignores put-if-absent"):
+    real = obstore.put
+
+    def put(store, name, content, mode="overwrite", **more):
+        if refuses and mode == "create":
+            raise obstore.exceptions.GenericError("501: <Code>NotImplemented</Code>")
+        return real(store, name, content)
+
+    monkeypatch.setattr(obstore, "put", put)
+    with pytest.warns(PlaceWarning, match="does not keep to put-if-absent"):
         run(corpus, address)
     assert bucket_bytes(address) == files
-    monkeypatch.undo()
+    assert run(corpus, address).found_shards == 5
+
+
+def test_the_command_scores_into_a_bucket_from_a_bucket(address, tmp_path):
+    teacher = save_teacher(tmp_path / "t")
+    Bucket(address).put("c.jsonl", write_corpus(tmp_path / "c.jsonl", documents=8).read_bytes())
+    words = ["score", "--teacher", teacher, "--corpus", f"{address}/c.jsonl"]
+    words += ["--out", f"{address}/s", "--device", "cpu", "--context", 64, "--threads", 1]
+
+    def command(*more):
+        result = CliRunner().invoke(app, [str(word) for word in (*words, *more)])
+        assert result.exit_code == 0, (result.output, result.exception)
+        return result.stdout
+
+    assert f"{address}/s: 1 shards scored" in command()
+    assert f"{address}/s is complete already" in command()
+    words[4], words[6] = tmp_path / "c.jsonl", tmp_path / "s"
+    command()
+    assert bucket_bytes(f"{address}/s") == store_bytes(tmp_path / "s")
 
 
 def test_the_probe_leaves_nothing_and_says_nothing(address):

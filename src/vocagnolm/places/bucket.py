@@ -32,6 +32,8 @@ class Bucket:
     """What stands behind an address like `s3://bucket/stores/qwen`. May be sent to other
     processes; a forked one cannot use what its parent has opened."""
 
+    _conditional = True
+
     def __init__(self, address: str):
         self.address = address.rstrip("/")
         parts = urlsplit(self.address)
@@ -88,6 +90,15 @@ class Bucket:
                 obstore.put(self._store, name, content, mode="create", use_multipart=False)
             except obstore.exceptions.AlreadyExistsError:
                 return self.read(name) == content  # an attempt of ours whose answer was lost
+            except (obstore.exceptions.BaseError, NotImplementedError) as error:
+                if _code(str(error)) != "NotImplemented" and not isinstance(
+                    error, NotImplementedError
+                ):
+                    raise
+                self._conditional = False  # the best that it has
+                if self.has(name):
+                    return self.read(name) == content
+                obstore.put(self._store, name, content)
             return True
 
         files.reached("begin", PurePosixPath(name))
@@ -117,18 +128,19 @@ class Bucket:
         self.remove(*(name for name in self.files() if name.startswith(f"{PROBE}-")))
 
     def try_writing(self) -> str | None:
-        """Put-if-absent, twice: rclone's server and some gateways ignore it in silence."""
+        """Put-if-absent, twice: rclone's server ignores it in silence, others refuse it."""
         name = f"{PROBE}-{secrets.token_hex(4)}"
         try:
             first, second = self.create(name, b"first"), self.create(name, b"second")
         finally:
             with contextlib.suppress(AddressError):
                 self.remove(name)
-        if first and not second:
+        if first and not second and self._conditional:
             return None
         return (
-            f"{self.address}: the server ignores put-if-absent, so of two processes at one shard "
-            "the last one counts, not the first. Let no two of them score the same share."
+            f"{self.address}: the server does not keep to put-if-absent, so of two processes at "
+            "one shard the last one may count, not the first. Let no two of them score the same "
+            "share."
         )
 
     def lock(
