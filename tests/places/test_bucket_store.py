@@ -22,7 +22,7 @@ from vocagnolm.errors import (
 )
 from vocagnolm.places import Bucket, bucket, place_of
 from vocagnolm.score import Share, score_corpus
-from vocagnolm.store import LossStore, inspect_store, verify_store
+from vocagnolm.store import LossStore, StoreWriter, inspect_store, verify_store
 from vocagnolm.store.format import shard_name
 
 
@@ -147,6 +147,23 @@ def test_killed_at_any_step(whole, env, address):
         assert end(child) == -signal.SIGKILL, step
         run(corpus, out)
         assert bucket_bytes(out) == files, step
+
+
+def test_a_run_that_begins_while_another_one_ends(whole, address, monkeypatch):
+    """The partial manifest is listed, and gone when it is read."""
+    corpus, _, files = whole
+    writer = StoreWriter(address, {"corpus": {}}, 5)
+    real = Bucket.files
+
+    def completed(place, *folders):
+        monkeypatch.setattr(Bucket, "files", real)
+        run(corpus, address)
+        return {"manifest.partial.json": 9}
+
+    monkeypatch.setattr(Bucket, "files", completed)
+    with pytest.raises(StoreError, match="other settings"):
+        writer.begin()
+    assert bucket_bytes(address) == files
 
 
 def test_damage_is_found_and_scored_again(whole, address):

@@ -212,7 +212,10 @@ def require_complete(place: Place) -> None:
         return
     found = place.files(SHARD_FOLDER)
     if PARTIAL_MANIFEST_FILE in found:
-        wanted = read_manifest(place, partial=True)["shard_count"]
+        try:
+            wanted = read_manifest(place, partial=True)["shard_count"]
+        except FileNotFoundError:  # completed at this moment
+            return
         done = len(shard_names(found))
         raise StoreError(
             f"{place} is not complete: {done} of {wanted} shards are scored. Run the command that "

@@ -83,6 +83,9 @@ class StoreWriter:
             return
         try:
             found = read_manifest(self.place, partial=not complete)
+        except FileNotFoundError:  # completed at this moment
+            self.begin()
+            return
         except StoreError:
             self._require_own_shards()  # then the manifest can be made again from them
             return
