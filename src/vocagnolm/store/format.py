@@ -260,7 +260,8 @@ def identity_digest(identity: Mapping[str, Any]) -> str:
     return json_digest(identity)
 
 
-def read_manifest(store: Place, *, partial: bool = False) -> dict[str, Any]:
+def read_manifest(store: Path | Place, *, partial: bool = False) -> dict[str, Any]:
+    store = Folder(store) if isinstance(store, Path) else store
     name = PARTIAL_MANIFEST_FILE if partial else MANIFEST_FILE
     path = store.shown(name)
     mend = "The command that scored the store, run again, writes it anew."
