@@ -23,6 +23,7 @@ SLOW = (
     "model/test_architectures.py",
     "model/test_document_nll.py",
     "objective/test_ranks.py",
+    "places",
     "report/test_browser.py",
     "score",
     "study/test_selection_study.py",

@@ -32,6 +32,14 @@ class WriteError(VocagnolmError):
     """A file cannot be written: no room, no right, no such folder."""
 
 
+class AddressError(VocagnolmError):
+    """A bucket or another address cannot be reached, read or written."""
+
+
+class PlaceWarning(UserWarning):
+    """A bucket does not keep what the protocol of stores needs of it."""
+
+
 class BusyError(VocagnolmError):
     """Another process holds the folder."""
 

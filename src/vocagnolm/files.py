@@ -3,7 +3,8 @@
 A file is written under a temporary name that nobody else can have made, flushed, and renamed; its
 folder is flushed too. A process may be killed between any two instructions, and the disk may be
 full: what stands under its final name is whole, and what a killed run left behind is recognised by
-its name (`.NAME.XXXXXXXX.tmp`) and removed by the next. Standard library only.
+its name (`.NAME.XXXXXXXX.tmp`) and removed by the next. What is in a bucket is the business
+of `vocagnolm.places`. Standard library only.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any
 
 from vocagnolm.errors import BusyError, UsageError, VocagnolmError, WriteError
@@ -30,20 +31,28 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
+def address_of(path: str | os.PathLike[str]) -> str | None:
+    """The address (`s3://bucket/x`), also after `Path` took a slash; None for a local path."""
+    if _ADDRESS.match(str(path)) is None:
+        return None
+    scheme, _, rest = str(path).partition(":/")
+    return f"{scheme}://{rest.removeprefix('/')}"
+
+
 def local_path(path: str | os.PathLike[str]) -> Path:
     """The path, unless it is an address (`s3://bucket/x`): `Path` would quietly make a folder
     `s3:` here."""
-    if _ADDRESS.match(str(path)) is None:
+    address = address_of(path)
+    if address is None:
         return Path(path)
-    shown = path if isinstance(path, str) else str(path).replace(":/", "://", 1)
     raise UsageError(
-        f"{shown} is an address, and there is no code to read or write there. Supported are local "
-        "files and folders; a bucket can be mounted (rclone mount, s3fs, gcsfuse) and its mount "
-        "point be named."
+        f"{address} is an address; here a local file or folder is needed. Corpora, loss stores "
+        "and blocks may be at an address; for all else a bucket can be mounted (rclone mount, "
+        "gcsfuse) and its mount point be named."
     )
 
 
-def reached(point: str, path: Path) -> None:
+def reached(point: str, path: PurePath) -> None:
     """Called between any two steps of a write, and does nothing: tests stop the process here."""
 
 
@@ -60,13 +69,33 @@ def write_text(path: str | Path, content: str) -> None:
 
 
 def write_json(path: str | Path, value: Any, *, indent: int | None = 1) -> None:
-    write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
+    write_bytes(path, json_bytes(value, indent=indent))
+
+
+def json_bytes(value: Any, *, indent: int | None = 1) -> bytes:
+    return (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode()
+
+
+def create_bytes(path: str | Path, content: bytes) -> bool:
+    """As `write_bytes`, unless the name is taken: False then, and nothing is changed."""
+    if local_path(path).exists():
+        return False
+    try:
+        with whole_file(path, new=True) as file:
+            file.write(content)
+    except _TakenError:
+        return False
+    return True
+
+
+class _TakenError(Exception):
+    """Another process was first."""
 
 
 @contextlib.contextmanager
-def whole_file(path: str | Path) -> Iterator[IO[bytes]]:
+def whole_file(path: str | Path, *, new: bool = False) -> Iterator[IO[bytes]]:
     """A binary file that gets its name when the block ends without an error. Folders above it are
-    made; permissions follow the umask."""
+    made; permissions follow the umask. `new`: the name must not be taken."""
     path = local_path(path)
     temporary = _temporary_name(path)
     try:
@@ -79,7 +108,10 @@ def whole_file(path: str | Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         reached("synced", path)
-        os.replace(temporary, path)
+        if new:
+            _link(temporary, path)
+        else:
+            os.replace(temporary, path)
         reached("renamed", path)
         _sync_folder(path.parent)
     except BaseException as error:
@@ -88,6 +120,19 @@ def whole_file(path: str | Path) -> Iterator[IO[bytes]]:
         if isinstance(error, OSError):
             raise _not_written(path, error) from error
         raise
+
+
+def _link(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise _TakenError from None
+    except OSError:  # a file system without links: the best that it has
+        if path.exists():
+            raise _TakenError from None
+        os.replace(temporary, path)
+    else:
+        os.unlink(temporary)
 
 
 @contextlib.contextmanager
@@ -149,6 +194,16 @@ def whole_lines(path: Path) -> list[bytes]:
         with open(path, "r+b") as file:
             file.truncate(len(whole))
     return [line for line in whole.split(b"\n") if line]
+
+
+def move_folder(path: Path, target: Path) -> None:
+    """Give a finished folder another name; where the name is taken, its holder stays."""
+    reached("begin moving", target)
+    if target.exists():
+        shutil.rmtree(path)
+    else:
+        os.replace(path, target)
+        _sync_folder(target.parent)
 
 
 def remove(path: Path) -> None:
@@ -246,11 +301,24 @@ def read_json(
     """A JSON object that has `keys` of these types, or `error` with what is wrong and how to `mend`
     it. A file that is not there is the caller's business: FileNotFoundError."""
     try:
-        content = parse_json(Path(path).read_text(encoding="utf-8"))
+        content = Path(path).read_bytes()
     except FileNotFoundError:
         raise
     except OSError as failure:
         raise error(f"{path} cannot be read: {failure.strerror}. {mend}") from None
+    return checked_json(content, path, error, mend, keys)
+
+
+def checked_json(
+    text: bytes,
+    path: str | Path,
+    error: type[VocagnolmError],
+    mend: str,
+    keys: Mapping[str, type | tuple[type, ...]] | None = None,
+) -> dict[str, Any]:
+    """What was read from `path`, as `read_json` gives it."""
+    try:
+        content = parse_json(text.decode())
     except (ValueError, RecursionError) as failure:
         raise error(f"{path} is not JSON ({failure}). {mend}") from None
     if not isinstance(content, dict):

@@ -1,4 +1,5 @@
-"""An address that no code serves is refused by every command, before anything is written."""
+"""An address that no code serves is refused by every command, before anything is written. What is
+served is tried in tests/places."""
 
 from pathlib import Path
 
@@ -6,20 +7,19 @@ import pytest
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
-from vocagnolm.data.corpus import open_corpus
 from vocagnolm.errors import UsageError
 from vocagnolm.files import folder_lock, local_path, write_text
 from vocagnolm.recipe.load import recipe_from_dict
 from vocagnolm.store import LossStore
 
-MESSAGE = r"s3://bucket/x.* is an address.*local files and folders.*mounted"
+MESSAGE = r"(s3|ftp)://bucket/x.* is an address.*(local file or folder is needed|local folders and)"
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    assert not Path("s3:").exists()
+    assert not Path("s3:").exists() and not Path("ftp:").exists()
 
 
 @pytest.mark.parametrize("address", ["s3://bucket/x", Path("s3://bucket/x")])
@@ -42,17 +42,17 @@ def test_local_paths_stay_what_they_are(path):
 @pytest.mark.parametrize(
     "command",
     [
-        "score --teacher t --corpus c.jsonl --out s3://bucket/x",
-        "store inspect s3://bucket/x",
-        "store verify s3://bucket/x",
-        "store export s3://bucket/x",
-        "store compare s3://bucket/x s3://bucket/x2",
-        "store rank s3://bucket/x",
+        "score --teacher t --corpus c.jsonl --out ftp://bucket/x",
+        "store inspect ftp://bucket/x",
+        "store verify ftp://bucket/x",
+        "store export ftp://bucket/x",
+        "store compare ftp://bucket/x ftp://bucket/x2",
+        "store rank ftp://bucket/x",
         "report s3://bucket/x",
         "report . --html s3://bucket/x.html",
-        "prepare recipe.yaml --set data.blocks=s3://bucket/x",
+        "prepare recipe.yaml --set data.blocks=ftp://bucket/x",
         "train recipe.yaml --set run.folder=s3://bucket/x",
-        "train recipe.yaml --set store.path=s3://bucket/x",
+        "train recipe.yaml --set store.path=ftp://bucket/x",
         "evaluate model --text c.jsonl --out s3://bucket/x",
         "push s3://bucket/x owner/name",
     ],
@@ -68,11 +68,10 @@ def test_every_command_refuses_it(command):
 
 def test_the_library_refuses_it_too():
     for call in (
-        lambda: LossStore.open("s3://bucket/x"),
-        lambda: open_corpus("s3://bucket/x.jsonl"),
+        lambda: LossStore.open("ftp://bucket/x"),
         lambda: write_text("s3://bucket/x", "lost"),
         lambda: folder_lock(Path("s3://bucket/x"), "").__enter__(),
-        lambda: recipe_from_dict({"store": {"path": ["a", "s3://bucket/x"]}}),
+        lambda: recipe_from_dict({"store": {"path": ["a", "ftp://bucket/x"]}}),
     ):
         with pytest.raises(UsageError, match=MESSAGE):
             call()

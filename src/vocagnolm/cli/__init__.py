@@ -19,7 +19,9 @@ from vocagnolm.cli.demo import demo
 from vocagnolm.cli.ending import DEBUG_VARIABLE, Commands, end
 from vocagnolm.cli.evaluate import evaluate
 from vocagnolm.cli.prepare import prepare
+from vocagnolm.cli.progress import showing_copies
 from vocagnolm.cli.push import push
+from vocagnolm.cli.quiet import showing_warnings
 from vocagnolm.cli.report import report
 from vocagnolm.cli.score import score
 from vocagnolm.cli.train import train
@@ -48,6 +50,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: bool = typer.Option(
         False,
         "--version",
@@ -63,6 +66,8 @@ def _root(
 ) -> None:
     if debug:
         os.environ[DEBUG_VARIABLE] = "1"
+    context.with_resource(showing_copies())
+    context.with_resource(showing_warnings())
 
 
 app.command()(align)

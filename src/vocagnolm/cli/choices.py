@@ -5,8 +5,8 @@ from enum import StrEnum
 
 RECIPE_HELP = "The recipe: a YAML file, or a name of `vocagnolm recipe list`."
 CORPUS_HELP = (
-    "jsonl (.gz, .zst), parquet or text file, folder of those, or hub dataset (owner/name, "
-    "owner/name:split); give it several times."
+    "jsonl (.gz, .zst), parquet or text file, folder of those, an address of these (s3://, gs://, "
+    "hf://, https://), or hub dataset (owner/name, owner/name:split); give it several times."
 )
 TEXT_FIELD_HELP = "The field of a record that holds the text; corpus.text_field in a recipe."
 SPLIT_HELP = (

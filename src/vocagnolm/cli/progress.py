@@ -5,6 +5,7 @@ scoring: 1,024/20,000 documents, 5%, 8,213 tokens/s, ETA 12:40
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -102,3 +103,36 @@ def progress(label: str, unit: str = "tokens", *, started: bool = False) -> Iter
         finally:
             if meter._speed is None:  # an error before the work: leave its message alone
                 bar.remove_task(bar.task_ids[0])
+
+
+@contextlib.contextmanager
+def showing_copies() -> Iterator[None]:
+    """Files that come from an address, or go there, while another bar may be running."""
+    from vocagnolm.places.copies import told
+
+    with contextlib.ExitStack() as shown:
+        meters: dict[str, Meter] = {}
+
+        def listen(what: str, folder: Path, done: int, total: int) -> None:
+            if what not in meters:
+                typer.echo(f"copying {what} ({total / 1e6:,.1f} MB), kept in {folder}", err=True)
+                meters[what] = _Lines("copying", "MB") if meters else shown.enter_context(_any())
+                meters[what].start()
+            sizes = f"{done / 1e6:,.1f}/{total / 1e6:,.1f} MB"
+            meters[what].note(done, total, sizes, done / 1e6)
+
+        with told(listen):
+            yield
+
+
+@contextlib.contextmanager
+def _any() -> Iterator[Meter]:
+    """A bar, or lines where another bar is on the screen."""
+    from rich.errors import LiveError
+
+    with contextlib.ExitStack() as held:
+        try:
+            meter = held.enter_context(progress("copying", "MB"))
+        except LiveError:
+            meter = _Lines("copying", "MB")
+        yield meter

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -34,7 +33,9 @@ def score(
         None, help="Model folder, hub id (owner/name) or GGUF file."
     ),
     corpus: list[str] = typer.Option([], help=CORPUS_HELP),
-    out: Path | None = typer.Option(None, help="The folder of the loss store."),
+    out: str | None = typer.Option(
+        None, help="The loss store: a folder, or an address (s3://, gs://, az://)."
+    ),
     text_field: str | None = typer.Option(None, help=f"{TEXT_FIELD_HELP} [default: text]"),
     split: Split | None = typer.Option(None, help=f"{SPLIT_HELP} [default: none]"),
     limit_documents: int | None = typer.Option(None, min=1, help="Read at most so many."),
@@ -102,7 +103,7 @@ def score(
         if out is None and len(given.stores) > 1:
             raise UsageError(f"{recipe} names several stores: say with --out which one to make.")
         if out is None and given.stores:
-            out = Path(given.stores[0])
+            out = given.stores[0]
     missing = {"--teacher": teacher, "--corpus": corpus, "--out": out}
     if lacking := [name for name, value in missing.items() if not value]:
         where = f"; the recipe {recipe} does not say either" if recipe else ", or --recipe"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,20 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, help="Look at, check and export loss stores.")
 
-_STORE = typer.Argument(..., help="The folder of the loss store.")
+_STORE = typer.Argument(
+    ..., help="The loss store: a folder, or an address (s3://, gs://, az://, hf://datasets/...)."
+)
 _JSON = typer.Option(False, "--json", help="Print one JSON object.")
 _HISTOGRAM_LINES = 12
 _BAR_WIDTH = 40
 
 
+class ExportFormat(StrEnum):
+    parquet = "parquet"
+
+
 @app.command("inspect")
-def inspect_command(store: Path = _STORE, as_json: bool = _JSON) -> None:
+def inspect_command(store: str = _STORE, as_json: bool = _JSON) -> None:
     """What the store is: teacher, settings, size, mean nll, bits per byte, histogram."""
     from vocagnolm.store import inspect_store
 
@@ -28,7 +35,7 @@ def inspect_command(store: Path = _STORE, as_json: bool = _JSON) -> None:
 
 
 @app.command("verify")
-def verify_command(store: Path = _STORE, as_json: bool = _JSON) -> None:
+def verify_command(store: str = _STORE, as_json: bool = _JSON) -> None:
     """Read every byte: checksums, gaps, duplicates. Exit code 1 when something is wrong."""
     from vocagnolm.store import verify_store
 
@@ -50,14 +57,20 @@ def verify_command(store: Path = _STORE, as_json: bool = _JSON) -> None:
 
 @app.command("export")
 def export_command(
-    store: Path = _STORE,
+    store: str = _STORE,
     out: Path | None = typer.Option(None, help="The Parquet file. [default: STORE.parquet]"),
+    format_: ExportFormat = typer.Option(
+        ExportFormat.parquet, "--format", help="The kind of file; `datasets` loads it."
+    ),
     as_json: bool = _JSON,
 ) -> None:
     """Write the store as Parquet, one row a document."""
+    from vocagnolm.files import address_of
     from vocagnolm.store import export_parquet
 
-    target = out or store.with_name(store.name + ".parquet")
+    place = store.rstrip("/")
+    near = Path(place.rpartition("/")[2]) if address_of(place) else Path(place)
+    target = out or near.with_name(near.name + ".parquet")
     rows = export_parquet(store, target)
     if as_json:
         typer.echo(json.dumps({"file": str(target), "rows": rows}))
@@ -65,9 +78,42 @@ def export_command(
         typer.echo(f"{target}: {rows:,} rows")
 
 
+@app.command("card")
+def card_command(
+    store: str = _STORE,
+    licence: str | None = typer.Option(
+        None, "--license", help="As the hub calls it, for example cc-by-4.0 or odc-by."
+    ),
+    out: Path | None = typer.Option(None, help="Write it here. [default: README.md in the store]"),
+) -> None:
+    """Write the store's card: what `hf upload` needs to publish it as a dataset of the hub."""
+    from vocagnolm.errors import UsageError
+    from vocagnolm.files import write_text
+    from vocagnolm.places import place_of, scheme_of
+    from vocagnolm.store.card import CARD, PARQUET_FOLDER, store_card
+    from vocagnolm.store.reader import require_complete
+
+    if out is None and scheme_of(store) == "hf":
+        raise UsageError(f"{store} cannot be written: say with --out where the card goes.")
+    place = place_of(store)
+    require_complete(place)
+    text = store_card(place, licence)
+    if out is None:
+        place.put(CARD, text.encode())
+    else:
+        write_text(out, text)
+    typer.echo(f"wrote {out or place.shown(CARD)}", err=True)
+    if "viewer: false" in text:
+        typer.echo(
+            "for `datasets` and the hub's viewer, and then this command again: vocagnolm store "
+            f"export {store} --out {store}/{PARQUET_FOLDER}/losses.parquet"
+        )
+    typer.echo(f"to publish it: hf upload OWNER/NAME {store} . --repo-type dataset")
+
+
 @app.command("compare")
 def compare_command(
-    stores: list[Path] = typer.Argument(..., help="Two or more loss stores."),
+    stores: list[str] = typer.Argument(..., help="Two or more loss stores."),
     corpus: list[str] | None = typer.Option(
         None, help="The corpus they were made from: sources and texts are then named."
     ),
@@ -104,8 +150,8 @@ def compare_command(
 
 @app.command("rank")
 def rank_command(
-    store: Path = _STORE,
-    against: Path | None = typer.Option(
+    store: str = _STORE,
+    against: str | None = typer.Option(
         None, help="The store of a small reference model, or of the student, for the same corpus."
     ),
     out: Path | None = typer.Option(None, help="Write one row a document into this Parquet file."),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def selection(
     student: str = typer.Option(..., help="Model folder, hub id (owner/name) or GGUF file."),
-    store: Path = typer.Option(..., help="The teacher's loss store (`vocagnolm score`)."),
+    store: str = typer.Option(..., help="The teacher's loss store (`vocagnolm score`)."),
     corpus: list[str] = typer.Option(
         ..., help="What the teacher scored, or a part of it; give it several times."
     ),

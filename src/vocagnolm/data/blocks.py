@@ -28,7 +28,8 @@ from safetensors import safe_open
 from vocagnolm.data.guidance import cut_stretches
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.errors import BlocksError
-from vocagnolm.files import file_digests, local_path, plain_name, read_json
+from vocagnolm.files import checked_json, file_digests, local_path, plain_name
+from vocagnolm.places import Folder, Place
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -259,16 +260,19 @@ def block_count(tokens: int, block_size: int) -> int:
     return max(tokens - 1, 0) // block_size
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path | Place) -> dict[str, Any]:
     """The manifest of complete blocks, or an error that says what to run."""
-    path = folder / MANIFEST
+    place = Folder(folder) if isinstance(folder, Path) else folder
+    path = place.shown(MANIFEST)
+    mend = "Run: vocagnolm prepare RECIPE"
     try:
-        manifest = read_json(path, BlocksError, "Run: vocagnolm prepare RECIPE", _MANIFEST_KEYS)
-    except FileNotFoundError:
-        state = "is not complete" if folder.is_dir() and any(folder.iterdir()) else "has no blocks"
-        raise BlocksError(
-            f"{folder} {state}: there is no {MANIFEST}. Run: vocagnolm prepare RECIPE"
-        ) from None
+        content = bytes(place.read(MANIFEST))
+    except (FileNotFoundError, NotADirectoryError):
+        state = "is not complete" if place.files() else "has no blocks"
+        raise BlocksError(f"{place} {state}: there is no {MANIFEST}. {mend}") from None
+    except OSError as error:
+        raise BlocksError(f"{path} cannot be read: {error.strerror}. {mend}") from None
+    manifest = checked_json(content, path, BlocksError, mend, _MANIFEST_KEYS)
     if manifest["format_version"] != FORMAT_VERSION:
         raise BlocksError(
             f"{path} has format version {manifest['format_version']}, this program reads "

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.data.remote import remote_files
 from vocagnolm.data.sources import (
     JSONL_SUFFIXES,
     TEXT_SUFFIXES,
@@ -27,7 +28,7 @@ from vocagnolm.data.sources import (
     TextFile,
 )
 from vocagnolm.errors import CorpusError
-from vocagnolm.files import local_path
+from vocagnolm.files import address_of, local_path
 
 PARQUET_SUFFIXES = (".parquet",)
 MAX_DOCUMENT_BYTES = 16 * 2**20
@@ -185,7 +186,8 @@ def open_corpus(
     limit: int | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> Corpus:
-    """A corpus from files (jsonl, jsonl.gz, jsonl.zst, parquet, txt), folders of those, or
+    """A corpus from files (jsonl, jsonl.gz, jsonl.zst, parquet, txt), folders of those, addresses
+    of files, folders or patterns (`s3://bucket/corpus/*.jsonl.gz`, gs://, hf://, https://), or
     datasets of the Hugging Face hub (`owner/name` or `owner/name:split`). A text file is one
     document, unless `split` cuts it at every blank line or line."""
     if isinstance(paths, str | Path):
@@ -211,6 +213,8 @@ def open_corpus(
 
 
 def _sources_of(path: str | Path, text_field: str, split: Split) -> list[Source]:
+    if (address := address_of(path)) is not None:
+        return _remote_sources(address, text_field, split)
     local = local_path(path)
     if local.is_dir():
         files = sorted(p for p in local.rglob("*") if p.is_file() and _reader_of(p) is not None)
@@ -227,9 +231,22 @@ def _sources_of(path: str | Path, text_field: str, split: Split) -> list[Source]
     raise CorpusError(f"{path} does not exist. {_KNOWN}")
 
 
+def _remote_sources(address: str, text_field: str, split: Split) -> list[Source]:
+    found = [file for file in remote_files(address) if _reader_of(Path(file.name)) is not None]
+    if not found:
+        raise CorpusError(f"{address} holds no file that can be read. {_KNOWN}")
+    sources: list[Source] = []
+    for file in found:
+        source = _open_file(file.fetch(), file.name, text_field, split)
+        source.origin = file
+        sources.append(source)
+    return sources
+
+
 _KNOWN = (
     f"Known are {', '.join((*JSONL_SUFFIXES, *PARQUET_SUFFIXES, *TEXT_SUFFIXES))} files "
-    "(jsonl also with .gz or .zst), folders of those, and datasets of the hub (owner/name)."
+    "(jsonl also with .gz or .zst), folders of those, addresses of these (s3://, gs://, hf://, "
+    "https://), and datasets of the hub (owner/name)."
 )
 
 
@@ -246,7 +263,9 @@ def _reader_of(path: Path) -> type[JsonLines] | type[ParquetRows] | type[TextFil
     return TextFile if last in TEXT_SUFFIXES else None
 
 
-def _open_file(path: Path, name: str, text_field: str, split: Split) -> Source:
+def _open_file(
+    path: Path, name: str, text_field: str, split: Split
+) -> JsonLines | ParquetRows | TextFile:
     reader = _reader_of(path)
     assert reader is not None
     if issubclass(reader, TextFile):

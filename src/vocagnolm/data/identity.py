@@ -10,6 +10,7 @@ from vocagnolm.data.corpus import Corpus, open_corpus
 from vocagnolm.data.separators import separator_ids
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import differences, json_digest
+from vocagnolm.places import Place, place_of, require_place
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
 from vocagnolm.store.format import identity_digest
@@ -21,10 +22,12 @@ LARGEST_READ_AGAIN_BYTES = 2 * 10**9
 # ---- what a recipe names ----
 
 
-def blocks_folder(recipe: Recipe) -> Path:
+def blocks_place(recipe: Recipe) -> Place:
+    """Where the blocks are, or go."""
     if not recipe.data.blocks:
         raise BlocksError("The recipe does not say where the blocks go: set data.blocks.")
-    return Path(recipe.data.blocks)
+    require_place(recipe.data.blocks)
+    return place_of(recipe.data.blocks)
 
 
 def student_tokenizer(recipe: Recipe) -> TextTokenizer:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from vocagnolm.alignment import TextTokenizer
+from vocagnolm.data.block_copies import SETTINGS, making_folder, upload, uploaded
 from vocagnolm.data.blocks import (
     FORMAT_VERSION,
     MANIFEST,
@@ -28,7 +29,7 @@ from vocagnolm.data.corpus import Corpus
 from vocagnolm.data.guidance import GuidancePlan
 from vocagnolm.data.identity import (
     block_settings,
-    blocks_folder,
+    blocks_place,
     described_inputs,
     recipe_corpus,
     student_tokenizer,
@@ -55,10 +56,10 @@ from vocagnolm.files import (
     remove_leftovers,
     write_json,
 )
+from vocagnolm.places import Folder, Place
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
 
-SETTINGS = "settings.json"
 Progress = Callable[[PackingSummary, float], None]
 """Called with the summary of each finished part and the share of the parts that are done."""
 
@@ -71,12 +72,35 @@ def prepare(
     With `workers` > 1 documents are tokenised in as many processes; with 1 the tokenizer's own
     threads are used.
     """
-    folder = blocks_folder(recipe)
+    place = blocks_place(recipe)
     if problems := recipe.store_problems():
         raise RecipeError("\n".join(problems))
     corpus = recipe_corpus(recipe)
     tokenizer = student_tokenizer(recipe)
     settings = block_settings(recipe, tokenizer, corpus)
+    folder = making_folder(recipe, place)
+    if isinstance(place, Folder):
+        return _prepare(recipe, folder, settings, tokenizer, corpus, workers, progress)
+    manifest, whole = uploaded(place, settings)
+    if manifest is not None:
+        _refuse(place, unmet_needs(manifest, recipe, settings, corpus))
+        if whole:
+            return manifest
+        _refuse_others_damage(place, manifest, settings, "parts are missing")
+    manifest = _prepare(recipe, folder, settings, tokenizer, corpus, workers, progress)
+    upload(recipe, folder, place, manifest)
+    return manifest
+
+
+def _prepare(
+    recipe: Recipe,
+    folder: Path,
+    settings: dict[str, Any],
+    tokenizer: TextTokenizer,
+    corpus: Corpus,
+    workers: int,
+    progress: Progress | None,
+) -> dict[str, Any]:
     _refuse_strangers(folder)
     with folder_lock(folder, "Wait for it to end, or choose another data.blocks."):
         manifest = _finished(folder, recipe, settings, corpus)
@@ -126,14 +150,20 @@ def _finished(
     damaged = damaged_parts(folder, manifest)
     if not damaged:
         return manifest
-    if manifest["settings"] != settings:
-        raise BlocksError(
-            f"{folder} is damaged ({damaged[0]}), and this recipe did not make it. Run "
-            "`vocagnolm prepare` with the recipe that did."
-        )
+    _refuse_others_damage(folder, manifest, settings, damaged[0])
     for line in damaged:
         remove(folder / line.partition(":")[0])
     return None
+
+
+def _refuse_others_damage(
+    place: Path | Place, manifest: dict[str, Any], settings: dict[str, Any], damage: str
+) -> None:
+    if manifest["settings"] != settings:
+        raise BlocksError(
+            f"{place} is damaged ({damage}), and this recipe did not make it. Run "
+            "`vocagnolm prepare` with the recipe that did."
+        )
 
 
 def skipped_by_teacher(store: LossStore, corpus_fingerprint: str) -> frozenset[int]:
@@ -166,6 +196,8 @@ def _columns(settings: dict[str, Any]) -> list[str]:
 def _plan(recipe: Recipe, tokenizer: TextTokenizer, settings: dict[str, Any]) -> PartPlan:
     guidance = settings["guidance"]
     stores = [LossStore.open(path) for path in recipe.stores]
+    for store in stores:
+        store.fetch()  # here, once: every worker reads all of it
     # known to be missing in all of them
     lost = [skipped_by_teacher(store, settings["corpus"]) for store in stores]
     return PartPlan(
@@ -214,7 +246,7 @@ def _refuse_strangers(folder: Path) -> None:
         )
 
 
-def _refuse(folder: Path, difference: list[str]) -> None:
+def _refuse(folder: Path | Place, difference: list[str]) -> None:
     if difference:
         raise BlocksError(
             f"{folder} holds blocks that were made with other settings:\n  "

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, Protocol
 
+from vocagnolm.data.remote import RemoteFile
 from vocagnolm.errors import CorpusError, MissingExtraError
 from vocagnolm.files import parse_json
 
@@ -55,6 +56,8 @@ class _File:
 
     _opened: ClassVar[tuple[str, ...]] = ()
     """Attributes that hold open files."""
+    origin: RemoteFile | None = None
+    """Where it was copied from; a process on another machine makes a copy of its own."""
 
     def __init__(self, path: Path, name: str):
         self.path = path
@@ -74,6 +77,12 @@ class _File:
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in vars(self).items() if name not in self._opened}
         return kept | {"path": self.path.absolute()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.origin is not None:
+            self.path = self.origin.fetch()
+            self._state = self._stat()
 
 
 class JsonLines(_File):

@@ -59,7 +59,7 @@ class SampleBlocks:
 
 @contextmanager
 def packed_blocks(
-    sample: SpreadSample, tokenizer: str, store: Path, block_size: int, eos: str | None
+    sample: SpreadSample, tokenizer: str, store: str | Path, block_size: int, eos: str | None
 ) -> Iterator[dict[Guidance, Blocks]]:
     """The sample as packed blocks, one set for every kind of guidance, in a folder that goes."""
     with tempfile.TemporaryDirectory(prefix="vocagnolm-selection-") as name:

@@ -9,6 +9,7 @@ import yaml
 from vocagnolm.errors import RecipeError
 from vocagnolm.files import local_path
 from vocagnolm.methods import METHODS, Method
+from vocagnolm.places import require_place
 from vocagnolm.recipe.schema import YAML_SUFFIXES, Schema, apply_override, build, read_tree
 from vocagnolm.recipe.sections import (
     CorpusSection,
@@ -142,7 +143,11 @@ def recipe_from_dict(tree: Mapping[str, Any], origin: str = "recipe") -> Recipe:
     # a section without keys is read as null
     sections = {name: {} if content is None else content for name, content in tree.items()}
     recipe = build(Recipe, sections, origin, RecipeError)
-    for path in (*recipe.stores, recipe.data.blocks, recipe.run.folder):
+    for store in recipe.stores:
+        require_place(store, hub=True)
+    if recipe.data.blocks is not None:
+        require_place(recipe.data.blocks)
+    for path in (recipe.data.cache, recipe.run.folder):
         if path is not None:
             local_path(path)
     return recipe

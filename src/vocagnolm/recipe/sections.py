@@ -65,7 +65,9 @@ class CorpusSection(Schema):
     """The documents. The same section serves `score` and `prepare`."""
 
     files: list[str] = key(
-        "jsonl, jsonl.gz, jsonl.zst, parquet, text, folders or a hub dataset", []
+        "jsonl, jsonl.gz, jsonl.zst, parquet, text, folders, addresses of these (s3://, gs://, "
+        "hf://, https://) or a hub dataset",
+        [],
     )
     text_field: str = key("the field that holds the text; --text-field of the commands", "text")
     split: Literal["none", "blank_line", "line"] = key(
@@ -84,8 +86,8 @@ class StoreSection(Schema):
     """The teacher's losses for this corpus, written by `vocagnolm score`."""
 
     path: str | list[str] | None = key(
-        "folder of the loss store, or a list of them, of several teachers; leave out for methods "
-        "without a teacher"
+        "folder of the loss store, or its address (s3://, gs://, az://, hf://datasets/OWNER/NAME); "
+        "or a list of them, of several teachers; leave out for methods without a teacher"
     )
     combine: Literal["min", "mean", "median", "max", "best_document"] | None = key(
         "several stores: how their losses become one, token by token (stretch by stretch), or by "
@@ -96,7 +98,11 @@ class StoreSection(Schema):
 class DataSection(Schema):
     """Packing documents into blocks (`vocagnolm prepare`)."""
 
-    blocks: str | None = key("folder for the packed blocks")
+    blocks: str | None = key("folder for the packed blocks, or an address (s3://, gs://, az://)")
+    cache: str | None = key(
+        "blocks at an address: the local folder that they are copied to before training, once a "
+        "machine; null: the user's cache folder"
+    )
     block_size: int = key(
         "tokens that a block reads, and predicts: the sequence length", 2048, ge=2
     )

@@ -13,8 +13,8 @@ from typing import Any
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus, open_corpus
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import BusyError, CorpusError, ScoreError, StoreError
-from vocagnolm.files import local_path
 from vocagnolm.model.load import open_model
+from vocagnolm.places import require_place
 from vocagnolm.processes import Ranks, running_ranks
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.shard import PreparedShard, prepare_shard, score_prepared, shard_count
@@ -72,7 +72,8 @@ def score_corpus(
     share: Share | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ScoreSummary:
-    """Let `teacher` read `corpus` and leave a loss store in the folder `out`.
+    """Let `teacher` read `corpus` and leave a loss store in the folder `out`, or in a
+    bucket (`s3://bucket/stores/qwen`).
 
         summary = score_corpus("Qwen/Qwen2.5-Math-7B", "corpus.jsonl", "stores/qwen")
         summary.store["bits_per_byte"]                   # how well it knows the text
@@ -92,7 +93,7 @@ def score_corpus(
     same bytes whatever the number of processes.
     """
     settings = settings or ScoreSettings()
-    folder = local_path(out)
+    require_place(out)
     with running_ranks() as ranks:
         if not isinstance(corpus, Corpus):
             opened = partial(
@@ -113,7 +114,7 @@ def score_corpus(
                 trust_remote_code=trust_remote_code,
             )
             teacher = LocalTeacher(files, settings)
-        return _score(teacher, corpus, folder, settings, ranks, share or Share(), on_progress)
+        return _score(teacher, corpus, out, settings, ranks, share or Share(), on_progress)
 
 
 def shared_corpus(opened: Callable[[], Corpus], ranks: Ranks) -> Corpus:
@@ -145,7 +146,7 @@ def store_identity(teacher: Teacher, corpus: Corpus, settings: ScoreSettings) ->
 def _score(
     teacher: Teacher,
     corpus: Corpus,
-    out: Path,
+    out: str | Path,
     settings: ScoreSettings,
     ranks: Ranks,
     share: Share,

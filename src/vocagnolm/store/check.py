@@ -1,14 +1,16 @@
 """What a store is (`inspect`) and whether it can be trusted (`verify`)."""
 
+import hashlib
 import math
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vocagnolm.errors import StoreError
-from vocagnolm.files import file_digest, local_path
+from vocagnolm.places import Place, place_of
 from vocagnolm.store.format import (
     FORMAT_VERSION,
     HISTOGRAM_STEP_NATS,
@@ -19,31 +21,36 @@ from vocagnolm.store.format import (
     add_statistics,
     count_reasons,
     identity_digest,
-    open_shard,
+    read_about,
     read_manifest,
+    read_shard,
+    shard_names,
 )
 from vocagnolm.store.reader import require_complete
-from vocagnolm.store.records import read_record
+from vocagnolm.store.records import RECORD_FOLDER, read_records
 
 MOST_SKIPPED_SHOWN = 100
+_THREADS = 16
 
 
 def inspect_store(path: str | Path) -> dict[str, Any]:
     """What the store is, from its manifest and the shards' headers; complete or not."""
-    path = local_path(path)
-    complete = (path / MANIFEST_FILE).exists()
-    if not complete and not (path / PARTIAL_MANIFEST_FILE).exists():
-        require_complete(path)  # raises with the right message
+    place = place_of(path)
+    found = place.files(SHARD_FOLDER, RECORD_FOLDER)
+    complete = MANIFEST_FILE in found
+    if not complete and PARTIAL_MANIFEST_FILE not in found:
+        require_complete(place)  # raises with the right message
     try:
-        manifest = read_manifest(path, partial=not complete)
+        manifest = read_manifest(place, partial=not complete)
     except FileNotFoundError:  # completed at this moment
         return inspect_store(path)
-    files = sorted((path / SHARD_FOLDER).glob("*.safetensors"))
-    shards = [open_shard(file) for file in files]
-    totals = add_statistics([shard.about["statistics"] for shard in shards])
-    skipped = [entry for shard in shards for entry in shard.about["skipped"]]
+    names = shard_names(found)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        shards = list(pool.map(lambda name: read_about(place, name, found[name]), names))
+    totals = add_statistics([about["statistics"] for about in shards])
+    skipped = [entry for about in shards for entry in about["skipped"]]
     reasons = count_reasons(entry["reason"] for entry in skipped)
-    file_bytes = sum(file.stat().st_size for file in files)
+    file_bytes = sum(found[name] for name in names)
     identity = manifest["identity"]
     scored, scored_bytes = totals["scored_tokens"], totals["scored_bytes"]
     return {
@@ -62,7 +69,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
         "nonfinite": totals["nonfinite"],
         "shards": len(shards),
         "shards_expected": manifest["shard_count"],
-        "devices": _devices(path, manifest),
+        "devices": _devices(place, manifest, found),
         "file_bytes": file_bytes,
         "bytes_per_token": file_bytes / totals["tokens"] if totals["tokens"] else None,
         "histogram": {"step_nats": HISTOGRAM_STEP_NATS, "counts": totals["histogram"]},
@@ -70,22 +77,22 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
     }
 
 
-def _devices(path: Path, manifest: dict[str, Any]) -> dict[str, int]:
+def _devices(place: Place, manifest: dict[str, Any], found: dict[str, int]) -> dict[str, int]:
     """How many shards each GPU has scored, as far as it is known."""
     if "shards" in manifest:
         named = [entry.get("device") for entry in manifest["shards"]]
     else:
         digest = identity_digest(manifest["identity"])
-        records = (read_record(path, n, digest) for n in range(manifest["shard_count"]))
-        named = [record.device for record in records if record is not None]
+        records = read_records(place, found, manifest["shard_count"], digest)
+        named = [record.device for record in records.values()]
     return dict(Counter(name for name in named if name is not None))
 
 
 def verify_store(path: str | Path) -> list[str]:
     """Everything that is wrong with the store; empty when it is whole. Reads every byte."""
-    path = local_path(path)
-    require_complete(path)
-    manifest = read_manifest(path)
+    place = place_of(path)
+    require_complete(place)
+    manifest = read_manifest(place)
     digest = identity_digest(manifest["identity"])
     problems: list[str] = []
     expected_first = 0
@@ -93,7 +100,7 @@ def verify_store(path: str | Path) -> list[str]:
     for number, entry in enumerate(manifest["shards"]):
         seen_files.add(entry["file"])
         try:
-            shard = open_shard(path / entry["file"])
+            shard = read_shard(place, entry["file"])
         except StoreError as error:
             problems.append(str(error))
             expected_first = entry["first_document"] + entry["document_span"]
@@ -110,16 +117,16 @@ def verify_store(path: str | Path) -> list[str]:
     totals = {k: v for k, v in add_statistics(parts).items() if k != "histogram"}
     if any(manifest["totals"][key] != value for key, value in totals.items()):
         problems.append(f"{MANIFEST_FILE}: the totals do not add up")
-    for file in sorted((path / SHARD_FOLDER).glob("*.safetensors")):
-        if f"{SHARD_FOLDER}/{file.name}" not in seen_files:
-            problems.append(f"{SHARD_FOLDER}/{file.name}: not in the manifest")
+    for name in shard_names(place.files(SHARD_FOLDER)):
+        if name not in seen_files:
+            problems.append(f"{name}: not in the manifest")
     return problems
 
 
 def _shard_problems(
     shard: ShardFile, entry: dict[str, Any], number: int, digest: str, expected_first: int
 ) -> list[str]:
-    if file_digest(shard.path) != entry["sha256"]:
+    if hashlib.sha256(shard.content).hexdigest() != entry["sha256"]:
         return ["its bytes do not match the checksum in the manifest"]
     problems = []
     about, columns = shard.about, shard.columns

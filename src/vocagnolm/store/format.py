@@ -6,13 +6,13 @@ of the run before, while the library chooses the order of header and columns, in
 NumPy and the standard library only.
 """
 
+import contextlib
 import hashlib
 import json
 import math
-import mmap
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from vocagnolm.errors import StoreError
-from vocagnolm.files import json_digest, parse_json, read_json
+from vocagnolm.files import checked_json, json_digest, parse_json
+from vocagnolm.places import Folder, Place
 
 FORMAT_NAME = "vocagnolm-loss-store"
 FORMAT_VERSION = 1
@@ -43,12 +44,22 @@ _DTYPE_NAMES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
 }
 _NAME_OF_DTYPE = {dtype: name for name, dtype in _DTYPE_NAMES.items()}
+# More than the header of a shard without many skipped documents takes.
+_HEADER_GUESS_BYTES = 2**15
 # Widest elements first, so that every column starts at a multiple of its element size.
 _COLUMNS = ("document_index", "token_count", "nll", "token_bytes", "document_hash")
 
 
 def shard_name(number: int) -> str:
     return f"{SHARD_FOLDER}/{number:06d}.safetensors"
+
+
+def shard_names(found: Iterable[str]) -> list[str]:
+    """The shards among the files of a store."""
+    begin = f"{SHARD_FOLDER}/"
+    inside = (name.removeprefix(begin) for name in found if name.startswith(begin))
+    shards = (n for n in inside if n.endswith(".safetensors") and not n.startswith("."))
+    return sorted(begin + name for name in shards)
 
 
 @dataclass
@@ -142,9 +153,11 @@ def encode_shard(shard: Shard, identity: str) -> bytes:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A shard on disk: its columns are views of the mapped file, nothing is read until used."""
+    """A shard that was written: its columns are views of the content, which for a file on disk is
+    mapped; nothing of it is read until used."""
 
-    path: Path
+    path: str
+    """Path or address, for messages."""
     about: dict[str, Any]
     columns: dict[str, np.ndarray]
     content: memoryview
@@ -174,42 +187,72 @@ class ShardFile:
 
 def open_shard(path: Path) -> ShardFile:
     """Map a shard. Raises StoreError when the file is missing, cut short or not a shard."""
+    return read_shard(Folder(path.parent), path.name)
+
+
+def read_shard(place: Place, name: str) -> ShardFile:
+    """A whole shard of a place, with the errors of `open_shard`."""
+    path = place.shown(name)
+    with _shard_errors(path):
+        return parse_shard(place.read(name), path)
+
+
+def parse_shard(view: memoryview, path: str) -> ShardFile:
+    about, columns, start = _parse_header(bytes(view[: _header_end(view)]), len(view))
+    arrays = {column: _array(columns[column], view, start) for column in _COLUMNS}
+    return ShardFile(path=path, about=about, columns=arrays, content=view)
+
+
+def read_about(place: Place, name: str, size: int) -> dict[str, Any]:
+    """What a shard of `size` bytes says of itself: only its header is read."""
+    with _shard_errors(place.shown(name)):
+        begin = place.read_range(name, 0, min(size, _HEADER_GUESS_BYTES))
+        end = _header_end(begin)
+        if end > len(begin):
+            begin += place.read_range(name, len(begin), min(end, size))
+        about, _, _ = _parse_header(begin[:end], size)
+        return about
+
+
+@contextlib.contextmanager
+def _shard_errors(path: str) -> Iterator[None]:
     try:
-        with open(path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        yield
     except FileNotFoundError:
         raise StoreError(f"{path} is missing.") from None
-    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+    except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}.") from None
-    try:
-        return _parse(path, memoryview(mapped))
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise StoreError(f"{path} is damaged: {error}.") from None
 
 
-def _parse(path: Path, view: memoryview) -> ShardFile:
-    (header_bytes,) = struct.unpack_from("<Q", view)
-    start = 8 + header_bytes
-    if start > len(view):
+def _header_end(begin: bytes | memoryview) -> int:
+    (header_bytes,) = struct.unpack_from("<Q", begin)
+    return 8 + int(header_bytes)
+
+
+def _parse_header(begin: bytes, size: int) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """What the shard is, where its columns are, and from where these places count."""
+    start = _header_end(begin)
+    if start > len(begin):
         raise ValueError("the header is cut short")
-    header = parse_json(bytes(view[8:start]))
+    header = parse_json(begin[8:start])
     about = parse_json(header.pop("__metadata__")[METADATA_KEY])
     if about["format_version"] != FORMAT_VERSION:
         raise ValueError(
             f"format version {about['format_version']}, this program reads {FORMAT_VERSION}"
         )
     end = max(entry["data_offsets"][1] for entry in header.values())
-    if len(view) != start + end:
-        raise ValueError(f"{len(view):,} bytes, its header says {start + end:,}")
-    columns = {}
-    for name in _COLUMNS:
-        entry = header[name]
-        dtype = _DTYPE_NAMES[entry["dtype"]]
-        low, high = entry["data_offsets"]
-        columns[name] = np.frombuffer(
-            view, dtype, count=(high - low) // dtype.itemsize, offset=start + low
-        ).reshape(entry["shape"])
-    return ShardFile(path=path, about=about, columns=columns, content=view)
+    if size != start + end:
+        raise ValueError(f"{size:,} bytes, its header says {start + end:,}")
+    return about, header, start
+
+
+def _array(entry: dict[str, Any], view: memoryview, start: int) -> np.ndarray:
+    dtype = _DTYPE_NAMES[entry["dtype"]]
+    low, high = entry["data_offsets"]
+    flat = np.frombuffer(view, dtype, count=(high - low) // dtype.itemsize, offset=start + low)
+    return flat.reshape(entry["shape"])
 
 
 def identity_digest(identity: Mapping[str, Any]) -> str:
@@ -217,12 +260,20 @@ def identity_digest(identity: Mapping[str, Any]) -> str:
     return json_digest(identity)
 
 
-def read_manifest(store: Path, *, partial: bool = False) -> dict[str, Any]:
-    path = store / (PARTIAL_MANIFEST_FILE if partial else MANIFEST_FILE)
+def read_manifest(store: Path | Place, *, partial: bool = False) -> dict[str, Any]:
+    store = Folder(store) if isinstance(store, Path) else store
+    name = PARTIAL_MANIFEST_FILE if partial else MANIFEST_FILE
+    path = store.shown(name)
     mend = "The command that scored the store, run again, writes it anew."
     keys: dict[str, type] = {"format": str, "format_version": int, "shard_count": int}
     keys |= {"identity": dict} if partial else {"identity": dict, "shards": list, "totals": dict}
-    manifest = read_json(path, StoreError, mend, keys)
+    try:
+        content = bytes(store.read(name))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}. {mend}") from None
+    manifest = checked_json(content, path, StoreError, mend, keys)
     name, version = manifest["format"], manifest["format_version"]
     if name != FORMAT_NAME or version != FORMAT_VERSION:
         raise StoreError(

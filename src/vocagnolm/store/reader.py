@@ -4,33 +4,37 @@ import bisect
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
 from vocagnolm.errors import StoreError
-from vocagnolm.files import local_path
+from vocagnolm.places import Folder, Place, place_of
+from vocagnolm.places.copies import Wanted, cache_folder, copy_files
 from vocagnolm.store.format import (
     HASH_BYTES,
     MANIFEST_FILE,
     PARTIAL_MANIFEST_FILE,
     SHARD_FOLDER,
     ShardFile,
-    open_shard,
+    identity_digest,
     read_manifest,
+    read_shard,
+    shard_names,
 )
 
 
 class LossStore:
     """A complete loss store. `store[i]` is `(token_bytes, nll)` of the i-th scored document.
 
-    Opening reads the manifest alone; shards are mapped when first used. May be sent to worker
+    Opening reads the manifest alone; shards are mapped when first used. Those at an address are
+    copied to a local folder before, once (`vocagnolm.places.copies`). May be sent to worker
     processes: they map the files themselves.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any]):
+    def __init__(self, path: str | Path, manifest: dict[str, Any]):
         self.path = path
         self.manifest = manifest
         self._ends: list[int] = []  # index after the last document of every shard
@@ -42,9 +46,10 @@ class LossStore:
 
     @classmethod
     def open(cls, path: str | Path) -> "LossStore":
-        path = local_path(path)
-        require_complete(path)
-        return cls(path, read_manifest(path))
+        place = place_of(path)
+        require_complete(place)
+        # of a dataset of the hub its copy is the store
+        return cls(place.path if isinstance(place, Folder) else str(place), read_manifest(place))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -126,6 +131,7 @@ class LossStore:
     @functools.cached_property
     def _hash_index(self) -> tuple[np.ndarray, np.ndarray]:
         """First eight bytes of every hash, sorted, and the documents in that order."""
+        self.fetch()
         parts = [
             np.ascontiguousarray(self._shard(n)[0].columns["document_hash"][:, :8]).view("<u8")
             for n in range(len(self._ends))
@@ -145,42 +151,77 @@ class LossStore:
     def _shard(self, number: int) -> tuple[ShardFile, np.ndarray]:
         if number not in self._shards:
             entry = self.manifest["shards"][number]
+            self._copy([number])
             try:
-                shard = open_shard(self.path / entry["file"])
+                shard = read_shard(self._folder, entry["file"])
             except StoreError as error:
-                raise StoreError(f"{error} {mend_hint(self.path)}") from None
+                raise StoreError(f"{error} {self._mend_hint()}") from None
             # the whole file once, when it is first used: a disk may forget a bit
             if hashlib.sha256(shard.content).hexdigest() != entry["sha256"]:
                 raise StoreError(
                     f"{shard.path}: its bytes do not match the checksum in the manifest. "
-                    f"{mend_hint(self.path)}"
+                    f"{self._mend_hint()}"
                 )
             self._shards[number] = shard, np.cumsum(shard.token_count, dtype=np.int64)
         return self._shards[number]
+
+    def fetch(self) -> None:
+        """Of a store at an address: copy all shards that are not here yet, several at once."""
+        self._copy(range(len(self._ends)))
+
+    def _copy(self, numbers: Sequence[int]) -> None:
+        if isinstance(self._place, Folder):
+            return
+        entries = [self.manifest["shards"][number] for number in numbers]
+        wanted = [Wanted(e["file"], e["file_bytes"], e["sha256"]) for e in entries]
+        copy_files(self._place, wanted, self._folder.path, mend_hint(self.path))
+
+    @functools.cached_property
+    def _place(self) -> Place:
+        return place_of(self.path)
+
+    @functools.cached_property
+    def _folder(self) -> Folder:
+        """Where the shards are, or their copies: by what the manifest says, so that another store
+        at the same address has copies of its own."""
+        if isinstance(self._place, Folder):
+            return self._place
+        shards = [entry["sha256"] for entry in self.manifest["shards"]]
+        key = identity_digest({"identity": self.manifest["identity"], "shards": shards})
+        return Folder(cache_folder() / "stores" / key[:32])
+
+    def _mend_hint(self) -> str:
+        if isinstance(self._place, Folder):
+            return mend_hint(self.path)
+        return f"Remove that file: it is copied again from {self.path}."
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LossStore, (self.path, self.manifest)
 
 
-def mend_hint(path: Path) -> str:
+def mend_hint(path: str | Path) -> str:
     return (
         f"See what else is wrong with: vocagnolm store verify {path}; the command that scored the "
         "store, run again, scores the damaged shards again."
     )
 
 
-def require_complete(path: Path) -> None:
+def require_complete(place: Place) -> None:
     """A store that is not complete must not be used by accident."""
-    if (path / MANIFEST_FILE).exists():
+    if place.has(MANIFEST_FILE):
         return
-    if (path / PARTIAL_MANIFEST_FILE).exists():
-        wanted = read_manifest(path, partial=True)["shard_count"]
-        done = len(list((path / SHARD_FOLDER).glob("*.safetensors")))
+    found = place.files(SHARD_FOLDER)
+    if PARTIAL_MANIFEST_FILE in found:
+        try:
+            wanted = read_manifest(place, partial=True)["shard_count"]
+        except FileNotFoundError:  # completed at this moment
+            return
+        done = len(shard_names(found))
         raise StoreError(
-            f"{path} is not complete: {done} of {wanted} shards are scored. Run the command that "
+            f"{place} is not complete: {done} of {wanted} shards are scored. Run the command that "
             "started it again; it goes on from there."
         )
     raise StoreError(
-        f"{path} is not a loss store: it has no {MANIFEST_FILE}. "
-        f"Make one with: vocagnolm score --teacher T --corpus C --out {path}"
+        f"{place} is not a loss store: it has no {MANIFEST_FILE}. "
+        f"Make one with: vocagnolm score --teacher T --corpus C --out {place}"
     )

@@ -1,30 +1,44 @@
 """What is known of a shard without reading it.
 
 While a store grows, every finished shard has a record beside it, `records/NNNNNN.json`, so that a
-run that goes on need not read what is there. The manifest takes the records in at the end, and they
-are removed.
+run that goes on need not read what is there. The manifest is made of the records at the end, and
+they are removed.
 """
 
-import contextlib
+import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vocagnolm import files
 from vocagnolm.errors import StoreError
-from vocagnolm.store.format import shard_name
+from vocagnolm.places import Place
+from vocagnolm.store.format import ShardFile, shard_name
 
 RECORD_FOLDER = "records"
+_THREADS = 16
+_KEYS: dict[str, type] = {
+    "identity": str,
+    "file": str,
+    "file_bytes": int,
+    "sha256": str,
+    "first_document": int,
+    "document_span": int,
+    "statistics": dict,
+}
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard."""
+    """A finished shard: all that the manifest says of it."""
 
     file: str
     file_bytes: int
     sha256: str
+    first_document: int
+    document_span: int
+    statistics: dict[str, Any]
     device: str | None = None
     """The GPU that scored it; None where it is not known, and on a CPU."""
 
@@ -32,45 +46,69 @@ class ShardRecord:
         """What is not known is left out."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
+    def listed(self) -> dict[str, Any]:
+        """Its entry in the manifest."""
+        return {
+            "file": self.file,
+            "sha256": self.sha256,
+            "file_bytes": self.file_bytes,
+            "first_document": self.first_document,
+            "document_span": self.document_span,
+            **{k: v for k, v in self.statistics.items() if k != "histogram"},
+            **({"device": self.device} if self.device else {}),
+        }
 
-def record_of_file(store: Path, number: int, device: str | None = None) -> ShardRecord:
-    """Reads the shard for its checksum."""
-    path = store / shard_name(number)
-    return ShardRecord(shard_name(number), path.stat().st_size, files.file_digest(path), device)
+    def as_listed(self, entry: Mapping[str, Any] | None) -> "ShardRecord":
+        """With the device that a manifest names for these very bytes."""
+        same = entry is not None and entry.get("sha256") == self.sha256
+        return replace(self, device=entry.get("device")) if entry is not None and same else self
 
 
-def listed_record(entry: Mapping[str, Any]) -> ShardRecord:
-    """What a manifest says of a shard."""
-    return ShardRecord(entry["file"], entry["file_bytes"], entry["sha256"], entry.get("device"))
+def record_of(shard: ShardFile, number: int, device: str | None = None) -> ShardRecord:
+    return ShardRecord(
+        shard_name(number),
+        len(shard.content),
+        hashlib.sha256(shard.content).hexdigest(),
+        shard.about["first_document"],
+        shard.about["document_span"],
+        shard.about["statistics"],
+        device,
+    )
 
 
-def write_record(store: Path, number: int, identity: str, record: ShardRecord) -> None:
-    files.write_json(_path(store, number), {"identity": identity, **record.to_json()})
+def record_name(number: int) -> str:
+    return f"{RECORD_FOLDER}/{number:06d}.json"
 
 
-def read_record(store: Path, number: int, identity: str) -> ShardRecord | None:
-    """The record of shard `number`, if it is one of the store of this identity and the shard has
-    its size. What cannot be read is no record."""
-    keys: dict[str, type] = {"identity": str, "file": str, "file_bytes": int, "sha256": str}
+def record_bytes(identity: str, record: ShardRecord) -> bytes:
+    return files.json_bytes({"identity": identity, **record.to_json()})
+
+
+def read_records(
+    store: Place, found: Mapping[str, int], shard_count: int, identity: str
+) -> dict[int, ShardRecord]:
+    """The records among the files that were `found`, of shards that are there too."""
+    numbers = [
+        number
+        for number in range(shard_count)
+        if record_name(number) in found and shard_name(number) in found
+    ]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        records = pool.map(lambda n: read_record(store, n, found[shard_name(n)], identity), numbers)
+        pairs = zip(numbers, records, strict=True)
+        return {number: record for number, record in pairs if record is not None}
+
+
+def read_record(store: Place, number: int, size: int, identity: str) -> ShardRecord | None:
+    """The record of shard `number`, if it is one of the store of this identity and of a shard of
+    this size. What cannot be read is no record."""
+    name = record_name(number)
     try:
-        content = files.read_json(_path(store, number), StoreError, "", keys)
-        size = (store / shard_name(number)).stat().st_size
-    except (FileNotFoundError, StoreError):
+        content = files.checked_json(bytes(store.read(name)), name, StoreError, "", _KEYS)
+    except (OSError, StoreError):
         return None
-    record = listed_record(content)
+    about = {key: content[key] for key in _KEYS if key != "identity"}
+    record = ShardRecord(**about, device=content.get("device"))
     if content["identity"] != identity or record.file != shard_name(number):
         return None
     return record if record.file_bytes == size else None
-
-
-def remove_records(store: Path) -> None:
-    folder = store / RECORD_FOLDER
-    files.remove_leftovers(folder)
-    for path in sorted(folder.glob("*.json")):
-        files.remove(path)
-    with contextlib.suppress(OSError):  # not there, or something else in it
-        folder.rmdir()
-
-
-def _path(store: Path, number: int) -> Path:
-    return store / RECORD_FOLDER / f"{number:06d}.json"

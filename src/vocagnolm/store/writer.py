@@ -1,18 +1,27 @@
 """Writing a loss store so that nothing half-done can be taken for finished.
 
-A shard is written under a temporary name, flushed to the disk and renamed; then its record, and the
-manifest last, in the same way. A process may be killed between any two instructions: what exists
-under its final name is whole, and the next run goes on from there.
+One protocol for folders and buckets, of steps that happen as a whole or not at all:
+
+1. try put-if-absent, and warn where the place ignores it;
+2. create `manifest.partial.json`, or compare its identity;
+3. create the shard: where it exists the other attempt counts, if it is whole;
+4. put `records/N.json`, its digest and statistics;
+5. create `manifest.json` from the records.
+
+A process may be killed between any two instructions: the next one lists what is there once, and
+goes on from that.
 """
 
 import contextlib
-import hashlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 from vocagnolm import files
-from vocagnolm.errors import StoreError
+from vocagnolm.errors import PlaceWarning, StoreError
+from vocagnolm.places import place_of
+from vocagnolm.places.bucket import PROBE
 from vocagnolm.store.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -23,17 +32,19 @@ from vocagnolm.store.format import (
     add_statistics,
     encode_shard,
     identity_digest,
-    open_shard,
+    parse_shard,
     read_manifest,
+    read_shard,
     shard_name,
+    shard_names,
 )
 from vocagnolm.store.records import (
+    RECORD_FOLDER,
     ShardRecord,
-    listed_record,
-    read_record,
-    record_of_file,
-    remove_records,
-    write_record,
+    read_records,
+    record_bytes,
+    record_name,
+    record_of,
 )
 
 # A share that comes while another one writes the manifest waits so long.
@@ -45,111 +56,142 @@ class StoreWriter:
     that this process scores on, is noted for every shard and decides nothing."""
 
     def __init__(
-        self, path: Path, identity: dict[str, Any], shard_count: int, device: str | None = None
+        self,
+        path: str | Path,
+        identity: dict[str, Any],
+        shard_count: int,
+        device: str | None = None,
     ):
         self.path = path
+        self.place = place_of(path)
         self.identity = identity
         self.shard_count = shard_count
         self.device = device
         self._digest = identity_digest(identity)
-        self._had_manifest = (path / MANIFEST_FILE).exists()
-        self._listed: list[ShardRecord] = []  # by the manifest, where there is one
+        self._had_manifest = self.place.has(MANIFEST_FILE)
+        self._listed: list[dict[str, Any]] = []  # by the manifest, where there is one
+        self._files: dict[str, int] = {}
         self._known: dict[int, ShardRecord] = {}
 
     def begin(self) -> None:
         """Start or take up the store. Refuses a folder that holds something else, and a store that
         other settings have made."""
-        complete = (self.path / MANIFEST_FILE).exists()
-        if complete or (self.path / PARTIAL_MANIFEST_FILE).exists():
-            try:
-                found = read_manifest(self.path, partial=not complete)
-            except StoreError:
-                self._require_own_shards()  # then the manifest can be made again from them
-                return
-            # a run that failed before its first shard (a teacher that does not load) must not hold
-            # the folder against the corrected command
-            if complete or any((self.path / SHARD_FOLDER).glob("*")):
-                refuse_other_identity(self.path, found["identity"], self.identity)
-                with contextlib.suppress(KeyError):  # damaged: it is made again from the shards
-                    self._listed = [listed_record(entry) for entry in found.get("shards", [])]
-            elif found["identity"] != self.identity:
-                self._write_head()
-        else:
+        self._look()
+        complete = MANIFEST_FILE in self._files
+        if not complete and PARTIAL_MANIFEST_FILE not in self._files:
             self._begin_new()
+            return
+        try:
+            found = read_manifest(self.place, partial=not complete)
+        except FileNotFoundError:  # completed at this moment
+            self.begin()
+            return
+        except StoreError:
+            self._require_own_shards()  # then the manifest can be made again from them
+            return
+        # a run that failed before its first shard (a teacher that does not load) must not hold
+        # the folder against the corrected command
+        if complete or self._has_shards():
+            refuse_other_identity(str(self.place), found["identity"], self.identity)
+            self._listed = found.get("shards", [])
+        elif found["identity"] != self.identity:
+            self.place.put(PARTIAL_MANIFEST_FILE, files.json_bytes(self._manifest_head(False)))
+        if not complete:
+            self._try_writing()
+
+    def _look(self) -> None:
+        """One listing, and the records in it."""
+        self._files = self.place.files(SHARD_FOLDER, RECORD_FOLDER)
+        self._known = {}
+        if MANIFEST_FILE not in self._files:
+            self._known = read_records(self.place, self._files, self.shard_count, self._digest)
+
+    def _has_shards(self) -> bool:
+        return any(name.startswith(f"{SHARD_FOLDER}/") for name in self._files)
 
     def _require_own_shards(self) -> None:
         """A manifest that cannot be read: every shard must say that it is this run's."""
-        for path in sorted((self.path / SHARD_FOLDER).glob("*.safetensors")):
+        for name in shard_names(self._files):
             with contextlib.suppress(StoreError):  # a damaged shard is nobody's
-                if open_shard(path).about["identity"] == self._digest:
+                if read_shard(self.place, name).about["identity"] == self._digest:
                     continue
             raise StoreError(
-                f"{self.path}: the manifest cannot be read, and {path.name} does not say that this "
-                "command made it. Move the folder away, or choose another --out."
+                f"{self.place}: the manifest cannot be read, and {name.partition('/')[2]} does not "
+                "say that this command made it. Move the folder away, or choose another --out."
             )
 
     def _begin_new(self) -> None:
-        if self.path.exists():
-            if not self.path.is_dir():
-                raise StoreError(f"{self.path} is a file; --out must name a folder.")
-            names = [path.name for path in self.path.iterdir()]
-            if {MANIFEST_FILE, PARTIAL_MANIFEST_FILE} & {*names}:  # another share has begun it now
-                self.begin()
-                return
-            strangers = [name for name in names if not _is_ours_before_begin(name)]
-            if strangers:
-                raise StoreError(
-                    f"{self.path} is not empty and not a loss store (it holds "
-                    f"{', '.join(sorted(strangers)[:3])}). Choose another --out."
-                )
-        (self.path / SHARD_FOLDER).mkdir(parents=True, exist_ok=True)
-        self._write_head()
+        names = {name.partition("/")[0] for name in self._files}
+        if strangers := sorted(name for name in names if not _is_ours_before_begin(name)):
+            raise StoreError(
+                f"{self.place} is not empty and not a loss store (it holds "
+                f"{', '.join(strangers[:3])}). Choose another --out."
+            )
+        self._try_writing()
+        head = files.json_bytes(self._manifest_head(False))
+        if not self.place.create(PARTIAL_MANIFEST_FILE, head):  # another share has begun it now
+            self.begin()
 
-    def _write_head(self) -> None:
-        files.write_json(self.path / PARTIAL_MANIFEST_FILE, self._manifest_head(False))
+    def _try_writing(self) -> None:
+        if warning := self.place.try_writing():
+            warnings.warn(warning, PlaceWarning, stacklevel=2)
 
     def has_shard(self, number: int) -> tuple[bool, str | None]:
-        """(is shard `number` there and whole, what is wrong with it). Of a store that grows, a
-        shard with a record is not read; of a complete one every shard is."""
-        path = self.path / shard_name(number)
-        if not path.exists():
+        """(is shard `number` there and whole, what is wrong with it), as `begin` or `absent_shards`
+        found it last, or as this process has written it. Of a store that grows, a shard with a
+        record is not read; of a complete one every shard is."""
+        if shard_name(number) not in self._files:
             return False, None
-        if (
-            not self.was_complete
-            and (record := read_record(self.path, number, self._digest)) is not None
-        ):
-            self._known[number] = record
+        if number in self._known and not self.was_complete:
             return True, None
-        try:
-            shard = open_shard(path)
-        except StoreError as error:
-            return False, str(error)
-        record = record_of_file(self.path, number)
-        listed = self._listed[number] if number < len(self._listed) else None
-        if listed is not None and listed.sha256 == record.sha256:
-            record = listed
-        elif (damage := shard.damage()) is not None:
-            return False, f"{path}: {damage}."
-        if shard.about["identity"] != self._digest or shard.about["shard"] != number:
-            return False, f"{path} belongs to another run."
+        record, damage = self._examined(number)
+        if record is None:
+            return False, damage
         self._known[number] = record
         if not self.was_complete:
-            write_record(self.path, number, self._digest, record)
+            self.place.put(record_name(number), record_bytes(self._digest, record))
         return True, None
+
+    def _examined(self, number: int) -> tuple[ShardRecord | None, str | None]:
+        """A shard that was read through: its record, or what is wrong with it."""
+        name = shard_name(number)
+        try:
+            shard = read_shard(self.place, name)
+            record = record_of(shard, number)
+        except StoreError as error:
+            return None, str(error)
+        except (KeyError, TypeError):
+            return None, f"{self.place.shown(name)} is damaged: its header lacks fields."
+        listed = self._listed[number] if number < len(self._listed) else None
+        same = isinstance(listed, dict) and listed.get("sha256") == record.sha256
+        if same:
+            record = record.as_listed(listed)
+        elif (damage := shard.damage()) is not None:
+            return None, f"{shard.path}: {damage}."
+        if shard.about.get("identity") != self._digest or shard.about.get("shard") != number:
+            return None, f"{shard.path} belongs to another run."
+        return record, None
 
     def write_shard(self, shard: Shard) -> None:
         """Of two processes that have scored one shard the first one's counts: shard and record
         belong together."""
-        if self.completed_by_others or (
-            not self._had_manifest and read_record(self.path, shard.number, self._digest)
-        ):
+        if self.completed_by_others:
             return
         content = encode_shard(shard, self._digest)
-        name = shard_name(shard.number)
-        files.write_bytes(self.path / name, content)
-        checksum = hashlib.sha256(content).hexdigest()
-        record = ShardRecord(name, len(content), checksum, self.device)
-        write_record(self.path, shard.number, self._digest, record)
+        name, record_at = shard_name(shard.number), record_name(shard.number)
+        created = self.place.create(name, content)
+        self._files[name] = len(content)
+        if not created:
+            other, _ = self._examined(shard.number)
+            if other is not None:
+                # its writer may have been killed, or be about to write the record itself
+                if not self._had_manifest:
+                    self.place.create(record_at, record_bytes(self._digest, other))
+                self._known[shard.number] = other
+                return
+            self.place.put(name, content)
+        record = record_of(parse_shard(memoryview(content), name), shard.number, self.device)
+        self.place.put(record_at, record_bytes(self._digest, record))
         self._known[shard.number] = record
 
     @property
@@ -160,52 +202,53 @@ class StoreWriter:
     @property
     def completed_by_others(self) -> bool:
         """Whether the store has got its manifest since this run began."""
-        return not self._had_manifest and (self.path / MANIFEST_FILE).exists()
+        return not self._had_manifest and self.place.has(MANIFEST_FILE)
 
     def absent_shards(self) -> list[int]:
-        """Those that have no file. Reads nothing."""
+        """Those that have no file now. Reads no shard."""
+        self._look()
         numbers = range(self.shard_count)
-        return [number for number in numbers if not (self.path / shard_name(number)).exists()]
+        return [number for number in numbers if shard_name(number) not in self._files]
 
     def finish(self) -> None:
-        """All shards are there: write the manifest, which makes the store complete. One that says
-        something else is written again."""
-        shards, parts = [], []
-        for number in range(self.shard_count):
-            about = open_shard(self.path / shard_name(number)).about
-            record = (
-                self._known.get(number)
-                or read_record(self.path, number, self._digest)
-                or record_of_file(self.path, number)
-            )
-            parts.append(about["statistics"])
-            shards.append(
-                {
-                    "file": record.file,
-                    "sha256": record.sha256,
-                    "file_bytes": record.file_bytes,
-                    "first_document": about["first_document"],
-                    "document_span": about["document_span"],
-                    **{k: v for k, v in about["statistics"].items() if k != "histogram"},
-                    **({"device": record.device} if record.device else {}),
-                }
-            )
-        totals = add_statistics(parts)
+        """All shards are there: make the manifest of their records, which makes the store complete.
+        One that was there before and says something else is written again."""
+        if len(self._known) < self.shard_count:  # other processes have scored them
+            self._files = self.place.files(SHARD_FOLDER, RECORD_FOLDER)
+            found = read_records(self.place, self._files, self.shard_count, self._digest)
+            self._known = {**found, **self._known}
+        records = [self._record(number) for number in range(self.shard_count)]
+        totals = add_statistics([record.statistics for record in records])
+        shards = [record.listed() for record in records]
         manifest = {**self._manifest_head(True), "totals": totals, "shards": shards}
+        content = files.json_bytes(manifest)
+        if self.place.create(MANIFEST_FILE, content):
+            return
         try:
-            if read_manifest(self.path) == json.loads(json.dumps(manifest)):
-                return
-        except (FileNotFoundError, StoreError):
-            pass
-        files.write_json(self.path / MANIFEST_FILE, manifest)
+            there: Any = read_manifest(self.place)
+        except StoreError:
+            there = None
+        if there is None or (self._had_manifest and there != json.loads(json.dumps(manifest))):
+            self.place.put(MANIFEST_FILE, content)
+
+    def _record(self, number: int) -> ShardRecord:
+        if number not in self._known:
+            record, damage = self._examined(number)
+            if record is None:
+                raise StoreError(f"{damage} Run the same command again: it is scored again.")
+            self._known[number] = record
+        return self._known[number]
 
     def tidy(self) -> None:
         """Remove what runs that were killed left of their own behind the finished store."""
-        assert (self.path / MANIFEST_FILE).exists()
-        files.remove(self.path / PARTIAL_MANIFEST_FILE)
-        remove_records(self.path)
-        for folder in (self.path, self.path / SHARD_FOLDER):
-            files.remove_leftovers(folder)
+        found = self.place.files(SHARD_FOLDER, RECORD_FOLDER)
+        assert MANIFEST_FILE in found
+        records = [name for name in found if name.startswith(f"{RECORD_FOLDER}/")]
+        ours = [name for name in records if name.endswith(".json")]
+        if PARTIAL_MANIFEST_FILE in found:
+            self.place.remove(PARTIAL_MANIFEST_FILE)
+        self.place.remove(*ours)
+        self.place.tidy(SHARD_FOLDER, RECORD_FOLDER)
 
     def _manifest_head(self, complete: bool) -> dict[str, Any]:
         return {
@@ -219,10 +262,11 @@ class StoreWriter:
 
 def _is_ours_before_begin(name: str) -> bool:
     # A run killed while it began may have left these.
-    return name in (files.LOCK_FILE, SHARD_FOLDER) or files.is_leftover(name)
+    ours = (files.LOCK_FILE, SHARD_FOLDER, RECORD_FOLDER)
+    return name in ours or files.is_leftover(name) or name.startswith(f"{PROBE}-")
 
 
-def refuse_other_identity(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def refuse_other_identity(path: str | Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     different = list(files.differences(found, wanted))
     if different:
         lines = "\n".join(
@@ -241,10 +285,12 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def store_lock(path: Path, *, shared: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Only one run may write to a store, or several that have a share each."""
-    return files.folder_lock(
-        path,
+def store_lock(
+    path: str | Path, *, shared: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Only one run may write to a store, or several that have a share each. A bucket has no locks:
+    there the protocol alone keeps the store whole."""
+    return place_of(path).lock(
         "Wait for it to end, or choose another --out. To share the work between processes, start "
         "them together (torchrun --nproc_per_node N -m vocagnolm score ...), or each with a share "
         "of its own (--share I/N).",

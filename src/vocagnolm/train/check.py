@@ -17,6 +17,7 @@ from vocagnolm.data.blocks import MANIFEST, block_count, read_manifest
 from vocagnolm.data.corpus import Corpus, document_hash
 from vocagnolm.data.identity import (
     block_settings,
+    blocks_place,
     recipe_corpus,
     stale_files,
     student_tokenizer,
@@ -26,6 +27,7 @@ from vocagnolm.data.identity import (
 from vocagnolm.data.separators import separator_ids
 from vocagnolm.data.teachers import best_shares
 from vocagnolm.errors import TrainingError, VocagnolmError
+from vocagnolm.files import address_of
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
 from vocagnolm.store.strength import best_store, teacher_warning
@@ -189,6 +191,9 @@ def _corpus(recipe: Recipe, report: CheckReport) -> Corpus | None:
         p.stat().st_size for path in local for p in ([path] if path.is_file() else path.rglob("*"))
     )
     facts = report.plan["corpus"] = {"files": recipe.corpus.files, "bytes_on_disk": size}
+    if any(address_of(name) for name in recipe.corpus.files):
+        facts["read"] = "at an address: not copied for a check"
+        return None
     if size > LARGEST_CORPUS_READ_BYTES:
         facts["read"] = "too large to read through in a check"
         return None
@@ -279,8 +284,8 @@ def _blocks(recipe: Recipe, report: CheckReport, found: Found) -> dict[str, Any]
     """The manifest of prepared blocks."""
     if recipe.data.blocks is None or found.tokenizer is None:
         return None
-    folder = Path(recipe.data.blocks)
-    if not (folder / MANIFEST).is_file():
+    folder = blocks_place(recipe)
+    if not folder.has(MANIFEST):
         report.plan["blocks"] = {"prepared": False, "next": "vocagnolm prepare RECIPE"}
         return None
     manifest = read_manifest(folder)

@@ -22,6 +22,7 @@ RUNTIME_KEYS = frozenset(
         "train.loader_workers",
         "train.device",
         "student.bits_per_byte",
+        "data.cache",
         "data.part_documents",
         "data.extra_columns",
     }

@@ -18,10 +18,10 @@ from typing import Any
 import transformers
 from transformers import PrinterCallback, ProgressCallback
 
+from vocagnolm.data.block_copies import local_blocks
 from vocagnolm.data.blocks import Blocks, TrainingOrder, damaged_parts
 from vocagnolm.data.identity import (
     block_settings,
-    blocks_folder,
     recipe_corpus,
     stale_files,
     student_tokenizer,
@@ -35,7 +35,13 @@ from vocagnolm.errors import (
     TrainingError,
     VocagnolmError,
 )
-from vocagnolm.files import as_write_error, folder_lock, remove_leftovers, whole_folder
+from vocagnolm.files import (
+    address_of,
+    as_write_error,
+    folder_lock,
+    remove_leftovers,
+    whole_folder,
+)
 from vocagnolm.model import open_model
 from vocagnolm.processes import Ranks
 from vocagnolm.recipe import Recipe
@@ -156,13 +162,18 @@ def _warn_of_teacher(recipe: Recipe, trainer: GuidedTrainer, console: Console) -
     """Measured on this machine if corpus and store are here."""
     if not (recipe.needs_guidance and recipe.stores) or trainer.is_fsdp_enabled:
         return
+    student = recipe.student.bits_per_byte
+    elsewhere = any(address_of(path) for path in (*recipe.stores, *recipe.corpus.files))
+    if student is None and elsewhere:
+        return  # not copied here for the sake of a warning
     try:
-        stores, corpus = [LossStore.open(path) for path in recipe.stores], recipe_corpus(recipe)
+        stores = [LossStore.open(path) for path in recipe.stores]
+        corpus = recipe_corpus(recipe) if student is None else None
     except VocagnolmError:
         return  # they need not be on the machine that trains
     store = best_store(stores)
-    teacher, student = store.bits_per_byte, recipe.student.bits_per_byte
-    if student is None:
+    teacher = store.bits_per_byte
+    if corpus is not None:
         model = causal_lm_of(trainer.accelerator.unwrap_model(trainer.model))
         strength = measure_strength(model, student_tokenizer(recipe), store, corpus)
         if strength is None:
@@ -180,7 +191,7 @@ def _warn_of_teacher(recipe: Recipe, trainer: GuidedTrainer, console: Console) -
 def open_blocks(recipe: Recipe, *, verify: bool = False) -> Blocks:
     """The recipe's blocks; refused where they were made for or from something else. `verify`: read
     them through once, and look at the files they were made from."""
-    folder = blocks_folder(recipe)
+    folder = local_blocks(recipe)
     stored = recipe.needs_guidance and not recipe.needs_online_teacher
     by_chunks = stored and recipe.objective.method == "chunk" and not recipe.needs_stretches
     blocks = Blocks(
@@ -203,7 +214,11 @@ def open_blocks(recipe: Recipe, *, verify: bool = False) -> Blocks:
     if verify and (damaged := damaged_parts(folder, blocks.manifest)):
         raise BlocksError(
             f"The blocks in {folder} are damaged: {'; '.join(damaged[:3])}. "
-            "Run `vocagnolm prepare` again: it makes these parts anew."
+            + (
+                "Run `vocagnolm prepare` again: it makes these parts anew."
+                if address_of(recipe.data.blocks or "") is None
+                else f"Remove these files: they are copied again from {recipe.data.blocks}."
+            )
         )
     return blocks
 

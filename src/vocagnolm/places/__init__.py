@@ -1,0 +1,43 @@
+"""Where stores and blocks live: a folder of this machine, or a bucket behind an address.
+
+A place knows a few steps, of which each happens as a whole or not at all; the protocols of stores
+and blocks are made of these steps alone, and are the same for folders and buckets.
+"""
+
+from pathlib import Path
+
+from vocagnolm.errors import UsageError
+from vocagnolm.files import address_of
+from vocagnolm.places.bucket import BUCKET_SCHEMES, Bucket
+from vocagnolm.places.folder import Folder
+from vocagnolm.places.hub import HUB_SCHEME, hub_folder
+from vocagnolm.places.place import Place
+
+__all__ = ["Bucket", "Folder", "Place", "place_of", "require_place", "scheme_of"]
+
+
+def scheme_of(path: str | Path) -> str | None:
+    """`s3` of `s3://bucket/x`; None for a local path."""
+    address = address_of(path)
+    return None if address is None else address.partition(":")[0].lower()
+
+
+def require_place(path: str | Path, *, hub: bool = False) -> None:
+    """Refuse an address that no code serves. `hub`: a dataset of the hub will do too."""
+    scheme = scheme_of(path)
+    known = (*BUCKET_SCHEMES, HUB_SCHEME) if hub else BUCKET_SCHEMES
+    if scheme is not None and scheme not in known:
+        raise UsageError(
+            f"{address_of(path)} is an address of a kind that cannot be used here. Known are local "
+            f"folders and {', '.join(f'{name}://' for name in known)}."
+        )
+
+
+def place_of(path: str | Path) -> Place:
+    """A bucket for an address, the copy that `huggingface_hub` keeps for a dataset of the hub, a
+    folder for all else."""
+    require_place(path, hub=True)
+    address = address_of(path)
+    if address is None:
+        return Folder(Path(path))
+    return Folder(hub_folder(address)) if scheme_of(path) == HUB_SCHEME else Bucket(address)

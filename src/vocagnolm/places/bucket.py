@@ -1,0 +1,288 @@
+"""A bucket of an object store, through obstore (extra `bucket`).
+
+Every step is one request that happens as a whole or not at all; `create` is put-if-absent, which
+the server decides. There are no locks and no renames. Credentials are those of the usual places
+and go nowhere else.
+"""
+
+import contextlib
+import datetime
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from vocagnolm import files
+from vocagnolm.errors import AddressError, MissingExtraError
+
+BUCKET_SCHEMES = ("s3", "gs", "az")
+PROBE = "probe"
+_ATTEMPTS = 3  # of a request that broke off, beyond what obstore tries itself
+_REFRESH = datetime.timedelta(minutes=10)
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+Result = TypeVar("Result")
+
+
+class Bucket:
+    """What stands behind an address like `s3://bucket/stores/qwen`. May be sent to other
+    processes; a forked one cannot use what its parent has opened."""
+
+    _conditional = True
+
+    def __init__(self, address: str):
+        self.address = address.rstrip("/")
+        parts = urlsplit(self.address)
+        if "@" in parts.netloc:  # not repeated: it may hold a secret
+            raise AddressError(
+                f"an address {parts.scheme}://...@... with credentials in it is not taken: they "
+                "would stand in manifests and logs. Use the environment or a profile."
+            )
+        if not parts.netloc:
+            raise AddressError(f"{address} names no bucket.")
+
+    def __str__(self) -> str:
+        return self.address
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"address": self.address}
+
+    def shown(self, name: str) -> str:
+        return f"{self.address}/{name}"
+
+    def files(self, *folders: str) -> dict[str, int]:
+        obstore = _obstore(self.address)
+        listed = self._request("listed", lambda: obstore.list(self._store).collect())
+        return {entry["path"]: entry["size"] for entry in listed}
+
+    def has(self, name: str) -> bool:
+        obstore = _obstore(self.address)
+        try:
+            self._request("read", lambda: obstore.head(self._store, name), self.shown(name))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self, name: str) -> memoryview:
+        obstore = _obstore(self.address)
+        content = self._request(
+            "read", lambda: obstore.get(self._store, name).bytes(), self.shown(name)
+        )
+        return memoryview(content)
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        obstore = _obstore(self.address)
+        return self._request(
+            "read",
+            lambda: bytes(obstore.get_range(self._store, name, start=start, end=stop)),
+            self.shown(name),
+        )
+
+    def create(self, name: str, content: bytes) -> bool:
+        obstore = _obstore(self.address)
+
+        def attempt() -> bool:
+            try:
+                obstore.put(self._store, name, content, mode="create", use_multipart=False)
+            except obstore.exceptions.AlreadyExistsError:
+                return self.read(name) == content  # an attempt of ours whose answer was lost
+            except (obstore.exceptions.BaseError, NotImplementedError) as error:
+                if _code(str(error)) != "NotImplemented" and not isinstance(
+                    error, NotImplementedError
+                ):
+                    raise
+                self._conditional = False  # the best that it has
+                if self.has(name):
+                    return self.read(name) == content
+                obstore.put(self._store, name, content)
+            return True
+
+        files.reached("begin", PurePosixPath(name))
+        created = self._request("written", attempt, self.shown(name))
+        files.reached("created", PurePosixPath(name))
+        return created
+
+    def put(self, name: str, content: bytes) -> None:
+        obstore = _obstore(self.address)
+        files.reached("begin", PurePosixPath(name))
+        self._request(
+            "written",
+            lambda: obstore.put(self._store, name, content),
+            self.shown(name),
+        )
+        files.reached("put", PurePosixPath(name))
+
+    def remove(self, *names: str) -> None:
+        obstore = _obstore(self.address)
+        if names:
+            files.reached("begin removing", PurePosixPath(names[0]))
+            with contextlib.suppress(FileNotFoundError):
+                self._request("removed", lambda: obstore.delete(self._store, list(names)))
+
+    def tidy(self, *folders: str) -> None:
+        """Nothing half-written has a name here; of probes that were killed one may be left."""
+        self.remove(*(name for name in self.files() if name.startswith(f"{PROBE}-")))
+
+    def try_writing(self) -> str | None:
+        """Put-if-absent, twice: rclone's server ignores it in silence, others refuse it."""
+        name = f"{PROBE}-{secrets.token_hex(4)}"
+        try:
+            first, second = self.create(name, b"first"), self.create(name, b"second")
+        finally:
+            with contextlib.suppress(AddressError):
+                self.remove(name)
+        if first and not second and self._conditional:
+            return None
+        return (
+            f"{self.address}: the server does not keep to put-if-absent, so of two processes at "
+            "one shard the last one may count, not the first. Let no two of them score the same "
+            "share."
+        )
+
+    def lock(
+        self, advice: str, *, shared: bool = False, patience: float = 0.0
+    ) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @cached_property
+    def _store(self) -> Any:
+        _obstore(self.address)
+        from obstore import store
+
+        from_url: Any = store.from_url  # whose types know one kind of bucket each
+        options = _s3_options() if self.address.startswith("s3:") else {}
+        # the whole of a request, its body too: a large shard over a slow line
+        client = {"timeout": "15m", "connect_timeout": "10s", **options.pop("client", {})}
+        with self._told("opened", self.address):
+            return from_url(self.address, client_options=client, **options)
+
+    def _request(
+        self, done: str, request: Callable[[], Result], shown: str | None = None
+    ) -> Result:
+        for attempt in range(_ATTEMPTS):
+            try:
+                with self._told(done, shown or self.address):
+                    return request()
+            except _BrokenOffError as error:
+                if attempt == _ATTEMPTS - 1:
+                    raise AddressError(str(error)) from None
+                time.sleep(0.1 * 2**attempt)
+        raise AssertionError
+
+    @contextlib.contextmanager
+    def _told(self, done: str, shown: str) -> Iterator[None]:
+        """obstore's errors in our words; its own hold whole responses."""
+        from obstore import exceptions
+
+        try:
+            yield
+        except (FileNotFoundError, exceptions.BaseError) as error:
+            code = _code(str(error))
+            if isinstance(error, FileNotFoundError) and code not in _NO_BUCKET:
+                raise FileNotFoundError(shown) from None
+            refused = isinstance(
+                error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
+            )
+            message, final = _explained(shown, done, str(error), code, refused)
+            raise (AddressError if final else _BrokenOffError)(message) from None
+
+
+class _BrokenOffError(Exception):
+    """A request that may go well the next time."""
+
+
+def _code(text: str) -> str | None:
+    """What S3 calls the error."""
+    found = re.search(r"<Code>(\w+)</Code>", text)
+    return found[1] if found else None
+
+
+def _explained(
+    shown: str, done: str, text: str, code: str | None, refused: bool
+) -> tuple[str, bool]:
+    """The message, and whether another attempt is vain."""
+    bucket = "://".join(urlsplit(shown)[:2])
+    status = re.search(r"status code: (\d{3})", text)
+    number = status[1] if status else ""
+    if code in _NO_BUCKET or (number == "404" and "list request" in text):
+        return f"{shown} could not be {done}: there is no bucket {bucket}. Make it first.", True
+    if refused or number in ("401", "403") or "credential" in text.lower():
+        said = f" ({code})" if code else ""
+        return (
+            f"{shown} could not be {done}: the server of {bucket} does not accept the "
+            f"credentials{said}, or they may not do this. They are taken from the usual places: "
+            f"{_USUAL[urlsplit(shown).scheme]}.",
+            True,
+        )
+    first = text.strip().partition("\n")[0].partition(" - Server returned")[0]
+    reason = f"{code}, {first}" if code else first
+    return (
+        f"{shown} could not be {done}: {reason[:300]}. What was finished before is kept. Check the "
+        "address, the endpoint and the network, and run the same command again.",
+        number.startswith("4") and number not in ("408", "429"),
+    )
+
+
+_USUAL = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile of ~/.aws (AWS_PROFILE); "
+    "AWS_ENDPOINT_URL for a server that is not Amazon's",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or `az login`",
+}
+
+
+def _obstore(address: str) -> Any:
+    try:
+        import obstore
+    except ImportError:
+        raise MissingExtraError("obstore", "bucket", f"reading and writing {address}") from None
+    return obstore
+
+
+def _s3_options() -> dict[str, Any]:
+    """Credentials, region and endpoint as the AWS tools find them, where botocore is there; obstore
+    itself knows the environment only."""
+    options: dict[str, Any] = {"config": {}, "client": {}}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    try:
+        import botocore.exceptions
+        import botocore.session
+    except ImportError:
+        pass
+    else:
+        session = botocore.session.get_session()
+        try:
+            endpoint = endpoint or session.get_scoped_config().get("endpoint_url")
+            found = session.get_credentials()
+            region = session.get_config_variable("region")
+        except botocore.exceptions.BotoCoreError as error:  # a profile that is not there
+            raise AddressError(f"the AWS settings cannot be read: {error}.") from None
+        options["config"]["region"] = region or "us-east-1"
+        if found is None:
+            options["config"]["skip_signature"] = True  # a public bucket needs none
+        else:
+            options["credential_provider"] = _Credentials(found)
+    if endpoint:
+        options["config"]["endpoint"] = endpoint
+        options["client"]["allow_http"] = endpoint.startswith("http://")
+    return options
+
+
+class _Credentials:
+    """botocore's, which refreshes those that end, for obstore."""
+
+    def __init__(self, found: Any):
+        self._found = found
+
+    def __call__(self) -> dict[str, Any]:
+        now = self._found.get_frozen_credentials()
+        return {
+            "access_key_id": now.access_key,
+            "secret_access_key": now.secret_key,
+            "token": now.token,
+            "expires_at": datetime.datetime.now(datetime.UTC) + _REFRESH,
+        }
