@@ -29,6 +29,7 @@ SLOW = (
     "study/test_study.py",
     "study/test_tuning.py",
     "train/test_check.py",
+    "train/test_elastic.py",
     "train/test_online.py",
     "train/test_processes.py",
     "train/test_resume.py",

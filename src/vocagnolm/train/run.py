@@ -2,7 +2,7 @@
 
 ```
 RUN/recipe.yaml      the resolved recipe, written first
-RUN/run.json         world size, versions, schedule; `finished` when the model is there
+RUN/run.json         versions, schedule, processes; `finished` when the model is there
 RUN/metrics.jsonl    one object a step
 RUN/checkpoints/     checkpoint-N, each with a marker written last
 RUN/model/           the result: an ordinary model folder
@@ -10,8 +10,7 @@ RUN/tensorboard/     where run.report_to names tensorboard
 ```
 """
 
-import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +54,12 @@ from vocagnolm.train.folder import (
     run_summary,
 )
 from vocagnolm.train.forward import causal_lm_of
+from vocagnolm.train.launcher import is_main, refuse_lone_process, world_size
 from vocagnolm.train.metrics import flops_per_token, peak_flops
 from vocagnolm.train.metrics_file import MetricsFile
 from vocagnolm.train.online import OnlineTeacher, TeacherView
 from vocagnolm.train.schedule import Schedule, plan_schedule
+from vocagnolm.train.sharding import sharding_group
 from vocagnolm.train.signals import Requests, listening
 from vocagnolm.train.strength import measure_strength
 from vocagnolm.train.student import add_lora, build_student, compile_layers, save_tokenizer
@@ -74,35 +75,38 @@ def train(recipe: Recipe, *, quiet: bool = False, restart: bool = False) -> dict
     `restart`: begin anew where no checkpoint can be used any more. SIGTERM writes a checkpoint and
     ends with `StoppedError`; SIGUSR1 writes one and goes on.
     """
+    refuse_lone_process()
     transformers.utils.logging.disable_progress_bar()
     folder = run_folder(recipe)
-    refuse_other_run(folder, recipe, _world_size(), read_run(folder))
+    refuse_other_run(folder, recipe, read_run(folder))
     if problems := tracker_problems(recipe.run.report_to):
         raise RecipeError("\n".join(problems))
     with ExitStack() as held:
-        if _is_main():
+        if is_main():
             advice = "Wait for it to end, or choose another run.folder."
             held.enter_context(folder_lock(folder, advice))
             remove_leftovers(folder)
         found = read_run(folder)
         if found.get("finished"):
             return run_summary(folder, already=True)
-        blocks = open_blocks(recipe, verify=_is_main())
+        blocks = open_blocks(recipe, verify=is_main())
         fingerprint = blocks.manifest["fingerprint"]
-        refuse_other_run(folder, recipe, _world_size(), found, fingerprint)
+        refuse_other_run(folder, recipe, found, fingerprint)
         requests = held.enter_context(listening())
+        if recipe.train.parallel != "ddp":
+            held.enter_context(sharding_group(accelerator=uses_accelerator(recipe)))
         return _train(recipe, folder, blocks, requests, quiet=quiet, restart=restart)
 
 
 def _train(
     recipe: Recipe, folder: Path, blocks: Blocks, requests: Requests, *, quiet: bool, restart: bool
 ) -> dict[str, Any]:
-    schedule = plan_schedule(recipe, len(blocks), _world_size())
+    schedule = plan_schedule(recipe, len(blocks), world_size())
     console = Console(schedule, quiet=quiet, log_every=recipe.run.log_every)
     arguments = training_arguments(recipe, schedule)  # also starts torch.distributed
     resumed: Resumable = Ranks.of_group().decide(lambda: _where_to_resume(folder, console, restart))
     metrics = MetricsFile(folder / "metrics.jsonl")
-    if _is_main():
+    if is_main():
         begin_run(folder, recipe, schedule, blocks.manifest["fingerprint"])
         metrics.resume_at(resumed.step)
     trainer = build_trainer(recipe, blocks, schedule, arguments)
@@ -117,11 +121,16 @@ def _train(
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     start_trackers(trainer, recipe, folder, resumed.step)
-    if _is_main():
+    if is_main():
         console.start(resumed.step)
         if resumed.step == 0 and recipe.student.model is not None:
             _warn_of_teacher(recipe, trainer, console)
-    trainer.train(resume_from_checkpoint=str(resumed.path) if resumed.path else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(resumed.path) if resumed.path else None)
+    except BaseException:
+        with suppress(Exception):
+            trainer.finish_saving()  # a checkpoint that was begun before the error still counts
+        raise
     if trainer.stopped and trainer.state.global_step < schedule.steps:
         raise StoppedError(
             f"stopped as asked after step {trainer.state.global_step:,} of {schedule.steps:,}; a "
@@ -130,14 +139,6 @@ def _train(
     save_result(trainer, recipe, schedule, folder, blocks.manifest.get("teacher"))
     Ranks.of_group().wait_for_all()
     return run_summary(folder)
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _is_main() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _where_to_resume(folder: Path, console: Console, restart: bool) -> Resumable:
@@ -237,6 +238,7 @@ def build_trainer(
         teacher=teacher,
         keep_checkpoints=recipe.run.keep_checkpoints,
         router_loss=recipe.train.router_loss,
+        within_machines=recipe.train.parallel == "hsdp",
     )
 
 

@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 
 from vocagnolm.errors import TrainingError
 from vocagnolm.files import as_write_error
@@ -35,8 +40,18 @@ from vocagnolm.train.forward import (
 )
 from vocagnolm.train.metrics import StepMeter, Stopwatch
 from vocagnolm.train.online import OnlineTeacher
+from vocagnolm.train.sharding import full_state_dict, shard_on_cpu, shard_within_machines
+from vocagnolm.train.shards import (
+    ShardWriter,
+    clear,
+    has_parts,
+    load_optimizer,
+    load_weights,
+    refuse_unsharded,
+)
 from vocagnolm.train.signals import Requests
 
+_SCHEDULER = "scheduler.pt"
 StepListener = Callable[[dict[str, Any]], None]
 
 
@@ -78,6 +93,7 @@ class GuidedTrainer(Trainer):
         keep_checkpoints: int | None = None,
         router_loss: bool | None = None,
         on_step: StepListener | None = None,
+        within_machines: bool = False,
         **kwargs: Any,
     ):
         install_guided_forward(model, router_loss=router_loss)
@@ -92,6 +108,8 @@ class GuidedTrainer(Trainer):
         self.impl = impl
         self.keep_checkpoints = keep_checkpoints
         self.on_step = on_step
+        self.within_machines = within_machines
+        """With FSDP: shard within each machine, and keep their copies alike."""
         self.last_record: dict[str, Any] = {}
         self.requests = Requests()
         self.stopped = False
@@ -105,6 +123,7 @@ class GuidedTrainer(Trainer):
         self._learning_rate = 0.0
         self._losses: list[tuple[Tensor, Tensor | None]] = []
         self._has_guidance = False
+        self._shards = ShardWriter()
         super().__init__(
             model=model, args=args, data_collator=data_collator or BlockCollator(), **kwargs
         )
@@ -120,6 +139,8 @@ class GuidedTrainer(Trainer):
         if asked_for_fsdp and self.accelerator.distributed_type == DistributedType.MULTI_CPU:
             shard_on_cpu(self.accelerator, self.args.fsdp_plugin_args)
             self.is_fsdp_enabled = True
+        if self.is_fsdp_enabled and self.within_machines:
+            shard_within_machines(self.accelerator)
 
     # ---- one optimizer step ----
 
@@ -129,7 +150,8 @@ class GuidedTrainer(Trainer):
         """All micro-batches of the next step: the place to look at the step as a whole."""
         batches = []
         for _ in range(num_batches):
-            batch = next(epoch_iterator, None)
+            with self._watch.waiting():
+                batch = next(epoch_iterator, None)
             if batch is not None:
                 batches.append(self._prepare_inputs(batch))
         if batches:
@@ -264,12 +286,14 @@ class GuidedTrainer(Trainer):
 
     def end_step(self, control: TrainerControl) -> None:
         """After the weights have changed: the step's record, on every rank."""
-        totals = self._meter.finish(Ranks.of(), stop=self.requests.stop, save=self.requests.save)
-        seconds = self._watch.lap()
-        tokens = int(totals["tokens"])
-        measured: dict[str, Any] = {
-            name: value for name, value in totals.items() if name not in StepMeter.FLAGS
-        }
+        ranks, requests = Ranks.of(), self.requests
+        waited = self._watch.waited
+        measured: dict[str, Any] = self._meter.finish(
+            ranks, stop=requests.stop, save=requests.save, waited=waited
+        )
+        seconds = self._watch.lap()  # reading the totals has waited for the device
+        stop, save, waited = (measured.pop(name) for name in ("stop", "save", "waited"))
+        tokens = int(measured["tokens"])
         if not self._has_guidance:
             measured["mapped_share"] = None
         self.last_record = {
@@ -277,15 +301,17 @@ class GuidedTrainer(Trainer):
             **measured,
             "tokens": tokens * self.state.global_step,
             "tokens_per_second": tokens / seconds,
+            "data_wait_share": waited / ranks.size / seconds,
+            "processes": ranks.size,
             "learning_rate": self._learning_rate,
         }
         if self.on_step is not None and self.is_world_process_zero():
             self.on_step(self.last_record)
         # one rank was asked: all of them act, after the same step
-        if totals["stop"] or totals["save"]:
+        if stop or save:
             control.should_save = True
-            self.requests.save = False
-        if totals["stop"]:
+            requests.save = False
+        if stop:
             control.should_training_stop = self.stopped = True
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -298,6 +324,8 @@ class GuidedTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self.is_fsdp_enabled:
             super().save_model(output_dir, _internal_call)
+            return
+        if _internal_call:  # of a checkpoint, which gets its parts
             return
         # the Trainer's own gathering leaves sharded tensors behind on a CPU
         model: Any = self.model
@@ -317,37 +345,79 @@ class GuidedTrainer(Trainer):
             model = model.merge_and_unload()
         model.save_pretrained(folder, state_dict=state_dict)
 
+    # ---- checkpoints ----
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self.args.should_save and self.args.output_dir:
-            unmark(self.args.output_dir, self.state.global_step)
-        with as_write_error(f"the checkpoint of step {self.state.global_step}"):
+        assert self.args.output_dir is not None
+        step = self.state.global_step
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{step}"
+        self.finish_saving()
+        if self.args.should_save:
+            unmark(checkpoint)
+            clear(checkpoint)
+        self._wait_for_all()  # nothing is written before that
+        with as_write_error(f"the checkpoint of step {step}"):
             super()._save_checkpoint(model, trial)
+            if self.is_fsdp_enabled:
+                sharded: Any = self.model
+                self._shards.begin(
+                    checkpoint, sharded, self.optimizer, lambda: self._complete(checkpoint, step)
+                )
+                return
+        self._wait_for_all()  # every rank has written its part
+        self._complete(checkpoint, step)
+
+    def _wait_for_all(self) -> None:
         if dist.is_initialized():
-            dist.barrier()  # every rank has written its part
-        if self.args.should_save and self.args.output_dir:
-            mark_complete(self.args.output_dir, self.state.global_step, self.args.world_size)
-            if self.keep_checkpoints is not None:
-                prune_checkpoints(self.args.output_dir, self.keep_checkpoints)
+            dist.barrier()
 
+    def _complete(self, checkpoint: Path, step: int) -> None:
+        if not self.args.should_save:
+            return
+        mark_complete(checkpoint, step, self.args.world_size)
+        if self.keep_checkpoints is not None:
+            prune_checkpoints(checkpoint.parent, self.keep_checkpoints)
 
-def shard_on_cpu(accelerator: Accelerator, plugin_args: dict[str, Any]) -> None:
-    """accelerate turns FSDP on for accelerators only and falls back to DDP on CPUs without a
-    word. torch shards on a CPU as well, through the very same code of accelerate: it has only to
-    be told."""
-    plugin = FullyShardedDataParallelPlugin(**plugin_args)
-    shared = AcceleratorState._shared_state
-    shared["distributed_type"] = DistributedType.FSDP
-    shared["fsdp_plugin"] = plugin
-    assert accelerator.is_fsdp2
+    def finish_saving(self) -> None:
+        """Until the newest checkpoint is whole; a sharded one is written in the background."""
+        self._shards.wait()
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        if self.args.should_save:
+            scheduler: Any = self.lr_scheduler
+            torch.save(scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
-def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """All weights on the CPU of rank 0, gathered from the shards."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if self.is_fsdp_enabled and has_parts(resume_from_checkpoint):
+            sharded: Any = self.model
+            load_weights(Path(resume_from_checkpoint), sharded)
+            return
+        if self.is_fsdp_enabled:
+            refuse_unsharded(resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    return get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (self.is_fsdp_enabled and has_parts(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        sharded: Any = self.model
+        scheduler: Any = self.lr_scheduler
+        load_optimizer(Path(checkpoint), sharded, self.optimizer)
+        scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Where there were fewer processes, or another number of them and one now, a process finds
+        no state of its own: it must not draw what it or another has drawn before."""
+        if checkpoint is not None:
+            drawn = self.args.seed + 1_000_003 * self.state.global_step
+            set_seed((drawn + self.args.process_index) % 2**32)
+        super()._load_rng_state(checkpoint)
 
 
 class _StepCallback(TrainerCallback):
@@ -360,6 +430,11 @@ class _StepCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.trainer._watch.lap()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.trainer.finish_saving()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
