@@ -147,7 +147,7 @@ def run_processes(
     environment variables, as under torchrun on so many machines. A failure of one is raised
     here."""
     here = count // machines
-    port = _free_port()
+    port = free_port()
     context = multiprocessing.get_context("fork")  # imports are inherited: no start-up time
     errors = context.Queue()
     processes = [
@@ -199,7 +199,7 @@ def fresh_process() -> None:
         state._reset_state()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import transformers
 from transformers import PrinterCallback, ProgressCallback
 
@@ -127,9 +128,15 @@ def _train(
             _warn_of_teacher(recipe, trainer, console)
     try:
         trainer.train(resume_from_checkpoint=str(resumed.path) if resumed.path else None)
-    except BaseException:
+    except BaseException as error:
         with suppress(Exception):
             trainer.finish_saving()  # a checkpoint that was begun before the error still counts
+        if (reason := _lost_connection(error)) is not None:
+            raise TrainingError(
+                f"The run has lost the connection to another process ({reason}). The newest "
+                "checkpoint is untouched. Look what that process said; torchrun "
+                "--max-restarts N starts them again by itself, or run the same command again."
+            ) from error
         raise
     if trainer.stopped and trainer.state.global_step < schedule.steps:
         raise StoppedError(
@@ -139,6 +146,18 @@ def _train(
     save_result(trainer, recipe, schedule, folder, blocks.manifest.get("teacher"))
     Ranks.of_group().wait_for_all()
     return run_summary(folder)
+
+
+def _lost_connection(error: BaseException | None) -> str | None:
+    """What gloo or NCCL said when a process that they were talking to was gone."""
+    while error is not None:
+        line = str(error).partition("\n")[0]
+        if isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and "gloo" in line
+        ):
+            return line
+        error = error.__cause__
+    return None
 
 
 def _where_to_resume(folder: Path, console: Console, restart: bool) -> Resumable:
