@@ -30,6 +30,7 @@ SLOW = (
     "study/test_tuning.py",
     "train/test_check.py",
     "train/test_elastic.py",
+    "train/test_examples.py",
     "train/test_launchers.py",
     "train/test_online.py",
     "train/test_processes.py",
