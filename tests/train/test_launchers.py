@@ -27,9 +27,9 @@ def settings(lab: Path, folder: Path) -> dict:
     )
 
 
-def launch(recipe: Path, port: int, log: Path) -> subprocess.Popen:
-    """torchrun, quick to notice that another is gone."""
-    patience = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+def launch(recipe: Path, port: int, log: Path, *, host: bool) -> subprocess.Popen:
+    """torchrun, quick to notice that another is gone. `host`: the others meet at this one."""
+    patience = f"last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={host}"
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
     words = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1"]
     words += [*meeting, f"--rdzv-conf={patience}", "-m", "vocagnolm", "train", str(recipe)]
@@ -63,7 +63,7 @@ def test_one_of_two_machines_is_lost(lab, tmp_path):
     folder, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(settings(lab, folder)))  # JSON is YAML
     port, deadline = free_port(), time.monotonic() + 200
-    launchers = [launch(recipe, port, tmp_path / f"{n}.log") for n in range(2)]
+    launchers = [launch(recipe, port, tmp_path / f"{n}.log", host=n == 0) for n in range(2)]
 
     def records() -> list[dict]:
         return read_metrics(folder / "metrics.jsonl")
