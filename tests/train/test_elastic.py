@@ -100,6 +100,16 @@ def test_a_run_goes_on_with_another_number_of_processes(lab, tmp_path, whole, pa
     assert read_run(tmp_path / "batch")["schedule"]["world_size"] == 2
 
 
+def test_sharded_adapters_are_merged(lab, tmp_path):
+    trees = {name: settings(lab, tmp_path / name, SCOPES[1], name) for name in ("ddp", "fsdp2")}
+    for tree in trees.values():
+        tree["lora"] = {"rank": 2}
+    run_processes(train_until, 1, 0, [trees["ddp"]])
+    run_processes(train_until, 1, 5, [trees["fsdp2"]])
+    run_processes(train_until, 2, 0, [trees["fsdp2"]])
+    assert_same_run(tmp_path / "fsdp2", tmp_path / "ddp")
+
+
 def train_hybrid(step: int, tree: dict) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -306,11 +306,21 @@ def save_result(
     if not trainer.is_world_process_zero():
         return
     with as_write_error("the model"), whole_folder(folder / "model") as model:
-        trainer.save_merged(model, state_dict)
+        if state_dict is not None and recipe.lora.rank:
+            _merged_apart(recipe, state_dict).save_pretrained(model)
+        else:
+            trainer.save_merged(model, state_dict)
         save_tokenizer(recipe, model)
         card = model_card(recipe, schedule, teacher, trainer.last_record)
         (model / "README.md").write_text(card, encoding="utf-8")
     finish_run(folder)
+
+
+def _merged_apart(recipe: Recipe, state_dict: dict[str, Any]) -> Any:
+    """One process alone cannot merge adapters into weights of which it holds a shard."""
+    student: Any = add_lora(build_student(recipe), recipe.lora)
+    student.load_state_dict(state_dict)
+    return student.merge_and_unload()
 
 
 def _mfu(trainer: GuidedTrainer, schedule: Schedule) -> Any:
