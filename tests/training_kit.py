@@ -140,14 +140,18 @@ def make_lab(folder: Path, count: int = 60) -> list[str]:
     return texts
 
 
-def run_processes(target: Any, count: int, *arguments: Any, timeout: float = 120.0) -> None:
+def run_processes(
+    target: Any, count: int, *arguments: Any, machines: int = 1, timeout: float = 120.0
+) -> None:
     """`target(*arguments)` in `count` forked processes that see each other through torch's
-    environment variables, as under torchrun. A failure of one is raised here."""
-    port = _free_port()
+    environment variables, as under torchrun on so many machines. A failure of one is raised
+    here."""
+    here = count // machines
+    port = free_port()
     context = multiprocessing.get_context("fork")  # imports are inherited: no start-up time
     errors = context.Queue()
     processes = [
-        context.Process(target=_as_rank, args=(rank, count, port, errors, target, arguments))
+        context.Process(target=_as_rank, args=(rank, count, here, port, errors, target, arguments))
         for rank in range(count)
     ]
     for process in processes:
@@ -160,14 +164,16 @@ def run_processes(target: Any, count: int, *arguments: Any, timeout: float = 120
         raise AssertionError(errors.get(timeout=5) if not errors.empty() else "a rank died")
 
 
-def _as_rank(rank: int, count: int, port: int, errors: Any, target: Any, arguments: Any) -> None:
+def _as_rank(
+    rank: int, count: int, here: int, port: int, errors: Any, target: Any, arguments: Any
+) -> None:
     fresh_process()
     if count > 1:
         os.environ.update(
             RANK=str(rank),
-            LOCAL_RANK=str(rank),
+            LOCAL_RANK=str(rank % here),
             WORLD_SIZE=str(count),
-            LOCAL_WORLD_SIZE=str(count),
+            LOCAL_WORLD_SIZE=str(here),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
         )
@@ -193,7 +199,7 @@ def fresh_process() -> None:
         state._reset_state()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

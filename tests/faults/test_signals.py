@@ -38,13 +38,9 @@ def train_in_child(recipe: Path) -> int:
     """The command in a forked process: all is imported already."""
 
     def work():
-        import torch
-        from accelerate.state import PartialState
-
         from vocagnolm.cli import main
 
-        torch.set_num_threads(1)
-        PartialState._reset_state()
+        fresh_process()
         sys.argv = ["vocagnolm", "train", str(recipe), "--quiet"]
         try:
             main()

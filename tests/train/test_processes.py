@@ -70,7 +70,7 @@ def test_ddp_equals_one_process(lab, tmp_path, one_process):
 def train_sharded(trees: list[dict]) -> None:
     from torch.distributed.tensor import DTensor
 
-    from vocagnolm.train import trainer as module
+    from vocagnolm.train import saving as module
 
     train_all(trees[:1])
     original = module.full_state_dict

@@ -1,6 +1,8 @@
-import json
 import math
+import os
 import shutil
+import statistics
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from training_kit import LLAMA, recipe_dict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from vocagnolm.data.blocks import Blocks, TrainingOrder
-from vocagnolm.errors import TrainingError
+from vocagnolm.errors import TrainingError, UsageError
 from vocagnolm.model.lm_head import last_hidden
 from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, Targets
 from vocagnolm.recipe import load_recipe, recipe_from_dict
@@ -398,14 +400,42 @@ def test_a_folder_with_other_things_is_left_alone(lab, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_another_world_size_is_refused(lab, tmp_path):
-    folder = tmp_path / "run"
-    run(lab, folder)
-    about = json.loads((folder / "run.json").read_text())
-    about["finished"], about["schedule"]["world_size"] = False, 4
-    (folder / "run.json").write_text(json.dumps(about))
-    with pytest.raises(TrainingError, match="processes: 4 -> 1"):
-        run(lab, folder)
+def test_waiting_for_data_is_seen(lab, tmp_path, monkeypatch):
+    read = TrainingOrder.__getitem__
+
+    def slow(self, place):
+        time.sleep(0.02)
+        return read(self, place)
+
+    monkeypatch.setattr(TrainingOrder, "__getitem__", slow)
+    records = run(lab, tmp_path / "run")
+    assert all(0 < r["data_wait_share"] < 1 and r["processes"] == 1 for r in records)
+    waited = [r["data_wait_share"] * 8 * 32 / r["tokens_per_second"] for r in records]
+    assert statistics.median(waited) > 0.15  # eight blocks a step
+
+
+def test_a_process_that_accelerate_left_alone_is_refused(lab, tmp_path, monkeypatch):
+    """The environment of `accelerate launch --cpu --num_processes 2`, from accelerate itself."""
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    def launched(processes):
+        words = ["--cpu", "--num_processes", processes, "--num_machines", "1"]
+        words += ["--mixed_precision", "no", "train.py"]
+        arguments = launch_command_parser().parse_args(words)
+        arguments.use_cpu, arguments.dynamo_backend = True, "no"
+        return prepare_simple_launcher_cmd_env(arguments)[1].items() - os.environ.items()
+
+    for processes, folder in (("1", "one"), ("2", "two")):
+        with monkeypatch.context() as patch:
+            for name, value in launched(processes):
+                patch.setenv(name, value)
+            if processes == "1":
+                assert run(lab, tmp_path / folder)
+                continue
+            with pytest.raises(UsageError, match="torchrun --nproc-per-node"):
+                run(lab, tmp_path / folder)
+            assert not (tmp_path / folder).exists()
 
 
 def test_a_run_that_never_began_leaves_its_folder_to_the_corrected_recipe(lab, tmp_path):

@@ -19,8 +19,9 @@ def train(
 ) -> None:
     """Train a student on prepared blocks; run it again to go on where it stopped.
 
-    Several processes: torchrun --nproc_per_node N -m vocagnolm train RECIPE. The run folder gets
-    recipe.yaml, metrics.jsonl, checkpoints/ and model/, an ordinary Hugging Face folder.
+    Several processes: torchrun --nproc-per-node N -m vocagnolm train RECIPE; when it goes on there
+    may be more or fewer. The run folder gets recipe.yaml, metrics.jsonl, checkpoints/ and model/,
+    an ordinary Hugging Face folder.
 
     SIGTERM writes a checkpoint and ends with exit code 143; SIGUSR1 writes one and goes on.
     """

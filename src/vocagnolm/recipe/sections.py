@@ -225,7 +225,11 @@ class TrainSection(Schema):
     gradient_checkpointing: bool = key("recompute activations to save memory", False)
     compile: bool = key("torch.compile each decoder layer", False)
     liger: bool = key("Liger's fused layers (extra, GPU)", False)
-    parallel: Literal["ddp", "fsdp2"] = key("how several processes share the model", "ddp")
+    parallel: Literal["ddp", "fsdp2", "hsdp"] = key(
+        "how processes share the model: each has all of it, a shard of it, or a shard of its "
+        "machine's copy (hsdp)",
+        "ddp",
+    )
     device: Literal["auto", "cpu"] = key("auto: the accelerator if there is one", "auto")
     router_loss: bool | None = key(
         "mixtures of experts: add the loss that balances them; null: as the student's "

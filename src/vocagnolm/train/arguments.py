@@ -135,7 +135,7 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
             "fused_linear_cross_entropy": False,
             "cross_entropy": False,
         }
-    if train.parallel == "fsdp2" and schedule.world_size > 1:
+    if train.parallel != "ddp":
         settings["fsdp"] = True
         settings["fsdp_config"] = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
     refuse_reserved(train.arguments, settings)

@@ -110,7 +110,7 @@ def check(recipe: Recipe, *, processes: int = 1, measure: bool = True) -> CheckR
         found.schedule = _schedule(recipe, report, processes, found.manifest)
     _disk(recipe, report, found)
     with report.collecting():
-        _run(recipe, report, processes, found.manifest)
+        _run(recipe, report, found.manifest)
     if recipe.needs_guidance and found.store is not None:
         _warn_of_teacher(report, found.store.bits_per_byte, recipe.student.bits_per_byte)
     if measure and report.ready:
@@ -363,15 +363,13 @@ def _disk(recipe: Recipe, report: CheckReport, found: Found) -> None:
         )
 
 
-def _run(
-    recipe: Recipe, report: CheckReport, processes: int, manifest: dict[str, Any] | None
-) -> None:
+def _run(recipe: Recipe, report: CheckReport, manifest: dict[str, Any] | None) -> None:
     if not recipe.run.folder:
         return
     folder = Path(recipe.run.folder)
     about = read_run(folder)
     blocks = None if manifest is None else manifest["fingerprint"]
-    refuse_other_run(folder, recipe, processes, about, blocks)
+    refuse_other_run(folder, recipe, about, blocks)
     if about:
         newest = newest_complete(folder / "checkpoints", read=False)
         report.plan["run"] = {

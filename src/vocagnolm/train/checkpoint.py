@@ -27,9 +27,8 @@ class Resumable:
     """`checkpoint-20: what is wrong`, newer ones that were passed over."""
 
 
-def mark_complete(folder: str | Path, step: int, world_size: int) -> None:
+def mark_complete(checkpoint: Path, step: int, world_size: int) -> None:
     """All files of `checkpoint-STEP` are there: say so, durably."""
-    checkpoint = Path(folder) / f"checkpoint-{step}"
     sync_tree(checkpoint)
     paths = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MARKER)
     files = {
@@ -39,9 +38,9 @@ def mark_complete(folder: str | Path, step: int, world_size: int) -> None:
     write_json(checkpoint / MARKER, {"step": step, "world_size": world_size, "files": files})
 
 
-def unmark(folder: str | Path, step: int) -> None:
+def unmark(checkpoint: Path) -> None:
     """A damaged checkpoint is about to be written again: its old marker must not vouch for it."""
-    (Path(folder) / f"checkpoint-{step}" / MARKER).unlink(missing_ok=True)
+    (checkpoint / MARKER).unlink(missing_ok=True)
 
 
 def damage(checkpoint: Path, *, read: bool = True) -> str | None:

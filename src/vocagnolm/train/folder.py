@@ -1,4 +1,4 @@
-"""A run folder: one recipe, one set of blocks, one number of processes. No torch."""
+"""A run folder: one recipe, one set of blocks. No torch."""
 
 import platform
 from dataclasses import asdict
@@ -56,22 +56,18 @@ def refuse_strangers(folder: Path) -> None:
 def refuse_other_run(
     folder: Path,
     recipe: Recipe,
-    world_size: int,
     found: dict[str, Any],
     blocks: str | None = None,
 ) -> None:
-    """A run folder belongs to one recipe, one number of processes and the very `blocks` (their
-    fingerprint) it has begun with."""
+    """A run folder belongs to one recipe and the very `blocks` (their fingerprint) it has begun
+    with. The number of processes may change: a step is the same step however it is split."""
     refuse_strangers(folder)
     if not (folder / "recipe.yaml").is_file() or not has_begun(folder):
         return
     difference = recipe_difference(load_recipe(folder / "recipe.yaml"), recipe, RUNTIME_KEYS)
-    if found and not found["finished"]:
-        before = found["schedule"].get("world_size")
-        if before != world_size:
-            difference.append(f"processes: {before} -> {world_size}")
-        if blocks is not None and found.get("blocks") not in (None, blocks):
-            difference.append(f"the blocks in {recipe.data.blocks} are not those it began with")
+    others = blocks is not None and found.get("blocks") not in (None, blocks)
+    if found and not found["finished"] and others:
+        difference.append(f"the blocks in {recipe.data.blocks} are not those it began with")
     if difference:
         raise TrainingError(
             f"{folder} holds a run with another recipe:\n  "
@@ -88,6 +84,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def begin_run(folder: Path, recipe: Recipe, schedule: Schedule, blocks: str) -> None:
+    """Or go on with it, perhaps with another number of processes."""
     begun = has_begun(folder)
     if not begun or not (folder / "recipe.yaml").exists():
         write_text(folder / "recipe.yaml", recipe.to_yaml())
@@ -104,6 +101,10 @@ def begin_run(folder: Path, recipe: Recipe, schedule: Schedule, blocks: str) -> 
             },
         }
         write_json(folder / "run.json", about)
+        return
+    about = read_run(folder)
+    if about["schedule"] != asdict(schedule):
+        write_json(folder / "run.json", {**about, "schedule": asdict(schedule)})
 
 
 def finish_run(folder: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from vocagnolm.errors import TrainingError
@@ -105,11 +106,20 @@ def require_separation(model: PreTrainedModel, who: str) -> None:
         )
 
 
+def _gather_head(model: PreTrainedModel) -> None:
+    """FSDP gathers the head with the final norm. Behind an adapter accelerate does not find that
+    norm and shards the head by itself, and its own forward, which would gather it, is not run."""
+    output: Any = model.get_output_embeddings()
+    if isinstance(output, FSDPModule):
+        output.unshard()
+
+
 def _guided_forward(
     model: PreTrainedModel, form: HeadForm, router: RouterLoss | None, batch: MicroBatch
 ) -> dict[str, Any]:
     options = {} if router is None or batch.only_nll else {"output_router_logits": True}
     decoded = run_decoder(model, batch.input_ids_BT, batch.position_ids_BT, **options)
+    _gather_head(model)
     hidden, head = decoded.last_hidden_state, form.head(model)
     if batch.only_nll:
         return {"nll": student_nll(hidden, head, batch.targets.labels_BT, impl=batch.impl)}

@@ -1,6 +1,8 @@
 """What a step was like."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,8 +32,6 @@ PEAK_TFLOPS = {
 class StepMeter:
     """Collects the micro-batches of a step on the device; one transfer to the host a step."""
 
-    FLAGS = ("stop", "save")
-
     def __init__(self) -> None:
         self._rows: list[Tensor] = []
         self._means: list[dict[str, Tensor]] = []
@@ -42,9 +42,10 @@ class StepMeter:
         self._rows.append(torch.cat([loss[None], tokens[None], output["sums"]]))
         self._means.append(output["means"])
 
-    def finish(self, ranks: Ranks, **flags: bool) -> dict[str, float]:
-        """Measures over micro-batches and ranks, as plain numbers; the meter is empty again. The
-        flags travel along, so that all ranks know of them in the same step."""
+    def finish(self, ranks: Ranks, **sums: float) -> dict[str, float]:
+        """Measures over micro-batches and ranks, as plain numbers; the meter is empty again. What
+        else is to be summed over the ranks travels along: requests, which all ranks must know of
+        in the same step, and seconds."""
         names = sorted(self._means[0])
         rows = [
             torch.cat([row, *(means[name].float()[None] for name in names)])
@@ -54,17 +55,17 @@ class StepMeter:
         # fp64 where there is one: the sum must not depend on how a step is split
         stacked = torch.stack(rows)
         total = (stacked if stacked.is_mps else stacked.double()).sum(0)
-        total = ranks.sum(torch.cat([total, total.new_tensor([float(f) for f in flags.values()])]))
+        total = ranks.sum(torch.cat([total, total.new_tensor([float(f) for f in sums.values()])]))
         self._rows, self._means = [], []
         values = total.tolist()
-        raised = dict(zip(flags, values[len(values) - len(flags) :], strict=True))
-        means = values[len(values) - len(flags) - len(names) : len(values) - len(flags)]
+        further = dict(zip(sums, values[len(values) - len(sums) :], strict=True))
+        means = values[len(values) - len(sums) - len(names) : len(values) - len(sums)]
         return {
             "loss": values[0],
             "tokens": values[1],
             **measures(values[2 : 2 + len(SUMS) + BINS]),
             **{name: value / count for name, value in zip(names, means, strict=True)},
-            **raised,
+            **further,
         }
 
 
@@ -73,11 +74,19 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
+        self.waited = 0.0
+        """Seconds of it that were spent waiting for data."""
 
     def lap(self) -> float:
         now = time.perf_counter()
-        elapsed, self._last = now - self._last, now
+        elapsed, self._last, self.waited = now - self._last, now, 0.0
         return elapsed
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - began
 
 
 def flops_per_token(parameters: int, layers: int, hidden: int, block_size: int) -> float:

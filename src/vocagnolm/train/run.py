@@ -2,7 +2,7 @@
 
 ```
 RUN/recipe.yaml      the resolved recipe, written first
-RUN/run.json         world size, versions, schedule; `finished` when the model is there
+RUN/run.json         versions, schedule, processes; `finished` when the model is there
 RUN/metrics.jsonl    one object a step
 RUN/checkpoints/     checkpoint-N, each with a marker written last
 RUN/model/           the result: an ordinary model folder
@@ -10,11 +10,11 @@ RUN/tensorboard/     where run.report_to names tensorboard
 ```
 """
 
-import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import transformers
 from transformers import PrinterCallback, ProgressCallback
 
@@ -61,10 +61,12 @@ from vocagnolm.train.folder import (
     run_summary,
 )
 from vocagnolm.train.forward import causal_lm_of
+from vocagnolm.train.launcher import is_main, refuse_lone_process, world_size
 from vocagnolm.train.metrics import flops_per_token, peak_flops
 from vocagnolm.train.metrics_file import MetricsFile
 from vocagnolm.train.online import OnlineTeacher, TeacherView
 from vocagnolm.train.schedule import Schedule, plan_schedule
+from vocagnolm.train.sharding import sharding_group
 from vocagnolm.train.signals import Requests, listening
 from vocagnolm.train.strength import measure_strength
 from vocagnolm.train.student import add_lora, build_student, compile_layers, save_tokenizer
@@ -80,35 +82,38 @@ def train(recipe: Recipe, *, quiet: bool = False, restart: bool = False) -> dict
     `restart`: begin anew where no checkpoint can be used any more. SIGTERM writes a checkpoint and
     ends with `StoppedError`; SIGUSR1 writes one and goes on.
     """
+    refuse_lone_process()
     transformers.utils.logging.disable_progress_bar()
     folder = run_folder(recipe)
-    refuse_other_run(folder, recipe, _world_size(), read_run(folder))
+    refuse_other_run(folder, recipe, read_run(folder))
     if problems := tracker_problems(recipe.run.report_to):
         raise RecipeError("\n".join(problems))
     with ExitStack() as held:
-        if _is_main():
+        if is_main():
             advice = "Wait for it to end, or choose another run.folder."
             held.enter_context(folder_lock(folder, advice))
             remove_leftovers(folder)
         found = read_run(folder)
         if found.get("finished"):
             return run_summary(folder, already=True)
-        blocks = open_blocks(recipe, verify=_is_main())
+        blocks = open_blocks(recipe, verify=is_main())
         fingerprint = blocks.manifest["fingerprint"]
-        refuse_other_run(folder, recipe, _world_size(), found, fingerprint)
+        refuse_other_run(folder, recipe, found, fingerprint)
         requests = held.enter_context(listening())
+        if recipe.train.parallel != "ddp":
+            held.enter_context(sharding_group(accelerator=uses_accelerator(recipe)))
         return _train(recipe, folder, blocks, requests, quiet=quiet, restart=restart)
 
 
 def _train(
     recipe: Recipe, folder: Path, blocks: Blocks, requests: Requests, *, quiet: bool, restart: bool
 ) -> dict[str, Any]:
-    schedule = plan_schedule(recipe, len(blocks), _world_size())
+    schedule = plan_schedule(recipe, len(blocks), world_size())
     console = Console(schedule, quiet=quiet, log_every=recipe.run.log_every)
     arguments = training_arguments(recipe, schedule)  # also starts torch.distributed
     resumed: Resumable = Ranks.of_group().decide(lambda: _where_to_resume(folder, console, restart))
     metrics = MetricsFile(folder / "metrics.jsonl")
-    if _is_main():
+    if is_main():
         begin_run(folder, recipe, schedule, blocks.manifest["fingerprint"])
         metrics.resume_at(resumed.step)
     trainer = build_trainer(recipe, blocks, schedule, arguments)
@@ -123,11 +128,22 @@ def _train(
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     start_trackers(trainer, recipe, folder, resumed.step)
-    if _is_main():
+    if is_main():
         console.start(resumed.step)
         if resumed.step == 0 and recipe.student.model is not None:
             _warn_of_teacher(recipe, trainer, console)
-    trainer.train(resume_from_checkpoint=str(resumed.path) if resumed.path else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(resumed.path) if resumed.path else None)
+    except BaseException as error:
+        with suppress(Exception):
+            trainer.finish_saving()  # a checkpoint that was begun before the error still counts
+        if (reason := _lost_connection(error)) is not None:
+            raise TrainingError(
+                f"The run has lost the connection to another process ({reason}). The newest "
+                "checkpoint is untouched. Look what that process said; torchrun "
+                "--max-restarts N starts them again by itself, or run the same command again."
+            ) from error
+        raise
     if trainer.stopped and trainer.state.global_step < schedule.steps:
         raise StoppedError(
             f"stopped as asked after step {trainer.state.global_step:,} of {schedule.steps:,}; a "
@@ -138,12 +154,16 @@ def _train(
     return run_summary(folder)
 
 
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _is_main() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
+def _lost_connection(error: BaseException | None) -> str | None:
+    """What gloo or NCCL said when a process that they were talking to was gone."""
+    while error is not None:
+        line = str(error).partition("\n")[0]
+        if isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and "gloo" in line
+        ):
+            return line
+        error = error.__cause__
+    return None
 
 
 def _where_to_resume(folder: Path, console: Console, restart: bool) -> Resumable:
@@ -252,6 +272,7 @@ def build_trainer(
         teacher=teacher,
         keep_checkpoints=recipe.run.keep_checkpoints,
         router_loss=recipe.train.router_loss,
+        within_machines=recipe.train.parallel == "hsdp",
     )
 
 
@@ -300,11 +321,21 @@ def save_result(
     if not trainer.is_world_process_zero():
         return
     with as_write_error("the model"), whole_folder(folder / "model") as model:
-        trainer.save_merged(model, state_dict)
+        if state_dict is not None and recipe.lora.rank:
+            _merged_apart(recipe, state_dict).save_pretrained(model)
+        else:
+            trainer.save_merged(model, state_dict)
         save_tokenizer(recipe, model)
         card = model_card(recipe, schedule, teacher, trainer.last_record)
         (model / "README.md").write_text(card, encoding="utf-8")
     finish_run(folder)
+
+
+def _merged_apart(recipe: Recipe, state_dict: dict[str, Any]) -> Any:
+    """One process alone cannot merge adapters into weights of which it holds a shard."""
+    student: Any = add_lora(build_student(recipe), recipe.lora)
+    student.load_state_dict(state_dict)
+    return student.merge_and_unload()
 
 
 def _mfu(trainer: GuidedTrainer, schedule: Schedule) -> Any:

@@ -2,19 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from vocagnolm.errors import TrainingError
-from vocagnolm.files import as_write_error
 from vocagnolm.objective import (
     Decided,
     Implementation,
@@ -25,7 +19,6 @@ from vocagnolm.objective import (
     weigh_step,
 )
 from vocagnolm.objective.ranks import Ranks
-from vocagnolm.train.checkpoint import mark_complete, prune_checkpoints, unmark
 from vocagnolm.train.collate import BlockCollator, batch_targets
 from vocagnolm.train.forward import (
     MicroBatch,
@@ -35,6 +28,7 @@ from vocagnolm.train.forward import (
 )
 from vocagnolm.train.metrics import StepMeter, Stopwatch
 from vocagnolm.train.online import OnlineTeacher
+from vocagnolm.train.saving import CheckpointedTrainer
 from vocagnolm.train.signals import Requests
 
 StepListener = Callable[[dict[str, Any]], None]
@@ -57,7 +51,7 @@ class StepPlan:
         return self.targets[self.passed - 1], self.decided[self.passed - 1]
 
 
-class GuidedTrainer(Trainer):
+class GuidedTrainer(CheckpointedTrainer):
     """Trains any causal LM by any method of the objective, from blocks of ids and guidance.
 
     Ordinary `TrainingArguments`, callbacks, checkpoints and trackers. Give it a map-style dataset
@@ -78,6 +72,7 @@ class GuidedTrainer(Trainer):
         keep_checkpoints: int | None = None,
         router_loss: bool | None = None,
         on_step: StepListener | None = None,
+        within_machines: bool = False,
         **kwargs: Any,
     ):
         install_guided_forward(model, router_loss=router_loss)
@@ -90,7 +85,6 @@ class GuidedTrainer(Trainer):
         self.objective = objective
         self.teacher = teacher
         self.impl = impl
-        self.keep_checkpoints = keep_checkpoints
         self.on_step = on_step
         self.last_record: dict[str, Any] = {}
         self.requests = Requests()
@@ -106,20 +100,18 @@ class GuidedTrainer(Trainer):
         self._losses: list[tuple[Tensor, Tensor | None]] = []
         self._has_guidance = False
         super().__init__(
-            model=model, args=args, data_collator=data_collator or BlockCollator(), **kwargs
+            model=model,
+            args=args,
+            data_collator=data_collator or BlockCollator(),
+            keep_checkpoints=keep_checkpoints,
+            within_machines=within_machines,
+            **kwargs,
         )
         # our losses are divided by the tokens of the whole step already
         self.loss_is_scaled_for_ga = True
         self.add_callback(_StepCallback(self))
         if teacher is not None:
             teacher.to(self.args.device)
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        asked_for_fsdp = getattr(self.args, "fsdp_plugin_args", None) is not None
-        if asked_for_fsdp and self.accelerator.distributed_type == DistributedType.MULTI_CPU:
-            shard_on_cpu(self.accelerator, self.args.fsdp_plugin_args)
-            self.is_fsdp_enabled = True
 
     # ---- one optimizer step ----
 
@@ -129,7 +121,8 @@ class GuidedTrainer(Trainer):
         """All micro-batches of the next step: the place to look at the step as a whole."""
         batches = []
         for _ in range(num_batches):
-            batch = next(epoch_iterator, None)
+            with self._watch.waiting():
+                batch = next(epoch_iterator, None)
             if batch is not None:
                 batches.append(self._prepare_inputs(batch))
         if batches:
@@ -264,12 +257,14 @@ class GuidedTrainer(Trainer):
 
     def end_step(self, control: TrainerControl) -> None:
         """After the weights have changed: the step's record, on every rank."""
-        totals = self._meter.finish(Ranks.of(), stop=self.requests.stop, save=self.requests.save)
-        seconds = self._watch.lap()
-        tokens = int(totals["tokens"])
-        measured: dict[str, Any] = {
-            name: value for name, value in totals.items() if name not in StepMeter.FLAGS
-        }
+        ranks, requests = Ranks.of(), self.requests
+        waited = self._watch.waited
+        measured: dict[str, Any] = self._meter.finish(
+            ranks, stop=requests.stop, save=requests.save, waited=waited
+        )
+        seconds = self._watch.lap()  # reading the totals has waited for the device
+        stop, save, waited = (measured.pop(name) for name in ("stop", "save", "waited"))
+        tokens = int(measured["tokens"])
         if not self._has_guidance:
             measured["mapped_share"] = None
         self.last_record = {
@@ -277,15 +272,17 @@ class GuidedTrainer(Trainer):
             **measured,
             "tokens": tokens * self.state.global_step,
             "tokens_per_second": tokens / seconds,
+            "data_wait_share": waited / ranks.size / seconds,
+            "processes": ranks.size,
             "learning_rate": self._learning_rate,
         }
         if self.on_step is not None and self.is_world_process_zero():
             self.on_step(self.last_record)
         # one rank was asked: all of them act, after the same step
-        if totals["stop"] or totals["save"]:
+        if stop or save:
             control.should_save = True
-            self.requests.save = False
-        if totals["stop"]:
+            requests.save = False
+        if stop:
             control.should_training_stop = self.stopped = True
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -294,60 +291,6 @@ class GuidedTrainer(Trainer):
             ours = {k: v for k, v in self.last_record.items() if v is not None and k != "step"}
             logs = {**ours, **logs}
         super().log(logs, start_time)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not self.is_fsdp_enabled:
-            super().save_model(output_dir, _internal_call)
-            return
-        # the Trainer's own gathering leaves sharded tensors behind on a CPU
-        model: Any = self.model
-        state_dict = full_state_dict(model)
-        if self.args.should_save:
-            self._save(output_dir, state_dict=state_dict)
-
-    def gathered_weights(self) -> dict[str, Any] | None:
-        """All weights where they are sharded, else None. All ranks must call it."""
-        model: Any = self.model
-        return full_state_dict(model) if self.is_fsdp_enabled else None
-
-    def save_merged(self, folder: Path, state_dict: dict[str, Any] | None) -> None:
-        """The trained student as an ordinary model folder, adapters merged."""
-        model: Any = self.accelerator.unwrap_model(self.model)
-        if hasattr(model, "merge_and_unload"):
-            model = model.merge_and_unload()
-        model.save_pretrained(folder, state_dict=state_dict)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self.args.should_save and self.args.output_dir:
-            unmark(self.args.output_dir, self.state.global_step)
-        with as_write_error(f"the checkpoint of step {self.state.global_step}"):
-            super()._save_checkpoint(model, trial)
-        if dist.is_initialized():
-            dist.barrier()  # every rank has written its part
-        if self.args.should_save and self.args.output_dir:
-            mark_complete(self.args.output_dir, self.state.global_step, self.args.world_size)
-            if self.keep_checkpoints is not None:
-                prune_checkpoints(self.args.output_dir, self.keep_checkpoints)
-
-
-def shard_on_cpu(accelerator: Accelerator, plugin_args: dict[str, Any]) -> None:
-    """accelerate turns FSDP on for accelerators only and falls back to DDP on CPUs without a
-    word. torch shards on a CPU as well, through the very same code of accelerate: it has only to
-    be told."""
-    plugin = FullyShardedDataParallelPlugin(**plugin_args)
-    shared = AcceleratorState._shared_state
-    shared["distributed_type"] = DistributedType.FSDP
-    shared["fsdp_plugin"] = plugin
-    assert accelerator.is_fsdp2
-
-
-def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """All weights on the CPU of rank 0, gathered from the shards."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    return get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
 
 
 class _StepCallback(TrainerCallback):
@@ -360,6 +303,11 @@ class _StepCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.trainer._watch.lap()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.trainer.finish_saving()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
