@@ -128,8 +128,10 @@ def test_labels_on_the_command_line(materials: Path) -> None:
     command += ["--store", str(materials / "label-store"), "--block-size", "64"]
     command += ["--corpus", str(materials / "labelled.jsonl"), "--scope-blocks", "4"]
     asked = ["--label", "correct", "--label-group", "question", "--label-after", "Answer:"]
-    shown = CliRunner().invoke(app, [*command, *asked])
+    figure = materials / "labels.svg"
+    shown = CliRunner().invoke(app, [*command, *asked, "--plot-labels", str(figure)])
     assert shown.exit_code == 0, shown.output
+    assert "answer: teacher loss" in figure.read_text()
     assert "reducible share" in shown.stdout and "within a group" in shown.stdout
     told = CliRunner().invoke(app, [*command, *asked, "--json"])
     found = json.loads(told.stdout)["labels"]

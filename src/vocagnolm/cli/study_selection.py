@@ -62,6 +62,9 @@ def selection(
     label_after: str | None = typer.Option(
         None, help="With --label: only the text after this mark counts, for example 'Answer:'."
     ),
+    plot_labels: Path | None = typer.Option(
+        None, help="With --label: draw how well each measure tells the labels apart."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Which tokens are kept, and how much the settings change that. Nothing is trained.
@@ -75,8 +78,8 @@ def selection(
     labels = None
     if label is not None:
         labels = LabelFields(label=label, group=label_group, by=label_by, after=label_after)
-    elif label_group or label_by or label_after:
-        raise UsageError("--label-group, --label-by and --label-after need --label.")
+    elif label_group or label_by or label_after or plot_labels:
+        raise UsageError("--label-group, --label-by, --label-after and --plot-labels need --label.")
     with quiet_libraries(), progress("the student reads") as meter:
         study = selection_study(
             student,
@@ -117,6 +120,11 @@ def selection(
 
         kind_bars(study, plot_kinds)
         typer.echo(f"wrote {plot_kinds}", err=True)
+    if plot_labels is not None and study.labels is not None:
+        from vocagnolm.pair.figures import label_areas
+
+        label_areas(study.labels, plot_labels)
+        typer.echo(f"wrote {plot_labels}", err=True)
 
 
 def _print(study: "SelectionStudy") -> None:

@@ -10,6 +10,7 @@ from vocagnolm.plots import COLOURS, INK, LINE, SOFT, new_figure, save_figure
 
 if TYPE_CHECKING:
     from vocagnolm.pair.granularity import GranularityStudy
+    from vocagnolm.pair.labels import LabelStudy
     from vocagnolm.pair.selections import SelectionStudy
 
 
@@ -166,4 +167,28 @@ def _kept_bars(
     axes.set_ylabel("kept tokens, %", color=SOFT)
     axes.set_title(f"{study.student} × {study.teacher}", loc="left", fontsize=11, color=INK)
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
+    return save_figure(matplotlib, figure, path)
+
+
+def label_areas(labels: "LabelStudy", path: str | Path) -> Path:
+    """How well each measure tells the labels apart, with its interval, by part of the text."""
+    height = 1.0 + 0.3 * sum(map(len, labels.areas.values()))
+    matplotlib, figure, axes = new_figure(7.0, height)
+    names: list[str] = []
+    for part, areas in labels.areas.items():
+        for colour, (measure, area) in zip(COLOURS, areas.items(), strict=False):
+            row = len(names)
+            axes.plot([area.low, area.high], [row, row], color=colour, linewidth=2)
+            axes.plot(area.value, row, "o", color=colour, markersize=5)
+            if area.within is not None:
+                axes.plot(area.within, row, "o", color=colour, markersize=5, fillstyle="none")
+            names.append(f"{part}: {measure}")
+    axes.axvline(0.5, color=SOFT, linewidth=1)
+    axes.set_yticks(range(len(names)), names, color=INK)
+    axes.invert_yaxis()
+    grouped = any(a.within is not None for areas in labels.areas.values() for a in areas.values())
+    axes.set_xlabel(
+        f"how often a document with {labels.label}: false has the higher mean (0.5: a coin)"
+        + ("\nfilled: all pairs, with 95 % interval; open: pairs of one group" if grouped else "")
+    )
     return save_figure(matplotlib, figure, path)

@@ -7,7 +7,7 @@ mean than one with true: 0.5 is a coin.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,7 +117,7 @@ def label_study(
     tokens: Sequence[TokenSpans],
     read: SampleBlocks,
     measures: dict[str, NDArray[np.float32]],
-    weights: dict[str, NDArray[np.float32]],
+    weights: Mapping[str, NDArray[np.float32] | NDArray[np.bool_]],
     prefix: int,
 ) -> LabelStudy:
     """`tokens`: those of each document. `measures` and `weights` [N, L]: what is
@@ -155,7 +155,6 @@ def label_study(
             for value in np.unique(values)
         }
     false = ~label[document]
-    counted = {"all": read.predicted.astype(np.float64), **weights}
     return LabelStudy(
         label=fields.label,
         documents=len(label),
@@ -170,7 +169,7 @@ def label_study(
         },
         false_tokens={
             name: float(count[false].sum(dtype=np.float64) / count.sum(dtype=np.float64))
-            for name, count in counted.items()
+            for name, count in {"all": read.predicted, **weights}.items()
         },
     )
 
@@ -232,7 +231,7 @@ def area(
     won, pairs = _pairs_within(values, label, members, count)
     if not pairs.sum():
         return result
-    inside = [float(draw @ won / max(draw @ pairs, 1)) for draw in draws]
+    inside = [float(draw @ won) / max(float(draw @ pairs), 1.0) for draw in draws]
     low, high = np.quantile(inside, [0.025, 0.975])
     return Area(
         **{

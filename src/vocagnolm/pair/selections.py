@@ -252,8 +252,9 @@ def selection_study(
             name: shares_by_source(read.named, masks[name], read.predicted)
             for name in SHOWN_BY_SOURCE
         },
-        labels=labels
-        and label_study(
+        labels=None
+        if labels is None
+        else label_study(
             labels,
             corpus,
             sample,
