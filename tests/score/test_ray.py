@@ -1,6 +1,7 @@
 """A real Ray cluster on this machine, a head and two nodes: whatever dies, the store is that of one
 process."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from score.teacher_kit import SETTINGS, save_teacher, store_bytes, write_corpus
@@ -21,7 +23,7 @@ from vocagnolm.store.format import shard_name
 
 pytest.importorskip("ray")
 
-SHARDS = 8
+SHARDS = 12
 POISON = "\x07"
 # A teacher with code of its own: it takes its time, leaves its process id, and can be poisoned.
 CODE = """
@@ -44,7 +46,7 @@ class OddForCausalLM(LlamaForCausalLM):
 
 
 class Lab:
-    """A teacher, a corpus of eight shards, what one process makes of them, and a cluster."""
+    """A teacher, a corpus of twelve shards, what one process makes of them, and a cluster."""
 
     def __init__(self, folder):
         from ray.cluster_utils import Cluster
@@ -76,33 +78,49 @@ class Lab:
             self.teacher, self.corpus, out, settings=SETTINGS, trust_remote_code=True, **options
         )
 
-    def score_on_ray(self, out, **options):
-        for pid in (self.folder / "pids").iterdir():
-            pid.unlink()
-        told = []
-        cluster = RayCluster(address=self.cluster.address, **options)
-        summary = self.score(out, cluster=cluster, on_progress=told.append)
-        assert store_bytes(out) == self.whole
-        return summary, told
+    def command(self, out):
+        words = [
+            *("score", "--teacher", self.teacher, "--corpus", self.corpus, "--out", out),
+            *("--device", "cpu", "--context", 64, "--stride", 16, "--batch-tokens", 256),
+            *("--shard-documents", 5, "--threads", 1, "--trust-remote-code"),
+            *("--ray", self.cluster.address),
+        ]
+        return [str(word) for word in words]
 
     def worker_pids(self):
         """Of those that have scored something."""
         ours = {str(os.getpid())}
-        return [int(path.name) for path in (self.folder / "pids").iterdir() if path.name not in ours]
+        return [
+            int(path.name) for path in (self.folder / "pids").iterdir() if path.name not in ours
+        ]
 
-    def once_working(self, out, do):
-        """Call `do` in the background when two workers are at work and a shard is there."""
+    def once_working(self, out, do, *, others_than, shards):
+        """Call `do` in the background when two new workers are at work and have done something."""
 
         def wait():
             deadline = time.monotonic() + 120
             while time.monotonic() < deadline:
-                if len(self.worker_pids()) >= 2 and any((out / "shards").glob("*.safetensors")):
+                new = {*self.worker_pids()} - {*others_than}
+                if len(new) >= 2 and len([*(out / "shards").glob("*.safetensors")]) >= shards:
                     return do()
                 time.sleep(0.01)
 
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
         return thread
+
+
+def raylet_of(node):
+    (info,) = node.all_processes["raylet"]
+    return info.process.pid
+
+
+def parents_of(pid):
+    found = []
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        found.append(pid)
+    return found
 
 
 def _token_of(teacher, text):
@@ -123,28 +141,40 @@ def lab(tmp_path_factory):
     lab.cluster.shutdown()
 
 
-def test_a_worker_killed_by_the_kernel_s_hand(lab, tmp_path):
-    killed = lab.once_working(tmp_path / "s", lambda: os.kill(lab.worker_pids()[0], signal.SIGKILL))
-    summary, told = lab.score_on_ray(tmp_path / "s")
-    killed.join()
-    assert summary.scored_shards == SHARDS and summary.tokens > 0
-    assert len(summary.notes) == 1 and "died with shard" in summary.notes[0]
-    assert {1, 2} <= {now.workers for now in told}
-    assert told[-1].shards == told[-1].total_shards == SHARDS
-    assert told[-1].tokens == summary.tokens and told[-1].documents == 38
-    assert not (tmp_path / "s" / PLAN_FILE).exists()
-
-
-def test_a_node_that_never_comes_back(lab, tmp_path):
-    node = lab.nodes.pop()
-    gone = lab.once_working(
-        tmp_path / "s", lambda: lab.cluster.remove_node(node, allow_graceful=False)
+def test_driver_worker_and_node_are_killed_in_turn(lab, tmp_path, monkeypatch):
+    """The driver first; the command, run again, loses a worker and a node that never comes back."""
+    out = tmp_path / "s"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vocagnolm", *lab.command(out), "--ray-workers", "1"]
     )
-    summary, told = lab.score_on_ray(tmp_path / "s")
-    gone.join()
-    assert summary.scored_shards == SHARDS
-    assert told[-1].workers == 1
-    lab.nodes.append(lab.add_node())
+    deadline = time.monotonic() + 120
+    while not (out / shard_name(1)).exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert (out / shard_name(1)).exists() and not (out / "manifest.json").exists()
+    assert (out / PLAN_FILE).exists()
+
+    before, shards = lab.worker_pids(), len(list((out / "shards").iterdir()))
+    first, second = lab.nodes
+
+    def kill_both():
+        node_of = {pid: parents_of(pid) for pid in lab.worker_pids() if pid not in before}
+        here = [pid for pid, above in node_of.items() if raylet_of(first) in above]
+        os.kill(here[0], signal.SIGKILL)
+        lab.cluster.remove_node(second, allow_graceful=False)
+
+    monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "0")
+    killed = lab.once_working(out, lambda: kill_both(), others_than=before, shards=shards + 1)
+    result = CliRunner().invoke(app, lab.command(out))
+    killed.join()
+    lab.nodes[1] = lab.add_node()
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert store_bytes(out) == lab.whole
+    assert result.stdout.count("died with shard") == 2 and "were there" in result.stdout
+    lines = [line for line in result.stderr.splitlines() if line.startswith("scoring: ")]
+    assert any(" shards, 2 workers, " in line for line in lines)
+    assert " shards, 1 workers, 100%, " in lines[-1] and "tokens/s, ETA" in lines[-1]
 
 
 def test_a_shard_that_kills_its_workers_is_set_aside_and_named(lab, tmp_path):
@@ -152,38 +182,15 @@ def test_a_shard_that_kills_its_workers_is_set_aside_and_named(lab, tmp_path):
     (lab.folder / "poisonous").touch()
     try:
         with pytest.raises(ScoreError) as raised:
-            lab.score_on_ray(out)
+            lab.score(out, cluster=RayCluster(address=lab.cluster.address))
     finally:
         (lab.folder / "poisonous").unlink()
     message = str(raised.value)
     assert "1 shards were set aside: 3 workers died on each" in message
-    assert "shard 2 (documents 10 to 14)" in message and "other 7 were scored" in message
+    assert "shard 2 (documents 10 to 14)" in message and "other 11 were scored" in message
     assert not (out / shard_name(2)).exists() and (out / PLAN_FILE).exists()
-    summary, _ = lab.score_on_ray(out)
-    assert summary.scored_shards == 1 and summary.found_shards == 7
-
-
-def test_a_driver_that_is_killed_goes_on_when_run_again(lab, tmp_path, monkeypatch):
-    out = tmp_path / "s"
-    command = [
-        *("score", "--teacher", lab.teacher, "--corpus", lab.corpus, "--out", out, "--device"),
-        *("cpu", "--context", 64, "--stride", 16, "--batch-tokens", 256, "--shard-documents", 5),
-        *("--threads", 1, "--trust-remote-code", "--ray", lab.cluster.address),
-    ]
-    command = [str(word) for word in command]
-    process = subprocess.Popen([sys.executable, "-m", "vocagnolm", *command])
-    deadline = time.monotonic() + 120
-    while not (out / shard_name(0)).exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.kill()
-    process.wait()
-    assert (out / shard_name(0)).exists() and not (out / "manifest.json").exists()
-    monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "0")
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    assert "were there" in result.stdout
-    lines = [line for line in result.stderr.splitlines() if line.startswith("scoring: ")]
-    assert " shards, " in lines[-1] and " workers, 100%" in lines[-1] and "ETA" in lines[-1]
+    summary = lab.score(out)  # one process mends what a cluster could not
+    assert summary.scored_shards == 1 and summary.found_shards == 11
     assert store_bytes(out) == lab.whole
 
 
@@ -194,7 +201,7 @@ def test_nobody_alive_is_an_end_and_not_a_wait(lab, tmp_path):
             lab.teacher,
             lab.corpus,
             tmp_path / "s",
-            settings=SETTINGS.__class__(**{**SETTINGS.__dict__, "threads": 64}),
+            settings=dataclasses.replace(SETTINGS, threads=64),
             trust_remote_code=True,
             cluster=RayCluster(address=lab.cluster.address, patience_seconds=1),
         )
