@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from vocagnolm.store.format import (
     identity_digest,
     open_shard,
     read_manifest,
+    shard_name,
 )
 from vocagnolm.store.reader import require_complete
 from vocagnolm.store.records import read_record
@@ -39,6 +41,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
     except FileNotFoundError:  # completed at this moment
         return inspect_store(path)
     files = sorted((path / SHARD_FOLDER).glob("*.safetensors"))
+    there = {*files}
     shards = [open_shard(file) for file in files]
     totals = add_statistics([shard.about["statistics"] for shard in shards])
     skipped = [entry for shard in shards for entry in shard.about["skipped"]]
@@ -62,12 +65,26 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
         "nonfinite": totals["nonfinite"],
         "shards": len(shards),
         "shards_expected": manifest["shard_count"],
+        "missing_shards": _ranges(
+            n for n in range(manifest["shard_count"]) if path / shard_name(n) not in there
+        ),
         "devices": _devices(path, manifest),
         "file_bytes": file_bytes,
         "bytes_per_token": file_bytes / totals["tokens"] if totals["tokens"] else None,
         "histogram": {"step_nats": HISTOGRAM_STEP_NATS, "counts": totals["histogram"]},
         **identity,
     }
+
+
+def _ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """`[first, last]` of every run of numbers."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found
 
 
 def _devices(path: Path, manifest: dict[str, Any]) -> dict[str, int]:
