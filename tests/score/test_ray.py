@@ -39,7 +39,8 @@ class OddForCausalLM(LlamaForCausalLM):
     def look(self, module, inputs):
         lab = Path(self.config.lab)
         (lab / "pids" / str(os.getpid())).touch()
-        time.sleep(0.1)
+        if (lab / "slow").exists():
+            time.sleep(0.1)
         if (lab / "poisonous").exists() and (inputs[0] == self.config.poison).any():
             os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -65,6 +66,7 @@ class Lab:
         self.corpus.write_text("\n".join(lines) + "\n")
         self.score(folder / "whole")
         self.whole = store_bytes(folder / "whole")
+        (folder / "slow").touch()
         small = {"object_store_memory": 80 * 2**20}
         self.cluster = Cluster(
             initialize_head=True,
@@ -189,6 +191,7 @@ def test_a_shard_that_kills_its_workers_is_set_aside_and_named(lab, tmp_path):
     assert "1 shards were set aside: 3 workers died on each" in message
     assert "shard 2 (documents 10 to 14)" in message and "other 11 were scored" in message
     assert not (out / shard_name(2)).exists() and (out / PLAN_FILE).exists()
+    (lab.folder / "slow").unlink()
     summary = lab.score(out)  # one process mends what a cluster could not
     assert summary.scored_shards == 1 and summary.found_shards == 11
     assert store_bytes(out) == lab.whole

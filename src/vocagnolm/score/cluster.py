@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -153,4 +154,5 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if line.startswith("The actor is dead because")]
     said = (causes or lines or [type(error).__name__])[0]
+    said = re.sub(r"^The actor [0-9a-f]+ is unavailable: ", "", said)
     return f"{said[:200].rstrip('.')}."

@@ -21,7 +21,7 @@ from vocagnolm.score.work import Done, Progress, Scored
 _TICK_SECONDS = 1.0
 _GROW_SECONDS = 10.0
 _FIRST_REST_SECONDS = 0.5
-_LONGEST_REST_SECONDS = 30.0
+_LONGEST_REST_SECONDS = 5.0
 _MOST_NAMED = 8
 
 State = Literal["called", "loading", "ready", "working", "resting", "useless"]
