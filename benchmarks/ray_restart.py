@@ -91,13 +91,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     ray = import_ray()
-    from ray.cluster_utils import Cluster
+    from ray import cluster_utils
 
+    made_of: Any = cluster_utils  # its types are partly missing
     with tempfile.TemporaryDirectory() as name:
         out, digest = planned(Path(name))
         small = {"object_store_memory": OBJECT_STORE_BYTES}
         head = {"num_cpus": 0, "include_dashboard": False, **small}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster = made_of.Cluster(initialize_head=True, head_node_args=head)
         nodes = [cluster.add_node(num_cpus=1, **small) for _ in range(2)]
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         made = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=0)(Sleeper)
