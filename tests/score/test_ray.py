@@ -1,6 +1,7 @@
 """A real Ray cluster on this machine, a head and two nodes: whatever dies, the store is that of one
 process."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -158,16 +159,19 @@ def test_driver_worker_and_node_are_killed_in_turn(lab, tmp_path, monkeypatch):
     assert (out / PLAN_FILE).exists()
 
     before, shards = lab.worker_pids(), len(list((out / "shards").iterdir()))
-    first, second = lab.nodes
+    second = lab.nodes[1]
 
     def kill_both():
-        node_of = {pid: parents_of(pid) for pid in lab.worker_pids() if pid not in before}
-        here = [pid for pid, above in node_of.items() if raylet_of(first) in above]
-        os.kill(here[0], signal.SIGKILL)
+        """One worker, and the other with its node: a process would outlive its raylet a while."""
+        new = [pid for pid in lab.worker_pids() if pid not in before]
+        assert any(raylet_of(second) in parents_of(pid) for pid in new)
         lab.cluster.remove_node(second, allow_graceful=False)
+        for pid in new:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "0")
-    killed = lab.once_working(out, lambda: kill_both(), others_than=before, shards=shards + 1)
+    killed = lab.once_working(out, kill_both, others_than=before, shards=shards + 1)
     result = CliRunner().invoke(app, lab.command(out))
     killed.join()
     lab.nodes[1] = lab.add_node()
