@@ -1,8 +1,10 @@
 """A loss store in a bucket, on a real S3 server: the bytes of a local one, whatever happens."""
 
 import json
+import shutil
 import signal
 import warnings
+from pathlib import Path
 
 import obstore
 import pytest
@@ -22,6 +24,8 @@ from vocagnolm.errors import (
 )
 from vocagnolm.places import Bucket, bucket, place_of
 from vocagnolm.score import Share, score_corpus
+from vocagnolm.score.actor import ScoringActor
+from vocagnolm.score.plan import PLAN_FILE, CorpusSource, TeacherSource, describe, make_plan
 from vocagnolm.store import LossStore, StoreWriter, inspect_store, verify_store
 from vocagnolm.store.format import shard_name
 
@@ -387,3 +391,26 @@ def test_no_warning_where_all_is_well(whole, address):
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlaceWarning)
         run(corpus, address)
+
+
+def test_a_worker_of_a_cluster_takes_plan_and_corpus_from_a_bucket(whole, address, tmp_path):
+    """What Ray's actors do, on a machine that has nothing but the addresses."""
+    corpus, _, _ = whole
+    text = place_of(address + "-text")
+    text.put("corpus.jsonl", Path(corpus).read_bytes())
+    teacher = TeacherSource(str(save_teacher(tmp_path / "t")))
+    source = CorpusSource.of(f"{text}/corpus.jsonl")
+    about = describe(teacher.open(SETTINGS), SETTINGS)
+    plan = make_plan(about, source.open(), address, teacher_source=teacher, corpus_source=source)
+    plan.writer().begin()
+    digest = plan.save()
+    assert digest is not None and PLAN_FILE in Bucket(address).files()
+    shutil.rmtree(tmp_path / "cache")
+    actor = ScoringActor(plan.absolute().out, digest)
+    actor.load()
+    for number in range(plan.shard_count - 1):
+        actor.work(number, None)
+    summary = score_corpus(str(tmp_path / "t"), f"{text}/corpus.jsonl", address, settings=SETTINGS)
+    assert summary.found_shards == plan.shard_count - 1 and summary.scored_shards == 1
+    score_corpus(str(tmp_path / "t"), f"{text}/corpus.jsonl", tmp_path / "s", settings=SETTINGS)
+    assert bucket_bytes(address) == store_bytes(tmp_path / "s")

@@ -220,11 +220,17 @@ def test_the_command_says_what_is_missing(tmp_path):
         assert result.exit_code == 0, result.output
         return result.stdout
 
+    def inspected(*more):
+        return CliRunner().invoke(app, ["store", "inspect", str(tmp_path / "s"), *more]).stdout
+
     told = run("--share", "2/4")
+    assert "1 of 5, 20.0%; missing: 0, 2-4\n" in inspected()
+    assert json.loads(inspected("--json"))["missing_shards"] == [[0, 0], [2, 4]]
     assert "1 shards scored" in told
     assert "NOT COMPLETE: 4 of 5 shards are missing (the first is 0)" in told
     assert "of the shares 1/4, 3/4, 4/4" in told and "without --share" in told
     told = json.loads(run("--share", "1/4", "--json"))
     assert told["missing_shards"] == [2, 3] and told["missing_shares"] == ["3/4", "4/4"]
     assert "NOT COMPLETE" not in run()
+    assert "5 of 5\n" in inspected()
     assert verify_store(tmp_path / "s") == []

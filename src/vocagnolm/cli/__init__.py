@@ -23,7 +23,7 @@ from vocagnolm.cli.progress import showing_copies
 from vocagnolm.cli.push import push
 from vocagnolm.cli.quiet import showing_warnings
 from vocagnolm.cli.report import report
-from vocagnolm.cli.score import score
+from vocagnolm.cli.score import ScoreCommand, score
 from vocagnolm.cli.train import train
 from vocagnolm.cli.view import view
 
@@ -79,7 +79,7 @@ app.command()(prepare)
 app.command()(push)
 app.add_typer(recipe.app, name="recipe")
 app.command()(report)
-app.command()(score)
+app.command(cls=ScoreCommand)(score)
 app.add_typer(store.app, name="store")
 app.add_typer(study.app, name="study")
 app.command()(train)

@@ -5,9 +5,10 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer.core import TyperCommand
 
 from vocagnolm.cli.choices import (
     CORPUS_HELP,
@@ -22,7 +23,18 @@ from vocagnolm.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from vocagnolm.score import ScoreSummary
-    from vocagnolm.score.run import Progress
+    from vocagnolm.score.work import Progress
+
+
+class ScoreCommand(TyperCommand):
+    """`--ray` alone means: without an address."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for place, word in enumerate(args):
+            if word == "--ray" and (place + 1 == len(args) or args[place + 1].startswith("-")):
+                args = [*args[:place], "--ray", "", *args[place + 1 :]]
+                break
+        return super().parse_args(ctx, args)
 
 
 def score(
@@ -71,6 +83,18 @@ def score(
         help="I/N: do a share of the shards only, for machines that are not started together "
         "(an array job); the one that ends last completes the store.",
     ),
+    ray: str | None = typer.Option(
+        None,
+        metavar="[ADDRESS]",
+        help="Let a Ray cluster score: auto, HOST:PORT; without an address one on this machine. "
+        "One worker a GPU, or for every --threads CPUs; those that die are replaced.",
+    ),
+    ray_workers: int | None = typer.Option(
+        None, min=1, help="Workers of the Ray cluster. [default: as many as have room]"
+    ),
+    ray_patience: float = typer.Option(
+        600.0, min=1.0, help="End when no worker has been alive for so many seconds."
+    ),
     revision: str | None = typer.Option(None, help="Branch, tag or commit of a hub model."),
     trust_remote_code: bool = typer.Option(False, help="Run Python code that a model brings."),
     student_bits: float | None = typer.Option(
@@ -83,7 +107,8 @@ def score(
     """Score a corpus with a teacher, once, for every student there will be.
 
     Run the same command again to resume, or to hear that all is done. To use several GPUs:
-    torchrun --nproc_per_node N -m vocagnolm score ...; several machines: --share 1/N ... N/N.
+    torchrun --nproc_per_node N -m vocagnolm score ...; several machines: --share 1/N ... N/N, or
+    --ray.
     """
     from vocagnolm.errors import UsageError
 
@@ -110,7 +135,7 @@ def score(
         raise UsageError(f"score needs {', '.join(lacking)}{where}.")
     assert teacher is not None and out is not None
 
-    from vocagnolm.score import ScoreSettings, Share, score_corpus
+    from vocagnolm.score import RayCluster, ScoreSettings, Share, score_corpus
     from vocagnolm.store.strength import teacher_warning
 
     settings = ScoreSettings(
@@ -125,6 +150,11 @@ def score(
         threads=threads,
         strict=strict,
     )
+    cluster = None
+    if ray is not None:
+        cluster = RayCluster(
+            address=ray or None, workers=ray_workers, patience_seconds=ray_patience
+        )
     with quiet_libraries(), _progress_bar() as on_progress:
         summary = score_corpus(
             teacher,
@@ -137,6 +167,7 @@ def score(
             revision=revision,
             trust_remote_code=trust_remote_code,
             share=None if share is None else Share.parse(share),
+            cluster=cluster,
             on_progress=on_progress,
         )
     if os.environ.get("RANK", "0") != "0":
@@ -160,7 +191,10 @@ def _progress_bar() -> Iterator["Callable[[Progress], None] | None"]:
 
         def on_progress(now: "Progress") -> None:
             done, total = now.documents, now.total_documents
-            meter.note(done, total, f"{int(done):,}/{total:,} documents", now.tokens)
+            shown = f"{int(done):,}/{total:,} documents"
+            if now.workers is not None:
+                shown = f"{now.shards:,}/{now.total_shards:,} shards, {now.workers} workers"
+            meter.note(done, total, shown, now.tokens)
 
         yield on_progress
 
@@ -169,6 +203,8 @@ def _print(summary: "ScoreSummary") -> None:
     store = summary.store
     for damage in summary.mended:
         typer.echo(f"scored again: {damage}")
+    for note in summary.notes:
+        typer.echo(note)
     whole = store["complete"] and not summary.missing_shards
     if summary.scored_shards == 0 and whole:
         typer.echo(f"{store['path']} is complete already; nothing to do.")

@@ -16,6 +16,7 @@ _STORE = typer.Argument(
 _JSON = typer.Option(False, "--json", help="Print one JSON object.")
 _HISTOGRAM_LINES = 12
 _BAR_WIDTH = 40
+_MOST_RANGES = 12
 
 
 class ExportFormat(StrEnum):
@@ -192,7 +193,7 @@ def _print(about: dict[str, Any]) -> None:
         with contextlib.suppress(KeyError):
             rows.append((name, template.format(**about)))
     rows += [
-        ("shards", f"{about['shards']:,} of {about['shards_expected']:,}"),
+        ("shards", _shards(about)),
         ("documents", f"{about['documents']:,} scored, {about['skipped']:,} skipped"),
         ("text", f"{about['bytes']:,} bytes"),
         ("tokens", f"{about['tokens']:,}, {about['nonfinite']:,} masked as NaN or infinite"),
@@ -212,6 +213,22 @@ def _print(about: dict[str, Any]) -> None:
     for reason, count in about["skipped_reasons"].items():
         typer.echo(f"{'':<14}{count:,} skipped: {reason}")
     _print_histogram(about["histogram"])
+
+
+def _shards(about: dict[str, Any]) -> str:
+    """How far a store is that grows."""
+    done, all_of_them = about["shards"], about["shards_expected"]
+    if not about["missing_shards"]:
+        return f"{done:,} of {all_of_them:,}"
+    ranges = [
+        f"{first}" if first == last else f"{first}-{last}"
+        for first, last in about["missing_shards"]
+    ]
+    more = ", ..." if len(ranges) > _MOST_RANGES else ""
+    return (
+        f"{done:,} of {all_of_them:,}, {done / all_of_them:.1%}; missing: "
+        f"{', '.join(ranges[:_MOST_RANGES])}{more}"
+    )
 
 
 def _print_histogram(histogram: dict[str, Any]) -> None:

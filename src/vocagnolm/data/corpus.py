@@ -217,7 +217,7 @@ def _sources_of(path: str | Path, text_field: str, split: Split) -> list[Source]
         return _remote_sources(address, text_field, split)
     local = local_path(path)
     if local.is_dir():
-        files = sorted(p for p in local.rglob("*") if p.is_file() and _reader_of(p) is not None)
+        files = files_of_folder(local)
         if not files:
             raise CorpusError(f"{local} holds no file that can be read. {_KNOWN}")
         return [_open_file(p, p.relative_to(local).as_posix(), text_field, split) for p in files]
@@ -241,6 +241,11 @@ def _remote_sources(address: str, text_field: str, split: Split) -> list[Source]
         source.origin = file
         sources.append(source)
     return sources
+
+
+def files_of_folder(folder: Path) -> list[Path]:
+    """Those that can be read, at any depth."""
+    return sorted(p for p in folder.rglob("*") if p.is_file() and _reader_of(p) is not None)
 
 
 _KNOWN = (

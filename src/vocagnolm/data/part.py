@@ -14,6 +14,7 @@ from vocagnolm.alignment import TextTokenizer, TokenSpans
 from vocagnolm.data.choice import Chosen
 from vocagnolm.data.corpus import document_hash
 from vocagnolm.data.guidance import GuidancePlan, TeacherLosses
+from vocagnolm.data.lookup import Lookup
 from vocagnolm.data.packing import PackingSummary, Part, pack_documents
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import file_digest, parse_json, write_bytes
@@ -35,6 +36,8 @@ class PartPlan:
 
     tokenizer: TextTokenizer
     stores: tuple[str, ...]
+    corpus: str
+    """Its fingerprint: a store of the same corpus has its documents under their numbers."""
     prefix: tuple[int, ...]
     eos: int | None
     wide_ids: bool
@@ -57,6 +60,7 @@ class PartMaker:
         self.folder = folder
         self.tokenizer = plan.tokenizer
         self.stores = [LossStore.open(path) for path in plan.stores]
+        self._lookups = [Lookup(store, plan.corpus) for store in self.stores]
 
     def make(self, number: int, documents: Sequence[NumberedText]) -> dict[str, Any]:
         """Write part `number`. Returns its manifest entry."""
@@ -88,8 +92,8 @@ class PartMaker:
     def _select(
         self, documents: Sequence[NumberedText]
     ) -> tuple[list[tuple[int, str]], list[list[TeacherLosses | None]], int, int]:
-        """The documents to pack, their losses in every store, found by content; the number that no
-        store has, and the number that is not worth reading."""
+        """The documents to pack, their losses in every store; the number that no store has, and the
+        number that is not worth reading."""
         kept: list[tuple[int, str]] = []
         teachers: list[list[TeacherLosses | None]] = [[] for _ in self.stores]
         missing = left_out = 0
@@ -99,7 +103,7 @@ class PartMaker:
             if self.plan.chosen is not None and document_hash(text) not in self.plan.chosen:
                 left_out += 1
                 continue
-            losses = self._losses(text)
+            losses = self._losses(index, text)
             if self.stores and not any(losses):
                 missing += 1
                 if index in self.plan.skipped or self.plan.missing == "drop":
@@ -111,11 +115,11 @@ class PartMaker:
                 entries.append(found)
         return kept, teachers, missing, left_out
 
-    def _losses(self, text: str) -> list[TeacherLosses | None]:
+    def _losses(self, index: int, text: str) -> list[TeacherLosses | None]:
         if not self.stores:
             return []
         digest = document_hash(text)
-        places = [store.find(digest) for store in self.stores]
+        places = [lookup.place(index, digest) for lookup in self._lookups]
         return [
             None if place is None else store[place]
             for store, place in zip(self.stores, places, strict=True)

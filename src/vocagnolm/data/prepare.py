@@ -169,12 +169,9 @@ def _refuse_others_damage(
 def skipped_by_teacher(store: LossStore, corpus_fingerprint: str) -> frozenset[int]:
     """Documents of this very corpus that the teacher could not score. They are known to be
     missing, so they are left out without further ado."""
-    corpus = store.manifest["identity"].get("corpus")
-    if not isinstance(corpus, dict) or corpus.get("fingerprint") != corpus_fingerprint:
+    if not store.made_from(corpus_fingerprint):
         return frozenset()
-    return frozenset(
-        int(entry["document"]) for shard in store.shards() for entry in shard.about["skipped"]
-    )
+    return frozenset(int(entry["document"]) for entry in store.skipped())
 
 
 def _teacher_name(recipe: Recipe) -> str | None:
@@ -203,6 +200,7 @@ def _plan(recipe: Recipe, tokenizer: TextTokenizer, settings: dict[str, Any]) ->
     return PartPlan(
         tokenizer=tokenizer,
         stores=tuple(recipe.stores),
+        corpus=settings["corpus"],
         prefix=separator_ids(tokenizer, recipe.data.bos, recipe.data.eos)[0],
         eos=settings["eos"],
         wide_ids=max(tokenizer.vocabulary.values()) > np.iinfo(np.uint16).max,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from vocagnolm.alignment import stretch_losses, stretches
 from vocagnolm.data.corpus import Corpus, Document, document_hash
 from vocagnolm.data.guidance import TeacherLosses, end_to_end, tiling
+from vocagnolm.data.lookup import Lookup
 from vocagnolm.errors import StoreError
 from vocagnolm.store import LossStore
 
@@ -106,10 +107,12 @@ def compare_stores(
 def _common(stores: Sequence[LossStore], limit: int | None) -> Iterator[tuple[int, ...]]:
     """Places of the documents that all stores hold, evenly spread if there are too many."""
     first = stores[0]
+    lookups = [Lookup(store, first.corpus_fingerprint) for store in stores[1:]]
     step = 1 if limit is None else max(1, len(first) // limit)
     for place in range(0, len(first), step):
         digest = first.document_hash(place)
-        places = [place, *(store.find(digest) for store in stores[1:])]
+        number = first.document_index(place)
+        places = [place, *(lookup.place(number, digest) for lookup in lookups)]
         found = tuple(one for one in places if one is not None)
         if len(found) == len(stores):
             yield found

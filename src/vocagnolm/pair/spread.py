@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vocagnolm.data.corpus import Corpus, document_hash, open_corpus
+from vocagnolm.data.lookup import Lookup
 from vocagnolm.errors import CorpusError, StudyError
 from vocagnolm.store import LossStore
 
@@ -52,6 +53,7 @@ def spread_documents(
     """As many documents as give `tokens` student tokens, or all there are. Only documents that the
     store holds are taken."""
     sample = SpreadSample()
+    lookup = Lookup(store, corpus.fingerprint)
     order = spread_order(len(corpus))
     start, size = 0, _FIRST_ROUND
     while sample.tokens < tokens and start < len(order):
@@ -61,7 +63,7 @@ def spread_documents(
             (document,) = corpus.read(index, index + 1)
             if document.text is None:
                 sample.unusable += 1
-            elif store.find(document_hash(document.text)) is None:
+            elif lookup.place(index, document_hash(document.text)) is None:
                 sample.missing += 1
             else:
                 found[index] = document.text

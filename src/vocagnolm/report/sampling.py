@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from vocagnolm.alignment import TextTokenizer, TokenSpans, align, load_tokenizer
 from vocagnolm.data.corpus import Document, document_hash, open_corpus
 from vocagnolm.data.guidance import TeacherLosses, tiling
+from vocagnolm.data.lookup import Lookup
 from vocagnolm.errors import VocagnolmError
 from vocagnolm.recipe import Recipe, load_recipe
 from vocagnolm.report.naming import student_name
@@ -166,6 +167,7 @@ def _choose(
         split=recipe.corpus.split,
         limit=recipe.corpus.limit_documents,
     )
+    lookups = [Lookup(store, corpus.fingerprint) for store in stores]
     chosen: list[tuple[Document, list[TeacherLosses | None]]] = []
     room = MAX_TOKENS
     for index in np.random.default_rng(seed).permutation(len(corpus)).tolist():
@@ -174,7 +176,8 @@ def _choose(
         document = next(corpus.read(index, index + 1))
         if not document.text:
             continue
-        teachers = [_losses(store, document.text) for store in stores]
+        digest = document_hash(document.text)
+        teachers = [_losses(lookup, index, digest) for lookup in lookups]
         if stores and all(losses is None for losses in teachers):
             continue
         n_tokens = len(tokenizer.spans(document.text))
@@ -189,9 +192,9 @@ def _choose(
     return sorted(chosen, key=lambda pair: pair[0].index)
 
 
-def _losses(store: LossStore, text: str) -> TeacherLosses | None:
-    at = store.find(document_hash(text))
-    return None if at is None else store[at]
+def _losses(lookup: Lookup, index: int, digest: bytes) -> TeacherLosses | None:
+    at = lookup.place(index, digest)
+    return None if at is None else lookup.store[at]
 
 
 def _preflight(

@@ -1,5 +1,6 @@
 """Score once: a teacher reads a corpus and leaves a loss store."""
 
+from vocagnolm.score.cluster import RayCluster
 from vocagnolm.score.run import ScoreSummary, score_corpus
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.shard import score_shard
@@ -8,6 +9,7 @@ from vocagnolm.score.teacher import LocalTeacher, Teacher, TokenizedDocument
 
 __all__ = [
     "LocalTeacher",
+    "RayCluster",
     "ScoreSettings",
     "ScoreSummary",
     "Share",

@@ -1,36 +1,36 @@
-"""Score a corpus into a store: which shards are missing, who does them, and the end."""
+"""Score a corpus into a store: *plan*, *work*, *finish*, by one process, by the ranks of torchrun,
+by shares, or by the workers of a Ray cluster."""
 
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus, open_corpus
+from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus
 from vocagnolm.data.sources import Split
-from vocagnolm.errors import BusyError, CorpusError, ScoreError, StoreError
-from vocagnolm.model.load import open_model
+from vocagnolm.errors import UsageError
 from vocagnolm.places import require_place
 from vocagnolm.processes import Ranks, running_ranks
+from vocagnolm.score.cluster import RayCluster
+from vocagnolm.score.finish import finish, finish_share
+from vocagnolm.score.plan import (
+    CorpusSource,
+    Plan,
+    TeacherSource,
+    describe,
+    make_plan,
+    planned_corpus,
+    shared_corpus,
+)
 from vocagnolm.score.settings import ScoreSettings
-from vocagnolm.score.shard import PreparedShard, prepare_shard, score_prepared, shard_count
 from vocagnolm.score.share import Share
-from vocagnolm.score.teacher import LocalTeacher, Teacher
-from vocagnolm.store.check import inspect_store
+from vocagnolm.score.teacher import Teacher
+from vocagnolm.score.work import Done, Progress, Scored, Worker
 from vocagnolm.store.writer import StoreWriter, store_lock
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far this process is with its share of the shards."""
-
-    documents: float
-    total_documents: int
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class ScoreSummary:
     """Left to other shares, where this run had a share only."""
     missing_shares: list[str] = field(default_factory=list)
     """The shares that they belong to: `2/3`."""
+    notes: list[str] = field(default_factory=list)
+    """What befell the workers of a cluster."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -70,6 +72,7 @@ def score_corpus(
     revision: str | None = None,
     trust_remote_code: bool = False,
     share: Share | None = None,
+    cluster: RayCluster | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ScoreSummary:
     """Let `teacher` read `corpus` and leave a loss store in the folder `out`, or in a
@@ -86,7 +89,9 @@ def score_corpus(
     settings: context, dtype, device and the like; `ScoreSettings()` chooses by the model.
     share: do a share of the shards only, for machines that are not started together; the one that
         ends last completes the store.
-    on_progress: is called with a `Progress` after every batch.
+    cluster: let the workers of a Ray cluster do it; `out` and `corpus` must lie where all of its
+        machines see them. A worker that dies is replaced, and its shard is scored by another.
+    on_progress: is called with a `Progress` after every batch, on a cluster after every shard.
 
     Documents that cannot be read are counted in `summary.store`, not scored. Run again to resume;
     a finished store is recognised. Under torchrun the shards are split by rank; the store has the
@@ -94,182 +99,121 @@ def score_corpus(
     """
     settings = settings or ScoreSettings()
     require_place(out)
-    with running_ranks() as ranks:
-        if not isinstance(corpus, Corpus):
-            opened = partial(
-                open_corpus,
-                corpus,
-                text_field=text_field,
-                split=split,
-                limit=limit_documents,
-                max_document_bytes=max_document_bytes,
-            )
-            corpus = shared_corpus(opened, ranks)
-        if isinstance(teacher, str | Path):
-            files = open_model(
-                teacher,
-                device=settings.device,
-                dtype=settings.dtype,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-            )
-            teacher = LocalTeacher(files, settings)
-        return _score(teacher, corpus, out, settings, ranks, share or Share(), on_progress)
-
-
-def shared_corpus(opened: Callable[[], Corpus], ranks: Ranks) -> Corpus:
-    """The corpus, counted and hashed by the leading process alone. A process that finds other files
-    on its machine (or the same, copied at another time) reads its own."""
-    corpus: Corpus = ranks.decide(opened)
-    if ranks.leads or not corpus.changed_sources():
-        return corpus
-    own = opened()
-    if own.fingerprint != corpus.fingerprint:
-        raise CorpusError(
-            f"the corpus of process {ranks.rank} is not that of process 0 (fingerprints "
-            f"{own.fingerprint[:12]} and {corpus.fingerprint[:12]}). Give all machines the same "
-            "files."
+    teacher_source = corpus_source = None
+    if isinstance(teacher, str | Path):
+        teacher_source = TeacherSource(str(teacher), revision, trust_remote_code)
+    if not isinstance(corpus, Corpus):
+        corpus_source = CorpusSource.of(
+            corpus,
+            text_field=text_field,
+            split=split,
+            limit=limit_documents,
+            max_document_bytes=max_document_bytes,
         )
-    return own
+    with running_ranks() as ranks:
+        if cluster is not None:
+            _require_fit_for_cluster(teacher_source, corpus_source, share, ranks)
+        if corpus_source is not None:
+            corpus = shared_corpus(partial(planned_corpus, out, corpus_source), ranks)
+        assert isinstance(corpus, Corpus)
+        planned = partial(
+            make_plan,
+            corpus=corpus,
+            out=str(out),
+            teacher_source=teacher_source,
+            corpus_source=corpus_source,
+        )
+        if cluster is not None and teacher_source is not None:
+            with cluster.connected() as connection:
+                plan = planned(connection.describe(teacher_source, settings))
+                work = partial(connection.work_through, plan, on_progress=on_progress)
+                return _score(plan, plan.writer(), ranks, Share(), work)
+        if teacher_source is not None:
+            teacher = teacher_source.open(settings)
+        assert not isinstance(teacher, str | Path)
+        plan = planned(describe(teacher, settings))
+        writer = plan.writer(getattr(teacher, "device_name", None))
+        here = partial(_work_here, plan, writer, teacher, on_progress)
+        return _score(plan, writer, ranks, share or Share(), here)
 
 
-def store_identity(teacher: Teacher, corpus: Corpus, settings: ScoreSettings) -> dict[str, Any]:
-    """Everything that decides the bytes of a store."""
-    return {
-        **teacher.describe(),
-        "corpus": corpus.describe(),
-        "shard_documents": settings.shard_documents,
-        "software": {name: version(name) for name in ("tokenizers", "torch", "transformers")},
-    }
+def _require_fit_for_cluster(
+    teacher: TeacherSource | None, corpus: CorpusSource | None, share: Share | None, ranks: Ranks
+) -> None:
+    if teacher is None or corpus is None:
+        raise ValueError("on a cluster teacher and corpus are opened by name: give paths")
+    if share is not None or ranks.count > 1:
+        raise UsageError(
+            "--ray hands out the shards itself: leave --share and torchrun out, and start one "
+            "command."
+        )
 
 
 def _score(
-    teacher: Teacher,
-    corpus: Corpus,
-    out: str | Path,
-    settings: ScoreSettings,
+    plan: Plan,
+    writer: StoreWriter,
     ranks: Ranks,
     share: Share,
-    on_progress: Callable[[Progress], None] | None,
+    work: Callable[[list[int], str | None], Done],
 ) -> ScoreSummary:
-    count = shard_count(corpus, settings)
-    device = getattr(teacher, "device_name", None)
-    writer = StoreWriter(out, store_identity(teacher, corpus, settings), count, device)
+    """`work` is given the shards that are this process's to do, and the digest of the plan."""
     alone = share.count == 1
     with contextlib.ExitStack() as held:
 
-        def look() -> tuple[list[int], list[str]]:
-            held.enter_context(store_lock(out, shared=not alone))
+        def begin() -> tuple[list[int], list[str], str | None]:
+            held.enter_context(store_lock(writer.path, shared=not alone))
             writer.begin()
-            states = {number: writer.has_shard(number) for number in share.shards(count)}
+            states = {number: writer.has_shard(number) for number in share.shards(plan.shard_count)}
             missing = [number for number, (whole, _) in states.items() if not whole]
-            return missing, [damage for _, damage in states.values() if damage]
+            damages = [damage for _, damage in states.values() if damage]
+            return missing, damages, plan.save() if missing else None
 
-        missing, mended = ranks.decide(look)
+        missing, mended, digest = ranks.decide(begin)
         ours = missing[ranks.rank :: ranks.count]
-        if ours:
-            teacher.load()
-        started = time.perf_counter()
-        tokens = _score_shards(ours, teacher, corpus, settings, writer, on_progress)
+        done = work(ours, digest) if ours else Done()
         ranks.wait_for_all()
 
         def end() -> tuple[list[int], dict[str, Any]]:
-            corpus.require_unchanged()
             if alone:
-                writer.finish()
-                writer.tidy()
-                return [], inspect_store(out)
+                return [], finish(plan, writer)
             held.close()  # first: of two that end together one must get the store for itself
-            return _end_share(writer, share, bool(missing)), inspect_store(out)
+            return finish_share(plan, writer, share, bool(missing))
 
         left, summary = ranks.decide(end)
-    if summary["complete"] and summary["documents"] == 0:
-        raise ScoreError(
-            f"none of the {len(corpus):,} documents could be scored; the first: "
-            f"{summary['skipped_documents'][0]['place']}: "
-            f"{summary['skipped_documents'][0]['reason']}."
-        )
     return ScoreSummary(
         store=summary,
         scored_shards=len(ours),
-        found_shards=len(share.shards(count)) - len(missing),
+        found_shards=len(share.shards(plan.shard_count)) - len(missing),
         mended=mended,
-        tokens=tokens,
-        seconds=time.perf_counter() - started,
+        tokens=done.tokens,
+        seconds=done.seconds,
         missing_shards=left,
         missing_shares=share.of_shards(left),
+        notes=list(done.notes),
     )
 
 
-def _end_share(writer: StoreWriter, share: Share, scored: bool) -> list[int]:
-    """Complete the store if nothing is missing and nobody else is at work on it; otherwise the
-    last of them will. The shards that are missing."""
-    if absent := writer.absent_shards():
-        return absent
-    with contextlib.suppress(BusyError), store_lock(writer.path):
-        if not (writer.completed_by_others or (writer.was_complete and not scored)):
-            states = [writer.has_shard(number) for number in range(writer.shard_count)]
-            if damaged := [number for number, (whole, _) in enumerate(states) if not whole]:
-                raise StoreError(
-                    f"{states[damaged[0]][1]} Run the shares "
-                    f"{', '.join(share.of_shards(damaged))} again, or `score` without --share: "
-                    "what is damaged is scored again."
-                )
-            writer.finish()
-        writer.tidy()
-    return []
-
-
-def _score_shards(
-    numbers: list[int],
-    teacher: Teacher,
-    corpus: Corpus,
-    settings: ScoreSettings,
+def _work_here(
+    plan: Plan,
     writer: StoreWriter,
+    teacher: Teacher,
     on_progress: Callable[[Progress], None] | None,
-) -> int:
-    total_documents = len(numbers) * settings.shard_documents
-    if numbers and numbers[-1] == writer.shard_count - 1:
-        total_documents -= writer.shard_count * settings.shard_documents - len(corpus)
-    documents = tokens = 0
-    for prepared in _prepared_ahead(numbers, teacher, corpus, settings):
-        report = _reporter(prepared, documents, total_documents, tokens, on_progress)
-        writer.write_shard(score_prepared(prepared, teacher, settings, report))
-        documents += prepared.document_span
-        tokens += prepared.tokens
+    numbers: list[int],
+    digest: str | None,
+) -> Done:
+    """One shard after the other, in this process."""
+    teacher.load()
+    started = time.perf_counter()
+    total = sum(len(plan.documents_in(number)) for number in numbers)
+    scored = Scored()
+
+    def note(part: Scored) -> None:
         if on_progress is not None:
-            on_progress(Progress(documents, total_documents, tokens))
-    return tokens
+            now = scored + part
+            on_progress(Progress(now.documents, total, now.tokens))
 
-
-def _prepared_ahead(
-    numbers: list[int], teacher: Teacher, corpus: Corpus, settings: ScoreSettings
-) -> Iterator[PreparedShard]:
-    """Read and tokenise the next shard while the teacher is busy with this one."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        ahead = None
-        for place, number in enumerate(numbers):
-            prepared = ahead.result() if ahead else prepare_shard(corpus, teacher, settings, number)
-            if place + 1 < len(numbers):
-                ahead = pool.submit(prepare_shard, corpus, teacher, settings, numbers[place + 1])
-            yield prepared
-
-
-def _reporter(
-    prepared: PreparedShard,
-    documents: int,
-    total_documents: int,
-    tokens: int,
-    on_progress: Callable[[Progress], None] | None,
-) -> Callable[[int], None] | None:
-    if on_progress is None:
-        return None
-    done = 0
-
-    def report(new_tokens: int) -> None:
-        nonlocal done
-        done += new_tokens
-        inside = prepared.document_span * done / max(1, prepared.tokens)
-        on_progress(Progress(documents + inside, total_documents, tokens + done))
-
-    return report
+    with Worker(plan, teacher, writer) as worker:
+        for number, ahead in itertools.zip_longest(numbers, numbers[1:]):
+            scored += worker.work(number, ahead, note)
+            note(Scored())
+    return Done(scored.tokens, time.perf_counter() - started)

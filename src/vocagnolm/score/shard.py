@@ -33,10 +33,6 @@ class PreparedShard:
         return sum(len(t.ids) for t in self.tokenized)
 
 
-def shard_count(corpus: Corpus, settings: ScoreSettings) -> int:
-    return -(-len(corpus) // settings.shard_documents)
-
-
 def score_shard(corpus: Corpus, teacher: Teacher, settings: ScoreSettings, number: int) -> Shard:
     return score_prepared(prepare_shard(corpus, teacher, settings, number), teacher, settings)
 

@@ -1,6 +1,7 @@
 """What scoring asks of a teacher, and the teacher that is a model in this process."""
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,17 @@ class LocalTeacher:
         )
         self.compiled = on_gpu if settings.compiled is None else settings.compiled
         self.threads = None if on_gpu else settings.threads or _processors()
+        self.settings = dataclasses.replace(
+            settings,
+            device=files.device.type,
+            dtype=files.dtype_name,
+            context=self.context,
+            stride=self.stride,
+            batch_tokens=self.batch_tokens,
+            compiled=self.compiled,
+            threads=self.threads,
+        )
+        """As chosen here: another machine that is given them chooses nothing."""
 
     def describe(self) -> dict[str, Any]:
         tokenizer = self._tokenizer

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from vocagnolm.store.format import (
     read_about,
     read_manifest,
     read_shard,
+    shard_name,
     shard_names,
 )
 from vocagnolm.store.reader import require_complete
@@ -69,12 +71,26 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
         "nonfinite": totals["nonfinite"],
         "shards": len(shards),
         "shards_expected": manifest["shard_count"],
+        "missing_shards": _ranges(
+            n for n in range(manifest["shard_count"]) if shard_name(n) not in found
+        ),
         "devices": _devices(place, manifest, found),
         "file_bytes": file_bytes,
         "bytes_per_token": file_bytes / totals["tokens"] if totals["tokens"] else None,
         "histogram": {"step_nats": HISTOGRAM_STEP_NATS, "counts": totals["histogram"]},
         **identity,
     }
+
+
+def _ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """`[first, last]` of every run of numbers."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found
 
 
 def _devices(place: Place, manifest: dict[str, Any], found: dict[str, int]) -> dict[str, int]:

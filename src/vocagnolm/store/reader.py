@@ -104,6 +104,13 @@ class LossStore:
         """Every shard, checked."""
         return (self._shard(number)[0] for number in range(len(self._ends)))
 
+    def skipped(self) -> Iterator[dict[str, Any]]:
+        """Documents of the corpus that were not scored, with their place and the reason. Opens the
+        shards that have some."""
+        for number, entry in enumerate(self.manifest["shards"]):
+            if entry["skipped"]:
+                yield from self._shard(number)[0].about["skipped"]
+
     def document_hash(self, index: int) -> bytes:
         shard, _, inside = self._locate(index)
         return bytes(shard.columns["document_hash"][inside])
@@ -113,9 +120,34 @@ class LossStore:
         shard, _, inside = self._locate(index)
         return int(shard.columns["document_index"][inside])
 
+    @property
+    def corpus_fingerprint(self) -> str | None:
+        """Of the corpus that was scored; None where the store does not say."""
+        corpus = self.manifest["identity"].get("corpus")
+        return corpus.get("fingerprint") if isinstance(corpus, dict) else None
+
+    def made_from(self, corpus_fingerprint: str | None) -> bool:
+        """Whether this is the corpus that was scored (`Corpus.fingerprint`): documents then have
+        the same numbers there and here."""
+        known = self.corpus_fingerprint
+        return known is not None and known == corpus_fingerprint
+
+    def place_of(self, number: int) -> int | None:
+        """Index of the document that has this number in the corpus that was scored, or None where
+        it was skipped. Opens its shard alone."""
+        shard = bisect.bisect_right(self._first_documents, number) - 1
+        if shard < 0:
+            return None
+        numbers = self._shard(shard)[0].columns["document_index"]
+        inside = int(np.searchsorted(numbers, number))
+        if inside == len(numbers) or numbers[inside] != number:
+            return None
+        return inside + (self._ends[shard - 1] if shard else 0)
+
     def find(self, document_hash: bytes) -> int | None:
         """Index of a document by its hash (`vocagnolm.data.corpus.document_hash`), or None. Equal
-        documents have one hash; the first of them is found."""
+        documents have one hash; the first of them is found. The first call makes an index of the
+        whole store; `place_of` needs none."""
         if len(document_hash) != HASH_BYTES:
             raise ValueError(f"a document hash has {HASH_BYTES} bytes, not {len(document_hash)}")
         keys, order = self._hash_index
@@ -127,6 +159,10 @@ class LossStore:
                 return index
             place += 1
         return None
+
+    @functools.cached_property
+    def _first_documents(self) -> list[int]:
+        return [shard["first_document"] for shard in self.manifest["shards"]]
 
     @functools.cached_property
     def _hash_index(self) -> tuple[np.ndarray, np.ndarray]:

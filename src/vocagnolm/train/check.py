@@ -244,9 +244,7 @@ def _stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> LossS
 
 
 def _made_from(store: LossStore, corpus: Corpus) -> bool:
-    known = store.manifest["identity"].get("corpus")
-    scored = known.get("fingerprint") if isinstance(known, dict) else None
-    return scored in (None, corpus.fingerprint)
+    return store.corpus_fingerprint in (None, corpus.fingerprint)
 
 
 def _absent(stores: list[LossStore], corpus: Corpus) -> str | None:

@@ -1,0 +1,141 @@
+"""How long a Ray cluster takes to get over a death: a worker's process, or a node. Two cores, no
+GPU, about three minutes.
+
+    PYTHONPATH=src python benchmarks/ray_restart.py [--rounds N]
+
+A head and two nodes on this machine, one worker each, with a teacher so small that loading it is
+starting Python and importing torch and transformers. `heard` is the time from the kill until the
+call that was running fails in the driver, `answers` until a new process says hello, `ready` until
+it has its teacher. A killed node loses its raylet and its worker together, and a new node is added
+as soon as the driver has heard of it.
+"""
+
+import argparse
+import json
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from vocagnolm.score import ScoreSettings
+from vocagnolm.score.actor import ScoringActor
+from vocagnolm.score.cluster import import_ray
+from vocagnolm.score.plan import CorpusSource, TeacherSource, describe, make_plan
+
+OBJECT_STORE_BYTES = 80 * 2**20
+POLL_SECONDS = 0.1
+
+
+class Sleeper(ScoringActor):
+    def where(self) -> tuple[str, int]:
+        """Its node and its process."""
+        return import_ray().get_runtime_context().get_node_id(), os.getpid()
+
+    def sleep(self) -> None:
+        time.sleep(3600)
+
+
+def tiny_teacher(folder: Path) -> Path:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: n for n, c in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def planned(folder: Path) -> tuple[str, str]:
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text(json.dumps({"text": "a short text"}) + "\n")
+    settings = ScoreSettings(device="cpu", threads=1)
+    teacher = TeacherSource(str(tiny_teacher(folder / "teacher")))
+    source = CorpusSource.of(corpus)
+    about = describe(teacher.open(settings), settings)
+    plan = make_plan(
+        about, source.open(), str(folder / "store"), teacher_source=teacher, corpus_source=source
+    )
+    digest = plan.save()
+    assert digest is not None
+    return plan.out, digest
+
+
+def until_ready(ray: Any, actor: Any, since: float) -> tuple[float, float]:
+    while True:
+        try:
+            ray.get(actor.hello.remote())
+            answers = time.monotonic() - since
+            ray.get(actor.load.remote())
+            return answers, time.monotonic() - since
+        except ray.exceptions.RayActorError:
+            time.sleep(POLL_SECONDS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    ray = import_ray()
+    from ray import cluster_utils
+
+    made_of: Any = cluster_utils  # its types are partly missing
+    with tempfile.TemporaryDirectory() as name:
+        out, digest = planned(Path(name))
+        small = {"object_store_memory": OBJECT_STORE_BYTES}
+        head = {"num_cpus": 0, "include_dashboard": False, **small}
+        cluster = made_of.Cluster(initialize_head=True, head_node_args=head)
+        nodes = [cluster.add_node(num_cpus=1, **small) for _ in range(2)]
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        made = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=0)(Sleeper)
+        actors = [made.remote(out, digest) for _ in nodes]
+        for actor in actors:
+            until_ready(ray, actor, time.monotonic())
+        times: dict[str, list[tuple[float, float, float]]] = {"worker": [], "node": []}
+        for _ in range(rounds):
+            for what in times:
+                places = ray.get([actor.where.remote() for actor in actors])
+                actor, pid = next(
+                    (actor, pid)
+                    for actor, (node, pid) in zip(actors, places, strict=True)
+                    if node == nodes[-1].node_id
+                )
+                sleeping = actor.sleep.remote()
+                time.sleep(1.0)
+                since = time.monotonic()
+                if what == "node":
+                    cluster.remove_node(nodes.pop(), allow_graceful=False)
+                os.kill(pid, signal.SIGKILL)
+                try:
+                    ray.get(sleeping)
+                except ray.exceptions.RayActorError:
+                    heard = time.monotonic() - since
+                if what == "node":
+                    nodes.append(cluster.add_node(num_cpus=1, **small))
+                times[what].append((heard, *until_ready(ray, actor, since)))
+        ray.shutdown()
+        cluster.shutdown()
+    print(f"| killed ({rounds} times, median, seconds) | heard | answers | ready |")
+    print("| --- | ---: | ---: | ---: |")
+    for what, rows in times.items():
+        print(
+            f"| {what} | " + " | ".join(f"{median(c):.1f}" for c in zip(*rows, strict=True)) + " |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""*Plan*, the first of three verbs: what a store will be, made once.
+
+The plan is written into the growing store, and every process that works on it may take it from
+there: nobody counts and hashes the corpus again. A finished store has none.
+"""
+
+import contextlib
+import hashlib
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from vocagnolm import __version__
+from vocagnolm.data.corpus import Corpus, files_of_folder, open_corpus
+from vocagnolm.errors import CorpusError, StoreError
+from vocagnolm.files import address_of
+from vocagnolm.model.load import open_model
+from vocagnolm.places import place_of
+from vocagnolm.processes import Ranks
+from vocagnolm.score.settings import ScoreSettings
+from vocagnolm.score.teacher import LocalTeacher, Teacher
+from vocagnolm.store.writer import StoreWriter
+
+PLAN_FILE = "plan.pickle"
+
+
+@dataclass(frozen=True)
+class TeacherSource:
+    """Where a teacher comes from: what another process needs to open it."""
+
+    source: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def open(self, settings: ScoreSettings) -> LocalTeacher:
+        """Found and identified; its weights are loaded later."""
+        files = open_model(
+            self.source,
+            device=settings.device,
+            dtype=settings.dtype,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+        return LocalTeacher(files, settings)
+
+    def absolute(self) -> "TeacherSource":
+        return replace(self, source=_absolute(self.source))
+
+
+@dataclass(frozen=True)
+class CorpusSource:
+    """Where a corpus comes from and how it is read: the arguments of `open_corpus`."""
+
+    paths: tuple[str, ...]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, paths: str | Path | Sequence[str | Path], **options: Any) -> "CorpusSource":
+        listed = [paths] if isinstance(paths, str | Path) else paths
+        return cls(tuple(map(str, listed)), options)
+
+    def open(self) -> Corpus:
+        return open_corpus(self.paths, **self.options)
+
+    def absolute(self) -> "CorpusSource":
+        return replace(self, paths=tuple(map(_absolute, self.paths)))
+
+    def is_still(self, corpus: Corpus) -> bool:
+        """Whether opening it now would give this corpus, as far as names, sizes and dates of local
+        files tell. Nothing can be told of a dataset of the hub, nor of a file behind an address."""
+        if any(address_of(path) is not None for path in self.paths):
+            return False
+        files = {getattr(source, "path", None) for source in corpus.sources}
+        folders = [Path(path) for path in self.paths if Path(path).is_dir()]
+        return (
+            None not in files
+            and all(set(files_of_folder(folder)) <= files for folder in folders)
+            and not corpus.changed_sources()
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that decides a store, and where it grows. A pickled one holds places and numbers, no
+    open files and no model."""
+
+    out: str
+    identity: dict[str, Any]
+    corpus: Corpus
+    settings: ScoreSettings
+    teacher_source: TeacherSource | None = None
+    """None: an object of the caller's, which other processes cannot open."""
+    corpus_source: CorpusSource | None = None
+    """None: a `Corpus` of the caller's."""
+    version: str = __version__
+
+    @property
+    def shard_count(self) -> int:
+        return -(-len(self.corpus) // self.settings.shard_documents)
+
+    def documents_in(self, number: int) -> range:
+        """The documents of a shard, by their numbers in the corpus."""
+        first = number * self.settings.shard_documents
+        return range(first, min(first + self.settings.shard_documents, len(self.corpus)))
+
+    def writer(self, device: str | None = None) -> StoreWriter:
+        return StoreWriter(self.out, self.identity, self.shard_count, device)
+
+    def save(self) -> str | None:
+        """Into the store that grows, for the processes that come later. Returns the digest of what
+        was written; None where the corpus is an object of the caller's."""
+        if self.corpus_source is None:
+            return None
+        content = pickle.dumps(self.absolute(), protocol=5)
+        place_of(self.out).put(PLAN_FILE, content)
+        return hashlib.sha256(content).hexdigest()
+
+    def absolute(self) -> "Plan":
+        """For processes that stand in another folder."""
+        return replace(
+            self,
+            out=self.out if address_of(self.out) else str(Path(self.out).absolute()),
+            corpus_source=self.corpus_source and self.corpus_source.absolute(),
+            teacher_source=self.teacher_source and self.teacher_source.absolute(),
+        )
+
+    def on_this_machine(self) -> "Plan":
+        """With the corpus as it is here: a machine may have a copy of its own."""
+        assert self.corpus_source is not None
+        opened = self.corpus_source.open
+        return replace(self, corpus=corpus_as_here(self.corpus, opened, "this machine", "the plan"))
+
+
+def remove_plan(out: str | Path) -> None:
+    """Of a store that is complete."""
+    place_of(out).remove(PLAN_FILE)
+
+
+@dataclass(frozen=True)
+class Description:
+    """A teacher on the machine where it works."""
+
+    teacher: dict[str, Any]
+    """What it says of itself."""
+    software: dict[str, str]
+    settings: ScoreSettings
+    """With everything chosen: another machine chooses nothing."""
+
+
+def describe(teacher: Teacher, settings: ScoreSettings) -> Description:
+    software = {name: version(name) for name in ("tokenizers", "torch", "transformers")}
+    chosen = teacher.settings if isinstance(teacher, LocalTeacher) else settings
+    return Description(teacher.describe(), software, chosen)
+
+
+def store_identity(about: Description, corpus: Corpus) -> dict[str, Any]:
+    """Everything that decides the bytes of a store."""
+    return {
+        **about.teacher,
+        "corpus": corpus.describe(),
+        "shard_documents": about.settings.shard_documents,
+        "software": about.software,
+    }
+
+
+def make_plan(
+    about: Description,
+    corpus: Corpus,
+    out: str,
+    *,
+    teacher_source: TeacherSource | None = None,
+    corpus_source: CorpusSource | None = None,
+) -> Plan:
+    return Plan(
+        out=out,
+        identity=store_identity(about, corpus),
+        corpus=corpus,
+        settings=about.settings,
+        teacher_source=teacher_source,
+        corpus_source=corpus_source,
+    )
+
+
+def load_plan(out: str | Path, digest: str | None = None) -> Plan:
+    """The plan of a store that grows; with `digest` only the very one that was saved."""
+    place = place_of(out)
+    path = place.shown(PLAN_FILE)
+    try:
+        content = bytes(place.read(PLAN_FILE))
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be read: {error.strerror or error}. The store must lie where every "
+            "machine that works on it sees it under this name."
+        ) from None
+    if digest is not None and hashlib.sha256(content).hexdigest() != digest:
+        raise StoreError(f"{path} is not the plan of this run: another run has taken the store.")
+    try:
+        plan = _PlanReader(io.BytesIO(content)).load()
+    except Exception as error:  # damaged bytes can raise anything
+        raise StoreError(f"{path} cannot be read: {error}. Run `score` again.") from None
+    if not isinstance(plan, Plan) or plan.version != __version__:
+        raise StoreError(f"{path} was written by another version of vocagnolm.")
+    return plan
+
+
+class _PlanReader(pickle.Unpickler):
+    """Makes only what a plan holds: a pickle of anything else could run code."""
+
+    _ours = (
+        "vocagnolm.data.corpus",
+        "vocagnolm.data.remote",
+        "vocagnolm.data.sources",
+        "vocagnolm.score.plan",
+        "vocagnolm.score.settings",
+    )
+    _others = (
+        ("array", "_array_reconstructor"),
+        ("array", "array"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._others:
+            return super().find_class(module, name)
+        found = super().find_class(module, name) if module in self._ours else None
+        if isinstance(found, type) and found.__module__ == module:
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a plan")
+
+
+def planned_corpus(out: str | Path, source: CorpusSource) -> Corpus:
+    """The corpus, as an earlier run has counted and hashed it where its plan is there and the files
+    are as they were."""
+    with contextlib.suppress(StoreError, CorpusError):
+        plan = load_plan(out)
+        if plan.corpus_source == source.absolute() and source.is_still(plan.corpus):
+            return plan.corpus
+    return source.open()
+
+
+def shared_corpus(opened: Callable[[], Corpus], ranks: Ranks) -> Corpus:
+    """The corpus, counted and hashed by the leading process alone. A process that finds other files
+    on its machine (or the same, copied at another time) reads its own."""
+    corpus: Corpus = ranks.decide(opened)
+    if ranks.leads:
+        return corpus
+    return corpus_as_here(corpus, opened, f"process {ranks.rank}", "process 0")
+
+
+def corpus_as_here(corpus: Corpus, opened: Callable[[], Corpus], here: str, there: str) -> Corpus:
+    if not corpus.changed_sources():
+        return corpus
+    own = opened()
+    if own.fingerprint != corpus.fingerprint:
+        raise CorpusError(
+            f"the corpus of {here} is not that of {there} (fingerprints "
+            f"{own.fingerprint[:12]} and {corpus.fingerprint[:12]}). Give all machines the same "
+            "files."
+        )
+    return own
+
+
+def _absolute(path: str) -> str:
+    """What is not here may be a name of the hub."""
+    return str(Path(path).absolute()) if Path(path).exists() else path

@@ -1,0 +1,105 @@
+"""*Work*, the second of three verbs: one shard of the plan, wherever this process runs."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+from vocagnolm.score.plan import Plan
+from vocagnolm.score.shard import PreparedShard, prepare_shard, score_prepared
+from vocagnolm.score.teacher import Teacher
+from vocagnolm.store.writer import StoreWriter
+
+
+@dataclass(frozen=True)
+class Scored:
+    """So much of a shard, or of several."""
+
+    documents: float = 0
+    tokens: int = 0
+
+    def __add__(self, other: "Scored") -> "Scored":
+        return Scored(self.documents + other.documents, self.tokens + other.tokens)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of the shards that were to be scored."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    """Without loading the teacher."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a process is with the shards that it has to do, or a whole cluster."""
+
+    documents: float
+    total_documents: int
+    tokens: int
+    shards: int = 0
+    total_shards: int = 0
+    workers: int | None = None
+    """Of a cluster: those that are alive."""
+
+
+class Worker:
+    """Scores one shard after the other, and reads and tokenises the next meanwhile."""
+
+    def __init__(self, plan: Plan, teacher: Teacher, writer: StoreWriter):
+        self._plan = plan
+        self._teacher = teacher
+        self._writer = writer
+        self._reader = ThreadPoolExecutor(max_workers=1)
+        self._ahead: tuple[int, Future[PreparedShard]] | None = None
+
+    def work(
+        self,
+        number: int,
+        ahead: int | None = None,
+        on_part: Callable[[Scored], None] | None = None,
+    ) -> Scored:
+        """Score shard `number` and write it. `ahead` is the one that will probably be asked for
+        next; `on_part` hears after every batch how much of this one is done."""
+        prepared = self._take(number)
+        if ahead is not None:
+            self._ahead = ahead, self._reader.submit(self._prepare, ahead)
+        report = None if on_part is None else _reporter(prepared, on_part)
+        shard = score_prepared(prepared, self._teacher, self._plan.settings, report)
+        self._writer.write_shard(shard)
+        return Scored(prepared.document_span, prepared.tokens)
+
+    def _take(self, number: int) -> PreparedShard:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == number:
+            return ahead[1].result()
+        if ahead is not None:
+            ahead[1].exception()  # two at once would read the corpus through one open file
+        return self._prepare(number)
+
+    def _prepare(self, number: int) -> PreparedShard:
+        return prepare_shard(self._plan.corpus, self._teacher, self._plan.settings, number)
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._reader.shutdown(cancel_futures=True)
+
+
+def _reporter(prepared: PreparedShard, on_part: Callable[[Scored], None]) -> Callable[[int], None]:
+    done = 0
+
+    def report(new_tokens: int) -> None:
+        nonlocal done
+        done += new_tokens
+        on_part(Scored(prepared.document_span * done / max(1, prepared.tokens), done))
+
+    return report

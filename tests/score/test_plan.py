@@ -1,0 +1,244 @@
+"""The plan of a growing store: made once, read by those who come later, gone in the end."""
+
+import dataclasses
+import os
+import pickle
+import sys
+
+import pytest
+from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_bytes, write_corpus
+from typer.testing import CliRunner
+
+from vocagnolm.cli import app
+from vocagnolm.cli.score import ScoreCommand
+from vocagnolm.errors import MissingExtraError, ScoreError, StoreError, UsageError
+from vocagnolm.score import RayCluster, Share, score_corpus
+from vocagnolm.score import plan as plan_module
+from vocagnolm.score.actor import ScoringActor
+from vocagnolm.score.plan import (
+    PLAN_FILE,
+    CorpusSource,
+    TeacherSource,
+    describe,
+    load_plan,
+    make_plan,
+)
+from vocagnolm.score.queue import ShardQueue
+from vocagnolm.score.work import Worker
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_corpus(tmp_path / "texts" / "corpus.jsonl")
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    (tmp_path / "texts").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """How often a corpus was counted and hashed."""
+    calls = []
+    real = plan_module.open_corpus
+
+    def spy(*arguments, **options):
+        calls.append(arguments)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(plan_module, "open_corpus", spy)
+    return calls
+
+
+def share(corpus, out, text):
+    return score_corpus(
+        ArithmeticTeacher(), corpus, out, settings=SETTINGS, share=Share.parse(text)
+    )
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_the_corpus_is_hashed_by_the_first_share_alone(tmp_path, corpus, opened, folder):
+    given = corpus.parent if folder else corpus
+    score_corpus(ArithmeticTeacher(), given, tmp_path / "whole", settings=SETTINGS)
+    opened.clear()
+    for number in (2, 1, 3):
+        share(given, tmp_path / "s", f"{number}/3")
+    assert len(opened) == 1
+    assert store_bytes(tmp_path / "s") == store_bytes(tmp_path / "whole")
+    assert PLAN_FILE not in store_bytes(tmp_path / "s")
+
+
+def test_a_corpus_that_is_not_as_it_was_is_read_again(tmp_path, corpus, opened):
+    out = tmp_path / "s"
+    share(corpus.parent, out, "1/3")
+    os.utime(corpus, ns=(1, 1))
+    share(corpus.parent, out, "1/3")
+    assert len(opened) == 2
+    with pytest.raises(StoreError, match="limit_documents"):
+        score_corpus(ArithmeticTeacher(), corpus.parent, out, settings=SETTINGS, limit_documents=3)
+    assert len(opened) == 3
+    write_corpus(corpus.parent / "more.jsonl", documents=2)
+    with pytest.raises(StoreError, match=r"corpus\.documents"):
+        share(corpus.parent, out, "2/3")
+    assert len(opened) == 4
+
+
+@pytest.mark.parametrize("content", ["foreign", "cut", "older", "nothing"])
+def test_a_plan_that_is_none_is_not_used_and_runs_no_code(tmp_path, corpus, opened, content):
+    out = tmp_path / "s"
+    share(corpus, out, "1/3")
+    path, marker = out / PLAN_FILE, tmp_path / "ran"
+    whole = path.read_bytes()
+
+    class Foreign:
+        def __reduce__(self):
+            return os.mkdir, (str(marker),)
+
+    path.write_bytes(
+        {
+            "foreign": pickle.dumps(Foreign()),
+            "cut": whole[:-40],
+            "older": whole.replace(load_plan(out).version.encode(), b"0.0.0.dev0"),
+            "nothing": b"",
+        }[content]
+    )
+    with pytest.raises(StoreError):
+        load_plan(out)
+    for number in (2, 3):
+        assert share(corpus, out, f"{number}/3").store["complete"] == (number == 3)
+    assert not marker.exists() and len(opened) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["os.system", "builtins.eval", "vocagnolm.score.plan.open_model", "pathlib.Path.unlink"]
+)
+def test_a_plan_makes_nothing_but_its_own_kinds(tmp_path, name):
+    module, _, inside = name.rpartition(".")
+    if module == "pathlib.Path":
+        module, inside = "pathlib", "Path.unlink"
+    (tmp_path / PLAN_FILE).write_bytes(
+        b"\x80\x04" + _short(module) + _short(inside) + b"\x93."  # STACK_GLOBAL
+    )
+    with pytest.raises(StoreError, match="no part of a plan"):
+        load_plan(tmp_path)
+
+
+def _short(text):
+    return b"\x8c" + bytes([len(text)]) + text.encode()
+
+
+def planned(tmp_path, corpus):
+    teacher_source = TeacherSource(str(save_teacher(tmp_path / "t")))
+    corpus_source = CorpusSource.of(corpus)
+    teacher = teacher_source.open(SETTINGS)
+    plan = make_plan(
+        describe(teacher, SETTINGS),
+        corpus_source.open(),
+        tmp_path / "s",
+        teacher_source=teacher_source,
+        corpus_source=corpus_source,
+    )
+    plan.writer().begin()
+    return plan, plan.save(), teacher
+
+
+def test_a_worker_takes_all_it_needs_from_the_plan(tmp_path, corpus, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    score_corpus(save_teacher(tmp_path / "t"), corpus, tmp_path / "whole", settings=SETTINGS)
+    plan, digest, _ = planned(tmp_path, corpus.relative_to(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    actor = ScoringActor(plan.absolute().out, digest)
+    assert actor.hello()
+    actor.load()
+    for number, ahead in ((3, 1), (0, 4), (4, None), (1, 2), (2, None)):  # 1 was read for nothing
+        actor.work(number, ahead)
+    summary = score_corpus(tmp_path / "t", corpus, tmp_path / "s", settings=SETTINGS)
+    assert summary.scored_shards == 0 and summary.found_shards == 5
+    assert store_bytes(tmp_path / "s") == store_bytes(tmp_path / "whole")
+
+
+def test_a_worker_refuses_another_plan_and_another_teacher(tmp_path, corpus):
+    plan, digest, _ = planned(tmp_path, corpus)
+    with pytest.raises(StoreError, match="not the plan of this run"):
+        ScoringActor(plan.out, "0" * 64).load()
+    save_teacher(tmp_path / "t", seed=7)
+    with pytest.raises(ScoreError, match=r"teacher.fingerprint .* on this machine, the plan has"):
+        ScoringActor(plan.out, digest).load()
+    with pytest.raises(StoreError, match="every machine that works on it"):
+        ScoringActor(str(tmp_path / "not here"), digest).load()
+
+
+def test_an_error_in_what_was_read_ahead_comes_when_its_turn_comes(tmp_path, corpus):
+    lines = corpus.read_text().splitlines()
+    lines[7] = '{"text": ""}'
+    corpus.write_text("\n".join(lines))
+    plan, _, teacher = planned(tmp_path, corpus)
+    plan = dataclasses.replace(plan, settings=dataclasses.replace(SETTINGS, strict=True))
+    with Worker(plan, teacher, plan.writer()) as worker:
+        worker.work(0, ahead=1)
+        worker.work(2, ahead=1)
+        with pytest.raises(ScoreError, match=r"document 7.*empty"):
+            worker.work(1, ahead=3)
+        assert worker.work(3).documents == 5
+
+
+def test_the_queue_sets_aside_what_kills_and_blames_nobody_else():
+    queue = ShardQueue([0, 1, 2, 3])
+    first = queue.take()
+    assert (first, queue.take_beside(0)) == (0, 1)
+    queue.died([0, 1], "killed")  # one of them did it
+    assert queue.take() == 2 and queue.take_beside(2) == 3
+    queue.finished(2)
+    queue.finished(3)
+    deaths = 0
+    while (number := queue.take()) is not None:
+        assert queue.take_beside(number) is None  # alone
+        if number == 1:
+            deaths += 1
+            queue.died([number], f"killed {deaths}")
+        else:
+            queue.finished(number)
+    assert deaths == 2 and queue.open == 0
+    assert queue.set_aside == {1: "killed 2"} and queue.done == [2, 3, 0]
+
+
+def test_without_ray_the_pip_line_is_told(tmp_path, corpus, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    teacher = save_teacher(tmp_path / "t")
+    with pytest.raises(MissingExtraError, match=r"pip install 'vocagnolm\[ray\]'"):
+        score_corpus(teacher, corpus, tmp_path / "s", settings=SETTINGS, cluster=RayCluster())
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_cluster_needs_names_and_no_share(tmp_path, corpus):
+    cluster = RayCluster()
+    with pytest.raises(ValueError, match="by name"):
+        score_corpus(ArithmeticTeacher(), corpus, tmp_path / "s", cluster=cluster)
+    with pytest.raises(UsageError, match="--ray hands out the shards itself"):
+        score_corpus("t", corpus, tmp_path / "s", cluster=cluster, share=Share(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        (["--ray"], ""),
+        (["--ray", "--strict"], ""),
+        (["--strict", "--ray", "auto"], "auto"),
+        (["--ray", "10.0.0.1:6379", "--json"], "10.0.0.1:6379"),
+        (["--ray=auto"], "auto"),
+        (["--strict"], None),
+    ],
+)
+def test_an_address_may_be_left_out(words, address, monkeypatch):
+    seen = {}
+
+    def invoke(self, context):
+        seen.update(context.params)
+
+    monkeypatch.setattr(ScoreCommand, "invoke", invoke)
+    result = CliRunner().invoke(app, ["score", *words])
+    assert result.exit_code == 0, result.output
+    assert seen["ray"] == address

@@ -1,0 +1,221 @@
+"""A real Ray cluster on this machine, a head and two nodes: whatever dies, the store is that of one
+process."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from score.teacher_kit import SETTINGS, save_teacher, store_bytes, write_corpus
+from typer.testing import CliRunner
+
+from vocagnolm.cli import app
+from vocagnolm.errors import ScoreError
+from vocagnolm.score import RayCluster, score_corpus
+from vocagnolm.score.plan import PLAN_FILE, TeacherSource, describe
+from vocagnolm.store.format import shard_name
+
+pytest.importorskip("ray")
+
+SHARDS = 12
+POISON = "\x07"
+# A teacher with code of its own: it takes its time, leaves its process id, and can be poisoned.
+CODE = """
+import os, signal, time
+from pathlib import Path
+from transformers import LlamaForCausalLM
+
+class OddForCausalLM(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.embed_tokens.register_forward_pre_hook(self.look)
+
+    def look(self, module, inputs):
+        lab = Path(self.config.lab)
+        (lab / "pids" / str(os.getpid())).touch()
+        if (lab / "slow").exists():
+            time.sleep(0.1)
+        if (lab / "poisonous").exists() and (inputs[0] == self.config.poison).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class Lab:
+    """A teacher, a corpus of twelve shards, what one process makes of them, and a cluster."""
+
+    def __init__(self, folder):
+        from ray.cluster_utils import Cluster
+
+        self.folder = folder
+        (folder / "pids").mkdir()
+        self.teacher = save_teacher(folder / "teacher")
+        (self.teacher / "odd.py").write_text(CODE)
+        config = json.loads((self.teacher / "config.json").read_text())
+        config |= {"auto_map": {"AutoModelForCausalLM": "odd.OddForCausalLM"}, "lab": str(folder)}
+        config["poison"] = _token_of(self.teacher, POISON)
+        (self.teacher / "config.json").write_text(json.dumps(config))
+        self.corpus = write_corpus(folder / "corpus.jsonl", documents=SHARDS * 5 - 2)
+        lines = self.corpus.read_text().splitlines()
+        lines[13] = json.dumps({"text": f"shard two is {POISON} poisoned"})
+        self.corpus.write_text("\n".join(lines) + "\n")
+        self.score(folder / "whole")
+        self.whole = store_bytes(folder / "whole")
+        (folder / "slow").touch()
+        small = {"object_store_memory": 80 * 2**20}
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "include_dashboard": False, **small},
+        )
+        self.add_node = lambda: self.cluster.add_node(num_cpus=1, **small)
+        self.nodes = [self.add_node(), self.add_node()]
+
+    def score(self, out, **options):
+        return score_corpus(
+            self.teacher, self.corpus, out, settings=SETTINGS, trust_remote_code=True, **options
+        )
+
+    def command(self, out):
+        words = [
+            *("score", "--teacher", self.teacher, "--corpus", self.corpus, "--out", out),
+            *("--device", "cpu", "--context", 64, "--stride", 16, "--batch-tokens", 256),
+            *("--shard-documents", 5, "--threads", 1, "--trust-remote-code"),
+            *("--ray", self.cluster.address),
+        ]
+        return [str(word) for word in words]
+
+    def worker_pids(self):
+        """Of those that have scored something."""
+        ours = {str(os.getpid())}
+        return [
+            int(path.name) for path in (self.folder / "pids").iterdir() if path.name not in ours
+        ]
+
+    def once_working(self, out, do, *, others_than, shards):
+        """Call `do` in the background when two new workers are at work and have done something."""
+
+        def wait():
+            deadline = time.monotonic() + 120
+            while time.monotonic() < deadline:
+                new = {*self.worker_pids()} - {*others_than}
+                if len(new) >= 2 and len([*(out / "shards").glob("*.safetensors")]) >= shards:
+                    return do()
+                time.sleep(0.01)
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        return thread
+
+
+def raylet_of(node):
+    (info,) = node.all_processes["raylet"]
+    return info.process.pid
+
+
+def parents_of(pid):
+    found = []
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        found.append(pid)
+    return found
+
+
+def _token_of(teacher, text):
+    from vocagnolm.alignment import load_tokenizer
+
+    (index,) = load_tokenizer(teacher).spans(text).ids
+    return int(index)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    lab = Lab(tmp_path_factory.mktemp("ray"))
+    yield lab
+    ray.shutdown()
+    lab.cluster.shutdown()
+
+
+def test_driver_worker_and_node_are_killed_in_turn(lab, tmp_path, monkeypatch):
+    """The driver first; the command, run again, loses a worker and a node that never comes back."""
+    out = tmp_path / "s"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vocagnolm", *lab.command(out), "--ray-workers", "1"]
+    )
+    deadline = time.monotonic() + 120
+    while not (out / shard_name(1)).exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert (out / shard_name(1)).exists() and not (out / "manifest.json").exists()
+    assert (out / PLAN_FILE).exists()
+
+    before, shards = lab.worker_pids(), len(list((out / "shards").iterdir()))
+    second = lab.nodes[1]
+
+    def kill_both():
+        """One worker, and the other with its node: a process would outlive its raylet a while."""
+        new = [pid for pid in lab.worker_pids() if pid not in before]
+        assert any(raylet_of(second) in parents_of(pid) for pid in new)
+        lab.cluster.remove_node(second, allow_graceful=False)
+        for pid in new:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "0")
+    killed = lab.once_working(out, kill_both, others_than=before, shards=shards + 1)
+    result = CliRunner().invoke(app, lab.command(out))
+    killed.join()
+    lab.nodes[1] = lab.add_node()
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert store_bytes(out) == lab.whole
+    assert result.stdout.count("died with shard") == 2 and "were there" in result.stdout
+    lines = [line for line in result.stderr.splitlines() if line.startswith("scoring: ")]
+    assert any(" shards, 2 workers, " in line for line in lines)
+    assert " shards, 1 workers, 100%, " in lines[-1] and "tokens/s, ETA" in lines[-1]
+
+
+def test_a_shard_that_kills_its_workers_is_set_aside_and_named(lab, tmp_path):
+    out = tmp_path / "s"
+    (lab.folder / "poisonous").touch()
+    try:
+        with pytest.raises(ScoreError) as raised:
+            lab.score(out, cluster=RayCluster(address=lab.cluster.address))
+    finally:
+        (lab.folder / "poisonous").unlink()
+    message = str(raised.value)
+    assert "1 shards were set aside: 3 workers died on each" in message
+    assert "shard 2 (documents 10 to 14)" in message and "other 11 were scored" in message
+    assert not (out / shard_name(2)).exists() and (out / PLAN_FILE).exists()
+    (lab.folder / "slow").unlink()
+    summary = lab.score(out)  # one process mends what a cluster could not
+    assert summary.scored_shards == 1 and summary.found_shards == 11
+    assert store_bytes(out) == lab.whole
+
+
+def test_nobody_alive_is_an_end_and_not_a_wait(lab, tmp_path):
+    """More is asked of every node than it has."""
+    with pytest.raises(ScoreError, match=r"no worker has been alive for 1 s \(0 shards.*num_cpus"):
+        score_corpus(
+            lab.teacher,
+            lab.corpus,
+            tmp_path / "s",
+            settings=dataclasses.replace(SETTINGS, threads=64),
+            trust_remote_code=True,
+            cluster=RayCluster(address=lab.cluster.address, patience_seconds=1),
+        )
+
+
+def test_a_driver_without_a_gpu_asks_a_worker_what_the_teacher_is(lab):
+    source = TeacherSource(str(lab.teacher), trust_remote_code=True)
+    with RayCluster(address=lab.cluster.address).connected() as connection:
+        there = connection.describe_there(source, SETTINGS, {"num_cpus": 1})
+    assert there == describe(source.open(SETTINGS), SETTINGS)
