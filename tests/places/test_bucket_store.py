@@ -115,7 +115,7 @@ def test_going_on_is_one_listing_and_the_records(whole, env, address, monkeypatc
         run(corpus, address, teacher=Stopping())
     records = [f"records/00000{number}.json" for number in range(3)]
     asked = [name for name in asked if not name.startswith("probe-")]
-    assert sorted(asked) == ["list", "manifest.partial.json", *records]
+    assert sorted(asked) == ["list", "manifest.partial.json", "plan.pickle", *records]
     monkeypatch.undo()
 
 
