@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from vocagnolm.demo.problems import NAMES, THINGS, Problem, draw_problem, words
 from vocagnolm.files import whole_file
@@ -142,11 +143,26 @@ def write_held_out(path: Path, problems: Iterable[Problem]) -> None:
     write_jsonl(path, ((CLEAN, problem.text()) for problem in problems))
 
 
+def write_labelled(path: Path, documents: Iterable[tuple[str, str]]) -> int:
+    """The solved pages, each with whether it is right, for `study selection --label correct`."""
+    return _write(
+        path,
+        (
+            {"kind": kind, "text": text, "correct": kind == CLEAN}
+            for kind, text in documents
+            if kind in (CLEAN, WRONG)
+        ),
+    )
+
+
 def write_jsonl(path: Path, documents: Iterable[tuple[str, str]]) -> int:
+    return _write(path, ({"kind": kind, "text": text} for kind, text in documents))
+
+
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     count = 0
     with whole_file(path) as file:
-        for kind, text in documents:
-            line = json.dumps({"kind": kind, "text": text}, ensure_ascii=False)
-            file.write(f"{line}\n".encode())
+        for row in rows:
+            file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
             count += 1
     return count

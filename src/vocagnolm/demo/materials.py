@@ -15,6 +15,8 @@ def write_materials(folder: Path) -> None:
     documents = corpus.corpus_documents(budget.documents)
     problems = corpus.held_out_problems(budget.problems, documents)
     corpus.write_jsonl(folder / "corpus.jsonl", documents)
+    corpus.write_jsonl(folder / "right.jsonl", [d for d in documents if d[0] == corpus.CLEAN])
+    corpus.write_labelled(folder / "labelled.jsonl", documents)
     for name, texts in corpus.specialists(budget.documents).items():
         corpus.write_jsonl(folder / f"{name}.jsonl", texts)
     corpus.write_held_out(folder / "held-out.jsonl", problems)
