@@ -251,7 +251,9 @@ def _from_hub(
         folder = snapshot_download(
             repository,
             revision=revision,
-            allow_patterns=["tokenizer*", "config.json", "special_tokens_map.json"],
+            allow_patterns=[
+                *("tokenizer*", "config.json", "special_tokens_map.json", "chat_template*"),
+            ],
         )
     except Exception as error:  # network, authorisation, cache: many types, one meaning here
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

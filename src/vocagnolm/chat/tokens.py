@@ -1,0 +1,237 @@
+"""A model's tokens of a conversation in its own template, laid over the shared text.
+
+Control tokens are read as such in the template's own text alone: `<|im_end|>` that is written in a
+content is text, as it is everywhere else here. For this the tokenizer is given private characters
+for its control tokens, and so is the template's text before it is read.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from vocagnolm.alignment import TextTokenizer, TokenSpans
+from vocagnolm.chat.messages import Message, Refused, messages_of
+from vocagnolm.chat.render import Rendering, render
+from vocagnolm.chat.template import ChatTemplate
+from vocagnolm.errors import TemplateError
+
+# Supplementary Private Use Area-B: one character a control token
+_FIRST_PRIVATE, _LAST_PRIVATE = 0x100000, 0x10FFFD
+
+
+class ChatTokenizer(TextTokenizer):
+    """Reads shared texts. Tokens of contents have spans in the shared text, the token that ends a
+    turn has the byte of the mark, and the template's other tokens have none (zero width)."""
+
+    def __init__(self, base: TextTokenizer, template: ChatTemplate):
+        description, self._alias = _with_private_tokens(json.loads(base._spanner.as_json()))
+        super().__init__(
+            Tokenizer.from_str(json.dumps(description)),
+            name=base.name,
+            special_tokens="control",
+            frame=base.frame,
+            private=True,
+        )
+        self.base = base
+        self.template = template
+        self._control = re.compile("|".join(map(re.escape, _longest_first(self._alias))) or "(?!)")
+        ids = [base.id_of(token) for token in self._alias]
+        self._control_ids = np.array(sorted(i for i in ids if i is not None), np.int64)
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        """The tokenizer's own; the template has another."""
+        return self.base.fingerprint
+
+    @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        return self.base.vocabulary
+
+    @cached_property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The template says what stands before a conversation."""
+        return ()
+
+    @property
+    def eos_id(self) -> int | None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return ChatTokenizer, (self.base, self.template)
+
+    def token(self, index: int) -> str:
+        return self.base.token(index)
+
+    def id_of(self, token: str) -> int | None:
+        return self.base.id_of(token)
+
+    def bytes_of(self, index: int) -> bytes | None:
+        return self.base.bytes_of(index)
+
+    def rendering(self, text: str) -> Rendering:
+        """The conversation of a shared text in this model's template."""
+        return render(self.template, messages_of(text))
+
+    def spans(self, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
+        return self.spans_batch([text])[0]
+
+    def spans_batch(self, texts: Sequence[str]) -> list[TokenSpans]:
+        result = []
+        for outcome in self.outcomes(texts):
+            if isinstance(outcome, str):
+                raise TemplateError(f"{self.name} cannot read a conversation: {outcome}")
+            result.append(outcome)
+        return result
+
+    def outcomes(self, texts: Sequence[str]) -> list[TokenSpans | str]:
+        """Each conversation's tokens, or the reason why it cannot be read: `kind: more`."""
+        laid: list[_Laid | str] = []
+        for text in texts:
+            try:
+                messages = messages_of(text)
+                laid.append(self._lay(render(self.template, messages), messages))
+            except Refused as error:
+                laid.append(str(error))
+        read = iter(super().spans_batch([one.text for one in laid if isinstance(one, _Laid)]))
+        return [one if isinstance(one, str) else self._shared(one, next(read)) for one in laid]
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens behind which the assistant's answer begins."""
+        try:
+            found = render(self.template, messages, add_generation_prompt=True)
+        except Refused as error:
+            raise TemplateError(f"{self.name} cannot read a conversation: {error}") from None
+        ids: list[int] = super().spans_batch([self._lay(found, messages).text])[0].ids.tolist()
+        return ids
+
+    def _lay(self, found: Rendering, messages: Sequence[Message]) -> "_Laid":
+        """Pieces of contents: where they stand in the text that is read, and in the shared one."""
+        sizes = [len(message.content.encode()) for message in messages]
+        origins = np.concatenate([[0], np.cumsum(np.array(sizes, np.int64) + 1)]).tolist()
+        texts: list[str] = []
+        pieces: list[tuple[int, int, int]] = []
+        ends: dict[int, tuple[int, int]] = {}
+        at, ended = 0, -1
+        for segment in found.segments:
+            text = segment.text
+            if segment.template:
+                text = self._control.sub(lambda match: self._alias[match[0]], text)
+            elif _private(text, len(self._alias)):
+                raise Refused("private character: a content holds one of Unicode's last plane")
+            width = len(text.encode())
+            number = segment.message
+            if number is not None:
+                content = messages[number].content
+                start = len(content[: segment.start].encode())
+                pieces.append((at, at + width, origins[number] + start))
+                ends.pop(number, None)
+                if not content[segment.start + len(text) :].strip():
+                    ends[number] = (at + width, at + width)
+                ended = number
+            elif segment.template and ended >= 0 and ended in ends:
+                ends[ended] = (ends[ended][0], at + width)
+                ended = -1
+            texts.append(text)
+            at += width
+        return _Laid(
+            text="".join(texts),
+            pieces=np.array(pieces, np.int64).reshape(-1, 3),
+            ends=[(*ends[n], origins[n] + sizes[n]) for n in sorted(ends)],
+            n_bytes=origins[-1],
+        )
+
+    def _shared(self, laid: "_Laid", read: TokenSpans) -> TokenSpans:
+        starts, stops = read.spans[:, 0], read.spans[:, 1]
+        spans = np.zeros((len(read), 2), np.int64)
+        pieces = laid.pieces[laid.pieces[:, 0] < laid.pieces[:, 1]]
+        if len(pieces):
+            opens, shuts, origin = pieces.T
+            # the first piece that ends behind a token's start, the last that begins before its end
+            first = np.searchsorted(shuts, starts, side="right")
+            last = np.searchsorted(opens, stops, side="left") - 1
+            inside = (first <= last) & (starts < stops)
+            a, b = np.minimum(first, len(pieces) - 1), np.maximum(last, 0)
+            spans[:, 0] = np.maximum(starts, opens[a]) - opens[a] + origin[a]
+            spans[:, 1] = np.minimum(stops, shuts[b]) - opens[b] + origin[b]
+            spans[~inside] = 0
+        for shut, behind, mark in laid.ends:
+            token = self._end_of_turn(read, shut, behind)
+            if token is not None:
+                if spans[token, 0] == spans[token, 1]:
+                    spans[token, 0] = mark
+                spans[token, 1] = max(int(spans[token, 1]), mark + 1)
+        # what stands for no text has its place between its neighbours
+        ends = np.maximum.accumulate(spans[:, 1]) if len(spans) else spans[:, 1]
+        empty = spans[:, 0] == spans[:, 1]
+        spans[empty] = ends[empty, None]
+        covered = int((spans[:, 1] - spans[:, 0]).sum())
+        return TokenSpans(read.ids, spans, laid.n_bytes, laid.n_bytes - covered)
+
+    def _end_of_turn(self, read: TokenSpans, shut: int, behind: int) -> int | None:
+        """The first control token between the end of a content and the next text that is not the
+        template's; without one the token that reaches over the content's end."""
+        low = int(np.searchsorted(read.spans[:, 0], shut, side="left"))
+        high = int(np.searchsorted(read.spans[:, 1], behind, side="right"))
+        for token in range(low, high):
+            if self._is_control[read.ids[token]] and read.spans[token, 1] > shut:
+                return token
+        over = int(np.searchsorted(read.spans[:, 1], shut, side="right"))
+        if over < len(read) and read.spans[over, 0] < behind and shut < behind:
+            return over
+        return None
+
+    @cached_property
+    def _is_control(self) -> NDArray[np.bool_]:
+        table = np.zeros(max(self.vocabulary.values(), default=0) + 1, bool)
+        table[self._control_ids] = True
+        return table
+
+
+@dataclass(frozen=True)
+class _Laid:
+    text: str
+    pieces: NDArray[np.int64]
+    """[P, 3]: from, to in the bytes of `text`, and the place of `from` in the shared text."""
+    ends: list[tuple[int, int, int]]
+    """Per message whose end is there: the end of its content, the end of the template's text behind
+    it, and the place of its mark in the shared text."""
+    n_bytes: int
+
+
+def _longest_first(tokens: Sequence[str] | dict[str, str]) -> list[str]:
+    return sorted(tokens, key=lambda token: (-len(token), token))
+
+
+def _private(text: str, count: int) -> bool:
+    return not text.isascii() and any(
+        _FIRST_PRIVATE <= ord(character) < _FIRST_PRIVATE + count for character in text
+    )
+
+
+def _with_private_tokens(description: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """A tokenizer's description with a private character in place of each control token, and which
+    stands for which. Ids stay."""
+    alias: dict[str, str] = {}
+    for entry in description.get("added_tokens") or []:
+        if entry.get("special"):
+            private = chr(_FIRST_PRIVATE + len(alias))
+            assert ord(private) <= _LAST_PRIVATE
+            alias[entry["content"]] = private
+            entry["content"] = private
+    model = description["model"]
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {alias.get(token, token): index for token, index in vocabulary.items()}
+    elif isinstance(vocabulary, list):  # Unigram
+        model["vocab"] = [[alias.get(entry[0], entry[0]), *entry[1:]] for entry in vocabulary]
+    if model.get("unk_token") in alias:
+        model["unk_token"] = alias[model["unk_token"]]
+    description["post_processor"] = None
+    return description, alias
