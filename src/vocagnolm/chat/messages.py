@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 Format = Literal["auto", "text", "messages", "prompt_completion"]
 
+CONVERSATION_FIELDS = ("messages", "prompt", "completion", "tools")
 ROLES = ("system", "user", "assistant")
 _MARKS = {"system": "\x01", "user": "\x02", "assistant": "\x03"}
 _GIVEN_MARK = "\x04"

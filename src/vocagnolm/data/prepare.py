@@ -31,6 +31,7 @@ from vocagnolm.data.identity import (
     blocks_folder,
     described_inputs,
     recipe_corpus,
+    student_chat,
     student_tokenizer,
     unmet_needs,
 )
@@ -76,6 +77,8 @@ def prepare(
         raise RecipeError("\n".join(problems))
     corpus = recipe_corpus(recipe)
     tokenizer = student_tokenizer(recipe)
+    if corpus.conversations:
+        tokenizer = student_chat(recipe, tokenizer)
     settings = block_settings(recipe, tokenizer, corpus)
     _refuse_strangers(folder)
     with folder_lock(folder, "Wait for it to end, or choose another data.blocks."):
@@ -87,8 +90,8 @@ def prepare(
         entries = _make_parts(corpus, recipe.data.part_documents, folder, plan, workers, progress)
         corpus.require_unchanged()
         summary = summarise(entries)
-        if summary.tokens == 0:
-            raise BlocksError(f"The corpus gave no tokens: {', '.join(recipe.corpus.files)}.")
+        if summary.tokens == 0 or summary.trained == 0:
+            raise BlocksError(_nothing(recipe, summary))
         parts = [
             {name: entry[name] for name in ("name", "tokens", "bytes", "sha256")}
             for entry in entries
@@ -107,6 +110,19 @@ def prepare(
         write_json(folder / MANIFEST, manifest)
         remove_leftovers(folder)
         return manifest
+
+
+def _nothing(recipe: Recipe, summary: PackingSummary) -> str:
+    files = ", ".join(recipe.corpus.files)
+    if summary.refused:
+        reason, count = max(summary.refused.items(), key=lambda entry: entry[1])
+        return f"The student's template refuses the conversations of {files}: {count:,} x {reason}."
+    if summary.tokens:
+        return (
+            f"{files} holds nothing to train on: no conversation has a message of data.train_on = "
+            f"{recipe.data.train_on}."
+        )
+    return f"The corpus gave no tokens: {files}."
 
 
 def _finished(
@@ -160,6 +176,7 @@ def _columns(settings: dict[str, Any]) -> list[str]:
         *(["stretch"] if guidance and guidance.get("stretch") else []),
         *(["teacher_nll", "teacher_range"] if guidance and guidance["teacher_losses"] else []),
         *(["text", "spans"] if settings["text"] else []),
+        *(["trained", "first_trained"] if settings.get("conversations") else []),
     ]
 
 
@@ -184,6 +201,7 @@ def _plan(recipe: Recipe, tokenizer: TextTokenizer, settings: dict[str, Any]) ->
         skipped=frozenset.intersection(*lost) if lost else frozenset(),
         chosen=chosen_documents(recipe),
         keep_text=settings["text"],
+        train_on=recipe.data.train_on,
         identity=json_digest(settings),
     )
 

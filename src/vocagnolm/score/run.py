@@ -10,9 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.chat.messages import Format
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus, open_corpus
 from vocagnolm.data.sources import Split
-from vocagnolm.errors import BusyError, CorpusError, ScoreError, StoreError
+from vocagnolm.errors import BusyError, CorpusError, ScoreError, StoreError, UsageError
 from vocagnolm.files import local_path
 from vocagnolm.model.load import open_model
 from vocagnolm.processes import Ranks, running_ranks
@@ -64,6 +65,7 @@ def score_corpus(
     *,
     settings: ScoreSettings | None = None,
     text_field: str = "text",
+    format: Format = "auto",
     split: Split = "none",
     limit_documents: int | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
@@ -81,6 +83,8 @@ def score_corpus(
     teacher: a model folder, hub id or GGUF file, or an object with the methods of `Teacher`.
     corpus: a file (jsonl, jsonl.gz, jsonl.zst, parquet, txt), a folder of those, a hub dataset
         (`owner/name`, `owner/name:split`), a list of these, or a `Corpus`.
+    format: what records hold: a text, or a conversation (`messages`, or `prompt` and `completion`),
+        which the teacher reads in its own template.
     split: a text file is one document (`none`), or one a paragraph (`blank_line`) or a `line`.
     settings: context, dtype, device and the like; `ScoreSettings()` chooses by the model.
     share: do a share of the shards only, for machines that are not started together; the one that
@@ -99,6 +103,7 @@ def score_corpus(
                 open_corpus,
                 corpus,
                 text_field=text_field,
+                format=format,
                 split=split,
                 limit=limit_documents,
                 max_document_bytes=max_document_bytes,
@@ -112,7 +117,9 @@ def score_corpus(
                 revision=revision,
                 trust_remote_code=trust_remote_code,
             )
-            teacher = LocalTeacher(files, settings)
+            teacher = LocalTeacher(files, settings, conversations=corpus.conversations)
+        elif corpus.conversations:
+            raise UsageError("conversations are read by a model folder, a hub id or a GGUF file.")
         return _score(teacher, corpus, folder, settings, ranks, share or Share(), on_progress)
 
 

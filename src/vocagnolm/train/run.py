@@ -24,7 +24,9 @@ from vocagnolm.data.identity import (
     blocks_folder,
     recipe_corpus,
     stale_files,
+    student_chat,
     student_tokenizer,
+    teacher_chat,
     teacher_tokenizer,
     unmet_needs,
 )
@@ -164,7 +166,10 @@ def _warn_of_teacher(recipe: Recipe, trainer: GuidedTrainer, console: Console) -
     teacher, student = store.bits_per_byte, recipe.student.bits_per_byte
     if student is None:
         model = causal_lm_of(trainer.accelerator.unwrap_model(trainer.model))
-        strength = measure_strength(model, student_tokenizer(recipe), store, corpus)
+        tokenizer = student_tokenizer(recipe)
+        if corpus.conversations:
+            tokenizer = student_chat(recipe, tokenizer)
+        strength = measure_strength(model, tokenizer, store, corpus)
         if strength is None:
             return
         teacher, student = strength.teacher, strength.student
@@ -190,7 +195,10 @@ def open_blocks(recipe: Recipe, *, verify: bool = False) -> Blocks:
         stretches=stored and recipe.needs_stretches,
         teacher_sums=stored and recipe.objective.unmapped == "mean",
     )
-    wanted = block_settings(recipe, student_tokenizer(recipe), None)
+    tokenizer = student_tokenizer(recipe)
+    if blocks.conversations:
+        tokenizer = student_chat(recipe, tokenizer)
+    wanted = block_settings(recipe, tokenizer, None)
     unmet = unmet_needs(blocks.manifest, recipe, wanted, None)
     if verify:
         unmet += stale_files(blocks.manifest, recipe)
@@ -232,7 +240,7 @@ def build_trainer(
         model,
         arguments,
         objective=objective_config(recipe),
-        data_collator=BlockCollator(recipe.data.document_mask),
+        data_collator=BlockCollator(recipe.data.document_mask or blocks.conversations),
         train_dataset=dataset,
         teacher=teacher,
         keep_checkpoints=recipe.run.keep_checkpoints,
@@ -260,6 +268,8 @@ def _online_teacher(recipe: Recipe, order: TrainingOrder) -> tuple[OnlineTeacher
     if not recipe.needs_block_text:
         refuse_other_vocabulary(student_tokenizer(recipe).vocabulary, tokenizer.vocabulary)
         return teacher, order
+    if order.blocks.conversations:
+        tokenizer = teacher_chat(recipe, tokenizer)
     view = TeacherView(
         order,
         tokenizer,
