@@ -104,3 +104,54 @@ def write_conversations(path: Path, found: list[list[Message]]) -> Path:
 def loaded(folder: Path) -> ChatTokenizer:
     tokenizer = load_tokenizer(str(folder), check=False)
     return ChatTokenizer(tokenizer, template_of(tokenizer))
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA_LIKE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|header|>' + message['role'] + '<|body|>\n\n'"
+    " + message['content'] | trim + '<|eot|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|header|>assistant<|body|>\n\n' }}{% endif %}"
+)
+
+
+def make_chat_lab(folder: Path, count: int = 40) -> list[list[Message]]:
+    """A student that reads ChatML, a teacher that reads Llama's shape, a twin of the student that
+    teaches in its vocabulary, and a corpus of conversations."""
+    from training_kit import LLAMA, save_tokenizer
+
+    save_tokenizer(folder / "bytes", kind="bytes")
+    save_tokenizer(folder / "pieces", kind="pieces")
+    marks = ["<|im_start|>", "<|im_end|>"]
+    save_chat_tokenizer(folder / "student", folder / "bytes", CHATML, marks)
+    save_chat_tokenizer(
+        folder / "pieces-chat", folder / "pieces", LLAMA_LIKE, ["<|header|>", "<|body|>", "<|eot|>"]
+    )
+    config = json.loads((folder / "pieces-chat" / "tokenizer_config.json").read_text())
+    config["bos_token"] = "<s>"
+    (folder / "pieces-chat" / "tokenizer_config.json").write_text(json.dumps(config))
+    room = {**LLAMA, "max_position_embeddings": 512}
+    save_random_model(folder / "start", folder / "student", room | {"vocab_size": 328}, seed=3)
+    save_random_model(folder / "twin", folder / "student", room | {"vocab_size": 328}, seed=1)
+    save_random_model(
+        folder / "teacher", folder / "pieces-chat", room | {"vocab_size": 528}, seed=2
+    )
+    found = conversations(count)
+    write_conversations(folder / "corpus.jsonl", found)
+    return found
+
+
+def save_random_model(folder: Path, tokenizer: Path, settings: dict, *, seed: int) -> None:
+    import shutil
+
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+    set_seed(seed)
+    kept = {name: value for name, value in settings.items() if name != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **kept))
+    model.save_pretrained(folder)
+    for file in tokenizer.iterdir():
+        shutil.copyfile(file, folder / file.name)

@@ -96,7 +96,8 @@ def frame_of(transformers_tokenizer: Any) -> Frame:
     eos = getattr(transformers_tokenizer, "eos_token_id", None)
     named = getattr(transformers_tokenizer, "special_tokens_map", None)
     return Frame(
-        *(value if isinstance(value, int) else None for value in (bos, eos)),
+        bos if isinstance(bos, int) else None,
+        eos if isinstance(eos, int) else None,
         template=_default_template(getattr(transformers_tokenizer, "chat_template", None)),
         special_tokens=_special_tokens(named if isinstance(named, dict) else {}),
     )

@@ -7,6 +7,7 @@ reads it like any other text and says which of its tokens stand for which bytes 
 
 from vocagnolm.chat.messages import Message, Refused, conversation_of, messages_of, shared_text
 from vocagnolm.chat.render import Rendering, render
+from vocagnolm.chat.survey import Survey, survey
 from vocagnolm.chat.template import ChatTemplate, template_of
 from vocagnolm.chat.tokens import ChatTokenizer
 from vocagnolm.chat.trained import TrainOn, trained_ranges, trained_tokens
@@ -17,11 +18,13 @@ __all__ = [
     "Message",
     "Refused",
     "Rendering",
+    "Survey",
     "TrainOn",
     "conversation_of",
     "messages_of",
     "render",
     "shared_text",
+    "survey",
     "template_of",
     "trained_ranges",
     "trained_tokens",

@@ -22,6 +22,7 @@ from vocagnolm.chat.render import Rendering, render
 from vocagnolm.chat.template import ChatTemplate
 from vocagnolm.errors import TemplateError
 
+_BEHIND_MARKS = 5  # marks are the control characters below
 # Supplementary Private Use Area-B: one character a control token
 _FIRST_PRIVATE, _LAST_PRIVATE = 0x100000, 0x10FFFD
 
@@ -46,7 +47,7 @@ class ChatTokenizer(TextTokenizer):
         self._control_ids = np.array(sorted(i for i in ids if i is not None), np.int64)
 
     @property
-    def fingerprint(self) -> str:  # type: ignore[override]
+    def fingerprint(self) -> str:
         """The tokenizer's own; the template has another."""
         return self.base.fingerprint
 
@@ -101,6 +102,18 @@ class ChatTokenizer(TextTokenizer):
                 laid.append(str(error))
         read = iter(super().spans_batch([one.text for one in laid if isinstance(one, _Laid)]))
         return [one if isinstance(one, str) else self._shared(one, next(read)) for one in laid]
+
+    def shown(self, text: str, tokens: TokenSpans) -> list[str | None]:
+        """Each token of the template for the eye; None for tokens of contents, which the text
+        shows."""
+        encoded = text.encode()
+        result: list[str | None] = []
+        for index, (start, end) in zip(tokens.ids.tolist(), tokens.spans.tolist(), strict=True):
+            own = start == end or (end - start == 1 and encoded[start] < _BEHIND_MARKS)
+            spelled = self.bytes_of(index) if own else None
+            name = self.token(index) if spelled is None else spelled.decode(errors="replace")
+            result.append(name if own else None)
+        return result
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """The tokens behind which the assistant's answer begins."""

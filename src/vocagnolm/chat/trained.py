@@ -23,7 +23,9 @@ def trained_ranges(text: str, train_on: TrainOn) -> NDArray[np.int64]:
         wanted = [n == last for n in range(len(messages))]
     ends = np.cumsum([len(message.content.encode()) + 1 for message in messages])
     starts = np.concatenate([[0], ends[:-1]])
-    return np.stack([starts, ends], axis=1)[np.array(wanted, bool)].astype(np.int64)
+    ranges: NDArray[np.int64] = np.stack([starts, ends], axis=1).astype(np.int64)
+    chosen: NDArray[np.int64] = ranges[np.array(wanted, bool)]
+    return chosen
 
 
 def trained_tokens(tokens: TokenSpans, ranges: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -41,9 +41,7 @@ def score(
     corpus: list[str] = typer.Option([], help=CORPUS_HELP),
     out: Path | None = typer.Option(None, help="The folder of the loss store."),
     text_field: str | None = typer.Option(None, help=f"{TEXT_FIELD_HELP} [default: text]"),
-    format_: Format | None = typer.Option(
-        None, "--format", help=f"{FORMAT_HELP} [default: auto]"
-    ),
+    format_: Format | None = typer.Option(None, "--format", help=f"{FORMAT_HELP} [default: auto]"),
     split: Split | None = typer.Option(None, help=f"{SPLIT_HELP} [default: none]"),
     limit_documents: int | None = typer.Option(None, min=1, help="Read at most so many."),
     device: Device = typer.Option(Device.auto, help="Where the teacher runs."),

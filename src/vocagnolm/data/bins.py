@@ -24,6 +24,15 @@ class Bins:
     def __len__(self) -> int:
         return len(self.ends)
 
+    def words(self, room: int) -> str:
+        """How conversations fill blocks, for people."""
+        parts = [f"{self.tokens / max(len(self) * room, 1):.1%} of the blocks filled"]
+        if self.cut:
+            parts.append(f"{self.cut:,} conversations longer than a block: cut at the end")
+        if self.without:
+            parts.append(f"{self.without:,} with nothing to train on: left out")
+        return "; ".join(parts)
+
     def documents(self, index: int) -> list[int]:
         start = int(self.ends[index - 1]) if index else 0
         found: list[int] = self.order[start : int(self.ends[index])].tolist()

@@ -361,6 +361,16 @@ def block_count(tokens: int, block_size: int) -> int:
     return max(tokens - 1, 0) // block_size
 
 
+def opened_count(
+    folder: Path, manifest: dict[str, Any], block_size: int
+) -> tuple[int, Bins | None]:
+    """How many blocks of this size a folder gives; of conversations also how they fill them."""
+    if not manifest["settings"].get("conversations"):
+        return block_count(manifest["tokens"], block_size), None
+    blocks = Blocks(folder, block_size)
+    return len(blocks), blocks.bins
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of complete blocks, or an error that says what to run."""
     path = folder / MANIFEST

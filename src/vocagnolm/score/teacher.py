@@ -79,9 +79,7 @@ class LocalTeacher:
     """A causal language model in this process. The weights are loaded when first needed, so
     that a finished store is recognised at once."""
 
-    def __init__(
-        self, files: ModelFiles, settings: ScoreSettings, *, conversations: bool = False
-    ):
+    def __init__(self, files: ModelFiles, settings: ScoreSettings, *, conversations: bool = False):
         """`conversations`: texts are shared texts, and are read in the model's template."""
         self._files = files
         self._tokenizer: TextTokenizer = files.tokenizer

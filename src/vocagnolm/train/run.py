@@ -129,7 +129,7 @@ def _train(
             f"stopped as asked after step {trainer.state.global_step:,} of {schedule.steps:,}; a "
             "checkpoint is written. Run the same command again: it goes on from there."
         )
-    save_result(trainer, recipe, schedule, folder, blocks.manifest.get("teacher"))
+    save_result(trainer, recipe, schedule, folder, blocks)
     Ranks.of_group().wait_for_all()
     return run_summary(folder)
 
@@ -288,7 +288,7 @@ def _teacher_dtype(recipe: Recipe) -> str:
 
 
 def save_result(
-    trainer: GuidedTrainer, recipe: Recipe, schedule: Schedule, folder: Path, teacher: str | None
+    trainer: GuidedTrainer, recipe: Recipe, schedule: Schedule, folder: Path, blocks: Blocks
 ) -> None:
     """The model folder appears by rename, then the run is finished."""
     state_dict = trainer.gathered_weights()
@@ -297,7 +297,12 @@ def save_result(
     with as_write_error("the model"), whole_folder(folder / "model") as model:
         trainer.save_merged(model, state_dict)
         save_tokenizer(recipe, model)
-        card = model_card(recipe, schedule, teacher, trainer.last_record)
+        template = None
+        if blocks.conversations:
+            template = student_chat(recipe, student_tokenizer(recipe)).template
+            (model / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+        teacher = blocks.manifest.get("teacher")
+        card = model_card(recipe, schedule, teacher, trainer.last_record, template)
         (model / "README.md").write_text(card, encoding="utf-8")
     finish_run(folder)
 
