@@ -56,6 +56,15 @@ def template_words(origin: str) -> str:
     return _ORIGINS[origin]
 
 
+def readable_by(tokenizers: Iterable[ChatTokenizer], texts: Iterable[str]) -> list[str]:
+    """The conversations that no template refuses."""
+    found = list(texts)
+    for tokenizer in tokenizers:
+        outcomes = tokenizer.outcomes(found)
+        found = [t for t, one in zip(found, outcomes, strict=True) if not isinstance(one, str)]
+    return found
+
+
 def survey(tokenizer: ChatTokenizer, texts: Iterable[str]) -> Survey:
     """`texts` are shared texts."""
     found = Survey(tokenizer.name, template_words(tokenizer.template.origin))

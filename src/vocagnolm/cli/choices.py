@@ -24,6 +24,8 @@ TEMPLATE_HELP = (
     "Conversations: a chat template (Jinja file, folder with one, or plain) in place of the "
     "model's own."
 )
+STUDENT_TEMPLATE_HELP = f"The student's side. {TEMPLATE_HELP}"
+TEACHER_TEMPLATE_HELP = f"The teacher's side. {TEMPLATE_HELP}"
 TEMPLATE_OPTION_HELP = "Conversations: a further variable of the template, name=value."
 
 
