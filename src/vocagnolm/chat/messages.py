@@ -64,6 +64,12 @@ def is_conversation(text: str) -> bool:
     return text[-1:] in _ROLE_OF
 
 
+def split_answer(text: str) -> tuple[str, str]:
+    """A shared text up to its last mark, and what stands behind it."""
+    end = max(text.rfind(mark) for mark in _ROLE_OF) + 1
+    return text[:end], text[end:]
+
+
 def readable(text: str) -> str:
     """A shared text for the eye: `role: content` a line."""
     return "\n".join(f"{message.role}: {message.content}" for message in messages_of(text))

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from vocagnolm.alignment import TextTokenizer, TokenSpans
-from vocagnolm.chat.messages import Message, Refused, messages_of
+from vocagnolm.alignment.vocabulary import BYTE_FALLBACK
+from vocagnolm.chat.messages import Message, Refused, messages_of, shared_text, split_answer
 from vocagnolm.chat.render import Rendering, render
 from vocagnolm.chat.template import ChatTemplate
 from vocagnolm.errors import TemplateError
@@ -123,6 +124,28 @@ class ChatTokenizer(TextTokenizer):
             raise TemplateError(f"{self.name} cannot read a conversation: {error}") from None
         ids: list[int] = super().spans_batch([self._lay(found, messages).text])[0].ids.tolist()
         return ids
+
+    def answering_ids(self, text: str) -> list[int]:
+        """The tokens of a shared text up to where the assistant answers, and of what stands behind
+        its last mark, which the assistant has answered so far."""
+        head, answer = split_answer(text)
+        messages = messages_of(head)
+        if not answer:
+            return self.prompt_ids(messages)
+        whole = shared_text([*messages, Message("assistant", answer)])
+        tokens = self.spans(whole)
+        last = int(np.searchsorted(tokens.spans[:, 0], len(whole.encode()) - 1, side="left"))
+        ids: list[int] = tokens.ids[:last].tolist()
+        return ids
+
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """The token that ends the assistant's turn."""
+        text = shared_text([Message("user", "a"), Message("assistant", "b")])
+        tokens = self.spans(text)
+        (last,) = np.nonzero(tokens.spans[:, 1] == len(text))
+        found = [n for n in last.tolist() if tokens.token_bytes[n] == 1]
+        return int(tokens.ids[found[0]]) if found else None
 
     def _lay(self, found: Rendering, messages: Sequence[Message]) -> "_Laid":
         """Pieces of contents: where they stand in the text that is read, and in the shared one."""
@@ -232,7 +255,12 @@ def _with_private_tokens(description: dict[str, Any]) -> tuple[dict[str, Any], d
     """A tokenizer's description with a private character in place of each control token, and which
     stands for which. Ids stay."""
     alias: dict[str, str] = {}
-    for entry in description.get("added_tokens") or []:
+    added = description.get("added_tokens") or []
+    if description["model"].get("byte_fallback"):
+        # bytes belong to the model, which needs their names; no template prints them
+        added = [entry for entry in added if entry["content"] not in BYTE_FALLBACK]
+        description["added_tokens"] = added
+    for entry in added:
         if entry.get("special"):
             private = chr(_FIRST_PRIVATE + len(alias))
             assert ord(private) <= _LAST_PRIVATE
