@@ -86,7 +86,7 @@ def test_answers_are_those_of_transformers(lab, benchmarks, side):
 
 def test_options_are_read_as_answers_in_the_template(lab, benchmarks):
     (request, *_) = asked(benchmarks, shots=1, choices="likelihood").render()["mmlu_stem"]
-    chat = chat_kit.loaded(lab / "teacher")
+    chat = chat_kit.loaded(lab / "start")
     prompt = chat.answering_ids(request.prompt)
     whole = chat.answering_ids(request.prompt + request.options[1])
     assert whole[: len(prompt) - 1] == prompt[:-1]
