@@ -33,14 +33,13 @@ class ChatTokenizer(TextTokenizer):
     turn has the byte of the mark, and the template's other tokens have none (zero width)."""
 
     def __init__(self, base: TextTokenizer, template: ChatTemplate):
-        description, self._alias = _with_private_tokens(json.loads(base._spanner.as_json()))
-        super().__init__(
-            Tokenizer.from_str(json.dumps(description)),
-            name=base.name,
-            special_tokens="control",
-            frame=base.frame,
-            private=True,
-        )
+        description, self._alias = _with_private_tokens(json.loads(base._tokenizer.to_str()))
+        # not through TextTokenizer's own: what it would find out anew is known
+        self.name, self.frame, self.special_tokens = base.name, base.frame, "control"
+        self._tokenizer = Tokenizer.from_str(json.dumps(description))
+        self._tokenizer.encode_special_tokens = False
+        names = {self._tokenizer.token_to_id(a): a.encode() for a in self._alias.values()}
+        self._spanner = base._spanner.renamed(self._tokenizer, names)
         self.base = base
         self.template = template
         self._control = re.compile("|".join(map(re.escape, _longest_first(self._alias))) or "(?!)")
