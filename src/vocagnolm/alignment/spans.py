@@ -62,6 +62,7 @@ class Spanner:
         self._single_bytes = frozenset(e[0] for e in self.token_bytes if e and len(e) == 1)
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._is_added = _marked(self._added, len(self._lengths))
+        self._segmented = False
         self._normaliser = Normaliser(
             plain_normaliser(description),
             space_marks=self.pipeline.space_marks,
@@ -87,9 +88,9 @@ class Spanner:
         other._added = frozenset(tokenizer.get_added_tokens_decoder())
         other._is_added = _marked(other._added, len(self._lengths))
         for index in self._added - other._added:
-            name = tokenizer.id_to_token(index)
-            other.token_bytes[index] = bytes_of_token(name, self.pipeline)
-            other._lengths[index] = len(other.token_bytes[index] or b"")
+            own = bytes_of_token(tokenizer.id_to_token(index) or "", self.pipeline)
+            other.token_bytes[index] = own
+            other._lengths[index] = -1 if own is None else len(own)
         for index, name in names.items():
             other.token_bytes[index] = name
             other._lengths[index] = len(name)
@@ -98,11 +99,7 @@ class Spanner:
     def spans(self, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
         encoded = encode_utf8(text)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        tokens = (
-            self._joined(encoding.ids, encoded)
-            or self._joined_segments(encoding.ids, encoded)
-            or self._traced(text, encoded, encoding)
-        )
+        tokens = self._by_bytes(encoding.ids, encoded) or self._traced(text, encoded, encoding)
         if add_special_tokens and self._post_processor is not None:
             return _in_template(tokens, self._post_processor.process(encoding, None, True))
         return tokens
@@ -114,10 +111,18 @@ class Spanner:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         result = []
         for text, encoded, encoding in zip(texts, encoded_texts, encodings, strict=True):
-            ids = encoding.ids
-            found = self._joined(ids, encoded) or self._joined_segments(ids, encoded)
-            result.append(found if found is not None else self.spans(text))
+            result.append(self._by_bytes(encoding.ids, encoded) or self.spans(text))
         return result
+
+    def _by_bytes(self, ids: list[int], encoded: bytes) -> TokenSpans | None:
+        """Whole or in segments; first in the way that did last time."""
+        ways = (self._joined, self._joined_segments)
+        for segmented in (self._segmented, not self._segmented):
+            found = ways[segmented](ids, encoded)
+            if found is not None:
+                self._segmented = segmented
+                return found
+        return None
 
     def _joined(self, ids: list[int], encoded: bytes) -> TokenSpans | None:
         if not self.pipeline.joins:

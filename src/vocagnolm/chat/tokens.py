@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -38,13 +39,14 @@ class ChatTokenizer(TextTokenizer):
         self.name, self.frame, self.special_tokens = base.name, base.frame, "control"
         self._tokenizer = Tokenizer.from_str(json.dumps(description))
         self._tokenizer.encode_special_tokens = False
-        names = {self._tokenizer.token_to_id(a): a.encode() for a in self._alias.values()}
+        ids = {base.id_of(token): private for token, private in self._alias.items()}
+        names = {index: private.encode() for index, private in ids.items() if index is not None}
+        assert all(self._tokenizer.token_to_id(p) == index for index, p in ids.items())
         self._spanner = base._spanner.renamed(self._tokenizer, names)
         self.base = base
         self.template = template
         self._control = re.compile("|".join(map(re.escape, _longest_first(self._alias))) or "(?!)")
-        ids = [base.id_of(token) for token in self._alias]
-        self._control_ids = np.array(sorted(i for i in ids if i is not None), np.int64)
+        self._control_ids = np.array(sorted(names), np.int64)
 
     @property
     def fingerprint(self) -> str:
@@ -100,8 +102,9 @@ class ChatTokenizer(TextTokenizer):
                 laid.append(self._lay(render(self.template, messages), messages))
             except Refused as error:
                 laid.append(str(error))
-        read = iter(super().spans_batch([one.text for one in laid if isinstance(one, _Laid)]))
-        return [one if isinstance(one, str) else self._shared(one, next(read)) for one in laid]
+        readable = [one for one in laid if isinstance(one, _Laid)]
+        shared = iter(self._shared(readable, super().spans_batch([one.text for one in readable])))
+        return [one if isinstance(one, str) else next(shared) for one in laid]
 
     def shown(self, text: str, tokens: TokenSpans) -> list[str | None]:
         """Each token of the template for the eye; None for tokens of contents, which the text
@@ -149,7 +152,7 @@ class ChatTokenizer(TextTokenizer):
     def _lay(self, found: Rendering, messages: Sequence[Message]) -> "_Laid":
         """Pieces of contents: where they stand in the text that is read, and in the shared one."""
         sizes = [len(message.content.encode()) for message in messages]
-        origins = np.concatenate([[0], np.cumsum(np.array(sizes, np.int64) + 1)]).tolist()
+        origins = list(accumulate((size + 1 for size in sizes), initial=0))
         texts: list[str] = []
         pieces: list[tuple[int, int, int]] = []
         ends: dict[int, tuple[int, int]] = {}
@@ -177,50 +180,66 @@ class ChatTokenizer(TextTokenizer):
             at += width
         return _Laid(
             text="".join(texts),
-            pieces=np.array(pieces, np.int64).reshape(-1, 3),
+            pieces=pieces,
             ends=[(*ends[n], origins[n] + sizes[n]) for n in sorted(ends)],
             n_bytes=origins[-1],
         )
 
-    def _shared(self, laid: "_Laid", read: TokenSpans) -> TokenSpans:
-        starts, stops = read.spans[:, 0], read.spans[:, 1]
-        spans = np.zeros((len(read), 2), np.int64)
-        pieces = laid.pieces[laid.pieces[:, 0] < laid.pieces[:, 1]]
-        if len(pieces):
-            opens, shuts, origin = pieces.T
-            # the first piece that ends behind a token's start, the last that begins before its end
-            first = np.searchsorted(shuts, starts, side="right")
-            last = np.searchsorted(opens, stops, side="left") - 1
-            inside = (first <= last) & (starts < stops)
-            a, b = np.minimum(first, len(pieces) - 1), np.maximum(last, 0)
-            spans[:, 0] = np.maximum(starts, opens[a]) - opens[a] + origin[a]
-            spans[:, 1] = np.minimum(stops, shuts[b]) - opens[b] + origin[b]
-            spans[~inside] = 0
-        for shut, behind, mark in laid.ends:
-            token = self._end_of_turn(read, shut, behind)
-            if token is not None:
-                if spans[token, 0] == spans[token, 1]:
-                    spans[token, 0] = mark
-                spans[token, 1] = max(int(spans[token, 1]), mark + 1)
+    def _shared(self, laid: Sequence["_Laid"], read: Sequence[TokenSpans]) -> list[TokenSpans]:
+        """Tokens of the texts that were read as tokens of the shared texts: all conversations at
+        once, laid end to end with a byte between two of them."""
+        if not laid:
+            return []
+        counts = [len(one) for one in read]
+        there = _origins([one.n_bytes for one in read])
+        here = _origins([one.n_bytes for one in laid])
+        tokens = np.concatenate([one.spans for one in read])
+        tokens = tokens + np.repeat(there, counts)[:, None]
+        spans = _over_pieces(tokens, _moved(laid, "pieces", there, here))
+        self._add_ends(
+            spans,
+            tokens,
+            np.concatenate([one.ids for one in read]),
+            _moved(laid, "ends", there, here),
+        )
         # what stands for no text has its place between its neighbours
-        ends = np.maximum.accumulate(spans[:, 1]) if len(spans) else spans[:, 1]
+        origins = np.repeat(here, counts)
         empty = spans[:, 0] == spans[:, 1]
+        spans[empty] = origins[empty, None]
+        ends = np.maximum.accumulate(spans[:, 1])
         spans[empty] = ends[empty, None]
-        covered = int((spans[:, 1] - spans[:, 0]).sum())
-        return TokenSpans(read.ids, spans, laid.n_bytes, laid.n_bytes - covered)
+        covered = np.concatenate([[0], np.cumsum(spans[:, 1] - spans[:, 0])])
+        spans -= origins[:, None]
+        cuts = np.cumsum([0, *counts]).tolist()
+        return [
+            TokenSpans(one.ids, spans[a:b], own.n_bytes, own.n_bytes - int(covered[b] - covered[a]))
+            for one, own, (a, b) in zip(read, laid, pairwise(cuts), strict=True)
+        ]
 
-    def _end_of_turn(self, read: TokenSpans, shut: int, behind: int) -> int | None:
-        """The first control token between the end of a content and the next text that is not the
-        template's; without one the token that reaches over the content's end."""
-        low = int(np.searchsorted(read.spans[:, 0], shut, side="left"))
-        high = int(np.searchsorted(read.spans[:, 1], behind, side="right"))
-        for token in range(low, high):
-            if self._is_control[read.ids[token]] and read.spans[token, 1] > shut:
-                return token
-        over = int(np.searchsorted(read.spans[:, 1], shut, side="right"))
-        if over < len(read) and read.spans[over, 0] < behind and shut < behind:
-            return over
-        return None
+    def _add_ends(
+        self,
+        spans: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        ids: NDArray[np.int32],
+        ends: NDArray[np.int64],
+    ) -> None:
+        """Give the bytes of marks to the tokens that end turns, in place: the first control token
+        between the end of a content and the next text that is not the template's; without one the
+        token that reaches over the content's end."""
+        shut, behind, mark = ends.T
+        control = np.flatnonzero(self._is_control[ids] & (tokens[:, 0] < tokens[:, 1]))
+        sentinel = np.iinfo(np.int64).max
+        starts, stops = (np.append(tokens[control, side], sentinel) for side in (0, 1))
+        near = np.searchsorted(starts, shut, side="left")
+        found = stops[near] <= behind
+        over = np.minimum(np.searchsorted(tokens[:, 1], shut, side="right"), len(tokens) - 1)
+        reaches = (tokens[over, 1] > shut) & (tokens[over, 0] < behind) & (shut < behind)
+        chosen = np.where(found, np.append(control, 0)[near], over)
+        known = found | reaches
+        at, mark = chosen[known], mark[known]
+        alone = spans[at, 0] == spans[at, 1]
+        spans[at, 0] = np.where(alone, mark, spans[at, 0])
+        spans[at, 1] = np.maximum(spans[at, 1], mark + 1)
 
     @cached_property
     def _is_control(self) -> NDArray[np.bool_]:
@@ -232,12 +251,46 @@ class ChatTokenizer(TextTokenizer):
 @dataclass(frozen=True)
 class _Laid:
     text: str
-    pieces: NDArray[np.int64]
-    """[P, 3]: from, to in the bytes of `text`, and the place of `from` in the shared text."""
+    pieces: list[tuple[int, int, int]]
+    """From, to in the bytes of `text`, and the place of `from` in the shared text."""
     ends: list[tuple[int, int, int]]
     """Per message whose end is there: the end of its content, the end of the template's text behind
     it, and the place of its mark in the shared text."""
     n_bytes: int
+
+
+def _origins(sizes: Sequence[int]) -> NDArray[np.int64]:
+    return np.cumsum([0, *(size + 1 for size in sizes[:-1])], dtype=np.int64)
+
+
+def _moved(
+    laid: Sequence[_Laid], name: str, there: NDArray[np.int64], here: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Pieces or ends of all conversations [N, 3], on the axes that they are laid on."""
+    rows = [getattr(one, name) for one in laid]
+    counts = [len(one) for one in rows]
+    table = np.array([row for one in rows for row in one], np.int64).reshape(-1, 3)
+    table[:, :2] += np.repeat(there, counts)[:, None]
+    table[:, 2] += np.repeat(here, counts)
+    return table
+
+
+def _over_pieces(tokens: NDArray[np.int64], pieces: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Spans of tokens in the shared text; empty where a token touches no piece of a content."""
+    spans = np.zeros((len(tokens), 2), np.int64)
+    pieces = pieces[pieces[:, 0] < pieces[:, 1]]
+    if not len(pieces):
+        return spans
+    starts, stops = tokens.T
+    opens, shuts, origin = pieces.T
+    # the first piece that ends behind a token's start, the last that begins before its end
+    first = np.searchsorted(shuts, starts, side="right")
+    last = np.searchsorted(opens, stops, side="left") - 1
+    inside = np.flatnonzero((first <= last) & (starts < stops))
+    a, b = first[inside], last[inside]
+    spans[inside, 0] = np.maximum(starts[inside], opens[a]) - opens[a] + origin[a]
+    spans[inside, 1] = np.minimum(stops[inside], shuts[b]) - opens[b] + origin[b]
+    return spans
 
 
 def _longest_first(tokens: Sequence[str] | dict[str, str]) -> list[str]:

@@ -30,9 +30,14 @@ def trained_ranges(text: str, train_on: TrainOn) -> NDArray[np.int64]:
 
 def trained_tokens(tokens: TokenSpans, ranges: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Tokens whose bytes are all trained on; the template's own are not."""
+    return trained_spans(tokens.spans, ranges)
+
+
+def trained_spans(spans: NDArray[np.int64], ranges: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """The same for spans; of several texts where they are laid end to end."""
     if not len(ranges):
-        return np.zeros(len(tokens), bool)
-    starts, ends = tokens.spans[:, 0], tokens.spans[:, 1]
+        return np.zeros(len(spans), bool)
+    starts, ends = spans[:, 0], spans[:, 1]
     # neighbouring ranges are one
     joined = np.concatenate([[True], ranges[1:, 0] != ranges[:-1, 1]])
     opens = ranges[joined, 0]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vocagnolm.alignment import KINDS, Alignment, TokenSpans, align, carry
 from vocagnolm.alignment.alignment import chunk_align
-from vocagnolm.chat.trained import trained_tokens
+from vocagnolm.chat.trained import trained_spans
 from vocagnolm.data.guidance import (
     Combine,
     GuidancePlan,
@@ -150,16 +150,16 @@ def pack_documents(
         separators=extra * len(students),
         lost_bytes=sum(student.lost_bytes for student in students),
     )
-    mask: NDArray[np.bool_] | None = None
+    if teachers is not None or trained is not None:
+        ours, there = lay(students), place
     if trained is not None:
-        mask = _trained_mask(students, trained)
+        ranges = end_to_end(trained, ours.origins)
+        mask = trained_spans(ours.spans, ranges)
         _add_trained(columns, summary, mask, place, document_tokens)
     if teachers is not None:
-        ours = lay(students)
         theirs = [lay_teacher(entries, ours) for entries in teachers]
-        there = place
-        if trained is not None and mask is not None:
-            theirs = [_only_trained(teacher, ours, trained) for teacher in theirs]
+        if trained is not None:
+            theirs = [_only_trained(teacher, ranges) for teacher in theirs]
             ours = Laid(ours.spans[mask], ours.document[mask], ours.origins)
             there = place[mask]
         _add_guidance(columns, summary, ours, there, theirs, guidance)
@@ -178,13 +178,6 @@ def pack_documents(
         separator[place] = False
         columns["spans"][separator, 0] = columns["spans"][separator, 1]
     return Part(columns, summary)
-
-
-def _trained_mask(
-    students: Sequence[TokenSpans], trained: Sequence[NDArray[np.int64]]
-) -> NDArray[np.bool_]:
-    masks = [trained_tokens(one, ranges) for one, ranges in zip(students, trained, strict=True)]
-    return np.concatenate([np.zeros(0, bool), *masks])
 
 
 def _add_trained(
@@ -206,13 +199,8 @@ def _add_trained(
     summary.untrained_documents = int((columns["first_trained"] < 0).sum())
 
 
-def _only_trained(
-    teacher: LaidTeacher, ours: Laid, trained: Sequence[NDArray[np.int64]]
-) -> LaidTeacher:
+def _only_trained(teacher: LaidTeacher, ranges: NDArray[np.int64]) -> LaidTeacher:
     """The teacher's losses of what is trained on; the others are not known."""
-    counts = [len(ranges) for ranges in trained]
-    ranges = np.concatenate([np.zeros((0, 2), np.int64), *trained])
-    ranges = ranges + np.repeat(ours.origins, counts)[:, None]
     near = np.searchsorted(ranges[:, 1], teacher.spans[:, 0], side="right")
     starts = np.append(ranges[:, 0], np.iinfo(np.int64).max)
     inside = starts[near] < teacher.spans[:, 1]
