@@ -30,6 +30,7 @@ SLOW = (
     "study/test_study.py",
     "study/test_tuning.py",
     "train/test_check.py",
+    "train/test_conversation_example.py",
     "train/test_conversations.py",
     "train/test_online.py",
     "train/test_processes.py",
