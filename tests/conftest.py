@@ -16,6 +16,7 @@ TESTS = Path(__file__).parent
 SLOW = (
     "faults",
     "alignment/test_real_tokenizers.py",
+    "chat/test_real_tokenizers.py",
     "chat/test_templates.py",
     "demo/test_demo.py",
     "evaluate/test_generation.py",
