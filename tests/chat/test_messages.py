@@ -111,5 +111,7 @@ def test_where_a_template_comes_from(tmp_path):
     given = template_of(load_tokenizer(folder, check=False), str(folder / "chat_template.jinja"))
     assert (given.origin, given.source) == ("given", "J")
     assert given.fingerprint != own.fingerprint
+    listed = template_of(load_tokenizer(folder, check=False), options={"tools": [{"a": 1}]})
+    assert len({listed, listed, own}) == 2
     with pytest.raises(TokenizerError, match="the chat template nowhere cannot be read"):
         template_of(load_tokenizer(folder, check=False), "nowhere")

@@ -216,6 +216,9 @@ def test_a_template_that_cannot_be_followed_is_refused():
     raising = ChatTemplate("{{ raise_exception('no more than one turn') }}")
     with pytest.raises(Refused, match="template: no more than one turn"):
         render(raising, messages)
+    dividing = ChatTemplate("{{ 1 / 0 }}")
+    with pytest.raises(Refused, match="template: division by zero"):
+        render(dividing, messages)
     broken = ChatTemplate("{% for m in messages %}")
     with pytest.raises(Refused, match="template: Unexpected end of template"):
         render(broken, messages)

@@ -11,6 +11,7 @@ from evaluation_kit import ROWS, write_rows
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
+from vocagnolm.report.sampling import compute_sample
 
 
 def run(*arguments: object) -> str:
@@ -62,6 +63,11 @@ def test_from_conversations_to_scores(lab):
         assert answers["conditions"]["gsm8k"]["few_shot"] == 1
         # it has read these conversations: fewer bits than its start
         assert answers["bits_per_byte"] < 3.5
+    sample = compute_sample(lab / "guided", documents=2)
+    row, weights = sample.passages[0].student, sample.passages[0].weights
+    for text, nll, weight in zip(row.text, row.nll, weights, strict=True):
+        assert text != "<|im_start|>" or (nll is None and weight == 0)
+    assert 0 < sum(weights) < len(weights)
     card = (lab / "guided/model/README.md").read_text()
     assert "| conversations | trained on: assistant; its own template |" in card
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,10 +40,13 @@ class ChatTemplate:
     """Further variables of the template, for example `enable_thinking`."""
     origin: Origin = "own"
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        decides = json.dumps([self.source, dict(self.special_tokens), dict(self.options)])
-        return hashlib.sha256(decides.encode()).hexdigest()
+        decides = [self.source, dict(self.special_tokens), dict(self.options)]
+        return hashlib.sha256(json.dumps(decides, default=str).encode()).hexdigest()
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)  # options may be lists and mappings
 
     def describe(self) -> dict[str, Any]:
         """For manifests and cards."""
@@ -55,7 +59,6 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         # transformers' own sandbox: a template may come from anywhere. Not through its
         # `render_jinja_template`, in which the day cannot be fixed.
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         try:
@@ -66,7 +69,7 @@ class ChatTemplate:
                 **dict(self.special_tokens),
                 **dict(self.options),
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except Exception as error:  # a template may raise anything; it is told in its words
             reason = str(error).strip().splitlines()
             raise TemplateRaised(reason[0] if reason else type(error).__name__) from None
         return str(text)
