@@ -16,6 +16,8 @@ TESTS = Path(__file__).parent
 SLOW = (
     "faults",
     "alignment/test_real_tokenizers.py",
+    "chat/test_real_tokenizers.py",
+    "chat/test_templates.py",
     "demo/test_demo.py",
     "evaluate/test_generation.py",
     "evaluate/test_run.py",
@@ -30,6 +32,8 @@ SLOW = (
     "study/test_study.py",
     "study/test_tuning.py",
     "train/test_check.py",
+    "train/test_conversation_example.py",
+    "train/test_conversations.py",
     "train/test_elastic.py",
     "train/test_examples.py",
     "train/test_launchers.py",

@@ -199,7 +199,7 @@ def test_study_granularity(pair, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["align", "--text", "a", "--file", "b"], 2, "either --text or --file"),
+        (["align", "--text", "a", "--file", "b"], 2, "one of --text, --file or --messages"),
         (["align", "--file", "missing.txt"], 1, "cannot read missing.txt"),
         (["align", "--text", "a", "--special-tokens", "x"], 2, "'text' or 'control'"),
         (["study", "granularity", "--chunks", "8,x"], 2, "--chunks is '8,x'"),

@@ -52,6 +52,10 @@ class TilingError(VocagnolmError):
     """A tokenizer's tokens do not tile the bytes of a text."""
 
 
+class TemplateError(VocagnolmError):
+    """A chat template cannot render a conversation, or its contents cannot be found in it."""
+
+
 class CorpusError(VocagnolmError):
     """A corpus cannot be read as documents."""
 

@@ -1,6 +1,7 @@
 """Two rows of tokens over one text: as data for a program, as a picture for a terminal."""
 
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,10 @@ class AlignedText:
 
     @property
     def shares(self) -> Shares:
-        return shares(self.alignment)
+        """Of the tokens that stand for text; those that a chat template prints do not."""
+        shown = self.student.shown(self.text, self.student_tokens)
+        text = np.array([one is None for one in shown], bool) | self.alignment.mapped
+        return shares(Alignment(self.alignment.first[text], self.alignment.last[text]))
 
     def as_json(self) -> dict[str, Any]:
         overlap = token_overlap(
@@ -112,14 +116,18 @@ def draw(pair: AlignedText, console: "Console | None" = None) -> None:
 
     console = console or Console()
     encoded = pair.text.encode()
+    ours_shown = pair.student.shown(pair.text, pair.student_tokens)
+    theirs_shown = pair.teacher.shown(pair.text, pair.teacher_tokens)
     label = max(len("student"), len("teacher")) + 2
     top, bottom, width = _new_row("student", label), _new_row("teacher", label), label
     for ours, theirs in _cells(pair):
-        upper = _row_text(pair.student_tokens.spans[ours], encoded, _styles(pair, ours))
+        styles = _styles(pair, ours)
+        upper = _row_text(pair.student_tokens.spans[ours], encoded, styles, ours_shown[ours])
         count = theirs.stop - theirs.start
         style = "green" if count == ours.stop - ours.start == 1 else "yellow"
         style = "blue" if count == 1 and ours.stop - ours.start > 1 else style
-        lower = _row_text(pair.teacher_tokens.spans[theirs], encoded, [style] * count)
+        spans = pair.teacher_tokens.spans[theirs]
+        lower = _row_text(spans, encoded, [style] * count, theirs_shown[theirs])
         cell = max(cell_len(upper.plain), cell_len(lower.plain))
         upper.append(" " * (cell - cell_len(upper.plain)))
         lower.append(" " * (cell - cell_len(lower.plain)))
@@ -161,13 +169,20 @@ def _styles(pair: AlignedText, tokens: slice) -> list[str]:
     ]
 
 
-def _row_text(spans: np.ndarray, encoded: bytes, styles: list[str]) -> "Text":
+def _row_text(
+    spans: np.ndarray, encoded: bytes, styles: list[str], shown: Sequence[str | None]
+) -> "Text":
     from rich.text import Text
 
     row = Text()
-    for i, ((start, end), style) in enumerate(zip(spans.tolist(), styles, strict=True)):
+    for i, ((start, end), style, name) in enumerate(
+        zip(spans.tolist(), styles, shown, strict=True)
+    ):
         if i:
             row.append("╎", "dim")
+        if name is not None:  # a chat template's own; the end of a turn keeps its colour
+            row.append(visible(name.encode()), style if start < end else "dim")
+            continue
         row.append(visible(encoded[start:end]) or "∅", style)
     return row
 

@@ -3,13 +3,15 @@
 Three ways, from fast to forgiving. Each is taken only where it is right:
 
 1. *Joined*: the bytes behind the ids, joined, are the text itself (or the text behind one dummy
-   space). Then the byte lengths are the spans. No offsets are asked of the tokenizer at all.
+   space), or are so between added tokens. Then the byte lengths are the spans. No offsets are asked
+   of the tokenizer at all.
 2. *Traced*: the same per segment between added tokens, against the normalised text, and then back
    to the original bytes: NFC, lower-casing, literal space marks, dummy spaces behind added tokens.
 3. *Offsets*: tokenizers that lose text (WordPiece, NFKC, unknown tokens) get the best spans that
    their character offsets give: monotone, without overlap, and the bytes left out are counted.
 """
 
+import copy
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -21,6 +23,7 @@ from vocagnolm.alignment.alignment import IntArray, TokenSpans
 from vocagnolm.alignment.normalise import Normaliser, byte_positions
 from vocagnolm.alignment.vocabulary import (
     SPACE_MARK,
+    bytes_of_token,
     describe,
     description_of,
     plain_normaliser,
@@ -58,6 +61,8 @@ class Spanner:
         self._lengths = np.array(lengths or [0], np.int64)
         self._single_bytes = frozenset(e[0] for e in self.token_bytes if e and len(e) == 1)
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
+        self._is_added = _marked(self._added, len(self._lengths))
+        self._segmented = False
         self._normaliser = Normaliser(
             plain_normaliser(description),
             space_marks=self.pipeline.space_marks,
@@ -73,10 +78,28 @@ class Spanner:
             whole.decoder = self._decoder
         return str(whole.to_str())
 
+    def renamed(self, tokenizer: Tokenizer, names: dict[int, bytes]) -> "Spanner":
+        """The same for a tokenizer that differs in the names of some added tokens alone."""
+        other = copy.copy(self)
+        other._tokenizer = tokenizer
+        other._post_processor = other._decoder = None
+        other.token_bytes = [*self.token_bytes]
+        other._lengths = self._lengths.copy()
+        other._added = frozenset(tokenizer.get_added_tokens_decoder())
+        other._is_added = _marked(other._added, len(self._lengths))
+        for index in self._added - other._added:
+            own = bytes_of_token(tokenizer.id_to_token(index) or "", self.pipeline)
+            other.token_bytes[index] = own
+            other._lengths[index] = -1 if own is None else len(own)
+        for index, name in names.items():
+            other.token_bytes[index] = name
+            other._lengths[index] = len(name)
+        return other
+
     def spans(self, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
         encoded = encode_utf8(text)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        tokens = self._joined(encoding.ids, encoded) or self._traced(text, encoded, encoding)
+        tokens = self._by_bytes(encoding.ids, encoded) or self._traced(text, encoded, encoding)
         if add_special_tokens and self._post_processor is not None:
             return _in_template(tokens, self._post_processor.process(encoding, None, True))
         return tokens
@@ -88,9 +111,18 @@ class Spanner:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         result = []
         for text, encoded, encoding in zip(texts, encoded_texts, encodings, strict=True):
-            found = self._joined(encoding.ids, encoded)
-            result.append(found if found is not None else self.spans(text))
+            result.append(self._by_bytes(encoding.ids, encoded) or self.spans(text))
         return result
+
+    def _by_bytes(self, ids: list[int], encoded: bytes) -> TokenSpans | None:
+        """Whole or in segments; first in the way that did last time."""
+        ways = (self._joined, self._joined_segments)
+        for segmented in (self._segmented, not self._segmented):
+            found = ways[segmented](ids, encoded)
+            if found is not None:
+                self._segmented = segmented
+                return found
+        return None
 
     def _joined(self, ids: list[int], encoded: bytes) -> TokenSpans | None:
         if not self.pipeline.joins:
@@ -108,6 +140,34 @@ class Spanner:
         spans[:, 1] -= dummy
         spans[1:, 0] = spans[:-1, 1]
         spans[:1, 0] = 0
+        return TokenSpans(array, spans, len(encoded), lost_bytes=0)
+
+    def _joined_segments(self, ids: list[int], encoded: bytes) -> TokenSpans | None:
+        """The same between added tokens, each piece of text behind a dummy space or without."""
+        array = np.array(ids, np.int32)
+        added = np.flatnonzero(self._is_added[array]).tolist()
+        if not self.pipeline.joins or not added:
+            return None
+        lengths = self._lengths[array]
+        if (lengths < 0).any():
+            return None
+        cursor = 0
+        for before, after in pairwise([-1, *added, len(ids)]):
+            joined = b"".join(map(self.token_bytes.__getitem__, ids[before + 1 : after]))  # type: ignore[arg-type]
+            behind = self.token_bytes[ids[after]] if after < len(ids) else b""
+            assert behind is not None
+            ends = after < len(ids) or cursor + len(joined) == len(encoded)
+            if not (ends and encoded.startswith(joined + behind, cursor)):
+                if joined[:1] != b" " or not encoded.startswith(joined[1:] + behind, cursor):
+                    return None
+                joined = joined[1:]
+                lengths[before + 1] -= 1
+            cursor += len(joined) + len(behind)
+        if cursor != len(encoded):
+            return None
+        spans = np.empty((len(ids), 2), np.int64)
+        np.cumsum(lengths, out=spans[:, 1])
+        spans[:, 0] = spans[:, 1] - lengths
         return TokenSpans(array, spans, len(encoded), lost_bytes=0)
 
     def _traced(self, text: str, encoded: bytes, encoding: Encoding) -> TokenSpans:
@@ -207,6 +267,12 @@ class Spanner:
         widened = offsets.copy()
         widened[gap, 0] -= 1
         return widened
+
+
+def _marked(ids: frozenset[int], size: int) -> NDArray[np.bool_]:
+    table = np.zeros(size, bool)
+    table[[index for index in ids if index < size]] = True
+    return table
 
 
 def _in_template(tokens: TokenSpans, encoding: Encoding) -> TokenSpans:

@@ -109,6 +109,10 @@ class TextTokenizer:
         """The text behind an id, with space marks as spaces; None where it stands for none."""
         return self._spanner.token_bytes[index]
 
+    def shown(self, text: str, tokens: TokenSpans) -> list[str | None]:
+        """For the eye, what a token is where the text does not show it: nowhere, in plain text."""
+        return [None] * len(tokens)
+
     def spans(self, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
         return self._spanner.spans(text, add_special_tokens=add_special_tokens)
 
@@ -251,7 +255,9 @@ def _from_hub(
         folder = snapshot_download(
             repository,
             revision=revision,
-            allow_patterns=["tokenizer*", "config.json", "special_tokens_map.json"],
+            allow_patterns=[
+                *("tokenizer*", "config.json", "special_tokens_map.json", "chat_template*"),
+            ],
         )
     except Exception as error:  # network, authorisation, cache: many types, one meaning here
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

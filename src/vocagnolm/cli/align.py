@@ -5,6 +5,8 @@ from pathlib import Path
 
 import typer
 
+from vocagnolm.cli.choices import STUDENT_TEMPLATE_HELP, TEACHER_TEMPLATE_HELP
+
 
 def align(
     student: str = typer.Option(
@@ -15,6 +17,14 @@ def align(
     file: Path | None = typer.Option(
         None, help="A UTF-8 file to align, read as it is: no newline is translated."
     ),
+    messages: Path | None = typer.Option(
+        None,
+        help="A file of conversations (jsonl, parquet): each side reads one in its own template, "
+        "and the contents are aligned.",
+    ),
+    number: int = typer.Option(1, min=1, help="With --messages: which conversation of the file."),
+    student_template: str | None = typer.Option(None, help=STUDENT_TEMPLATE_HELP),
+    teacher_template: str | None = typer.Option(None, help=TEACHER_TEMPLATE_HELP),
     special_tokens: str = typer.Option(
         "text",
         help="Special tokens written in the text: 'text' reads their characters, "
@@ -28,22 +38,34 @@ def align(
     """Show two rows of tokens over one text, and which covers which.
 
     Green: one student token, one teacher token. Yellow: several teacher tokens for one student
-    token. Blue: several student tokens in one teacher token. Red: unmapped.
+    token. Blue: several student tokens in one teacher token. Red: unmapped. Dim: printed by a chat
+    template.
     """
-    from vocagnolm.alignment import load_tokenizer
+    from vocagnolm.alignment import TextTokenizer, load_tokenizer
     from vocagnolm.alignment.picture import align_text, draw
     from vocagnolm.errors import UsageError
 
-    if (text is None) == (file is None):
-        raise UsageError("give the text to align with either --text or --file")
+    if sum(given is not None for given in (text, file, messages)) != 1:
+        raise UsageError("give the text to align with one of --text, --file or --messages")
     if special_tokens not in ("text", "control"):
         raise UsageError(f"--special-tokens is {special_tokens!r}; expected 'text' or 'control'")
     content = read_utf8(file) if file is not None else text or ""
-    pair = align_text(
-        load_tokenizer(student, special_tokens=special_tokens, check=False),
-        load_tokenizer(teacher, special_tokens=special_tokens, check=False),
-        content,
-    )
+    ours: TextTokenizer = load_tokenizer(student, special_tokens=special_tokens, check=False)
+    theirs: TextTokenizer = load_tokenizer(teacher, special_tokens=special_tokens, check=False)
+    if messages is not None:
+        from vocagnolm.chat import ChatTokenizer, survey, template_of
+
+        read = read_conversations(messages, number)
+        if len(read) < number:
+            raise UsageError(f"{messages} holds {len(read):,} conversations, fewer than {number:,}")
+        content = read[-1][1]
+        ours = ChatTokenizer(ours, template_of(ours, student_template))
+        theirs = ChatTokenizer(theirs, template_of(theirs, teacher_template))
+        for line in (
+            line for side in (ours, theirs) for line in survey(side, [content]).warnings()
+        ):
+            typer.echo(line, err=True)
+    pair = align_text(ours, theirs, content)
     if plot is not None:
         from vocagnolm.pair.figures import tokenisation_rows
 
@@ -53,6 +75,22 @@ def align(
         typer.echo(json.dumps(pair.as_json(), ensure_ascii=False, indent=2))
         return
     draw(pair)
+
+
+def read_conversations(file: Path, limit: int) -> list[tuple[str, str]]:
+    """Places and shared texts of the first conversations of a file."""
+    from vocagnolm.data.corpus import open_corpus
+    from vocagnolm.errors import CorpusError
+
+    corpus = open_corpus(file, text_field="")
+    if not corpus.conversations:
+        raise CorpusError(f"{file} holds texts, not conversations: give them with --file.")
+    found = []
+    for document in corpus.read(0, limit):
+        if document.text is None:
+            raise CorpusError(f"{document.place} cannot be used: {document.problem}.")
+        found.append((document.place, document.text))
+    return found
 
 
 def read_utf8(file: Path) -> str:

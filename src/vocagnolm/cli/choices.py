@@ -2,6 +2,7 @@
 precision."""
 
 from enum import StrEnum
+from typing import Any
 
 RECIPE_HELP = "The recipe: a YAML file, or a name of `vocagnolm recipe list`."
 CORPUS_HELP = (
@@ -13,6 +14,26 @@ SPLIT_HELP = (
     "A text file (.txt, .md, ...) is one document: none; or one for each blank_line between, or "
     "each line. corpus.split in a recipe."
 )
+
+
+FORMAT_HELP = (
+    "What a record holds: a text, or a conversation as `messages`, or as `prompt` and "
+    "`completion`; auto: by the fields of the first. corpus.format in a recipe."
+)
+TEMPLATE_HELP = (
+    "Conversations: a chat template (Jinja file, folder with one, or plain) in place of the "
+    "model's own."
+)
+STUDENT_TEMPLATE_HELP = f"The student's side. {TEMPLATE_HELP}"
+TEACHER_TEMPLATE_HELP = f"The teacher's side. {TEMPLATE_HELP}"
+TEMPLATE_OPTION_HELP = "Conversations: a further variable of the template, name=value."
+
+
+class Format(StrEnum):
+    auto = "auto"
+    text = "text"
+    messages = "messages"
+    prompt_completion = "prompt_completion"
 
 
 class Split(StrEnum):
@@ -32,3 +53,14 @@ class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+def template_options(given: list[str]) -> dict[str, Any]:
+    """`name=value`, the value as in YAML."""
+    from vocagnolm.errors import UsageError
+    from vocagnolm.recipe.schema import apply_override
+
+    found: dict[str, Any] = {}
+    for option in given:
+        apply_override(found, option, UsageError, steps_of=lambda path: [path])
+    return found

@@ -6,9 +6,19 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vocagnolm.cli.choices import CORPUS_HELP, SPLIT_HELP, TEXT_FIELD_HELP, Split
+from vocagnolm.cli.choices import (
+    CORPUS_HELP,
+    FORMAT_HELP,
+    SPLIT_HELP,
+    STUDENT_TEMPLATE_HELP,
+    TEACHER_TEMPLATE_HELP,
+    TEXT_FIELD_HELP,
+    Format,
+    Split,
+)
 
 if TYPE_CHECKING:
+    from vocagnolm.chat import Survey
     from vocagnolm.pair import Pair
 
 
@@ -22,6 +32,9 @@ def compare(
         [], help=f"Measure on this corpus instead of the built-in sample: {CORPUS_HELP}"
     ),
     text_field: str = typer.Option("text", help=TEXT_FIELD_HELP),
+    format_: Format = typer.Option(Format.auto, "--format", help=FORMAT_HELP),
+    student_template: str | None = typer.Option(None, help=STUDENT_TEMPLATE_HELP),
+    teacher_template: str | None = typer.Option(None, help=TEACHER_TEMPLATE_HELP),
     split: Split = typer.Option(Split.none, help=SPLIT_HELP),
     limit_documents: int = typer.Option(1000, min=1, help="Read at most so many documents."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
@@ -33,20 +46,37 @@ def compare(
 
     Vocabulary sizes and overlap (raw strings as in the paper, with space marks made equal, by
     true bytes), tokens per byte, how the student's tokens map, and whether both tokenizers tile
-    the text exactly. No model is loaded.
+    the text exactly. No model is loaded. Conversations are read by each side in its own template,
+    and compared over the contents of their messages.
     """
-    from vocagnolm.alignment import load_tokenizer
+    from vocagnolm.alignment import TextTokenizer, load_tokenizer
+    from vocagnolm.chat import ChatTokenizer, survey, template_of
+    from vocagnolm.chat.survey import readable_by
+    from vocagnolm.data.corpus import open_corpus
     from vocagnolm.data.left_out import LeftOut, read_texts
     from vocagnolm.pair import SAMPLE
     from vocagnolm.pair import compare as run
 
     documents, left_out = list(SAMPLE), LeftOut()
+    ours: TextTokenizer = load_tokenizer(student, check=False)
+    theirs: list[TextTokenizer] = [load_tokenizer(source, check=False) for source in teacher]
+    surveys: list[Survey] = []
     if corpus:
-        documents, left_out = read_texts(
-            corpus, text_field=text_field, split=split.value, limit=limit_documents
+        opened = open_corpus(
+            corpus,
+            text_field=text_field,
+            format=format_.value,
+            split=split.value,
+            limit=limit_documents,
         )
-    ours = load_tokenizer(student, check=False)
-    pairs = run(ours, [load_tokenizer(source, check=False) for source in teacher], documents)
+        documents, left_out = read_texts(opened)
+        if opened.conversations:
+            us = ChatTokenizer(ours, template_of(ours, student_template))
+            them = [ChatTokenizer(one, template_of(one, teacher_template)) for one in theirs]
+            surveys = [survey(side, documents) for side in (us, *them)]
+            documents = readable_by([us, *them], documents)
+            ours, theirs = us, [*them]
+    pairs = run(ours, theirs, documents)
     if plot is not None:
         from vocagnolm.pair.figures import overlap_bars
 
@@ -63,10 +93,14 @@ def compare(
             "corpus": {"documents": len(documents), "left_out": left_out.as_json()},
             "pairs": [pair.as_json() for pair in pairs],
         }
+        if surveys:
+            report["templates"] = [seen.to_dict() for seen in surveys]
         typer.echo(json.dumps(report, ensure_ascii=False, indent=2))
         return
     _print(pairs, f"{', '.join(corpus) or 'the built-in sample'}, {len(documents):,} documents")
-    for line in left_out.lines():
+    for seen in surveys:
+        typer.echo(f"{seen.name}: {seen.template}")
+    for line in [line for seen in surveys for line in seen.warnings()] + left_out.lines():
         typer.echo(line)
 
 

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vocagnolm.cli.choices import CORPUS_HELP, SPLIT_HELP, TEXT_FIELD_HELP, Device, Dtype, Split
+from vocagnolm.cli.choices import (
+    CORPUS_HELP,
+    SPLIT_HELP,
+    TEMPLATE_HELP,
+    TEXT_FIELD_HELP,
+    Device,
+    Dtype,
+    Split,
+)
 from vocagnolm.cli.progress import progress
 from vocagnolm.cli.quiet import quiet_libraries
 
@@ -52,6 +60,16 @@ def evaluate(
         help="paper: the prompts, the 1,024 tokens and the grading of the paper's harness, as far "
         "as they can be had.",
     ),
+    chat: bool = typer.Option(
+        False,
+        "--chat",
+        help="The benchmarks as conversations in the model's own template, worked examples as "
+        "turns.",
+    ),
+    shots: int | None = typer.Option(
+        None, min=0, help="With --chat: worked examples; 0: none. [default: the task's own]"
+    ),
+    chat_template: str | None = typer.Option(None, help=TEMPLATE_HELP),
     max_new_tokens: int | None = typer.Option(
         None,
         min=1,
@@ -91,6 +109,8 @@ def evaluate(
                 choices=choices.value,
                 max_new_tokens=max_new_tokens,
                 protocol=protocol.value,
+                chat=chat,
+                shots=shots,
             ),
             Engine(
                 device=device.value,
@@ -98,6 +118,7 @@ def evaluate(
                 batch_size=batch_size,
                 revision=revision,
                 trust_remote_code=trust_remote_code,
+                chat_template=chat_template,
             ),
             text=text,
             text_field=text_field,

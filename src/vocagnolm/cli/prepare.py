@@ -29,22 +29,33 @@ def prepare(
     from vocagnolm.recipe import load_recipe
 
     loaded = load_recipe(recipe, set_)  # first: a typo is answered before all else is imported
-    from vocagnolm.data.blocks import block_count
+    from vocagnolm.data.block_copies import opened_count
     from vocagnolm.data.prepare import prepare as run
 
     with _progress() as note:
         manifest = run(loaded, workers=workers or os.cpu_count() or 1, progress=note)
+    size = loaded.data.block_size
+    blocks, bins = opened_count(loaded, manifest)
     summary = {
-        "blocks": block_count(manifest["tokens"], loaded.data.block_size),
+        "blocks": blocks,
         "folder": loaded.data.blocks,
         "fingerprint": manifest["fingerprint"],
         "guided": "guidance" in manifest["columns"],
         **manifest["summary"],
     }
+    if bins is not None:
+        summary |= {
+            "template": manifest["inputs"]["template"]["origin"],
+            "cut_documents": bins.cut,
+            "documents_without_training": bins.without,
+            "filled_share": bins.tokens / max(len(bins) * (size + 1), 1),
+        }
     if as_json:
         typer.echo(json.dumps(summary, ensure_ascii=False, indent=2))
     else:
-        _print(summary, loaded.data.block_size)
+        _print(summary, size)
+        if bins is not None:
+            typer.echo(bins.words(size + 1))
 
 
 @contextlib.contextmanager
@@ -71,6 +82,16 @@ def _print(summary: dict[str, Any], block_size: int) -> None:
             f"not in the store: {summary['missing_documents']:,} documents; "
             f"without usable text: {summary['unusable_documents']:,}"
         )
+    if "trained" in summary:
+        from vocagnolm.chat.survey import template_words
+
+        share = summary["trained"] / max(summary["tokens"], 1)
+        typer.echo(
+            f"conversations, in {template_words(summary['template'])}; "
+            f"trained on: {summary['trained']:,} tokens ({share:.1%})"
+        )
+        for reason, count in summary["refused"].items():
+            typer.echo(f"the template refuses {count:,} conversations: {reason}")
     if not summary["guided"]:
         typer.echo("no store: the blocks hold no guidance")
         return

@@ -12,11 +12,16 @@ from typer.core import TyperCommand
 
 from vocagnolm.cli.choices import (
     CORPUS_HELP,
+    FORMAT_HELP,
     SPLIT_HELP,
+    TEMPLATE_HELP,
+    TEMPLATE_OPTION_HELP,
     TEXT_FIELD_HELP,
     Device,
     Dtype,
+    Format,
     Split,
+    template_options,
 )
 from vocagnolm.cli.progress import progress
 from vocagnolm.cli.quiet import quiet_libraries
@@ -49,6 +54,7 @@ def score(
         None, help="The loss store: a folder, or an address (s3://, gs://, az://)."
     ),
     text_field: str | None = typer.Option(None, help=f"{TEXT_FIELD_HELP} [default: text]"),
+    format_: Format | None = typer.Option(None, "--format", help=f"{FORMAT_HELP} [default: auto]"),
     split: Split | None = typer.Option(None, help=f"{SPLIT_HELP} [default: none]"),
     limit_documents: int | None = typer.Option(None, min=1, help="Read at most so many."),
     device: Device = typer.Option(Device.auto, help="Where the teacher runs."),
@@ -71,6 +77,8 @@ def score(
     bos: str = typer.Option(
         "auto", help="Before every window: auto (as the tokenizer does), none, or a token."
     ),
+    chat_template: str | None = typer.Option(None, help=TEMPLATE_HELP),
+    template_option: list[str] = typer.Option([], help=TEMPLATE_OPTION_HELP),
     compiled: bool | None = typer.Option(
         None, "--compile/--no-compile", help="Compile the layers. [default: on a GPU]"
     ),
@@ -112,18 +120,22 @@ def score(
     """
     from vocagnolm.errors import UsageError
 
+    options = template_options(template_option)
     if recipe is not None:
         from vocagnolm.recipe import load_recipe
 
         given = load_recipe(recipe)
         if teacher is None:
             teacher, revision = given.teacher.model, revision or given.teacher.revision
+            chat_template = chat_template or given.teacher.chat_template
+            options = {**given.teacher.template_options, **options}
         if not corpus:
             corpus, limit_documents = (
                 given.corpus.files,
                 limit_documents or given.corpus.limit_documents,
             )
             text_field = text_field or given.corpus.text_field
+            format_ = format_ or Format(given.corpus.format)
             split = split or Split(given.corpus.split)
         if out is None and len(given.stores) > 1:
             raise UsageError(f"{recipe} names several stores: say with --out which one to make.")
@@ -146,6 +158,8 @@ def score(
         batch_tokens=batch_tokens,
         shard_documents=shard_documents,
         bos=bos,
+        chat_template=chat_template,
+        template_options=options,
         compiled=compiled,
         threads=threads,
         strict=strict,
@@ -162,6 +176,7 @@ def score(
             out,
             settings=settings,
             text_field=text_field or "text",
+            format=(format_ or Format.auto).value,
             split=(split or Split.none).value,
             limit_documents=limit_documents,
             revision=revision,

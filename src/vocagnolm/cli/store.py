@@ -136,7 +136,11 @@ def compare_command(
     from vocagnolm.data.teachers import compare_stores
 
     read = open_corpus(corpus, text_field=text_field) if corpus else None
-    named = open_corpus(corpus, text_field=source_field) if corpus and source_field else None
+    named = (
+        open_corpus(corpus, text_field=source_field, format="text")
+        if corpus and source_field
+        else None
+    )
     found = compare_stores(stores, read, sources=named, limit=limit_documents, examples=examples)
     if plot is not None:
         from vocagnolm.report.store_figure import document_scatter

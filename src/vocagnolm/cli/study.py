@@ -66,7 +66,11 @@ def granularity(
     documents, left_out = list(SAMPLE), LeftOut()
     if corpus:
         documents, left_out = read_texts(
-            corpus, text_field=text_field, split=split.value, limit=limit_documents
+            corpus,
+            text_field=text_field,
+            format="text",
+            split=split.value,
+            limit=limit_documents,
         )
     study = granularity_study(
         load_tokenizer(student, check=False),

@@ -2,9 +2,11 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import typer
 
+from vocagnolm.cli.choices import STUDENT_TEMPLATE_HELP, TEACHER_TEMPLATE_HELP
 from vocagnolm.cli.quiet import quiet_libraries
 
 
@@ -21,6 +23,12 @@ def view(
     file: list[Path] = typer.Option(
         [], help="A UTF-8 file to show, read as it is; give it several times."
     ),
+    messages: Path | None = typer.Option(
+        None, help="A file of conversations: each side reads them in its own template."
+    ),
+    limit: int = typer.Option(4, min=1, help="With --messages: so many conversations."),
+    student_template: str | None = typer.Option(None, help=STUDENT_TEMPLATE_HELP),
+    teacher_template: str | None = typer.Option(None, help=TEACHER_TEMPLATE_HELP),
     student_model: str | None = typer.Option(
         None, help="A model whose losses to show: folder, hub id or GGUF file."
     ),
@@ -39,12 +47,25 @@ def view(
     Tokenizers alone give the alignment. Models add their losses; with both models every token
     shows its excess and whether it would be kept. The page needs no network.
     """
-    from vocagnolm.cli.align import read_utf8
+    from vocagnolm.cli.align import read_conversations, read_utf8
     from vocagnolm.report.html import write_page
     from vocagnolm.report.view import view_from_sources
 
+    templates: dict[str, Any] = {}
+    if messages is not None:
+        from vocagnolm.chat import ChatTokenizer, template_of
+        from vocagnolm.errors import UsageError
+
+        if text or file:
+            raise UsageError("a page shows texts or conversations: give --messages alone")
+        for side, given in (("student", student_template), ("teacher", teacher_template)):
+            templates[f"{side}_template"] = lambda tokenizer, given=given: ChatTokenizer(
+                tokenizer, template_of(tokenizer, given)
+            )
     texts = [(f"text {at}" if len(text) > 1 else "text", one) for at, one in enumerate(text, 1)]
     texts += [(path.name, read_utf8(path)) for path in file]
+    if messages is not None:
+        texts = read_conversations(messages, limit)
     # transformers is loaded only where there are models
     with quiet_libraries() if student_model or teacher_model else nullcontext():
         page = view_from_sources(
@@ -56,5 +77,6 @@ def view(
             keep=keep,
             aggregation=aggregation,
             unmapped=unmapped,
+            **templates,
         )
     typer.echo(str(write_page(page, html)))

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.data.blocks import MANIFEST, read_manifest
+from vocagnolm.data.bins import Bins
+from vocagnolm.data.blocks import MANIFEST, Blocks, block_count, read_manifest
 from vocagnolm.data.identity import blocks_place
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import json_bytes, json_digest, move_folder, parse_json
@@ -101,3 +102,13 @@ def _refuse_other_settings(place: Place, settings: Mapping[str, Any]) -> None:
             f"{place} holds blocks that are being made with other settings. Choose another place "
             "for data.blocks, or give the settings back."
         )
+
+
+def opened_count(recipe: Recipe, manifest: dict[str, Any]) -> tuple[int, Bins | None]:
+    """How many blocks the recipe's folder gives; of conversations also how they fill them, for
+    which the blocks are read."""
+    size = recipe.data.block_size
+    if not manifest["settings"].get("conversations"):
+        return block_count(manifest["tokens"], size), None
+    blocks = Blocks(local_blocks(recipe), size)
+    return len(blocks), blocks.bins

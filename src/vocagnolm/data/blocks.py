@@ -8,11 +8,15 @@ part-00000.safetensors    ids [T], document_tokens [D], document_index [D]
                           minus sign where the token goes on with it (compare: stretch, alm)
                           teacher_nll [M], teacher_range [T, 2]     (chunk; unmapped: mean)
                           text [B] bytes, spans [T, 2]              (online teacher)
+                          trained [T], first_trained [D]            (conversations)
 ```
 
 A block of size L is a window of L + 1 tokens: L that are read and L that are predicted, as LitGPT
 packs. The next window begins with the last token of this one, so that every token of the stream is
 predicted once. What a block holds belongs to its tokens; the collator shifts, once.
+
+A block of conversations holds whole ones, as many as fit (`data.bins`), and is filled up with
+tokens that nobody is trained on.
 
 No torch here: `Blocks` is map-style and gives NumPy arrays, the only kind of data with which
 Hugging Face's Trainer resumes exactly.
@@ -25,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from vocagnolm.data.bins import Bins, fill_bins
 from vocagnolm.data.guidance import cut_stretches
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.errors import BlocksError
@@ -74,6 +79,10 @@ class Blocks:
         self._starts = np.concatenate([[0], np.cumsum([p["tokens"] for p in parts])]).astype(int)
         self._handles: dict[int, Any] = {}
         self._documents: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+        self.bins: Bins | None = None
+        """Conversations: which of them stand in which block."""
+        if self.conversations:
+            self.bins = self._fill_bins()
         if not len(self):
             raise BlocksError(
                 f"{self.folder} holds {self.tokens:,} tokens; a block of {block_size:,} needs "
@@ -81,7 +90,11 @@ class Blocks:
             )
 
     def __len__(self) -> int:
-        return block_count(self.tokens, self.block_size)
+        return block_count(self.tokens, self.block_size) if self.bins is None else len(self.bins)
+
+    @property
+    def conversations(self) -> bool:
+        return bool(self.manifest["settings"].get("conversations"))
 
     @property
     def has_guidance(self) -> bool:
@@ -90,9 +103,12 @@ class Blocks:
     def __getitem__(self, index: int) -> Block:
         """Per token of the window [L + 1]: `input_ids` int64, `guidance` float32 (with a store),
         `document` int64, the ordinal of its document within the block. With `stretches` also
-        `stretch` int64, with `teacher_sums` also `teacher_sums` float64 [2]."""
+        `stretch` int64, with `teacher_sums` also `teacher_sums` float64 [2]. Of conversations also
+        `trained` bool: whether the token is trained on."""
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
+        if self.bins is not None:
+            return self._conversations(self.windows(index))
         start, stop = self.window(index)
         block: Block = {"input_ids": self.read("ids", start, stop).astype(np.int64)}
         if self.stretches:
@@ -100,7 +116,7 @@ class Blocks:
         elif self.has_guidance:
             block["guidance"] = self.read("guidance", start, stop).astype(np.float32)
         if self.chunks is not None or self.teacher_sums:
-            self._add_teacher(block, start, stop)
+            self._add_teacher(block, *self._teacher(start, stop))
         starts, _ = self._document_table()
         first = np.searchsorted(starts, start, side="right")
         inside = starts[first : np.searchsorted(starts, stop, side="left")] - start
@@ -109,8 +125,95 @@ class Blocks:
         block["document"] = np.cumsum(marks)
         return block
 
+    def _conversations(self, windows: list[tuple[int, int]]) -> Block:
+        """Whole conversations, one behind the other; the rest of the block is padding."""
+        width = self.block_size + 1
+        lengths = [stop - start for start, stop in windows]
+        block: Block = {
+            "input_ids": _filled(self._gathered("ids", windows).astype(np.int64), width, 0),
+            "trained": _filled(self._gathered("trained", windows).astype(bool), width, False),
+        }
+        padding = [width - sum(lengths)]
+        block["document"] = np.repeat(np.arange(len(lengths) + 1), lengths + padding)
+        if self.stretches:
+            column = _filled(self._whole_stretches(windows), width, np.nan)
+            block["guidance"], block["stretch"] = cut_stretches(
+                np.abs(column), np.signbit(column), cut_at_end=False
+            )
+        elif self.has_guidance:
+            guidance = self._gathered("guidance", windows).astype(np.float32)
+            block["guidance"] = _filled(guidance, width, np.nan)
+        if self.chunks is not None or self.teacher_sums:
+            ranges, losses, origin = [], [], 0
+            for window in windows:
+                own, nll = self._teacher(*window)
+                ranges.append(np.where(own >= 0, own + origin, -1))
+                losses.append(nll)
+                origin += len(nll)
+            filled = np.full((width, 2), -1, np.int64)
+            filled[: sum(lengths)] = np.concatenate(ranges)
+            self._add_teacher(block, filled, np.concatenate(losses))
+        return block
+
+    def _whole_stretches(self, windows: list[tuple[int, int]]) -> NDArray[np.float16]:
+        """The column of stretches; where a conversation is cut, its last stretch is not known."""
+        found = []
+        starts, _ = self._document_table()
+        for start, stop in windows:
+            behind = int(np.searchsorted(starts, start, side="right"))
+            end = int(starts[behind]) if behind < len(starts) else self.tokens
+            column = self.read("stretch", start, min(stop + 1, end))
+            goes_on = np.signbit(column)
+            column = column[: stop - start].copy()
+            if goes_on[stop - start :].any():
+                begins = np.flatnonzero(~goes_on[: stop - start])
+                column[begins[-1] if len(begins) else 0 :] = np.nan
+            found.append(column)
+        return np.concatenate(found)
+
+    def _gathered(self, column: str, windows: list[tuple[int, int]]) -> NDArray[Any]:
+        return np.concatenate([self.read(column, start, stop) for start, stop in windows])
+
+    def windows(self, index: int) -> list[tuple[int, int]]:
+        """Conversations: the stream's tokens of each one in a block, cut to the block's length."""
+        assert self.bins is not None
+        starts, _ = self._document_table()
+        ends = np.append(starts[1:], self.tokens)
+        return [
+            (int(starts[n]), min(int(ends[n]), int(starts[n]) + self.block_size + 1))
+            for n in self.bins.documents(index)
+        ]
+
+    def conversation_texts(self, index: int) -> list[tuple[str, NDArray[np.int64]]]:
+        """Per conversation of a block its shared text, and the spans [N, 2] of its tokens in it."""
+        found = []
+        for start, stop in self.windows(index):
+            ((part, a, b),) = self._pieces(start, stop)
+            handle = self._handle(part)
+            begins = handle.get_tensor("document_tokens").astype(np.int64).cumsum()
+            behind = int(begins[np.searchsorted(begins, a, side="right")])
+            spans, text = handle.get_slice("spans"), handle.get_slice("text")
+            own = spans[a:b].astype(np.int64)
+            low = int(own[0, 0])
+            last = behind == begins[-1]
+            high = text.get_shape()[0] if last else int(spans[behind : behind + 1][0, 0])
+            found.append((text[low:high].tobytes().decode(), own - low))
+        return found
+
+    def _fill_bins(self) -> Bins:
+        counts, first = [], []
+        for part in range(len(self._names)):
+            counts.append(self._handle(part).get_tensor("document_tokens"))
+            first.append(self._handle(part).get_tensor("first_trained"))
+        return fill_bins(
+            np.concatenate(counts).astype(np.int64),
+            np.concatenate(first).astype(np.int64),
+            self.block_size + 1,
+        )
+
     def window(self, index: int) -> tuple[int, int]:
         """The stream's tokens of a block: `start..stop`."""
+        assert self.bins is None
         return index * self.block_size, (index + 1) * self.block_size + 1
 
     def text(self, index: int) -> tuple[bytes, NDArray[np.int64]]:
@@ -129,6 +232,8 @@ class Blocks:
     def documents(self, index: int) -> list[int]:
         """Corpus indices of the documents that the block touches."""
         starts, indices = self._document_table()
+        if self.bins is not None:
+            return [int(indices[n]) for n in self.bins.documents(index)]
         low, high = self.window(index)
         first = int(np.searchsorted(starts, low, side="right")) - 1
         found: list[int] = indices[first : int(np.searchsorted(starts, high, side="left"))].tolist()
@@ -158,9 +263,8 @@ class Blocks:
             np.abs(column[:width]), goes_on[:width], cut_at_end=bool(goes_on[width:].any())
         )
 
-    def _add_teacher(self, block: Block, start: int, stop: int) -> None:
+    def _add_teacher(self, block: Block, ranges: NDArray[np.int64], nll: NDArray[Any]) -> None:
         """What takes all of the teacher's losses behind the window, in place."""
-        ranges, nll = self._teacher(start, stop)
         if self.chunks is not None:
             # the chunks are cut among the tokens that are predicted: all but the first
             guidance = chunk_guidance(ranges[1:], nll, self.chunks)
@@ -253,6 +357,12 @@ class TrainingOrder:
             raise IndexError(f"position {position} of {self.length}")
         index = self.block_index(position)
         return {**self.blocks[index], "block": index}
+
+
+def _filled(values: NDArray[Any], width: int, filling: Any) -> NDArray[Any]:
+    result = np.full(width, filling, values.dtype)
+    result[: len(values)] = values
+    return result
 
 
 def block_count(tokens: int, block_size: int) -> int:

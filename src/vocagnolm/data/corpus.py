@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.chat.messages import Format, Refused, conversation_of, format_of, shared_text
 from vocagnolm.data.remote import remote_files
 from vocagnolm.data.sources import (
     JSONL_SUFFIXES,
@@ -41,7 +42,8 @@ def document_hash(text: str) -> bytes:
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a corpus. Either `text` or `problem` is set."""
+    """One document of a corpus. Either `text` or `problem` is set; the text of a conversation is
+    its shared text (`vocagnolm.chat`)."""
 
     index: int
     """Number in the corpus, from 0."""
@@ -61,6 +63,7 @@ class Corpus:
         sources: Sequence[Source],
         *,
         text_field: str = "text",
+        format: Format = "auto",
         split: Split = "none",
         limit: int | None = None,
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
@@ -74,7 +77,12 @@ class Corpus:
         self.max_document_bytes = max_document_bytes
         # One pass over the bytes: counts documents, remembers where to seek, takes the checksum.
         self._starts = [0, *itertools.accumulate(len(source) for source in self.sources)]
-        self._check_text_field()
+        self._formats = self._found_formats(format)
+
+    @property
+    def conversations(self) -> bool:
+        """Whether its documents are conversations, and their texts shared texts."""
+        return bool(self._formats) and self._formats[0] != "text"
 
     def __len__(self) -> int:
         total = self._starts[-1]
@@ -96,6 +104,9 @@ class Corpus:
         if self.split != "none":  # written only where it is used: older stores stay the same
             about["split"] = self.split
             parts.append(f"split {self.split}")
+        if self.conversations:
+            about["format"] = sorted(set(self._formats))
+            parts.append(f"format {about['format']}")
         digest = hashlib.sha256()
         for part in parts:
             digest.update(part.encode() + b"\0")
@@ -114,7 +125,7 @@ class Corpus:
                 continue
             inside = range(max(start, first) - first, min(stop, last) - first)
             for offset, record in zip(inside, source.read(inside.start, inside.stop), strict=True):
-                yield self._document(first + offset, record)
+                yield self._document(first + offset, record, self._formats[number])
 
     def __iter__(self) -> Iterator[Document]:
         return self.read()
@@ -138,9 +149,11 @@ class Corpus:
         """Sources that are not, on this machine, the files that were counted and hashed."""
         return [source.name for source in self.sources if source.changed()]
 
-    def _document(self, index: int, record: Record) -> Document:
+    def _document(self, index: int, record: Record, format: Format) -> Document:
         place, value = record.place, record.value
-        if isinstance(value, dict):
+        if format != "text" and not isinstance(value, Problem):
+            value = _conversation(value, format)
+        elif isinstance(value, dict):
             value = value.get(self.text_field, Problem(f"no field {self.text_field!r}"))
         if not isinstance(value, str | Problem):
             value = Problem(f"field {self.text_field!r} holds {type(value).__name__}, not text")
@@ -161,27 +174,56 @@ class Corpus:
             return Problem(f"huge: {n_bytes:,} bytes, the limit is {self.max_document_bytes:,}")
         return None
 
-    def _check_text_field(self) -> None:
-        """A wrong --text-field would skip every document: say so at the start."""
+    def _found_formats(self, wanted: Format) -> list[Format]:
+        """What the records of each source hold, by its first one. A wrong --text-field would skip
+        every document: it is said at the start."""
+        found: list[Format] = []
         for source in self.sources:
+            holds: Format = "text" if wanted == "auto" else wanted
             for record in source.read(0, min(1, len(source))):
-                if isinstance(record.value, dict) and self.text_field not in record.value:
-                    fields = sorted(map(str, record.value))
-                    near = difflib.get_close_matches(self.text_field, fields, n=1)
-                    raise CorpusError(
-                        f"{record.place} has no field {self.text_field!r}; its fields are: "
-                        f"{', '.join(fields)}."
-                        + (f" Did you mean --text-field {near[0]}" if near else "")
-                        + ("" if near else " Name the text with --text-field")
-                        + " (corpus.text_field in a recipe)"
-                        + ("?" if near else ".")
-                    )
+                fields = record.value if isinstance(record.value, dict) else None
+                if fields is None:
+                    continue
+                if wanted == "auto":
+                    holds = format_of(fields, self.text_field) or "text"
+                if holds == "text" and self.text_field not in fields:
+                    raise self._no_text_field(record, fields)
+            found.append(holds)
+        if len({holds == "text" for holds in found}) > 1:
+            names = [f"{s.name} ({holds})" for s, holds in zip(self.sources, found, strict=True)]
+            raise CorpusError(
+                f"the corpus mixes texts and conversations: {', '.join(names[:4])}. Read them "
+                "apart, or say what they are with --format (corpus.format in a recipe)."
+            )
+        return found
+
+    def _no_text_field(self, record: Record, found: dict[str, Any]) -> CorpusError:
+        fields = sorted(map(str, found))
+        near = difflib.get_close_matches(self.text_field, fields, n=1)
+        return CorpusError(
+            f"{record.place} has no field {self.text_field!r}; its fields are: "
+            f"{', '.join(fields)}."
+            + (f" Did you mean --text-field {near[0]}" if near else "")
+            + ("" if near else " Name the text with --text-field")
+            + " (corpus.text_field in a recipe)"
+            + ("?" if near else ".")
+        )
+
+
+def _conversation(value: Any, format: Format) -> str | Problem:
+    if not isinstance(value, dict):
+        return Problem("no conversation: a text, not a record")
+    try:
+        return shared_text(conversation_of(value, format))
+    except Refused as error:
+        return Problem(str(error))
 
 
 def open_corpus(
     paths: str | Path | Sequence[str | Path],
     *,
     text_field: str = "text",
+    format: Format = "auto",
     split: Split = "none",
     limit: int | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
@@ -189,12 +231,15 @@ def open_corpus(
     """A corpus from files (jsonl, jsonl.gz, jsonl.zst, parquet, txt), folders of those, addresses
     of files, folders or patterns (`s3://bucket/corpus/*.jsonl.gz`, gs://, hf://, https://), or
     datasets of the Hugging Face hub (`owner/name` or `owner/name:split`). A text file is one
-    document, unless `split` cuts it at every blank line or line."""
+    document, unless `split` cuts it at every blank line or line. `format`: records hold a text, or
+    a conversation (`messages`; `prompt` and `completion`); auto: by the fields of the first."""
     if isinstance(paths, str | Path):
         paths = [paths]
     if not paths:
         raise ValueError("a corpus needs at least one path")
-    sources = [source for path in paths for source in _sources_of(path, text_field, split)]
+    # a conversation that is asked for is read also where there is a text beside it
+    wanted = text_field if format in ("auto", "text") else ""
+    sources = [source for path in paths for source in _sources_of(path, wanted, split)]
     if split != "none" and not any(isinstance(source, TextFile) for source in sources):
         raise CorpusError(
             f"split {split} is for text files ({', '.join(TEXT_SUFFIXES)}), and "
@@ -203,6 +248,7 @@ def open_corpus(
     corpus = Corpus(
         sources,
         text_field=text_field,
+        format=format,
         split=split,
         limit=limit,
         max_document_bytes=max_document_bytes,

@@ -134,6 +134,18 @@ def stretch_guidance(
     return losses, inside & ~begins
 
 
+def unbroken(
+    losses: NDArray[Any], goes_on: NDArray[np.bool_], place: NDArray[np.int64]
+) -> NDArray[Any]:
+    """Without the stretches whose tokens are not neighbours at their places: a template's tokens
+    stand between them."""
+    apart = goes_on & (np.diff(place, prepend=place[:1] - 1) != 1)
+    if not apart.any():
+        return losses
+    number = np.cumsum(~goes_on)
+    return np.where(np.isin(number, number[apart]), np.nan, losses)
+
+
 def cut_stretches(
     losses: NDArray[Any], goes_on: NDArray[np.bool_], *, cut_at_end: bool
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:

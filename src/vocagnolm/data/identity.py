@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
+from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.data.corpus import Corpus, open_corpus
 from vocagnolm.data.separators import separator_ids
 from vocagnolm.errors import BlocksError
@@ -46,12 +47,26 @@ def teacher_tokenizer(recipe: Recipe) -> TextTokenizer:
     return load_tokenizer(recipe.teacher_tokenizer, revision=revision)
 
 
+def student_chat(recipe: Recipe, tokenizer: TextTokenizer) -> ChatTokenizer:
+    """The student's tokenizer in its template."""
+    given = recipe.student
+    template = template_of(tokenizer, given.chat_template, given.template_options)
+    return ChatTokenizer(tokenizer, template)
+
+
+def teacher_chat(recipe: Recipe, tokenizer: TextTokenizer) -> ChatTokenizer:
+    given = recipe.teacher
+    template = template_of(tokenizer, given.chat_template, given.template_options)
+    return ChatTokenizer(tokenizer, template)
+
+
 def recipe_corpus(recipe: Recipe) -> Corpus:
     if not recipe.corpus.files:
         raise BlocksError("The recipe names no corpus: set corpus.files.")
     return open_corpus(
         recipe.corpus.files,
         text_field=recipe.corpus.text_field,
+        format=recipe.corpus.format,
         split=recipe.corpus.split,
         limit=recipe.corpus.limit_documents,
     )
@@ -98,6 +113,11 @@ def block_settings(
         settings["documents"]["seed"] = recipe.run.seed if chosen.by == "random" else None
         if chosen.against is not None and (corpus is not None or Path(chosen.against).exists()):
             settings["documents"]["against"] = _stores_digest([chosen.against])
+    if isinstance(tokenizer, ChatTokenizer):
+        settings["conversations"] = {
+            "template": tokenizer.template.fingerprint,
+            "train_on": recipe.data.train_on,
+        }
     return settings
 
 
@@ -125,6 +145,11 @@ def described_inputs(recipe: Recipe, tokenizer: TextTokenizer, corpus: Corpus) -
             for state in [path.stat()]
         ],
         "stores": [store_identity(path) for path in recipe.stores],
+        **(
+            {"template": tokenizer.template.describe()}
+            if isinstance(tokenizer, ChatTokenizer)
+            else {}
+        ),
     }
 
 
@@ -157,6 +182,11 @@ def unmet_needs(
     if wanted["corpus"] is not None and found.get("corpus") != wanted["corpus"]:
         now = corpus.describe() if corpus is not None else None
         lines += corpus_differences(inputs.get("corpus"), now)
+    talks, now = found.get("conversations"), wanted.get("conversations")
+    if talks and now and talks["template"] != now["template"]:
+        lines.append("student.chat_template: the blocks were made in another template")
+    if talks and now and talks["train_on"] != now["train_on"]:
+        lines.append(f"data.train_on: {talks['train_on']} in the blocks, {now['train_on']} now")
     if recipe.needs_block_text and not found.get("text"):
         lines.append("text: the online teacher reads the blocks' text, which was not kept")
     if recipe.needs_guidance and not recipe.teacher.online:
@@ -224,7 +254,7 @@ def corpus_differences(before: dict[str, Any] | None, now: dict[str, Any] | None
         elif old["sha256"] != source["sha256"]:
             lines.append(f"corpus: the text of {source['name']} has changed")
     lines += [f"corpus: {name} is not in it any more" for name in files]
-    for name in ("split", "text_field", "limit_documents", "documents"):
+    for name in ("format", "split", "text_field", "limit_documents", "documents"):
         if not lines and before.get(name) != now.get(name):
             lines.append(f"corpus.{name}: {before.get(name)} then, {now.get(name)} now")
     return lines or ["corpus: its files come in another order"]

@@ -7,10 +7,13 @@ goes on without them, and says how many there were and why.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vocagnolm.errors import CorpusError
 from vocagnolm.store.format import count_reasons
+
+if TYPE_CHECKING:
+    from vocagnolm.data.corpus import Corpus
 
 MOST_PLACES = 20
 _PLACES_SHOWN = 3
@@ -45,14 +48,14 @@ def left_out_of(problems: Sequence[dict[str, str]]) -> LeftOut:
 
 
 def read_texts(
-    paths: str | Path | Sequence[str | Path], **options: Any
+    paths: "str | Path | Sequence[str | Path] | Corpus", **options: Any
 ) -> tuple[list[str], LeftOut]:
     """All usable texts of a corpus, and what was left out; options as in `open_corpus`."""
-    from vocagnolm.data.corpus import open_corpus
+    from vocagnolm.data.corpus import Corpus, open_corpus
 
     texts: list[str] = []
     problems: list[dict[str, str]] = []
-    for document in open_corpus(paths, **options):
+    for document in paths if isinstance(paths, Corpus) else open_corpus(paths, **options):
         if document.text is not None:
             texts.append(document.text)
         else:

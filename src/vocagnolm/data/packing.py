@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from vocagnolm.alignment import KINDS, Alignment, TokenSpans, align, carry
 from vocagnolm.alignment.alignment import chunk_align
+from vocagnolm.chat.trained import trained_spans
 from vocagnolm.data.guidance import (
     Combine,
     GuidancePlan,
@@ -26,6 +27,7 @@ from vocagnolm.data.guidance import (
     lay,
     lay_teacher,
     stretch_guidance,
+    unbroken,
 )
 
 HISTOGRAM_STEP_NATS = 0.25
@@ -50,6 +52,12 @@ class PackingSummary:
     """Documents that `corpus.keep_documents` did not choose."""
     unusable_documents: int = 0
     """Documents that cannot be read as text (empty, broken, huge)."""
+    trained: int | None = None
+    """Conversations: tokens that are trained on; None for texts, all of which are."""
+    untrained_documents: int = 0
+    """Conversations that hold nothing to train on."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Conversations that the student's template refuses, by reason."""
     kinds: list[int] = field(default_factory=lambda: [0] * len(KINDS))
     """Tokens by the kind of their stretch (`alignment.KINDS`), against the first teacher."""
     guidance_sum: float = 0.0
@@ -57,16 +65,30 @@ class PackingSummary:
 
     def add(self, other: "PackingSummary") -> None:
         for name, value in asdict(other).items():
+            mine = getattr(self, name)
             if isinstance(value, list):
-                both = zip(getattr(self, name), value, strict=True)
-                setattr(self, name, [a + b for a, b in both])
-            else:
-                setattr(self, name, getattr(self, name) + value)
+                setattr(self, name, [a + b for a, b in zip(mine, value, strict=True)])
+            elif isinstance(value, dict):
+                setattr(
+                    self, name, {k: mine.get(k, 0) + value.get(k, 0) for k in {**mine, **value}}
+                )
+            elif value is not None:
+                setattr(self, name, (mine or 0) + value)
+
+    def as_json(self) -> dict[str, Any]:
+        """As the parts keep it: what only conversations have is left out of texts."""
+        values = asdict(self)
+        if self.trained is None:
+            for name in ("trained", "untrained_documents", "refused"):
+                del values[name]
+        return values
 
     def to_dict(self) -> dict[str, Any]:
-        tokens, mapped = max(self.tokens, 1), max(self.mapped, 1)
+        """Shares are of the tokens that are trained on."""
+        tokens = max(self.tokens if self.trained is None else self.trained, 1)
+        mapped = max(self.mapped, 1)
         return {
-            **asdict(self),
+            **self.as_json(),
             "histogram_step_nats": HISTOGRAM_STEP_NATS,
             "mapped_share": self.mapped / tokens,
             "one_to_one_share": self.one_to_one / tokens,
@@ -94,10 +116,12 @@ def pack_documents(
     eos: int | None,
     guidance: GuidancePlan,
     texts: Sequence[bytes] | None = None,
+    trained: Sequence[NDArray[np.int64]] | None = None,
 ) -> Part:
     """One part. `teachers` holds the losses of every store, None without one; an entry is None
     where the store lacks the document. Separators (the `prefix` of every document, EOS) hold no
-    text: they are unmapped.
+    text: they are unmapped. `trained`: of conversations, the bytes that are trained on; all other
+    tokens are context and have no guidance.
 
     All documents are aligned at once, their byte axes laid end to end: no Python loop over tokens.
     """
@@ -126,8 +150,22 @@ def pack_documents(
         separators=extra * len(students),
         lost_bytes=sum(student.lost_bytes for student in students),
     )
+    if teachers is not None or trained is not None:
+        ours, there = lay(students), place
+    if trained is not None:
+        ranges = end_to_end(trained, ours.origins)
+        mask = trained_spans(ours.spans, ranges)
+        _add_trained(columns, summary, mask, place, document_tokens)
     if teachers is not None:
-        _add_guidance(columns, summary, lay(students), place, teachers, guidance)
+        theirs = [lay_teacher(entries, ours) for entries in teachers]
+        if trained is not None:
+            theirs = [_only_trained(teacher, ranges) for teacher in theirs]
+            ours = Laid(ours.spans[mask], ours.document[mask], ours.origins)
+            there = place[mask]
+        _add_guidance(columns, summary, ours, there, theirs, guidance)
+        summary.missing_documents = sum(
+            all(entry is None for entry in entries) for entries in zip(*teachers, strict=True)
+        )
     if texts is not None:
         columns["text"] = np.frombuffer(b"".join(texts), np.uint8)
         # separators hold no text: they stand, zero-width, where the previous token ended
@@ -142,15 +180,41 @@ def pack_documents(
     return Part(columns, summary)
 
 
+def _add_trained(
+    columns: dict[str, NDArray[Any]],
+    summary: PackingSummary,
+    mask: NDArray[np.bool_],
+    place: NDArray[np.int64],
+    document_tokens: NDArray[np.int64],
+) -> None:
+    """Which tokens are trained on, and per document the first of them; -1 where there is none."""
+    trained = np.zeros(len(columns["ids"]), np.uint8)
+    trained[place] = mask
+    starts = np.cumsum(document_tokens) - document_tokens
+    where = np.append(np.flatnonzero(trained), len(trained))
+    first = where[np.searchsorted(where, starts)] - starts
+    columns["trained"] = trained
+    columns["first_trained"] = np.where(first < document_tokens, first, -1).astype(np.int32)
+    summary.trained = int(mask.sum())
+    summary.untrained_documents = int((columns["first_trained"] < 0).sum())
+
+
+def _only_trained(teacher: LaidTeacher, ranges: NDArray[np.int64]) -> LaidTeacher:
+    """The teacher's losses of what is trained on; the others are not known."""
+    near = np.searchsorted(ranges[:, 1], teacher.spans[:, 0], side="right")
+    starts = np.append(ranges[:, 0], np.iinfo(np.int64).max)
+    inside = starts[near] < teacher.spans[:, 1]
+    return LaidTeacher(teacher.spans, np.where(inside, teacher.nll, np.nan), teacher.bits)
+
+
 def _add_guidance(
     columns: dict[str, NDArray[Any]],
     summary: PackingSummary,
     ours: Laid,
     place: NDArray[np.int64],
-    teachers: Sequence[Sequence[TeacherLosses | None]],
+    theirs: Sequence[LaidTeacher],
     plan: GuidancePlan,
 ) -> None:
-    theirs = [lay_teacher(entries, ours) for entries in teachers]
     alignments = [align(ours.spans, teacher.spans) for teacher in theirs]
     carried = combine(
         [carry(a, t.nll, plan.aggregation) for a, t in zip(alignments, theirs, strict=True)],
@@ -166,9 +230,6 @@ def _add_guidance(
     # of the first teacher, where there are several
     summary.one_to_one = int(_one_to_one(alignments[0], ours.spans, theirs[0].spans).sum())
     summary.kinds = kind_counts(ours, theirs[0])
-    summary.missing_documents = sum(
-        all(entry is None for entry in entries) for entries in zip(*teachers, strict=True)
-    )
     summary.guidance_sum = float(known.sum(dtype=np.float64))
     summary.guidance_histogram = guidance_histogram(known)
     if plan.teacher_losses:
@@ -191,6 +252,8 @@ def _stretch_column(
     """The teacher's loss of each token's stretch; minus its sign where the token goes on with the
     stretch of the token before it: losses are never negative, so that the sign is free."""
     losses, goes_on = stretch_guidance(ours, theirs, how)
+    losses = unbroken(losses, goes_on, place)
+    goes_on &= ~np.isnan(losses)
     column = _placed(losses, place, n_tokens)
     column[place] = np.copysign(column[place], np.where(goes_on, -1.0, 1.0)).astype(np.float16)
     return column

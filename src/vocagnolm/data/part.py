@@ -1,16 +1,18 @@
 """Making one part of the packed blocks: a pure function of its documents and the plan."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from vocagnolm.alignment import TextTokenizer, TokenSpans
+from vocagnolm.chat import ChatTokenizer, TrainOn, trained_ranges
 from vocagnolm.data.choice import Chosen
 from vocagnolm.data.corpus import document_hash
 from vocagnolm.data.guidance import GuidancePlan, TeacherLosses
@@ -20,6 +22,7 @@ from vocagnolm.errors import BlocksError
 from vocagnolm.files import file_digest, parse_json, write_bytes
 from vocagnolm.store import LossStore
 
+Tokens = TypeVar("Tokens")
 NumberedText = tuple[int, str | None]
 """A document's index in the corpus and its text; None where it cannot be used."""
 
@@ -48,6 +51,7 @@ class PartPlan:
     chosen: Chosen | None
     """Documents worth reading; None: all of them."""
     keep_text: bool
+    train_on: TrainOn
     identity: str
     """Digest of the settings; a part made with others is refused."""
 
@@ -66,16 +70,22 @@ class PartMaker:
         """Write part `number`. Returns its manifest entry."""
         path = self.folder / part_name(number)
         part = self._pack(documents)
-        about = {"identity": self.plan.identity, "summary": asdict(part.summary)}
+        about = {"identity": self.plan.identity, "summary": part.summary.as_json()}
         content = save(part.columns, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
         write_bytes(path, content)
         return _entry(path, about)
 
     def _pack(self, documents: Sequence[NumberedText]) -> Part:
         kept, teachers, missing, left_out = self._select(documents)
+        students, refused = self._read(kept)
+        if refused:
+            readable = [n for n, student in enumerate(students) if student is not None]
+            kept = [kept[n] for n in readable]
+            teachers = [[entries[n] for n in readable] for entries in teachers]
         texts = [text for _, text in kept]
+        talks = isinstance(self.tokenizer, ChatTokenizer)
         part = pack_documents(
-            tokenise(self.tokenizer, texts),
+            [student for student in students if student is not None],
             teachers if self.stores else None,
             document_indices=[index for index, _ in kept],
             id_dtype=np.uint32 if self.plan.wide_ids else np.uint16,
@@ -83,11 +93,24 @@ class PartMaker:
             eos=self.plan.eos,
             guidance=self.plan.guidance,
             texts=[text.encode() for text in texts] if self.plan.keep_text else None,
+            trained=[trained_ranges(text, self.plan.train_on) for text in texts] if talks else None,
         )
+        part.summary.refused = refused
         part.summary.missing_documents = missing
         part.summary.left_out_documents = left_out
         part.summary.unusable_documents = sum(text is None for _, text in documents)
         return part
+
+    def _read(
+        self, kept: Sequence[tuple[int, str]]
+    ) -> tuple[Sequence[TokenSpans | None], dict[str, int]]:
+        """The student's tokens, and why its template refuses some conversations (None)."""
+        texts = [text for _, text in kept]
+        if not isinstance(self.tokenizer, ChatTokenizer):
+            return tokenise(self.tokenizer, texts), {}
+        outcomes = in_batches(self.tokenizer.outcomes, texts)
+        refused = Counter(one for one in outcomes if isinstance(one, str))
+        return [None if isinstance(one, str) else one for one in outcomes], dict(refused)
 
     def _select(
         self, documents: Sequence[NumberedText]
@@ -128,16 +151,20 @@ class PartMaker:
 
 def tokenise(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[TokenSpans]:
     """All texts, in batches of bounded size."""
-    result: list[TokenSpans] = []
+    return in_batches(tokenizer.spans_batch, texts)
+
+
+def in_batches(read: Callable[[list[str]], list[Tokens]], texts: Sequence[str]) -> list[Tokens]:
+    result: list[Tokens] = []
     batch: list[str] = []
     size = 0
     for text in texts:
         batch.append(text)
         size += len(text)
         if size >= TOKENISE_BYTES:
-            result += tokenizer.spans_batch(batch)
+            result += read(batch)
             batch, size = [], 0
-    return result + tokenizer.spans_batch(batch) if batch else result
+    return result + read(batch) if batch else result
 
 
 def part_name(number: int) -> str:

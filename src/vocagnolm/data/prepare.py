@@ -32,6 +32,7 @@ from vocagnolm.data.identity import (
     blocks_place,
     described_inputs,
     recipe_corpus,
+    student_chat,
     student_tokenizer,
     unmet_needs,
 )
@@ -77,6 +78,8 @@ def prepare(
         raise RecipeError("\n".join(problems))
     corpus = recipe_corpus(recipe)
     tokenizer = student_tokenizer(recipe)
+    if corpus.conversations:
+        tokenizer = student_chat(recipe, tokenizer)
     settings = block_settings(recipe, tokenizer, corpus)
     folder = making_folder(recipe, place)
     if isinstance(place, Folder):
@@ -111,8 +114,8 @@ def _prepare(
         entries = _make_parts(corpus, recipe.data.part_documents, folder, plan, workers, progress)
         corpus.require_unchanged()
         summary = summarise(entries)
-        if summary.tokens == 0:
-            raise BlocksError(f"The corpus gave no tokens: {', '.join(recipe.corpus.files)}.")
+        if summary.tokens == 0 or summary.trained == 0:
+            raise BlocksError(_nothing(recipe, summary))
         parts = [
             {name: entry[name] for name in ("name", "tokens", "bytes", "sha256")}
             for entry in entries
@@ -131,6 +134,19 @@ def _prepare(
         write_json(folder / MANIFEST, manifest)
         remove_leftovers(folder)
         return manifest
+
+
+def _nothing(recipe: Recipe, summary: PackingSummary) -> str:
+    files = ", ".join(recipe.corpus.files)
+    if summary.refused:
+        reason, count = max(summary.refused.items(), key=lambda entry: entry[1])
+        return f"The student's template refuses the conversations of {files}: {count:,} x {reason}."
+    if summary.tokens:
+        return (
+            f"{files} holds nothing to train on: no conversation has a message of data.train_on = "
+            f"{recipe.data.train_on}."
+        )
+    return f"The corpus gave no tokens: {files}."
 
 
 def _finished(
@@ -187,6 +203,7 @@ def _columns(settings: dict[str, Any]) -> list[str]:
         *(["stretch"] if guidance and guidance.get("stretch") else []),
         *(["teacher_nll", "teacher_range"] if guidance and guidance["teacher_losses"] else []),
         *(["text", "spans"] if settings["text"] else []),
+        *(["trained", "first_trained"] if settings.get("conversations") else []),
     ]
 
 
@@ -214,6 +231,7 @@ def _plan(recipe: Recipe, tokenizer: TextTokenizer, settings: dict[str, Any]) ->
         skipped=frozenset.intersection(*lost) if lost else frozenset(),
         chosen=chosen_documents(recipe),
         keep_text=settings["text"],
+        train_on=recipe.data.train_on,
         identity=json_digest(settings),
     )
 

@@ -7,12 +7,13 @@ import hashlib
 import io
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, Protocol
 
+from vocagnolm.chat.messages import CONVERSATION_FIELDS
 from vocagnolm.data.remote import RemoteFile
 from vocagnolm.errors import CorpusError, MissingExtraError
 from vocagnolm.files import parse_json
@@ -48,6 +49,14 @@ class Source(Protocol):
     def read(self, start: int, stop: int) -> Iterator[Record]: ...
 
     def changed(self) -> bool: ...
+
+
+def wanted_fields(names: Iterable[str], text_field: str) -> list[str]:
+    """Of a record's fields those that are read: the text, or else what a conversation is in."""
+    found = [*names]
+    if text_field in found:
+        return [text_field]
+    return [name for name in CONVERSATION_FIELDS if name in found]
 
 
 class _File:
@@ -279,7 +288,7 @@ def _utf8(content: bytes) -> str | Problem:
 
 
 class ParquetRows(_File):
-    """One row, one document. Only the text column is read."""
+    """One row, one document. Only the columns of the text, or of a conversation, are read."""
 
     _opened = ("_file",)
 
@@ -307,7 +316,8 @@ class ParquetRows(_File):
 
     def read(self, start: int, stop: int) -> Iterator[Record]:
         names = self._file.schema_arrow.names
-        if self._text_field not in names:  # reported by the corpus, with the names there are
+        wanted = wanted_fields(names, self._text_field)
+        if not wanted:  # reported by the corpus, with the names there are
             for row in range(start, stop):
                 yield Record(f"{self.name}[{row}]", dict.fromkeys(names))
             return
@@ -316,10 +326,12 @@ class ParquetRows(_File):
             rows = self._file.metadata.row_group(group).num_rows
             low, high = max(start, first), min(stop, first + rows)
             if low < high:
-                table = self._file.read_row_group(group, columns=[self._text_field])
-                values = table.column(0).slice(low - first, high - low)
-                for row, value in zip(range(low, high), values, strict=True):
-                    yield Record(f"{self.name}[{row}]", {self._text_field: _arrow_text(value)})
+                table = self._file.read_row_group(group, columns=wanted)
+                columns = [table.column(name).slice(low - first, high - low) for name in wanted]
+                for row, *values in zip(range(low, high), *columns, strict=True):
+                    fields = dict(zip(wanted, map(_arrow_text, values), strict=True))
+                    problem = next((v for v in fields.values() if isinstance(v, Problem)), None)
+                    yield Record(f"{self.name}[{row}]", problem or fields)
             first += rows
 
 
@@ -368,8 +380,8 @@ class DatasetSource:
     def read(self, start: int, stop: int) -> Iterator[Record]:
         for row in range(start, stop):
             fields = self._rows[row]
-            if self._text_field in fields:
-                fields = {self._text_field: fields[self._text_field]}
+            if wanted := wanted_fields(fields, self._text_field):
+                fields = {name: fields[name] for name in wanted}
             yield Record(f"{self.name}[{row}]", fields)
 
     def changed(self) -> bool:

@@ -9,10 +9,11 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from vocagnolm.alignment import TokenSpans
+from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.data.corpus import Corpus, Document, open_corpus
 from vocagnolm.data.left_out import LeftOut, left_out_of
 from vocagnolm.data.sources import Split
-from vocagnolm.errors import CorpusError, EvaluationError, TilingError
+from vocagnolm.errors import CorpusError, EvaluationError, TemplateError, TilingError
 from vocagnolm.model import ModelFiles, NllModel
 
 DEFAULT_CONTEXT = 2048
@@ -45,9 +46,11 @@ def bits_per_byte(
     text_field: str = "text",
     split: Split = "none",
     parts_field: str | None = None,
+    chat_template: str | None = None,
     on_documents: Callable[[int, int], None] | None = None,
 ) -> BitsPerByte:
-    """Bits the model needs for a byte of the documents.
+    """Bits the model needs for a byte of the documents; of conversations, which it reads in its
+    template, for a byte of their contents.
 
     Long documents go through windows of `context` tokens; every token has at least a quarter of
     a window before it, or all there is. A first token without anything before it (models without
@@ -59,13 +62,17 @@ def bits_per_byte(
     """
     corpus = open_corpus(list(paths), text_field=text_field, split=split)
     parts = _parts(paths, parts_field)
+    tokenizer = files.tokenizer
+    if corpus.conversations:
+        tokenizer = ChatTokenizer(tokenizer, template_of(tokenizer, chat_template))
+    prefix = tokenizer.prefix_ids
     window = min(context or DEFAULT_CONTEXT, files.max_context or DEFAULT_CONTEXT)
     scorer = NllModel(
         model,
         context=window,
-        stride=max(1, (window - len(files.prefix_ids)) // 4),
+        stride=max(1, (window - len(prefix)) // 4),
         batch_tokens=batch_tokens or (4096 if model.device.type == "cpu" else 32768),
-        prefix_ids=files.prefix_ids,
+        prefix_ids=prefix,
     )
     nats = 0.0
     scored_bytes = documents = 0
@@ -78,6 +85,8 @@ def bits_per_byte(
             scorer.document_nll([ids for ids, _, _ in waiting]), waiting, strict=True
         ):
             known = ~np.isnan(nll) & counts
+            if corpus.conversations:  # a template's own tokens hold no text
+                known &= sizes > 0
             nats += float(nll[known].sum(dtype=np.float64))
             scored_bytes += int(sizes[known].sum())
         waiting.clear()
@@ -86,9 +95,11 @@ def bits_per_byte(
         spans, problem = None, document.problem
         try:
             if document.text is not None:
-                spans = files.tokenizer.spans(document.text)
+                spans = tokenizer.spans(document.text)
         except TilingError as error:
             problem = f"does not tile: {error}"
+        except TemplateError as error:
+            problem = f"template: {error}"
         if spans is None or len(spans.ids) == 0:
             lost.append({"place": document.place, "reason": problem or "no tokens"})
         else:
@@ -114,7 +125,7 @@ def _parts(paths: Sequence[str | Path], field: str | None) -> Corpus | None:
     if field is None:
         return None
     try:
-        return open_corpus(list(paths), text_field=field)
+        return open_corpus(list(paths), text_field=field, format="text")
     except CorpusError:  # no such field: a corpus that cannot be read is told by its texts
         return None
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.chat.messages import is_conversation, messages_of
 from vocagnolm.evaluate.render import Request
 from vocagnolm.evaluate.suite import TASKS
 from vocagnolm.files import file_digest, json_digest
@@ -17,9 +18,14 @@ OF_THE_QUESTIONS = ("questions", "prompts")
 def task_conditions(requests: Sequence[Request]) -> Conditions:
     """Of one task. `prompts` stands for the benchmark's files and the task's version."""
     first = requests[0]
+    shots, talk = TASKS[first.task].shots, {}
+    if is_conversation(first.prompt):
+        shots = sum(message.role == "assistant" for message in messages_of(first.prompt))
+        talk = {"chat": True}
     return {
         "protocol": first.protocol,
-        "few_shot": TASKS[first.task].shots,
+        **talk,
+        "few_shot": shots,
         "choices": "likelihood" if first.options else "generate",
         "max_new_tokens": first.max_new_tokens,
         "stop": list(first.stop),

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from vocagnolm.chat import ChatTokenizer
 from vocagnolm.evaluate import prefix as shared_prefix
 from vocagnolm.evaluate.results import Answer
 from vocagnolm.model import ModelFiles
@@ -103,13 +104,19 @@ class Generator:
     """A model that answers prompts, and compares continuations."""
 
     def __init__(
-        self, model: PreTrainedModel, files: ModelFiles, batch_size: int | None = None
+        self,
+        model: PreTrainedModel,
+        files: ModelFiles,
+        batch_size: int | None = None,
+        chat: ChatTokenizer | None = None,
     ) -> None:
+        """`chat`: prompts are shared texts of conversations, and are read in its template."""
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         self.model = model
         self.tokenizer = files.tokenizer
-        self.prefix_ids = list(files.prefix_ids)
+        self.chat = chat
+        self.prefix_ids = list(files.prefix_ids) if chat is None else []
         self.max_context = files.max_context
         self.device = model.device
         self.batch_size = batch_size or default_batch_size(model)
@@ -131,14 +138,15 @@ class Generator:
         for config in (self.model.config, self.model.generation_config):
             declared = getattr(config, "eos_token_id", None)
             ends |= set(declared) if isinstance(declared, list | tuple) else {declared}
+        if self.chat is not None:
+            ends.add(self.chat.end_of_turn)
         return {int(end) for end in ends if end is not None}
 
     def encode(self, prompts: Sequence[str], room_for: int = 0) -> list[list[int]]:
         """Token ids with the model's own beginning-of-text. A prompt that does not fit loses its
         beginning, as in lm-eval."""
         rows = []
-        for one in self.tokenizer.spans_batch(list(prompts)):
-            ids = one.ids.tolist()
+        for ids in self._read(prompts):
             if self.max_context is not None:
                 room = max(1, self.max_context - room_for - len(self.prefix_ids))
                 if len(ids) > room:
@@ -146,6 +154,11 @@ class Generator:
                     ids = ids[-room:]
             rows.append(self.prefix_ids + ids)
         return rows
+
+    def _read(self, prompts: Sequence[str]) -> list[list[int]]:
+        if self.chat is None:
+            return [one.ids.tolist() for one in self.tokenizer.spans_batch(list(prompts))]
+        return [self.chat.answering_ids(prompt) for prompt in prompts]
 
     def _shared(
         self, rows: Sequence[Sequence[int]]

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from vocagnolm.chat import Message, shared_text
 from vocagnolm.errors import MissingExtraError, UsageError
-from vocagnolm.evaluate.suite import PAPER_NEW_TOKENS, Protocol, Task, check_protocol
+from vocagnolm.evaluate.suite import PAPER_NEW_TOKENS, AnswerKind, Protocol, Task, check_protocol
 from vocagnolm.files import write_text
 
 Method = Literal["generate", "likelihood"]
@@ -23,7 +24,7 @@ TASK_FOLDER = Path(__file__).parent / "tasks"
 class Request:
     task: str
     index: int  # of the question in its benchmark
-    prompt: str
+    prompt: str  # of a conversation, its shared text (`vocagnolm.chat`)
     gold: str
     stop: tuple[str, ...] = ()
     max_new_tokens: int = 0
@@ -42,18 +43,27 @@ def render(
     choices: Method = "generate",
     max_new_tokens: int | None = None,
     protocol: Protocol = "strict",
+    chat: bool = False,
+    shots: int | None = None,
 ) -> dict[str, list[Request]]:
     """Prompts of every task, in the order of the benchmark.
 
     `choices="likelihood"` compares the options of the multiple-choice tasks instead of generating
     an answer; the other tasks are not touched by it. `max_new_tokens` shortens the answers that
-    the tasks allow.
+    the tasks allow. `chat`: the question is a user's message and the worked examples are turns
+    before it, `shots` of them.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"--limit must be at least 1, not {limit}")
     if choices not in get_args(Method):
         raise UsageError(f"choices must be {' or '.join(get_args(Method))}, not '{choices}'")
     check_protocol(protocol)
+    if shots is not None and not chat:
+        raise UsageError(
+            "--shots is for --chat: the tasks say how many examples their prompts have"
+        )
+    if chat and protocol == "paper":
+        raise UsageError("the paper's protocol knows no conversations: leave out --chat")
     if protocol == "paper" and choices == "likelihood":
         raise UsageError("the paper's protocol generates its answers: leave --choices likelihood")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -70,7 +80,9 @@ def render(
         by_likelihood = choices == "likelihood" and task.kind == "choice"
         name = f"{task.lm_eval_name}_likelihood" if by_likelihood else task.lm_eval_name
         loaded = manager.load([name])["tasks"][name]
-        requests[task.name] = _render_task(task, loaded, limit, by_likelihood, max_new_tokens)
+        requests[task.name] = _render_task(
+            task, loaded, limit, by_likelihood, max_new_tokens, chat, shots
+        )
     return requests
 
 
@@ -83,7 +95,13 @@ def spread(total: int, limit: int | None) -> list[int]:
 
 
 def _render_task(
-    task: Task, loaded: Any, limit: int | None, by_likelihood: bool, max_new_tokens: int | None
+    task: Task,
+    loaded: Any,
+    limit: int | None,
+    by_likelihood: bool,
+    max_new_tokens: int | None,
+    chat: bool,
+    shots: int | None,
 ) -> list[Request]:
     docs = loaded.test_docs()
     generation = {} if by_likelihood else loaded.config.generation_kwargs
@@ -94,15 +112,18 @@ def _render_task(
         allowed = PAPER_NEW_TOKENS if doc["protocol"] == "paper" else length
         options: tuple[str, ...] = ()
         if by_likelihood:
-            delimiter = loaded.config.target_delimiter
+            delimiter = "" if chat else loaded.config.target_delimiter
             options = tuple(f"{delimiter}{label}" for label in loaded.doc_to_choice(doc))
         requests.append(
             Request(
                 task=task.name,
                 index=index,
-                prompt=loaded.fewshot_context(doc, loaded.config.num_fewshot),
+                prompt=_conversation(task, loaded, doc, by_likelihood, shots)
+                if chat
+                else loaded.fewshot_context(doc, loaded.config.num_fewshot),
                 gold=doc["gold"],
-                stop=tuple(generation.get("until", ())),
+                # in a conversation an answer ends with its turn
+                stop=() if chat else tuple(generation.get("until", ())),
                 max_new_tokens=min(allowed, max_new_tokens or allowed),
                 options=options,
                 letters=doc["letters"] if by_likelihood else "",
@@ -110,6 +131,31 @@ def _render_task(
             )
         )
     return requests
+
+
+# what the worked examples show where there are none
+_HOW_TO_END: dict[AnswerKind, str] = {
+    "number": 'End with "The answer is" and the number.',
+    "mixed": 'End with "The answer is" and the answer alone.',
+    "math": 'End with "Final Answer: The final answer is $ANSWER$."',
+    "choice": 'End with "Final Answer: The final answer is (LETTER)."',
+}
+
+
+def _conversation(
+    task: Task, loaded: Any, doc: dict[str, Any], by_likelihood: bool, shots: int | None
+) -> str:
+    """The shared text: worked examples as turns, and the question."""
+    count = task.shots if shots is None else shots
+    messages = []
+    for shot in list(loaded.dataset["shots"])[:count]:
+        answer = f"({shot['gold']})" if by_likelihood else shot["answer"]
+        messages += [Message("user", shot["question"]), Message("assistant", answer)]
+    question = doc["question"]
+    if not count:
+        how = "Answer with (LETTER) alone." if by_likelihood else _HOW_TO_END[task.kind]
+        question = f"{question}\n\n{how}"
+    return shared_text([*messages, Message("user", question)])
 
 
 def write_requests(path: str | Path, requests: Iterable[Request]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
+from vocagnolm.chat.messages import is_conversation, readable
 from vocagnolm.data.left_out import LeftOut
 from vocagnolm.data.sources import Split
 from vocagnolm.evaluate.conditions import task_conditions, text_conditions
@@ -65,6 +66,7 @@ def evaluate(
     if questions.tasks is not None or questions.suite is not None or not text:
         requests = questions.render()
 
+    from vocagnolm.chat import ChatTokenizer, template_of
     from vocagnolm.evaluate.bits import bits_per_byte
     from vocagnolm.evaluate.generate import Generator
     from vocagnolm.model import open_model
@@ -86,6 +88,11 @@ def evaluate(
     }
     if requests:  # text knows no protocol
         settings["protocol"] = questions.protocol
+    chat = None
+    if requests and questions.chat:
+        template = template_of(files.tokenizer, engine.chat_template)
+        chat = ChatTokenizer(files.tokenizer, template)
+        settings["template"] = template.fingerprint
     with (
         TemporaryDirectory() as nowhere,
         RunFolder(nowhere if out is None else out).lock() as run,
@@ -95,7 +102,7 @@ def evaluate(
         loaded = files.load() if missing or text else None
         if missing:
             assert loaded is not None
-            generator = Generator(loaded, files, engine.batch_size)
+            generator = Generator(loaded, files, engine.batch_size, chat)
             try:
                 count = _Count(sum(map(len, missing.values())), on_progress)
                 for name, listed in missing.items():
@@ -108,7 +115,13 @@ def evaluate(
             assert loaded is not None
             report = _Count(0, on_progress).documents if on_progress else None
             measured = bits_per_byte(
-                loaded, files, text, text_field=text_field, split=split, on_documents=report
+                loaded,
+                files,
+                text,
+                text_field=text_field,
+                split=split,
+                chat_template=engine.chat_template,
+                on_documents=report,
             )
             bits = measured.value
             if on_left_out is not None:
@@ -220,7 +233,13 @@ def grade_task(run: RunFolder, task: str, requests: list[Request]) -> None:
             correct, extracted = graded.correct, graded.extracted
         records.append(
             Record(
-                request.index, request.prompt, output, extracted, request.gold, correct, complete
+                request.index,
+                readable(request.prompt) if is_conversation(request.prompt) else request.prompt,
+                output,
+                extracted,
+                request.gold,
+                correct,
+                complete,
             )
         )
     run.finish_task(task, records)

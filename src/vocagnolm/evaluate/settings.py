@@ -20,6 +20,10 @@ class Questions:
     choices: Method = "generate"
     max_new_tokens: int | None = None
     protocol: Protocol = "strict"
+    chat: bool = False
+    """As conversations, in the model's template."""
+    shots: int | None = None
+    """With `chat`: worked examples, as turns before the question; the task's own number."""
 
     def render(self) -> dict[str, list[Request]]:
         names = (
@@ -32,6 +36,8 @@ class Questions:
             choices=self.choices,
             max_new_tokens=self.max_new_tokens,
             protocol=self.protocol,
+            chat=self.chat,
+            shots=self.shots,
         )
 
 
@@ -44,6 +50,8 @@ class Engine:
     batch_size: int | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    chat_template: str | None = None
+    """For conversations: a Jinja file, a folder with one, or plain; the model's own."""
 
 
 class Keywords(TypedDict, total=False):
@@ -56,11 +64,14 @@ class Keywords(TypedDict, total=False):
     choices: Method
     max_new_tokens: int | None
     protocol: Protocol
+    chat: bool
+    shots: int | None
     device: str
     dtype: str
     batch_size: int | None
     revision: str | None
     trust_remote_code: bool
+    chat_template: str | None
 
 
 def grouped(

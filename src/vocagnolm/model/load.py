@@ -24,7 +24,7 @@ DEVICES = ("auto", "cpu", "cuda")
 # told from its fine-tuned sister in a second.
 _FINGERPRINT_BLOCKS = 1024
 _FINGERPRINT_BLOCK_BYTES = 16 * 1024
-_HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt"]
+_HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
 _HUB_IGNORED = ["consolidated*", "original/*"]
 
 # transformers' list of optional packages is long; these logs are not for our users

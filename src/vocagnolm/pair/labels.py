@@ -106,7 +106,7 @@ def read_labels(
 
 def read_field(paths: str | Sequence[str], field: str, indices: Sequence[int]) -> list[str]:
     """What a field of the corpus holds in some documents, as text."""
-    corpus = open_corpus(paths, text_field=field)
+    corpus = open_corpus(paths, text_field=field, format="text")
     return [str(corpus.field(index)) for index in indices]
 
 

@@ -14,6 +14,7 @@ from vocagnolm.alignment import (
     align_batch,
     vocabulary_overlap,
 )
+from vocagnolm.chat import ChatTokenizer
 from vocagnolm.errors import CorpusError
 from vocagnolm.pair.fit import measure_fit
 from vocagnolm.pair.sample import SAMPLE, STRESS
@@ -93,13 +94,31 @@ def compare(
     *,
     n_widest: int = 3,
 ) -> list[Pair]:
-    """Measure the student against each teacher on the documents."""
+    """Measure the student against each teacher on the documents: texts, or, where the tokenizers
+    are `ChatTokenizer`s, shared texts of conversations."""
     documents = [text for text in documents if text]
     if not documents:
         raise CorpusError("there is no text to compare on: every document is empty")
-    ours = student.spans_batch(documents)
-    ours_stress = student.spans_batch(STRESS)
+    ours = _read(student, documents)
+    ours_stress = _plain(student).spans_batch(STRESS)
     return [_pair(student, teacher, documents, ours, ours_stress, n_widest) for teacher in teachers]
+
+
+def _plain(tokenizer: TextTokenizer) -> TextTokenizer:
+    return tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
+
+
+def _read(tokenizer: TextTokenizer, documents: Sequence[str]) -> list[TokenSpans]:
+    """Of conversations, the tokens of contents and ends of turns; what the template leaves out is
+    no fault of the tokenizer."""
+    found = tokenizer.spans_batch(documents)
+    if not isinstance(tokenizer, ChatTokenizer):
+        return found
+    held = [one.token_bytes > 0 for one in found]
+    return [
+        TokenSpans(one.ids[here], one.spans[here], one.n_bytes, lost_bytes=0)
+        for one, here in zip(found, held, strict=True)
+    ]
 
 
 def _pair(
@@ -110,8 +129,8 @@ def _pair(
     ours_stress: list[TokenSpans],
     n_widest: int,
 ) -> Pair:
-    theirs = teacher.spans_batch(documents)
-    theirs_stress = teacher.spans_batch(STRESS)
+    theirs = _read(teacher, documents)
+    theirs_stress = _plain(teacher).spans_batch(STRESS)
     alignments = align_batch([d.spans for d in ours], [d.spans for d in theirs])
     fit = measure_fit([d.spans for d in ours], [d.spans for d in theirs], alignments)
     n_bytes = sum(d.n_bytes for d in ours)
@@ -120,7 +139,7 @@ def _pair(
     return Pair(
         student=student,
         teacher=teacher,
-        overlap=vocabulary_overlap(student, teacher),
+        overlap=vocabulary_overlap(_plain(student), _plain(teacher)),
         exact=student_lost == teacher_lost == 0,
         student_lost_bytes=student_lost,
         teacher_lost_bytes=teacher_lost,

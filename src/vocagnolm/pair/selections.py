@@ -219,7 +219,8 @@ def selection_study(
     def counts(texts: Sequence[str]) -> list[int]:
         return [len(spans) + separators for spans in tokenise(files.tokenizer, texts)]
 
-    sample = spread_documents(open_corpus(corpus, text_field=text_field), losses, counts, tokens)
+    texts = open_corpus(corpus, text_field=text_field, format="text")
+    sample = spread_documents(texts, losses, counts, tokens)
     if sample.tokens < block_size:
         raise StudyError(
             f"{len(sample.texts):,} documents of the corpus are in the store; they hold "

@@ -11,7 +11,8 @@ def predicted_sources(blocks: Blocks, index: int, sources: Sequence[str]) -> np.
     """Source of the token that each position of a block predicts [L]."""
     documents = blocks.documents(index)
     ordinal = blocks[index]["document"][1:]
-    names = np.array([sources[document] for document in documents], dtype=object)
+    # the last: what fills a block of conversations up, and is never predicted
+    names = np.array([*(sources[document] for document in documents), ""], dtype=object)
     return np.asarray(names[ordinal])
 
 

@@ -95,7 +95,7 @@ def sources_of(
 
     The field is read as if it were the text: so every kind of file works."""
     try:
-        corpus = open_corpus(paths, text_field=field_name)
+        corpus = open_corpus(paths, text_field=field_name, format="text")
     except CorpusError:
         return None
     named = []

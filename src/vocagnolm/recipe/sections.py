@@ -23,6 +23,13 @@ class StudentSection(Schema):
     )
     tokenizer: str | None = key("folder, tokenizer.json or hub id; default: the model's own")
     revision: str | None = key("hub revision of the model")
+    chat_template: str | None = key(
+        "conversations: a Jinja file, a folder with one, or plain (`role: content`); default: the "
+        "model's own, or plain where it has none"
+    )
+    template_options: dict[str, Any] = key(
+        "conversations: further variables of the template, for example enable_thinking: false", {}
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = key(
         "dtype of the weights; with train.bf16 the arithmetic is bfloat16 anyway", "float32"
     )
@@ -43,6 +50,13 @@ class TeacherSection(Schema):
     model: str | None = key("folder, hub id or GGUF file")
     tokenizer: str | None = key("folder, tokenizer.json or hub id; default: the model's own")
     revision: str | None = key("hub revision of the model")
+    chat_template: str | None = key(
+        "conversations: a Jinja file, a folder with one, or plain (`role: content`); default: the "
+        "model's own, or plain where it has none"
+    )
+    template_options: dict[str, Any] = key(
+        "conversations: further variables of the template, for example enable_thinking: false", {}
+    )
     online: bool = key("hold the teacher in memory while training instead of using a store", False)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "dtype of the teacher's weights when it is online", "auto"
@@ -70,6 +84,11 @@ class CorpusSection(Schema):
         [],
     )
     text_field: str = key("the field that holds the text; --text-field of the commands", "text")
+    format: Literal["auto", "text", "messages", "prompt_completion"] = key(
+        "what a record holds: a text, or a conversation as `messages`, or as `prompt` and "
+        "`completion`; auto: by the fields of the first",
+        "auto",
+    )
     split: Literal["none", "blank_line", "line"] = key(
         "a text file (.txt) is one document: none; or one for each blank_line between, or each "
         "line",
@@ -107,11 +126,18 @@ class DataSection(Schema):
         "tokens that a block reads, and predicts: the sequence length", 2048, ge=2
     )
     document_mask: bool = key(
-        "keep attention and positions inside one document; false: contiguous, as LitGPT packs",
+        "keep attention and positions inside one document; false: contiguous, as LitGPT packs; "
+        "conversations are always kept apart",
         False,
     )
+    train_on: Literal["assistant", "last", "all"] = key(
+        "conversations: the messages that are trained on, with the ends of their turns: the "
+        "assistant's, its last, or all; the others are context",
+        "assistant",
+    )
     bos: str | None = key(
-        "token put before every document; auto: what the tokenizer puts there itself; null: none",
+        "token put before every document; auto: what the tokenizer puts there itself (a "
+        "conversation's template does); null: none",
         "auto",
     )
     eos: str | None = key(

@@ -22,8 +22,10 @@ def token_row(
     spans: ArrayLike,
     ids: Sequence[int] | NDArray[np.integer] | None = None,
     nll: ArrayLike | None = None,
+    shown: Sequence[str | None] | None = None,
 ) -> TokenRow:
-    """One tokenizer's row over `text`: what each token covers, its id and its loss."""
+    """One tokenizer's row over `text`: what each token covers, its id and its loss. `shown`: what a
+    token is where the text does not show it, as of a chat template."""
     array = as_spans(spans)
     starts, ends = array[:, 0], array[:, 1]
     if len(array) and int(ends.max()) > len(text):
@@ -32,9 +34,12 @@ def token_row(
         if column is not None and len(np.asarray(column)) != len(array):
             raise ValueError(f"{len(np.asarray(column))} {label} for {len(array)} tokens")
     gaps = starts - np.concatenate([[0], ends[:-1]])
+    texts = [_token_text(text[start:end]) for start, end in array.tolist()]
+    if shown is not None:
+        texts = [own if other is None else other for own, other in zip(texts, shown, strict=True)]
     return TokenRow(
         name=name,
-        text=[_token_text(text[start:end]) for start, end in array.tolist()],
+        text=texts,
         length=(ends - starts).tolist(),
         gap=gaps.tolist() if gaps.any() else None,
         ids=None if ids is None else [int(i) for i in ids],

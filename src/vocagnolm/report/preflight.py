@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vocagnolm.alignment import Alignment, TextTokenizer, TokenSpans, vocabulary_overlap
+from vocagnolm.chat import ChatTokenizer
 from vocagnolm.pair.fit import measure_fit
 from vocagnolm.report.page_data import Preflight
 
@@ -23,6 +24,9 @@ def preflight(
 ) -> Preflight:
     """How the pair fits on these texts. A store needs no teacher's tokenizer; where there is one,
     the vocabularies are compared."""
+    base = student
+    if isinstance(student, ChatTokenizer):  # what a template prints is neither mapped nor unmapped
+        base, ours, alignments = student.base, *_with_text(ours, alignments)
     fit = measure_fit([one.spans for one in ours], theirs, alignments)
     found = Preflight(
         student=names[0],
@@ -34,11 +38,29 @@ def preflight(
     )
     if teacher is None:
         return found
-    overlap = vocabulary_overlap(student, teacher)
+    if isinstance(teacher, ChatTokenizer):
+        teacher = teacher.base
+    overlap = vocabulary_overlap(base, teacher)
     return dataclasses.replace(
         found,
         teacher_vocabulary=teacher.vocabulary_size,
         overlap_raw=overlap.raw,
         overlap_marks=overlap.marks,
         overlap_bytes=overlap.bytes,
+    )
+
+
+def _with_text(
+    ours: Sequence[TokenSpans], alignments: Sequence[Alignment]
+) -> tuple[list[TokenSpans], list[Alignment]]:
+    held = [one.token_bytes > 0 for one in ours]
+    return (
+        [
+            TokenSpans(one.ids[here], one.spans[here], one.n_bytes, one.lost_bytes)
+            for one, here in zip(ours, held, strict=True)
+        ],
+        [
+            Alignment(one.first[here], one.last[here])
+            for one, here in zip(alignments, held, strict=True)
+        ],
     )

@@ -3,23 +3,25 @@ beside the teachers' stored losses, and the run's own rule selects."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vocagnolm.alignment import TextTokenizer, TokenSpans, align, load_tokenizer
-from vocagnolm.data.corpus import Document, document_hash, open_corpus
+from vocagnolm.data.corpus import Corpus, Document, document_hash
 from vocagnolm.data.guidance import TeacherLosses, tiling
+from vocagnolm.data.identity import recipe_corpus, student_chat
 from vocagnolm.data.lookup import Lookup
-from vocagnolm.errors import VocagnolmError
+from vocagnolm.errors import TemplateError, VocagnolmError
 from vocagnolm.recipe import Recipe, load_recipe
 from vocagnolm.report.naming import student_name
 from vocagnolm.report.page_data import Passage, Preflight, TeacherRow
 from vocagnolm.report.passage import teacher_row, token_row
 from vocagnolm.report.preflight import preflight
 from vocagnolm.report.sample import Sample, SampleError, save_sample
-from vocagnolm.report.view import model_scorer
+from vocagnolm.report.view import model_scorer, only_answers
 from vocagnolm.report.weights import weigh_passages
 from vocagnolm.store import LossStore
 
@@ -54,13 +56,20 @@ def compute_sample(
     if not student.is_dir():
         raise SampleError(f"{student} is not there: a sample needs the trained model")
     stores = [LossStore.open(path) for path in recipe.stores]
-    tokenizer, score = model_scorer(str(student))
-    chosen = _choose(recipe, stores, tokenizer, documents, seed)
+    corpus = recipe_corpus(recipe)
+    template = partial(student_chat, recipe) if corpus.conversations else None
+    tokenizer, score = model_scorer(str(student), template=template)
+    chosen = _choose(corpus, stores, tokenizer, documents, seed)
     texts = [document.text or "" for document, _ in chosen]
     ours = tokenizer.spans_batch(texts)
     losses = score([spans.ids for spans in ours])
+    if corpus.conversations:
+        losses = [
+            only_answers(text, own, nll, recipe.data.train_on)
+            for text, own, nll in zip(texts, ours, losses, strict=True)
+        ]
     read = [
-        _Read(document, text.encode(), own, nll, teachers)
+        _Read(document, text.encode(), own, nll, teachers, tokenizer.shown(text, own))
         for (document, teachers), text, own, nll in zip(chosen, texts, ours, losses, strict=True)
     ]
     names = [student_name(recipe), *(store.teacher_name for store in stores)]
@@ -102,6 +111,7 @@ class _Read:
     student_nll: NDArray[np.float32]
     teachers: list[TeacherLosses | None]
     """By store; None where it lacks the document."""
+    shown: list[str | None]
 
     def teacher_spans(self, store: int) -> NDArray[np.int64]:
         losses = self.teachers[store]
@@ -131,6 +141,7 @@ def _passage(group: Sequence[_Read], names: Sequence[str]) -> Passage:
         ours,
         np.concatenate([one.student.ids for one in group]),
         np.concatenate([one.student_nll for one in group]),
+        [name for one in group for name in one.shown],
     )
 
     def teacher(store: int, name: str) -> TeacherRow:
@@ -153,7 +164,7 @@ def _passage(group: Sequence[_Read], names: Sequence[str]) -> Passage:
 
 
 def _choose(
-    recipe: Recipe,
+    corpus: Corpus,
     stores: Sequence[LossStore],
     tokenizer: TextTokenizer,
     documents: int,
@@ -161,12 +172,6 @@ def _choose(
 ) -> list[tuple[Document, list[TeacherLosses | None]]]:
     """Random documents that a store holds, in corpus order, up to the page's token limit; without
     a store any document will do."""
-    corpus = open_corpus(
-        recipe.corpus.files,
-        text_field=recipe.corpus.text_field,
-        split=recipe.corpus.split,
-        limit=recipe.corpus.limit_documents,
-    )
     lookups = [Lookup(store, corpus.fingerprint) for store in stores]
     chosen: list[tuple[Document, list[TeacherLosses | None]]] = []
     room = MAX_TOKENS
@@ -180,7 +185,10 @@ def _choose(
         teachers = [_losses(lookup, index, digest) for lookup in lookups]
         if stores and all(losses is None for losses in teachers):
             continue
-        n_tokens = len(tokenizer.spans(document.text))
+        try:
+            n_tokens = len(tokenizer.spans(document.text))
+        except TemplateError:  # prepare left it out as well
+            continue
         if n_tokens <= room:
             chosen.append((document, teachers))
             room -= n_tokens

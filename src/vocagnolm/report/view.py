@@ -15,6 +15,7 @@ from vocagnolm.alignment import (
     align,
     load_tokenizer,
 )
+from vocagnolm.chat import ChatTokenizer, TrainOn, trained_ranges, trained_tokens
 from vocagnolm.errors import UsageError
 from vocagnolm.report.environment import environment
 from vocagnolm.report.kept import statistics
@@ -28,6 +29,8 @@ UNMAPPED = ("include", "exclude", "mean")
 MODEL_CONTEXT = 2048
 """Tokens a model sees at a time when it reads a text for the page; longer texts are windowed."""
 
+Template = Callable[[TextTokenizer], ChatTokenizer]
+"""A tokenizer as it reads conversations."""
 Scorer = Callable[[Sequence[NDArray[np.integer]]], list[NDArray[np.float32]]]
 """Token ids of some texts to the -log p of every token, NaN where there is no score."""
 
@@ -103,8 +106,23 @@ def view_page(
 
 def _read(side: Side, texts: Sequence[str]) -> _Reading:
     spans = side.tokenizer.spans_batch(texts)
-    nll = [None] * len(spans) if side.score is None else side.score([one.ids for one in spans])
+    nll: list[NDArray[np.float32] | None] = [None] * len(spans)
+    if side.score is not None:
+        nll = [*side.score([one.ids for one in spans])]
+    if isinstance(side.tokenizer, ChatTokenizer):
+        nll = [
+            None if losses is None else only_answers(text, one, losses)
+            for text, one, losses in zip(texts, spans, nll, strict=True)
+        ]
     return _Reading(side, spans, nll)
+
+
+def only_answers(
+    text: str, tokens: TokenSpans, nll: NDArray[np.float32], train_on: TrainOn = "assistant"
+) -> NDArray[np.float32]:
+    """Losses of what is trained on: only these tokens are kept or dropped."""
+    trained = trained_tokens(tokens, trained_ranges(text, train_on))
+    return np.where(trained, nll, np.float32(np.nan))
 
 
 def _passage(
@@ -117,7 +135,14 @@ def _passage(
 ) -> Passage:
     encoded = text.encode()
     student, *teachers = (
-        token_row(r.side.label, encoded, r.spans[at].spans, r.spans[at].ids.tolist(), r.nll[at])
+        token_row(
+            r.side.label,
+            encoded,
+            r.spans[at].spans,
+            r.spans[at].ids.tolist(),
+            r.nll[at],
+            r.side.tokenizer.shown(text, r.spans[at]),
+        )
         for r in (ours, *theirs)
     )
     rows = [
@@ -157,10 +182,10 @@ def _subtitle(student: Side, teachers: Sequence[Side]) -> str:
 
 
 def model_scorer(
-    source: str, tokenizer: TextTokenizer | None = None
+    source: str, tokenizer: TextTokenizer | None = None, template: Template | None = None
 ) -> tuple[TextTokenizer, Scorer]:
     """A model's tokenizer and its losses. A `tokenizer` that is not the model's own is refused:
-    its ids would mean other tokens to the model."""
+    its ids would mean other tokens to the model. `template`: for conversations."""
     from vocagnolm.model import NllModel, open_model
 
     files = open_model(source)
@@ -169,15 +194,18 @@ def model_scorer(
             f"{tokenizer.name} is not the tokenizer of the model {source}: their fingerprints "
             "differ. Leave the tokenizer out, or give the one that belongs to the model"
         )
+    reads = tokenizer or files.tokenizer
+    if template is not None:
+        reads = template(reads)
     context = min(files.max_context or MODEL_CONTEXT, MODEL_CONTEXT)
     model = NllModel(
         files.load(),
         context=context,
-        stride=context // 2 - len(files.prefix_ids),
+        stride=context // 2 - len(reads.prefix_ids),
         batch_tokens=context,
-        prefix_ids=files.prefix_ids,
+        prefix_ids=reads.prefix_ids,
     )
-    return tokenizer or files.tokenizer, model.document_nll
+    return reads, model.document_nll
 
 
 def view_from_sources(
@@ -190,9 +218,12 @@ def view_from_sources(
     keep: float = 0.4,
     aggregation: str = "max",
     unmapped: str = "include",
+    student_template: Template | None = None,
+    teacher_template: Template | None = None,
 ) -> Page:
     """`view_page` from names: tokenizers and models as folders, files or hub ids. One tokenizer
-    and one model of a teacher are the same teacher; of several, each is a teacher of its own."""
+    and one model of a teacher are the same teacher; of several, each is a teacher of its own. With
+    templates the texts are shared texts of conversations."""
     how = next((known for known in AGGREGATIONS if known == aggregation), None)
     if how is None:
         raise UsageError(f"aggregation is {aggregation!r}; expected {', '.join(AGGREGATIONS)}")
@@ -200,16 +231,16 @@ def view_from_sources(
         raise UsageError(f"unmapped is {unmapped!r}; expected {', '.join(UNMAPPED)}")
     if not any(text for _, text in texts):
         raise UsageError("there is no text to show: give some with --text or --file")
-    ours = _side("student", student, student_model)
+    ours = _side("student", student, student_model, student_template)
     sources: list[tuple[str | None, str | None]] = [(None, model) for model in teacher_models]
     sources += [(tokenizer, None) for tokenizer in teachers]
     if len(teachers) == len(teacher_models) == 1:
         sources = [(teachers[0], teacher_models[0])]
-    theirs = [_side("teacher", *source) for source in sources or [(None, None)]]
+    theirs = [_side("teacher", *source, teacher_template) for source in sources or [(None, None)]]
     return view_page(ours, theirs, texts, keep=keep, aggregation=how, unmapped=unmapped)
 
 
-def _side(side: str, tokenizer: str | None, model: str | None) -> Side:
+def _side(side: str, tokenizer: str | None, model: str | None, template: Template | None) -> Side:
     if tokenizer is None and model is None:
         raise UsageError(
             f"no {side} was given: expected a tokenizer with --{side} or a model with "
@@ -217,7 +248,9 @@ def _side(side: str, tokenizer: str | None, model: str | None) -> Side:
         )
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, check=model is not None)
     if model is not None:
-        return Side(*model_scorer(model, loaded), model_name(model))
+        return Side(*model_scorer(model, loaded, template), model_name(model))
     assert loaded is not None and tokenizer is not None
+    if template is not None:
+        loaded = template(loaded)
     generic = loaded.name in ("model", "tokenizer")
     return Side(loaded, name=model_name(tokenizer) if generic else loaded.name)

@@ -35,6 +35,8 @@ class TeacherSource:
     source: str
     revision: str | None = None
     trust_remote_code: bool = False
+    conversations: bool = False
+    """It reads them in its template."""
 
     def open(self, settings: ScoreSettings) -> LocalTeacher:
         """Found and identified; its weights are loaded later."""
@@ -45,7 +47,7 @@ class TeacherSource:
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
         )
-        return LocalTeacher(files, settings)
+        return LocalTeacher(files, settings, conversations=self.conversations)
 
     def absolute(self) -> "TeacherSource":
         return replace(self, source=_absolute(self.source))

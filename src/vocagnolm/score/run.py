@@ -5,11 +5,12 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.chat.messages import Format
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import UsageError
@@ -66,6 +67,7 @@ def score_corpus(
     *,
     settings: ScoreSettings | None = None,
     text_field: str = "text",
+    format: Format = "auto",
     split: Split = "none",
     limit_documents: int | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
@@ -85,6 +87,8 @@ def score_corpus(
     teacher: a model folder, hub id or GGUF file, or an object with the methods of `Teacher`.
     corpus: a file (jsonl, jsonl.gz, jsonl.zst, parquet, txt), a folder of those, a hub dataset
         (`owner/name`, `owner/name:split`), a list of these, or a `Corpus`.
+    format: what records hold: a text, or a conversation (`messages`, or `prompt` and `completion`),
+        which the teacher reads in its own template.
     split: a text file is one document (`none`), or one a paragraph (`blank_line`) or a `line`.
     settings: context, dtype, device and the like; `ScoreSettings()` chooses by the model.
     share: do a share of the shards only, for machines that are not started together; the one that
@@ -106,6 +110,7 @@ def score_corpus(
         corpus_source = CorpusSource.of(
             corpus,
             text_field=text_field,
+            format=format,
             split=split,
             limit=limit_documents,
             max_document_bytes=max_document_bytes,
@@ -116,6 +121,10 @@ def score_corpus(
         if corpus_source is not None:
             corpus = shared_corpus(partial(planned_corpus, out, corpus_source), ranks)
         assert isinstance(corpus, Corpus)
+        if teacher_source is not None:
+            teacher_source = replace(teacher_source, conversations=corpus.conversations)
+        elif corpus.conversations:
+            raise UsageError("conversations are read by a model folder, a hub id or a GGUF file.")
         planned = partial(
             make_plan,
             corpus=corpus,

@@ -1,6 +1,8 @@
 """How a corpus is scored."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 DEFAULT_CONTEXT = 2048
 CUDA_BATCH_TOKENS = 16384
@@ -29,6 +31,10 @@ class ScoreSettings:
     """Documents of the corpus in a shard: what is lost at most when a run is killed."""
     bos: str = "auto"
     """Before every window: auto (what the tokenizer itself adds), none, or a token's string."""
+    chat_template: str | None = None
+    """Conversations: a Jinja file, a folder with one, or plain; the model's own."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Conversations: further variables of the template."""
     compiled: bool | None = None
     """Compile the layers; on a GPU."""
     threads: int | None = None

@@ -73,16 +73,17 @@ def score_prepared(
     nonfinite = _mask_nonfinite(nll, prepared, settings.max_nonfinite_share)
     hashes = b"".join(document_hash(d.text) for d in prepared.documents if d.text is not None)
     empty = np.zeros(0)
-    token_bytes = np.concatenate([empty, *(t.token_bytes for t in prepared.tokenized)])
+    stored = [t.stored(n) for t, n in zip(prepared.tokenized, nll, strict=True)]
+    token_bytes = np.concatenate([empty, *(lengths for lengths, _ in stored)])
     return Shard(
         number=prepared.number,
         first_document=prepared.first_document,
         document_span=prepared.document_span,
         document_hash=np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES),
         document_index=np.array([d.index for d in prepared.documents], "<u8"),
-        token_count=np.array([len(n) for n in nll], "<u4"),
+        token_count=np.array([len(losses) for _, losses in stored], "<u4"),
         token_bytes=narrowest_unsigned(token_bytes),
-        nll=to_float16(np.concatenate([empty, *nll])),
+        nll=to_float16(np.concatenate([empty, *(losses for _, losses in stored)])),
         skipped=prepared.skipped,
         nonfinite=nonfinite,
     )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vocagnolm.alignment import TextTokenizer, TokenSpans
+from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.errors import ScoreError, TilingError, UsageError
 from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.nll import NllModel
@@ -28,10 +29,25 @@ from vocagnolm.score.settings import (
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """A document as the teacher reads it. The byte lengths tile the document's UTF-8 bytes."""
+    """A document as the teacher reads it. The byte lengths tile the document's UTF-8 bytes; of a
+    conversation, whose template has tokens that hold no text, there are spans instead."""
 
     ids: np.ndarray
     token_bytes: np.ndarray
+    spans: TokenSpans | None = None
+
+    def stored(self, nll: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Byte lengths that tile the document, and their losses: NaN for text that no token of the
+        template holds. The template's own tokens are left out."""
+        if self.spans is None:
+            return self.token_bytes, nll
+        held = self.token_bytes > 0
+        edges = np.concatenate([[0], self.spans.spans[held].ravel(), [self.spans.n_bytes]])
+        lengths = np.diff(edges)
+        losses = np.full(len(lengths), np.nan, nll.dtype)
+        losses[1::2] = nll[held]
+        kept = lengths > 0
+        return lengths[kept], losses[kept]
 
 
 class Teacher(Protocol):
@@ -64,11 +80,17 @@ class LocalTeacher:
     """A causal language model in this process. The weights are loaded when first needed, so
     that a finished store is recognised at once."""
 
-    def __init__(self, files: ModelFiles, settings: ScoreSettings):
+    def __init__(self, files: ModelFiles, settings: ScoreSettings, *, conversations: bool = False):
+        """`conversations`: texts are shared texts, and are read in the model's template."""
         self._files = files
         self._tokenizer: TextTokenizer = files.tokenizer
+        if conversations:
+            template = template_of(
+                files.tokenizer, settings.chat_template, settings.template_options
+            )
+            self._tokenizer = ChatTokenizer(files.tokenizer, template)
         on_gpu = files.device.type == "cuda"
-        self.prefix_ids = _prefix(files, settings.bos)
+        self.prefix_ids = _prefix(self._tokenizer, settings.bos)
         self.context = _context(files, settings.context)
         self.stride = settings.stride or max(1, self.context // STRIDE_SHARE)
         if self.stride >= self.context - len(self.prefix_ids):
@@ -95,6 +117,11 @@ class LocalTeacher:
 
     def describe(self) -> dict[str, Any]:
         tokenizer = self._tokenizer
+        in_template = (
+            {"template": tokenizer.template.describe()}
+            if isinstance(tokenizer, ChatTokenizer)
+            else {}
+        )
         return {
             "teacher": self._files.describe(),
             "tokenizer": {
@@ -117,6 +144,7 @@ class LocalTeacher:
                 "compiled": self.compiled,
                 "threads": self.threads,
             },
+            **in_template,
         }
 
     @property
@@ -129,6 +157,11 @@ class LocalTeacher:
         assert self._model is not None  # loads it
 
     def tokenize(self, texts: Sequence[str]) -> list[TokenizedDocument | str]:
+        if isinstance(self._tokenizer, ChatTokenizer):
+            return [
+                one if isinstance(one, str) else TokenizedDocument(one.ids, one.token_bytes, one)
+                for one in self._tokenizer.outcomes(texts)
+            ]
         try:
             spans: list[TokenSpans | str] = list(self._tokenizer.spans_batch(texts))
         except TilingError:  # one of them: find out which
@@ -197,14 +230,14 @@ def _tokenized(spans: TokenSpans) -> TokenizedDocument | str:
     return TokenizedDocument(spans.ids, spans.token_bytes)
 
 
-def _prefix(files: ModelFiles, bos: str) -> tuple[int, ...]:
+def _prefix(tokenizer: TextTokenizer, bos: str) -> tuple[int, ...]:
     if bos == "auto":
-        return files.prefix_ids
+        return tokenizer.prefix_ids
     if bos == "none":
         return ()
-    index = files.tokenizer.id_of(bos)
+    index = tokenizer.id_of(bos)
     if index is None:
-        raise UsageError(f"--bos {bos}: {files.tokenizer.name} has no such token.")
+        raise UsageError(f"--bos {bos}: {tokenizer.name} has no such token.")
     return (index,)
 
 

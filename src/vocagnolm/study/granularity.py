@@ -17,6 +17,7 @@ def corpus_granularity(recipe: Recipe, teacher: str, plan: GranularityPlan) -> G
     corpus = open_corpus(
         list(recipe.corpus.files),
         text_field=recipe.corpus.text_field,
+        format="text",
         split=recipe.corpus.split,
         limit=plan.documents,
     )

@@ -36,7 +36,7 @@ def document_sources(files: Sequence[str], field: str) -> list[str]:
                 f"Kept shares per source need a corpus of plain .jsonl files, found {name}."
             )
         try:
-            named = open_corpus(name, text_field=field)
+            named = open_corpus(name, text_field=field, format="text")
         except CorpusError:  # no such field in it; a file that cannot be read is told here
             sources += [stem] * len(open_corpus(name))
             continue

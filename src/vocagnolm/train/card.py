@@ -4,14 +4,20 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm import __version__
+from vocagnolm.chat import ChatTemplate
+from vocagnolm.chat.survey import template_words
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.schedule import Schedule
 
 
 def model_card(
-    recipe: Recipe, schedule: Schedule, store_teacher: str | None, final: dict[str, Any]
+    recipe: Recipe,
+    schedule: Schedule,
+    store_teacher: str | None,
+    final: dict[str, Any],
+    template: ChatTemplate | None = None,
 ) -> str:
-    """README.md of the model folder."""
+    """README.md of the model folder. `template`: the one in which conversations were read."""
     method = recipe.objective.method
     base = recipe.student.model or "random weights"
     rows = {
@@ -27,6 +33,10 @@ def model_card(
         f"{recipe.optimizer.warmup_steps} warm-up steps",
         "seed": str(recipe.run.seed),
     }
+    if template is not None:
+        words = template_words(template.origin)
+        options = f" with {dict(template.options)}" if template.options else ""
+        rows["conversations"] = f"trained on: {recipe.data.train_on}; {words}{options}"
     if recipe.method.selects:
         o = recipe.objective
         rows["selection"] = (

@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.alignment import TextTokenizer
-from vocagnolm.data.blocks import MANIFEST, block_count, read_manifest
+from vocagnolm.chat import ChatTokenizer, survey
+from vocagnolm.data.block_copies import opened_count
+from vocagnolm.data.blocks import MANIFEST, read_manifest
 from vocagnolm.data.corpus import Corpus, document_hash
 from vocagnolm.data.identity import (
     block_settings,
     blocks_place,
     recipe_corpus,
     stale_files,
+    student_chat,
     student_tokenizer,
+    teacher_chat,
     teacher_tokenizer,
     unmet_needs,
 )
@@ -40,6 +44,8 @@ from vocagnolm.train.vocabulary import refuse_other_vocabulary
 
 # Beyond this a corpus is not read through by a mere check.
 LARGEST_CORPUS_READ_BYTES = 2 * 10**9
+# Conversations that are rendered to see what the templates do to them.
+SURVEYED = 200
 
 
 @dataclass
@@ -87,6 +93,7 @@ class Found:
     """The best of several."""
     manifest: dict[str, Any] | None = None
     schedule: Schedule | None = None
+    blocks: int | None = None
 
 
 def check(recipe: Recipe, *, processes: int = 1, measure: bool = True) -> CheckReport:
@@ -95,19 +102,21 @@ def check(recipe: Recipe, *, processes: int = 1, measure: bool = True) -> CheckR
     report = CheckReport(problems=static_problems(recipe, processes))
     found = Found()
     with report.collecting():
-        found.tokenizer = _tokenizer(recipe, report)
+        found.corpus = _corpus(recipe, report)
+    with report.collecting():
+        found.tokenizer = _tokenizer(recipe, report, found.corpus)
     with report.collecting():
         found.parameters = _student(recipe, report, found.tokenizer)
-    with report.collecting():
-        found.corpus = _corpus(recipe, report)
     with report.collecting():
         found.store = _stores(recipe, report, found.corpus)
     with report.collecting():
         _teacher(recipe, report, found.tokenizer)
     with report.collecting():
+        _conversations(recipe, report, found)
+    with report.collecting():
         found.manifest = _blocks(recipe, report, found)
     with report.collecting():
-        found.schedule = _schedule(recipe, report, processes, found.manifest)
+        found.schedule = _schedule(recipe, report, processes, found)
     _disk(recipe, report, found)
     with report.collecting():
         _run(recipe, report, found.manifest)
@@ -119,8 +128,10 @@ def check(recipe: Recipe, *, processes: int = 1, measure: bool = True) -> CheckR
     return report
 
 
-def _tokenizer(recipe: Recipe, report: CheckReport) -> TextTokenizer:
+def _tokenizer(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> TextTokenizer:
     tokenizer = student_tokenizer(recipe)
+    if corpus is not None and corpus.conversations:
+        tokenizer = student_chat(recipe, tokenizer)
     prefix, eos = separator_ids(tokenizer, recipe.data.bos, recipe.data.eos)
     report.plan["student_tokenizer"] = {
         "name": tokenizer.name,
@@ -278,6 +289,32 @@ def _teacher(recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer | Non
         refuse_other_vocabulary(tokenizer.vocabulary, teacher.vocabulary)
 
 
+def _conversations(recipe: Recipe, report: CheckReport, found: Found) -> None:
+    """What the two templates make of the corpus."""
+    if found.corpus is None or not isinstance(found.tokenizer, ChatTokenizer):
+        return
+    texts = [d.text for d in found.corpus.read(0, SURVEYED) if d.text is not None]
+    sides = {"student": found.tokenizer}
+    if recipe.teacher_tokenizer is not None:
+        # with a store the teacher itself need not be here
+        with contextlib.suppress(*(() if recipe.needs_online_teacher else (VocagnolmError,))):
+            sides["teacher"] = teacher_chat(recipe, teacher_tokenizer(recipe))
+    for side, tokenizer in sides.items():
+        seen = survey(tokenizer, texts)
+        facts = seen.to_dict()
+        report.plan[f"{side}_template"] = {
+            "template": facts["template"],
+            "conversations": seen.conversations,
+            "refused": sum(seen.refused.values()),
+        }
+        report.warnings += [f"{side} {line}" for line in seen.warnings()]
+        if texts and sum(seen.refused.values()) == len(texts):
+            report.problem(
+                f"{side}: the template of {tokenizer.name} refuses every conversation "
+                f"({next(iter(seen.refused))})."
+            )
+
+
 def _blocks(recipe: Recipe, report: CheckReport, found: Found) -> dict[str, Any] | None:
     """The manifest of prepared blocks."""
     if recipe.data.blocks is None or found.tokenizer is None:
@@ -287,26 +324,29 @@ def _blocks(recipe: Recipe, report: CheckReport, found: Found) -> dict[str, Any]
         report.plan["blocks"] = {"prepared": False, "next": "vocagnolm prepare RECIPE"}
         return None
     manifest = read_manifest(folder)
+    if manifest["settings"].get("conversations") and found.corpus is None:
+        found.tokenizer = student_chat(recipe, found.tokenizer)
     wanted = block_settings(recipe, found.tokenizer, found.corpus)
     unmet = unmet_needs(manifest, recipe, wanted, found.corpus) or stale_files(manifest, recipe)
     for line in unmet:
         report.problem(f"{folder} does not belong to this recipe: {line}")
     summary, guided = manifest["summary"], manifest["settings"]["guidance"]
+    found.blocks, bins = opened_count(recipe, manifest)
     report.plan["blocks"] = {
         "prepared": True,
-        "blocks": block_count(manifest["tokens"], recipe.data.block_size),
+        "blocks": found.blocks,
         "tokens": manifest["tokens"],
         "mapped_share": summary["mapped_share"] if guided else None,
         "one_to_one_share": summary["one_to_one_share"] if guided else None,
+        "conversations": None if bins is None else bins.words(recipe.data.block_size + 1),
     }
     return manifest
 
 
-def _schedule(
-    recipe: Recipe, report: CheckReport, processes: int, manifest: dict[str, Any] | None
-) -> Schedule | None:
-    if manifest is not None:
-        blocks = block_count(manifest["tokens"], recipe.data.block_size)
+def _schedule(recipe: Recipe, report: CheckReport, processes: int, found: Found) -> Schedule | None:
+    manifest = found.manifest
+    if manifest is not None and found.blocks is not None:
+        blocks = found.blocks
     elif recipe.train.tokens is not None:
         blocks = max(1, math.ceil(recipe.train.tokens / recipe.data.block_size))
     else:
@@ -384,11 +424,12 @@ def _weights(recipe: Recipe, report: CheckReport, found: Found) -> None:
     from vocagnolm.train.student import build_student
 
     has_weights = recipe.student.model is not None
-    if not has_weights and not recipe.data.document_mask:
+    apart = recipe.data.document_mask or isinstance(found.tokenizer, ChatTokenizer)
+    if not has_weights and not apart:
         return  # random weights of a known kind
     student = build_student(recipe)
     understood_head(student)
-    if recipe.data.document_mask:
+    if apart:
         require_separation(student, "The student")
     if not has_weights or not recipe.needs_guidance or recipe.student.bits_per_byte is not None:
         return

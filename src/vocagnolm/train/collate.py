@@ -19,6 +19,7 @@ class BlockCollator:
 
     `document_mask`: positions count from each document's start, which makes transformers keep
     attention inside it, and the first token of a document is not predicted from the one before.
+    Tokens of conversations that are not `trained` on are read and not predicted.
     """
 
     def __init__(self, document_mask: bool = False):
@@ -32,6 +33,8 @@ class BlockCollator:
             document = np.stack([block["document"] for block in blocks])
             labels[document[:, 1:] != document[:, :-1]] = IGNORE_INDEX
             batch["position_ids"] = torch.from_numpy(positions_in_document(document[:, :-1]))
+        if "trained" in blocks[0]:
+            labels[~np.stack([block["trained"] for block in blocks])[:, 1:]] = IGNORE_INDEX
         batch["labels"] = torch.from_numpy(labels)
         for name in ("guidance", "stretch"):
             if name in blocks[0]:
@@ -54,6 +57,8 @@ class BlockCollator:
         }
         if "teacher_stretch" in blocks[0]:
             view["teacher_stretch"] = torch.from_numpy(_padded(blocks, "teacher_stretch", width))
+        if "teacher_counts" in blocks[0]:
+            view["teacher_counts"] = torch.from_numpy(_padded(blocks, "teacher_counts", width) > 0)
         # what a teacher token is predicted from must be of its own document where those are apart
         follows = document >= 0
         follows[:, 0] = False

@@ -24,8 +24,9 @@ from vocagnolm.alignment import (
     whole_sums,
 )
 from vocagnolm.alignment.alignment import Aggregation
+from vocagnolm.chat import ChatTokenizer
 from vocagnolm.data.blocks import Block, TrainingOrder
-from vocagnolm.data.guidance import cut_stretches
+from vocagnolm.data.guidance import cut_stretches, unbroken
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.model.lm_head import head_form, last_hidden
 from vocagnolm.model.nll import losses_through_logits
@@ -61,6 +62,16 @@ class TeacherView:
 
     def __getitem__(self, position: int) -> Block:
         block = self.order[position]
+        if self.order.blocks.conversations:
+            assert isinstance(self.tokenizer, ChatTokenizer)
+            view = conversation_view(
+                self.order.blocks.conversation_texts(block["block"]),
+                block["trained"],
+                self.tokenizer,
+                pairing=self.pairing,
+                by_stretch=self.by_stretch,
+            )
+            return {**block, **view}
         text, spans = self.order.blocks.text(block["block"])
         view = teacher_view(
             text,
@@ -122,6 +133,90 @@ def teacher_view(
     }
     if by_stretch:
         view |= _stretch_view(spans, placed, np.concatenate(of_text))
+    return view
+
+
+def conversation_view(
+    conversations: Sequence[tuple[str, NDArray[np.int64]]],
+    trained: NDArray[np.bool_],
+    tokenizer: ChatTokenizer,
+    *,
+    pairing: Pairing = "bytes",
+    by_stretch: bool = False,
+) -> dict[str, Any]:
+    """The same for a block of conversations, each in the teacher's template. Only tokens that are
+    trained on meet the teacher's: as in blocks that are made from a store. `teacher_counts`: the
+    teacher's tokens over what is trained on."""
+    theirs = tokenizer.outcomes([text for text, _ in conversations])
+    ids, owners, placed = [], [], [np.zeros((0, 2), np.int64)]
+    spans = np.zeros((len(trained), 2), np.int64)
+    pair = np.full(len(trained), -1, np.int64)
+    tokens = before = origin = 0
+    for number, ((text, own), found) in enumerate(zip(conversations, theirs, strict=True)):
+        here = np.arange(tokens, tokens + len(own))
+        spans[here] = own + origin
+        if not isinstance(found, str):  # else its template refuses it: no guidance
+            # what stands behind the last token of a conversation that was cut is not needed
+            count = int(np.searchsorted(found.spans[:, 0], own[-1, 1], side="left"))
+            ids.append(found.ids[:count].astype(np.int64))
+            owners.append(np.full(count, number, np.int64))
+            placed.append(found.spans[:count] + origin)
+            with_text = np.flatnonzero(found.token_bytes[:count] > 0)
+            ours = here[own[:, 0] < own[:, 1]][: len(with_text)]
+            pair[ours] = before + with_text[: len(ours)]
+            before += count
+        tokens += len(own)
+        origin += len(text.encode()) + 1
+    laid = np.concatenate(placed)
+    return _trained_view(
+        ids, owners, laid, spans, np.flatnonzero(trained), pair, pairing, by_stretch
+    )
+
+
+def _trained_view(
+    ids: list[NDArray[np.int64]],
+    owners: list[NDArray[np.int64]],
+    laid: NDArray[np.int64],
+    spans: NDArray[np.int64],
+    where: NDArray[np.int64],
+    pair: NDArray[np.int64],
+    pairing: Pairing,
+    by_stretch: bool,
+) -> dict[str, Any]:
+    ours = spans[where]
+    alignment = align(ours, laid)
+    if pairing == "bytes":
+        pair[:] = -1
+        if len(laid):
+            meets = alignment.mapped & (laid[alignment.first, 0] == ours[:, 0])
+            pair[where] = np.where(meets, alignment.first, -1)
+    ranges = np.full((len(spans), 2), -1, np.int64)
+    ranges[where] = np.stack([alignment.first, alignment.last], axis=1)
+    edges = np.zeros(len(laid) + 1, np.int64)
+    np.add.at(edges, alignment.first[alignment.mapped], 1)
+    np.add.at(edges, alignment.last[alignment.mapped] + 1, -1)
+    counts = (np.cumsum(edges[:-1]) > 0) & (laid[:, 0] < laid[:, 1])
+    none = np.zeros(0, np.int64)
+    view: dict[str, Any] = {
+        "teacher_ids": np.concatenate([none, *ids]),
+        "teacher_document": np.concatenate([none, *owners]),
+        "teacher_range": ranges,
+        "teacher_pair": pair,
+        "teacher_counts": counts.astype(np.int64),
+    }
+    if by_stretch:
+        of_text = np.flatnonzero(laid[:, 0] < laid[:, 1])
+        found = stretches(ours, laid[of_text])
+        behind = stretch_alignment(found, laid[of_text])
+        whole = ~np.isnan(
+            unbroken(np.where(behind.mapped, 0.0, np.nan), behind.mapped & ~found.begins, where)
+        )
+        ranges = np.full((len(spans), 2), -1, np.int64)
+        ranges[where[whole]] = of_text[np.stack([behind.first, behind.last], axis=1)[whole]]
+        begins = np.ones(len(spans), np.int64)
+        begins[where[whole & ~found.begins]] = 0  # every other token is a stretch of its own
+        number = np.cumsum(begins)
+        view |= {"teacher_range": ranges, "stretch": np.maximum(number - number[1], 0)}
     return view
 
 
@@ -203,10 +298,14 @@ class OnlineTeacher:
         of_token = torch.full(ids.shape, torch.nan, device=ids.device)
         of_token[:, 1:] = torch.where(follows[:, 1:], nll[:, :-1].float(), torch.nan)
         ranges = inputs["teacher_range"].cpu().numpy()
+        known = ~torch.isnan(of_token)
+        if "teacher_counts" in inputs:  # what a template prints between contents is no part of them
+            known &= inputs["teacher_counts"]
+            blank = 0.0 if self.config.by_stretch else torch.nan
+            of_token = of_token.masked_fill(~inputs["teacher_counts"], blank)
         values = of_token.cpu().numpy()
         carried = [self._carry(r, v) for r, v in zip(ranges, values, strict=True)]
         guidance = torch.from_numpy(np.stack(carried).astype(np.float32)).to(ids.device)
-        known = ~torch.isnan(of_token)
         total = torch.where(known, of_token.double(), 0.0).sum(1)
         return {"guidance": guidance, "teacher_sums": torch.stack([total, known.sum(1)], dim=1)}
 

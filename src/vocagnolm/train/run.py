@@ -24,7 +24,9 @@ from vocagnolm.data.identity import (
     block_settings,
     recipe_corpus,
     stale_files,
+    student_chat,
     student_tokenizer,
+    teacher_chat,
     teacher_tokenizer,
     unmet_needs,
 )
@@ -149,7 +151,7 @@ def _train(
             f"stopped as asked after step {trainer.state.global_step:,} of {schedule.steps:,}; a "
             "checkpoint is written. Run the same command again: it goes on from there."
         )
-    save_result(trainer, recipe, schedule, folder, blocks.manifest.get("teacher"))
+    save_result(trainer, recipe, schedule, folder, blocks)
     Ranks.of_group().wait_for_all()
     return run_summary(folder)
 
@@ -195,7 +197,10 @@ def _warn_of_teacher(recipe: Recipe, trainer: GuidedTrainer, console: Console) -
     teacher = store.bits_per_byte
     if corpus is not None:
         model = causal_lm_of(trainer.accelerator.unwrap_model(trainer.model))
-        strength = measure_strength(model, student_tokenizer(recipe), store, corpus)
+        tokenizer = student_tokenizer(recipe)
+        if corpus.conversations:
+            tokenizer = student_chat(recipe, tokenizer)
+        strength = measure_strength(model, tokenizer, store, corpus)
         if strength is None:
             return
         teacher, student = strength.teacher, strength.student
@@ -221,7 +226,10 @@ def open_blocks(recipe: Recipe, *, verify: bool = False) -> Blocks:
         stretches=stored and recipe.needs_stretches,
         teacher_sums=stored and recipe.objective.unmapped == "mean",
     )
-    wanted = block_settings(recipe, student_tokenizer(recipe), None)
+    tokenizer = student_tokenizer(recipe)
+    if blocks.conversations:
+        tokenizer = student_chat(recipe, tokenizer)
+    wanted = block_settings(recipe, tokenizer, None)
     unmet = unmet_needs(blocks.manifest, recipe, wanted, None)
     if verify:
         unmet += stale_files(blocks.manifest, recipe)
@@ -267,7 +275,7 @@ def build_trainer(
         model,
         arguments,
         objective=objective_config(recipe),
-        data_collator=BlockCollator(recipe.data.document_mask),
+        data_collator=BlockCollator(recipe.data.document_mask or blocks.conversations),
         train_dataset=dataset,
         teacher=teacher,
         keep_checkpoints=recipe.run.keep_checkpoints,
@@ -296,6 +304,8 @@ def _online_teacher(recipe: Recipe, order: TrainingOrder) -> tuple[OnlineTeacher
     if not recipe.needs_block_text:
         refuse_other_vocabulary(student_tokenizer(recipe).vocabulary, tokenizer.vocabulary)
         return teacher, order
+    if order.blocks.conversations:
+        tokenizer = teacher_chat(recipe, tokenizer)
     view = TeacherView(
         order,
         tokenizer,
@@ -314,7 +324,7 @@ def _teacher_dtype(recipe: Recipe) -> str:
 
 
 def save_result(
-    trainer: GuidedTrainer, recipe: Recipe, schedule: Schedule, folder: Path, teacher: str | None
+    trainer: GuidedTrainer, recipe: Recipe, schedule: Schedule, folder: Path, blocks: Blocks
 ) -> None:
     """The model folder appears by rename, then the run is finished."""
     state_dict = trainer.gathered_weights()
@@ -326,7 +336,12 @@ def save_result(
         else:
             trainer.save_merged(model, state_dict)
         save_tokenizer(recipe, model)
-        card = model_card(recipe, schedule, teacher, trainer.last_record)
+        template = None
+        if blocks.conversations:
+            template = student_chat(recipe, student_tokenizer(recipe)).template
+            (model / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+        teacher = blocks.manifest.get("teacher")
+        card = model_card(recipe, schedule, teacher, trainer.last_record, template)
         (model / "README.md").write_text(card, encoding="utf-8")
     finish_run(folder)
 

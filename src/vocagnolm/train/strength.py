@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer
+from vocagnolm.chat import ChatTokenizer
 from vocagnolm.data.corpus import Corpus, document_hash
 from vocagnolm.model import NllModel
 from vocagnolm.store import LossStore
@@ -60,6 +61,9 @@ def measure_strength(
     )
     with torch.inference_mode():
         student = scorer.document_nll([one.ids for one in spans])
+    if isinstance(tokenizer, ChatTokenizer):  # a template's own tokens hold no text
+        for one, nll in zip(spans, student, strict=True):
+            nll[one.token_bytes == 0] = np.nan
     model.train(training)
     return Strength(
         teacher=_bits([store[place] for place in places]),
@@ -80,6 +84,10 @@ def _sample(
         for document in corpus.read(index, index + 1):
             text = document.text
             if text is None or document_hash(text) != store.document_hash(place):
+                continue
+            if isinstance(tokenizer, ChatTokenizer) and isinstance(
+                tokenizer.outcomes([text])[0], str
+            ):
                 continue
             tokens = len(tokenizer.spans(text))
             if tokens <= budget or not places:

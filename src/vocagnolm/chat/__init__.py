@@ -1,0 +1,31 @@
+"""Conversations: each model reads them in its own template, and both are laid over the contents.
+
+The *shared text* of a conversation is the contents of its messages, each closed by one byte for the
+end of the turn. It is the text that stores and blocks know a conversation by; a `ChatTokenizer`
+reads it like any other text and says which of its tokens stand for which bytes of it.
+"""
+
+from vocagnolm.chat.messages import Message, Refused, conversation_of, messages_of, shared_text
+from vocagnolm.chat.render import Rendering, render
+from vocagnolm.chat.survey import Survey, survey
+from vocagnolm.chat.template import ChatTemplate, template_of
+from vocagnolm.chat.tokens import ChatTokenizer
+from vocagnolm.chat.trained import TrainOn, trained_ranges, trained_tokens
+
+__all__ = [
+    "ChatTemplate",
+    "ChatTokenizer",
+    "Message",
+    "Refused",
+    "Rendering",
+    "Survey",
+    "TrainOn",
+    "conversation_of",
+    "messages_of",
+    "render",
+    "shared_text",
+    "survey",
+    "template_of",
+    "trained_ranges",
+    "trained_tokens",
+]

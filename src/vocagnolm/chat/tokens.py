@@ -1,0 +1,330 @@
+"""A model's tokens of a conversation in its own template, laid over the shared text.
+
+Control tokens are read as such in the template's own text alone: `<|im_end|>` that is written in a
+content is text, as it is everywhere else here. For this the tokenizer is given private characters
+for its control tokens, and so is the template's text before it is read.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from vocagnolm.alignment import TextTokenizer, TokenSpans
+from vocagnolm.alignment.vocabulary import BYTE_FALLBACK
+from vocagnolm.chat.messages import Message, Refused, messages_of, shared_text, split_answer
+from vocagnolm.chat.render import Rendering, render
+from vocagnolm.chat.template import ChatTemplate
+from vocagnolm.errors import TemplateError
+
+_BEHIND_MARKS = 5  # marks are the control characters below
+# Supplementary Private Use Area-B: one character a control token
+_FIRST_PRIVATE, _LAST_PRIVATE = 0x100000, 0x10FFFD
+
+
+class ChatTokenizer(TextTokenizer):
+    """Reads shared texts. Tokens of contents have spans in the shared text, the token that ends a
+    turn has the byte of the mark, and the template's other tokens have none (zero width)."""
+
+    def __init__(self, base: TextTokenizer, template: ChatTemplate):
+        description, self._alias = _with_private_tokens(json.loads(base._tokenizer.to_str()))
+        # not through TextTokenizer's own: what it would find out anew is known
+        self.name, self.frame, self.special_tokens = base.name, base.frame, "control"
+        self._tokenizer = Tokenizer.from_str(json.dumps(description))
+        self._tokenizer.encode_special_tokens = False
+        ids = {base.id_of(token): private for token, private in self._alias.items()}
+        names = {index: private.encode() for index, private in ids.items() if index is not None}
+        assert all(self._tokenizer.token_to_id(p) == index for index, p in ids.items())
+        self._spanner = base._spanner.renamed(self._tokenizer, names)
+        self.base = base
+        self.template = template
+        self._control = re.compile("|".join(map(re.escape, _longest_first(self._alias))) or "(?!)")
+        self._control_ids = np.array(sorted(names), np.int64)
+
+    @property
+    def fingerprint(self) -> str:
+        """The tokenizer's own; the template has another."""
+        return self.base.fingerprint
+
+    @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        return self.base.vocabulary
+
+    @cached_property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The template says what stands before a conversation."""
+        return ()
+
+    @property
+    def eos_id(self) -> int | None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return ChatTokenizer, (self.base, self.template)
+
+    def token(self, index: int) -> str:
+        return self.base.token(index)
+
+    def id_of(self, token: str) -> int | None:
+        return self.base.id_of(token)
+
+    def bytes_of(self, index: int) -> bytes | None:
+        return self.base.bytes_of(index)
+
+    def rendering(self, text: str) -> Rendering:
+        """The conversation of a shared text in this model's template."""
+        return render(self.template, messages_of(text))
+
+    def spans(self, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
+        return self.spans_batch([text])[0]
+
+    def spans_batch(self, texts: Sequence[str]) -> list[TokenSpans]:
+        result = []
+        for outcome in self.outcomes(texts):
+            if isinstance(outcome, str):
+                raise TemplateError(f"{self.name} cannot read a conversation: {outcome}")
+            result.append(outcome)
+        return result
+
+    def outcomes(self, texts: Sequence[str]) -> list[TokenSpans | str]:
+        """Each conversation's tokens, or the reason why it cannot be read: `kind: more`."""
+        laid: list[_Laid | str] = []
+        for text in texts:
+            try:
+                messages = messages_of(text)
+                laid.append(self._lay(render(self.template, messages), messages))
+            except Refused as error:
+                laid.append(str(error))
+        readable = [one for one in laid if isinstance(one, _Laid)]
+        shared = iter(self._shared(readable, super().spans_batch([one.text for one in readable])))
+        return [one if isinstance(one, str) else next(shared) for one in laid]
+
+    def shown(self, text: str, tokens: TokenSpans) -> list[str | None]:
+        """Each token of the template for the eye; None for tokens of contents, which the text
+        shows."""
+        encoded = text.encode()
+        result: list[str | None] = []
+        for index, (start, end) in zip(tokens.ids.tolist(), tokens.spans.tolist(), strict=True):
+            own = start == end or (end - start == 1 and encoded[start] < _BEHIND_MARKS)
+            spelled = self.bytes_of(index) if own else None
+            name = self.token(index) if spelled is None else spelled.decode(errors="replace")
+            result.append(name if own else None)
+        return result
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens behind which the assistant's answer begins."""
+        try:
+            found = render(self.template, messages, add_generation_prompt=True)
+        except Refused as error:
+            raise TemplateError(f"{self.name} cannot read a conversation: {error}") from None
+        ids: list[int] = super().spans_batch([self._lay(found, messages).text])[0].ids.tolist()
+        return ids
+
+    def answering_ids(self, text: str) -> list[int]:
+        """The tokens of a shared text up to where the assistant answers, and of what stands behind
+        its last mark, which the assistant has answered so far."""
+        head, answer = split_answer(text)
+        messages = messages_of(head)
+        if not answer:
+            return self.prompt_ids(messages)
+        whole = shared_text([*messages, Message("assistant", answer)])
+        tokens = self.spans(whole)
+        last = int(np.searchsorted(tokens.spans[:, 0], len(whole.encode()) - 1, side="left"))
+        ids: list[int] = tokens.ids[:last].tolist()
+        return ids
+
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """The token that ends the assistant's turn."""
+        text = shared_text([Message("user", "a"), Message("assistant", "b")])
+        tokens = self.spans(text)
+        (last,) = np.nonzero(tokens.spans[:, 1] == len(text))
+        found = [n for n in last.tolist() if tokens.token_bytes[n] == 1]
+        return int(tokens.ids[found[0]]) if found else None
+
+    def _lay(self, found: Rendering, messages: Sequence[Message]) -> "_Laid":
+        """Pieces of contents: where they stand in the text that is read, and in the shared one."""
+        sizes = [len(message.content.encode()) for message in messages]
+        origins = list(accumulate((size + 1 for size in sizes), initial=0))
+        texts: list[str] = []
+        pieces: list[tuple[int, int, int]] = []
+        ends: dict[int, tuple[int, int]] = {}
+        at, ended = 0, -1
+        for segment in found.segments:
+            text = segment.text
+            if segment.template:
+                text = self._control.sub(lambda match: self._alias[match[0]], text)
+            elif _private(text, len(self._alias)):
+                raise Refused("private character: a content holds one of Unicode's last plane")
+            width = len(text.encode())
+            number = segment.message
+            if number is not None:
+                content = messages[number].content
+                start = len(content[: segment.start].encode())
+                pieces.append((at, at + width, origins[number] + start))
+                ends.pop(number, None)
+                if not content[segment.start + len(text) :].strip():
+                    ends[number] = (at + width, at + width)
+                ended = number
+            elif segment.template and ended >= 0 and ended in ends:
+                ends[ended] = (ends[ended][0], at + width)
+                ended = -1
+            texts.append(text)
+            at += width
+        return _Laid(
+            text="".join(texts),
+            pieces=pieces,
+            ends=[(*ends[n], origins[n] + sizes[n]) for n in sorted(ends)],
+            n_bytes=origins[-1],
+        )
+
+    def _shared(self, laid: Sequence["_Laid"], read: Sequence[TokenSpans]) -> list[TokenSpans]:
+        """Tokens of the texts that were read as tokens of the shared texts: all conversations at
+        once, laid end to end with a byte between two of them."""
+        if not laid:
+            return []
+        counts = [len(one) for one in read]
+        there = _origins([one.n_bytes for one in read])
+        here = _origins([one.n_bytes for one in laid])
+        tokens = np.concatenate([one.spans for one in read])
+        tokens = tokens + np.repeat(there, counts)[:, None]
+        spans = _over_pieces(tokens, _moved(laid, "pieces", there, here))
+        self._add_ends(
+            spans,
+            tokens,
+            np.concatenate([one.ids for one in read]),
+            _moved(laid, "ends", there, here),
+        )
+        # what stands for no text has its place between its neighbours
+        origins = np.repeat(here, counts)
+        empty = spans[:, 0] == spans[:, 1]
+        spans[empty] = origins[empty, None]
+        ends = np.maximum.accumulate(spans[:, 1])
+        spans[empty] = ends[empty, None]
+        covered = np.concatenate([[0], np.cumsum(spans[:, 1] - spans[:, 0])])
+        spans -= origins[:, None]
+        cuts = np.cumsum([0, *counts]).tolist()
+        return [
+            TokenSpans(one.ids, spans[a:b], own.n_bytes, own.n_bytes - int(covered[b] - covered[a]))
+            for one, own, (a, b) in zip(read, laid, pairwise(cuts), strict=True)
+        ]
+
+    def _add_ends(
+        self,
+        spans: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        ids: NDArray[np.int32],
+        ends: NDArray[np.int64],
+    ) -> None:
+        """Give the bytes of marks to the tokens that end turns, in place: the first control token
+        between the end of a content and the next text that is not the template's; without one the
+        token that reaches over the content's end."""
+        shut, behind, mark = ends.T
+        control = np.flatnonzero(self._is_control[ids] & (tokens[:, 0] < tokens[:, 1]))
+        sentinel = np.iinfo(np.int64).max
+        starts, stops = (np.append(tokens[control, side], sentinel) for side in (0, 1))
+        near = np.searchsorted(starts, shut, side="left")
+        found = stops[near] <= behind
+        over = np.minimum(np.searchsorted(tokens[:, 1], shut, side="right"), len(tokens) - 1)
+        reaches = (tokens[over, 1] > shut) & (tokens[over, 0] < behind) & (shut < behind)
+        chosen = np.where(found, np.append(control, 0)[near], over)
+        known = found | reaches
+        at, mark = chosen[known], mark[known]
+        alone = spans[at, 0] == spans[at, 1]
+        spans[at, 0] = np.where(alone, mark, spans[at, 0])
+        spans[at, 1] = np.maximum(spans[at, 1], mark + 1)
+
+    @cached_property
+    def _is_control(self) -> NDArray[np.bool_]:
+        table = np.zeros(max(self.vocabulary.values(), default=0) + 1, bool)
+        table[self._control_ids] = True
+        return table
+
+
+@dataclass(frozen=True)
+class _Laid:
+    text: str
+    pieces: list[tuple[int, int, int]]
+    """From, to in the bytes of `text`, and the place of `from` in the shared text."""
+    ends: list[tuple[int, int, int]]
+    """Per message whose end is there: the end of its content, the end of the template's text behind
+    it, and the place of its mark in the shared text."""
+    n_bytes: int
+
+
+def _origins(sizes: Sequence[int]) -> NDArray[np.int64]:
+    return np.cumsum([0, *(size + 1 for size in sizes[:-1])], dtype=np.int64)
+
+
+def _moved(
+    laid: Sequence[_Laid], name: str, there: NDArray[np.int64], here: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Pieces or ends of all conversations [N, 3], on the axes that they are laid on."""
+    rows = [getattr(one, name) for one in laid]
+    counts = [len(one) for one in rows]
+    table = np.array([row for one in rows for row in one], np.int64).reshape(-1, 3)
+    table[:, :2] += np.repeat(there, counts)[:, None]
+    table[:, 2] += np.repeat(here, counts)
+    return table
+
+
+def _over_pieces(tokens: NDArray[np.int64], pieces: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Spans of tokens in the shared text; empty where a token touches no piece of a content."""
+    spans = np.zeros((len(tokens), 2), np.int64)
+    pieces = pieces[pieces[:, 0] < pieces[:, 1]]
+    if not len(pieces):
+        return spans
+    starts, stops = tokens.T
+    opens, shuts, origin = pieces.T
+    # the first piece that ends behind a token's start, the last that begins before its end
+    first = np.searchsorted(shuts, starts, side="right")
+    last = np.searchsorted(opens, stops, side="left") - 1
+    inside = np.flatnonzero((first <= last) & (starts < stops))
+    a, b = first[inside], last[inside]
+    spans[inside, 0] = np.maximum(starts[inside], opens[a]) - opens[a] + origin[a]
+    spans[inside, 1] = np.minimum(stops[inside], shuts[b]) - opens[b] + origin[b]
+    return spans
+
+
+def _longest_first(tokens: Sequence[str] | dict[str, str]) -> list[str]:
+    return sorted(tokens, key=lambda token: (-len(token), token))
+
+
+def _private(text: str, count: int) -> bool:
+    return not text.isascii() and any(
+        _FIRST_PRIVATE <= ord(character) < _FIRST_PRIVATE + count for character in text
+    )
+
+
+def _with_private_tokens(description: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """A tokenizer's description with a private character in place of each control token, and which
+    stands for which. Ids stay."""
+    alias: dict[str, str] = {}
+    added = description.get("added_tokens") or []
+    if description["model"].get("byte_fallback"):
+        # bytes belong to the model, which needs their names; no template prints them
+        added = [entry for entry in added if entry["content"] not in BYTE_FALLBACK]
+        description["added_tokens"] = added
+    for entry in added:
+        if entry.get("special"):
+            private = chr(_FIRST_PRIVATE + len(alias))
+            assert ord(private) <= _LAST_PRIVATE
+            alias[entry["content"]] = private
+            entry["content"] = private
+    model = description["model"]
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {alias.get(token, token): index for token, index in vocabulary.items()}
+    elif isinstance(vocabulary, list):  # Unigram
+        model["vocab"] = [[alias.get(entry[0], entry[0]), *entry[1:]] for entry in vocabulary]
+    if model.get("unk_token") in alias:
+        model["unk_token"] = alias[model["unk_token"]]
+    description["post_processor"] = None
+    return description, alias
