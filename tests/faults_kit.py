@@ -68,11 +68,14 @@ def in_child(work: Work) -> int:
 
 
 def was_killed(child: int, seconds: float = 120.0) -> bool:
-    """Waits for the child's end; one that does not come to it is an error, not a hang."""
+    """Waits for the child's end; one that does not come to it is an error, not a hang, and one that
+    crashed by itself was not killed."""
     deadline = time.monotonic() + seconds
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
+            crashed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV
+            assert not crashed, "the child crashed: does it use threads of its parent?"
             return os.WIFSIGNALED(status)
         if time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)

@@ -105,7 +105,7 @@ def test_a_typo_in_a_recipe_is_answered_at_once(arguments, quick_lab):
     done, seconds, imported = run_watched(quick_lab, *arguments)
     assert done.returncode == 2
     assert "unknown key 'keeep' in objective. Did you mean 'keep'?" in done.stderr
-    assert not {"torch", "transformers"} & imported and seconds < 4.0
+    assert not {"torch", "transformers"} & imported and seconds < 8.0
 
 
 def test_version_help_and_exit_codes():

@@ -9,6 +9,7 @@ import time
 import pytest
 from faults_kit import in_child, kill_at, was_killed, write_points
 from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_bytes, write_corpus
+from training_kit import fresh_process
 
 from vocagnolm import files
 from vocagnolm.errors import StoreError, WriteError
@@ -37,9 +38,7 @@ def test_killed_at_every_step_of_writing(tmp_path):
 
 def test_killed_again_and_again_at_random_moments(tmp_path):
     """With a real model; every run gets a little further."""
-    import torch
-
-    torch.set_num_threads(1)  # a forked child has no other threads
+    fresh_process()
     teacher = save_teacher(tmp_path)
     corpus = write_corpus(tmp_path / "c.jsonl", documents=40)
     draw = random.Random(0)

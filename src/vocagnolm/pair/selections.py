@@ -40,7 +40,7 @@ from vocagnolm.store import LossStore
 KEEPS = (0.4, 0.5, 0.6, 0.7, 0.8)
 REFERENCE = "reference"
 SHOWN_BY_SOURCE = (REFERENCE, "chunk-16", "no_teacher", "random")
-SHOWN_BY_LABEL = (REFERENCE, STRETCH, "no_teacher", "random")
+SHOWN_BY_LABEL = (REFERENCE, STRETCH, *SHOWN_BY_SOURCE[2:])  # and the controls
 REDUCIBLE = "reducible"
 
 SourceShares = dict[str, dict[str, float]]
