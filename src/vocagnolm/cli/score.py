@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -20,6 +20,7 @@ from vocagnolm.cli.choices import (
 )
 from vocagnolm.cli.progress import progress
 from vocagnolm.cli.quiet import quiet_libraries
+from vocagnolm.errors import UsageError
 
 if TYPE_CHECKING:
     from vocagnolm.score import ScoreSummary
@@ -77,6 +78,12 @@ def score(
     threads: int | None = typer.Option(
         None, min=1, help="Threads on a CPU. [default: all, at most 16]"
     ),
+    shard_teacher: str = typer.Option(
+        "1",
+        metavar="N",
+        help="GPUs of one machine that hold one teacher together, under torchrun; auto: as few as "
+        "hold its weights.",
+    ),
     strict: bool = typer.Option(False, help="Stop at the first document that cannot be scored."),
     share: str | None = typer.Option(
         None,
@@ -110,8 +117,6 @@ def score(
     torchrun --nproc_per_node N -m vocagnolm score ...; several machines: --share 1/N ... N/N, or
     --ray.
     """
-    from vocagnolm.errors import UsageError
-
     if recipe is not None:
         from vocagnolm.recipe import load_recipe
 
@@ -148,6 +153,7 @@ def score(
         bos=bos,
         compiled=compiled,
         threads=threads,
+        shard_teacher=_shards(shard_teacher),
         strict=strict,
     )
     cluster = None
@@ -180,6 +186,14 @@ def score(
     warning = teacher_warning(summary.store["bits_per_byte"], student_bits)
     if warning is not None:
         typer.echo(f"warning: {warning}", err=True)
+
+
+def _shards(text: str) -> "int | Literal['auto']":
+    if text == "auto":
+        return "auto"
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise UsageError(f"--shard-teacher {text}: expected a number of GPUs, or auto.")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
-from vocagnolm.errors import MissingExtraError, ModelError
+from vocagnolm.errors import MissingExtraError, ModelError, UsageError
+from vocagnolm.model.sharding import fewest_parts, loaded_bytes, loading_options, require_divisible
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
@@ -74,14 +75,35 @@ class ModelFiles:
             "fingerprint": weights_fingerprint([*config_file, *self.weight_files]),
         }
 
-    def load(self) -> PreTrainedModel:
-        """The model, in evaluation mode, on its device. Only safetensors or GGUF are opened."""
+    def require_shardable(self, shards: int) -> None:
+        if self.gguf_file:
+            raise UsageError(
+                f"--shard-teacher: {self.name} is a GGUF file, which is loaded whole. Use the "
+                "model's safetensors, or leave --shard-teacher out."
+            )
+        require_divisible(self.name, self.config, shards)
+
+    def fewest_shards(self) -> int:
+        """As few GPUs of this machine as hold the weights; 1 on a CPU."""
+        if self.device.type != "cuda":
+            return 1
+        self.require_shardable(1)
+        gpus = range(torch.cuda.device_count())
+        memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
+        weights = loaded_bytes(self.weight_files, self.dtype)
+        return fewest_parts(self.name, self.config, weights, memory)
+
+    def load(self, shards: int = 1) -> PreTrainedModel:
+        """The model, in evaluation mode, on its device. Only safetensors or GGUF are opened.
+        `shards`: this process's part of it, in a group of so many processes."""
         options: dict[str, Any] = {"dtype": self.dtype}
         if self.gguf_file:
             options |= {"gguf_file": self.gguf_file}
         else:
             options |= {"use_safetensors": True, "trust_remote_code": self.trust_remote_code}
-        if self.device.type == "cuda":
+        if shards > 1:
+            options |= loading_options(shards)
+        elif self.device.type == "cuda":
             options["device_map"] = {"": self.device}
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import UsageError
 from vocagnolm.places import require_place
-from vocagnolm.processes import Ranks, running_ranks
+from vocagnolm.processes import Ranks, running_ranks, running_teams
 from vocagnolm.score.cluster import RayCluster
 from vocagnolm.score.finish import finish, finish_share
 from vocagnolm.score.plan import (
@@ -27,6 +27,7 @@ from vocagnolm.score.plan import (
     shared_corpus,
 )
 from vocagnolm.score.settings import ScoreSettings
+from vocagnolm.score.sharding import team_size
 from vocagnolm.score.share import Share
 from vocagnolm.score.teacher import Teacher
 from vocagnolm.score.work import Done, Progress, Scored, Worker
@@ -110,7 +111,8 @@ def score_corpus(
             limit=limit_documents,
             max_document_bytes=max_document_bytes,
         )
-    with running_ranks() as ranks:
+    with _ranks(teacher_source, settings) as ranks:
+        settings = replace(settings, shard_teacher=ranks.team_size)
         if cluster is not None:
             _require_fit_for_cluster(teacher_source, corpus_source, share, ranks)
         if corpus_source is not None:
@@ -133,8 +135,18 @@ def score_corpus(
         assert not isinstance(teacher, str | Path)
         plan = planned(describe(teacher, settings))
         writer = plan.writer(getattr(teacher, "device_name", None))
-        here = partial(_work_here, plan, writer, teacher, on_progress)
+        here = partial(_work_here, plan, writer, teacher, ranks.leads_team, on_progress)
         return _score(plan, writer, ranks, share or Share(), here)
+
+
+def _ranks(
+    teacher: TeacherSource | None, settings: ScoreSettings
+) -> contextlib.AbstractContextManager[Ranks]:
+    if settings.shard_teacher == 1:
+        return running_ranks()
+    if teacher is None:
+        raise ValueError("shard_teacher needs a teacher that is opened by name: give its path")
+    return running_teams(partial(team_size, teacher, settings))
 
 
 def _require_fit_for_cluster(
@@ -142,6 +154,8 @@ def _require_fit_for_cluster(
 ) -> None:
     if teacher is None or corpus is None:
         raise ValueError("on a cluster teacher and corpus are opened by name: give paths")
+    if ranks.team_size > 1:
+        raise UsageError("--shard-teacher needs torchrun, and --ray does without: leave one out.")
     if share is not None or ranks.count > 1:
         raise UsageError(
             "--ray hands out the shards itself: leave --share and torchrun out, and start one "
@@ -169,7 +183,7 @@ def _score(
             return missing, damages, plan.save() if missing else None
 
         missing, mended, digest = ranks.decide(begin)
-        ours = missing[ranks.rank :: ranks.count]
+        ours = missing[ranks.team :: ranks.teams]
         done = work(ours, digest) if ours else Done()
         ranks.wait_for_all()
 
@@ -197,6 +211,7 @@ def _work_here(
     plan: Plan,
     writer: StoreWriter,
     teacher: Teacher,
+    writes: bool,
     on_progress: Callable[[Progress], None] | None,
     numbers: list[int],
     digest: str | None,
@@ -212,7 +227,7 @@ def _work_here(
             now = scored + part
             on_progress(Progress(now.documents, total, now.tokens))
 
-    with Worker(plan, teacher, writer) as worker:
+    with Worker(plan, teacher, writer, writes) as worker:
         for number, ahead in itertools.zip_longest(numbers, numbers[1:]):
             scored += worker.work(number, ahead, note)
             note(Scored())

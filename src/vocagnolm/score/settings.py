@@ -1,6 +1,7 @@
 """How a corpus is scored."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 DEFAULT_CONTEXT = 2048
 CUDA_BATCH_TOKENS = 16384
@@ -34,15 +35,20 @@ class ScoreSettings:
     threads: int | None = None
     """Threads on a CPU; all there are, at most 16. Their number can change the last bit of a sum,
     so it is the same however many processes share the work."""
+    shard_teacher: int | Literal["auto"] = 1
+    """GPUs of one machine that hold one teacher together, under torchrun; auto: as few as hold its
+    weights."""
     strict: bool = False
     """Stop at the first document that cannot be scored, instead of counting it."""
     max_nonfinite_share: float = 0.01
     """Share of a shard's tokens that may be NaN or infinite before scoring stops."""
 
     def __post_init__(self) -> None:
-        for name in ("context", "stride", "batch_tokens", "shard_documents", "threads"):
+        for name in (
+            *("context", "stride", "batch_tokens", "shard_documents", "threads", "shard_teacher"),
+        ):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value not in (None, "auto") and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if not 0 <= self.max_nonfinite_share <= 1:
             raise ValueError(

@@ -48,10 +48,12 @@ class Progress:
 class Worker:
     """Scores one shard after the other, and reads and tokenises the next meanwhile."""
 
-    def __init__(self, plan: Plan, teacher: Teacher, writer: StoreWriter):
+    def __init__(self, plan: Plan, teacher: Teacher, writer: StoreWriter, writes: bool = True):
+        """`writes`: False in a process that holds a part of a teacher; another one writes."""
         self._plan = plan
         self._teacher = teacher
         self._writer = writer
+        self._writes = writes
         self._reader = ThreadPoolExecutor(max_workers=1)
         self._ahead: tuple[int, Future[PreparedShard]] | None = None
 
@@ -68,7 +70,8 @@ class Worker:
             self._ahead = ahead, self._reader.submit(self._prepare, ahead)
         report = None if on_part is None else _reporter(prepared, on_part)
         shard = score_prepared(prepared, self._teacher, self._plan.settings, report)
-        self._writer.write_shard(shard)
+        if self._writes:
+            self._writer.write_shard(shard)
         return Scored(prepared.document_span, prepared.tokens)
 
     def _take(self, number: int) -> PreparedShard:
