@@ -14,7 +14,7 @@ def team_size(source: TeacherSource, settings: ScoreSettings, processes: int) ->
     size = source.find(settings).fewest_shards() if wanted == "auto" else wanted
     if size == 1:
         return 1
-    asked = f"--shard-teacher {wanted}" + (f": {size}" if wanted == "auto" else "")
+    asked = f"--shard-teacher {wanted}: {size}"
     if processes == 1:
         raise UsageError(
             f"{asked} processes hold one teacher together, and this one runs alone. Start: "
