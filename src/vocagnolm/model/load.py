@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.errors import MissingExtraError, ModelError, UsageError
+from vocagnolm.model.quantised import quantisation_of, require_packages
 from vocagnolm.model.sharding import fewest_parts, loaded_bytes, loading_options, require_divisible
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -120,7 +121,9 @@ class ModelFiles:
             )
         if model.get_output_embeddings() is None:
             raise ModelError(f"{self.folder}: {type(model).__name__} has no language-model head.")
-        ready: PreTrainedModel = model.to(self.device).eval().requires_grad_(False)
+        if quantisation_of(self.config) is None:
+            model = model.to(self.device)  # quantised ones are there, and some cannot be moved
+        ready: PreTrainedModel = model.eval().requires_grad_(False)
         return ready
 
 
@@ -152,6 +155,7 @@ def open_model(
         path, revision = _from_hub(str(source), revision, trust_remote_code)
     files = _weight_files(path, name if from_hub else None)
     config = _load_config(path, trust_remote_code)
+    require_packages(name, config, torch_device)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     tokenizer.name = name
     return ModelFiles(
