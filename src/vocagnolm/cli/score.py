@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -117,6 +118,7 @@ def score(
     torchrun --nproc_per_node N -m vocagnolm score ...; several machines: --share 1/N ... N/N, or
     --ray.
     """
+    began = time.perf_counter()
     if recipe is not None:
         from vocagnolm.recipe import load_recipe
 
@@ -162,6 +164,7 @@ def score(
             address=ray or None, workers=ray_workers, patience_seconds=ray_patience
         )
     with quiet_libraries(), _progress_bar() as on_progress:
+        imported = time.perf_counter() - began
         summary = score_corpus(
             teacher,
             corpus,
@@ -178,6 +181,7 @@ def score(
         )
     if os.environ.get("RANK", "0") != "0":
         return
+    summary = dataclasses.replace(summary, times=summary.times.with_earlier(imported))
     if as_json:
         values = dataclasses.asdict(summary) | {"tokens_per_second": summary.tokens_per_second}
         typer.echo(json.dumps(values, ensure_ascii=False, indent=2))
@@ -229,6 +233,7 @@ def _print(summary: "ScoreSummary") -> None:
             f"{store['path']}: {summary.scored_shards} shards scored{resumed}; "
             f"{summary.tokens:,} tokens in {summary.seconds:,.1f} s, {rate:,.0f} tokens/s"
         )
+        typer.echo(str(summary.times))
     if not whole:
         typer.echo(_what_is_missing(summary))
         return

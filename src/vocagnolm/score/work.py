@@ -28,7 +28,8 @@ class Done:
 
     tokens: int = 0
     seconds: float = 0.0
-    """Without loading the teacher."""
+    """Without loading the teacher and without compiling it."""
+    compiling: float = 0.0
     notes: tuple[str, ...] = ()
 
 
@@ -57,6 +58,10 @@ class Worker:
         self._reader = ThreadPoolExecutor(max_workers=1)
         self._ahead: tuple[int, Future[PreparedShard]] | None = None
 
+    def read_ahead(self, number: int) -> None:
+        """Read and tokenise a shard meanwhile: the next, or the first while weights are loaded."""
+        self._ahead = number, self._reader.submit(self._prepare, number)
+
     def work(
         self,
         number: int,
@@ -67,7 +72,7 @@ class Worker:
         next; `on_part` hears after every batch how much of this one is done."""
         prepared = self._take(number)
         if ahead is not None:
-            self._ahead = ahead, self._reader.submit(self._prepare, ahead)
+            self.read_ahead(ahead)
         report = None if on_part is None else _reporter(prepared, on_part)
         shard = score_prepared(prepared, self._teacher, self._plan.settings, report)
         if self._writes:
