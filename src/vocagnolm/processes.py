@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from vocagnolm.errors import VocagnolmError
 
@@ -148,8 +150,8 @@ def running_teams(choose: Callable[[int], int]) -> Iterator[Ranks]:
     if dist.is_initialized():
         raise ValueError("teams are groups of their own: do not initialise torch.distributed")
     _take_gpu()
-    store, rank, count = next(dist.rendezvous("env://"))
-    everyone = TeamRanks(rank, count, store=dist.PrefixStore("vocagnolm", store))
+    store, rank, count = next(rendezvous("env://"))
+    everyone = TeamRanks(rank, count, store=distributed_c10d.PrefixStore("vocagnolm", store))
     farewell = _FAREWELL
     try:
         size = everyone.decide(lambda: choose(int(os.environ.get("LOCAL_WORLD_SIZE", str(count)))))
@@ -157,7 +159,7 @@ def running_teams(choose: Callable[[int], int]) -> Iterator[Ranks]:
         if size > 1:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                store=dist.PrefixStore(f"team {ranks.team}", store),
+                store=distributed_c10d.PrefixStore(f"team {ranks.team}", store),
                 rank=rank % size,
                 world_size=size,
                 timeout=_PATIENCE,

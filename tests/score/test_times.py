@@ -55,6 +55,7 @@ def test_times_add_up_and_the_first_shard_is_tokenised_while_weights_are_loaded(
     assert teacher.events.count("loading") == 1
 
 
+@pytest.mark.slow
 def test_compiling_is_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", _slowly_compiled(torch.compile))
     monkeypatch.setenv(VARIABLE, str(tmp_path))

@@ -30,7 +30,7 @@ def loading_options(size: int) -> dict[str, Any]:
         raise ModelError(
             "--shard-teacher needs a newer transformers: pip install --upgrade transformers"
         )
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_size=size)}
 
@@ -139,10 +139,11 @@ class VocabularyPart:
         own = torch.stack([nll_N, lse_N])
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, own, group=self.group)
-        nll_PN, lse_PN = torch.stack(parts, dim=1)
+        nll_PN, lse_PN = torch.stack(parts, dim=1).unbind()
         owner_1N = (labels_N // self.rows_each)[None]
         beside_N = lse_PN.logsumexp(dim=0) - lse_PN.gather(0, owner_1N)[0]
-        return nll_PN.gather(0, owner_1N)[0] + beside_N
+        nll: Tensor = nll_PN.gather(0, owner_1N)[0] + beside_N
+        return nll
 
     def all_agree(self, opinion: bool) -> bool:
         """Every process must go the same way, or they would wait for each other."""

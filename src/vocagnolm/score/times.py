@@ -19,7 +19,7 @@ class Times:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(float(getattr(self, field.name)) for field in fields(self))
 
     def with_earlier(self, seconds: float) -> "Times":
         """What passed before the run was called: the imports of a command."""
