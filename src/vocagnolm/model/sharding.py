@@ -110,6 +110,7 @@ class VocabularyPart:
     rows: int
     rows_each: int
     """Of every process but the last."""
+    device: torch.device
     group: Any
 
     @classmethod
@@ -122,8 +123,9 @@ class VocabularyPart:
             raise ValueError(f"a head that is split as {weight.placements} is not known")
         mesh = weight.device_mesh
         rows_each = -(-weight.shape[0] // mesh.size())
-        rows = weight.to_local().shape[0]
-        return cls(mesh.get_local_rank() * rows_each, rows, rows_each, mesh.get_group())
+        here = weight.to_local()
+        first = mesh.get_local_rank() * rows_each
+        return cls(first, here.shape[0], rows_each, here.device, mesh.get_group())
 
     @property
     def columns(self) -> slice:
@@ -147,7 +149,6 @@ class VocabularyPart:
 
     def all_agree(self, opinion: bool) -> bool:
         """Every process must go the same way, or they would wait for each other."""
-        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-        vote = torch.tensor(float(opinion), device=device)
+        vote = torch.tensor(float(opinion), device=self.device)
         dist.all_reduce(vote, dist.ReduceOp.MIN, group=self.group)
         return bool(vote > 0)
