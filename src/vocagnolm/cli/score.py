@@ -16,7 +16,7 @@ from vocagnolm.cli.choices import (
     SPLIT_HELP,
     TEXT_FIELD_HELP,
     Device,
-    Dtype,
+    ScoreDtype,
     Split,
 )
 from vocagnolm.cli.progress import progress
@@ -54,8 +54,10 @@ def score(
     split: Split | None = typer.Option(None, help=f"{SPLIT_HELP} [default: none]"),
     limit_documents: int | None = typer.Option(None, min=1, help="Read at most so many."),
     device: Device = typer.Option(Device.auto, help="Where the teacher runs."),
-    dtype: Dtype = typer.Option(
-        Dtype.auto, help="auto: float32 on a CPU, the model's half precision on a GPU."
+    dtype: ScoreDtype = typer.Option(
+        ScoreDtype.auto,
+        help="auto: float32 on a CPU, the model's half precision on a GPU. fp8: the decoder's "
+        "products in e4m3, on Hopper and newer.",
     ),
     context: int | None = typer.Option(
         None, min=2, help="Longest window in tokens. [default: 2048, or the model's limit]"

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.errors import MissingExtraError, ModelError, UsageError
+from vocagnolm.model.fp8 import require_fp8, to_fp8
 from vocagnolm.model.quantised import quantisation_of, require_packages
 from vocagnolm.model.sharding import fewest_parts, loaded_bytes, loading_options, require_divisible
 
@@ -47,6 +48,8 @@ class ModelFiles:
     device: torch.device
     dtype: torch.dtype
     trust_remote_code: bool = False
+    fp8: bool = False
+    """The decoder's products, where `dtype` is that of everything else."""
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -55,7 +58,7 @@ class ModelFiles:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return "fp8" if self.fp8 else str(self.dtype).removeprefix("torch.")
 
     @property
     def max_context(self) -> int | None:
@@ -77,6 +80,8 @@ class ModelFiles:
         }
 
     def require_shardable(self, shards: int) -> None:
+        if self.fp8:
+            raise UsageError("--shard-teacher and --dtype fp8 do not go together: leave one out.")
         if self.gguf_file:
             raise UsageError(
                 f"--shard-teacher: {self.name} is a GGUF file, which is loaded whole. Use the "
@@ -123,6 +128,8 @@ class ModelFiles:
             raise ModelError(f"{self.folder}: {type(model).__name__} has no language-model head.")
         if quantisation_of(self.config) is None:
             model = model.to(self.device)  # quantised ones are there, and some cannot be moved
+        if self.fp8:
+            to_fp8(model)
         ready: PreTrainedModel = model.eval().requires_grad_(False)
         return ready
 
@@ -169,6 +176,7 @@ def open_model(
         device=torch_device,
         dtype=resolve_dtype(dtype, torch_device, config),
         trust_remote_code=trust_remote_code,
+        fp8=dtype == "fp8",
     )
 
 
@@ -183,6 +191,11 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device, config: Any) -> torch.dtype:
+    if dtype == "fp8":
+        require_fp8(device)
+        if (kind := quantisation_of(config)) is not None:
+            raise UsageError(f"--dtype fp8: the weights are quantised already ({kind}).")
+        return torch.bfloat16
     if dtype != "auto":
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
@@ -231,6 +244,7 @@ def _open_gguf(path: Path, device: torch.device, dtype: str) -> ModelFiles:
         revision=None,
         device=device,
         dtype=resolve_dtype(dtype, device, config),
+        fp8=dtype == "fp8",
     )
 
 

@@ -19,7 +19,8 @@ class ScoreSettings:
     device: str = "auto"
     """auto, cpu or cuda."""
     dtype: str = "auto"
-    """auto (float32 on a CPU, the model's half precision on a GPU), float32, bfloat16, float16."""
+    """auto (float32 on a CPU, the model's half precision on a GPU), float32, bfloat16, float16, or
+    fp8: the decoder's products in e4m3, the rest in bfloat16, on Hopper and newer."""
     context: int | None = None
     """Longest window in tokens; 2048, or less where the model ends earlier."""
     stride: int | None = None
