@@ -16,10 +16,10 @@ SETTINGS = ScoreSettings(
 )
 
 
-def save_teacher(folder, *, bos=True, seed=0, **changes):
+def save_teacher(folder, *, bos=True, seed=0, kind="llama", **changes):
     """A tiny Llama with a byte-level tokenizer and padded embedding rows."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = made.byte_level(400)
     end = tokenizer.token_to_id("<|endoftext|>")
@@ -39,11 +39,14 @@ def save_teacher(folder, *, bos=True, seed=0, **changes):
         "bos_token_id": end,
         "eos_token_id": end,
     }
-    model = LlamaForCausalLM(LlamaConfig(**config | changes))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config | changes))
     for parameter in model.parameters():
         parameter.data.mul_(2.0)
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
+    if kind != "llama":  # whose own tokenizer class would split the text otherwise
+        about = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(about))
     return folder
 
 

@@ -55,6 +55,14 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class ScoreDtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    fp8 = "fp8"
+
+
 def template_options(given: list[str]) -> dict[str, Any]:
     """`name=value`, the value as in YAML."""
     from vocagnolm.errors import UsageError

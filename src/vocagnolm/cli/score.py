@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -18,13 +19,14 @@ from vocagnolm.cli.choices import (
     TEMPLATE_OPTION_HELP,
     TEXT_FIELD_HELP,
     Device,
-    Dtype,
     Format,
+    ScoreDtype,
     Split,
     template_options,
 )
 from vocagnolm.cli.progress import progress
 from vocagnolm.cli.quiet import quiet_libraries
+from vocagnolm.errors import UsageError
 
 if TYPE_CHECKING:
     from vocagnolm.score import ScoreSummary
@@ -58,8 +60,10 @@ def score(
     split: Split | None = typer.Option(None, help=f"{SPLIT_HELP} [default: none]"),
     limit_documents: int | None = typer.Option(None, min=1, help="Read at most so many."),
     device: Device = typer.Option(Device.auto, help="Where the teacher runs."),
-    dtype: Dtype = typer.Option(
-        Dtype.auto, help="auto: float32 on a CPU, the model's half precision on a GPU."
+    dtype: ScoreDtype = typer.Option(
+        ScoreDtype.auto,
+        help="auto: float32 on a CPU, the model's half precision on a GPU. fp8: the decoder's "
+        "products in e4m3, on Hopper and newer (not tried on a GPU yet).",
     ),
     context: int | None = typer.Option(
         None, min=2, help="Longest window in tokens. [default: 2048, or the model's limit]"
@@ -84,6 +88,12 @@ def score(
     ),
     threads: int | None = typer.Option(
         None, min=1, help="Threads on a CPU. [default: all, at most 16]"
+    ),
+    shard_teacher: str = typer.Option(
+        "1",
+        metavar="N",
+        help="GPUs of one machine that hold one teacher together, under torchrun; auto: as few as "
+        "hold its weights.",
     ),
     strict: bool = typer.Option(False, help="Stop at the first document that cannot be scored."),
     share: str | None = typer.Option(
@@ -120,6 +130,7 @@ def score(
     """
     from vocagnolm.errors import UsageError
 
+    began = time.perf_counter()
     options = template_options(template_option)
     if recipe is not None:
         from vocagnolm.recipe import load_recipe
@@ -162,6 +173,7 @@ def score(
         template_options=options,
         compiled=compiled,
         threads=threads,
+        shard_teacher=_shards(shard_teacher),
         strict=strict,
     )
     cluster = None
@@ -170,6 +182,7 @@ def score(
             address=ray or None, workers=ray_workers, patience_seconds=ray_patience
         )
     with quiet_libraries(), _progress_bar() as on_progress:
+        imported = time.perf_counter() - began
         summary = score_corpus(
             teacher,
             corpus,
@@ -187,6 +200,7 @@ def score(
         )
     if os.environ.get("RANK", "0") != "0":
         return
+    summary = dataclasses.replace(summary, times=summary.times.with_earlier(imported))
     if as_json:
         values = dataclasses.asdict(summary) | {"tokens_per_second": summary.tokens_per_second}
         typer.echo(json.dumps(values, ensure_ascii=False, indent=2))
@@ -195,6 +209,14 @@ def score(
     warning = teacher_warning(summary.store["bits_per_byte"], student_bits)
     if warning is not None:
         typer.echo(f"warning: {warning}", err=True)
+
+
+def _shards(text: str) -> "int | Literal['auto']":
+    if text == "auto":
+        return "auto"
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise UsageError(f"--shard-teacher {text}: expected a number of GPUs, or auto.")
 
 
 @contextlib.contextmanager
@@ -230,6 +252,7 @@ def _print(summary: "ScoreSummary") -> None:
             f"{store['path']}: {summary.scored_shards} shards scored{resumed}; "
             f"{summary.tokens:,} tokens in {summary.seconds:,.1f} s, {rate:,.0f} tokens/s"
         )
+        typer.echo(str(summary.times))
     if not whole:
         typer.echo(_what_is_missing(summary))
         return

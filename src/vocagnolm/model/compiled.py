@@ -5,16 +5,22 @@ shape that carries most of the work (full batches of full windows) has a graph o
 other shapes share one graph with symbolic sizes, which is always compiled for the same example.
 """
 
+import contextlib
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from vocagnolm.places.copies import cache_folder
 
 # Layers of one kind share a graph; models that alternate kinds (sliding and full attention) need
 # one for each, and torch gives up at 8.
 _GRAPHS_ALLOWED = 64
+_GRAPH_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def _full_layer(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -27,15 +33,33 @@ def _other_layer(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kw
     return forward(layer, *args, **kwargs)
 
 
+def prepare_compiler() -> None:
+    """Before the first graph is made, by whoever compiles. Graphs are kept in the user's cache
+    folder, where the next start finds them, instead of torch's own choice, a temporary one."""
+    torch._dynamo.config.recompile_limit = max(
+        _GRAPHS_ALLOWED, torch._dynamo.config.recompile_limit
+    )
+    # torch writes its own choice into the environment when it is imported
+    if os.environ.get(_GRAPH_FOLDER, default_cache_dir()) != default_cache_dir():
+        return
+    folder = cache_folder() / "compiled"
+    with contextlib.suppress(OSError):  # a home that cannot be written: torch's choice stays
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ[_GRAPH_FOLDER] = str(folder)
+
+
+def compiling_seconds() -> float:
+    """What torch has spent on compiling since this process began."""
+    return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
+
+
 def compile_layers(model: nn.Module, full_shape: tuple[int, int], **options: Any) -> bool:
     """Compile every layer of `model` in place; False where no stack of layers is found.
     `full_shape` is (rows, row tokens) of a full batch."""
     layers = find_layers(model)
     if layers is None:
         return False
-    torch._dynamo.config.recompile_limit = max(
-        _GRAPHS_ALLOWED, torch._dynamo.config.recompile_limit
-    )
+    prepare_compiler()
     full = torch.compile(_full_layer, dynamic=False, **options)
     other = torch.compile(_other_layer, dynamic=True, **options)
     for layer in layers:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from vocagnolm.model.sharding import VocabularyPart, held_here
 from vocagnolm.objective.head import Head
 
 _PROBE_TOKENS = 16
@@ -33,10 +34,11 @@ class HeadForm:
     scale: float = 1.0
 
     def head(self, model: PreTrainedModel, vocabulary_size: int | None = None) -> Head:
+        """Where several processes hold the model together: the rows of this one."""
         linear: Any = model.get_output_embeddings()
         return Head(
-            weight=linear.weight,
-            bias=getattr(linear, "bias", None),
+            weight=held_here(model, linear.weight),
+            bias=held_here(model, getattr(linear, "bias", None)),
             softcap=self.softcap,
             scale=self.scale,
             vocabulary_size=vocabulary_size,
@@ -83,13 +85,16 @@ def head_form(model: PreTrainedModel) -> HeadForm | None:
     training = model.training
     model.eval()
     try:
+        part = VocabularyPart.of(model)
         own = model(input_ids=ids, use_cache=False).logits.float()
+        own = own if part is None else own[..., part.columns]
         hidden = last_hidden(model, ids)
         tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
         largest = own.abs().max().clamp(min=1e-6)
         for form in _candidates(model.config.get_text_config()):
             ours = form.head(model).logits(hidden).float()
-            if own.shape == ours.shape and (own - ours).abs().max() <= tolerance * largest:
+            fits = own.shape == ours.shape and (own - ours).abs().max() <= tolerance * largest
+            if fits if part is None else part.all_agree(bool(fits)):
                 return form
     except (AttributeError, RuntimeError, TypeError, StopIteration, ValueError):
         pass  # no decoder of the usual kind

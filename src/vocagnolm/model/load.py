@@ -16,7 +16,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
-from vocagnolm.errors import MissingExtraError, ModelError
+from vocagnolm.errors import MissingExtraError, ModelError, UsageError
+from vocagnolm.model.fp8 import require_fp8, to_fp8
+from vocagnolm.model.quantised import quantisation_of, require_packages
+from vocagnolm.model.sharding import fewest_parts, loaded_bytes, loading_options, require_divisible
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
@@ -45,6 +48,8 @@ class ModelFiles:
     device: torch.device
     dtype: torch.dtype
     trust_remote_code: bool = False
+    fp8: bool = False
+    """The decoder's products, where `dtype` is that of everything else."""
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -53,7 +58,7 @@ class ModelFiles:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return "fp8" if self.fp8 else str(self.dtype).removeprefix("torch.")
 
     @property
     def max_context(self) -> int | None:
@@ -74,14 +79,37 @@ class ModelFiles:
             "fingerprint": weights_fingerprint([*config_file, *self.weight_files]),
         }
 
-    def load(self) -> PreTrainedModel:
-        """The model, in evaluation mode, on its device. Only safetensors or GGUF are opened."""
+    def require_shardable(self, shards: int) -> None:
+        if self.fp8:
+            raise UsageError("--shard-teacher and --dtype fp8 do not go together: leave one out.")
+        if self.gguf_file:
+            raise UsageError(
+                f"--shard-teacher: {self.name} is a GGUF file, which is loaded whole. Use the "
+                "model's safetensors, or leave --shard-teacher out."
+            )
+        require_divisible(self.name, self.config, shards)
+
+    def fewest_shards(self) -> int:
+        """As few GPUs of this machine as hold the weights; 1 on a CPU."""
+        if self.device.type != "cuda":
+            return 1
+        self.require_shardable(1)
+        gpus = range(torch.cuda.device_count())
+        memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
+        weights = loaded_bytes(self.weight_files, self.dtype)
+        return fewest_parts(self.name, self.config, weights, memory)
+
+    def load(self, shards: int = 1) -> PreTrainedModel:
+        """The model, in evaluation mode, on its device. Only safetensors or GGUF are opened.
+        `shards`: this process's part of it, in a group of so many processes."""
         options: dict[str, Any] = {"dtype": self.dtype}
         if self.gguf_file:
             options |= {"gguf_file": self.gguf_file}
         else:
             options |= {"use_safetensors": True, "trust_remote_code": self.trust_remote_code}
-        if self.device.type == "cuda":
+        if shards > 1:
+            options |= loading_options(shards)
+        elif self.device.type == "cuda":
             options["device_map"] = {"": self.device}
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -98,7 +126,11 @@ class ModelFiles:
             )
         if model.get_output_embeddings() is None:
             raise ModelError(f"{self.folder}: {type(model).__name__} has no language-model head.")
-        ready: PreTrainedModel = model.to(self.device).eval().requires_grad_(False)
+        if quantisation_of(self.config) is None:
+            model = model.to(self.device)  # quantised ones are there, and some cannot be moved
+        if self.fp8:
+            to_fp8(model)
+        ready: PreTrainedModel = model.eval().requires_grad_(False)
         return ready
 
 
@@ -130,6 +162,7 @@ def open_model(
         path, revision = _from_hub(str(source), revision, trust_remote_code)
     files = _weight_files(path, name if from_hub else None)
     config = _load_config(path, trust_remote_code)
+    require_packages(name, config, torch_device)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     tokenizer.name = name
     return ModelFiles(
@@ -143,6 +176,7 @@ def open_model(
         device=torch_device,
         dtype=resolve_dtype(dtype, torch_device, config),
         trust_remote_code=trust_remote_code,
+        fp8=dtype == "fp8",
     )
 
 
@@ -157,6 +191,11 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device, config: Any) -> torch.dtype:
+    if dtype == "fp8":
+        require_fp8(device)
+        if (kind := quantisation_of(config)) is not None:
+            raise UsageError(f"--dtype fp8: the weights are quantised already ({kind}).")
+        return torch.bfloat16
     if dtype != "auto":
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
@@ -205,6 +244,7 @@ def _open_gguf(path: Path, device: torch.device, dtype: str) -> ModelFiles:
         revision=None,
         device=device,
         dtype=resolve_dtype(dtype, device, config),
+        fp8=dtype == "fp8",
     )
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from vocagnolm.errors import ModelError
 from vocagnolm.model.compiled import compile_layers
 from vocagnolm.model.lm_head import head_form, last_hidden
+from vocagnolm.model.sharding import VocabularyPart
 from vocagnolm.model.windows import Batch, plan_batches
 from vocagnolm.objective import IGNORE_INDEX, two_phase
 from vocagnolm.objective.head import Head
@@ -24,17 +25,26 @@ _CUDA_TILE_BYTES = 1280 * 2**20
 
 @torch.no_grad()
 def token_nll(
-    hidden_ND: torch.Tensor, head: Head, labels_N: torch.Tensor, *, chunk: int | None = None
+    hidden_ND: torch.Tensor,
+    head: Head,
+    labels_N: torch.Tensor,
+    *,
+    chunk: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> torch.Tensor:
     """-log p(label) of every token, float32 [N], without the logits of the whole batch: they are
     made `chunk` tokens at a time, in float32 whatever the inputs are (bfloat16 logits would cost
-    up to 0.08 nats)."""
+    up to 0.08 nats). `part`: the head has some rows of the vocabulary only, other processes have
+    the others."""
     work = two_phase.Workspace.of(
         hidden_ND, head, row_operations("auto", hidden_ND), hidden_ND.dtype, widen=False
     )
     if chunk is None and (hidden_ND.is_cuda or hidden_ND.dtype == torch.float32):
         chunk = _tile_tokens(head.weight.shape[0], hidden_ND.is_cuda)
-    return two_phase.token_losses(work, labels_N, chunk=chunk).nll_N
+    if part is None:
+        return two_phase.token_losses(work, labels_N, chunk=chunk).nll_N
+    losses = two_phase.token_losses(work, part.local(labels_N), chunk=chunk)
+    return part.combine(losses.nll_N, losses.lse_N, labels_N)
 
 
 def _tile_tokens(rows: int, on_gpu: bool) -> int:
@@ -75,6 +85,7 @@ class NllModel:
         self.vocabulary_rows = int(embeddings.weight.shape[0])
         # A model whose head we do not know scores through its own logits, a row at a time.
         self.form = head_form(model)
+        self.part = None if self.form is None else VocabularyPart.of(model)
         self._full_rows = max(1, batch_tokens // context)
         self._warm = True
         if compiled:
@@ -158,7 +169,7 @@ class NllModel:
         hidden = last_hidden(self.model, input_ids).flatten(0, 1)
         if len(positions) != len(hidden):
             hidden = hidden[positions]
-        return token_nll(hidden, self.form.head(self.model), labels)
+        return token_nll(hidden, self.form.head(self.model), labels, part=self.part)
 
     def _warm_up(self) -> None:
         """The graph for all other shapes is made for one example, whatever comes first."""

@@ -94,7 +94,7 @@ class Crew:
         if self._queue.set_aside:
             raise self._set_aside()
         seconds = 0.0 if self._started is None else time.monotonic() - self._started
-        return Done(self._scored.tokens, seconds, tuple(self._notes))
+        return Done(self._scored.tokens, seconds, notes=tuple(self._notes))
 
     # ---- the crew ----
 

@@ -18,7 +18,7 @@ from vocagnolm import __version__
 from vocagnolm.data.corpus import Corpus, files_of_folder, open_corpus
 from vocagnolm.errors import CorpusError, StoreError
 from vocagnolm.files import address_of
-from vocagnolm.model.load import open_model
+from vocagnolm.model.load import ModelFiles, open_model
 from vocagnolm.places import place_of
 from vocagnolm.processes import Ranks
 from vocagnolm.score.settings import ScoreSettings
@@ -40,14 +40,16 @@ class TeacherSource:
 
     def open(self, settings: ScoreSettings) -> LocalTeacher:
         """Found and identified; its weights are loaded later."""
-        files = open_model(
+        return LocalTeacher(self.find(settings), settings, conversations=self.conversations)
+
+    def find(self, settings: ScoreSettings) -> ModelFiles:
+        return open_model(
             self.source,
             device=settings.device,
             dtype=settings.dtype,
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
         )
-        return LocalTeacher(files, settings, conversations=self.conversations)
 
     def absolute(self) -> "TeacherSource":
         return replace(self, source=_absolute(self.source))

@@ -14,8 +14,9 @@ from vocagnolm.chat.messages import Format
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import UsageError
+from vocagnolm.model.compiled import compiling_seconds
 from vocagnolm.places import require_place
-from vocagnolm.processes import Ranks, running_ranks
+from vocagnolm.processes import Ranks, running_ranks, running_teams
 from vocagnolm.score.cluster import RayCluster
 from vocagnolm.score.finish import finish, finish_share
 from vocagnolm.score.plan import (
@@ -28,8 +29,10 @@ from vocagnolm.score.plan import (
     shared_corpus,
 )
 from vocagnolm.score.settings import ScoreSettings
+from vocagnolm.score.sharding import team_size
 from vocagnolm.score.share import Share
 from vocagnolm.score.teacher import Teacher
+from vocagnolm.score.times import Times
 from vocagnolm.score.work import Done, Progress, Scored, Worker
 from vocagnolm.store.writer import StoreWriter, store_lock
 
@@ -48,6 +51,9 @@ class ScoreSummary:
     """What was damaged and scored again."""
     tokens: int
     seconds: float
+    """Scoring alone."""
+    times: Times
+    """Of this process, from the call of `score_corpus` to its end."""
     missing_shards: list[int] = field(default_factory=list)
     """Left to other shares, where this run had a share only."""
     missing_shares: list[str] = field(default_factory=list)
@@ -101,6 +107,7 @@ def score_corpus(
     a finished store is recognised. Under torchrun the shards are split by rank; the store has the
     same bytes whatever the number of processes.
     """
+    began = time.perf_counter()
     settings = settings or ScoreSettings()
     require_place(out)
     teacher_source = corpus_source = None
@@ -115,7 +122,8 @@ def score_corpus(
             limit=limit_documents,
             max_document_bytes=max_document_bytes,
         )
-    with running_ranks() as ranks:
+    with _ranks(teacher_source, settings) as ranks:
+        settings = replace(settings, shard_teacher=ranks.team_size)
         if cluster is not None:
             _require_fit_for_cluster(teacher_source, corpus_source, share, ranks)
         if corpus_source is not None:
@@ -136,14 +144,24 @@ def score_corpus(
             with cluster.connected() as connection:
                 plan = planned(connection.describe(teacher_source, settings))
                 work = partial(connection.work_through, plan, on_progress=on_progress)
-                return _score(plan, plan.writer(), ranks, Share(), work)
+                return _score(plan, plan.writer(), ranks, Share(), work, began)
         if teacher_source is not None:
             teacher = teacher_source.open(settings)
         assert not isinstance(teacher, str | Path)
         plan = planned(describe(teacher, settings))
         writer = plan.writer(getattr(teacher, "device_name", None))
-        here = partial(_work_here, plan, writer, teacher, on_progress)
-        return _score(plan, writer, ranks, share or Share(), here)
+        here = partial(_work_here, plan, writer, teacher, ranks.leads_team, on_progress)
+        return _score(plan, writer, ranks, share or Share(), here, began)
+
+
+def _ranks(
+    teacher: TeacherSource | None, settings: ScoreSettings
+) -> contextlib.AbstractContextManager[Ranks]:
+    if settings.shard_teacher == 1:
+        return running_ranks()
+    if teacher is None:
+        raise ValueError("shard_teacher needs a teacher that is opened by name: give its path")
+    return running_teams(partial(team_size, teacher, settings))
 
 
 def _require_fit_for_cluster(
@@ -151,6 +169,8 @@ def _require_fit_for_cluster(
 ) -> None:
     if teacher is None or corpus is None:
         raise ValueError("on a cluster teacher and corpus are opened by name: give paths")
+    if ranks.team_size > 1:
+        raise UsageError("--shard-teacher needs torchrun, and --ray does without: leave one out.")
     if share is not None or ranks.count > 1:
         raise UsageError(
             "--ray hands out the shards itself: leave --share and torchrun out, and start one "
@@ -164,6 +184,7 @@ def _score(
     ranks: Ranks,
     share: Share,
     work: Callable[[list[int], str | None], Done],
+    began: float,
 ) -> ScoreSummary:
     """`work` is given the shards that are this process's to do, and the digest of the plan."""
     alone = share.count == 1
@@ -178,8 +199,10 @@ def _score(
             return missing, damages, plan.save() if missing else None
 
         missing, mended, digest = ranks.decide(begin)
-        ours = missing[ranks.rank :: ranks.count]
+        ours = missing[ranks.team :: ranks.teams]
+        started = time.perf_counter()
         done = work(ours, digest) if ours else Done()
+        ended = time.perf_counter()
         ranks.wait_for_all()
 
         def end() -> tuple[list[int], dict[str, Any]]:
@@ -196,6 +219,13 @@ def _score(
         mended=mended,
         tokens=done.tokens,
         seconds=done.seconds,
+        times=Times(
+            start=started - began,
+            loading=ended - started - done.seconds - done.compiling,
+            compiling=done.compiling,
+            scoring=done.seconds,
+            finishing=time.perf_counter() - ended,
+        ),
         missing_shards=left,
         missing_shares=share.of_shards(left),
         notes=list(done.notes),
@@ -206,13 +236,12 @@ def _work_here(
     plan: Plan,
     writer: StoreWriter,
     teacher: Teacher,
+    writes: bool,
     on_progress: Callable[[Progress], None] | None,
     numbers: list[int],
     digest: str | None,
 ) -> Done:
     """One shard after the other, in this process."""
-    teacher.load()
-    started = time.perf_counter()
     total = sum(len(plan.documents_in(number)) for number in numbers)
     scored = Scored()
 
@@ -221,8 +250,12 @@ def _work_here(
             now = scored + part
             on_progress(Progress(now.documents, total, now.tokens))
 
-    with Worker(plan, teacher, writer) as worker:
+    with Worker(plan, teacher, writer, writes) as worker:
+        worker.read_ahead(numbers[0])
+        teacher.load()
+        started, compiled = time.perf_counter(), compiling_seconds()
         for number, ahead in itertools.zip_longest(numbers, numbers[1:]):
             scored += worker.work(number, ahead, note)
             note(Scored())
-    return Done(scored.tokens, time.perf_counter() - started)
+    compiling = compiling_seconds() - compiled
+    return Done(scored.tokens, time.perf_counter() - started - compiling, compiling)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 DEFAULT_CONTEXT = 2048
 CUDA_BATCH_TOKENS = 16384
@@ -20,7 +20,8 @@ class ScoreSettings:
     device: str = "auto"
     """auto, cpu or cuda."""
     dtype: str = "auto"
-    """auto (float32 on a CPU, the model's half precision on a GPU), float32, bfloat16, float16."""
+    """auto (float32 on a CPU, the model's half precision on a GPU), float32, bfloat16, float16, or
+    fp8: the decoder's products in e4m3, the rest in bfloat16, on Hopper and newer."""
     context: int | None = None
     """Longest window in tokens; 2048, or less where the model ends earlier."""
     stride: int | None = None
@@ -40,15 +41,20 @@ class ScoreSettings:
     threads: int | None = None
     """Threads on a CPU; all there are, at most 16. Their number can change the last bit of a sum,
     so it is the same however many processes share the work."""
+    shard_teacher: int | Literal["auto"] = 1
+    """GPUs of one machine that hold one teacher together, under torchrun; auto: as few as hold its
+    weights."""
     strict: bool = False
     """Stop at the first document that cannot be scored, instead of counting it."""
     max_nonfinite_share: float = 0.01
     """Share of a shard's tokens that may be NaN or infinite before scoring stops."""
 
     def __post_init__(self) -> None:
-        for name in ("context", "stride", "batch_tokens", "shard_documents", "threads"):
+        for name in (
+            *("context", "stride", "batch_tokens", "shard_documents", "threads", "shard_teacher"),
+        ):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value not in (None, "auto") and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if not 0 <= self.max_nonfinite_share <= 1:
             raise ValueError(

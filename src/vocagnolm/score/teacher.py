@@ -101,6 +101,10 @@ class LocalTeacher:
         self.batch_tokens = settings.batch_tokens or (
             CUDA_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS
         )
+        assert settings.shard_teacher != "auto"  # whoever makes the group has chosen
+        self.shards = settings.shard_teacher
+        if self.shards > 1:
+            files.require_shardable(self.shards)
         self.compiled = on_gpu if settings.compiled is None else settings.compiled
         self.threads = None if on_gpu else settings.threads or _processors()
         self.settings = dataclasses.replace(
@@ -143,6 +147,8 @@ class LocalTeacher:
                 },
                 "compiled": self.compiled,
                 "threads": self.threads,
+                # sums over parts differ in their last bits; stores of one GPU stay what they were
+                **({"shard_teacher": self.shards} if self.shards > 1 else {}),
             },
             **in_template,
         }
@@ -186,7 +192,7 @@ class LocalTeacher:
     @cached_property
     def _model(self) -> NllModel:
         return NllModel(
-            self._files.load(),
+            self._files.load(self.shards),
             context=self.context,
             stride=self.stride,
             batch_tokens=self.batch_tokens,

@@ -28,7 +28,8 @@ class Done:
 
     tokens: int = 0
     seconds: float = 0.0
-    """Without loading the teacher."""
+    """Without loading the teacher and without compiling it."""
+    compiling: float = 0.0
     notes: tuple[str, ...] = ()
 
 
@@ -48,12 +49,18 @@ class Progress:
 class Worker:
     """Scores one shard after the other, and reads and tokenises the next meanwhile."""
 
-    def __init__(self, plan: Plan, teacher: Teacher, writer: StoreWriter):
+    def __init__(self, plan: Plan, teacher: Teacher, writer: StoreWriter, writes: bool = True):
+        """`writes`: False in a process that holds a part of a teacher; another one writes."""
         self._plan = plan
         self._teacher = teacher
         self._writer = writer
+        self._writes = writes
         self._reader = ThreadPoolExecutor(max_workers=1)
         self._ahead: tuple[int, Future[PreparedShard]] | None = None
+
+    def read_ahead(self, number: int) -> None:
+        """Read and tokenise a shard meanwhile: the next, or the first while weights are loaded."""
+        self._ahead = number, self._reader.submit(self._prepare, number)
 
     def work(
         self,
@@ -65,10 +72,11 @@ class Worker:
         next; `on_part` hears after every batch how much of this one is done."""
         prepared = self._take(number)
         if ahead is not None:
-            self._ahead = ahead, self._reader.submit(self._prepare, ahead)
+            self.read_ahead(ahead)
         report = None if on_part is None else _reporter(prepared, on_part)
         shard = score_prepared(prepared, self._teacher, self._plan.settings, report)
-        self._writer.write_shard(shard)
+        if self._writes:
+            self._writer.write_shard(shard)
         return Scored(prepared.document_span, prepared.tokens)
 
     def _take(self, number: int) -> PreparedShard:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_
 
 from vocagnolm.alignment.tokenizer import gguf_tokenizer
 from vocagnolm.errors import MissingExtraError, TrainingError
-from vocagnolm.model.compiled import find_layers
+from vocagnolm.model.compiled import find_layers, prepare_compiler
 from vocagnolm.model.load import DTYPES, load_causal_lm
 from vocagnolm.recipe import LoraSection, Recipe
 
@@ -106,7 +106,7 @@ def compile_layers(model: PreTrainedModel, **options: Any) -> None:
         raise TrainingError(
             f"train.compile: no stack of decoder layers found in {type(model).__name__}."
         )
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    prepare_compiler()
     for layer in layers:
         layer.compile(**options)
 

@@ -1,0 +1,115 @@
+"""Where the seconds of a run go: told apart, and all of them."""
+
+import dataclasses
+import json
+import os
+import time
+
+import pytest
+import torch
+from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, write_corpus
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from typer.testing import CliRunner
+
+from vocagnolm.cli import app
+from vocagnolm.model import compiled
+from vocagnolm.score import score_corpus
+from vocagnolm.score.times import Times
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+class SlowTeacher(ArithmeticTeacher):
+    """Loads for a while, and reads meanwhile."""
+
+    def __init__(self):
+        self.events = []
+
+    def load(self):
+        self.events.append("loading")
+        deadline = time.monotonic() + 10
+        while "tokenised" not in self.events and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        self.events.append("loaded")
+
+    def tokenize(self, texts):
+        out = super().tokenize(texts)
+        self.events.append("tokenised")
+        return out
+
+
+def test_times_add_up_and_the_first_shard_is_tokenised_while_weights_are_loaded(tmp_path):
+    teacher, corpus = SlowTeacher(), write_corpus(tmp_path / "c.jsonl")
+    started = time.perf_counter()
+    summary = score_corpus(teacher, corpus, tmp_path / "s", settings=SETTINGS)
+    passed = time.perf_counter() - started
+    times = summary.times
+    assert teacher.events.index("tokenised") < teacher.events.index("loaded")
+    assert 0.2 <= times.loading < 5 and times.compiling == 0
+    assert times.scoring == summary.seconds > 0 and times.start > 0 and times.finishing > 0
+    assert times.total == pytest.approx(passed, abs=0.05)
+
+    again = score_corpus(teacher, corpus, tmp_path / "s", settings=SETTINGS)
+    assert again.times.loading == pytest.approx(0, abs=0.01)
+    assert teacher.events.count("loading") == 1
+
+
+@pytest.mark.slow
+def test_compiling_is_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", _slowly_compiled(torch.compile))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    corpus = write_corpus(tmp_path / "c.jsonl", documents=4)
+    settings = dataclasses.replace(SETTINGS, compiled=True)
+    summary = score_corpus(save_teacher(tmp_path / "t"), corpus, tmp_path / "s", settings=settings)
+    assert summary.times.compiling >= 0.3
+    assert summary.times.scoring == summary.seconds
+
+
+def _slowly_compiled(real):
+    def backend(graph, inputs):
+        time.sleep(0.3)
+        return graph.forward
+
+    return lambda function, **options: real(function, **options | {"backend": backend})
+
+
+def test_the_command_tells_them(tmp_path):
+    corpus, teacher = write_corpus(tmp_path / "c.jsonl"), save_teacher(tmp_path / "t")
+    command = ["score", "--teacher", teacher, "--corpus", corpus, "--device", "cpu", "--context"]
+
+    def run(*more):
+        return CliRunner().invoke(app, [str(word) for word in (*command, "64", *more)]).stdout
+
+    told = json.loads(run("--out", tmp_path / "a", "--json"))
+    assert set(told["times"]) == {"start", "loading", "compiling", "scoring", "finishing"}
+    assert told["times"]["scoring"] == told["seconds"]
+    assert "seconds: start " in run("--out", tmp_path / "b")
+    assert "seconds: start " not in run("--out", tmp_path / "b")  # nothing was scored
+
+
+def test_imports_belong_to_the_start():
+    times = Times(start=1, loading=2, compiling=3, scoring=4, finishing=5)
+    assert times.with_earlier(2.5).start == 3.5 and times.with_earlier(2.5).total == 17.5
+    assert str(times).endswith(
+        "start 1.0, loading 2.0, compiling 3.0, scoring 4.0, finishing 5.0; 15.0 in all"
+    )
+
+
+@pytest.mark.parametrize("given", [None, "torch", "user"])
+def test_compiled_graphs_are_kept_in_the_user_s_cache(tmp_path, monkeypatch, given):
+    monkeypatch.setenv("VOCAGNOLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(VARIABLE, default_cache_dir() if given == "torch" else str(tmp_path))
+    if given is None:
+        monkeypatch.delenv(VARIABLE)
+    compiled.prepare_compiler()
+    own = str(tmp_path / "cache" / "compiled")
+    assert os.environ[VARIABLE] == (str(tmp_path) if given == "user" else own)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VOCAGNOLM_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv(VARIABLE, default_cache_dir())
+    compiled.prepare_compiler()
+    assert os.environ[VARIABLE] == default_cache_dir()
