@@ -21,7 +21,8 @@ from vocagnolm.files import address_of
 from vocagnolm.model.load import open_model
 from vocagnolm.places import place_of
 from vocagnolm.processes import Ranks
-from vocagnolm.score.settings import ScoreSettings
+from vocagnolm.score.server import ServerTeacher
+from vocagnolm.score.settings import ScoreSettings, Server
 from vocagnolm.score.teacher import LocalTeacher, Teacher
 from vocagnolm.store.writer import StoreWriter
 
@@ -35,9 +36,23 @@ class TeacherSource:
     source: str
     revision: str | None = None
     trust_remote_code: bool = False
+    server: Server | None = None
+    """That has the weights; `source` is then asked for the tokenizer alone."""
 
-    def open(self, settings: ScoreSettings) -> LocalTeacher:
-        """Found and identified; its weights are loaded later."""
+    def open(
+        self, settings: ScoreSettings, *, patient: bool = False
+    ) -> LocalTeacher | ServerTeacher:
+        """Found and identified; its weights are loaded later. `patient` waits for a server that is
+        being started."""
+        if self.server is not None:
+            files = open_model(
+                self.source,
+                device="cpu",
+                revision=self.revision,
+                trust_remote_code=self.trust_remote_code,
+                weights=False,
+            )
+            return ServerTeacher(files, self.server, settings, patient=patient)
         files = open_model(
             self.source,
             device=settings.device,
@@ -152,8 +167,9 @@ class Description:
 
 
 def describe(teacher: Teacher, settings: ScoreSettings) -> Description:
-    software = {name: version(name) for name in ("tokenizers", "torch", "transformers")}
-    chosen = teacher.settings if isinstance(teacher, LocalTeacher) else settings
+    packages = getattr(teacher, "packages", ("tokenizers", "torch", "transformers"))
+    software = {name: version(name) for name in packages}
+    chosen = getattr(teacher, "settings", settings)
     return Description(teacher.describe(), software, chosen)
 
 
