@@ -137,13 +137,14 @@ _Answers = list[tuple[list[int] | None, list[float | None] | None]]
 
 
 def _vllm_answers(answer: Any) -> _Answers:
-    found = []
+    found: _Answers = []
     for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"])):
         ids, rows = choice.get("prompt_token_ids"), choice.get("prompt_logprobs")
-        values = None
-        if ids is not None and rows is not None:
-            pairs = zip(ids, rows, strict=True)
-            values = [None if row is None else row[str(index)]["logprob"] for index, row in pairs]
+        if ids is None or rows is None:
+            found.append((ids, rows))
+            continue
+        pairs = zip(ids, rows, strict=True)
+        values = [None if row is None else row[str(index)]["logprob"] for index, row in pairs]
         found.append((ids, values))
     return found
 
@@ -174,14 +175,12 @@ def _read(
         raise ScoreError(f"{url} answers {len(answers)} of {len(prompts)} prompts.")
     found = []
     for sent, (ids, values) in zip(prompts, answers, strict=True):
-        if values is None and ids is None:
-            raise ScoreError(
-                f"{url} has no log-probabilities of the prompt, or does not return its token ids. "
-                "vLLM (0.10.2 or newer) and SGLang have both; llama.cpp has not."
-            )
         if ids is None or values is None:
-            lacking = "token ids of the prompt" if ids is None else "log-probabilities"
-            raise ScoreError(f"{url} answers without the {lacking}.")
+            lacking = "log-probabilities" if values is None else "token ids"
+            raise ScoreError(
+                f"{url} does not return the {lacking} of the prompt. vLLM (0.10.2 or newer) and "
+                "SGLang do; llama.cpp has none."
+            )
         if ids != sent:
             raise ScoreError(f"{url} {_change(sent, ids)}. Its losses would be of another text.")
         found.append(_losses(values))
