@@ -324,7 +324,7 @@ def test_a_resumed_store_keeps_the_first_measurement(lab, replay, tmp_path):
     out = tmp_path / "s"
     half_done(lab, replay, out)
     first = server_part(out, "manifest.partial.json")
-    replay.change = moved(0.005)
+    replay.change = moved(0.02)
     summary = score(lab, replay, out)
     assert summary.found_shards == 2 and summary.scored_shards == 1
     assert server_part(out) == first
@@ -336,9 +336,9 @@ def test_a_probe_that_is_not_reproduced_is_refused(lab, replay, tmp_path):
     out = tmp_path / "s"
     half_done(lab, replay, out)
     before = store_bytes(out)
-    replay.change = moved(0.05)
+    replay.change = moved(0.1)
     for options in ({}, {"share": Share(2, 2)}):
-        with pytest.raises(StoreError, match=r"server.probe.measured: 0.050 apart on the mean"):
+        with pytest.raises(StoreError, match=r"server.probe.measured: 0.100 apart on the mean"):
             score(lab, replay, out, **options)
     assert store_bytes(out) == before
 
@@ -355,7 +355,7 @@ def test_shares_that_begin_together_agree(lab, replay, tmp_path):
     """Two processes have probed before either has begun the store."""
     out, other = tmp_path / "s", Replay()
     other.start()
-    other.change = moved(0.004)
+    other.change = moved(0.01)
     source = CorpusSource.of(lab / "corpus.jsonl")
     writers = []
     for one in (replay, other):
@@ -393,8 +393,8 @@ def test_a_worker_of_a_cluster_opens_the_server_of_the_plan(lab, replay, whole, 
     plan = make_plan(about, corpus.open(), out, teacher_source=source, corpus_source=corpus)
     plan.writer().begin()
     digest = plan.save()
-    replay.change = moved(0.05)
-    with pytest.raises(ScoreError, match=r"server.probe.measured is 0.050 apart .* the plan has"):
+    replay.change = moved(0.1)
+    with pytest.raises(ScoreError, match=r"server.probe.measured is 0.100 apart .* the plan has"):
         ScoringActor(out, digest).load()
     replay.change = moved(0)
     actor = ScoringActor(out, digest)

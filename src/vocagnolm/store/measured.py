@@ -1,6 +1,6 @@
 """Numbers of an identity that were measured, and that nobody measures twice to the last bit.
 
-They stand there as `{"measured": [...], "tolerance": 0.02}`. Two runs that agree within the
+They stand there as `{"measured": [...], "tolerance": 0.05}`. Two runs that agree within the
 tolerance have the values of the first: the rest of a store is compared by digests.
 """
 
