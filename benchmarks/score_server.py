@@ -1,7 +1,7 @@
 """One teacher and one corpus, scored in this process and by a server of vLLM on the same CPU.
 
     PYTHONPATH=src python benchmarks/score_server.py --teacher DIR --corpus FILE
-        --vllm-python .venv-vllm/bin/python [--documents N] [--rounds N] [--json]
+        --vllm-python .venv-vllm/bin/python [--documents N] [--characters N] [--rounds N]
 
 `make test-vllm` builds the environment of the server. Every engine scores the same documents; the
 server is started for each row that needs other options, and the local scorer takes a turn with each
@@ -34,7 +34,6 @@ from vocagnolm.model import open_model
 from vocagnolm.score import LocalTeacher, ScoreSettings, Server, ServerTeacher, TokenizedDocument
 from vocagnolm.store.format import to_float16
 
-CHARACTERS = 6000
 CONTEXT, STRIDE = 1024, 128
 MODEL = "teacher"
 START_SECONDS = 900
@@ -132,7 +131,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         open_model(arguments.teacher, device="cpu", dtype="float32"),
         ScoreSettings(context=CONTEXT, stride=STRIDE, device="cpu", dtype="float32"),
     )
-    texts = read_texts(arguments.corpus, arguments.documents, CHARACTERS)
+    texts = read_texts(arguments.corpus, arguments.documents, arguments.characters)
     documents = [d for d in local.tokenize(texts) if isinstance(d, TokenizedDocument)]
     say(f"{len(documents)} documents, {sum(len(d.ids) for d in documents):,} tokens")
     here = Memory([os.getpid()])
@@ -177,6 +176,7 @@ def main() -> None:
     parser.add_argument("--corpus", required=True)
     parser.add_argument("--vllm-python", required=True, help="Python of vLLM's environment")
     parser.add_argument("--documents", type=int, default=24)
+    parser.add_argument("--characters", type=int, default=6000, help="of a document at most")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

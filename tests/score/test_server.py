@@ -188,6 +188,29 @@ def test_a_server_that_stays_dead_ends_the_run_and_the_next_goes_on(lab, replay,
     assert summary.found_shards >= 1 and store_bytes(out) == whole
 
 
+def test_when_one_request_fails_the_others_are_not_waited_for(lab, replay, tmp_path):
+    def on_request(number):
+        if number == 2:
+            time.sleep(30)
+
+    replay.on_request = on_request
+    replay.faults.extend([None, None, 400])
+    began = time.monotonic()
+    with pytest.raises(ScoreError, match="refuses /v1/completions: 400"):
+        score(lab, replay, tmp_path / "s", server=replay.server(patience_seconds=60))
+    assert time.monotonic() - began < 10
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    replay.requests.clear()
+    with pytest.raises(KeyboardInterrupt):
+        score(lab, replay, tmp_path / "s", on_progress=interrupt)
+    assert time.monotonic() - began < 20
+    replay.on_request = lambda number: None
+    assert score(lab, replay, tmp_path / "s").store["complete"]
+
+
 # ---- what is refused ----
 
 

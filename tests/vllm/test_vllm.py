@@ -1,6 +1,7 @@
 """The client against a real vLLM: `make test-vllm`. A start takes a minute or more."""
 
 import dataclasses
+import os
 import signal
 import threading
 import time
@@ -16,7 +17,10 @@ from vocagnolm.errors import StoreError, UsageError
 from vocagnolm.score import Server, Share, score_corpus
 from vocagnolm.store.format import shard_name
 
-pytestmark = pytest.mark.vllm
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif("VOCAGNOLM_VLLM_PYTHON" not in os.environ, reason="`make test-vllm`"),
+]
 
 
 class Lab:

@@ -169,6 +169,8 @@ def score(
             address=ray or None, workers=ray_workers, patience_seconds=ray_patience
         )
     weights_at = None
+    if server is None and server_model is not None:
+        raise UsageError("--server-model names a model of a server: give --server as well.")
     if server is not None:
         weights_at = Server(
             url=server,

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vocagnolm.errors import ScoreError, UsageError
-from vocagnolm.score.server.exchange import Exchange
+from vocagnolm.score.server.exchange import Exchange, RefusedError
 
 # JSON has no infinity: vLLM writes this for a probability of zero
 _NO_PROBABILITY = -9999.0
@@ -97,7 +97,7 @@ class VLLM:
         content = {"model": self.model, "prompt": text, "add_special_tokens": False}
         try:
             answer = self._exchange.post("/tokenize", content)
-        except ScoreError:  # it has none
+        except RefusedError:  # it was started without one
             return None
         return answer.get("tokens") if isinstance(answer, dict) else None
 

@@ -4,10 +4,14 @@ The standard library's client is enough: a request carries thousands of tokens, 
 costs nothing. It follows no redirection, which could carry the key to another host.
 """
 
+import contextlib
 import http.client
 import json
 import os
+import socket
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +21,7 @@ KEY_VARIABLE = "VOCAGNOLM_SERVER_KEY"
 _FIRST_PAUSE_SECONDS = 0.25
 _LONGEST_PAUSE_SECONDS = 15.0
 _TOO_MANY_REQUESTS = 429
-_NOT_FOUND = 404
+_NOT_THERE = (404, 405, 501)
 _SERVER_ERROR = 500
 
 
@@ -39,6 +43,9 @@ class Exchange:
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
         self.patience_seconds = patience_seconds
+        self._open: set[http.client.HTTPConnection] = set()
+        self._lock = threading.Lock()
+        self._given_up = threading.Event()
 
     def get(self, path: str) -> Any:
         """None where the server has nothing under this path."""
@@ -47,6 +54,25 @@ class Exchange:
     def post(self, path: str, content: dict[str, Any]) -> Any:
         """None where the server has nothing under this path."""
         return self._patiently("POST", path, json.dumps(content).encode())
+
+    @contextlib.contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Where requests of several threads belong together: when the block ends by an error, those
+        that are under way end at once."""
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._given_up.set()
+                for connection in self._open:
+                    if connection.sock is not None:
+                        with contextlib.suppress(OSError):
+                            connection.sock.shutdown(socket.SHUT_RDWR)
+            raise
+
+    def go_on(self) -> None:
+        """After `all_or_none` has ended by an error, and all of its threads."""
+        self._given_up.clear()
 
     def _patiently(self, method: str, path: str, content: bytes | None) -> Any:
         failing_since = None
@@ -65,7 +91,8 @@ class Exchange:
                     f"{self.patience_seconds:.0f} s; the last word: {reason[:300].rstrip('.')}. "
                     "What is scored is kept: look at the server, and run the same command again."
                 )
-            time.sleep(pause)
+            if self._given_up.wait(pause):
+                raise ScoreError("given up, because another request has failed.")
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _once(self, method: str, path: str, content: bytes | None) -> Any:
@@ -74,24 +101,32 @@ class Exchange:
         assert self._parts.hostname is not None
         connection = kind(self._parts.hostname, self._parts.port, timeout=self.patience_seconds)
         try:
+            with self._lock:
+                self._open.add(connection)
             connection.request(method, self._path + path, content, _headers())
             response = connection.getresponse()
             status, body = response.status, response.read()
         finally:
+            with self._lock:
+                self._open.discard(connection)
             connection.close()
-        if status == _NOT_FOUND:
+        if status in _NOT_THERE:
             return None
         if status >= _SERVER_ERROR or status == _TOO_MANY_REQUESTS:
             raise _PassingError(f"{status} {_said(body)}")
         if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:
             where = f" Its key comes from {KEY_VARIABLE}." if status in (401, 403) else ""
-            raise ScoreError(
+            raise RefusedError(
                 f"the server at {self.url} refuses {path}: {status} {_said(body)}.{where}"
             )
         try:
             return json.loads(body)
         except ValueError:
             raise _PassingError(f"an answer that is no JSON: {_said(body)}") from None
+
+
+class RefusedError(ScoreError):
+    """An answer that will be the same next time."""
 
 
 class _PassingError(Exception):

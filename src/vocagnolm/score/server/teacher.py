@@ -100,14 +100,16 @@ class ServerTeacher:
         )
         pool = ThreadPoolExecutor(self._server.requests)
         try:
-            calls = {pool.submit(self._batch_nll, b, documents): b for b in batches}
-            for call in as_completed(calls):
-                batch = calls[call]
-                self._place(batch, call.result(), found)
-                if on_tokens is not None:
-                    on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
+            with self._exchange.all_or_none():
+                calls = {pool.submit(self._batch_nll, b, documents): b for b in batches}
+                for call in as_completed(calls):
+                    batch = calls[call]
+                    self._place(batch, call.result(), found)
+                    if on_tokens is not None:
+                        on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
         finally:
             pool.shutdown(cancel_futures=True)
+            self._exchange.go_on()
         return found
 
     def _batch_nll(
