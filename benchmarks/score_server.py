@@ -167,6 +167,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         row |= {"tokens/s": statistics.median(rates), "against ours": statistics.median(ratios)}
         row |= {"MiB more": max(mibs), "again": float(np.nanmean(np.abs(again - nll)))}
         rows.append(row | {"tokens/s, one a request": rate})
+        say(str(rows[-1]))
     return rows
 
 
