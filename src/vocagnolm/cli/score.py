@@ -75,7 +75,7 @@ def score(
         "[default: context / 8]",
     ),
     batch_tokens: int | None = typer.Option(
-        None, min=1, help="Tokens in a batch. [default: 16384 on a GPU, 4096 on a CPU]"
+        None, min=1, help="Tokens in a batch or request. [default: 16384, on a CPU 4096]"
     ),
     shard_documents: int = typer.Option(1024, min=1, help="Documents in a shard."),
     bos: str = typer.Option(
@@ -112,6 +112,19 @@ def score(
     ),
     ray_patience: float = typer.Option(
         600.0, min=1.0, help="End when no worker has been alive for so many seconds."
+    ),
+    server: str | None = typer.Option(
+        None,
+        metavar="URL",
+        help="A server of vLLM or SGLang that has the teacher's weights; --teacher gives the "
+        "tokenizer. Its key: the environment variable VOCAGNOLM_SERVER_KEY.",
+    ),
+    server_model: str | None = typer.Option(
+        None, help="As the server calls it. [default: the only one it has]"
+    ),
+    server_requests: int = typer.Option(4, min=1, help="Requests under way at a time."),
+    server_patience: float = typer.Option(
+        600.0, min=1.0, help="End when the server has been of no use for so many seconds."
     ),
     revision: str | None = typer.Option(None, help="Branch, tag or commit of a hub model."),
     trust_remote_code: bool = typer.Option(False, help="Run Python code that a model brings."),
@@ -158,7 +171,7 @@ def score(
         raise UsageError(f"score needs {', '.join(lacking)}{where}.")
     assert teacher is not None and out is not None
 
-    from vocagnolm.score import RayCluster, ScoreSettings, Share, score_corpus
+    from vocagnolm.score import RayCluster, ScoreSettings, Server, Share, score_corpus
     from vocagnolm.store.strength import teacher_warning
 
     settings = ScoreSettings(
@@ -181,6 +194,16 @@ def score(
         cluster = RayCluster(
             address=ray or None, workers=ray_workers, patience_seconds=ray_patience
         )
+    weights_at = None
+    if server is None and server_model is not None:
+        raise UsageError("--server-model names a model of a server: give --server as well.")
+    if server is not None:
+        weights_at = Server(
+            url=server,
+            model=server_model,
+            requests=server_requests,
+            patience_seconds=server_patience,
+        )
     with quiet_libraries(), _progress_bar() as on_progress:
         imported = time.perf_counter() - began
         summary = score_corpus(
@@ -196,6 +219,7 @@ def score(
             trust_remote_code=trust_remote_code,
             share=None if share is None else Share.parse(share),
             cluster=cluster,
+            server=weights_at,
             on_progress=on_progress,
         )
     if os.environ.get("RANK", "0") != "0":

@@ -186,6 +186,8 @@ _STATED = {
     "tokenizer": "{tokenizer[kind]}, {tokenizer[vocabulary_size]:,}",
     "scoring": "{scoring[dtype]} on {scoring[device]}, context {scoring[context]}, stride "
     "{scoring[stride]}, {scoring[batch_plan][batch_tokens]:,} tokens a batch",
+    "server": "{server[engine]} {server[version]}, model {server[model]}, context "
+    "{scoring[context]}, stride {scoring[stride]}",
     "corpus": "{corpus[documents]:,} documents",
 }
 

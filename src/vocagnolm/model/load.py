@@ -147,8 +147,10 @@ def open_model(
     dtype: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    weights: bool = True,
 ) -> ModelFiles:
-    """Find a model and its tokenizer, without loading the weights.
+    """Find a model and its tokenizer, without loading the weights; with `weights=False` they need
+    not be there, and are not downloaded.
 
     `dtype="auto"`: float32 on a CPU; on a GPU the checkpoint's own half precision, else bfloat16.
     """
@@ -159,8 +161,8 @@ def open_model(
     name = path.resolve().name if path.is_dir() else str(source)
     from_hub = not path.is_dir()
     if from_hub:
-        path, revision = _from_hub(str(source), revision, trust_remote_code)
-    files = _weight_files(path, name if from_hub else None)
+        path, revision = _from_hub(str(source), revision, trust_remote_code, weights)
+    files = _weight_files(path, name if from_hub else None) if weights else []
     config = _load_config(path, trust_remote_code)
     require_packages(name, config, torch_device)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
@@ -248,7 +250,9 @@ def _open_gguf(path: Path, device: torch.device, dtype: str) -> ModelFiles:
     )
 
 
-def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> tuple[Path, str]:
+def _from_hub(
+    name: str, revision: str | None, trust_remote_code: bool, weights: bool
+) -> tuple[Path, str]:
     """Download what is safe to open; nothing else even reaches this machine."""
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise ModelError(
@@ -258,9 +262,10 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> tuple
     from huggingface_hub import snapshot_download
 
     patterns = [*_HUB_PATTERNS, "*.py"] if trust_remote_code else _HUB_PATTERNS
+    ignored = _HUB_IGNORED if weights else [*_HUB_IGNORED, "*.safetensors"]
     try:
         folder = snapshot_download(
-            name, revision=revision, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED
+            name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored
         )
     except Exception as error:  # network, authorisation, cache: many types, one meaning here
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

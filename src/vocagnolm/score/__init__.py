@@ -2,7 +2,8 @@
 
 from vocagnolm.score.cluster import RayCluster
 from vocagnolm.score.run import ScoreSummary, score_corpus
-from vocagnolm.score.settings import ScoreSettings
+from vocagnolm.score.server import ServerTeacher
+from vocagnolm.score.settings import ScoreSettings, Server
 from vocagnolm.score.shard import score_shard
 from vocagnolm.score.share import Share
 from vocagnolm.score.teacher import LocalTeacher, Teacher, TokenizedDocument
@@ -12,6 +13,8 @@ __all__ = [
     "RayCluster",
     "ScoreSettings",
     "ScoreSummary",
+    "Server",
+    "ServerTeacher",
     "Share",
     "Teacher",
     "TokenizedDocument",

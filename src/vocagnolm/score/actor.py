@@ -5,8 +5,9 @@ import socket
 from vocagnolm.errors import ScoreError
 from vocagnolm.files import differences
 from vocagnolm.score.plan import Plan, describe, load_plan, store_identity
-from vocagnolm.score.teacher import LocalTeacher
+from vocagnolm.score.teacher import Teacher
 from vocagnolm.score.work import Scored, Worker
+from vocagnolm.store.measured import told, with_values_of
 
 
 class ScoringActor:
@@ -32,7 +33,7 @@ class ScoringActor:
             return
         plan = load_plan(self._out, self._digest).on_this_machine()
         assert plan.teacher_source is not None
-        teacher = plan.teacher_source.open(plan.settings)
+        teacher = plan.teacher_source.open(plan.settings, patient=True)
         _require_planned(plan, teacher)
         teacher.load()
         self._worker = Worker(plan, teacher, plan.writer(teacher.device_name))
@@ -43,10 +44,12 @@ class ScoringActor:
         return self._worker.work(number, ahead)
 
 
-def _require_planned(plan: Plan, teacher: LocalTeacher) -> None:
+def _require_planned(plan: Plan, teacher: Teacher) -> None:
     here = store_identity(describe(teacher, plan.settings), plan.corpus)
+    here = with_values_of(plan.identity, here)
     for name, planned, found in differences(plan.identity, here):
+        told_apart = told(name, planned, found)
         raise ScoreError(
-            f"{name} is {found!r:.80} on this machine, the plan has {planned!r:.80}. Give all "
-            "machines the same teacher, corpus and packages."
+            f"{name} is {told_apart or repr(found)[:80]} on this machine, the plan has "
+            f"{planned!r:.80}. Give all machines the same teacher, corpus and packages."
         )

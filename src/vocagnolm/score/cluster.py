@@ -23,7 +23,7 @@ _LOCAL_OBJECT_STORE_BYTES = 100 * 2**20  # nothing but numbers of shards passes 
 @dataclass(frozen=True, kw_only=True)
 class RayCluster:
     """Where shards are scored, by one worker for every GPU, or on CPUs for every `threads` of
-    them."""
+    them; with a server, for every CPU."""
 
     address: str | None = None
     """As `ray.init` takes it: `auto`, `HOST:6379`. None: the cluster that RAY_ADDRESS names, else
@@ -81,7 +81,8 @@ class Connection:
     def describe(self, source: TeacherSource, settings: ScoreSettings) -> Description:
         """The teacher as the workers will have it: a driver without a GPU asks one that has."""
         has_gpus = any(node.get("GPU") for node in self._nodes())
-        if settings.device == "cpu" or not has_gpus or torch.cuda.is_available():
+        here = settings.device == "cpu" or source.server is not None
+        if here or not has_gpus or torch.cuda.is_available():
             return _describe(source, settings)
         return self.describe_there(source, settings, {"num_gpus": 1})
 

@@ -16,12 +16,13 @@ from typing import Any
 
 from vocagnolm import __version__
 from vocagnolm.data.corpus import Corpus, files_of_folder, open_corpus
-from vocagnolm.errors import CorpusError, StoreError
+from vocagnolm.errors import CorpusError, StoreError, UsageError
 from vocagnolm.files import address_of
 from vocagnolm.model.load import ModelFiles, open_model
 from vocagnolm.places import place_of
 from vocagnolm.processes import Ranks
-from vocagnolm.score.settings import ScoreSettings
+from vocagnolm.score.server import ServerTeacher
+from vocagnolm.score.settings import ScoreSettings, Server
 from vocagnolm.score.teacher import LocalTeacher, Teacher
 from vocagnolm.store.writer import StoreWriter
 
@@ -37,10 +38,29 @@ class TeacherSource:
     trust_remote_code: bool = False
     conversations: bool = False
     """It reads them in its template."""
+    server: Server | None = None
+    """That has the weights; `source` is then asked for the tokenizer alone."""
 
-    def open(self, settings: ScoreSettings) -> LocalTeacher:
-        """Found and identified; its weights are loaded later."""
-        return LocalTeacher(self.find(settings), settings, conversations=self.conversations)
+    def open(
+        self, settings: ScoreSettings, *, patient: bool = False
+    ) -> LocalTeacher | ServerTeacher:
+        """Found and identified; its weights are loaded later. `patient` waits for a server that is
+        being started."""
+        if self.server is None:
+            return LocalTeacher(self.find(settings), settings, conversations=self.conversations)
+        if self.conversations:
+            raise UsageError(
+                "--server reads texts; conversations are scored by a teacher in this process. "
+                "Leave --server out."
+            )
+        files = open_model(
+            self.source,
+            device="cpu",
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            weights=False,
+        )
+        return ServerTeacher(files, self.server, settings, patient=patient)
 
     def find(self, settings: ScoreSettings) -> ModelFiles:
         return open_model(
@@ -156,8 +176,9 @@ class Description:
 
 
 def describe(teacher: Teacher, settings: ScoreSettings) -> Description:
-    software = {name: version(name) for name in ("tokenizers", "torch", "transformers")}
-    chosen = teacher.settings if isinstance(teacher, LocalTeacher) else settings
+    packages = getattr(teacher, "packages", ("tokenizers", "torch", "transformers"))
+    software = {name: version(name) for name in packages}
+    chosen = getattr(teacher, "settings", settings)
     return Description(teacher.describe(), software, chosen)
 
 

@@ -28,7 +28,7 @@ from vocagnolm.score.plan import (
     planned_corpus,
     shared_corpus,
 )
-from vocagnolm.score.settings import ScoreSettings
+from vocagnolm.score.settings import ScoreSettings, Server
 from vocagnolm.score.sharding import team_size
 from vocagnolm.score.share import Share
 from vocagnolm.score.teacher import Teacher
@@ -81,6 +81,7 @@ def score_corpus(
     trust_remote_code: bool = False,
     share: Share | None = None,
     cluster: RayCluster | None = None,
+    server: str | Server | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ScoreSummary:
     """Let `teacher` read `corpus` and leave a loss store in the folder `out`, or in a
@@ -101,6 +102,8 @@ def score_corpus(
         ends last completes the store.
     cluster: let the workers of a Ray cluster do it; `out` and `corpus` must lie where all of its
         machines see them. A worker that dies is replaced, and its shard is scored by another.
+    server: the address of a server of vLLM or SGLang that has the teacher's weights, or a `Server`;
+        the model folder or hub id is then read for its tokenizer alone.
     on_progress: is called with a `Progress` after every batch, on a cluster after every shard.
 
     Documents that cannot be read are counted in `summary.store`, not scored. Run again to resume;
@@ -112,7 +115,11 @@ def score_corpus(
     require_place(out)
     teacher_source = corpus_source = None
     if isinstance(teacher, str | Path):
-        teacher_source = TeacherSource(str(teacher), revision, trust_remote_code)
+        if isinstance(server, str):
+            server = Server(url=server)
+        teacher_source = TeacherSource(str(teacher), revision, trust_remote_code, server=server)
+    elif server is not None:
+        raise ValueError("with a server the teacher is opened by name: give a path or a hub id")
     if not isinstance(corpus, Corpus):
         corpus_source = CorpusSource.of(
             corpus,
@@ -161,6 +168,8 @@ def _ranks(
         return running_ranks()
     if teacher is None:
         raise ValueError("shard_teacher needs a teacher that is opened by name: give its path")
+    if teacher.server is not None:
+        raise UsageError("--server has the weights already: leave --shard-teacher out.")
     return running_teams(partial(team_size, teacher, settings))
 
 
@@ -190,15 +199,17 @@ def _score(
     alone = share.count == 1
     with contextlib.ExitStack() as held:
 
-        def begin() -> tuple[list[int], list[str], str | None]:
+        def begin() -> tuple[list[int], list[str], str | None, dict[str, Any]]:
             held.enter_context(store_lock(writer.path, shared=not alone))
             writer.begin()
             states = {number: writer.has_shard(number) for number in share.shards(plan.shard_count)}
             missing = [number for number, (whole, _) in states.items() if not whole]
             damages = [damage for _, damage in states.values() if damage]
-            return missing, damages, plan.save() if missing else None
+            begun = replace(plan, identity=writer.identity)
+            return missing, damages, begun.save() if missing else None, writer.identity
 
-        missing, mended, digest = ranks.decide(begin)
+        missing, mended, digest, identity = ranks.decide(begin)
+        writer.take_identity(identity)
         ours = missing[ranks.team :: ranks.teams]
         started = time.perf_counter()
         done = work(ours, digest) if ours else Done()

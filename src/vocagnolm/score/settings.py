@@ -7,9 +7,30 @@ from typing import Any, Literal
 DEFAULT_CONTEXT = 2048
 CUDA_BATCH_TOKENS = 16384
 CPU_BATCH_TOKENS = 4096
+SERVER_REQUEST_TOKENS = 16384
 MOST_THREADS = 16
 # Below this a stride gives hardly any context; an eighth of the window costs at most 1/7 more work.
 STRIDE_SHARE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server that has a teacher's weights, and how it is asked. The key, where it wants one, is
+    in the environment of every process that asks."""
+
+    url: str
+    model: str | None = None
+    """As the server calls it; the only one it has."""
+    requests: int = 4
+    """Under way at a time, by one process."""
+    patience_seconds: float = 600.0
+    """So long a server may be silent or broken before the run ends."""
+
+    def __post_init__(self) -> None:
+        if self.requests < 1:
+            raise ValueError(f"requests must be at least 1, not {self.requests}")
+        if not self.patience_seconds > 0:
+            raise ValueError(f"patience_seconds must be above 0, not {self.patience_seconds}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +48,8 @@ class ScoreSettings:
     stride: int | None = None
     """Tokens of context that every token of a long document has at least; context / 8."""
     batch_tokens: int | None = None
-    """Tokens that pass through the model together; 16384 on a GPU, 4096 on a CPU."""
+    """Tokens that pass through the model together, or in one request to a server; 16384, on a CPU
+    4096."""
     shard_documents: int = 1024
     """Documents of the corpus in a shard: what is lost at most when a run is killed."""
     bos: str = "auto"

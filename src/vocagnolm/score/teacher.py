@@ -52,7 +52,8 @@ class TokenizedDocument:
 
 class Teacher(Protocol):
     """Documents in, byte lengths and nll out. A server behind a socket can be one as well. An
-    attribute `device_name`, where there is one, is noted for every shard."""
+    attribute `device_name`, where there is one, is noted for every shard; `packages` are those
+    whose versions decide the numbers."""
 
     def describe(self) -> dict[str, Any]:
         """Everything about the teacher that decides its numbers, for the manifest."""

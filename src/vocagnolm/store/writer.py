@@ -38,6 +38,7 @@ from vocagnolm.store.format import (
     shard_name,
     shard_names,
 )
+from vocagnolm.store.measured import told, with_values_of
 from vocagnolm.store.records import (
     RECORD_FOLDER,
     ShardRecord,
@@ -89,6 +90,7 @@ class StoreWriter:
         except StoreError:
             self._require_own_shards()  # then the manifest can be made again from them
             return
+        self._agree(found["identity"], complete)
         # a run that failed before its first shard (a teacher that does not load) must not hold
         # the folder against the corrected command
         if complete or self._has_shards():
@@ -98,6 +100,19 @@ class StoreWriter:
             self.place.put(PARTIAL_MANIFEST_FILE, files.json_bytes(self._manifest_head(False)))
         if not complete:
             self._try_writing()
+
+    def _agree(self, found: dict[str, Any], complete: bool) -> None:
+        """What was measured: the first measurement counts for all that agree with it."""
+        agreed = with_values_of(found, self.identity)
+        if agreed != self.identity:
+            self.identity, self._digest = agreed, identity_digest(agreed)
+            if not complete:
+                self._known = read_records(self.place, self._files, self.shard_count, self._digest)
+
+    def take_identity(self, found: dict[str, Any]) -> None:
+        """Of the process that has begun the store, for those that share the work with it."""
+        self._agree(found, complete=True)
+        refuse_other_identity(str(self.place), found, self.identity)
 
     def _look(self) -> None:
         """One listing, and the records in it."""
@@ -270,14 +285,17 @@ def refuse_other_identity(path: str | Path, found: dict[str, Any], wanted: dict[
     different = list(files.differences(found, wanted))
     if different:
         lines = "\n".join(
-            f"  {name}: the store has {_brief(a)}, this run has {_brief(b)}"
-            for name, a, b in different[:8]
+            f"  {name}: {told(name, a, b) or _compared(a, b)}" for name, a, b in different[:8]
         )
         raise StoreError(
             f"{path} was made with other settings or another corpus:\n{lines}\n"
             "Run with the store's settings to go on with it, or choose another --out. "
             "Nothing was changed."
         )
+
+
+def _compared(found: Any, wanted: Any) -> str:
+    return f"the store has {_brief(found)}, this run has {_brief(wanted)}"
 
 
 def _brief(value: Any) -> str:

@@ -1,0 +1,158 @@
+"""The teacher whose tokenizer is here and whose weights are behind a server."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import numpy as np
+
+from vocagnolm.errors import ScoreError, UsageError
+from vocagnolm.model.load import ModelFiles
+from vocagnolm.model.windows import Batch, plan_batches
+from vocagnolm.score.server.engines import open_engine
+from vocagnolm.score.server.exchange import Exchange
+from vocagnolm.score.server.probe import TEXTS, Probe, require_same_tokens
+from vocagnolm.score.settings import (
+    DEFAULT_CONTEXT,
+    SERVER_REQUEST_TOKENS,
+    ScoreSettings,
+    Server,
+)
+from vocagnolm.score.teacher import LocalTeacher, TokenizedDocument
+
+# An address that nobody answers is told soon; a server that has answered once is waited for.
+_START_SECONDS = 5.0
+
+
+class ServerTeacher:
+    """Token ids go to the server, losses come back. The folder of the teacher gives tokenizer,
+    prefix and windows; its weights are neither needed nor read.
+
+    Every request carries a probe, so that no answer of another model is taken, whenever the server
+    was started again."""
+
+    device_name = None
+    packages = ("tokenizers", "transformers")
+
+    def __init__(
+        self, files: ModelFiles, server: Server, settings: ScoreSettings, *, patient: bool = False
+    ):
+        if settings.dtype != "auto" or settings.device == "cuda" or settings.compiled:
+            raise UsageError(
+                "--dtype, --device cuda and --compile are the server's business: leave them out "
+                "with --server, and start the server with what you want."
+            )
+        start = server.patience_seconds if patient else _START_SECONDS
+        self._exchange = Exchange(server.url, min(start, server.patience_seconds))
+        self._server = server
+        self._engine = open_engine(self._exchange, server.model)
+        self._reader = LocalTeacher(files, self._with_context(settings, files))
+        self.settings = dataclasses.replace(
+            self._reader.settings,
+            device="cpu",
+            dtype="auto",
+            batch_tokens=settings.batch_tokens or SERVER_REQUEST_TOKENS,
+            compiled=None,
+            threads=1,
+        )
+        self._exchange.patience_seconds = server.patience_seconds
+        self._probe = self._probed()
+
+    def describe(self) -> dict[str, Any]:
+        """The requests' size is not there: it decides nothing that could be had again."""
+        about = self._reader.describe()
+        named = ("context", "stride", "prefix_ids")
+        return {
+            **about,
+            "scoring": {
+                "dtype": "as started",
+                "device": "a server",
+                **{name: about["scoring"][name] for name in named},
+            },
+            "server": {
+                "engine": self._engine.name,
+                "version": self._engine.version,
+                "model": self._engine.model,
+                "probe": self._probe.describe(),
+            },
+        }
+
+    def load(self) -> None:
+        """It was loaded where it is."""
+
+    def tokenize(self, texts: Sequence[str]) -> list[TokenizedDocument | str]:
+        return self._reader.tokenize(texts)
+
+    def nll(
+        self,
+        documents: Sequence[TokenizedDocument],
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> list[np.ndarray]:
+        found = [np.full(len(d.ids), np.nan, np.float32) for d in documents]
+        assert self.settings.batch_tokens is not None
+        batches = plan_batches(
+            [len(d.ids) for d in documents],
+            context=self._reader.context,
+            stride=self._reader.stride,
+            prefix_tokens=len(self._reader.prefix_ids),
+            batch_tokens=self.settings.batch_tokens,
+        )
+        pool = ThreadPoolExecutor(self._server.requests)
+        try:
+            with self._exchange.all_or_none():
+                calls = {pool.submit(self._batch_nll, b, documents): b for b in batches}
+                for call in as_completed(calls):
+                    batch = calls[call]
+                    self._place(batch, call.result(), found)
+                    if on_tokens is not None:
+                        on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
+        finally:
+            pool.shutdown(cancel_futures=True)
+            self._exchange.go_on()
+        return found
+
+    def _batch_nll(
+        self, batch: Batch, documents: Sequence[TokenizedDocument]
+    ) -> Sequence[np.ndarray]:
+        """One request: the nll of every token of every prompt, the prefix's too."""
+        number = self._probe.shortest
+        prompts = [self._prompt(documents[w.document].ids[w.start : w.stop]) for w in batch.windows]
+        probed, *answers = self._engine.nll([self._probe.prompts[number], *prompts])
+        self._probe.require_same(number, probed, self._exchange.url)
+        return answers
+
+    def _place(
+        self, batch: Batch, answers: Sequence[np.ndarray], found: Sequence[np.ndarray]
+    ) -> None:
+        prefix = len(self._reader.prefix_ids)
+        for window, nll in zip(batch.windows, answers, strict=True):
+            skipped = prefix + window.first_scored - window.start
+            found[window.document][window.first_scored : window.stop] = nll[skipped:]
+
+    def _prompt(self, ids: np.ndarray) -> list[int]:
+        return [*self._reader.prefix_ids, *ids.tolist()]
+
+    def _probed(self) -> Probe:
+        url = self._exchange.url
+        outcomes = self.tokenize(TEXTS)
+        if reasons := [outcome for outcome in outcomes if isinstance(outcome, str)]:
+            raise ScoreError(f"the tokenizer of --teacher cannot read a probe: {reasons[0]}.")
+        documents = [outcome for outcome in outcomes if isinstance(outcome, TokenizedDocument)]
+        require_same_tokens(self._engine, url, documents)
+        room = self._reader.context - len(self._reader.prefix_ids)
+        return Probe.of(self._engine, url, [self._prompt(d.ids[:room]) for d in documents])
+
+    def _with_context(self, settings: ScoreSettings, files: ModelFiles) -> ScoreSettings:
+        """The server's longest prompt is a limit as the model's own is."""
+        longest, wanted = self._engine.longest, settings.context
+        if longest is None:
+            return settings
+        if wanted is not None and wanted > longest:
+            raise UsageError(
+                f"--context {wanted}: the server at {self._exchange.url} reads at most {longest} "
+                f"tokens and writes one. Start it with --max-model-len {wanted + 1}, or leave "
+                "--context out."
+            )
+        usual = min(DEFAULT_CONTEXT, files.max_context or DEFAULT_CONTEXT)
+        return dataclasses.replace(settings, context=wanted or min(usual, longest))
