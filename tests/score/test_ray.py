@@ -27,7 +27,7 @@ pytest.importorskip("ray")
 
 SHARDS = 12
 POISON = "\x07"
-# A teacher with code of its own: it takes its time, leaves its process id, and can be poisoned.
+# A teacher with code of its own: it takes its time, can be held, and can be poisoned.
 CODE = """
 import os, signal, time
 from pathlib import Path
@@ -40,9 +40,13 @@ class OddForCausalLM(LlamaForCausalLM):
 
     def look(self, module, inputs):
         lab = Path(self.config.lab)
-        (lab / "pids" / str(os.getpid())).touch()
         if (lab / "slow").exists():
             time.sleep(0.1)
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 4 and (lab / "hold").exists():  # the first ones may be of loading
+            (lab / "held" / str(os.getpid())).touch()
+            while (lab / "hold").exists():
+                time.sleep(0.02)
         if (lab / "poisonous").exists() and (inputs[0] == self.config.poison).any():
             os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -55,7 +59,7 @@ class Lab:
         from ray.cluster_utils import Cluster
 
         self.folder = folder
-        (folder / "pids").mkdir()
+        (folder / "held").mkdir()
         self.teacher = save_teacher(folder / "teacher")
         (self.teacher / "odd.py").write_text(CODE)
         config = json.loads((self.teacher / "config.json").read_text())
@@ -91,23 +95,22 @@ class Lab:
         ]
         return [str(word) for word in words]
 
-    def worker_pids(self):
-        """Of those that have scored something."""
-        ours = {str(os.getpid())}
-        return [
-            int(path.name) for path in (self.folder / "pids").iterdir() if path.name not in ours
-        ]
-
-    def once_working(self, out, do, *, others_than, shards):
-        """Call `do` in the background when two new workers are at work and have done something."""
+    def once_held(self, do):
+        """Hold workers in the middle of a shard, and call `do` in the background when two of them
+        are; then let go."""
+        hold = self.folder / "hold"
+        hold.touch()
 
         def wait():
-            deadline = time.monotonic() + 120
-            while time.monotonic() < deadline:
-                new = {*self.worker_pids()} - {*others_than}
-                if len(new) >= 2 and len([*(out / "shards").glob("*.safetensors")]) >= shards:
-                    return do()
-                time.sleep(0.01)
+            deadline = time.monotonic() + 200
+            try:
+                while time.monotonic() < deadline:
+                    held = [int(path.name) for path in (self.folder / "held").iterdir()]
+                    if len(held) >= 2:
+                        return do(held)
+                    time.sleep(0.02)
+            finally:
+                hold.unlink()
 
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
@@ -159,20 +162,18 @@ def test_driver_worker_and_node_are_killed_in_turn(lab, tmp_path, monkeypatch):
     assert (out / shard_name(1)).exists() and not (out / "manifest.json").exists()
     assert (out / PLAN_FILE).exists()
 
-    before, shards = lab.worker_pids(), len(list((out / "shards").iterdir()))
     second = lab.nodes[1]
 
-    def kill_both():
+    def kill_both(workers):
         """One worker, and the other with its node: a process would outlive its raylet a while."""
-        new = [pid for pid in lab.worker_pids() if pid not in before]
-        assert any(raylet_of(second) in parents_of(pid) for pid in new)
+        assert any(raylet_of(second) in parents_of(pid) for pid in workers)
         lab.cluster.remove_node(second, allow_graceful=False)
-        for pid in new:
+        for pid in workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "0")
-    killed = lab.once_working(out, kill_both, others_than=before, shards=shards + 1)
+    killed = lab.once_held(kill_both)
     result = CliRunner().invoke(app, lab.command(out))
     killed.join()
     lab.nodes[1] = lab.add_node()
