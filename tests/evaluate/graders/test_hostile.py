@@ -44,9 +44,9 @@ def test_long_repetitions(piece):
         ("so \\boxed{", "} 7"),
         ("= 5 ", ""),
     ):
-        started = time.perf_counter()
+        started = time.process_time()
         read_all(before + repeated + after)
-        assert time.perf_counter() - started < SECONDS, (before, after)
+        assert time.process_time() - started < SECONDS, (before, after)
 
 
 def test_random_text():
