@@ -37,6 +37,7 @@ from vocagnolm.store.format import to_float16
 CONTEXT, STRIDE = 1024, 128
 MODEL = "teacher"
 START_SECONDS = 900
+PATIENCE_SECONDS = 600.0  # a server that dies ends the run
 
 
 class Memory:
@@ -148,7 +149,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             url, memory = found
             say(f"{name}: started")
             files = open_model(arguments.teacher, device="cpu", weights=False)
-            teacher = ServerTeacher(files, Server(url=url, patience_seconds=3600), settings)
+            teacher = ServerTeacher(
+                files, Server(url=url, patience_seconds=PATIENCE_SECONDS), settings
+            )
             rounds = []
             for _ in range(arguments.rounds):
                 rate, nll = timed(teacher, documents)
@@ -158,7 +161,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             rates, ratios = zip(*rounds, strict=True)
             mib = memory.more()
             alone = ScoreSettings(context=CONTEXT, stride=STRIDE, batch_tokens=1)
-            single = ServerTeacher(files, Server(url=url, requests=1, patience_seconds=3600), alone)
+            single = ServerTeacher(
+                files, Server(url=url, requests=1, patience_seconds=PATIENCE_SECONDS), alone
+            )
             rate, again = timed(single, documents)
             say(f"{name}: {rate:.0f} tokens/s a document at a time")
         row = differences(name, nll, exact)
