@@ -50,10 +50,14 @@ SLOW = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(item.path.is_relative_to(TESTS / name) for name in SLOW):
+        if _is_in_slow_file(item):
             item.add_marker(pytest.mark.slow)
     # first what takes long: of files side by side none is then left for the end alone
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: not _is_in_slow_file(item))
+
+
+def _is_in_slow_file(item: pytest.Item) -> bool:
+    return any(item.path.is_relative_to(TESTS / name) for name in SLOW)
 
 
 @pytest.fixture(autouse=True)
