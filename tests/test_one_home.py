@@ -13,7 +13,7 @@ from vocagnolm.methods import METHODS
 SOURCE = Path(__file__).parents[1] / "src" / "vocagnolm"
 
 HOMES = {
-    "locks": (r"^import fcntl|fcntl\.flock", {"files.py"}),
+    "locks": (r"^import fcntl|fcntl\.flock", {"locks.py"}),
     "flushing and renaming": (r"os\.(fsync|replace|rename)\(", {"files.py"}),
     "YAML": (r"yaml\.safe_load\(", {"recipe/schema.py", "evaluate/fewshot.py"}),  # lm-eval's own
     "schemas": (r"^from pydantic import .*BaseModel", {"recipe/schema.py"}),

@@ -185,17 +185,22 @@ def test_damage_is_found_and_scored_again(whole, address):
     assert bucket_bytes(address) == files
 
 
-def test_half_a_put_and_a_reset_line(whole, server, address, monkeypatch):
-    """Every first PUT of a shard or a record breaks off in the middle of its body."""
-    corpus, _, files = whole
+def once(method, side, size):
+    """Cut every request of this method the first time that it comes."""
     seen = set()
 
     def cut(head):
-        fresh = head.startswith("PUT") and head not in seen
+        fresh = head.startswith(method) and head not in seen
         seen.add(head)
-        return ("request", 900) if fresh else None
+        return (side, size) if fresh else None
 
-    proxy = CuttingProxy(server, cut)
+    return cut
+
+
+def test_half_a_put_and_a_reset_line(whole, server, address, monkeypatch):
+    """Every first PUT of a shard or a record breaks off in the middle of its body."""
+    corpus, _, files = whole
+    proxy = CuttingProxy(server, once("PUT", "request", 900))
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
     run(corpus, address)
     assert proxy.cuts > 5
@@ -206,14 +211,7 @@ def test_half_a_put_and_a_reset_line(whole, server, address, monkeypatch):
 def test_the_answer_to_a_put_is_lost(whole, server, address, monkeypatch):
     """The server has it, the writer does not know: 'exists' is its own shard."""
     corpus, _, files = whole
-    seen = set()
-
-    def cut(head):
-        fresh = head.startswith("PUT") and head not in seen
-        seen.add(head)
-        return ("answer", 0) if fresh else None
-
-    proxy = CuttingProxy(server, cut)
+    proxy = CuttingProxy(server, once("PUT", "answer", 0))
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
     run(corpus, address)
     assert proxy.cuts > 5
@@ -224,14 +222,7 @@ def test_the_answer_to_a_put_is_lost(whole, server, address, monkeypatch):
 def test_reads_that_are_cut(whole, server, address, monkeypatch):
     corpus, local, _ = whole
     run(corpus, address)
-    seen = set()
-
-    def cut(head):
-        fresh = head.startswith("GET") and head not in seen
-        seen.add(head)
-        return ("answer", 700) if fresh else None
-
-    proxy = CuttingProxy(server, cut)
+    proxy = CuttingProxy(server, once("GET", "answer", 700))
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
     assert verify_store(address) == []
     copied = LossStore.open(address)

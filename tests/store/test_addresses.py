@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.errors import UsageError
-from vocagnolm.files import folder_lock, local_path, write_text
+from vocagnolm.files import local_path, write_text
+from vocagnolm.locks import folder_lock
 from vocagnolm.recipe.load import recipe_from_dict
 from vocagnolm.store import LossStore
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from training_kit import LLAMA, recipe_dict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from vocagnolm.data.blocks import Blocks, TrainingOrder
+from vocagnolm.data.blocks import Blocks
+from vocagnolm.data.order import TrainingOrder
 from vocagnolm.errors import TrainingError, UsageError
 from vocagnolm.model.lm_head import last_hidden
 from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, Targets

@@ -48,8 +48,6 @@ from vocagnolm.data.part import (
 from vocagnolm.data.separators import separator_ids
 from vocagnolm.errors import BlocksError, RecipeError
 from vocagnolm.files import (
-    LOCK_FILE,
-    folder_lock,
     is_leftover,
     json_digest,
     read_json,
@@ -57,6 +55,7 @@ from vocagnolm.files import (
     remove_leftovers,
     write_json,
 )
+from vocagnolm.locks import LOCK_FILE, folder_lock
 from vocagnolm.places import Folder, Place
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore

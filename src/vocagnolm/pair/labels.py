@@ -8,7 +8,7 @@ mean than one with true: 0.5 is a coin.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,13 +233,11 @@ def area(
         return result
     inside = [float(draw @ won) / max(float(draw @ pairs), 1.0) for draw in draws]
     low, high = np.quantile(inside, [0.025, 0.975])
-    return Area(
-        **{
-            **result.__dict__,
-            "within": float(won.sum() / pairs.sum()),
-            "within_low": float(low),
-            "within_high": float(high),
-        }
+    return replace(
+        result,
+        within=float(won.sum() / pairs.sum()),
+        within_low=float(low),
+        within_high=float(high),
     )
 
 

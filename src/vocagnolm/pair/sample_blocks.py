@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vocagnolm.data.blocks import Blocks, TrainingOrder
+from vocagnolm.data.blocks import Blocks
+from vocagnolm.data.order import TrainingOrder
 from vocagnolm.data.prepare import prepare
 from vocagnolm.model import ModelFiles, NllModel
 from vocagnolm.pair.sources import predicted_sources

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vocagnolm import files
 from vocagnolm.errors import AddressError
+from vocagnolm.locks import folder_lock
 from vocagnolm.places.place import Place
 
 CACHE_VARIABLE = "VOCAGNOLM_CACHE"
@@ -48,7 +49,7 @@ def tell(what: str, folder: Path, done: int, total: int) -> None:
 def copying(folder: Path) -> Iterator[None]:
     """One process of a machine copies, the others wait for it."""
     advice = "It copies files there; wait for its end."
-    with files.folder_lock(folder, advice, patience=_FOR_EVER):
+    with folder_lock(folder, advice, patience=_FOR_EVER):
         yield
 
 

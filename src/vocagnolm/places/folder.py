@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vocagnolm import files
 from vocagnolm.errors import WriteError
+from vocagnolm.locks import folder_lock
 
 
 class Folder:
@@ -78,7 +79,7 @@ class Folder:
     def lock(
         self, advice: str, *, shared: bool = False, patience: float = 0.0
     ) -> contextlib.AbstractContextManager[None]:
-        return files.folder_lock(self.path, advice, shared=shared, patience=patience)
+        return folder_lock(self.path, advice, shared=shared, patience=patience)
 
 
 def _named(entry: os.DirEntry[str], name: str) -> dict[str, int]:

@@ -8,7 +8,7 @@ they are removed.
 import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vocagnolm import files
@@ -57,11 +57,6 @@ class ShardRecord:
             **{k: v for k, v in self.statistics.items() if k != "histogram"},
             **({"device": self.device} if self.device else {}),
         }
-
-    def as_listed(self, entry: Mapping[str, Any] | None) -> "ShardRecord":
-        """With the device that a manifest names for these very bytes."""
-        same = entry is not None and entry.get("sha256") == self.sha256
-        return replace(self, device=entry.get("device")) if entry is not None and same else self
 
 
 def record_of(shard: ShardFile, number: int, device: str | None = None) -> ShardRecord:

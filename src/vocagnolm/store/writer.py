@@ -15,11 +15,13 @@ goes on from that.
 import contextlib
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vocagnolm import files
 from vocagnolm.errors import PlaceWarning, StoreError
+from vocagnolm.locks import LOCK_FILE
 from vocagnolm.places import place_of
 from vocagnolm.places.bucket import PROBE
 from vocagnolm.store.format import (
@@ -177,10 +179,9 @@ class StoreWriter:
             return None, str(error)
         except (KeyError, TypeError):
             return None, f"{self.place.shown(name)} is damaged: its header lacks fields."
-        listed = self._listed[number] if number < len(self._listed) else None
-        same = isinstance(listed, dict) and listed.get("sha256") == record.sha256
-        if same:
-            record = record.as_listed(listed)
+        listed: Any = self._listed[number] if number < len(self._listed) else None
+        if isinstance(listed, dict) and listed.get("sha256") == record.sha256:
+            record = replace(record, device=listed.get("device"))  # of these very bytes
         elif (damage := shard.damage()) is not None:
             return None, f"{shard.path}: {damage}."
         if shard.about.get("identity") != self._digest or shard.about.get("shard") != number:
@@ -277,7 +278,7 @@ class StoreWriter:
 
 def _is_ours_before_begin(name: str) -> bool:
     # A run killed while it began may have left these.
-    ours = (files.LOCK_FILE, SHARD_FOLDER, RECORD_FOLDER)
+    ours = (LOCK_FILE, SHARD_FOLDER, RECORD_FOLDER)
     return name in ours or files.is_leftover(name) or name.startswith(f"{PROBE}-")
 
 

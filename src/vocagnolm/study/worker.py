@@ -18,7 +18,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from vocagnolm.files import claim, write_json, write_text
+from vocagnolm.files import write_json, write_text
+from vocagnolm.locks import claim
 from vocagnolm.study.laboratory import Laboratory
 from vocagnolm.study.load import load_study
 from vocagnolm.study.task import Task

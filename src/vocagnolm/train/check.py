@@ -7,8 +7,6 @@ is refused here.
 import contextlib
 import math
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
 from vocagnolm.store.strength import best_store, teacher_warning
 from vocagnolm.train.arguments import training_arguments
+from vocagnolm.train.check_report import CheckReport, Found
 from vocagnolm.train.checkpoint import newest_complete
 from vocagnolm.train.folder import read_run, refuse_other_run
 from vocagnolm.train.schedule import Schedule, plan_schedule
@@ -46,54 +45,6 @@ from vocagnolm.train.vocabulary import refuse_other_vocabulary
 LARGEST_CORPUS_READ_BYTES = 2 * 10**9
 # Conversations that are rendered to see what the templates do to them.
 SURVEYED = 200
-
-
-@dataclass
-class CheckReport:
-    """What was found. `ready` is the verdict; `plan` holds facts by name."""
-
-    problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    plan: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def ready(self) -> bool:
-        return not self.problems
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "ready": self.ready,
-            "problems": self.problems,
-            "warnings": self.warnings,
-            "plan": self.plan,
-        }
-
-    def problem(self, line: str) -> None:
-        if line not in self.problems:
-            self.problems.append(line)
-
-    @contextlib.contextmanager
-    def collecting(self) -> Iterator[None]:
-        """What goes wrong inside is a problem of the report."""
-        try:
-            yield
-        except VocagnolmError as error:
-            self.problem(str(error))
-
-
-@dataclass
-class Found:
-    """What the recipe's names stand for on this machine; None where something is wrong with it, or
-    where there is nothing to find."""
-
-    tokenizer: TextTokenizer | None = None
-    parameters: int | None = None
-    corpus: Corpus | None = None
-    store: LossStore | None = None
-    """The best of several."""
-    manifest: dict[str, Any] | None = None
-    schedule: Schedule | None = None
-    blocks: int | None = None
 
 
 def check(recipe: Recipe, *, processes: int = 1, measure: bool = True) -> CheckReport:

@@ -8,7 +8,8 @@ from typing import Any
 
 from vocagnolm import __version__
 from vocagnolm.errors import TrainingError
-from vocagnolm.files import LOCK_FILE, is_leftover, read_json, write_json, write_text
+from vocagnolm.files import is_leftover, read_json, write_json, write_text
+from vocagnolm.locks import LOCK_FILE
 from vocagnolm.recipe import Recipe, load_recipe, recipe_difference
 from vocagnolm.train.metrics_file import read_metrics
 from vocagnolm.train.schedule import Schedule

@@ -25,8 +25,9 @@ from vocagnolm.alignment import (
 )
 from vocagnolm.alignment.alignment import Aggregation
 from vocagnolm.chat import ChatTokenizer
-from vocagnolm.data.blocks import Block, TrainingOrder
+from vocagnolm.data.blocks import Block
 from vocagnolm.data.guidance import cut_stretches, unbroken
+from vocagnolm.data.order import TrainingOrder
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.model.lm_head import head_form, last_hidden
 from vocagnolm.model.nll import losses_through_logits

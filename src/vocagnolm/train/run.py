@@ -19,7 +19,7 @@ import transformers
 from transformers import PrinterCallback, ProgressCallback
 
 from vocagnolm.data.block_copies import local_blocks
-from vocagnolm.data.blocks import Blocks, TrainingOrder, damaged_parts
+from vocagnolm.data.blocks import Blocks, damaged_parts
 from vocagnolm.data.identity import (
     block_settings,
     recipe_corpus,
@@ -30,6 +30,7 @@ from vocagnolm.data.identity import (
     teacher_tokenizer,
     unmet_needs,
 )
+from vocagnolm.data.order import TrainingOrder
 from vocagnolm.errors import (
     BlocksError,
     RecipeError,
@@ -40,10 +41,10 @@ from vocagnolm.errors import (
 from vocagnolm.files import (
     address_of,
     as_write_error,
-    folder_lock,
     remove_leftovers,
     whole_folder,
 )
+from vocagnolm.locks import folder_lock
 from vocagnolm.model import open_model
 from vocagnolm.processes import Ranks
 from vocagnolm.recipe import Recipe
