@@ -98,12 +98,17 @@ def test_a_share_killed_at_any_step_of_writing_is_run_again(lab, tmp_path):
 
 def test_a_share_killed_while_others_work(lab):
     corpus, out, whole = lab
-    victim = in_child(lambda: score(corpus, out, "1/2", Slow()))
+
+    class Dying(Slow):
+        """The first shard is written, and the second read."""
+
+        def nll(self, documents, on_tokens=None):
+            if (out / shard_name(0)).exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().nll(documents, on_tokens)
+
+    victim = in_child(lambda: score(corpus, out, "1/2", Dying()))
     other = in_child(lambda: score(corpus, out, "2/2", Slow()))
-    deadline = time.monotonic() + 60
-    while not (out / shard_name(0)).exists() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    os.kill(victim, signal.SIGKILL)
     assert was_killed(victim) and not was_killed(other)
     assert score(corpus, out, "1/2").store["complete"]
     assert store_bytes(out) == whole

@@ -123,15 +123,23 @@ class JsonLines(_File):
 
     def read(self, start: int, stop: int) -> Iterator[Record]:
         file, document, number = self._at(start)
-        with self._readable():
-            while document < stop and (line := file.readline()):
-                number += 1
-                if line.isspace():
-                    continue
-                document += 1
-                if document > start:
-                    yield Record(f"{self.name}:{number}", _json_value(line))
+        try:
+            with self._readable():
+                while document < stop and (line := file.readline()):
+                    number += 1
+                    if line.isspace():
+                        continue
+                    document += 1
+                    if document > start:
+                        yield Record(f"{self.name}:{number}", _json_value(line))
+        except BaseException:
+            file.close()  # also where the reader stops early
+            raise
         self._cursor = (document, file, number)
+
+    def __del__(self) -> None:
+        if self._cursor is not None:
+            self._cursor[1].close()
 
     def _at(self, start: int) -> tuple[io.BufferedIOBase, int, int]:
         """An open file before document `start` or some before it: (file, document, line)."""
