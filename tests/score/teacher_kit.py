@@ -8,6 +8,7 @@ import made
 import numpy as np
 from tokenizers import processors
 
+from vocagnolm.locks import LOCK_FILE
 from vocagnolm.pair.sample import SAMPLE
 from vocagnolm.score import ScoreSettings, TokenizedDocument
 
@@ -86,6 +87,6 @@ class ArithmeticTeacher:
 
 
 def store_bytes(folder):
-    """Every file of a store with its content."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    """Every file of a store with its content, but for its lock, which tells the time."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != LOCK_FILE)
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
