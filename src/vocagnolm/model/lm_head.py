@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from vocagnolm.model.sharding import VocabularyPart, held_here
 from vocagnolm.objective.head import Head
+from vocagnolm.objective.rows import Transform
 
 _PROBE_TOKENS = 16
 # what configurations call the factor on the logits, and the power with which they mean it:
@@ -43,6 +44,10 @@ class HeadForm:
             scale=self.scale,
             vocabulary_size=vocabulary_size,
         )
+
+    def transform(self, bias: Tensor | None) -> Transform:
+        """From the products of a head that has no plain weight."""
+        return Transform(None if bias is None else bias.float(), self.softcap, self.scale)
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:

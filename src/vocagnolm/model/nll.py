@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from vocagnolm.errors import ModelError
 from vocagnolm.model.compiled import compile_layers
+from vocagnolm.model.fp8 import Fp8Linear, head_to_fp8
 from vocagnolm.model.lm_head import head_form, last_hidden
 from vocagnolm.model.sharding import VocabularyPart
 from vocagnolm.model.windows import Batch, plan_batches
@@ -70,7 +71,9 @@ class NllModel:
         batch_tokens: int,
         prefix_ids: Sequence[int] = (),
         compiled: bool = False,
+        fp8_head: bool = False,
     ):
+        """`fp8_head`: exchange the model's head by one in fp8, where it is understood."""
         room = context - len(prefix_ids)
         if not 1 <= stride < room:
             raise ValueError(f"stride must be from 1 to {room - 1}, not {stride}")
@@ -86,6 +89,8 @@ class NllModel:
         # A model whose head we do not know scores through its own logits, a row at a time.
         self.form = head_form(model)
         self.part = None if self.form is None else VocabularyPart.of(model)
+        if fp8_head and self.form is not None:
+            head_to_fp8(model)
         self._full_rows = max(1, batch_tokens // context)
         self._warm = True
         if compiled:
@@ -169,6 +174,10 @@ class NllModel:
         hidden = last_hidden(self.model, input_ids).flatten(0, 1)
         if len(positions) != len(hidden):
             hidden = hidden[positions]
+        head: Any = self.model.get_output_embeddings()
+        if isinstance(head, Fp8Linear):
+            chunk = _tile_tokens(self.vocabulary_rows, hidden.is_cuda)
+            return head.token_nll(hidden, labels, self.form.transform(head.bias), chunk)
         return token_nll(hidden, self.form.head(self.model), labels, part=self.part)
 
     def _warm_up(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from vocagnolm.alignment import TextTokenizer, TokenSpans
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.errors import ScoreError, TilingError, UsageError
+from vocagnolm.model import fp8
 from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.nll import NllModel
 from vocagnolm.model.windows import LENGTH_STEP
@@ -199,6 +200,7 @@ class LocalTeacher:
             batch_tokens=self.batch_tokens,
             prefix_ids=self.prefix_ids,
             compiled=self.compiled,
+            fp8_head=self._files.fp8 and fp8.HEAD_TOO,
         )
 
     def _spans_or_reason(self, text: str) -> TokenSpans | str:
