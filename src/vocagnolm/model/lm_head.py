@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from vocagnolm.model.positions import one_document_a_row
 from vocagnolm.model.sharding import VocabularyPart, held_here
 from vocagnolm.objective.head import Head
 from vocagnolm.objective.rows import Transform
@@ -69,7 +70,9 @@ def run_decoder(
     attention mask: rows may be padded on the right only."""
     if position_ids_BT is not None:
         options["position_ids"] = position_ids_BT
-    return decoder_of(model)(input_ids=input_ids_BT, use_cache=False, **options)
+        return decoder_of(model)(input_ids=input_ids_BT, use_cache=False, **options)
+    with one_document_a_row():
+        return decoder_of(model)(input_ids=input_ids_BT, use_cache=False, **options)
 
 
 def last_hidden(

@@ -54,7 +54,8 @@ class TokenizedDocument:
 class Teacher(Protocol):
     """Documents in, byte lengths and nll out. A server behind a socket can be one as well. An
     attribute `device_name`, where there is one, is noted for every shard; `packages` are those
-    whose versions decide the numbers."""
+    whose versions decide the numbers. A method `start`, where there is one, is `nll` in two steps:
+    what it returns waits for the numbers, while the next documents are started."""
 
     def describe(self) -> dict[str, Any]:
         """Everything about the teacher that decides its numbers, for the manifest."""
@@ -181,9 +182,16 @@ class LocalTeacher:
         documents: Sequence[TokenizedDocument],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[np.ndarray]:
+        return self.start(documents, on_tokens)()
+
+    def start(
+        self,
+        documents: Sequence[TokenizedDocument],
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> Callable[[], list[np.ndarray]]:
         try:
             with _threads(self.threads):
-                return self._model.document_nll([d.ids for d in documents], on_tokens)
+                return self._model.start([d.ids for d in documents], on_tokens)
         except torch.OutOfMemoryError as error:
             raise ScoreError(
                 f"the device ran out of memory with {self.batch_tokens:,} tokens at a time. Use a "
