@@ -33,7 +33,8 @@ from measure import GIB, arguments, clean, matmul_peak, peak_gib, report, side_b
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from vocagnolm.model.fp8 import to_fp8
+from vocagnolm.model import fp8
+from vocagnolm.model.fp8 import Fp8Linear, to_fp8
 from vocagnolm.model.nll import NllModel
 
 CUDA = torch.cuda.is_available()
@@ -130,6 +131,28 @@ def bytes_of(model: Any) -> int:
 
 def same_bits(one: list[np.ndarray], two: list[np.ndarray]) -> bool:
     return all(a.tobytes() == b.tobytes() for a, b in zip(one, two, strict=True))
+
+
+def kernel_check(smoke: bool) -> list[dict[str, Any]]:
+    """fp8's products on the device beside their emulation on the CPU, whole tiles and not."""
+    torch.manual_seed(0)
+    inputs, outputs = (64, 128) if smoke else (3584, 512)
+    linear = torch.nn.Linear(inputs, outputs, bias=False).bfloat16()
+    here, there = Fp8Linear(linear), Fp8Linear(linear).to(DEVICE)
+    rows = []
+    for count in (1, 17, 1000, 2048):
+        x = torch.randn(count, inputs).bfloat16()
+        for dtype in (torch.bfloat16, torch.float32):
+            wanted = here.product(x, torch.float32)
+            found = [there.product(x.to(DEVICE), dtype) for _ in range(2)]
+            error = (found[0].float().cpu() - wanted).norm() / wanted.norm()
+            row = {"rows": count, "into": str(dtype), "relative error": float(error)}
+            rows.append(row | {"same bits twice": torch.equal(*found)})
+    say(str(rows))
+    if CUDA:
+        whole = fp8._scales_into_float32(torch.device(DEVICE, torch.cuda.current_device()))
+        say(f"the kernel with a scale per row gives float32: {whole}")
+    return rows
 
 
 @dataclass
@@ -345,6 +368,8 @@ def main() -> None:
     peak = matmul_peak() if CUDA else float("nan")
     say(f"matmul peak {peak / 1e12:.1f} TFLOP/s")
     run = Benchmark(given.smoke, peak, given.profile, given.json)
+    check = run.guarded("fp8 kernel", partial(kernel_check, given.smoke)) or []
+    run.tell("fp8 products against their emulation", check)
     run.guarded("bf16", run.bf16)
     run.guarded(CUDNN, run.cudnn)
     for name in FP8:

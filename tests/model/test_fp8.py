@@ -8,6 +8,7 @@ import pytest
 import torch
 from score.teacher_kit import SETTINGS, save_teacher, write_corpus
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,6 +51,21 @@ def test_a_layer_is_the_product_of_rounded_rows(bias):
         wanted += linear.bias.detach()
     torch.testing.assert_close(ours.detach(), wanted, rtol=1e-5, atol=1e-4)
     assert 0 < (ours - linear(x)).abs().mean() < 0.1 * linear(x).abs().mean()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("rows", [1, 17, 256])
+def test_the_kernel_would_take_what_it_is_given(monkeypatch, whole, rows):
+    """Layouts, scales and types, by torch's own checks for a GPU: nothing is computed."""
+    layer = Fp8Linear(nn.Linear(64, 128, bias=False).bfloat16())
+    monkeypatch.setattr(fp8, "_scales_into_float32", lambda device: whole)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer.weight = torch.empty(128, 64, dtype=layer.weight.dtype, device="cuda")
+        layer.scale = torch.empty(128, 1, device="cuda")
+        x = torch.empty(rows, 64, dtype=torch.bfloat16, device="cuda")
+        for dtype in (torch.bfloat16, torch.float32):
+            out = layer.product(x, dtype)
+            assert (out.dtype, out.device.type, out.shape) == (dtype, "cuda", (rows, 128))
 
 
 @pytest.fixture
