@@ -135,7 +135,7 @@ class NllModel:
         arriving: list[_Arriving] = []
         for batch in batches:
             if len(arriving) >= _BATCHES_AHEAD:
-                arriving[-_BATCHES_AHEAD].wait()
+                arriving[-_BATCHES_AHEAD].numpy()
             arriving.append(_Arriving(self.batch_nll(batch, documents)))
             if on_tokens is not None:
                 on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
@@ -229,12 +229,12 @@ class _Arriving:
             self._event = torch.cuda.Event(blocking=True)
             self._event.record()
 
-    def wait(self) -> None:
+    def numpy(self) -> np.ndarray:
+        """Waits for them. The page-locked memory that they came through is free again after the
+        first call: getting more of it can make the device wait."""
         if self._event is not None:
             self._event.synchronize()
-
-    def numpy(self) -> np.ndarray:
-        self.wait()
+            self._event, self._values = None, torch.from_numpy(self._values.numpy().copy())
         return self._values.cpu().numpy()
 
 
