@@ -4,9 +4,11 @@
     PYTHONPATH=src python benchmarks/score_precision.py --smoke
 
 The same documents, evenly spread over CORPUS, are scored as `vocagnolm score` does it: in bfloat16
-with compiled layers, without compiling, without compiling in batches of half the size, and in
+with compiled layers, without compiling, without compiling in batches of half the size, in fp8 (the
+decoder's layers alone, and the head as well; on a CPU only --smoke tries it, emulated), and in
 float32 (no TF32, plain attention), which is the reference. One more row is the reference rounded to
-float16, as a store keeps it: the yardstick for the rest.
+float16, as a store keeps it: the yardstick for the rest. A row that fails says why, and the rest
+goes on.
 
 Differences are in nats a token, `bias` is their mean. With --student, its losses (float32, the same
 for all rows) and the teacher's, carried to its tokens by maximum, choose the 40 % with the largest
@@ -19,8 +21,9 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vocagnolm.alignment import align, carry
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.evaluate.render import spread
-from vocagnolm.model import open_model
+from vocagnolm.model import fp8, load, open_model
 from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, ScoredBatch, Targets, select
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.teacher import LocalTeacher, TokenizedDocument
@@ -153,7 +156,7 @@ def tiny_model(folder: Path, vocabulary: int, layers: int) -> str:
     tokenizer.train_from_iterator(SAMPLE, trainer)
     torch.manual_seed(vocabulary)
     config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=-(-tokenizer.get_vocab_size() // 16) * 16,  # or fp8 would leave the head alone
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=layers,
@@ -169,7 +172,12 @@ def tiny_model(folder: Path, vocabulary: int, layers: int) -> str:
 
 
 def measure(
-    model: str, texts: list[str], student_model: str | None, context: int, compiled: bool
+    model: str,
+    texts: list[str],
+    student_model: str | None,
+    context: int,
+    compiled: bool,
+    can_fp8: bool,
 ) -> list[dict[str, Any]]:
     def scored(name: str, model: str = model, **settings: Any) -> Losses:
         teacher = teacher_of(model, context=context, **settings)
@@ -186,17 +194,51 @@ def measure(
     if student_model is not None:
         student = scored("student", student_model, dtype="float32", compiled=False)
     reference = scored("float32", dtype="float32", compiled=False)
-    bf16: dict[str, dict[str, Any]] = {
-        "bfloat16": {"compiled": False},
-        "bfloat16, half the batch": {"compiled": False, "batch_tokens": half_batch},
+    bf16: dict[str, Any] = {"dtype": "bfloat16", "compiled": False}
+    ways: dict[str, tuple[dict[str, Any], bool]] = {
+        "bfloat16": (bf16, False),
+        "bfloat16, half the batch": (bf16 | {"batch_tokens": half_batch}, False),
     }
     if compiled:
-        bf16 = {"bfloat16, compiled layers": {"compiled": True}} | bf16
-    found = {name: scored(name, dtype="bfloat16", **settings) for name, settings in bf16.items()}
+        ways = {"bfloat16, compiled layers": (bf16 | {"compiled": True}, False)} | ways
+    if can_fp8:
+        narrow = {"dtype": "fp8", "compiled": compiled}
+        ways |= {"fp8 layers, bf16 head": (narrow, False), "fp8 layers and head": (narrow, True)}
+    rows = []
+
+    def add(name: str, found: Losses) -> None:
+        rows.append(compare(name, found, reference, student))
+        say(str(rows[-1]))
+
+    for name, (settings, head_too) in ways.items():
+        try:
+            with head_in_fp8(head_too):
+                add(name, scored(name, **settings))
+        except Exception as error:  # one failure must not cost the rest of the run
+            traceback.print_exc()
+            say(f"FAILED {name}: {type(error).__name__}: {str(error).strip()[:300]}")
     rounded = [to_float16(nll).astype(np.float32) for nll in reference.nll]
-    found["float32, kept as float16"] = Losses(reference.documents, rounded)
-    found["float32"] = reference
-    return [compare(name, losses, reference, student) for name, losses in found.items()]
+    add("float32, kept as float16", Losses(reference.documents, rounded))
+    add("float32", reference)
+    return rows
+
+
+@contextmanager
+def head_in_fp8(wanted: bool) -> Iterator[None]:
+    before, fp8.HEAD_TOO = fp8.HEAD_TOO, wanted
+    try:
+        yield
+    finally:
+        fp8.HEAD_TOO = before
+
+
+def has_fp8(smoke: bool) -> bool:
+    """On a GPU that can; --smoke emulates it on a CPU, slowly."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_capability() >= (9, 0)
+    if smoke:
+        load.require_fp8 = lambda device: None  # type: ignore[attr-defined]
+    return smoke
 
 
 def main() -> None:
@@ -228,7 +270,8 @@ def main() -> None:
             model, student, context = given.model, given.student, given.context
             texts = read_texts(given.corpus, given.documents, given.characters)
         texts = both_tile(texts, [model] if student is None else [model, student])
-        rows = measure(model, texts, student, context, given.compile or torch.cuda.is_available())
+        compiled = given.compile or torch.cuda.is_available()
+        rows = measure(model, texts, student, context, compiled, has_fp8(given.smoke))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     title = f"losses of {Path(model).name} by arithmetic, {len(texts)} documents, {device}"
     report(title, rows, given.json)

@@ -1,9 +1,11 @@
 """One teacher and one corpus, scored in this process and by a server of vLLM on the same CPU.
 
     PYTHONPATH=src python benchmarks/score_server.py --teacher DIR --corpus FILE
-        --vllm-python .venv-vllm/bin/python [--documents N] [--characters N] [--rounds N]
+        [--vllm-python .venv-vllm/bin/python] [--documents N] [--characters N] [--rounds N]
 
-`make test-vllm` builds the environment of the server. Every engine scores the same documents; the
+`make test-vllm` builds the environment of the server; without it, the local scorer is measured
+alone. Rows are told as they come, and an engine that fails does not take the others with it. Every
+engine scores the same documents; the
 server is started for each row that needs other options, and the local scorer takes a turn with each
 of them, so that the ratios hold on a busy machine. The memory is what the engine's processes needed
 at most while they scored, over what they held before. Differences are in nats a token against the
@@ -125,7 +127,6 @@ def differences(name: str, found: np.ndarray, exact: np.ndarray) -> dict[str, An
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    settings = ScoreSettings(context=CONTEXT, stride=STRIDE)
     local = LocalTeacher(
         open_model(arguments.teacher, device="cpu", dtype="float32"),
         ScoreSettings(context=CONTEXT, stride=STRIDE, device="cpu", dtype="float32"),
@@ -138,48 +139,70 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     _, exact = timed(local, documents)
     rows = [differences("ours, float32", exact, exact)]
     rows[0] |= {"against ours": 1.0, "MiB more": here.more()}
-    of_ours = []
+    say(str(rows[0]))
+    if arguments.vllm_python is None:
+        rates = [timed(local, documents)[0] for _ in range(arguments.rounds)]
+        return [rows[0] | {"tokens/s": statistics.median(rates)}]
+    of_ours: list[float] = []
     kinds = [
         ("vLLM, float32", "float32", []),
         ("vLLM, float32, 256 batched tokens", "float32", ["--max-num-batched-tokens", "256"]),
         ("vLLM, bfloat16", "bfloat16", []),
     ]
     for name, dtype, options in kinds:
-        with started(arguments.vllm_python, arguments.teacher, "--dtype", dtype, *options) as found:
-            url, memory = found
-            say(f"{name}: started")
-            files = open_model(arguments.teacher, device="cpu", weights=False)
-            teacher = ServerTeacher(
-                files, Server(url=url, patience_seconds=PATIENCE_SECONDS), settings
-            )
-            rounds = []
-            for _ in range(arguments.rounds):
-                rate, nll = timed(teacher, documents)
-                of_ours.append(timed(local, documents)[0])
-                rounds.append((rate, rate / of_ours[-1]))
-                say(f"{name}: {rate:.0f} tokens/s, ours {of_ours[-1]:.0f}")
-            rates, ratios = zip(*rounds, strict=True)
-            mib = memory.more()
-            alone = ScoreSettings(context=CONTEXT, stride=STRIDE, batch_tokens=1)
-            single = ServerTeacher(
-                files, Server(url=url, requests=1, patience_seconds=PATIENCE_SECONDS), alone
-            )
-            rate, again = timed(single, documents)
-            say(f"{name}: {rate:.0f} tokens/s a document at a time")
-        row = differences(name, nll, exact)
-        row |= {"tokens/s": statistics.median(rates), "against ours": statistics.median(ratios)}
-        row |= {"MiB more": mib, "again": float(np.nanmean(np.abs(again - nll)))}
-        rows.append(row | {"tokens/s, one a request": rate})
-        say(str(rows[-1]))
-    rows[0]["tokens/s"] = statistics.median(of_ours)
+        try:
+            with started(
+                arguments.vllm_python, arguments.teacher, "--dtype", dtype, *options
+            ) as found:
+                rows.append(of_vllm(name, found, local, documents, exact, of_ours, arguments))
+                say(str(rows[-1]))
+        except (Exception, SystemExit) as error:  # the other engines are still to be measured
+            say(f"FAILED {name}: {type(error).__name__}: {str(error).strip()[-500:]}")
+    if of_ours:
+        rows[0]["tokens/s"] = statistics.median(of_ours)
     return rows
+
+
+def of_vllm(
+    name: str,
+    found: tuple[str, Memory],
+    local: LocalTeacher,
+    documents: list[TokenizedDocument],
+    exact: np.ndarray,
+    of_ours: list[float],
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    """One row. The local scorer's rates of its turns go to `of_ours`."""
+    url, memory = found
+    say(f"{name}: started")
+    files = open_model(arguments.teacher, device="cpu", weights=False)
+    settings = ScoreSettings(context=CONTEXT, stride=STRIDE)
+    teacher = ServerTeacher(files, Server(url=url, patience_seconds=PATIENCE_SECONDS), settings)
+    rounds = []
+    for _ in range(arguments.rounds):
+        rate, nll = timed(teacher, documents)
+        of_ours.append(timed(local, documents)[0])
+        rounds.append((rate, rate / of_ours[-1]))
+        say(f"{name}: {rate:.0f} tokens/s, ours {of_ours[-1]:.0f}")
+    rates, ratios = zip(*rounds, strict=True)
+    mib = memory.more()
+    alone = ScoreSettings(context=CONTEXT, stride=STRIDE, batch_tokens=1)
+    single = ServerTeacher(
+        files, Server(url=url, requests=1, patience_seconds=PATIENCE_SECONDS), alone
+    )
+    rate, again = timed(single, documents)
+    say(f"{name}: {rate:.0f} tokens/s a document at a time")
+    row = differences(name, nll, exact)
+    row |= {"tokens/s": statistics.median(rates), "against ours": statistics.median(ratios)}
+    row |= {"MiB more": mib, "again": float(np.nanmean(np.abs(again - nll)))}
+    return row | {"tokens/s, one a request": rate}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--teacher", required=True, help="a model folder with safetensors")
     parser.add_argument("--corpus", required=True)
-    parser.add_argument("--vllm-python", required=True, help="Python of vLLM's environment")
+    parser.add_argument("--vllm-python", help="Python of vLLM's environment")
     parser.add_argument("--documents", type=int, default=24)
     parser.add_argument("--characters", type=int, default=6000, help="of a document at most")
     parser.add_argument("--rounds", type=int, default=2)

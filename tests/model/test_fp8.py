@@ -1,16 +1,22 @@
 """Products in fp8: the rounding, emulated on a CPU."""
 
 import dataclasses
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from score.teacher_kit import SETTINGS, save_teacher, write_corpus
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vocagnolm.errors import UsageError
-from vocagnolm.model import load, open_model
-from vocagnolm.model.fp8 import Fp8Linear, rounded_rows, to_fp8
+from vocagnolm.model import NllModel, fp8, load, open_model
+from vocagnolm.model.compiled import compile_layers
+from vocagnolm.model.fp8 import Fp8Linear, head_to_fp8, rounded_rows, to_fp8
+from vocagnolm.model.lm_head import last_hidden
 from vocagnolm.pair.sample import SAMPLE
 from vocagnolm.score import LocalTeacher, score_corpus
 
@@ -45,6 +51,21 @@ def test_a_layer_is_the_product_of_rounded_rows(bias):
         wanted += linear.bias.detach()
     torch.testing.assert_close(ours.detach(), wanted, rtol=1e-5, atol=1e-4)
     assert 0 < (ours - linear(x)).abs().mean() < 0.1 * linear(x).abs().mean()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("rows", [1, 17, 256])
+def test_the_kernel_would_take_what_it_is_given(monkeypatch, whole, rows):
+    """Layouts, scales and types, by torch's own checks for a GPU: nothing is computed."""
+    layer = Fp8Linear(nn.Linear(64, 128, bias=False).bfloat16())
+    monkeypatch.setattr(fp8, "_scales_into_float32", lambda device: whole)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer.weight = torch.empty(128, 64, dtype=layer.weight.dtype, device="cuda")
+        layer.scale = torch.empty(128, 1, device="cuda")
+        x = torch.empty(rows, 64, dtype=torch.bfloat16, device="cuda")
+        for dtype in (torch.bfloat16, torch.float32):
+            out = layer.product(x, dtype)
+            assert (out.dtype, out.device.type, out.shape) == (dtype, "cuda", (rows, 128))
 
 
 @pytest.fixture
@@ -83,3 +104,134 @@ def test_where_it_is_refused(tmp_path, anywhere, monkeypatch):
     settings = dataclasses.replace(SETTINGS, dtype="fp8")
     with pytest.raises(UsageError, match=r"Hopper.*this is a CPU\. Use --dtype bfloat16"):
         score_corpus(folder, write_corpus(tmp_path / "c.jsonl"), tmp_path / "s", settings=settings)
+
+
+def open_plain(folder):
+    return open_model(folder, device="cpu", dtype="float32").load()
+
+
+def nll_model(model, **options):
+    return NllModel(model, context=64, stride=16, batch_tokens=256, prefix_ids=(0,), **options)
+
+
+DOCUMENTS = [np.arange(n) * 7 % 416 for n in (5, 60, 150, 33)]
+
+
+@pytest.mark.parametrize("head", [{}, {"tie_word_embeddings": True}, {"kind": "gemma2"}])
+def test_a_head_in_fp8(tmp_path, head):
+    """Its losses are those of full logits of rounded rows; what the head does to them comes
+    after."""
+    folder = save_teacher(tmp_path / "t", **head)
+    plain, narrow = open_plain(folder), open_plain(folder)
+    exact = np.concatenate(nll_model(plain).document_nll(DOCUMENTS))
+    ours = nll_model(narrow, fp8_head=True)
+    assert isinstance(narrow.get_output_embeddings(), Fp8Linear)
+    assert narrow.get_input_embeddings().weight.dtype == torch.float32
+    got = np.concatenate(ours.document_nll(DOCUMENTS))
+    assert 0 < np.abs(got - exact).mean() < 0.05
+
+    ids = torch.from_numpy(np.concatenate([[0], DOCUMENTS[1]]))[None]
+    with torch.no_grad():  # through transformers: its own scale and soft cap
+        logits = narrow(input_ids=ids).logits[0, :-1].float()
+    whole = nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+    torch.testing.assert_close(got[5:65], whole.numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_in_chunks(tmp_path):
+    torch.manual_seed(0)
+    layer, hidden = Fp8Linear(nn.Linear(32, 48)), torch.randn(10, 32)
+    labels = torch.arange(10)
+    transform = fp8.Transform(layer.bias.detach())
+    one, four = (layer.token_nll(hidden, labels, transform, chunk) for chunk in (10, 3))
+    torch.testing.assert_close(one, four)
+    wanted = nn.functional.cross_entropy(layer(hidden), labels, reduction="none")
+    torch.testing.assert_close(one, wanted.detach())
+    assert layer.token_nll(hidden[:0], labels[:0], transform, 4).shape == (0,)
+
+
+def test_a_head_that_the_kernel_cannot_take_stays(tmp_path):
+    model = open_plain(save_teacher(tmp_path / "t", vocab_size=417))
+    assert not head_to_fp8(model) and type(model.lm_head) is nn.Linear
+
+
+def test_what_the_command_means_is_one_constant(tmp_path, anywhere, monkeypatch):
+    folder = save_teacher(tmp_path / "t")
+
+    def losses(head_too):
+        monkeypatch.setattr(fp8, "HEAD_TOO", head_too)
+        settings = dataclasses.replace(SETTINGS, dtype="fp8")
+        teacher = LocalTeacher(open_model(folder, device="cpu", dtype="fp8"), settings)
+        return np.concatenate(teacher.nll(teacher.tokenize(SAMPLE[:4])))
+
+    assert not np.array_equal(losses(False), losses(True))
+    assert np.array_equal(losses(True), losses(True))
+
+
+class Counted(TorchDispatchMode):
+    """Bytes of the tensors that operations make, while they live."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            for tensor in tree_leaves(out):
+                self.live += tensor.nbytes
+                self.most = max(self.most, self.live)
+                weakref.finalize(tensor, self._gone, tensor.nbytes)
+        return out
+
+    def _gone(self, size):
+        self.live -= size
+
+
+def test_rounding_frees_what_it_replaces(tmp_path, monkeypatch):
+    """Layer by layer, so that at no time there is more than the model, one weight's copies and
+    what is left of it."""
+    monkeypatch.setattr(fp8, "_STRIP_ROWS", 16)
+    wide = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
+    model = open_plain(save_teacher(tmp_path / "t", **wide)).bfloat16()
+    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+    shapes = [m.weight.shape for m in linears.values()]
+    old = [weakref.ref(m.weight) for m in linears.values()]
+    before = _bytes(model)
+    largest = max(m.weight.nbytes for m in linears.values())
+    del linears
+    alive = []
+
+    def noted(values):
+        alive.append(sum(weight() is not None for weight in old))
+        return rounded_rows(values)
+
+    monkeypatch.setattr(fp8, "rounded_rows", noted)
+    with Counted() as counted:
+        to_fp8(model)
+        assert head_to_fp8(model)
+    assert sorted({*alive}, reverse=True) == list(range(len(old), 0, -1))
+    assert all(weight() is None for weight in old)
+    saved = sum(rows * columns - 4 * rows for rows, columns in shapes)
+    assert _bytes(model) == before - saved
+    assert counted.live == sum(rows * columns + 4 * rows for rows, columns in shapes)
+    # what is new and not yet paid for by what was freed: one weight, twice, and a strip's copies
+    assert counted.most - counted.live <= largest + 16 * 512 * 16
+
+
+def _bytes(model):
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.slow
+def test_compiled_layers_round_alike(tmp_path):
+    """In float32: sums in another order may move a value over a rounding edge, rarely."""
+    folder = save_teacher(tmp_path / "t")
+    eager, compiled = open_plain(folder), open_plain(folder)
+    for model in (eager, compiled):
+        to_fp8(model)
+    assert compile_layers(compiled, (2, 32))
+    ids = torch.arange(64).view(2, 32) * 5 % 416
+    with torch.inference_mode():
+        one, two = last_hidden(eager, ids), last_hidden(compiled, ids)
+    assert (one - two).abs().mean() < 1e-3 * one.abs().mean()
+    torch.testing.assert_close(one, two, rtol=0.05, atol=0.05 * float(one.abs().max()))

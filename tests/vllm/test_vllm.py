@@ -42,9 +42,11 @@ class Lab:
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     one = Lab(tmp_path_factory.mktemp("vllm"))
-    one.vllm.start(one.folder / "teacher")
-    yield one
-    one.vllm.kill()
+    try:
+        one.vllm.start(one.folder / "teacher")
+        yield one
+    finally:
+        one.vllm.kill()
 
 
 def require_close(found, wanted, most):

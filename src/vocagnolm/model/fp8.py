@@ -1,21 +1,32 @@
-"""The matrix products of a decoder in fp8 (e4m3), with a scale for every row of both sides.
+"""Matrix products in fp8 (e4m3), with a scale for every row of both sides.
 
-Weights are rounded once, activations before every product; sums, norms, attention and the head stay
-as they are. On a GPU one kernel multiplies, on a CPU the same rounding is emulated, slowly: that is
-the reference of the tests.
+Weights are rounded once, activations before every product; sums, norms and attention stay as they
+are. On a GPU one kernel multiplies, on a CPU the same rounding is emulated, slowly: that is the
+reference of the tests.
 """
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vocagnolm.errors import UsageError
 from vocagnolm.model.compiled import find_layers
+from vocagnolm.objective.rows import Transform, row_operations
+
+HEAD_TOO = False
+"""Whether `--dtype fp8` means the head's product as well as the decoder's."""
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max
 _HOPPER = (9, 0)
 # what the kernel asks of both sides of a weight
 _MULTIPLE = 16
+# Rows of a weight that are rounded at a time: float32 copies of a whole head would be 4 GB.
+_STRIP_ROWS = 8192
+_PROBE_ROWS = 128
 
 
 def require_fp8(device: torch.device) -> None:
@@ -42,44 +53,101 @@ class Fp8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
-        weight, scale = rounded_rows(linear.weight.detach())
-        self.register_buffer("weight", weight)
-        self.register_buffer("scale", scale)
+        strips = linear.weight.detach().split(_STRIP_ROWS)
+        weights, scales = zip(*map(rounded_rows, strips), strict=True)
+        self.register_buffer("weight", torch.cat(weights))
+        self.register_buffer("scale", torch.cat(scales))
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        rounded, scale = rounded_rows(rows)
-        if x.is_cuda:
-            out = torch._scaled_mm(
-                rounded,
-                self.weight.t(),
-                scale_a=scale,
-                scale_b=self.scale.t(),
-                out_dtype=x.dtype,
-                use_fast_accum=True,
-            )
-        else:
-            product = (rounded.float() * scale) @ (self.weight.float() * self.scale).t()
-            out = product.to(x.dtype)
+        out = self.product(x.flatten(0, -2), x.dtype)
         if self.bias is not None:
             out = out + self.bias
         shaped: Tensor = out.unflatten(0, x.shape[:-1])
         return shaped
 
+    def product(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """rows @ weight.T, without the bias."""
+        rounded, scale = rounded_rows(rows)
+        if not rows.is_cuda:
+            product = (rounded.float() * scale) @ (self.weight.float() * self.scale).t()
+            return product.to(dtype)
+        if dtype != torch.float32 or _scales_into_float32(rows.device):
+            return _multiplied(rounded, self.weight, scale, self.scale, dtype)
+        one = torch.ones((1, 1), device=rows.device)
+        return _multiplied(rounded, self.weight, one, one, dtype).mul_(scale).mul_(self.scale.t())
+
+    def token_nll(
+        self, hidden_ND: Tensor, labels_N: Tensor, transform: Transform, chunk: int
+    ) -> Tensor:
+        """-log p(label) [N] where this layer is a head: float32 logits of `chunk` tokens at a
+        time."""
+        losses = row_operations("auto", hidden_ND).losses
+        nll = torch.empty(len(hidden_ND), device=hidden_ND.device)
+        for first in range(0, len(nll), chunk):
+            part = slice(first, first + chunk)
+            # not named: two chunks must never be alive together
+            nll[part] = losses(
+                self.product(hidden_ND[part], torch.float32), labels_N[part], transform, False
+            ).nll_N
+        return nll
+
+
+def _multiplied(
+    rows: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return torch._scaled_mm(
+        rows,
+        weight.t(),
+        scale_a=scale,
+        scale_b=weight_scale.t(),
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )
+
+
+@cache
+def _scales_into_float32(device: torch.device) -> bool:
+    """Can the kernel with a scale per row give float32? cuBLAS 12.9 can on Hopper; elsewhere it
+    gives half precision only, and the scales are applied to the product of bare rows."""
+    rows, scale = rounded_rows(torch.ones(_PROBE_ROWS, _PROBE_ROWS, device=device))
+    try:
+        out = _multiplied(rows, rows, scale, scale, torch.float32)
+    except (RuntimeError, ValueError):
+        return False
+    return bool((out - _PROBE_ROWS).abs().max() < 0.1)
+
 
 def to_fp8(model: nn.Module) -> int:
-    """Exchange the linear layers of the decoder's layers, in place; how many."""
-    count = 0
-    for layer in find_layers(model) or ():
-        for parent in list(layer.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear and not any(n % _MULTIPLE for n in child.weight.shape):
-                    setattr(parent, name, Fp8Linear(child))
-                    count += 1
+    """Exchange the linear layers of the decoder's layers, in place, one after the other; how
+    many."""
+    count = sum(_exchange(layer, _fits) for layer in find_layers(model) or ())
     if count == 0:
         raise UsageError(
             f"--dtype fp8: no linear layers were found in the decoder of {type(model).__name__}. "
             "Use --dtype bfloat16."
         )
     return count
+
+
+def head_to_fp8(model: Any) -> bool:
+    """Exchange the head's layer, in place; an embedding that it shares its weight with stays. False
+    where the kernel cannot take its shape."""
+    head = model.get_output_embeddings()
+    return _exchange(model, lambda module: module is head and _fits(module)) > 0
+
+
+def _exchange(root: nn.Module, wanted: Callable[[nn.Module], bool]) -> int:
+    found = [
+        (parent, name)
+        for parent in root.modules()
+        for name, child in parent.named_children()
+        if wanted(child)
+    ]
+    for parent, name in found:
+        setattr(parent, name, Fp8Linear(getattr(parent, name)))
+    return len(found)
+
+
+def _fits(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and not any(n % _MULTIPLE for n in module.weight.shape)

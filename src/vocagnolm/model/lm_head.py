@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from vocagnolm.model.positions import one_document_a_row
 from vocagnolm.model.sharding import VocabularyPart, held_here
 from vocagnolm.objective.head import Head
+from vocagnolm.objective.rows import Transform
 
 _PROBE_TOKENS = 16
 # what configurations call the factor on the logits, and the power with which they mean it:
@@ -44,6 +46,10 @@ class HeadForm:
             vocabulary_size=vocabulary_size,
         )
 
+    def transform(self, bias: Tensor | None) -> Transform:
+        """From the products of a head that has no plain weight."""
+        return Transform(None if bias is None else bias.float(), self.softcap, self.scale)
+
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The part that ends in hidden states. Llama 4's text model does not name it as its base."""
@@ -64,7 +70,9 @@ def run_decoder(
     attention mask: rows may be padded on the right only."""
     if position_ids_BT is not None:
         options["position_ids"] = position_ids_BT
-    return decoder_of(model)(input_ids=input_ids_BT, use_cache=False, **options)
+        return decoder_of(model)(input_ids=input_ids_BT, use_cache=False, **options)
+    with one_document_a_row():
+        return decoder_of(model)(input_ids=input_ids_BT, use_cache=False, **options)
 
 
 def last_hidden(

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from vocagnolm.errors import ModelError
 from vocagnolm.model.compiled import compile_layers
+from vocagnolm.model.fp8 import Fp8Linear, head_to_fp8
 from vocagnolm.model.lm_head import head_form, last_hidden
 from vocagnolm.model.sharding import VocabularyPart
 from vocagnolm.model.windows import Batch, plan_batches
@@ -21,6 +22,8 @@ from vocagnolm.objective.rows import TORCH_ROWS, Transform, row_operations
 # large enough to keep the matrix units busy.
 _CPU_TILE_BYTES = 32 * 2**20
 _CUDA_TILE_BYTES = 1280 * 2**20
+# Batches that a device has before it while the host makes the next: it must never run dry.
+_BATCHES_AHEAD = 3
 
 
 @torch.no_grad()
@@ -70,7 +73,9 @@ class NllModel:
         batch_tokens: int,
         prefix_ids: Sequence[int] = (),
         compiled: bool = False,
+        fp8_head: bool = False,
     ):
+        """`fp8_head`: exchange the model's head by one in fp8, where it is understood."""
         room = context - len(prefix_ids)
         if not 1 <= stride < room:
             raise ValueError(f"stride must be from 1 to {room - 1}, not {stride}")
@@ -86,6 +91,8 @@ class NllModel:
         # A model whose head we do not know scores through its own logits, a row at a time.
         self.form = head_form(model)
         self.part = None if self.form is None else VocabularyPart.of(model)
+        if fp8_head and self.form is not None:
+            head_to_fp8(model)
         self._full_rows = max(1, batch_tokens // context)
         self._warm = True
         if compiled:
@@ -100,30 +107,47 @@ class NllModel:
             batch_tokens=self.batch_tokens,
         )
 
-    @torch.inference_mode()
     def document_nll(
         self,
         documents: Sequence[np.ndarray],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[np.ndarray]:
         """float32 nll in nats for the token ids of every document; NaN where there is no context.
-        `on_tokens` is told how many tokens were scored, batch by batch."""
+        `on_tokens` is told how many tokens are under way, batch by batch."""
+        return self.start(documents, on_tokens)()
+
+    @torch.inference_mode()
+    def start(
+        self,
+        documents: Sequence[np.ndarray],
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> Callable[[], list[np.ndarray]]:
+        """The same in two steps: when this returns, the last batches are on their way through the
+        device, and the function it returns waits for them, in any thread."""
         largest = max((int(ids.max(initial=0)) for ids in documents), default=0)
         if largest >= self.vocabulary_rows:
             raise ModelError(
                 f"token id {largest} is outside the model's {self.vocabulary_rows:,} embedding "
                 "rows: the tokenizer does not belong to this model."
             )
-        nll = [np.full(len(ids), np.nan, np.float32) for ids in documents]
         self._warm_up()
-        # The numbers stay on the device until all batches are under way: no waiting in between.
-        pending: list[tuple[Batch, torch.Tensor]] = []
-        for batch in self.plan([len(ids) for ids in documents]):
-            pending.append((batch, self.batch_nll(batch, documents)))
+        batches = self.plan([len(ids) for ids in documents])
+        arriving: list[_Arriving] = []
+        for batch in batches:
+            if len(arriving) >= _BATCHES_AHEAD:
+                arriving[-_BATCHES_AHEAD].numpy()
+            arriving.append(_Arriving(self.batch_nll(batch, documents)))
             if on_tokens is not None:
                 on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
-        for batch, values in pending:
-            flat = values.cpu().numpy()
+        counts = [len(ids) for ids in documents]
+        return lambda: self._placed(batches, arriving, counts)
+
+    def _placed(
+        self, batches: Sequence[Batch], arriving: Sequence["_Arriving"], counts: Sequence[int]
+    ) -> list[np.ndarray]:
+        nll = [np.full(count, np.nan, np.float32) for count in counts]
+        for batch, values in zip(batches, arriving, strict=True):
+            flat = values.numpy()
             for window in batch.windows:
                 first = max(window.first_scored, window.start + self._first_target)
                 count = window.stop - first
@@ -152,9 +176,9 @@ class NllModel:
             labels.append(ids[first : window.stop])
         device = self.model.device
         return self.rows_nll(
-            torch.from_numpy(input_ids).to(device),
-            torch.from_numpy(np.concatenate(positions)).to(device),
-            torch.from_numpy(np.concatenate(labels).astype(np.int64)).to(device),
+            _sent(input_ids, device),
+            _sent(np.concatenate(positions), device),
+            _sent(np.concatenate(labels).astype(np.int64), device),
         )
 
     def rows_nll(
@@ -169,6 +193,10 @@ class NllModel:
         hidden = last_hidden(self.model, input_ids).flatten(0, 1)
         if len(positions) != len(hidden):
             hidden = hidden[positions]
+        head: Any = self.model.get_output_embeddings()
+        if isinstance(head, Fp8Linear):
+            chunk = _tile_tokens(self.vocabulary_rows, hidden.is_cuda)
+            return head.token_nll(hidden, labels, self.form.transform(head.bias), chunk)
         return token_nll(hidden, self.form.head(self.model), labels, part=self.part)
 
     def _warm_up(self) -> None:
@@ -178,6 +206,36 @@ class NllModel:
         self._warm = True
         shape = (self._full_rows + 1, max(2, self.context // 2))
         last_hidden(self.model, torch.zeros(shape, dtype=torch.int64, device=self.model.device))
+
+
+def _sent(values: np.ndarray, device: torch.device) -> Tensor:
+    """On the device, in its own time: from ordinary memory the host would wait until the device
+    has done all before it."""
+    tensor = torch.from_numpy(values)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class _Arriving:
+    """Numbers on their way from the device."""
+
+    def __init__(self, values: Tensor):
+        self._values = values
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = here.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record()
+
+    def numpy(self) -> np.ndarray:
+        """Waits for them. The page-locked memory that they came through is free again after the
+        first call: getting more of it can make the device wait."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event, self._values = None, torch.from_numpy(self._values.numpy().copy())
+        return self._values.cpu().numpy()
 
 
 def losses_through_logits(

@@ -266,7 +266,8 @@ def _work_here(
         teacher.load()
         started, compiled = time.perf_counter(), compiling_seconds()
         for number, ahead in itertools.zip_longest(numbers, numbers[1:]):
-            scored += worker.work(number, ahead, note)
+            scored += worker.begin(number, ahead, note)
             note(Scored())
+        worker.settle()
     compiling = compiling_seconds() - compiled
     return Done(scored.tokens, time.perf_counter() - started - compiling, compiling)

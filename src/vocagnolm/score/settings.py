@@ -51,7 +51,8 @@ class ScoreSettings:
     """Tokens that pass through the model together, or in one request to a server; 16384, on a CPU
     4096."""
     shard_documents: int = 1024
-    """Documents of the corpus in a shard: what is lost at most when a run is killed."""
+    """Documents of the corpus in a shard: when a run is killed, the one that is scored is lost, and
+    the one before it while it is still being written."""
     bos: str = "auto"
     """Before every window: auto (what the tokenizer itself adds), none, or a token's string."""
     chat_template: str | None = None

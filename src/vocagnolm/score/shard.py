@@ -4,7 +4,6 @@ Nothing here knows of files, ranks or machines: who computes which shard, and wh
 elsewhere and cannot change a byte.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,8 @@ class PreparedShard:
 
 
 def score_shard(corpus: Corpus, teacher: Teacher, settings: ScoreSettings, number: int) -> Shard:
-    return score_prepared(prepare_shard(corpus, teacher, settings, number), teacher, settings)
+    prepared = prepare_shard(corpus, teacher, settings, number)
+    return finished_shard(prepared, teacher.nll(prepared.tokenized), settings)
 
 
 def prepare_shard(
@@ -62,13 +62,9 @@ def prepare_shard(
     return PreparedShard(number, first, len(found), documents, tokenized, skipped)
 
 
-def score_prepared(
-    prepared: PreparedShard,
-    teacher: Teacher,
-    settings: ScoreSettings,
-    on_tokens: Callable[[int], None] | None = None,
+def finished_shard(
+    prepared: PreparedShard, nll: list[np.ndarray], settings: ScoreSettings
 ) -> Shard:
-    nll = teacher.nll(prepared.tokenized, on_tokens)
     assert [len(n) for n in nll] == [len(t.ids) for t in prepared.tokenized]
     nonfinite = _mask_nonfinite(nll, prepared, settings.max_nonfinite_share)
     hashes = b"".join(document_hash(d.text) for d in prepared.documents if d.text is not None)

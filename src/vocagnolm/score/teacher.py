@@ -14,6 +14,7 @@ import torch
 from vocagnolm.alignment import TextTokenizer, TokenSpans
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.errors import ScoreError, TilingError, UsageError
+from vocagnolm.model import fp8
 from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.nll import NllModel
 from vocagnolm.model.windows import LENGTH_STEP
@@ -53,7 +54,8 @@ class TokenizedDocument:
 class Teacher(Protocol):
     """Documents in, byte lengths and nll out. A server behind a socket can be one as well. An
     attribute `device_name`, where there is one, is noted for every shard; `packages` are those
-    whose versions decide the numbers."""
+    whose versions decide the numbers. A method `start`, where there is one, is `nll` in two steps:
+    what it returns waits for the numbers, while the next documents are started."""
 
     def describe(self) -> dict[str, Any]:
         """Everything about the teacher that decides its numbers, for the manifest."""
@@ -180,9 +182,16 @@ class LocalTeacher:
         documents: Sequence[TokenizedDocument],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[np.ndarray]:
+        return self.start(documents, on_tokens)()
+
+    def start(
+        self,
+        documents: Sequence[TokenizedDocument],
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> Callable[[], list[np.ndarray]]:
         try:
             with _threads(self.threads):
-                return self._model.document_nll([d.ids for d in documents], on_tokens)
+                return self._model.start([d.ids for d in documents], on_tokens)
         except torch.OutOfMemoryError as error:
             raise ScoreError(
                 f"the device ran out of memory with {self.batch_tokens:,} tokens at a time. Use a "
@@ -199,6 +208,7 @@ class LocalTeacher:
             batch_tokens=self.batch_tokens,
             prefix_ids=self.prefix_ids,
             compiled=self.compiled,
+            fp8_head=self._files.fp8 and fp8.HEAD_TOO,
         )
 
     def _spans_or_reason(self, text: str) -> TokenSpans | str:

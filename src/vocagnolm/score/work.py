@@ -5,8 +5,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 
+import numpy as np
+
 from vocagnolm.score.plan import Plan
-from vocagnolm.score.shard import PreparedShard, prepare_shard, score_prepared
+from vocagnolm.score.shard import PreparedShard, finished_shard, prepare_shard
 from vocagnolm.score.teacher import Teacher
 from vocagnolm.store.writer import StoreWriter
 
@@ -47,7 +49,8 @@ class Progress:
 
 
 class Worker:
-    """Scores one shard after the other, and reads and tokenises the next meanwhile."""
+    """Scores one shard after the other. Meanwhile one thread reads and tokenises the next, and
+    another finishes and writes the last."""
 
     def __init__(self, plan: Plan, teacher: Teacher, writer: StoreWriter, writes: bool = True):
         """`writes`: False in a process that holds a part of a teacher; another one writes."""
@@ -57,6 +60,8 @@ class Worker:
         self._writes = writes
         self._reader = ThreadPoolExecutor(max_workers=1)
         self._ahead: tuple[int, Future[PreparedShard]] | None = None
+        self._finisher = ThreadPoolExecutor(max_workers=1)
+        self._behind: Future[None] | None = None
 
     def read_ahead(self, number: int) -> None:
         """Read and tokenise a shard meanwhile: the next, or the first while weights are loaded."""
@@ -70,14 +75,37 @@ class Worker:
     ) -> Scored:
         """Score shard `number` and write it. `ahead` is the one that will probably be asked for
         next; `on_part` hears after every batch how much of this one is done."""
+        scored = self.begin(number, ahead, on_part)
+        self.settle()
+        return scored
+
+    def begin(
+        self,
+        number: int,
+        ahead: int | None = None,
+        on_part: Callable[[Scored], None] | None = None,
+    ) -> Scored:
+        """The same, but its last batches and writing it are left to go on beside the next one.
+        At most two shards are in this process's hands."""
         prepared = self._take(number)
         if ahead is not None:
             self.read_ahead(ahead)
         report = None if on_part is None else _reporter(prepared, on_part)
-        shard = score_prepared(prepared, self._teacher, self._plan.settings, report)
+        losses = _started(self._teacher, prepared, report)
+        self.settle()
+        self._behind = self._finisher.submit(self._finish, prepared, losses)
+        return Scored(prepared.document_span, prepared.tokens)
+
+    def settle(self) -> None:
+        """Wait until all that was begun is written; its error, if it had one, is raised here."""
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind.result()
+
+    def _finish(self, prepared: PreparedShard, losses: Callable[[], list[np.ndarray]]) -> None:
+        shard = finished_shard(prepared, losses(), self._plan.settings)
         if self._writes:
             self._writer.write_shard(shard)
-        return Scored(prepared.document_span, prepared.tokens)
 
     def _take(self, number: int) -> PreparedShard:
         ahead, self._ahead = self._ahead, None
@@ -100,6 +128,18 @@ class Worker:
         trace: TracebackType | None,
     ) -> None:
         self._reader.shutdown(cancel_futures=True)
+        self._finisher.shutdown()
+
+
+def _started(
+    teacher: Teacher, prepared: PreparedShard, on_tokens: Callable[[int], None] | None
+) -> Callable[[], list[np.ndarray]]:
+    start = getattr(teacher, "start", None)
+    if start is None:
+        nll = teacher.nll(prepared.tokenized, on_tokens)
+        return lambda: nll
+    losses: Callable[[], list[np.ndarray]] = start(prepared.tokenized, on_tokens)
+    return losses
 
 
 def _reporter(prepared: PreparedShard, on_part: Callable[[Scored], None]) -> Callable[[int], None]:
