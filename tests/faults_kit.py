@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,8 +63,11 @@ def in_child(work: Work) -> int:
     if child == 0:
         try:
             work()
-        finally:
             os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
     return child
 
 
@@ -76,7 +80,9 @@ def was_killed(child: int, seconds: float = 120.0) -> bool:
         if ended:
             crashed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV
             assert not crashed, "the child crashed: does it use threads of its parent?"
-            return os.WIFSIGNALED(status)
+            killed = os.WIFSIGNALED(status)
+            assert killed or os.WEXITSTATUS(status) == 0, "the child failed by itself"
+            return killed
         if time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)

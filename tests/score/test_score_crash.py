@@ -60,8 +60,8 @@ def test_killed_again_and_again_at_random_moments(tmp_path):
     longest = time.process_time() - started
     out = tmp_path / "out"
     kills = 0
-    for _ in range(8):
-        kills += was_killed(in_child(dying(out, draw.uniform(0.05, 0.9) * longest)))
+    for share in sorted(draw.random() ** 2 for _ in range(8)):  # one that ends leaves no more to do
+        kills += was_killed(in_child(dying(out, share * longest)))
     assert kills
     work(out)()
     assert store_bytes(out) == expected
