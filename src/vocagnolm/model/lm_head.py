@@ -3,12 +3,13 @@ ways, and a silent difference would score or train another model."""
 
 import itertools
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from vocagnolm.model.sharding import VocabularyPart, held_here
 from vocagnolm.objective.head import Head
@@ -23,6 +24,9 @@ _SCALES = {
     "logits_mup_width_multiplier": (-1,),
 }
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+_no_documents: ContextVar[bool] = ContextVar("no_documents", default=False)
+_ask_for_documents = masking_utils.find_packed_sequence_indices
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,19 @@ def run_decoder(
     attention mask: rows may be padded on the right only."""
     if position_ids_BT is not None:
         options["position_ids"] = position_ids_BT
-    return decoder_of(model)(input_ids=input_ids_BT, use_cache=False, **options)
+    if masking_utils.find_packed_sequence_indices is not _find_documents:
+        masking_utils.find_packed_sequence_indices = _find_documents
+    before = _no_documents.set(position_ids_BT is None)
+    try:
+        return decoder_of(model)(input_ids=input_ids_BT, use_cache=False, **options)
+    finally:
+        _no_documents.reset(before)
+
+
+def _find_documents(position_ids: Tensor) -> Tensor | None:
+    """transformers asks the device whether positions start again, and waits for the answer, which
+    is known where none were given."""
+    return None if _no_documents.get() else _ask_for_documents(position_ids)
 
 
 def last_hidden(
