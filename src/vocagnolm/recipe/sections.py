@@ -246,7 +246,11 @@ class TrainSection(Schema):
         "passes over the blocks when `tokens` is null; may be a fraction", 1.0, gt=0
     )
     batch_blocks: int = key("blocks in one optimizer step, over all devices", 64, ge=1)
-    micro_batch: int = key("blocks on one device at a time; the rest is accumulation", 8, ge=1)
+    micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] = key(
+        "blocks on one device at a time; the rest is accumulation; auto: as many as make it "
+        "faster, measured before the first step",
+        8,
+    )
     bf16: bool = key("bfloat16 arithmetic (autocast)", False)
     gradient_checkpointing: bool = key("recompute activations to save memory", False)
     compile: bool = key("torch.compile each decoder layer", False)

@@ -10,10 +10,12 @@ RUN/tensorboard/     where run.report_to names tensorboard
 ```
 """
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import transformers
 from transformers import PrinterCallback, ProgressCallback
@@ -57,7 +59,8 @@ from vocagnolm.train.collate import BlockCollator
 from vocagnolm.train.console import Console
 from vocagnolm.train.folder import (
     begin_run,
-    finish_run,
+    found_micro_batch,
+    note_in_run,
     read_run,
     refuse_other_run,
     run_folder,
@@ -67,6 +70,7 @@ from vocagnolm.train.forward import causal_lm_of
 from vocagnolm.train.launcher import is_main, refuse_lone_process, world_size
 from vocagnolm.train.metrics import flops_per_token, peak_flops
 from vocagnolm.train.metrics_file import MetricsFile
+from vocagnolm.train.micro_batch import find_micro_batch
 from vocagnolm.train.online import OnlineTeacher, TeacherView
 from vocagnolm.train.schedule import Schedule, plan_schedule
 from vocagnolm.train.sharding import sharding_group
@@ -111,7 +115,8 @@ def train(recipe: Recipe, *, quiet: bool = False, restart: bool = False) -> dict
 def _train(
     recipe: Recipe, folder: Path, blocks: Blocks, requests: Requests, *, quiet: bool, restart: bool
 ) -> dict[str, Any]:
-    schedule = plan_schedule(recipe, len(blocks), world_size())
+    known = found_micro_batch(folder)
+    schedule = plan_schedule(recipe, len(blocks), world_size(), known)
     console = Console(schedule, quiet=quiet, log_every=recipe.run.log_every)
     arguments = training_arguments(recipe, schedule)  # also starts torch.distributed
     resumed: Resumable = Ranks.of_group().decide(lambda: _where_to_resume(folder, console, restart))
@@ -127,12 +132,27 @@ def _train(
         metrics.append(record)
         console.step(record)
 
+    def choose_micro_batch() -> None:
+        nonlocal schedule
+        share = schedule.batch_blocks // schedule.world_size
+        found = find_micro_batch(trainer, share)
+        schedule = plan_schedule(recipe, len(blocks), schedule.world_size, found.micro_batch)
+        trainer.split_steps(schedule.micro_batch, schedule.accumulation)
+        if is_main():
+            note_in_run(folder, schedule=asdict(schedule), found_micro_batch=found.to_dict())
+            console.say(str(found))
+            console.schedule = schedule
+            console.start(resumed.step)
+
+    if recipe.train.micro_batch == "auto" and known is None:
+        trainer.before_training = choose_micro_batch
     trainer.on_step, trainer.requests = on_step, requests
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     start_trackers(trainer, recipe, folder, resumed.step)
     if is_main():
-        console.start(resumed.step)
+        if trainer.before_training is None:
+            console.start(resumed.step)
         if resumed.step == 0 and recipe.student.model is not None:
             _warn_of_teacher(recipe, trainer, console)
     try:
@@ -201,7 +221,10 @@ def _warn_of_teacher(recipe: Recipe, trainer: GuidedTrainer, console: Console) -
         tokenizer = student_tokenizer(recipe)
         if corpus.conversations:
             tokenizer = student_chat(recipe, tokenizer)
-        strength = measure_strength(model, tokenizer, store, corpus)
+        # its shapes are not those of training: nothing is compiled for them
+        eager = torch.compiler.set_stance("force_eager") if recipe.train.compile else nullcontext()
+        with eager:
+            strength = measure_strength(model, tokenizer, store, corpus)
         if strength is None:
             return
         teacher, student = strength.teacher, strength.student
@@ -344,7 +367,7 @@ def save_result(
         teacher = blocks.manifest.get("teacher")
         card = model_card(recipe, schedule, teacher, trainer.last_record, template)
         (model / "README.md").write_text(card, encoding="utf-8")
-    finish_run(folder)
+    note_in_run(folder, finished=True)
 
 
 def _merged_apart(recipe: Recipe, state_dict: dict[str, Any]) -> Any:

@@ -104,6 +104,7 @@ class GuidedTrainer(CheckpointedTrainer):
         self.teacher = teacher
         self.impl = impl
         self.on_step = on_step
+        self.before_training: Callable[[], None] | None = None
         self.last_record: dict[str, Any] = {}
         self.requests = Requests()
         self.stopped = False
@@ -238,14 +239,7 @@ class GuidedTrainer(CheckpointedTrainer):
         if not model.training:
             return self._plain_loss(model, inputs, return_outputs)
         targets, decided = self._plan.next()
-        teacher = None
-        if self.teacher is not None and self.teacher.distils:
-            teacher = self.teacher.distribution(inputs)
-        output = model(
-            micro_batch=self._micro_batch(
-                inputs, targets, self.objective, teacher=teacher, decided=decided
-            )
-        )
+        output = self._forward(model, inputs, targets, self.objective, decided)
         self._has_guidance = targets.guidance_BT is not None
         self._meter.add(output, targets)
         if self.keep_selection:
@@ -254,6 +248,57 @@ class GuidedTrainer(CheckpointedTrainer):
         # DDP and FSDP average gradients over ranks, and the denominator counts all of them
         loss = output["loss"] * self.args.world_size
         return (loss, output) if return_outputs else loss
+
+    def _forward(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        targets: Targets,
+        config: ObjectiveConfig,
+        decided: Decided,
+    ) -> dict[str, Any]:
+        teacher = None
+        if self.teacher is not None and self.teacher.distils:
+            teacher = self.teacher.distribution(inputs)
+        micro_batch = self._micro_batch(inputs, targets, config, teacher=teacher, decided=decided)
+        output: dict[str, Any] = model(micro_batch=micro_batch)
+        return output
+
+    def first_blocks(self, count: int) -> dict[str, Any]:
+        """As a micro-batch on the device."""
+        dataset: Any = self.train_dataset
+        batch = self.data_collator([dataset[place] for place in range(count)])
+        prepared: dict[str, Any] = self._prepare_inputs(batch)
+        return prepared
+
+    def try_pass(self, inputs: dict[str, Any]) -> None:
+        """Forward and backward of a micro-batch by itself, for a measurement. Nothing is left of
+        it but gradients, and no other rank takes part."""
+        config = self.objective
+        if config.scope == "global":
+            config = replace(config, scope="batch")
+        if self.teacher is not None and not self.teacher.distils:
+            inputs = {**inputs, **self.teacher.guide(inputs), "counts": None}
+        targets, model = self._targets(inputs, 0), self.model
+        decided = Decided(
+            denominator=targets.valid_BT.sum(), kept=count_kept(inputs.get("counts"), config)
+        )
+        model.train()
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            output = self._forward(model, inputs, targets, config, decided)
+        output["loss"].backward()
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The student is as it will be trained (Liger's layers, checkpointing), on its device, and
+        not wrapped yet."""
+        if self.before_training is not None:
+            self.before_training()
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def split_steps(self, micro_batch: int, accumulation: int) -> None:
+        """Otherwise than the arguments said. Before the training."""
+        self.args.per_device_train_batch_size = self._train_batch_size = micro_batch
+        self.args.gradient_accumulation_steps = accumulation
 
     def _plain_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """Evaluation: mean nll of all tokens."""
