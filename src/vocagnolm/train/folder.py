@@ -132,4 +132,6 @@ def run_summary(folder: Path, *, already: bool = False) -> dict[str, Any]:
         "steps": schedule["steps"],
         "tokens": schedule["steps"] * schedule["batch_blocks"] * schedule["block_size"],
         "last": records[-1] if records else None,
+        "times": None if already else about.get("times"),
+        "seconds_to_first_step": None if already else about.get("seconds_to_first_step"),
     }
