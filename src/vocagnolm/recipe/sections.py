@@ -219,7 +219,10 @@ class ObjectiveSection(Schema):
 class OptimizerSection(Schema):
     """AdamW with a warm-up and a cosine that ends at `min_learning_rate`."""
 
-    name: str = key("optimizer name as in transformers' TrainingArguments", "adamw_torch")
+    name: str = key(
+        "optimizer name as in transformers' TrainingArguments; adamw_torch is fused on a GPU",
+        "adamw_torch",
+    )
     learning_rate: Number = key("peak learning rate", 8e-5, gt=0)
     min_learning_rate: Number = key("learning rate at the last step", 8e-6, ge=0)
     warmup_steps: int = key("steps of linear warm-up", 0, ge=0)
