@@ -55,7 +55,7 @@ def count_kept(counts: Counts | None, config: ObjectiveConfig) -> int | None:
     decide, or where nothing was counted."""
     if counts is None:
         return None
-    predicted, mapped = (sum(column) for column in zip(*counts, strict=True))
+    predicted, mapped = sum(row[0] for row in counts), sum(row[1] for row in counts)
     if config.selects_all or config.graded:
         return predicted
     if config.method == "chunk" or config.by_stretch or config.scope == "global":

@@ -322,15 +322,13 @@ def build_trainer(
             f"The student has {rows:,} embedding rows, its tokenizer has ids up to "
             f"{max(vocabulary.values()):,}. They do not belong together."
         )
-    if recipe.train.compile:
-        compile_layers(student)
     model = add_lora(student, recipe.lora)
     order = TrainingOrder(blocks, schedule.steps * schedule.batch_blocks, recipe.run.seed)
     dataset: Any = order
     teacher = None
     if recipe.needs_online_teacher:
         teacher, dataset = _online_teacher(recipe, order)
-    return GuidedTrainer(
+    trainer = GuidedTrainer(
         model,
         arguments,
         objective=objective_config(recipe),
@@ -341,6 +339,9 @@ def build_trainer(
         router_loss=recipe.train.router_loss,
         within_machines=recipe.train.parallel == "hsdp",
     )
+    if recipe.train.compile:  # after the probes of the head, which have another shape
+        compile_layers(student)
+    return trainer
 
 
 def _online_teacher(recipe: Recipe, order: TrainingOrder) -> tuple[OnlineTeacher, Any]:
