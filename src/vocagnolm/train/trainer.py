@@ -279,7 +279,8 @@ class GuidedTrainer(CheckpointedTrainer):
             config = replace(config, scope="batch")
         if self.teacher is not None and not self.teacher.distils:
             inputs = {**inputs, **self.teacher.guide(inputs), "counts": None}
-        targets, model = self._targets(inputs, 0), self.model
+        model: Any = self.model
+        targets = self._targets(inputs, 0)
         decided = Decided(
             denominator=targets.valid_BT.sum(), kept=count_kept(inputs.get("counts"), config)
         )
