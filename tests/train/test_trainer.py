@@ -377,6 +377,31 @@ def test_compiled_layers_change_neither_names_nor_losses():
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_only_the_shape_of_training_is_compiled(lab, tmp_path, monkeypatch):
+    """Not those of the texts on which student and teacher are compared before."""
+    from vocagnolm.train import run as run_module
+
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append({tuple(x.shape) for x in inputs if x.dim() == 3})
+        return graph.forward
+
+    def compile_with(model):
+        compile_layers(model, backend=backend)
+
+    monkeypatch.setattr(run_module, "compile_layers", compile_with)
+    twin = {"config": None, "model": str(lab / "twin")}
+    compared = []
+    original = run_module.measure_strength
+    monkeypatch.setattr(
+        run_module, "measure_strength", lambda *a: compared.append(original(*a)) or compared[0]
+    )
+    run(lab, tmp_path / "run", student=twin, train={"tokens": 512, "compile": True})
+    assert compared and compared[0] is not None
+    assert compiled and all((4, 32, 32) in shapes for shapes in compiled)
+
+
 def test_a_loss_that_is_not_finite_stops_with_step_and_blocks(lab, tmp_path):
     with pytest.raises(TrainingError, match=r"nan in step \d+, micro-batch \d .*blocks \["):
         run(lab, tmp_path / "run", optimizer={"learning_rate": 1e30, "max_grad_norm": 0})

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import typer
 
@@ -25,12 +26,14 @@ def train(
 
     SIGTERM writes a checkpoint and ends with exit code 143; SIGUSR1 writes one and goes on.
     """
+    began = time.perf_counter()
     from vocagnolm.recipe import load_recipe
 
     loaded = load_recipe(recipe, set_)  # first: a typo is answered before torch is imported
     from vocagnolm.train.run import train as run
 
-    summary = run(loaded, quiet=quiet, restart=restart)
+    imported = time.perf_counter() - began
+    summary = run(loaded, quiet=quiet, restart=restart, earlier=imported)
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
@@ -45,3 +48,7 @@ def train(
             f"last step: loss {last['loss']:.4f}, nll of the kept tokens {last['nll_kept']:.4f}, "
             f"of all {last['nll_all']:.4f}, kept {last['kept_share']:.1%}"
         )
+    if summary["times"] is not None:
+        from vocagnolm.train.times import Times
+
+        typer.echo(str(Times(**summary["times"])))

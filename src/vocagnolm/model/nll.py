@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vocagnolm.errors import ModelError
+from vocagnolm.model.arriving import Arriving
 from vocagnolm.model.compiled import compile_layers
 from vocagnolm.model.fp8 import Fp8Linear, head_to_fp8
 from vocagnolm.model.lm_head import head_form, last_hidden
@@ -132,18 +133,18 @@ class NllModel:
             )
         self._warm_up()
         batches = self.plan([len(ids) for ids in documents])
-        arriving: list[_Arriving] = []
+        arriving: list[Arriving] = []
         for batch in batches:
             if len(arriving) >= _BATCHES_AHEAD:
                 arriving[-_BATCHES_AHEAD].numpy()
-            arriving.append(_Arriving(self.batch_nll(batch, documents)))
+            arriving.append(Arriving(self.batch_nll(batch, documents)))
             if on_tokens is not None:
                 on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
         counts = [len(ids) for ids in documents]
         return lambda: self._placed(batches, arriving, counts)
 
     def _placed(
-        self, batches: Sequence[Batch], arriving: Sequence["_Arriving"], counts: Sequence[int]
+        self, batches: Sequence[Batch], arriving: Sequence[Arriving], counts: Sequence[int]
     ) -> list[np.ndarray]:
         nll = [np.full(count, np.nan, np.float32) for count in counts]
         for batch, values in zip(batches, arriving, strict=True):
@@ -215,27 +216,6 @@ def _sent(values: np.ndarray, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-class _Arriving:
-    """Numbers on their way from the device."""
-
-    def __init__(self, values: Tensor):
-        self._values = values
-        self._event: torch.cuda.Event | None = None
-        if values.is_cuda:
-            here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values = here.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event(blocking=True)
-            self._event.record()
-
-    def numpy(self) -> np.ndarray:
-        """Waits for them. The page-locked memory that they came through is free again after the
-        first call: getting more of it can make the device wait."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event, self._values = None, torch.from_numpy(self._values.numpy().copy())
-        return self._values.cpu().numpy()
 
 
 def losses_through_logits(

@@ -15,11 +15,12 @@ from vocagnolm.objective.head import Head
 from vocagnolm.objective.loss import objective_loss, student_nll, token_losses
 from vocagnolm.objective.output import ObjectiveOutput
 from vocagnolm.objective.rows import Implementation
-from vocagnolm.objective.selection import ScoredBatch, select
+from vocagnolm.objective.selection import Counts, ScoredBatch, count_kept, select
 from vocagnolm.objective.weighting import StepWeights, weigh_step
 
 __all__ = [
     "IGNORE_INDEX",
+    "Counts",
     "Decided",
     "Head",
     "Implementation",
@@ -31,6 +32,7 @@ __all__ = [
     "StepWeights",
     "Targets",
     "Teacher",
+    "count_kept",
     "objective_loss",
     "select",
     "student_nll",

@@ -112,6 +112,9 @@ class Decided:
     bool or float."""
     nll_BT: Tensor | None = None
     """The losses that it was decided by: phase 1 is then left out."""
+    kept: int | None = None
+    """How many tokens of this micro-batch count, where that is known without its losses
+    (`count_kept`): then nobody waits for the device to say so."""
     micro_batches: int = 1
     """Micro-batches of the step on all ranks, for what is a mean over them."""
 

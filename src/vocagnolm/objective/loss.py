@@ -118,7 +118,7 @@ def _chosen(
             losses = _phase_one(hidden_ND, head, labels_N, rows)
             nll_BT = _where_valid(losses.nll_N, labels_BT)
         weights_BT = choose(nll_BT)
-    index_K = (weights_BT != 0).flatten().nonzero().squeeze(1)
+    index_K = _places(weights_BT != 0, decided.kept)
     weigh = None
     if weights_BT.dtype != torch.bool and config.graded:
         weigh = _Known(weights_BT.flatten()[index_K])
@@ -149,7 +149,7 @@ def _graded(
         total = reference.weighted_sum(logits, labels_BT, weights_BT)
     else:
         # the tokens of a stretch stay together: all of them, also those that end up at 0
-        index_K = targets.valid_BT.flatten().nonzero().squeeze(1)
+        index_K = _places(targets.valid_BT, decided.kept)
         total, nll_K, weights_K = two_phase.summed_loss(
             hidden_BTD.flatten(0, 1),
             head,
@@ -239,6 +239,13 @@ def _output(
         targets=targets,
         distill_stats=stats or {},
     )
+
+
+def _places(mask_BT: Tensor, count: int | None) -> Tensor:
+    """Where the mask is set. How often, only the device knows unless it is told."""
+    mask_N = mask_BT.flatten()
+    found = mask_N.nonzero() if count is None else mask_N.nonzero_static(size=count)
+    return found.squeeze(1)
 
 
 def _scattered(values_K: Tensor, index_K: Tensor, like_BT: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Shape letters: B sequences, T positions, U units of a sequence (tokens, or chunk
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from vocagnolm.objective.comparison import FIXED_POINT, compared, fixed_point
 from vocagnolm.objective.config import ObjectiveConfig
 from vocagnolm.objective.ranks import Ranks
 
+Count = TypeVar("Count", int, Tensor)
+Counts = Sequence[tuple[int, int]]
+"""(predicted, mapped) tokens of each sequence."""
 _NOT_A_CANDIDATE = torch.iinfo(torch.int64).min
 _POSITIONS = 1 << 32
 
@@ -39,11 +43,28 @@ class ScoredBatch:
         return self.targets.mapped_BT
 
 
-def kept(count: Tensor, keep: float) -> Tensor:
+def kept(count: Count, keep: float) -> Count:
     """k of n: keep * n rounded half up in exact arithmetic, at least 1 when keep > 0 and n > 0."""
     share = Fraction(str(keep)).limit_denominator(1_000_000)
     k = (2 * share.numerator * count + share.denominator) // (2 * share.denominator)
-    return torch.maximum(k, (count > 0).to(k.dtype)) if keep > 0 else k
+    return k + ((k == 0) & (count > 0)) if keep > 0 else k
+
+
+def count_kept(counts: Counts | None, config: ObjectiveConfig) -> int | None:
+    """How many tokens of a micro-batch will count, whatever its losses are; None where they
+    decide, or where nothing was counted."""
+    if counts is None:
+        return None
+    predicted, mapped = sum(row[0] for row in counts), sum(row[1] for row in counts)
+    if config.selects_all or config.graded:
+        return predicted
+    if config.method == "chunk" or config.by_stretch or config.scope == "global":
+        return None
+    pools = [row[0 if config.unmapped == "mean" else 1] for row in counts]
+    if config.scope == "batch":
+        pools = [sum(pools)]
+    chosen = sum(kept(pool, config.keep) for pool in pools)
+    return chosen + predicted - mapped if config.unmapped == "include" else chosen
 
 
 def select(batch: ScoredBatch, config: ObjectiveConfig, *, step: int = 0) -> Tensor:

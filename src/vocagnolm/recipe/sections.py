@@ -219,7 +219,10 @@ class ObjectiveSection(Schema):
 class OptimizerSection(Schema):
     """AdamW with a warm-up and a cosine that ends at `min_learning_rate`."""
 
-    name: str = key("optimizer name as in transformers' TrainingArguments", "adamw_torch")
+    name: str = key(
+        "optimizer name as in transformers' TrainingArguments; adamw_torch is fused on a GPU",
+        "adamw_torch",
+    )
     learning_rate: Number = key("peak learning rate", 8e-5, gt=0)
     min_learning_rate: Number = key("learning rate at the last step", 8e-6, ge=0)
     warmup_steps: int = key("steps of linear warm-up", 0, ge=0)
@@ -246,7 +249,11 @@ class TrainSection(Schema):
         "passes over the blocks when `tokens` is null; may be a fraction", 1.0, gt=0
     )
     batch_blocks: int = key("blocks in one optimizer step, over all devices", 64, ge=1)
-    micro_batch: int = key("blocks on one device at a time; the rest is accumulation", 8, ge=1)
+    micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] = key(
+        "blocks on one device at a time; the rest is accumulation; auto: as many as make it "
+        "faster, measured before the first step",
+        8,
+    )
     bf16: bool = key("bfloat16 arithmetic (autocast)", False)
     gradient_checkpointing: bool = key("recompute activations to save memory", False)
     compile: bool = key("torch.compile each decoder layer", False)

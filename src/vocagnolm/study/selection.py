@@ -58,9 +58,10 @@ def kept_by_source(
     from vocagnolm.train.arguments import objective_config
     from vocagnolm.train.collate import BlockCollator, batch_targets
     from vocagnolm.train.run import open_blocks
+    from vocagnolm.train.schedule import check_batch
 
     blocks = open_blocks(recipe)
-    rows = recipe.train.micro_batch
+    rows = check_batch(recipe, 1)
     count = min(micro_batches, len(blocks) // rows)
     order = TrainingOrder(blocks, count * rows, recipe.run.seed)
     device = "cpu" if recipe.train.device == "cpu" else "auto"

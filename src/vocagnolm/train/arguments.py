@@ -43,6 +43,13 @@ def uses_accelerator(recipe: Recipe) -> bool:
     return recipe.train.device != "cpu" and torch.accelerator.is_available()
 
 
+def _optimizer_name(recipe: Recipe) -> str:
+    """On a GPU in one kernel, which also passes over a step whose loss is not finite."""
+    on_gpu = uses_accelerator(recipe) and torch.cuda.is_available()
+    name = recipe.optimizer.name
+    return "adamw_torch_fused" if on_gpu and name == "adamw_torch" else name
+
+
 # Arguments of transformers that the recipe sets, where they are not just spelled alike.
 _RECIPE_KEYS = {
     "output_dir": "run.folder",
@@ -104,7 +111,7 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
         "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr": optimizer.min_learning_rate},
         "warmup_steps": optimizer.warmup_steps,
-        "optim": optimizer.name,
+        "optim": _optimizer_name(recipe),
         "weight_decay": optimizer.weight_decay,
         "adam_beta1": optimizer.beta1,
         "adam_beta2": optimizer.beta2,
@@ -139,6 +146,8 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
         settings["fsdp"] = True
         settings["fsdp_config"] = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
     refuse_reserved(train.arguments, settings)
+    # from pinned memory, without waiting for the device
+    settings["accelerator_config"] = {"non_blocking": uses_accelerator(recipe)}
     settings.update(train.arguments)
     try:
         return TrainingArguments(**settings)

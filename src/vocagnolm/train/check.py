@@ -36,7 +36,7 @@ from vocagnolm.store.strength import best_store, teacher_warning
 from vocagnolm.train.arguments import training_arguments
 from vocagnolm.train.check_report import CheckReport, Found
 from vocagnolm.train.checkpoint import newest_complete
-from vocagnolm.train.folder import read_run, refuse_other_run
+from vocagnolm.train.folder import found_micro_batch, read_run, refuse_other_run
 from vocagnolm.train.schedule import Schedule, plan_schedule
 from vocagnolm.train.static import static_problems
 from vocagnolm.train.vocabulary import refuse_other_vocabulary
@@ -302,18 +302,26 @@ def _schedule(recipe: Recipe, report: CheckReport, processes: int, found: Found)
         blocks = max(1, math.ceil(recipe.train.tokens / recipe.data.block_size))
     else:
         return None
-    schedule = plan_schedule(recipe, blocks, processes)
+    known = found_micro_batch(Path(recipe.run.folder)) if recipe.run.folder else None
+    schedule = plan_schedule(recipe, blocks, processes, known)
+    unknown = recipe.train.micro_batch == "auto" and known is None
     report.plan["schedule"] = {
         "steps": schedule.steps,
         "tokens": schedule.tokens,
         "tokens_per_step": schedule.tokens_per_step,
         "epochs": schedule.epochs if manifest is not None else None,
         "processes": processes,
-        "accumulation": schedule.accumulation,
-        "micro_batch": schedule.micro_batch,
+        "accumulation": None if unknown else schedule.accumulation,
+        "micro_batch": "auto" if unknown else schedule.micro_batch,
         "warmup_steps": recipe.optimizer.warmup_steps,
         "checkpoints": schedule.steps // recipe.run.save_every if recipe.run.save_every else 0,
     }
+    if unknown and recipe.objective.scope == "batch":
+        report.warnings.append(
+            "train.micro_batch: auto with objective.scope: batch: which tokens compete depends on "
+            "what is found on the machine that trains. A number, or scope: sequence or global, "
+            "makes runs of different machines alike."
+        )
     if recipe.optimizer.warmup_steps >= schedule.steps:
         report.warnings.append(
             f"optimizer.warmup_steps = {recipe.optimizer.warmup_steps} is the whole run "

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vocagnolm.data.blocks import Block
-from vocagnolm.objective import IGNORE_INDEX, Targets
+from vocagnolm.objective import IGNORE_INDEX, Counts, Targets
 
 
 class BlockCollator:
@@ -39,6 +39,7 @@ class BlockCollator:
         for name in ("guidance", "stretch"):
             if name in blocks[0]:
                 batch[name] = _predicted(blocks, name)
+        batch["counts"] = token_counts(batch)
         for name in ("block", "teacher_sums"):
             if name in blocks[0]:
                 batch[name] = torch.from_numpy(np.stack([block[name] for block in blocks]))
@@ -79,6 +80,13 @@ def batch_targets(batch: dict[str, Any], sequence_index_B: Tensor | None = None)
         teacher_sums_B2=batch.get("teacher_sums"),
         sequence_index_B=sequence_index_B,
     )
+
+
+def token_counts(batch: dict[str, Any]) -> Counts:
+    """Counted here, as plain numbers: on a device they would have to be waited for."""
+    targets = batch_targets(batch)
+    counted = torch.stack([targets.valid_BT.sum(1), targets.mapped_BT.sum(1)], dim=1)
+    return [(predicted, mapped) for predicted, mapped in counted.tolist()]
 
 
 def _predicted(blocks: Sequence[Block], name: str) -> Tensor:

@@ -105,12 +105,18 @@ def begin_run(folder: Path, recipe: Recipe, schedule: Schedule, blocks: str) -> 
         return
     about = read_run(folder)
     if about["schedule"] != asdict(schedule):
-        write_json(folder / "run.json", {**about, "schedule": asdict(schedule)})
+        note_in_run(folder, schedule=asdict(schedule))
 
 
-def finish_run(folder: Path) -> None:
-    """Everything else is on the disk."""
-    write_json(folder / "run.json", {**read_run(folder), "finished": True})
+def note_in_run(folder: Path, **facts: Any) -> None:
+    """Into run.json."""
+    write_json(folder / "run.json", {**read_run(folder), **facts})
+
+
+def found_micro_batch(folder: Path) -> int | None:
+    """What a run that has begun uses, whether it was given or found."""
+    schedule = read_run(folder).get("schedule", {})
+    return schedule.get("micro_batch") if has_begun(folder) else None
 
 
 def run_summary(folder: Path, *, already: bool = False) -> dict[str, Any]:
@@ -126,4 +132,6 @@ def run_summary(folder: Path, *, already: bool = False) -> dict[str, Any]:
         "steps": schedule["steps"],
         "tokens": schedule["steps"] * schedule["batch_blocks"] * schedule["block_size"],
         "last": records[-1] if records else None,
+        "times": None if already else about.get("times"),
+        "seconds_to_first_step": None if already else about.get("seconds_to_first_step"),
     }

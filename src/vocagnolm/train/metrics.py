@@ -2,12 +2,13 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vocagnolm.model.arriving import Arriving, Moment
 from vocagnolm.objective import Targets
 from vocagnolm.objective.ranks import Ranks
 from vocagnolm.objective.statistics import BINS, SUMS, measures
@@ -30,7 +31,7 @@ PEAK_TFLOPS = {
 
 
 class StepMeter:
-    """Collects the micro-batches of a step on the device; one transfer to the host a step."""
+    """Collects the micro-batches of a step on the device, and never waits for it."""
 
     def __init__(self) -> None:
         self._rows: list[Tensor] = []
@@ -38,14 +39,15 @@ class StepMeter:
 
     def add(self, output: dict[str, Any], targets: Targets) -> None:
         loss = output["loss"].detach().float()
-        tokens = loss.new_tensor(targets.labels_BT.numel())
-        self._rows.append(torch.cat([loss[None], tokens[None], output["sums"]]))
+        # filled in, not sent: a number that is copied to a device is waited for
+        tokens = loss.new_full((1,), targets.labels_BT.numel())
+        self._rows.append(torch.cat([loss[None], tokens, output["sums"]]))
         self._means.append(output["means"])
 
-    def finish(self, ranks: Ranks, **sums: float) -> dict[str, float]:
-        """Measures over micro-batches and ranks, as plain numbers; the meter is empty again. What
-        else is to be summed over the ranks travels along: requests, which all ranks must know of
-        in the same step, and seconds."""
+    def finish(self, ranks: Ranks, **sums: float) -> "Totals":
+        """Totals over micro-batches and ranks; the meter is empty again. What else is to be summed
+        over the ranks travels along: requests, which all ranks must know of in the same step, and
+        seconds."""
         names = sorted(self._means[0])
         rows = [
             torch.cat([row, *(means[name].float()[None] for name in names)])
@@ -55,38 +57,53 @@ class StepMeter:
         # fp64 where there is one: the sum must not depend on how a step is split
         stacked = torch.stack(rows)
         total = (stacked if stacked.is_mps else stacked.double()).sum(0)
-        total = ranks.sum(torch.cat([total, total.new_tensor([float(f) for f in sums.values()])]))
+        further = [total.new_full((1,), float(value)) for value in sums.values()]
+        total = ranks.sum(torch.cat([total, *further]))
         self._rows, self._means = [], []
-        values = total.tolist()
-        further = dict(zip(sums, values[len(values) - len(sums) :], strict=True))
-        means = values[len(values) - len(sums) - len(names) : len(values) - len(sums)]
+        return Totals(total, count, names, list(sums))
+
+
+class Totals:
+    """The totals of a step, on their way to the host."""
+
+    def __init__(self, total: Tensor, count: int, means: Sequence[str], further: Sequence[str]):
+        self._values = Arriving(total)
+        self._count, self._means, self._further = count, means, further
+
+    @property
+    def arrives(self) -> Moment:
+        return self._values.moment
+
+    def read(self) -> dict[str, float]:
+        """Measures as plain numbers; waits for the step, and for nothing after it."""
+        values = self._values.numpy().tolist()
+        end = 2 + len(SUMS) + BINS
+        means = zip(self._means, values[end:], strict=False)
         return {
             "loss": values[0],
             "tokens": values[1],
-            **measures(values[2 : 2 + len(SUMS) + BINS]),
-            **{name: value / count for name, value in zip(names, means, strict=True)},
-            **further,
+            **measures(values[2:end]),
+            **{name: value / self._count for name, value in means},
+            **dict(zip(self._further, values[end + len(self._means) :], strict=True)),
         }
 
 
-class Stopwatch:
-    """Wall time between steps. Reading the step's totals has waited for the device by then."""
+class DataWait:
+    """Seconds that were spent waiting for data."""
 
     def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self.waited = 0.0
-        """Seconds of it that were spent waiting for data."""
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        elapsed, self._last, self.waited = now - self._last, now, 0.0
-        return elapsed
+        self._seconds = 0.0
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self.waited += time.perf_counter() - began
+        self._seconds += time.perf_counter() - began
+
+    def take(self) -> float:
+        """Since it was last asked."""
+        taken, self._seconds = self._seconds, 0.0
+        return taken
 
 
 def flops_per_token(parameters: int, layers: int, hidden: int, block_size: int) -> float:

@@ -10,13 +10,16 @@ RUN/tensorboard/     where run.report_to names tensorboard
 ```
 """
 
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import transformers
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback
 
 from vocagnolm.data.block_copies import local_blocks
 from vocagnolm.data.blocks import Blocks, damaged_parts
@@ -57,7 +60,8 @@ from vocagnolm.train.collate import BlockCollator
 from vocagnolm.train.console import Console
 from vocagnolm.train.folder import (
     begin_run,
-    finish_run,
+    found_micro_batch,
+    note_in_run,
     read_run,
     refuse_other_run,
     run_folder,
@@ -67,24 +71,30 @@ from vocagnolm.train.forward import causal_lm_of
 from vocagnolm.train.launcher import is_main, refuse_lone_process, world_size
 from vocagnolm.train.metrics import flops_per_token, peak_flops
 from vocagnolm.train.metrics_file import MetricsFile
+from vocagnolm.train.micro_batch import find_micro_batch
 from vocagnolm.train.online import OnlineTeacher, TeacherView
 from vocagnolm.train.schedule import Schedule, plan_schedule
 from vocagnolm.train.sharding import sharding_group
 from vocagnolm.train.signals import Requests, listening
 from vocagnolm.train.strength import measure_strength
 from vocagnolm.train.student import add_lora, build_student, compile_layers, save_tokenizer
+from vocagnolm.train.times import Clock
 from vocagnolm.train.tracked import start_trackers
 from vocagnolm.train.trackers import tracker_problems
 from vocagnolm.train.trainer import GuidedTrainer
 from vocagnolm.train.vocabulary import refuse_other_vocabulary
 
 
-def train(recipe: Recipe, *, quiet: bool = False, restart: bool = False) -> dict[str, Any]:
+def train(
+    recipe: Recipe, *, quiet: bool = False, restart: bool = False, earlier: float = 0.0
+) -> dict[str, Any]:
     """Train a recipe, or go on where it was interrupted. Returns the run's summary.
 
     `restart`: begin anew where no checkpoint can be used any more. SIGTERM writes a checkpoint and
-    ends with `StoppedError`; SIGUSR1 writes one and goes on.
+    ends with `StoppedError`; SIGUSR1 writes one and goes on. `earlier`: seconds that a command has
+    taken before this call.
     """
+    clock = Clock(earlier)
     refuse_lone_process()
     transformers.utils.logging.disable_progress_bar()
     folder = run_folder(recipe)
@@ -99,19 +109,38 @@ def train(recipe: Recipe, *, quiet: bool = False, restart: bool = False) -> dict
         found = read_run(folder)
         if found.get("finished"):
             return run_summary(folder, already=True)
-        blocks = open_blocks(recipe, verify=is_main())
+        with ThreadPoolExecutor(1) as loader:  # the student, while the blocks are read
+            whole = recipe.train.parallel == "ddp"
+            loading = loader.submit(build_student, recipe) if whole else None
+            blocks = open_blocks(recipe, verify=is_main())
+            clock.end("start")
+        student = None if loading is None else loading.result()
         fingerprint = blocks.manifest["fingerprint"]
         refuse_other_run(folder, recipe, found, fingerprint)
         requests = held.enter_context(listening())
         if recipe.train.parallel != "ddp":
             held.enter_context(sharding_group(accelerator=uses_accelerator(recipe)))
-        return _train(recipe, folder, blocks, requests, quiet=quiet, restart=restart)
+        run = Run(recipe, folder, blocks, student, requests, clock)
+        return _train(run, quiet=quiet, restart=restart)
 
 
-def _train(
-    recipe: Recipe, folder: Path, blocks: Blocks, requests: Requests, *, quiet: bool, restart: bool
-) -> dict[str, Any]:
-    schedule = plan_schedule(recipe, len(blocks), world_size())
+@dataclass(frozen=True)
+class Run:
+    """A run that may begin."""
+
+    recipe: Recipe
+    folder: Path
+    blocks: Blocks
+    student: PreTrainedModel | None
+    """None: still to be loaded."""
+    requests: Requests
+    clock: Clock
+
+
+def _train(run: Run, *, quiet: bool, restart: bool) -> dict[str, Any]:
+    recipe, folder, blocks, clock = run.recipe, run.folder, run.blocks, run.clock
+    known = found_micro_batch(folder)
+    schedule = plan_schedule(recipe, len(blocks), world_size(), known)
     console = Console(schedule, quiet=quiet, log_every=recipe.run.log_every)
     arguments = training_arguments(recipe, schedule)  # also starts torch.distributed
     resumed: Resumable = Ranks.of_group().decide(lambda: _where_to_resume(folder, console, restart))
@@ -119,22 +148,42 @@ def _train(
     if is_main():
         begin_run(folder, recipe, schedule, blocks.manifest["fingerprint"])
         metrics.resume_at(resumed.step)
-    trainer = build_trainer(recipe, blocks, schedule, arguments)
+    trainer = build_trainer(recipe, blocks, schedule, arguments, run.student)
+    clock.end("loading")
     mfu_of = _mfu(trainer, schedule)
 
     def on_step(record: dict[str, Any]) -> None:
         record["mfu"] = mfu_of(record["tokens_per_second"])
         metrics.append(record)
+        if clock.step():
+            console.say(f"the first step was made after {clock.first_step:,.1f} s")
         console.step(record)
 
-    trainer.on_step, trainer.requests = on_step, requests
+    def choose_micro_batch() -> None:
+        nonlocal schedule
+        share = schedule.batch_blocks // schedule.world_size
+        found = find_micro_batch(trainer, share)
+        schedule = plan_schedule(recipe, len(blocks), schedule.world_size, found.micro_batch)
+        trainer.split_steps(schedule.micro_batch, schedule.accumulation)
+        if is_main():
+            note_in_run(folder, schedule=asdict(schedule), found_micro_batch=found.to_dict())
+            console.say(str(found))
+            console.schedule = schedule
+            console.start(resumed.step)
+        clock.end("measuring")
+
+    if recipe.train.micro_batch == "auto" and known is None:
+        trainer.before_training = choose_micro_batch
+    trainer.on_step, trainer.requests = on_step, run.requests
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     start_trackers(trainer, recipe, folder, resumed.step)
     if is_main():
-        console.start(resumed.step)
+        if trainer.before_training is None:
+            console.start(resumed.step)
         if resumed.step == 0 and recipe.student.model is not None:
             _warn_of_teacher(recipe, trainer, console)
+    clock.end("measuring")
     try:
         trainer.train(resume_from_checkpoint=str(resumed.path) if resumed.path else None)
     except BaseException as error:
@@ -152,7 +201,8 @@ def _train(
             f"stopped as asked after step {trainer.state.global_step:,} of {schedule.steps:,}; a "
             "checkpoint is written. Run the same command again: it goes on from there."
         )
-    save_result(trainer, recipe, schedule, folder, blocks)
+    clock.end("training")
+    save_result(trainer, recipe, schedule, run)
     Ranks.of_group().wait_for_all()
     return run_summary(folder)
 
@@ -201,7 +251,10 @@ def _warn_of_teacher(recipe: Recipe, trainer: GuidedTrainer, console: Console) -
         tokenizer = student_tokenizer(recipe)
         if corpus.conversations:
             tokenizer = student_chat(recipe, tokenizer)
-        strength = measure_strength(model, tokenizer, store, corpus)
+        # its shapes are not those of training: nothing is compiled for them
+        eager = torch.compiler.set_stance("force_eager") if recipe.train.compile else nullcontext()
+        with eager:
+            strength = measure_strength(model, tokenizer, store, corpus)
         if strength is None:
             return
         teacher, student = strength.teacher, strength.student
@@ -253,9 +306,14 @@ def open_blocks(recipe: Recipe, *, verify: bool = False) -> Blocks:
 
 
 def build_trainer(
-    recipe: Recipe, blocks: Blocks, schedule: Schedule, arguments: Any
+    recipe: Recipe,
+    blocks: Blocks,
+    schedule: Schedule,
+    arguments: Any,
+    student: PreTrainedModel | None = None,
 ) -> GuidedTrainer:
-    student = build_student(recipe)
+    """`student`: where it is loaded already."""
+    student = student or build_student(recipe)
     embeddings: Any = student.get_input_embeddings()
     rows = embeddings.weight.shape[0]
     vocabulary = student_tokenizer(recipe).vocabulary
@@ -264,15 +322,13 @@ def build_trainer(
             f"The student has {rows:,} embedding rows, its tokenizer has ids up to "
             f"{max(vocabulary.values()):,}. They do not belong together."
         )
-    if recipe.train.compile:
-        compile_layers(student)
     model = add_lora(student, recipe.lora)
     order = TrainingOrder(blocks, schedule.steps * schedule.batch_blocks, recipe.run.seed)
     dataset: Any = order
     teacher = None
     if recipe.needs_online_teacher:
         teacher, dataset = _online_teacher(recipe, order)
-    return GuidedTrainer(
+    trainer = GuidedTrainer(
         model,
         arguments,
         objective=objective_config(recipe),
@@ -283,6 +339,9 @@ def build_trainer(
         router_loss=recipe.train.router_loss,
         within_machines=recipe.train.parallel == "hsdp",
     )
+    if recipe.train.compile:  # after the probes of the head, which have another shape
+        compile_layers(student)
+    return trainer
 
 
 def _online_teacher(recipe: Recipe, order: TrainingOrder) -> tuple[OnlineTeacher, Any]:
@@ -324,10 +383,9 @@ def _teacher_dtype(recipe: Recipe) -> str:
     return "bfloat16" if uses_accelerator(recipe) else "float32"
 
 
-def save_result(
-    trainer: GuidedTrainer, recipe: Recipe, schedule: Schedule, folder: Path, blocks: Blocks
-) -> None:
+def save_result(trainer: GuidedTrainer, recipe: Recipe, schedule: Schedule, run: Run) -> None:
     """The model folder appears by rename, then the run is finished."""
+    folder, blocks = run.folder, run.blocks
     state_dict = trainer.gathered_weights()
     if not trainer.is_world_process_zero():
         return
@@ -344,7 +402,9 @@ def save_result(
         teacher = blocks.manifest.get("teacher")
         card = model_card(recipe, schedule, teacher, trainer.last_record, template)
         (model / "README.md").write_text(card, encoding="utf-8")
-    finish_run(folder)
+    run.clock.end("finishing")
+    times, first_step = asdict(run.clock.times), run.clock.first_step
+    note_in_run(folder, finished=True, times=times, seconds_to_first_step=first_step)
 
 
 def _merged_apart(recipe: Recipe, state_dict: dict[str, Any]) -> Any:

@@ -31,10 +31,13 @@ class Schedule:
         return self.steps * self.batch_blocks / self.blocks
 
 
-def plan_schedule(recipe: Recipe, blocks: int, world_size: int = 1) -> Schedule:
-    """Whole steps only: the rest of a last, incomplete batch is left out."""
+def plan_schedule(
+    recipe: Recipe, blocks: int, world_size: int = 1, found: int | None = None
+) -> Schedule:
+    """Whole steps only: the rest of a last, incomplete batch is left out. `found`: the micro-batch
+    that `auto` stands for, where it is known; else the one that is tried first."""
     train = recipe.train
-    check_batch(recipe, world_size)
+    micro_batch = check_batch(recipe, world_size, found)
     per_step = train.batch_blocks * recipe.data.block_size
     if train.tokens is not None:
         steps = train.tokens // per_step
@@ -50,20 +53,34 @@ def plan_schedule(recipe: Recipe, blocks: int, world_size: int = 1) -> Schedule:
     return Schedule(
         steps=steps,
         batch_blocks=train.batch_blocks,
-        micro_batch=train.micro_batch,
-        accumulation=train.batch_blocks // (train.micro_batch * world_size),
+        micro_batch=micro_batch,
+        accumulation=train.batch_blocks // (micro_batch * world_size),
         world_size=world_size,
         block_size=recipe.data.block_size,
         blocks=blocks,
     )
 
 
-def check_batch(recipe: Recipe, world_size: int) -> None:
+def check_batch(recipe: Recipe, world_size: int, found: int | None = None) -> int:
+    """The micro-batch; `found` is what `auto` stands for."""
     train = recipe.train
-    if train.batch_blocks < 1 or train.micro_batch < 1:
-        raise RecipeError("train.batch_blocks and train.micro_batch must be at least 1.")
-    if train.batch_blocks % (train.micro_batch * world_size):
+    micro_batch = train.micro_batch
+    if micro_batch == "auto":
+        if train.parallel != "ddp":
+            raise RecipeError(
+                f"train.micro_batch: auto measures with the whole model in each process, which "
+                f"train.parallel: {train.parallel} does not have. Give a number."
+            )
+        micro_batch = found or first_micro_batch(train.batch_blocks // world_size)
+    if train.batch_blocks % (micro_batch * world_size):
         raise RecipeError(
             f"train.batch_blocks = {train.batch_blocks} is not a multiple of train.micro_batch x "
-            f"processes = {train.micro_batch} x {world_size}. Change one of them."
+            f"processes = {micro_batch} x {world_size}. Change one of them."
         )
+    return micro_batch
+
+
+def first_micro_batch(share: int) -> int:
+    """The one that `auto` tries first: the largest up to the default that divides the blocks of a
+    process in a step."""
+    return max((n for n in range(1, 9) if share % n == 0 and n <= share), default=1)

@@ -108,7 +108,7 @@ def compile_layers(model: PreTrainedModel, **options: Any) -> None:
         )
     prepare_compiler()
     for layer in layers:
-        layer.compile(**options)
+        layer.compile(dynamic=False, **options)  # all micro-batches of a run have one shape
 
 
 def save_tokenizer(recipe: Recipe, folder: Path) -> None:

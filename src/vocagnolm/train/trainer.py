@@ -1,7 +1,9 @@
 """`GuidedTrainer`: Hugging Face's Trainer with the guided objective as its loss."""
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from vocagnolm.errors import TrainingError
+from vocagnolm.model.arriving import Moment
 from vocagnolm.objective import (
     Decided,
     Implementation,
@@ -16,6 +19,7 @@ from vocagnolm.objective import (
     ScoredBatch,
     StepWeights,
     Targets,
+    count_kept,
     weigh_step,
 )
 from vocagnolm.objective.ranks import Ranks
@@ -26,7 +30,7 @@ from vocagnolm.train.forward import (
     install_guided_forward,
     require_separation,
 )
-from vocagnolm.train.metrics import StepMeter, Stopwatch
+from vocagnolm.train.metrics import DataWait, StepMeter, Totals
 from vocagnolm.train.online import OnlineTeacher
 from vocagnolm.train.saving import CheckpointedTrainer
 from vocagnolm.train.signals import Requests
@@ -51,6 +55,18 @@ class StepPlan:
         return self.targets[self.passed - 1], self.decided[self.passed - 1]
 
 
+@dataclass(frozen=True)
+class MadeStep:
+    """An optimizer step that the device may still be at."""
+
+    number: int
+    learning_rate: float
+    losses: list[tuple[Tensor, Tensor | None]]
+    """Of this rank's micro-batches, with their blocks."""
+    has_guidance: bool
+    totals: Totals
+
+
 class GuidedTrainer(CheckpointedTrainer):
     """Trains any causal LM by any method of the objective, from blocks of ids and guidance.
 
@@ -73,8 +89,11 @@ class GuidedTrainer(CheckpointedTrainer):
         router_loss: bool | None = None,
         on_step: StepListener | None = None,
         within_machines: bool = False,
+        read_behind: int | None = None,
         **kwargs: Any,
     ):
+        """`read_behind`: how many steps the host may be ahead of the one whose totals it waits for;
+        None: one on a GPU, which then has always work queued, none elsewhere."""
         install_guided_forward(model, router_loss=router_loss)
         if getattr(data_collator, "document_mask", False):
             require_separation(causal_lm_of(model), "The student")
@@ -86,6 +105,7 @@ class GuidedTrainer(CheckpointedTrainer):
         self.teacher = teacher
         self.impl = impl
         self.on_step = on_step
+        self.before_training: Callable[[], None] | None = None
         self.last_record: dict[str, Any] = {}
         self.requests = Requests()
         self.stopped = False
@@ -95,10 +115,13 @@ class GuidedTrainer(CheckpointedTrainer):
         """Labels and weights of the newest micro-batch, where they are kept for a tracker."""
         self._plan = StepPlan()
         self._meter = StepMeter()
-        self._watch = Stopwatch()
+        self._data = DataWait()
         self._learning_rate = 0.0
         self._losses: list[tuple[Tensor, Tensor | None]] = []
         self._has_guidance = False
+        self._unread: deque[MadeStep] = deque()
+        self._broken: Tensor | None = None
+        """On the device, 1 once a loss was not finite: no weight changes after that."""
         super().__init__(
             model=model,
             args=args,
@@ -110,6 +133,9 @@ class GuidedTrainer(CheckpointedTrainer):
         # our losses are divided by the tokens of the whole step already
         self.loss_is_scaled_for_ga = True
         self.add_callback(_StepCallback(self))
+        on_gpu = self.args.device.type == "cuda"
+        self.read_behind = int(on_gpu) if read_behind is None else read_behind
+        self.last_moment = Moment(self.args.device)
         if teacher is not None:
             teacher.to(self.args.device)
 
@@ -121,7 +147,7 @@ class GuidedTrainer(CheckpointedTrainer):
         """All micro-batches of the next step: the place to look at the step as a whole."""
         batches = []
         for _ in range(num_batches):
-            with self._watch.waiting():
+            with self._data.waiting():
                 batch = next(epoch_iterator, None)
             if batch is not None:
                 batches.append(self._prepare_inputs(batch))
@@ -133,7 +159,7 @@ class GuidedTrainer(CheckpointedTrainer):
         config = self.objective
         if self.teacher is not None and not self.teacher.distils:
             for batch in batches:
-                batch.update(self.teacher.guide(batch))
+                batch.update(self.teacher.guide(batch), counts=None)
         targets = [self._targets(batch, number) for number, batch in enumerate(batches)]
         several = len(batches) > 1
         micro_batches = len(batches) * self.args.world_size
@@ -162,7 +188,8 @@ class GuidedTrainer(CheckpointedTrainer):
             denominator = self._weigh(targets, blank).denominator
         # else one micro-batch: counted where the selection is made
         shared = Decided(denominator=denominator, micro_batches=micro_batches)
-        return StepPlan(targets, [shared] * len(targets))
+        kept = [count_kept(batch.get("counts"), config) for batch in batches]
+        return StepPlan(targets, [replace(shared, kept=count) for count in kept])
 
     @torch.no_grad()
     def _score(self, inputs: dict[str, Any], targets: Targets) -> Tensor:
@@ -213,14 +240,7 @@ class GuidedTrainer(CheckpointedTrainer):
         if not model.training:
             return self._plain_loss(model, inputs, return_outputs)
         targets, decided = self._plan.next()
-        teacher = None
-        if self.teacher is not None and self.teacher.distils:
-            teacher = self.teacher.distribution(inputs)
-        output = model(
-            micro_batch=self._micro_batch(
-                inputs, targets, self.objective, teacher=teacher, decided=decided
-            )
-        )
+        output = self._forward(model, inputs, targets, self.objective, decided)
         self._has_guidance = targets.guidance_BT is not None
         self._meter.add(output, targets)
         if self.keep_selection:
@@ -229,6 +249,58 @@ class GuidedTrainer(CheckpointedTrainer):
         # DDP and FSDP average gradients over ranks, and the denominator counts all of them
         loss = output["loss"] * self.args.world_size
         return (loss, output) if return_outputs else loss
+
+    def _forward(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        targets: Targets,
+        config: ObjectiveConfig,
+        decided: Decided,
+    ) -> dict[str, Any]:
+        teacher = None
+        if self.teacher is not None and self.teacher.distils:
+            teacher = self.teacher.distribution(inputs)
+        micro_batch = self._micro_batch(inputs, targets, config, teacher=teacher, decided=decided)
+        output: dict[str, Any] = model(micro_batch=micro_batch)
+        return output
+
+    def first_blocks(self, count: int) -> dict[str, Any]:
+        """As a micro-batch on the device."""
+        dataset: Any = self.train_dataset
+        batch = self.data_collator([dataset[place] for place in range(count)])
+        prepared: dict[str, Any] = self._prepare_inputs(batch)
+        return prepared
+
+    def try_pass(self, inputs: dict[str, Any]) -> None:
+        """Forward and backward of a micro-batch by itself, for a measurement. Nothing is left of
+        it but gradients, and no other rank takes part."""
+        config = self.objective
+        if config.scope == "global":
+            config = replace(config, scope="batch")
+        if self.teacher is not None and not self.teacher.distils:
+            inputs = {**inputs, **self.teacher.guide(inputs), "counts": None}
+        model: Any = self.model
+        targets = self._targets(inputs, 0)
+        decided = Decided(
+            denominator=targets.valid_BT.sum(), kept=count_kept(inputs.get("counts"), config)
+        )
+        model.train()
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            output = self._forward(model, inputs, targets, config, decided)
+        output["loss"].backward()
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The student is as it will be trained (Liger's layers, checkpointing), on its device, and
+        not wrapped yet."""
+        if self.before_training is not None:
+            self.before_training()
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def split_steps(self, micro_batch: int, accumulation: int) -> None:
+        """Otherwise than the arguments said. Before the training."""
+        self.args.per_device_train_batch_size = self._train_batch_size = micro_batch
+        self.args.gradient_accumulation_steps = accumulation
 
     def _plain_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """Evaluation: mean nll of all tokens."""
@@ -239,49 +311,93 @@ class GuidedTrainer(CheckpointedTrainer):
 
     # ---- around the step ----
 
+    def forget_steps(self) -> None:
+        """Of a training before, which ended in an error."""
+        self._unread.clear()
+        self._losses, self._broken = [], None
+        self.last_moment = Moment(self.args.device)
+
     def check_finite(self) -> None:
-        """Before the weights change: a loss that is not finite stops the run."""
-        losses = torch.stack([loss for loss, _ in self._losses])
+        """Before the weights change: a loss that is not finite stops the run, at once or, where
+        the host does not wait, when the step is read. Till then the optimizer passes over."""
         self._learning_rate = self._get_learning_rate()
-        if not bool(torch.isfinite(losses).all()):
-            number = int((~torch.isfinite(losses)).nonzero()[0])
-            blocks = self._losses[number][1]
+        optimizer: Any = self.optimizer
+        inner = getattr(optimizer, "optimizer", optimizer)
+        skips = getattr(inner, "_step_supports_amp_scaling", False) and all(
+            group["fused"]  # a checkpoint of another optimizer may have turned it off
+            for group in inner.param_groups
+        )
+        if self.read_behind == 0 or not skips or self.accelerator.scaler is not None:
+            self._require_finite(self.state.global_step + 1, self._losses)
+            return
+        losses = torch.stack([loss for loss, _ in self._losses])
+        broken = Ranks.of().max((~torch.isfinite(losses)).any().float())
+        self._broken = broken if self._broken is None else torch.maximum(self._broken, broken)
+        inner.found_inf = self._broken  # what GradScaler tells an optimizer: leave all as it is
+
+    def _require_finite(self, step: int, losses: list[tuple[Tensor, Tensor | None]]) -> None:
+        values = torch.stack([loss for loss, _ in losses]).tolist()
+        for number, (value, (_, blocks)) in enumerate(zip(values, losses, strict=True)):
+            if math.isfinite(value):
+                continue
             named = "" if blocks is None else f", blocks {blocks.tolist()}"
             raise TrainingError(
-                f"The loss is {float(losses[number])} in step {self.state.global_step + 1}, "
-                f"micro-batch {number} of rank {self.args.process_index}{named}. The weights are "
-                "still those of the step before; the newest checkpoint is untouched. Lower "
-                "optimizer.learning_rate, or look at these blocks."
+                f"The loss is {value} in step {step}, micro-batch {number} of rank "
+                f"{self.args.process_index}{named}. The weights are still those of the step "
+                "before; the newest checkpoint is untouched. Lower optimizer.learning_rate, or "
+                "look at these blocks."
             )
-        self._losses = []
 
     def end_step(self, control: TrainerControl) -> None:
-        """After the weights have changed: the step's record, on every rank."""
-        ranks, requests = Ranks.of(), self.requests
-        waited = self._watch.waited
-        measured: dict[str, Any] = self._meter.finish(
-            ranks, stop=requests.stop, save=requests.save, waited=waited
+        """After the weights have changed, or will have: the step's totals are on their way. Read
+        are those of steps before, and all where something depends on them."""
+        requests = self.requests
+        totals = self._meter.finish(
+            Ranks.of(), stop=requests.stop, save=requests.save, waited=self._data.take()
         )
-        seconds = self._watch.lap()  # reading the totals has waited for the device
+        made = MadeStep(
+            self.state.global_step, self._learning_rate, self._losses, self._has_guidance, totals
+        )
+        self._losses = []
+        self._unread.append(made)
+        self.read_steps(control, self.read_behind)
+        if control.should_log or control.should_save or control.should_training_stop:
+            self.read_steps(control)
+
+    def read_steps(self, control: TrainerControl, behind: int = 0) -> None:
+        """All but the newest `behind`."""
+        while len(self._unread) > behind:
+            self._read(self._unread.popleft(), control)
+
+    def _read(self, made: MadeStep, control: TrainerControl) -> None:
+        """A step's record, on every rank; waits for the device."""
+        measured: dict[str, Any] = made.totals.read()
+        if not math.isfinite(measured["loss"]):
+            self._require_finite(made.number, made.losses)
+            raise TrainingError(
+                f"The loss is {measured['loss']} in step {made.number}: another rank says where."
+            )
+        ranks, seconds = Ranks.of(), made.totals.arrives.seconds_since(self.last_moment)
+        self.last_moment = made.totals.arrives
         stop, save, waited = (measured.pop(name) for name in ("stop", "save", "waited"))
         tokens = int(measured["tokens"])
-        if not self._has_guidance:
+        if not made.has_guidance:
             measured["mapped_share"] = None
         self.last_record = {
-            "step": self.state.global_step,
+            "step": made.number,
             **measured,
-            "tokens": tokens * self.state.global_step,
+            "tokens": tokens * made.number,
             "tokens_per_second": tokens / seconds,
-            "data_wait_share": waited / ranks.size / seconds,
+            "data_wait_share": min(1.0, waited / ranks.size / seconds),
             "processes": ranks.size,
-            "learning_rate": self._learning_rate,
+            "learning_rate": made.learning_rate,
         }
         if self.on_step is not None and self.is_world_process_zero():
             self.on_step(self.last_record)
         # one rank was asked: all of them act, after the same step
         if stop or save:
             control.should_save = True
-            requests.save = False
+            self.requests.save = False
         if stop:
             control.should_training_stop = self.stopped = True
 
@@ -302,7 +418,12 @@ class _StepCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.trainer._watch.lap()
+        self.trainer.forget_steps()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.trainer.read_steps(control)  # other callbacks may save or evaluate now
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -317,7 +438,8 @@ class _StepCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.trainer._watch.lap()  # writing a checkpoint is no part of the next step
+        # writing a checkpoint is no part of the next step
+        self.trainer.last_moment = Moment(args.device)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
