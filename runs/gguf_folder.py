@@ -21,6 +21,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from vocagnolm.alignment import load_tokenizer
+from vocagnolm.alignment.gguf_file import metadata
+
 NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -94,7 +97,16 @@ def convert(task: tuple[str, dict[str, Any], dict[str, Any]]) -> tuple[str, np.n
     return target_name(name, kind), half_bits
 
 
+def refuse_other_beginning(path: str, skeleton: str) -> None:
+    """A tokenizer saved by transformers from a GGUF file has lost the token that begins a text."""
+    begins = bool(load_tokenizer(skeleton).prefix_ids)
+    wanted = metadata(Path(path), "tokenizer.ggml.add_bos_token")
+    if wanted is not None and begins != wanted:
+        sys.exit(f"{skeleton}: texts begin with a token: {begins}; {path} says: {wanted}.")
+
+
 def main(path: str, skeleton: str, out: str, workers: int | None = None) -> None:
+    refuse_other_beginning(path, skeleton)
     config = json.loads((Path(skeleton) / "config.json").read_text())
     kept = Path(skeleton) / "tensors.json"
     table = json.loads(kept.read_text()) if kept.is_file() else tensor_table(path)

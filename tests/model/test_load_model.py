@@ -1,6 +1,7 @@
 """Models are opened safely, and known again."""
 
 import json
+import struct
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from score.teacher_kit import save_teacher
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from vocagnolm.alignment import load_tokenizer
+from vocagnolm.alignment.gguf_file import gguf_tokenizer, metadata
 from vocagnolm.cli import app
 from vocagnolm.errors import ModelError
 from vocagnolm.model import load_causal_lm, open_model
@@ -133,7 +136,7 @@ def test_the_fingerprint_sees_a_change_anywhere_it_looks(tmp_path):
     assert weights_fingerprint([path]) != before
 
 
-def write_gguf(path, model, tokenizer):
+def write_gguf(path, model, tokenizer, **adds):
     """A Llama as llama.cpp's converter writes it, in float32."""
     gguf = pytest.importorskip("gguf")
     config = model.config
@@ -158,6 +161,8 @@ def write_gguf(path, model, tokenizer):
     writer.add_token_merges([" ".join(pair) for pair in description["model"]["merges"]])
     for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
         add(getattr(config, f"{name}_token_id"))
+    for name, add in adds.items():
+        getattr(writer, f"add_add_{name}_token")(add)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         array = tensor.numpy()
@@ -192,6 +197,36 @@ def test_a_gguf_file_is_the_same_model(folder, tmp_path):
     call = ["compare", "--student", str(folder), "--teacher", str(path), "--json"]
     (pair,) = json.loads(CliRunner().invoke(app, call).stdout)["pairs"]
     assert pair["teacher"] == "tiny" and pair["overlap"]["bytes"] > 0.9
+
+
+@pytest.mark.parametrize("adds", [{}, {"bos": False}, {"bos": True}, {"bos": True, "eos": True}])
+def test_a_gguf_file_says_what_stands_around_a_text(folder, tmp_path, adds):
+    from tokenizers import Tokenizer
+
+    model = LlamaForCausalLM.from_pretrained(folder)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, model, Tokenizer.from_file(str(folder / "tokenizer.json")), **adds)
+    first, last = model.config.bos_token_id, model.config.eos_token_id
+    assert load_tokenizer(path).prefix_ids == ((first,) if adds.get("bos") else ())
+    ids = gguf_tokenizer(path)("x + 1").input_ids
+    assert (ids[0] == first) == adds.get("bos", False)
+    assert (ids[-1] == last) == adds.get("eos", False)
+
+
+def test_the_metadata_of_a_gguf_file_are_found_by_their_keys(tmp_path):
+    def header(*entries):
+        path = tmp_path / "header.gguf"
+        path.write_bytes(b"GGUF" + b"".join(entries))
+        return path
+
+    def entry(key, kind, value):
+        return struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + value
+
+    model = entry("tokenizer.ggml.model", 8, struct.pack("<Q", 5) + b"llama")
+    says = entry("tokenizer.ggml.add_bos_token", 7, b"\0")
+    assert metadata(header(says, model), "tokenizer.ggml.model") == "llama"
+    assert metadata(header(model, says), "tokenizer.ggml.add_bos_token") is False
+    assert metadata(header(model), "tokenizer.ggml.add_bos_token") is None
 
 
 def test_a_hub_model_with_pickled_weights_alone(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ from tokenizers import Tokenizer
 
 from vocagnolm.alignment.alignment import TokenSpans
 from vocagnolm.alignment.frame import Frame, frame_of, read_frame, refuse_code
+from vocagnolm.alignment.gguf_file import gguf_tokenizer
 from vocagnolm.alignment.sentencepiece import read_sentencepiece
 from vocagnolm.alignment.spans import Spanner
-from vocagnolm.errors import MissingExtraError, TokenizerError
+from vocagnolm.errors import TokenizerError
 
 # What two loaders of one tokenizer must agree on: words, white space, digits, marks, accents,
 # emoji, CJK, bytes outside any vocabulary, LaTeX.
@@ -182,22 +182,6 @@ def _from_file(tokenizer: Tokenizer, folder: Path, name: str, special_tokens: st
     return TextTokenizer(
         tokenizer, name=name, special_tokens=special_tokens, frame=frame, private=True
     )
-
-
-def gguf_tokenizer(path: Path) -> Any:
-    """The transformers tokenizer inside a GGUF file."""
-    if not path.is_file():
-        raise TokenizerError(f"{path} does not exist")
-    if find_spec("gguf") is None:
-        raise MissingExtraError("gguf", "gguf", f"reading {path.name}")
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(path.parent), gguf_file=path.name, trust_remote_code=False
-        )
-    except Exception as error:  # of many kinds; all mean: no tokenizer in there
-        raise TokenizerError(f"{path} has no tokenizer that can be read: {error}") from None
 
 
 def _short_name(path: Path) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from vocagnolm.alignment.tokenizer import gguf_tokenizer
+from vocagnolm.alignment.gguf_file import gguf_tokenizer
 from vocagnolm.errors import MissingExtraError, TrainingError
 from vocagnolm.model.compiled import find_layers, prepare_compiler
 from vocagnolm.model.load import DTYPES, load_causal_lm
