@@ -113,9 +113,11 @@ def measure_pair(student: str, teacher: str, texts: list[str], given: Any) -> di
             "tokenise": lambda: [raw.encode_batch(b, add_special_tokens=False) for b in batches],
             "threads": lambda: prepare_with(1),
             "threads start": lambda: prepare_with(1, documents=1),
-            "processes": lambda: prepare_with(given.workers),
-            "processes start": lambda: prepare_with(given.workers, documents=given.workers),
         }
+        if given.workers > 1:
+            calls["processes"] = lambda: prepare_with(given.workers)
+            calls["processes start"] = lambda: prepare_with(given.workers, given.workers)
+        ways = [name for name in calls if f"{name} start" in calls]
         tokens = prepare_with(1)["tokens"]
         times: dict[str, list[Spent]] = {name: [] for name in calls}
         for _ in range(given.rounds):  # taking turns: a busy machine hits all alike
@@ -131,11 +133,11 @@ def measure_pair(student: str, teacher: str, texts: list[str], given: Any) -> di
     for clock in Spent._fields:
         median = {n: statistics.median(getattr(one, clock) for one in t) for n, t in times.items()}
         result[f"tokenise_{clock}_seconds"] = median["tokenise"]
-        for way in ("threads", "processes"):
+        for way in ways:
             alone = max(median[way] - median[f"{way} start"], 1e-9)
             result[f"{way}_{clock}_seconds"] = alone
             result[f"{way}_{clock}_ratio"] = median["tokenise"] / alone
-        result[f"start_{clock}_seconds"] = median["processes start"]
+            result[f"{way}_{clock}_start_seconds"] = median[f"{way} start"]
     return result
 
 
@@ -152,12 +154,15 @@ def main() -> None:
     parser.add_argument("--text-field", default="text")
     parser.add_argument("--megabytes", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="1: only the tokenizer's threads"
+    )
     parser.add_argument("--part-documents", type=int, default=256)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     texts = read_texts(given.corpus, given.text_field, int(given.megabytes * 1e6))
-    shown = [f"{way}_{clock}_ratio" for clock in Spent._fields for way in ("threads", "processes")]
+    ways = ("threads", "processes") if given.workers > 1 else ("threads",)
+    shown = [f"{way}_{clock}_ratio" for clock in Spent._fields for way in ways]
     if not given.json:
         print("student x teacher, tokens, " + ", ".join(s.replace("_", " ") for s in shown))
     for student in given.student:
