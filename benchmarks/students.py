@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.numpy import save
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -181,7 +182,7 @@ def _replace_part(folder: Path, shape: Shape, tokens: int) -> None:
     documents = -(-tokens // DOCUMENT_TOKENS)
     counts = np.full(documents, DOCUMENT_TOKENS, np.uint32)
     counts[-1] = tokens - DOCUMENT_TOKENS * (documents - 1)
-    columns = {
+    columns: dict[str, NDArray[Any]] = {
         "ids": rng.integers(0, shape.config["vocab_size"], tokens).astype(np.uint16),
         "document_tokens": counts,
         "document_index": np.arange(documents, dtype=np.int64),

@@ -106,10 +106,11 @@ def _recipe(task: dict[str, Any], contestant: Contestant) -> Any:
 
 
 def _train_ours(task: dict[str, Any], contestant: Contestant) -> None:
-    from vocagnolm.train import run
+    from vocagnolm.train import run, student
 
     if task["compile_mode"]:
-        run.compile_layers = partial(run.compile_layers, mode=task["compile_mode"])
+        changed = partial(student.compile_layers, mode=task["compile_mode"])
+        setattr(run, "compile_layers", changed)  # noqa: B010
     run.train(_recipe(task, contestant), quiet=True)
 
 
@@ -160,7 +161,7 @@ def _train_hf(task: dict[str, Any], contestant: Contestant) -> None:
     trainer = Trainer(
         model=model,
         args=settings,
-        train_dataset=Blocks(recipe.data.blocks, shape.length),  # type: ignore[arg-type]
+        train_dataset=Blocks(recipe.data.blocks, shape.length),
         data_collator=collate,
     )
     trainer.train()
