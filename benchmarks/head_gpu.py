@@ -7,6 +7,8 @@ trains on every token, `guided` on the 40 % with the largest excess. Errors are 
 products of the same bf16 tensors. Targets (last columns): guided takes at most 0.80 x the time of
 Liger's plain fused cross entropy as it comes (chunk constant 1) and at most 0.15 x the memory of
 full logits. The ratio to Liger's faster setting (larger chunks, more memory) stands beside it.
+Experiments (`head_variants.py`): phase 1 in fp8, and its logits kept for phase 2, with the share of
+the exact selection that they change; --no-variants leaves them out.
 """
 
 import math
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from head_variants import Choice, variants
 from measure import arguments, clean, liger_cross_entropy, peak_gib, report, side_by_side
 from torch import Tensor
 
@@ -150,7 +153,7 @@ def methods(data: HeadData, keep: float) -> dict[str, Method]:
 
 
 def measure_shape(
-    name: str, tokens: int, d: int, v: int, keep: float, rounds: int
+    name: str, tokens: int, d: int, v: int, keep: float, rounds: int, *, experiments: bool
 ) -> list[dict[str, Any]]:
     data = head_data(tokens, d, v)
     hidden, weight = (t.detach().requires_grad_() for t in (data.hidden, data.weight))
@@ -175,9 +178,24 @@ def measure_shape(
         return loss.detach()
 
     available = methods(data, keep)
+    choice = Choice(data.labels, data.guidance, len(index))
+    tried = variants(choice) if experiments else {}
+    changed: dict[str, float] = {}
+    for label, method in tried.items():
+        try:
+            step(method)
+        except RuntimeError as error:  # no such kernel, no memory: the others go on
+            print(f"{name}, {label}: {error}", file=sys.stderr, flush=True)
+            clean()
+            continue
+        available[label] = method
+        assert choice.chosen is not None
+        found = torch.zeros(tokens, dtype=torch.bool, device=DEVICE)
+        found[choice.chosen] = True
+        changed[label] = 1 - float(found[exact_selection].float().mean())
     rows: list[dict[str, Any]] = []
     for label, method in available.items():
-        kind = label.split()[0]
+        kind = label.split()[0].rstrip(",")
         nll, by_hidden, by_weight = truths[kind]
         loss = step(method, index if kind == "guided" else None)
         target = nll[index if kind == "guided" else everything].mean()
@@ -196,8 +214,10 @@ def measure_shape(
                 **errors,
             }
         )
+    for label, share in changed.items():
+        rows[_row(rows, label)]["selection changed"] = share
     rows[_row(rows, "guided ours")].update(
-        {"nll max error": float(nll_error.max()), "selection agreement": agreement}
+        {"nll max error": float(nll_error.max()), "selection changed": 1 - agreement}
     )
     del truths
     clean()
@@ -227,7 +247,9 @@ def add_ratios(rows: list[dict[str, Any]]) -> None:
     if default and best:
         ours["time / Liger"] = ours["ms"] / default
         ours["time ok"] = ours["time / Liger"] <= TIME_TARGET
-        ours["time / Liger tuned"] = ours["ms"] / best
+        for row in rows:
+            if row["method"].startswith("guided"):
+                row["time / Liger tuned"] = row["ms"] / best
     if full["peak GiB"]:
         ours["memory / full"] = ours["peak GiB"] / full["peak GiB"]
         ours["memory ok"] = ours["memory / full"] <= MEMORY_TARGET
@@ -283,6 +305,7 @@ def main() -> None:
         keep={"type": float, "default": 0.4},
         rounds={"type": int, "default": 15},
         only={"default": "", "help": "one head by name: " + ", ".join(SHAPES)},
+        no_variants={"action": "store_true", "help": "leave the experiments out"},
         chunk_mib={"default": "", "help": "PHASE1,PHASE2: other chunk budgets, to tune them"},
     )
     check_features()
@@ -297,7 +320,9 @@ def main() -> None:
         tokens, rounds = given.tokens, given.rounds
         if given.smoke:
             tokens, d, v, rounds = 192, 64, 640, 3
-        rows += measure_shape(name, tokens, d, v, given.keep, rounds)
+        rows += measure_shape(
+            name, tokens, d, v, given.keep, rounds, experiments=not given.no_variants
+        )
         clean()
     report(
         "head, forward + backward, " + ("smoke" if given.smoke else torch.cuda.get_device_name()),

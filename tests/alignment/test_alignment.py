@@ -23,6 +23,7 @@ from vocagnolm.alignment import (
     shares,
     token_overlap,
 )
+from vocagnolm.alignment.alignment import ranks
 
 TOKENS = TokenSpans(np.array([1, 2], np.int32), np.array([[0, 2], [2, 4]]), 4, 0)
 many = settings(max_examples=200, deadline=None, derandomize=True)
@@ -269,3 +270,17 @@ def test_help_shows_the_function():
     assert "function align" in pydoc.render_doc("vocagnolm.align")
     for name in ("score_corpus", "objective_loss", "Head", "align", "carry"):
         assert len(inspect.getdoc(getattr(vocagnolm, name))) > 200, name
+
+
+@many
+@given(
+    values=st.lists(st.integers(0, 60), max_size=20).map(sorted),
+    queries=st.lists(st.integers(-3, 70), max_size=20),
+    apart=st.sampled_from([1, 10**9]),
+    side=st.sampled_from(["left", "right"]),
+)
+def test_counting_equals_searching(values, queries, apart, side):
+    """Tokens close together are counted, tokens far apart searched."""
+    places, asked = np.array(values, np.int64) * apart, np.array(queries, np.int64) * apart
+    expected = np.searchsorted(places, asked, side=side)
+    np.testing.assert_array_equal(ranks(places, asked, side=side), expected)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from vocagnolm.alignment import (
     TextTokenizer,
@@ -243,3 +243,15 @@ def test_align_takes_tokens_with_their_spans():
         np.testing.assert_array_equal(alignment.first, wanted.first)
         np.testing.assert_array_equal(alignment.last, wanted.last)
     assert token_overlap(ours, theirs, wanted).mean_ios == 1.0
+
+
+def test_added_tokens_are_read_as_the_tokenizer_reads_them_in_a_batch():
+    """Spaces are marked outside of the library only where no added token could be met."""
+    base = made.sentencepiece_bpe()
+    base.add_tokens([AddedToken("<tag>"), AddedToken("two words", normalized=True)])
+    tokenizer = TextTokenizer(base, name="added")
+    texts = ["", " ", "a b", "x <tag> y", "<s> two words", "two▁words", "▁", " ▁a  b"]
+    for text in texts:
+        (tokens,) = tokenizer.spans_batch([text])
+        np.testing.assert_array_equal(tokens.ids, tokenizer.spans(text).ids, err_msg=repr(text))
+    assert tokenizer._spanner._bare is not None

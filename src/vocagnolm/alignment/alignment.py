@@ -131,8 +131,8 @@ def _search(student: IntArray, teacher: IntArray) -> Alignment:
     if len(teacher) and (starts == ends).any():
         with_text = np.flatnonzero(starts < ends)
         starts, ends = starts[with_text], ends[with_text]
-    first = np.searchsorted(ends, student[:, 0], side="right")
-    last = np.searchsorted(starts, student[:, 1], side="left") - 1
+    first = ranks(ends, student[:, 0], side="right")
+    last = ranks(starts, student[:, 1], side="left") - 1
     unmapped = (first > last) | (student[:, 0] == student[:, 1])
     if with_text is not None and len(with_text):
         # out-of-range entries are unmapped and overwritten below
@@ -141,6 +141,22 @@ def _search(student: IntArray, teacher: IntArray) -> Alignment:
     first[unmapped] = -1
     last[unmapped] = -1
     return Alignment(first, last)
+
+
+def ranks(values: IntArray, queries: IntArray, *, side: Literal["left", "right"]) -> IntArray:
+    """`np.searchsorted` in places of a text. Tokens stand close together: counting them from byte
+    to byte takes less than half the time of searching. Where they do not, they are searched."""
+    low, high = (int(values[0]), int(values[-1])) if len(values) else (0, 0)
+    if not dense(high - low, len(values) + len(queries)):
+        return np.searchsorted(values, queries, side=side)
+    up_to = np.zeros(high - low + 2, np.int64)
+    np.cumsum(np.bincount(values - low, minlength=high - low + 1), out=up_to[1:])
+    return np.take(up_to, queries - (low - (side == "right")), mode="clip")
+
+
+def dense(n_bytes: int, n_tokens: int) -> bool:
+    """Whether work for every byte costs no more than work for every token."""
+    return n_bytes <= 16 * n_tokens
 
 
 def align_batch(student_spans: Sequence[Spans], teacher_spans: Sequence[Spans]) -> list[Alignment]:
@@ -192,13 +208,14 @@ def carry(
             f"the alignment points to teacher token {highest}, "
             f"but there are {len(values)} teacher values"
         )
-    result = np.full(len(alignment), np.nan, values.dtype)
-    mapped = np.flatnonzero(alignment.mapped)
-    first, last = alignment.first[mapped], alignment.last[mapped]
-    result[mapped] = values[first]
-    several = first < last
-    if several.any():
-        result[mapped[several]] = _reduce(values, first[several], last[several], how)
+    first, last = alignment.first, alignment.last
+    if not len(values):
+        return np.full(len(alignment), np.nan, values.dtype)
+    result = np.take(values, first, mode="wrap")  # -1 is overwritten
+    result[first < 0] = np.nan
+    several = np.flatnonzero(first < last)
+    if len(several):
+        result[several] = _reduce(values, first[several], last[several], how)
     return result
 
 

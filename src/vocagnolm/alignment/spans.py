@@ -18,6 +18,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
+from tokenizers.models import BPE
 
 from vocagnolm.alignment.alignment import IntArray, TokenSpans
 from vocagnolm.alignment.normalise import Normaliser, byte_positions
@@ -26,10 +27,14 @@ from vocagnolm.alignment.vocabulary import (
     bytes_of_token,
     describe,
     description_of,
+    only_marks_spaces,
     plain_normaliser,
     token_bytes_table,
 )
 from vocagnolm.errors import TilingError
+
+CACHED_WORDS = 2**17
+"""Whose merges a BPE model remembers; the library's own 10,000 are used up after a megabyte."""
 
 
 def encode_utf8(text: str) -> bytes:
@@ -57,12 +62,17 @@ class Spanner:
         tokenizer.decoder = None
         self.pipeline = describe(description)
         self.token_bytes = token_bytes_table(tokenizer, self.pipeline)
+        self._pieces = np.array(self.token_bytes, object)
         lengths = [-1 if entry is None else len(entry) for entry in self.token_bytes]
         self._lengths = np.array(lengths or [0], np.int64)
         self._single_bytes = frozenset(e[0] for e in self.token_bytes if e and len(e) == 1)
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._is_added = _marked(self._added, len(self._lengths))
         self._segmented = False
+        self._marks_alone = only_marks_spaces(description)
+        if isinstance(tokenizer.model, BPE) and hasattr(tokenizer.model, "_resize_cache"):
+            tokenizer.model._resize_cache(CACHED_WORDS)
+        self._bare = self._bare_of(tokenizer)
         self._normaliser = Normaliser(
             plain_normaliser(description),
             space_marks=self.pipeline.space_marks,
@@ -83,16 +93,18 @@ class Spanner:
         other = copy.copy(self)
         other._tokenizer = tokenizer
         other._post_processor = other._decoder = None
+        other._bare = other._bare_of(tokenizer)
         other.token_bytes = [*self.token_bytes]
+        other._pieces = self._pieces.copy()
         other._lengths = self._lengths.copy()
         other._added = frozenset(tokenizer.get_added_tokens_decoder())
         other._is_added = _marked(other._added, len(self._lengths))
         for index in self._added - other._added:
             own = bytes_of_token(tokenizer.id_to_token(index) or "", self.pipeline)
-            other.token_bytes[index] = own
+            other.token_bytes[index] = other._pieces[index] = own
             other._lengths[index] = -1 if own is None else len(own)
         for index, name in names.items():
-            other.token_bytes[index] = name
+            other.token_bytes[index] = other._pieces[index] = name
             other._lengths[index] = len(name)
         return other
 
@@ -108,11 +120,32 @@ class Spanner:
         """All texts at once. The tokenizer works in parallel and without the GIL; offsets are
         asked for again only where a text needs them."""
         encoded_texts = [encode_utf8(text) for text in texts]
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._encodings(list(texts))
         result = []
         for text, encoded, encoding in zip(texts, encoded_texts, encodings, strict=True):
             result.append(self._by_bytes(encoding.ids, encoded) or self.spans(text))
         return result
+
+    def _bare_of(self, tokenizer: Tokenizer) -> tuple[Tokenizer, list[str]] | None:
+        """Where all that comes before the model is marking spaces: the model alone, and what a
+        text must not hold for it to do, the added tokens that would be read as such."""
+        if not self._marks_alone:
+            return None
+        literal = tokenizer.encode_special_tokens
+        added = tokenizer.get_added_tokens_decoder().values()
+        names = [token.content for token in added if not (literal and token.special)]
+        return Tokenizer(tokenizer.model), [name.replace(" ", SPACE_MARK) for name in names]
+
+    def _encodings(self, texts: list[str]) -> list[Encoding]:
+        """Without offsets. Spaces are marked here, which is faster than in the library."""
+        if self._bare is not None:
+            model, added = self._bare
+            marked = [
+                SPACE_MARK + text.replace(" ", SPACE_MARK) if text else text for text in texts
+            ]
+            if not any(name in text for name in added for text in marked):
+                return model.encode_batch_fast(marked, add_special_tokens=False)
+        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     def _by_bytes(self, ids: list[int], encoded: bytes) -> TokenSpans | None:
         """Whole or in segments; first in the way that did last time."""
@@ -127,14 +160,14 @@ class Spanner:
     def _joined(self, ids: list[int], encoded: bytes) -> TokenSpans | None:
         if not self.pipeline.joins:
             return None
+        array = np.fromiter(ids, np.int32, len(ids))
         try:
-            joined = b"".join(map(self.token_bytes.__getitem__, ids))  # type: ignore[arg-type]
+            joined = b"".join(self._pieces[array].tolist())
         except TypeError:  # an id without bytes of its own
             return None
         dummy = len(joined) - len(encoded)
         if not (joined == encoded if dummy == 0 else dummy == 1 and joined == b" " + encoded):
             return None
-        array = np.array(ids, np.int32)
         spans = np.empty((len(ids), 2), np.int64)
         np.cumsum(self._lengths[array], out=spans[:, 1])
         spans[:, 1] -= dummy

@@ -6,12 +6,14 @@ spans. Documents that are laid end to end must have a byte between them, so that
 another begins.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vocagnolm.alignment.alignment import Alignment, IntArray, as_spans
+from vocagnolm.alignment.alignment import Alignment, IntArray, as_spans, dense, ranks
 
 KINDS = ("unmapped", "1:1", "1:N", "N:1", "N:M")
 """Student tokens : teacher tokens of a stretch."""
@@ -48,11 +50,10 @@ class Stretches:
 def stretches(student_spans: ArrayLike, *teacher_spans: ArrayLike) -> Stretches:
     """The stretches of the student's tokens against those of one teacher, or of several."""
     student = as_spans(student_spans, "student_spans")
-    boundaries = _boundaries(student)
-    for place, spans in enumerate(teacher_spans):
-        boundaries = _common(boundaries, _boundaries(as_spans(spans, f"teacher_spans[{place}]")))
+    teachers = [as_spans(spans, f"teacher_spans[{n}]") for n, spans in enumerate(teacher_spans)]
+    boundaries = _common_boundaries([student, *teachers])
     starts, ends = student[:, 0], student[:, 1]
-    number = np.searchsorted(boundaries, starts, side="right") - 1
+    number = ranks(boundaries, starts, side="right") - 1
     inside = (number >= 0) & (starts < ends)
     inside &= np.take(boundaries, number + 1, mode="clip") >= ends if len(boundaries) else False
     number = np.where(inside, number, -1)
@@ -79,7 +80,7 @@ def stretch_alignment(found: Stretches, teacher_spans: ArrayLike) -> Alignment:
     if len(bounds) < 2 or not len(spans):
         return Alignment(np.full(len(found.number), -1), np.full(len(found.number), -1))
     # tokens that start inside a stretch; those without text at its end belong to the next
-    place = np.searchsorted(spans[:, 0], bounds, side="left")
+    place = ranks(spans[:, 0], bounds, side="left")
     covered = np.concatenate([[0], np.cumsum(spans[:, 1] - spans[:, 0])])
     spelled = np.diff(covered[place]) == np.diff(bounds)
     known = (found.number >= 0) & spelled[found.number]
@@ -100,46 +101,50 @@ def whole_sums(ranges: Alignment, values: ArrayLike) -> NDArray[np.float64]:
     return np.where(whole, np.maximum(total[behind] - total[first], 0.0), np.nan)
 
 
-def _boundaries(spans: IntArray) -> IntArray:
-    with_text = spans[spans[:, 0] < spans[:, 1]]
-    flat = with_text.reshape(-1)
-    if (flat[1:] >= flat[:-1]).all():  # no overlap: ascending already
-        return flat[np.concatenate([[True], flat[1:] != flat[:-1]])] if len(flat) else flat
-    return np.unique(flat)
+def _with_text(spans: IntArray) -> IntArray:
+    return np.take(spans, np.flatnonzero(spans[:, 0] < spans[:, 1]), axis=0)
 
 
-def _common(a: IntArray, b: IntArray) -> IntArray:
-    if not len(b):
-        return a[:0]
-    place = np.minimum(np.searchsorted(b, a), len(b) - 1)
-    common: IntArray = a[b[place] == a]
-    return common
+def _common_boundaries(tokenisations: Sequence[IntArray]) -> IntArray:
+    """Bytes at which all of them have a boundary; tokens without text have none."""
+    ends = [(int(s[0, 0]), int(s[:, 1].max())) for s in tokenisations if len(s)]
+    if len(ends) < len(tokenisations):
+        return np.zeros(0, np.int64)
+    low, high = min(a for a, _ in ends), max(b for _, b in ends)
+    if not dense(high - low, sum(map(len, tokenisations))):
+        each = [np.unique(_with_text(spans)) for spans in tokenisations]
+        return reduce(partial(np.intersect1d, assume_unique=True), each)
+    common = np.ones(high - low + 1, bool)
+    for spans in tokenisations:
+        bounds = _with_text(spans) - low
+        here = np.zeros(len(common), bool)
+        here[bounds[:, 0]] = True
+        here[bounds[:, 1]] = True
+        common &= here
+    return np.flatnonzero(common) + low
 
 
 def _spelled(spans: IntArray, boundaries: IntArray, number: IntArray) -> NDArray[np.bool_]:
     """Whether the tokens of each token's stretch add up to its text."""
     if len(boundaries) < 2:
         return np.zeros(len(number), bool)
-    known = number >= 0
     width = np.bincount(
-        number[known],
-        weights=(spans[known, 1] - spans[known, 0]).astype(np.float64),
-        minlength=len(boundaries) - 1,
+        number + 1,  # what is in no stretch comes first
+        weights=spans[:, 1] - spans[:, 0],
+        minlength=len(boundaries),
     )
-    whole = width == np.diff(boundaries)
-    spelled: NDArray[np.bool_] = known & whole[np.maximum(number, 0)]
+    whole = np.append(False, width[1:] == np.diff(boundaries))
+    spelled: NDArray[np.bool_] = whole[number + 1]
     return spelled
 
 
 def kinds(found: Stretches, teacher_spans: ArrayLike) -> NDArray[np.int8]:
     """Per token the kind of its stretch, a place in `KINDS`."""
-    spans = as_spans(teacher_spans, "teacher_spans")
-    spans = spans[spans[:, 0] < spans[:, 1]]
+    spans = _with_text(as_spans(teacher_spans, "teacher_spans"))
     bounds = found.boundaries
     if len(bounds) < 2:
         return np.zeros(len(found.number), np.int8)
-    theirs = np.searchsorted(spans[:, 0], bounds[1:]) - np.searchsorted(spans[:, 0], bounds[:-1])
-    several_theirs = theirs[found.number] > 1
+    several_theirs = (np.diff(ranks(spans[:, 0], bounds, side="left")) > 1)[found.number]
     several_ours = found.tokens() > 1
     kind = 1 + several_theirs.astype(np.int8) + 2 * several_ours.astype(np.int8)
     return np.where(found.number >= 0, kind, 0).astype(np.int8)

@@ -68,6 +68,18 @@ def is_mark_step(step: dict[str, Any]) -> bool:
     return False
 
 
+def only_marks_spaces(description: dict[str, Any]) -> bool:
+    """Whether a BPE model reads the whole text as one word, behind a mark and with spaces marked:
+    `Prepend ▁`, `Replace ' ' by ▁` and nothing else (Llama-2, Mistral)."""
+    steps = components(description.get("normalizer"), "normalizers")
+    return bool(
+        [step["type"] for step in steps] == ["Prepend", "Replace"]
+        and all(is_mark_step(step) for step in steps)
+        and description.get("pre_tokenizer") is None
+        and description["model"].get("type") == "BPE"
+    )
+
+
 def describe(description: dict[str, Any]) -> Pipeline:
     model = description["model"]
     normalisers = components(description.get("normalizer"), "normalizers")

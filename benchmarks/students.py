@@ -1,0 +1,197 @@
+"""Students of known shapes with random weights, and blocks of random ids for them."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import save
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from vocagnolm.alignment import load_tokenizer
+from vocagnolm.data.blocks import MANIFEST
+from vocagnolm.data.corpus import document_hash
+from vocagnolm.data.part import METADATA_KEY, part_name, tokenise
+from vocagnolm.data.prepare import prepare
+from vocagnolm.errors import BlocksError
+from vocagnolm.files import file_digest, read_json, write_json
+from vocagnolm.recipe import Recipe, recipe_from_dict
+from vocagnolm.store import StoreWriter
+from vocagnolm.store.format import Shard, narrowest_unsigned, to_float16
+
+DOCUMENT_TOKENS = 700
+"""Of a made-up document, about those of web text."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A student and the batch it is measured with."""
+
+    name: str
+    config: dict[str, Any]
+    blocks: int
+    """In a step."""
+    length: int = 2048
+
+    @property
+    def step_tokens(self) -> int:
+        return self.blocks * self.length
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape(
+            "smollm2-135m",
+            {
+                "vocab_size": 49152,
+                "hidden_size": 576,
+                "intermediate_size": 1536,
+                "num_hidden_layers": 30,
+                "num_attention_heads": 9,
+                "num_key_value_heads": 3,
+                "max_position_embeddings": 8192,
+                "rope_theta": 100000.0,
+                "tie_word_embeddings": True,
+            },
+            blocks=32,
+        ),
+        Shape(
+            "tinyllama",
+            {
+                "vocab_size": 32000,
+                "hidden_size": 2048,
+                "intermediate_size": 5632,
+                "num_hidden_layers": 22,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 2048,
+                "tie_word_embeddings": False,
+            },
+            blocks=8,
+        ),
+    )
+}
+
+
+def smoke_shape(shape: Shape) -> Shape:
+    """The same code paths in a second on a CPU."""
+    tiny = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    return replace(shape, config={**shape.config, **tiny}, blocks=4, length=32)
+
+
+def chosen_shapes(names: str, smoke: bool) -> list[Shape]:
+    """By their names, with a comma between; all where there are none."""
+    wanted = [SHAPES[name] for name in names.split(",")] if names else [*SHAPES.values()]
+    return [smoke_shape(shape) if smoke else shape for shape in wanted]
+
+
+def random_student(shape: Shape, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.manual_seed(0)
+    try:
+        with torch.device(device):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                LlamaConfig(**shape.config), attn_implementation="sdpa"
+            )
+    finally:
+        torch.set_default_dtype(usual)
+    return model
+
+
+def save_student(shape: Shape, folder: Path, device: str) -> None:
+    """A model folder, in bfloat16 as most are, with a tokenizer of as many ids."""
+    random_student(shape, device, torch.bfloat16).save_pretrained(folder)
+    byte_tokenizer(shape.config["vocab_size"]).save(str(folder / "tokenizer.json"))
+
+
+def byte_tokenizer(vocabulary: int) -> Tokenizer:
+    """One token a byte, and names that no text holds up to the wanted size."""
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names += [f"<unused {number}>" for number in range(len(names), vocabulary)]
+    tokenizer = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
+def random_blocks(shape: Shape, lab: Path, tokens: int, settings: dict[str, Any]) -> Recipe:
+    """A recipe (`settings` and what goes with the blocks) whose blocks hold random ids and losses:
+    `prepare` makes those of one short document, whose part is then replaced by a long one."""
+    text = "made up"
+    student = lab / "student"
+    (lab / "corpus.jsonl").write_text(f'{{"text": "{text}"}}\n')
+    _one_document_store(lab / "store", text, str(student / "tokenizer.json"))
+    tree = {
+        **settings,
+        "student": {
+            "model": str(student),
+            "bits_per_byte": 9.0,  # known, so that it is not measured
+            **settings.get("student", {}),
+        },
+        "corpus": {"files": [str(lab / "corpus.jsonl")]},
+        "store": {"path": str(lab / "store")},
+        "data": {
+            "blocks": str(lab / "blocks"),
+            "bos": None,
+            "eos": None,
+            "block_size": shape.length,
+            **settings.get("data", {}),
+        },
+    }
+    recipe = recipe_from_dict(tree)
+    if not (lab / "blocks" / MANIFEST).exists():
+        prepare(recipe)
+        _replace_part(lab / "blocks", shape, tokens)
+    return recipe
+
+
+def _one_document_store(folder: Path, text: str, tokenizer: str) -> None:
+    if folder.exists():
+        return
+    (spans,) = tokenise(load_tokenizer(tokenizer), [text])
+    writer = StoreWriter(folder, {"teacher": {"name": "made-up"}}, 1)
+    writer.begin()
+    writer.write_shard(
+        Shard(
+            number=0,
+            first_document=0,
+            document_span=1,
+            document_hash=np.frombuffer(document_hash(text), np.uint8)[None],
+            document_index=np.zeros(1, "<u8"),
+            token_count=np.array([len(spans)], "<u4"),
+            token_bytes=narrowest_unsigned(spans.token_bytes),
+            nll=to_float16(np.ones(len(spans))),
+        )
+    )
+    writer.finish()
+
+
+def _replace_part(folder: Path, shape: Shape, tokens: int) -> None:
+    rng = np.random.default_rng(0)
+    documents = -(-tokens // DOCUMENT_TOKENS)
+    counts = np.full(documents, DOCUMENT_TOKENS, np.uint32)
+    counts[-1] = tokens - DOCUMENT_TOKENS * (documents - 1)
+    columns: dict[str, NDArray[Any]] = {
+        "ids": rng.integers(0, shape.config["vocab_size"], tokens).astype(np.uint16),
+        "document_tokens": counts,
+        "document_index": np.arange(documents, dtype=np.int64),
+        "guidance": rng.gamma(2.0, 3.0, tokens).astype(np.float16),
+    }
+    path = folder / part_name(0)
+    path.write_bytes(save(columns, metadata={METADATA_KEY: "{}"}))
+    manifest = read_json(folder / MANIFEST, BlocksError, "")
+    part = {"tokens": tokens, "bytes": path.stat().st_size, "sha256": file_digest(path)}
+    manifest["parts"][0].update(part)
+    manifest["tokens"] = tokens
+    write_json(folder / MANIFEST, manifest)

@@ -1,0 +1,341 @@
+"""Where a guided training step goes, by kind of work, and what other ways of running it cost.
+
+    PYTHONPATH=src python benchmarks/train_profile.py [--shapes NAME,...] [--only NAME,...]
+        [--steps 10] [--documents] [--no-profile] [--no-variants] [--seconds 420] [--json] [--smoke]
+
+The students of `train_gpu.py`: SmolLM2-135M's shape at 32 x 2,048 tokens and TinyLlama at
+8 x 2,048, fp32 weights, bf16 autocast. The profile is of `vocagnolm train` itself (its Trainer,
+blocks and metrics) over a few steps behind the warm-up; `gaps` is time in which no kernel runs.
+--documents profiles with `data.document_mask`: the names of the kernels tell which attention that
+ends in.
+
+The variants are steps of the same work in a plain loop, one change each against `baseline`
+(compiled layers, the attention that torch chooses, the whole step as one micro-batch, fused AdamW,
+the host waiting at every step): milliseconds a step, tokens a second, how far the losses of the
+first and of the last step are from the baseline's, and whether the first, before any update, is the
+same to 1e-3. Rows are printed as they come in; one that fails says why and the others go on.
+--seconds: nothing is begun after that.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import GIB, arguments, clean, report, synchronise
+from profile_kinds import CLIPPING, DATA, HEAD_1, HEAD_2, by_kind, table
+from students import (
+    DOCUMENT_TOKENS,
+    Shape,
+    chosen_shapes,
+    random_blocks,
+    random_student,
+    save_student,
+)
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import TrainerCallback
+
+from vocagnolm.model.compiled import find_layers, prepare_compiler
+from vocagnolm.model.lm_head import head_form, run_decoder
+from vocagnolm.objective import Decided, ObjectiveConfig, Targets, objective_loss, two_phase
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+SAME_LOSS = 1e-3
+
+
+# ---- the profile ----
+
+
+def in_range(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with record_function(name):
+            return call(*args, **kwargs)
+
+    return marked
+
+
+@contextlib.contextmanager
+def marked_head() -> Iterator[None]:
+    """Both phases of the head as ranges."""
+    usual = two_phase.token_losses, two_phase.summed_loss
+    two_phase.token_losses = in_range(HEAD_1, usual[0])
+    two_phase.summed_loss = in_range(HEAD_2, usual[1])
+    try:
+        yield
+    finally:
+        two_phase.token_losses, two_phase.summed_loss = usual
+
+
+class _Profiled(TrainerCallback):
+    """Profiles some steps behind the warm-up."""
+
+    def __init__(self, warm_up: int, steps: int, trace: Path):
+        self.warm_up, self.steps, self.trace = warm_up, steps, trace
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if CUDA else [])]
+        self.profiler = profile(activities=kinds)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.warm_up:
+            synchronise()
+            self.profiler.__enter__()
+        if state.global_step == self.warm_up + self.steps:
+            synchronise()
+            self.profiler.__exit__(None, None, None)
+            self.profiler.export_chrome_trace(str(self.trace))
+
+
+def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, Any]]:
+    from vocagnolm.train.arguments import training_arguments
+    from vocagnolm.train.run import build_trainer, open_blocks
+    from vocagnolm.train.schedule import plan_schedule
+
+    warm_up = 2 if given.smoke else 8
+    settings = {
+        "optimizer": {"name": "adamw_torch_fused"},
+        "data": {"document_mask": given.documents},
+        "train": {
+            "tokens": (warm_up + steps) * shape.step_tokens,
+            "batch_blocks": shape.blocks,
+            "micro_batch": shape.blocks,
+            "compile": CUDA,
+        },
+        "run": {"folder": str(lab / "run"), "save_every": 0},
+    }
+    save_student(shape, lab / "student", DEVICE)
+    recipe = random_blocks(shape, lab, (warm_up + steps + 1) * shape.step_tokens + 1, settings)
+    blocks = open_blocks(recipe)
+    schedule = plan_schedule(recipe, len(blocks))
+    trainer = build_trainer(recipe, blocks, schedule, training_arguments(recipe, schedule))
+    trainer.add_callback(_Profiled(warm_up, steps, lab / "trace.json"))
+    trainer.get_batch_samples = in_range(DATA, trainer.get_batch_samples)  # type: ignore[method-assign]
+    accelerator: Any = trainer.accelerator
+    accelerator.clip_grad_norm_ = in_range(CLIPPING, accelerator.clip_grad_norm_)
+    with marked_head():
+        trainer.train()
+    found, whole = by_kind(json.loads((lab / "trace.json").read_text()))
+    return [{"shape": shape.name, **row} for row in table(found, whole, steps)]
+
+
+# ---- the variants ----
+
+
+@dataclass(frozen=True)
+class Variant:
+    compiled: str = "layers"
+    """layers, decoder or nothing."""
+    mode: str | None = None
+    micro_batch: int | None = None
+    """None: the whole step."""
+    attention: str = "sdpa"
+    backend: SDPBackend | None = None
+    documents: bool = False
+    fused: bool = True
+    wait_every: int = 1
+    against: str | None = "baseline"
+    """Whose loss it should have."""
+
+
+FLASH, CUDNN, EFFICIENT = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+)
+VARIANTS = {
+    "baseline": Variant(against=None),
+    "attention-cudnn": Variant(backend=CUDNN),
+    "attention-flash": Variant(backend=FLASH),
+    "attention-flex": Variant(attention="flex_attention"),
+    "documents": Variant(documents=True, against=None),
+    "documents-flex": Variant(documents=True, attention="flex_attention", against="documents"),
+    "documents-cudnn": Variant(documents=True, backend=CUDNN, against="documents"),
+    "documents-efficient": Variant(documents=True, backend=EFFICIENT, against="documents"),
+    "wait-10": Variant(wait_every=10),
+    "optimizer-torch": Variant(fused=False),
+    "micro-4": Variant(micro_batch=4),
+    "micro-8": Variant(micro_batch=8),
+    "micro-16": Variant(micro_batch=16),
+    "micro-32": Variant(micro_batch=32),
+    "layers-reduce-overhead": Variant(mode="reduce-overhead"),
+    "decoder": Variant(compiled="decoder"),
+    "decoder-reduce-overhead": Variant(compiled="decoder", mode="reduce-overhead", wait_every=10),
+    "layers-max-autotune": Variant(mode="max-autotune-no-cudagraphs"),
+    "decoder-max-autotune": Variant(compiled="decoder", mode="max-autotune-no-cudagraphs"),
+    "not-compiled": Variant(compiled="nothing"),
+}
+"""In the order of their importance."""
+
+
+class Loop:
+    """Guided steps of one student on one batch."""
+
+    def __init__(self, shape: Shape, variant: Variant):
+        self.variant = variant
+        model: Any = random_student(shape, DEVICE, torch.float32)
+        model.set_attn_implementation(variant.attention)
+        model.train()
+        self.model, self.form = model, head_form(model)
+        micro = variant.micro_batch or shape.blocks
+        self.rows = max(micro, shape.blocks) // micro * micro
+        g = torch.Generator().manual_seed(0)
+        size = (self.rows, shape.length + 1)
+        self.ids = torch.randint(0, shape.config["vocab_size"], size, generator=g).to(DEVICE)
+        self.guidance = (10 * torch.rand(size, generator=g)).to(DEVICE)
+        place = torch.arange(shape.length, device=DEVICE)
+        # where documents begin differs from row to row
+        shift = 97 * torch.arange(self.rows, device=DEVICE)[:, None]
+        period = min(DOCUMENT_TOKENS, shape.length // 2)
+        begun = place + 1 - ((place + shift) % period + 1)
+        self.positions = torch.where(begun < 0, place, (place + shift) % period)
+        self.micro = micro
+        # of every sequence alone: then micro-batches do not change what is selected
+        self.config = ObjectiveConfig(method="guided", keep=0.4, scope="sequence")
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=variant.fused
+        )
+        self._compile()
+
+    def _compile(self) -> None:
+        variant = self.variant
+        if not CUDA or variant.compiled == "nothing":
+            return
+        prepare_compiler()
+        options = {"mode": variant.mode} if variant.mode else {}
+        if variant.compiled == "decoder":
+            self.model.model.compile(**options)
+            return
+        for layer in find_layers(self.model) or ():
+            layer.compile(**options)
+
+    def step(self) -> Tensor:
+        losses = []
+        denominator = torch.tensor(float(self.rows * (self.ids.shape[1] - 1)), device=DEVICE)
+        for a in range(0, self.rows, self.micro):
+            if self.variant.mode == "reduce-overhead":
+                torch.compiler.cudagraph_mark_step_begin()
+            part = slice(a, a + self.micro)
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=CUDA):
+                positions = self.positions[part] if self.variant.documents else None
+                hidden = run_decoder(self.model, self.ids[part, :-1], positions).last_hidden_state
+                targets = Targets(
+                    labels_BT=self.ids[part, 1:].contiguous(),
+                    guidance_BT=self.guidance[part, 1:].contiguous(),
+                )
+                assert self.form is not None
+                loss = objective_loss(
+                    hidden,
+                    self.form.head(self.model),
+                    targets,
+                    self.config,
+                    decided=Decided(denominator=denominator),
+                ).loss
+            loss.backward()
+            losses.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return torch.stack(losses).sum()
+
+    def run(self, steps: int) -> tuple[float, float, float]:
+        """(seconds a step, loss of the first, loss of the last)."""
+        backend = self.variant.backend
+        chosen = sdpa_kernel(backend) if CUDA and backend else contextlib.nullcontext()
+        with chosen:
+            first = float(self.step())
+            for _ in range(2):
+                self.step()
+            synchronise()
+            began = time.perf_counter()
+            for number in range(steps):
+                loss = self.step()
+                if (number + 1) % self.variant.wait_every == 0:
+                    loss.item()
+            synchronise()
+            return (time.perf_counter() - began) / steps, first, float(loss)
+
+
+def measured(shape: Shape, name: str, variant: Variant, steps: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"shape": shape.name, "variant": name}
+    began = time.perf_counter()
+    try:
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        loop = Loop(shape, variant)
+        seconds, first, last = loop.run(steps)
+        row["ms a step"] = 1e3 * seconds
+        row["tokens/s"] = loop.rows * shape.length / seconds
+        row["first loss"], row["last loss"] = first, last
+        if CUDA:
+            row["peak GiB"] = torch.cuda.max_memory_allocated() / GIB
+    except Exception as error:  # of any library: the other variants go on
+        row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+    torch._dynamo.reset()
+    clean()
+    row["seconds in all"] = time.perf_counter() - began
+    return row
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Against the baseline of the same shape."""
+    by_name = {(row["shape"], row["variant"]): row for row in rows}
+    for row in rows:
+        variant = VARIANTS[row["variant"]]
+        other = by_name.get((row["shape"], variant.against or ""))
+        if other is None or "tokens/s" not in row or "tokens/s" not in other:
+            continue
+        row["x baseline"] = row["tokens/s"] / other["tokens/s"]
+        for name in ("first loss", "last loss"):
+            row[f"{name} off"] = abs(row[name] - other[name])
+        row["same loss"] = row["first loss off"] <= SAME_LOSS
+
+
+def main() -> None:
+    given = arguments(
+        __doc__,
+        shapes={"default": "", "help": "names with a comma between; all: smollm2-135m,tinyllama"},
+        only={"default": "", "help": "variants: " + ", ".join(VARIANTS)},
+        steps={"type": int, "default": 10, "help": "that are measured"},
+        documents={"action": "store_true", "help": "profile with data.document_mask"},
+        no_profile={"action": "store_true"},
+        no_variants={"action": "store_true"},
+        seconds={"type": float, "default": 420.0, "help": "nothing is begun after that"},
+    )
+    began = time.time()
+    steps = 2 if given.smoke else given.steps
+    shapes = chosen_shapes(given.shapes, given.smoke)
+    title = torch.cuda.get_device_name() if CUDA else "smoke"
+    for shape in [] if given.no_profile else shapes:
+        with tempfile.TemporaryDirectory() as temporary:
+            rows = profiled(shape, Path(temporary), given, min(steps, 4))
+        report(f"a guided step of {shape.name}, {title}", rows, given.json)
+        sys.stdout.flush()
+        torch._dynamo.reset()
+        clean()
+    if given.no_variants:
+        return
+    names = given.only.split(",") if given.only else [*VARIANTS]
+    found: list[dict[str, Any]] = []
+    for name in names:
+        for shape in shapes:
+            if time.time() - began > given.seconds:
+                print(f"no time left for {shape.name}, {name}", file=sys.stderr, flush=True)
+                continue
+            variant = VARIANTS[name]
+            if given.smoke and variant.micro_batch:
+                variant = replace(variant, micro_batch=max(1, variant.micro_batch // 4))
+            found.append(measured(shape, name, variant, steps))
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    compare(found)
+    report(f"variants of a guided step, {title}", found, given.json)
+
+
+if __name__ == "__main__":
+    main()

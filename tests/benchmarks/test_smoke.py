@@ -1,0 +1,40 @@
+"""The benchmarks for a GPU run from end to end with tiny models on a CPU: minutes on a GPU are for
+measuring."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+pytestmark = pytest.mark.slow
+
+TINY = ["--shapes", "smollm2-135m"]
+RUNS = {
+    "train_gpu.py": [*TINY, "--contestants", "ours-eager,hf-liger", "--no-second"],
+    "train_profile.py": [*TINY, "--only", "baseline,micro-4,documents,not-compiled"],
+    "head_gpu.py": ["--only", "TinyLlama", "--rounds", "1"],
+}
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_a_benchmark_runs_on_a_cpu(script):
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), "--smoke", "--json", *RUNS[script]],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    tables = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"title"')]
+    rows = [row for table in tables for row in table["rows"]]
+    assert rows and not [row for row in rows if "failed" in row]
+    if script == "train_profile.py":
+        micro = next(row for row in rows if row.get("variant") == "micro-4")
+        assert micro["same loss"]
+    if script == "head_gpu.py":
+        fp8 = next(row for row in rows if row["method"] == "guided, phase 1 in fp8")
+        assert 0 <= fp8["selection changed"] < 0.2
