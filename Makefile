@@ -14,7 +14,7 @@ SIDE_BY_SIDE = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-fast test-vllm coverage faults lint types docs site env clean
+.PHONY: demo test test-fast test-vllm coverage faults smoke lint types docs site env clean
 
 demo: $(INSTALLED)
 	$(BIN)/vocagnolm demo
@@ -33,6 +33,10 @@ coverage: $(INSTALLED)
 # every fault that the tests know, at length; `make test` tries a sample of them
 faults: $(INSTALLED)
 	VOCAGNOLM_FAULTS=long $(BIN)/python -m pytest --timeout=3600 tests/faults tests/score/test_score_crash.py
+
+# benchmarks for a GPU with tiny models on a CPU, from end to end: some minutes
+smoke: $(INSTALLED)
+	$(BIN)/python -m pytest --timeout=900 tests/benchmarks/smoke.py
 
 # the client of servers against a real vLLM with a tiny model: about ten minutes
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED)
