@@ -31,6 +31,7 @@ from vocagnolm.objective import (
     ObjectiveConfig,
     Targets,
     objective_loss,
+    products,
     student_nll,
     two_phase,
 )
@@ -292,8 +293,8 @@ def check_features() -> None:
     device = torch.empty(0, device=DEVICE).device
     print(
         f"features agree with fp64 full logits; products of bf16 into fp32: "
-        f"{two_phase._fp32_output(device, torch.bfloat16)}, with accumulation: "
-        f"{two_phase._fused_accumulation(device, torch.bfloat16)}",
+        f"{products.fp32_output(device, torch.bfloat16)}, with accumulation: "
+        f"{products.fused_accumulation(device, torch.bfloat16)}",
         file=sys.stderr,
     )
 

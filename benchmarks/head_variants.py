@@ -13,8 +13,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vocagnolm.model.fp8 import rounded_rows
+from vocagnolm.model.fp8 import rounded_rows, scaled_product
 from vocagnolm.objective import Head, two_phase
+from vocagnolm.objective.products import product
 from vocagnolm.objective.rows import Implementation, RowLosses, row_operations
 
 CHUNK_BYTES = 512 << 20
@@ -69,42 +70,19 @@ def fp8_losses(hidden: Tensor, weight: Tensor, choice: Choice) -> Tensor:
     rounded = compiled_rounding() if hidden.is_cuda else rounded_rows
     h, h_scale = rounded(hidden)
     w, w_scale = rounded(weight)
-    dtype = fp8_output(hidden.device)
-    size = max(16, CHUNK_BYTES // (dtype.itemsize * len(weight)) // 128 * 128)
+    size = max(16, CHUNK_BYTES // (4 * len(weight)) // 128 * 128)
     nll = []
     for a in range(0, len(hidden), size):
         part = slice(a, a + size)
-        x = fp8_product(h[part], h_scale[part], w, w_scale, dtype)
+        x = scaled_product(h[part], h_scale[part], w, w_scale, torch.float32)
         nll.append(rows.losses(x, choice.labels[part], transform, False).nll_N)
     return torch.cat(nll)
-
-
-def fp8_product(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Rows of a times rows of b."""
-    if not a.is_cuda:
-        return ((a.float() * a_scale) @ (b.float() * b_scale).t()).to(dtype)
-    return torch._scaled_mm(
-        a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=True
-    )
 
 
 @cache
 def compiled_rounding() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """One kernel instead of six."""
     return torch.compile(rounded_rows, dynamic=False)
-
-
-@cache
-def fp8_output(device: torch.device) -> torch.dtype:
-    """float32 where the kernel with a scale per row gives it, else bfloat16."""
-    one, scale = rounded_rows(torch.ones(32, 32, device=device))
-    try:
-        fp8_product(one, scale, one, scale, torch.float32)
-    except (RuntimeError, NotImplementedError, ValueError):
-        return torch.bfloat16
-    return torch.float32
 
 
 def _kept(choice: Choice, made: torch.dtype | None, kept: torch.dtype | None) -> Variant:
@@ -148,7 +126,7 @@ def _phase_one(
     for a in range(0, len(hidden), size):
         b = min(a + size, len(hidden))
         there = logits[a:b] if logits.dtype == made else buffer[: b - a]
-        x = two_phase._product(hidden[a:b], weight.t(), out=there)
+        x = product(hidden[a:b], weight.t(), out=there)
         part = work.rows.losses(x, labels[a:b], work.transform, False)
         nll[a:b], lse[a:b] = part.nll_N, part.lse_N
         if logits.dtype != made:

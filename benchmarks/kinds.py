@@ -7,20 +7,14 @@ from typing import Any
 
 import torch
 from measure import synchronise
+from profile_kinds import ATTENTION, GAPS, covered, kind_of
 from torch import nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 # operations that multiply, and at which of their inputs the two factors begin
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::_scaled_mm": 0}
-NAMES = {
-    "attention": ("scaled_dot_product", "flash", "fmha", "sdpa", "cudnn_attention"),
-    "row kernel of the head": ("_losses_kernel", "logsumexp"),
-    "copies": ("memcpy", "memset"),
-}
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "aten::is_nonzero")
-ELEMENTWISE = "norms, rotary, element-wise"
-GAPS = "gaps: the device waits"
 
 
 def weights_by_shape(model: nn.Module) -> dict[tuple[int, ...], str]:
@@ -53,7 +47,7 @@ def profiled(
         synchronise()
     events = [e for e in found.events() or () if not _is_region(e)]
     seconds, flops = _by_kind(events, weights_by_shape(model))
-    flops["attention"] = attention_flops
+    flops[ATTENTION] = attention_flops
     kernels = [e for e in events if e.device_type == DeviceType.CUDA]
     busy, span = _busy_and_span(kernels) if kernels else (sum(seconds.values()),) * 2
     seconds[GAPS] = span - busy
@@ -87,7 +81,7 @@ def _by_kind(
             kind = weights.get((k, n), "other products")
             flops[kind] += 2.0 * m * k * n
         elif not on_device:
-            kind = _named(event.name)
+            kind = kind_of(event.name)
         if kind is None:
             continue
         if on_device:
@@ -97,7 +91,7 @@ def _by_kind(
             seconds[kind] += event.self_cpu_time_total / 1e6
     for event in events:
         if event.device_type == DeviceType.CUDA and event.name not in taken:
-            seconds[_named(event.name)] += event.time_range.elapsed_us() / 1e6
+            seconds[kind_of(event.name)] += event.time_range.elapsed_us() / 1e6
     return seconds, flops
 
 
@@ -107,18 +101,8 @@ def _is_region(event: Any) -> bool:
     return bool(getattr(event, "is_user_annotation", False)) or event.name.startswith(names)
 
 
-def _named(name: str) -> str:
-    lower = name.lower()
-    return next(
-        (kind for kind, parts in NAMES.items() if any(p in lower for p in parts)), ELEMENTWISE
-    )
-
-
 def _busy_and_span(kernels: list[Any]) -> tuple[float, float]:
     """Seconds in which some kernel ran, and from the first to the last."""
-    times = sorted((e.time_range.start, e.time_range.end) for e in kernels)
-    busy, reached = 0.0, times[0][0]
-    for start, end in times:
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return busy / 1e6, (reached - times[0][0]) / 1e6
+    pieces = [(e.time_range.start, e.time_range.end) for e in kernels]
+    span = max(end for _, end in pieces) - min(start for start, _ in pieces)
+    return covered(pieces) / 1e6, span / 1e6

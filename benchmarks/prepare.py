@@ -23,16 +23,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+from made_up import made_up, made_up_store
 from tokenizers import Tokenizer
 
 from vocagnolm.alignment import load_tokenizer
-from vocagnolm.data.corpus import document_hash, open_corpus
+from vocagnolm.data.corpus import open_corpus
 from vocagnolm.data.part import tokenise
 from vocagnolm.data.prepare import prepare
 from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.store import StoreWriter
-from vocagnolm.store.format import Shard, narrowest_unsigned, to_float16
 
 BATCH_DOCUMENTS = 64
 
@@ -46,28 +44,6 @@ def read_texts(corpus: str, field: str, n_bytes: int) -> list[str]:
         if size >= n_bytes:
             break
     return texts
-
-
-def made_up_store(folder: Path, texts: list[str], teacher: str) -> None:
-    spans = tokenise(load_tokenizer(teacher), texts)
-    tokens = sum(len(s) for s in spans)
-    writer = StoreWriter(folder, {"teacher": {"name": "made-up"}}, 1)
-    writer.begin()
-    writer.write_shard(
-        Shard(
-            number=0,
-            first_document=0,
-            document_span=len(texts),
-            document_hash=np.stack(
-                [np.frombuffer(document_hash(text), np.uint8) for text in texts]
-            ),
-            document_index=np.arange(len(texts), dtype="<u8"),
-            token_count=np.array([len(s) for s in spans], "<u4"),
-            token_bytes=narrowest_unsigned(np.concatenate([s.token_bytes for s in spans])),
-            nll=to_float16(np.random.default_rng(0).gamma(2.0, 1.0, tokens)),
-        )
-    )
-    writer.finish()
 
 
 class Spent(NamedTuple):
@@ -91,7 +67,8 @@ def measure_pair(student: str, teacher: str, texts: list[str], given: Any) -> di
         lab = Path(temporary)
         corpus = lab / "corpus.jsonl"
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        made_up_store(lab / "store", texts, teacher)
+        read = tokenise(load_tokenizer(teacher), texts)
+        made_up_store(lab / "store", texts, [made_up(spans.token_bytes) for spans in read])
         runs = iter(range(10**6))
 
         def prepare_with(workers: int, documents: int | None = None) -> dict[str, Any]:

@@ -20,17 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from made_up import Stored, made_up, made_up_store
 
 from vocagnolm.alignment import TokenSpans, load_tokenizer
 from vocagnolm.chat import ChatTokenizer, Message, shared_text, template_of
-from vocagnolm.data.corpus import document_hash, open_corpus
+from vocagnolm.data.corpus import open_corpus
 from vocagnolm.data.part import in_batches
 from vocagnolm.data.prepare import prepare
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score.teacher import TokenizedDocument
-from vocagnolm.store import StoreWriter
-from vocagnolm.store.format import Shard, narrowest_unsigned, to_float16
 
 TURNS = ("user", "assistant", "user", "assistant")
 SIZES = {"user": 250, "assistant": 900}
@@ -57,27 +55,10 @@ def conversations(corpus: str, field: str, n_bytes: int) -> list[list[Message]]:
     return found
 
 
-def made_up_store(folder: Path, texts: Sequence[str], tokens: Sequence[TokenSpans]) -> None:
-    rng = np.random.default_rng(0)
+def stored(tokens: Sequence[TokenSpans]) -> list[Stored]:
+    """A conversation's store has no losses for what no token of the template holds."""
     read = [TokenizedDocument(one.ids, one.token_bytes, one) for one in tokens]
-    stored = [one.stored(rng.gamma(2.0, 1.0, len(one.ids))) for one in read]
-    writer = StoreWriter(folder, {"teacher": {"name": "made-up"}}, 1)
-    writer.begin()
-    writer.write_shard(
-        Shard(
-            number=0,
-            first_document=0,
-            document_span=len(texts),
-            document_hash=np.stack(
-                [np.frombuffer(document_hash(text), np.uint8) for text in texts]
-            ),
-            document_index=np.arange(len(texts), dtype="<u8"),
-            token_count=np.array([len(nll) for _, nll in stored], "<u4"),
-            token_bytes=narrowest_unsigned(np.concatenate([sizes for sizes, _ in stored])),
-            nll=to_float16(np.concatenate([nll for _, nll in stored])),
-        )
-    )
-    writer.finish()
+    return [one.stored(made_up(one.token_bytes)[1]) for one in read]
 
 
 def main() -> None:
@@ -102,8 +83,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as temporary:
         lab = Path(temporary)
-        made_up_store(lab / "text-store", plain, in_batches(teacher.spans_batch, plain))
-        made_up_store(lab / "talk-store", shared, in_batches(chat.spans_batch, shared))
+        made_up_store(lab / "text-store", plain, stored(in_batches(teacher.spans_batch, plain)))
+        made_up_store(lab / "talk-store", shared, stored(in_batches(chat.spans_batch, shared)))
         records: dict[str, list[dict[str, Any]]] = {
             "text": [{"text": text} for text in plain],
             "talk": [

@@ -86,7 +86,7 @@ def by_kind(trace: dict[str, Any]) -> tuple[dict[str, Taken], float]:
         return found, 0.0
     pieces = [(event["ts"], event["ts"] + event["dur"]) for event, _, _ in work]
     whole = max(stop for _, stop in pieces) - min(start for start, _ in pieces)
-    found[GAPS].milliseconds = (whole - _covered(pieces)) / 1e3
+    found[GAPS].milliseconds = (whole - covered(pieces)) / 1e3
     return found, whole / 1e3
 
 
@@ -127,7 +127,7 @@ def _own_times(operators: list[dict[str, Any]]) -> Iterable[tuple[dict[str, Any]
             yield event, max(length, 0.0)
 
 
-def _covered(pieces: Iterable[tuple[float, float]]) -> float:
+def covered(pieces: Iterable[tuple[float, float]]) -> float:
     """Length of the union."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(pieces):

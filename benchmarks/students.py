@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from made_up import made_up, made_up_store
 from numpy.typing import NDArray
 from safetensors.numpy import save
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -13,14 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.data.blocks import MANIFEST
-from vocagnolm.data.corpus import document_hash
 from vocagnolm.data.part import METADATA_KEY, part_name, tokenise
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import file_digest, read_json, write_json
 from vocagnolm.recipe import Recipe, recipe_from_dict
-from vocagnolm.store import StoreWriter
-from vocagnolm.store.format import Shard, narrowest_unsigned, to_float16
 
 DOCUMENT_TOKENS = 700
 """Of a made-up document, about those of web text."""
@@ -131,7 +129,9 @@ def random_blocks(shape: Shape, lab: Path, tokens: int, settings: dict[str, Any]
     text = "made up"
     student = lab / "student"
     (lab / "corpus.jsonl").write_text(f'{{"text": "{text}"}}\n')
-    _one_document_store(lab / "store", text, str(student / "tokenizer.json"))
+    if not (lab / "store").exists():
+        (spans,) = tokenise(load_tokenizer(str(student / "tokenizer.json")), [text])
+        made_up_store(lab / "store", [text], [made_up(spans.token_bytes)])
     tree = {
         **settings,
         "student": {
@@ -154,27 +154,6 @@ def random_blocks(shape: Shape, lab: Path, tokens: int, settings: dict[str, Any]
         prepare(recipe)
         _replace_part(lab / "blocks", shape, tokens)
     return recipe
-
-
-def _one_document_store(folder: Path, text: str, tokenizer: str) -> None:
-    if folder.exists():
-        return
-    (spans,) = tokenise(load_tokenizer(tokenizer), [text])
-    writer = StoreWriter(folder, {"teacher": {"name": "made-up"}}, 1)
-    writer.begin()
-    writer.write_shard(
-        Shard(
-            number=0,
-            first_document=0,
-            document_span=1,
-            document_hash=np.frombuffer(document_hash(text), np.uint8)[None],
-            document_index=np.zeros(1, "<u8"),
-            token_count=np.array([len(spans)], "<u4"),
-            token_bytes=narrowest_unsigned(spans.token_bytes),
-            nll=to_float16(np.ones(len(spans))),
-        )
-    )
-    writer.finish()
 
 
 def _replace_part(folder: Path, shape: Shape, tokens: int) -> None:

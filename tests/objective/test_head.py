@@ -15,6 +15,7 @@ from vocagnolm.objective import (
     ObjectiveOutput,
     Targets,
     objective_loss,
+    products,
     student_nll,
     token_losses,
     two_phase,
@@ -194,9 +195,9 @@ def wide_products(monkeypatch):
     def accumulate(a, b, *, out):
         return out.add_(a.float() @ b.float())
 
-    monkeypatch.setattr(two_phase, "_fp32_output", lambda device, dtype: True)
-    monkeypatch.setattr(two_phase, "_product", product)
-    monkeypatch.setattr(two_phase, "_accumulate", accumulate)
+    monkeypatch.setattr(products, "fp32_output", lambda device, dtype: True)
+    monkeypatch.setattr(two_phase, "product", product)
+    monkeypatch.setattr(two_phase, "accumulate", accumulate)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

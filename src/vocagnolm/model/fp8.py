@@ -68,14 +68,7 @@ class Fp8Linear(nn.Module):
 
     def product(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """rows @ weight.T, without the bias."""
-        rounded, scale = rounded_rows(rows)
-        if not rows.is_cuda:
-            product = (rounded.float() * scale) @ (self.weight.float() * self.scale).t()
-            return product.to(dtype)
-        if dtype != torch.float32 or _scales_into_float32(rows.device):
-            return _multiplied(rounded, self.weight, scale, self.scale, dtype)
-        one = torch.ones((1, 1), device=rows.device)
-        return _multiplied(rounded, self.weight, one, one, dtype).mul_(scale).mul_(self.scale.t())
+        return scaled_product(*rounded_rows(rows), self.weight, self.scale, dtype)
 
     def token_nll(
         self, hidden_ND: Tensor, labels_N: Tensor, transform: Transform, chunk: int
@@ -91,6 +84,18 @@ class Fp8Linear(nn.Module):
                 self.product(hidden_ND[part], torch.float32), labels_N[part], transform, False
             ).nll_N
         return nll
+
+
+def scaled_product(
+    rows: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Rounded rows times rounded rows."""
+    if not rows.is_cuda:
+        return ((rows.float() * scale) @ (weight.float() * weight_scale).t()).to(dtype)
+    if dtype != torch.float32 or _scales_into_float32(rows.device):
+        return _multiplied(rows, weight, scale, weight_scale, dtype)
+    one = torch.ones((1, 1), device=rows.device)
+    return _multiplied(rows, weight, one, one, dtype).mul_(scale).mul_(weight_scale.t())
 
 
 def _multiplied(

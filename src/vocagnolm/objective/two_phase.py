@@ -24,6 +24,7 @@ from torch import Tensor
 
 from vocagnolm.objective.config import compute_dtype
 from vocagnolm.objective.head import Head
+from vocagnolm.objective.products import accumulate, needs_width, product
 from vocagnolm.objective.rows import RowLosses, RowOperations, Transform
 
 _MIB = 1 << 20
@@ -56,7 +57,7 @@ class Workspace:
     ) -> "Workspace":
         """`widen`: in float32 where the device has no other way to fp32-accurate logits; without
         it only `token_losses` can be asked for, which then converts the weight strip by strip."""
-        if widen and _needs_width(hidden_ND.device, dtype):
+        if widen and needs_width(hidden_ND.device, dtype):
             dtype = torch.float32
         bias = None if head.bias is None else head.bias.detach().to(accumulation_dtype(dtype))
         return cls(
@@ -81,7 +82,7 @@ class Workspace:
         """fp32 logits of some tokens; for callers that hold few at a time."""
         shape = (len(index_K), self.weight_VD.shape[0])
         out = torch.empty(shape, dtype=self.wide, device=index_K.device)
-        x = _product(self.hidden_ND.index_select(0, index_K), self.weight_VD.t(), out=out)
+        x = product(self.hidden_ND.index_select(0, index_K), self.weight_VD.t(), out=out)
         return self.transform(x)
 
 
@@ -92,7 +93,7 @@ def token_losses(
     `chunk`: tokens whose logits are alive at a time."""
     hidden, weight = work.hidden_ND, work.weight_VD
     n, dtype = hidden.shape[0], work.wide
-    if _needs_width(hidden.device, hidden.dtype):
+    if needs_width(hidden.device, hidden.dtype):
         assert not with_entropy
         return _losses_by_strips(work, labels_N, chunk or _STRIP_TOKENS)
     nll = torch.empty(n, dtype=dtype, device=hidden.device)
@@ -103,7 +104,7 @@ def token_losses(
     buffer = torch.empty(size, weight.shape[0], dtype=dtype, device=hidden.device)
     for a in range(0, n, size):
         b = min(a + size, n)
-        x = _product(hidden[a:b], weight.t(), out=buffer[: b - a])
+        x = product(hidden[a:b], weight.t(), out=buffer[: b - a])
         part = work.rows.losses(x, labels_N[a:b], work.transform, with_entropy)
         nll[a:b], lse[a:b] = part.nll_N, part.lse_N
         if entropy is not None and part.entropy_N is not None:
@@ -212,7 +213,7 @@ def backward_chunks(
     widest = max((b - a for a, b in pairwise([0, *ends])), default=0)
     buffer = torch.empty(max(size, widest), v, dtype=logit_dtype, device=hidden.device)
     for a, b in pairwise([0, *ends]):
-        x = _product(hidden[a:b], weight.t(), out=buffer[: b - a])
+        x = product(hidden[a:b], weight.t(), out=buffer[: b - a])
         g = gradient_of_rows(a, b, x).to(hidden.dtype)
         inputs = hidden[a:b]
         if out.hidden_KD is not None:
@@ -227,7 +228,7 @@ def backward_chunks(
         elif out.bias_V is not None:
             out.bias_V += g.sum(0, dtype=wide)
         if out.weight_VD is not None:
-            combine = _product if a == 0 else _accumulate
+            combine = product if a == 0 else accumulate
             combine(g.t(), inputs, out=out.weight_VD)
     return out
 
@@ -348,49 +349,6 @@ def isolated(hidden: Tensor) -> Iterator[torch.dtype]:
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    """a @ b into `out`, which may be wider than the operands."""
-    if out.dtype == a.dtype:
-        return torch.mm(a, b, out=out)
-    return torch.mm(a, b, out_dtype=out.dtype, out=out)
-
-
-def _accumulate(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    """out += a @ b, summed in the dtype of `out`."""
-    if out.dtype == a.dtype:
-        return out.addmm_(a, b)
-    if _fused_accumulation(a.device, a.dtype):
-        return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    return out.add_(torch.mm(a, b, out_dtype=out.dtype))
-
-
-def _needs_width(device: torch.device, dtype: torch.dtype) -> bool:
-    return dtype.itemsize < 4 and not _fp32_output(device, dtype)
-
-
-@cache
-def _fp32_output(device: torch.device, dtype: torch.dtype) -> bool:
-    """Can this device multiply `dtype` matrices into an fp32 result? (CUDA can, cuBLAS.)"""
-    one = torch.ones(16, 16, dtype=dtype, device=device)
-    try:
-        wide = torch.mm(one, one, out_dtype=torch.float32, out=one.float())
-    except (RuntimeError, NotImplementedError, TypeError):
-        return False
-    return bool((wide == 16).all())
-
-
-@cache
-def _fused_accumulation(device: torch.device, dtype: torch.dtype) -> bool:
-    """Can it also add to the fp32 result in the same call?"""
-    one = torch.ones(16, 16, dtype=dtype, device=device)
-    total = one.float()
-    try:
-        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
-    except (RuntimeError, NotImplementedError, TypeError):
-        return False
-    return bool((total == 17).all())
 
 
 @cache
