@@ -379,6 +379,7 @@ def test_compiled_layers_change_neither_names_nor_losses():
 
 def test_only_the_shape_of_training_is_compiled(lab, tmp_path, monkeypatch):
     """Not those of the texts on which student and teacher are compared before."""
+    from vocagnolm.train import build
     from vocagnolm.train import run as run_module
 
     compiled = []
@@ -390,7 +391,7 @@ def test_only_the_shape_of_training_is_compiled(lab, tmp_path, monkeypatch):
     def compile_with(model):
         compile_layers(model, backend=backend)
 
-    monkeypatch.setattr(run_module, "compile_layers", compile_with)
+    monkeypatch.setattr(build, "compile_layers", compile_with)
     twin = {"config": None, "model": str(lab / "twin")}
     compared = []
     original = run_module.measure_strength

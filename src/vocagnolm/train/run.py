@@ -29,11 +29,8 @@ from vocagnolm.data.identity import (
     stale_files,
     student_chat,
     student_tokenizer,
-    teacher_chat,
-    teacher_tokenizer,
     unmet_needs,
 )
-from vocagnolm.data.order import TrainingOrder
 from vocagnolm.errors import (
     BlocksError,
     RecipeError,
@@ -48,15 +45,14 @@ from vocagnolm.files import (
     whole_folder,
 )
 from vocagnolm.locks import folder_lock
-from vocagnolm.model import open_model
 from vocagnolm.processes import Ranks
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
 from vocagnolm.store.strength import best_store, teacher_warning
-from vocagnolm.train.arguments import objective_config, training_arguments, uses_accelerator
+from vocagnolm.train.arguments import training_arguments, uses_accelerator
+from vocagnolm.train.build import build_trainer
 from vocagnolm.train.card import model_card
 from vocagnolm.train.checkpoint import Resumable, newest_complete
-from vocagnolm.train.collate import BlockCollator
 from vocagnolm.train.console import Console
 from vocagnolm.train.folder import (
     begin_run,
@@ -72,17 +68,15 @@ from vocagnolm.train.launcher import is_main, refuse_lone_process, world_size
 from vocagnolm.train.metrics import flops_per_token, peak_flops
 from vocagnolm.train.metrics_file import MetricsFile
 from vocagnolm.train.micro_batch import find_micro_batch
-from vocagnolm.train.online import OnlineTeacher, TeacherView
 from vocagnolm.train.schedule import Schedule, plan_schedule
 from vocagnolm.train.sharding import sharding_group
 from vocagnolm.train.signals import Requests, listening
 from vocagnolm.train.strength import measure_strength
-from vocagnolm.train.student import add_lora, build_student, compile_layers, save_tokenizer
+from vocagnolm.train.student import add_lora, build_student, save_tokenizer
 from vocagnolm.train.times import Clock
 from vocagnolm.train.tracked import start_trackers
 from vocagnolm.train.trackers import tracker_problems
 from vocagnolm.train.trainer import GuidedTrainer
-from vocagnolm.train.vocabulary import refuse_other_vocabulary
 
 
 def train(
@@ -303,84 +297,6 @@ def open_blocks(recipe: Recipe, *, verify: bool = False) -> Blocks:
             )
         )
     return blocks
-
-
-def build_trainer(
-    recipe: Recipe,
-    blocks: Blocks,
-    schedule: Schedule,
-    arguments: Any,
-    student: PreTrainedModel | None = None,
-) -> GuidedTrainer:
-    """`student`: where it is loaded already."""
-    student = student or build_student(recipe)
-    embeddings: Any = student.get_input_embeddings()
-    rows = embeddings.weight.shape[0]
-    vocabulary = student_tokenizer(recipe).vocabulary
-    if max(vocabulary.values()) >= rows:
-        raise TrainingError(
-            f"The student has {rows:,} embedding rows, its tokenizer has ids up to "
-            f"{max(vocabulary.values()):,}. They do not belong together."
-        )
-    model = add_lora(student, recipe.lora)
-    order = TrainingOrder(blocks, schedule.steps * schedule.batch_blocks, recipe.run.seed)
-    dataset: Any = order
-    teacher = None
-    if recipe.needs_online_teacher:
-        teacher, dataset = _online_teacher(recipe, order)
-    trainer = GuidedTrainer(
-        model,
-        arguments,
-        objective=objective_config(recipe),
-        data_collator=BlockCollator(recipe.data.document_mask or blocks.conversations),
-        train_dataset=dataset,
-        teacher=teacher,
-        keep_checkpoints=recipe.run.keep_checkpoints,
-        router_loss=recipe.train.router_loss,
-        within_machines=recipe.train.parallel == "hsdp",
-    )
-    if recipe.train.compile:  # after the probes of the head, which have another shape
-        compile_layers(student)
-    return trainer
-
-
-def _online_teacher(recipe: Recipe, order: TrainingOrder) -> tuple[OnlineTeacher, Any]:
-    if recipe.teacher.model is None:
-        raise TrainingError(
-            f"Method {recipe.objective.method} needs an online teacher: set teacher.model."
-        )
-    files = open_model(
-        recipe.teacher.model,
-        device="cpu",
-        dtype=_teacher_dtype(recipe),
-        revision=recipe.teacher.revision,
-    )
-    teacher = OnlineTeacher(
-        files.load(),
-        config=objective_config(recipe),
-        aggregation=recipe.objective.aggregation,
-    )
-    tokenizer = teacher_tokenizer(recipe)
-    if not recipe.needs_block_text:
-        refuse_other_vocabulary(student_tokenizer(recipe).vocabulary, tokenizer.vocabulary)
-        return teacher, order
-    if order.blocks.conversations:
-        tokenizer = teacher_chat(recipe, tokenizer)
-    view = TeacherView(
-        order,
-        tokenizer,
-        tokenizer.prefix_ids,
-        pairing=recipe.objective.pairing,
-        by_stretch=recipe.needs_stretches,
-    )
-    return teacher, view
-
-
-def _teacher_dtype(recipe: Recipe) -> str:
-    """auto: half precision beside a student on an accelerator, float32 on a CPU."""
-    if recipe.teacher.dtype != "auto":
-        return recipe.teacher.dtype
-    return "bfloat16" if uses_accelerator(recipe) else "float32"
 
 
 def save_result(trainer: GuidedTrainer, recipe: Recipe, schedule: Schedule, run: Run) -> None:
