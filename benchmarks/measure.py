@@ -102,15 +102,20 @@ def peak_gib(call: Callable[[], Any]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / GIB
 
 
-def matmul_peak(size: int = 8192) -> float:
-    """bf16 operations a second this device reaches in one large product: the honest 100 %."""
+def large_product(size: int = 8192) -> tuple[Callable[[], Any], float]:
+    """A bf16 product that fills the device, and its operations."""
     if not torch.cuda.is_available():
         size = 256
     device = "cuda" if torch.cuda.is_available() else "cpu"
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(a)
-    ms = side_by_side({"mm": lambda: torch.mm(a, a.t(), out=out)}, rounds=20)["mm"]
-    return 2 * size**3 / (ms / 1e3)
+    return lambda: torch.mm(a, a.t(), out=out), 2.0 * size**3
+
+
+def matmul_peak() -> float:
+    """bf16 operations a second this device reaches in one large product: the honest 100 %."""
+    call, operations = large_product()
+    return operations / (side_by_side({"mm": call}, rounds=20)["mm"] / 1e3)
 
 
 def liger_cross_entropy() -> Callable[..., torch.Tensor] | None:

@@ -45,7 +45,8 @@ def kind_of(name: str, ranges: Iterable[str] = ()) -> str:
         if inside.startswith("Optimizer.step"):
             return OPTIMIZER
     if name.startswith("triton_") and "attention" not in name:
-        return MATMULS if "_mm" in name else ELEMENTWISE
+        # templates multiply; others are only named after the product that they round or cast for
+        return MATMULS if name.startswith("triton_tem") else ELEMENTWISE
     return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), ELEMENTWISE)
 
 

@@ -1,17 +1,19 @@
 """Scoring beside Hugging Face's full logits, in bf16 and in fp8: rate, share of the matmul peak,
 memory. One GPU, about six minutes.
 
-    PYTHONPATH=src python benchmarks/score_gpu.py [--profile] [--json] [--smoke]
+    PYTHONPATH=src python benchmarks/score_gpu.py [--profile] [--no-mixed] [--json] [--smoke]
 
 A 7B Qwen2.5-shaped teacher with random weights in bf16. `packed` is 8 documents of 2,048 tokens;
 `mixed` is a shard of 1,024 documents with the lengths of a real corpus (nLab, Qwen2.5's
 tokenizer), cut into windows and batches by the plan that `vocagnolm score` uses.
 
 fp8 is of two kinds: the decoder's layers alone, and the head as well. Both stand beside bf16 in
-memory, and the three take turns. One row has bf16 with cuDNN's attention instead of torch's own
-choice. --profile adds where the time of a batch goes, by kind of work.
+memory, and the three take turns with large products of the same duration: a card that draws all the
+power it may lowers its clock, and the peak of a short burst is not that of a day. One row has bf16
+with cuDNN's attention instead of torch's own choice. --profile adds where the time of a batch goes,
+by kind of work.
 
-Targets: at least 1.15 x the tokens/s of full logits, at least 85 % of the measured matmul peak, at
+Targets: at least 1.15 x the tokens/s of full logits, at least 85 % of the matmul peak beside it, at
 most 3 GiB over the weights; mixed lengths at least 85 % of the packed rate; fp8 at least 1.5 x
 bf16, with no more memory; the same documents give the same bits. Errors are against a float32 head
 on the hidden states of bf16. A contestant that fails says why, and the rest goes on.
@@ -29,7 +31,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from kinds import profiled
-from measure import GIB, arguments, clean, matmul_peak, peak_gib, report, side_by_side, synchronise
+from measure import (
+    GIB,
+    arguments,
+    clean,
+    large_product,
+    matmul_peak,
+    peak_gib,
+    report,
+    side_by_side,
+    synchronise,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -42,6 +54,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 RATE_TARGET, PEAK_TARGET, MEMORY_TARGET_GIB, MIXED_TARGET = 1.15, 0.85, 3.0, 0.85
 FP8_TARGET = 1.5
 FULL, PLAIN, BF16 = "HF full logits", "chunked head", "chunked head, compiled layers"
+PRODUCTS = "large products"
 CUDNN = "the same, cuDNN's attention"  # torch prefers FlashAttention 2
 FP8 = {"fp8 layers, bf16 head": False, "fp8 layers and head": True}  # name -> the head too
 STARTED = time.perf_counter()
@@ -267,20 +280,28 @@ class Benchmark:
         self.guarded(f"{name}, profile", lambda: self.tell_kinds(name))
 
     def turns(self) -> list[dict[str, Any]]:
-        """bf16 and fp8 one after the other, over and over."""
+        """Large products, bf16 and fp8 one after the other, over and over."""
+        product, operations = large_product()
+        count = max(1, round(self.tokens / self.table[BF16]["tokens/s"] * self.peak / operations))
+
+        def products() -> None:
+            for _ in range(count):
+                product()
+
         calls = {name: self.batch(scorer) for name, scorer in self.models.items()}
-        found = side_by_side(calls, rounds=2 * self.rounds, warm_up=1)
+        found = side_by_side({PRODUCTS: products, **calls}, rounds=2 * self.rounds, warm_up=1)
+        peak = count * operations / found.pop(PRODUCTS) * 1e3
         rows = [
             {
                 "taking turns": name,
                 "ms": ms,
                 "tokens/s": self.tokens / ms * 1e3,
                 "x bf16": found[BF16] / ms if BF16 in found else None,
-                "share of bf16 peak": self.tokens / ms * 1e3 * self.flops / self.peak,
+                "share of bf16 peak": self.tokens / ms * 1e3 * self.flops / peak,
             }
             for name, ms in found.items()
         ]
-        say(str(rows))
+        say(f"peak beside them {peak / 1e12:.1f} TFLOP/s; {rows}")
         return rows
 
     def tell_kinds(self, name: str, title: str | None = None) -> None:
@@ -343,7 +364,6 @@ def targets(
 
     ours = table.get(BF16, {})
     add("bf16: x full logits", ours.get("x full logits"), at_least=RATE_TARGET)
-    add("bf16: share of peak", ours.get("share of peak"), at_least=PEAK_TARGET)
     add("bf16: GiB over weights", ours.get("GiB over weights"), at_most=MEMORY_TARGET_GIB)
     for row in mixed:
         name = row["mixed lengths"]
@@ -351,6 +371,8 @@ def targets(
         add(f"{name}: GiB over weights, mixed", row["GiB over weights"], at_most=MEMORY_TARGET_GIB)
     for row in turns:
         name = row["taking turns"]
+        if name == BF16:
+            add("bf16: share of peak", row["share of bf16 peak"], at_least=PEAK_TARGET)
         if name in FP8 and ours:
             memory = [t["GiB weights"] + t["GiB over weights"] for t in (table[name], ours)]
             add(f"{name}: x bf16", row["x bf16"], at_least=FP8_TARGET)
@@ -361,7 +383,9 @@ def targets(
 @torch.inference_mode()
 def main() -> None:
     given = arguments(
-        __doc__, profile={"action": "store_true", "help": "where the time goes, by kind of work"}
+        __doc__,
+        profile={"action": "store_true", "help": "where the time goes, by kind of work"},
+        no_mixed={"action": "store_true", "help": "leave documents of mixed lengths out"},
     )
     # TF32 would spoil the reference
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -378,7 +402,8 @@ def main() -> None:
     run.tell(title, list(run.table.values()))
     turns = run.guarded("turns", run.turns) or []
     run.tell("bf16 and fp8, taking turns", turns)
-    rows = [run.guarded(f"{n}, mixed", partial(run.of_mixed_lengths, n)) for n in run.models]
+    names = [] if given.no_mixed else [*run.models]
+    rows = [run.guarded(f"{n}, mixed", partial(run.of_mixed_lengths, n)) for n in names]
     mixed = [row for row in rows if row is not None]
     run.tell("documents of mixed lengths", mixed)
     run.tell("targets", targets(run.table, turns, mixed))

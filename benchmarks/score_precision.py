@@ -1,14 +1,16 @@
 """How far a teacher's losses depend on the arithmetic, on a real model and real text.
 
     PYTHONPATH=src python benchmarks/score_precision.py MODEL CORPUS [--student MODEL] [--json]
+        [--only fp8 --emulate]
     PYTHONPATH=src python benchmarks/score_precision.py --smoke
 
 The same documents, evenly spread over CORPUS, are scored as `vocagnolm score` does it: in bfloat16
 with compiled layers, without compiling, without compiling in batches of half the size, in fp8 (the
-decoder's layers alone, and the head as well; on a CPU only --smoke tries it, emulated), and in
-float32 (no TF32, plain attention), which is the reference. One more row is the reference rounded to
-float16, as a store keeps it: the yardstick for the rest. A row that fails says why, and the rest
-goes on.
+decoder's layers alone, and the head as well), and in float32 (no TF32, plain attention), which is
+the reference. --emulate: fp8 on a CPU, where the operands are rounded as on a GPU and
+multiplied in float32; all else is float32 there too, so that the row tells what fp8 alone does. One
+more row is the reference rounded to float16, as a store keeps it: the yardstick for the rest. A row
+that fails says why, and the rest goes on.
 
 Differences are in nats a token, `bias` is their mean. With --student, its losses (float32, the same
 for all rows) and the teacher's, carried to its tokens by maximum, choose the 40 % with the largest
@@ -24,7 +26,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,10 @@ def read_texts(corpus_path: str, documents: int, characters: int) -> list[str]:
 
 
 def teacher_of(model: str, *, dtype: str, **settings: Any) -> LocalTeacher:
-    return LocalTeacher(open_model(model, dtype=dtype), ScoreSettings(dtype=dtype, **settings))
+    files = open_model(model, dtype=dtype)
+    if dtype == "fp8" and files.device.type == "cpu":
+        files = replace(files, dtype=torch.float32)  # many a CPU has no arithmetic for bf16
+    return LocalTeacher(files, ScoreSettings(dtype=dtype, **settings))
 
 
 def both_tile(texts: list[str], models: Sequence[str]) -> list[str]:
@@ -178,6 +183,7 @@ def measure(
     context: int,
     compiled: bool,
     can_fp8: bool,
+    only: str,
 ) -> list[dict[str, Any]]:
     def scored(name: str, model: str = model, **settings: Any) -> Losses:
         teacher = teacher_of(model, context=context, **settings)
@@ -211,6 +217,8 @@ def measure(
         say(str(rows[-1]))
 
     for name, (settings, head_too) in ways.items():
+        if only not in name:
+            continue
         try:
             with head_in_fp8(head_too):
                 add(name, scored(name, **settings))
@@ -232,13 +240,13 @@ def head_in_fp8(wanted: bool) -> Iterator[None]:
         fp8.HEAD_TOO = before
 
 
-def has_fp8(smoke: bool) -> bool:
-    """On a GPU that can; --smoke emulates it on a CPU, slowly."""
+def has_fp8(emulate: bool) -> bool:
+    """On a GPU that can."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_capability() >= (9, 0)
-    if smoke:
+    if emulate:
         load.require_fp8 = lambda device: None  # type: ignore[attr-defined]
-    return smoke
+    return emulate
 
 
 def main() -> None:
@@ -254,6 +262,8 @@ def main() -> None:
     parser.add_argument(
         "--compile", action="store_true", help="also on a CPU, where scoring does not by itself"
     )
+    parser.add_argument("--emulate", action="store_true", help="fp8 on a CPU, slowly")
+    parser.add_argument("--only", default="", help="rows that have this in their name")
     parser.add_argument("--smoke", action="store_true", help="tiny random models, also on a CPU")
     parser.add_argument("--json", action="store_true", help="rows on stdout, the table on stderr")
     given = parser.parse_args()
@@ -271,7 +281,8 @@ def main() -> None:
             texts = read_texts(given.corpus, given.documents, given.characters)
         texts = both_tile(texts, [model] if student is None else [model, student])
         compiled = given.compile or torch.cuda.is_available()
-        rows = measure(model, texts, student, context, compiled, has_fp8(given.smoke))
+        can_fp8 = has_fp8(given.emulate or given.smoke)
+        rows = measure(model, texts, student, context, compiled, can_fp8, given.only)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     title = f"losses of {Path(model).name} by arithmetic, {len(texts)} documents, {device}"
     report(title, rows, given.json)

@@ -99,6 +99,7 @@ def _recipe(task: dict[str, Any], contestant: Contestant) -> Any:
             "batch_blocks": shape.blocks,
             "micro_batch": task["micro_batch"],
             "compile": contestant.compiled,
+            "bf16": CUDA,
         },
         "run": {"folder": task["run"], "save_every": 0},
     }
@@ -230,11 +231,13 @@ class Lab:
         """Every cache a start may leave, in a folder of the contestant's own."""
         (caches / "tmp").mkdir(parents=True, exist_ok=True)
         unset = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VOCAGNOLM_CACHE"}
+        unset.add("PYTHONDONTWRITEBYTECODE")  # bytecode is a cache as well
         kept = {name: value for name, value in os.environ.items() if name not in unset}
         paths = [str(self.given.third_party)] if self.given.third_party else []
         return {
             **kept,
             "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPYCACHEPREFIX": str(caches / "bytecode"),
             "XDG_CACHE_HOME": str(caches),
             "TRITON_HOME": str(caches),
             "TMPDIR": str(caches / "tmp"),

@@ -1,13 +1,14 @@
 """Where a guided training step goes, by kind of work, and what other ways of running it cost.
 
     PYTHONPATH=src python benchmarks/train_profile.py [--shapes NAME,...] [--only NAME,...]
-        [--steps 10] [--documents] [--no-profile] [--no-variants] [--seconds 420] [--json] [--smoke]
+        [--steps 10] [--documents] [--no-profile] [--no-variants] [--seconds 420] [--trace FOLDER]
+        [--json] [--smoke]
 
 The students of `train_gpu.py`: SmolLM2-135M's shape at 32 x 2,048 tokens and TinyLlama at
 8 x 2,048, fp32 weights, bf16 autocast. The profile is of `vocagnolm train` itself (its Trainer,
 blocks and metrics) over a few steps behind the warm-up; `gaps` is time in which no kernel runs.
 --documents profiles with `data.document_mask`: the names of the kernels tell which attention that
-ends in.
+ends in. --trace keeps the profile's trace there, for a viewer of traces.
 
 The variants are steps of the same work in a plain loop, one change each against `baseline`
 (compiled layers, the attention that torch chooses, the whole step as one micro-batch, fused AdamW,
@@ -18,12 +19,13 @@ same to 1e-3. Rows are printed as they come in; one that fails says why and the 
 """
 
 import contextlib
+import gzip
 import json
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,7 @@ def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, 
             "batch_blocks": shape.blocks,
             "micro_batch": shape.blocks,
             "compile": CUDA,
+            "bf16": CUDA,
         },
         "run": {"folder": str(lab / "run"), "save_every": 0},
     }
@@ -122,6 +125,9 @@ def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, 
     accelerator.clip_grad_norm_ = in_range(CLIPPING, accelerator.clip_grad_norm_)
     with marked_head():
         trainer.train()
+    if given.trace:
+        kept = Path(given.trace) / f"{shape.name}.json.gz"
+        kept.write_bytes(gzip.compress((lab / "trace.json").read_bytes(), 1))
     found, whole = by_kind(json.loads((lab / "trace.json").read_text()))
     return [{"shape": shape.name, **row} for row in table(found, whole, steps)]
 
@@ -139,6 +145,10 @@ class Variant:
     attention: str = "sdpa"
     backend: SDPBackend | None = None
     documents: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of Inductor."""
+    narrow: bool = False
+    """The stream of hidden states in bf16 instead of float32."""
     fused: bool = True
     wait_every: int = 1
     against: str | None = "baseline"
@@ -170,6 +180,10 @@ VARIANTS = {
     "decoder-reduce-overhead": Variant(compiled="decoder", mode="reduce-overhead", wait_every=10),
     "layers-max-autotune": Variant(mode="max-autotune-no-cudagraphs"),
     "decoder-max-autotune": Variant(compiled="decoder", mode="max-autotune-no-cudagraphs"),
+    "micro-8-reduce-overhead": Variant(micro_batch=8, mode="reduce-overhead"),
+    "micro-8-cpp": Variant(micro_batch=8, options={"cpp_wrapper": True}),
+    "layers-tuned": Variant(options={"coordinate_descent_tuning": True}),
+    "narrow": Variant(narrow=True),
     "not-compiled": Variant(compiled="nothing"),
 }
 """In the order of their importance."""
@@ -184,6 +198,10 @@ class Loop:
         model.set_attn_implementation(variant.attention)
         model.train()
         self.model, self.form = model, head_form(model)
+        if variant.narrow:
+            model.get_input_embeddings().register_forward_hook(
+                lambda module, ids, hidden: hidden.bfloat16()
+            )
         micro = variant.micro_batch or shape.blocks
         self.rows = max(micro, shape.blocks) // micro * micro
         g = torch.Generator().manual_seed(0)
@@ -209,7 +227,9 @@ class Loop:
         if not CUDA or variant.compiled == "nothing":
             return
         prepare_compiler()
-        options = {"mode": variant.mode} if variant.mode else {}
+        options: dict[str, Any] = {"mode": variant.mode} if variant.mode else {}
+        if variant.options:
+            options["options"] = variant.options
         if variant.compiled == "decoder":
             self.model.model.compile(**options)
             return
@@ -308,6 +328,7 @@ def main() -> None:
         no_profile={"action": "store_true"},
         no_variants={"action": "store_true"},
         seconds={"type": float, "default": 420.0, "help": "nothing is begun after that"},
+        trace={"default": "", "help": "a folder for the profile's trace"},
     )
     began = time.time()
     steps = 2 if given.smoke else given.steps

@@ -42,6 +42,7 @@ from profile_kinds import (
         ("void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda>", COPIES),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_2", ELEMENTWISE),
         ("triton_poi_fused_mul_silu_1", ELEMENTWISE),
+        ("triton_red_fused__scaled_mm_abs_amax_clamp_div_3", ELEMENTWISE),
         ("aten::silu", ELEMENTWISE),
     ],
 )

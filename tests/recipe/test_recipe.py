@@ -82,7 +82,7 @@ def test_overrides_and_yaml_numbers(tmp_path):
         ("data.part_documents=0", "at least 1"),
         ("corpus.limit_documents=0", "at least 1 or null"),
         ("train.loader_workers=-1", "at least 0"),
-        ("student.attention=nope", "expected one of eager, sdpa"),
+        ("student.attention=nope", "expected one of auto, eager, sdpa"),
         ("data.extra_columns=[txt]", "expected one of text, teacher_losses"),
     ],
 )

@@ -6,6 +6,7 @@ other shapes share one graph with symbolic sizes, which is always compiled for t
 """
 
 import contextlib
+import importlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -46,6 +47,13 @@ def prepare_compiler() -> None:
     with contextlib.suppress(OSError):  # a home that cannot be written: torch's choice stays
         folder.mkdir(parents=True, exist_ok=True)
         os.environ[_GRAPH_FOLDER] = str(folder)
+
+
+def load_compiler() -> None:
+    """torch imports it when it is first needed, which takes seconds: for a thread beside the start
+    of a command."""
+    prepare_compiler()
+    importlib.import_module("torch._inductor.compile_fx")
 
 
 def compiling_seconds() -> float:

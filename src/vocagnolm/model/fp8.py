@@ -16,8 +16,9 @@ from vocagnolm.errors import UsageError
 from vocagnolm.model.compiled import find_layers
 from vocagnolm.objective.rows import Transform, row_operations
 
-HEAD_TOO = False
-"""Whether `--dtype fp8` means the head's product as well as the decoder's."""
+HEAD_TOO = True
+"""Whether `--dtype fp8` means the head's product as well as the decoder's: a head in bfloat16 buys
+back a quarter of what fp8 changes in a selection, and costs 6 % of the rate."""
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max

@@ -10,7 +10,9 @@ from pydantic import Field
 from vocagnolm.methods import MethodName
 from vocagnolm.recipe.schema import Number, Schema, key
 
-Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+Attention = Literal[
+    "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
+]
 HubKernel = Annotated[str, Field(pattern=r".+/.+")]
 
 
@@ -34,8 +36,10 @@ class StudentSection(Schema):
         "dtype of the weights; with train.bf16 the arithmetic is bfloat16 anyway", "float32"
     )
     attention: Attention | HubKernel | None = key(
-        "attention implementation of transformers, or a kernel of the hub (owner/name); default: "
-        "its choice"
+        "attention implementation of transformers, or a kernel of the hub (owner/name); auto: "
+        "transformers' choice, and on a GPU flex_attention where blocks hold documents apart; "
+        "null: transformers' choice",
+        "auto",
     )
     bits_per_byte: Number | None = key(
         "its bits per byte on this kind of text, where they are known; otherwise `check` and "

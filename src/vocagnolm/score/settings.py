@@ -42,7 +42,7 @@ class ScoreSettings:
     """auto, cpu or cuda."""
     dtype: str = "auto"
     """auto (float32 on a CPU, the model's half precision on a GPU), float32, bfloat16, float16, or
-    fp8: the decoder's products in e4m3, the rest in bfloat16, on Hopper and newer."""
+    fp8: the products of decoder and head in e4m3, the rest in bfloat16, on Hopper and newer."""
     context: int | None = None
     """Longest window in tokens; 2048, or less where the model ends earlier."""
     stride: int | None = None

@@ -14,7 +14,7 @@ from vocagnolm.train.arguments import objective_config, uses_accelerator
 from vocagnolm.train.collate import BlockCollator
 from vocagnolm.train.online import OnlineTeacher, TeacherView
 from vocagnolm.train.schedule import Schedule
-from vocagnolm.train.student import add_lora, build_student, compile_layers
+from vocagnolm.train.student import add_lora, build_student, choose_attention, compile_layers
 from vocagnolm.train.trainer import GuidedTrainer
 from vocagnolm.train.vocabulary import refuse_other_vocabulary
 
@@ -37,6 +37,7 @@ def build_trainer(
             f"{max(vocabulary.values()):,}. They do not belong together."
         )
     model = add_lora(student, recipe.lora)
+    documents = recipe.data.document_mask or blocks.conversations
     order = TrainingOrder(blocks, schedule.steps * schedule.batch_blocks, recipe.run.seed)
     dataset: Any = order
     teacher = None
@@ -46,14 +47,16 @@ def build_trainer(
         model,
         arguments,
         objective=objective_config(recipe),
-        data_collator=BlockCollator(recipe.data.document_mask or blocks.conversations),
+        data_collator=BlockCollator(documents),
         train_dataset=dataset,
         teacher=teacher,
         keep_checkpoints=recipe.run.keep_checkpoints,
         router_loss=recipe.train.router_loss,
         within_machines=recipe.train.parallel == "hsdp",
     )
-    if recipe.train.compile:  # after the probes of the head, which have another shape
+    # after the probes of the head, which have another shape
+    choose_attention(student, recipe, documents=documents)
+    if recipe.train.compile:
         compile_layers(student)
     return trainer
 

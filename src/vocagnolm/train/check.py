@@ -33,6 +33,7 @@ from vocagnolm.files import address_of
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
 from vocagnolm.store.strength import best_store, teacher_warning
+from vocagnolm.train.advice import slow_arithmetic
 from vocagnolm.train.arguments import training_arguments
 from vocagnolm.train.check_report import CheckReport, Found
 from vocagnolm.train.checkpoint import newest_complete
@@ -327,6 +328,8 @@ def _schedule(recipe: Recipe, report: CheckReport, processes: int, found: Found)
             f"optimizer.warmup_steps = {recipe.optimizer.warmup_steps} is the whole run "
             f"({schedule.steps} steps)."
         )
+    if advice := slow_arithmetic(recipe):
+        report.warnings.append(advice)
     if recipe.run.folder:
         training_arguments(recipe, schedule)  # what transformers refuses of them
     return schedule

@@ -45,10 +45,12 @@ from vocagnolm.files import (
     whole_folder,
 )
 from vocagnolm.locks import folder_lock
+from vocagnolm.model.compiled import load_compiler
 from vocagnolm.processes import Ranks
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
 from vocagnolm.store.strength import best_store, teacher_warning
+from vocagnolm.train.advice import room_left, slow_arithmetic
 from vocagnolm.train.arguments import training_arguments, uses_accelerator
 from vocagnolm.train.build import build_trainer
 from vocagnolm.train.card import model_card
@@ -103,11 +105,13 @@ def train(
         found = read_run(folder)
         if found.get("finished"):
             return run_summary(folder, already=True)
-        with ThreadPoolExecutor(1) as loader:  # the student, while the blocks are read
-            whole = recipe.train.parallel == "ddp"
-            loading = loader.submit(build_student, recipe) if whole else None
-            blocks = open_blocks(recipe, verify=is_main())
-            clock.end("start")
+        loader = held.enter_context(ThreadPoolExecutor(2))  # while the blocks are read
+        whole = recipe.train.parallel == "ddp"
+        loading = loader.submit(build_student, recipe) if whole else None
+        if recipe.train.compile:
+            loader.submit(load_compiler)
+        blocks = open_blocks(recipe, verify=is_main())
+        clock.end("start")
         student = None if loading is None else loading.result()
         fingerprint = blocks.manifest["fingerprint"]
         refuse_other_run(folder, recipe, found, fingerprint)
@@ -151,6 +155,8 @@ def _train(run: Run, *, quiet: bool, restart: bool) -> dict[str, Any]:
         metrics.append(record)
         if clock.step():
             console.say(f"the first step was made after {clock.first_step:,.1f} s")
+            if advice := room_left(schedule):
+                console.say(advice)
         console.step(record)
 
     def choose_micro_batch() -> None:
@@ -177,6 +183,8 @@ def _train(run: Run, *, quiet: bool, restart: bool) -> dict[str, Any]:
             console.start(resumed.step)
         if resumed.step == 0 and recipe.student.model is not None:
             _warn_of_teacher(recipe, trainer, console)
+        if advice := slow_arithmetic(recipe):
+            console.say(f"warning: {advice}")
     clock.end("measuring")
     try:
         trainer.train(resume_from_checkpoint=str(resumed.path) if resumed.path else None)

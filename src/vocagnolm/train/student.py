@@ -13,7 +13,10 @@ from vocagnolm.errors import MissingExtraError, TrainingError
 from vocagnolm.model.compiled import find_layers, prepare_compiler
 from vocagnolm.model.load import DTYPES, load_causal_lm
 from vocagnolm.recipe import LoraSection, Recipe
+from vocagnolm.train.arguments import uses_accelerator
 
+# Rows and columns of a mask are taken together in squares of this size.
+_FLEX_TILE = 128
 # What makes up a tokenizer in a model folder.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -43,10 +46,19 @@ def build_student(recipe: Recipe) -> PreTrainedModel:
         model = model_from_config(section.config, DTYPES[section.dtype])
     else:
         raise TrainingError("The recipe names no student: set student.model or student.config.")
-    if section.attention is not None:
+    if section.attention not in (None, "auto"):
         model.set_attn_implementation(section.attention)
     model.train().requires_grad_(True)
     return model
+
+
+def choose_attention(model: PreTrainedModel, recipe: Recipe, *, documents: bool) -> None:
+    """`student.attention: auto`. A mask of documents keeps torch from its fast kernels; flex
+    attention passes over what the mask hides."""
+    wanted = recipe.student.attention == "auto" and documents and uses_accelerator(recipe)
+    tiles = recipe.data.block_size % _FLEX_TILE == 0
+    if wanted and tiles and getattr(model, "_supports_flex_attn", False):
+        model.set_attn_implementation("flex_attention")
 
 
 def forget_quantisation(model: PreTrainedModel) -> None:
