@@ -8,6 +8,7 @@ other shapes share one graph with symbolic sizes, which is always compiled for t
 import contextlib
 import importlib
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -49,11 +50,12 @@ def prepare_compiler() -> None:
         os.environ[_GRAPH_FOLDER] = str(folder)
 
 
-def load_compiler() -> None:
-    """torch imports it when it is first needed, which takes seconds: for a thread beside the start
-    of a command."""
+def import_compiler_meanwhile() -> None:
+    """torch imports its compiler when it is first needed, which takes seconds: in a thread of its
+    own, while a command still loads weights."""
     prepare_compiler()
-    importlib.import_module("torch._inductor.compile_fx")
+    module = "torch._inductor.compile_fx"
+    threading.Thread(target=importlib.import_module, args=(module,)).start()
 
 
 def compiling_seconds() -> float:

@@ -15,6 +15,7 @@ from vocagnolm.alignment import TextTokenizer, TokenSpans
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.errors import ScoreError, TilingError, UsageError
 from vocagnolm.model import fp8
+from vocagnolm.model.compiled import import_compiler_meanwhile
 from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.nll import NllModel
 from vocagnolm.model.windows import LENGTH_STEP
@@ -201,6 +202,8 @@ class LocalTeacher:
 
     @cached_property
     def _model(self) -> NllModel:
+        if self.compiled:
+            import_compiler_meanwhile()
         return NllModel(
             self._files.load(self.shards),
             context=self.context,

@@ -45,7 +45,7 @@ from vocagnolm.files import (
     whole_folder,
 )
 from vocagnolm.locks import folder_lock
-from vocagnolm.model.compiled import load_compiler
+from vocagnolm.model.compiled import import_compiler_meanwhile
 from vocagnolm.processes import Ranks
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
@@ -105,13 +105,13 @@ def train(
         found = read_run(folder)
         if found.get("finished"):
             return run_summary(folder, already=True)
-        loader = held.enter_context(ThreadPoolExecutor(2))  # while the blocks are read
-        whole = recipe.train.parallel == "ddp"
-        loading = loader.submit(build_student, recipe) if whole else None
         if recipe.train.compile:
-            loader.submit(load_compiler)
-        blocks = open_blocks(recipe, verify=is_main())
-        clock.end("start")
+            import_compiler_meanwhile()
+        with ThreadPoolExecutor(1) as loader:  # the student, while the blocks are read
+            whole = recipe.train.parallel == "ddp"
+            loading = loader.submit(build_student, recipe) if whole else None
+            blocks = open_blocks(recipe, verify=is_main())
+            clock.end("start")
         student = None if loading is None else loading.result()
         fingerprint = blocks.manifest["fingerprint"]
         refuse_other_run(folder, recipe, found, fingerprint)
