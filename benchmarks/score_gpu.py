@@ -13,7 +13,7 @@ power it may lowers its clock, and the peak of a short burst is not that of a da
 with cuDNN's attention instead of torch's own choice. --profile adds where the time of a batch goes,
 by kind of work.
 
-Targets: at least 1.15 x the tokens/s of full logits, at least 85 % of the matmul peak beside it, at
+Targets: at least 1.15 x the tokens/s of full logits, at least 85 % of the measured matmul peak, at
 most 3 GiB over the weights; mixed lengths at least 85 % of the packed rate; fp8 at least 1.5 x
 bf16, with no more memory; the same documents give the same bits. Errors are against a float32 head
 on the hidden states of bf16. A contestant that fails says why, and the rest goes on.
@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from kinds import profiled
 from measure import (
     GIB,
@@ -42,8 +41,8 @@ from measure import (
     side_by_side,
     synchronise,
 )
+from teachers import build, exact_head, flops_per_token, full_logits, mixed_lengths, teacher_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, Qwen2Config
 
 from vocagnolm.model import fp8
 from vocagnolm.model.fp8 import Fp8Linear, to_fp8
@@ -58,79 +57,6 @@ PRODUCTS = "large products"
 CUDNN = "the same, cuDNN's attention"  # torch prefers FlashAttention 2
 FP8 = {"fp8 layers, bf16 head": False, "fp8 layers and head": True}  # name -> the head too
 STARTED = time.perf_counter()
-# Every 4th percentile of document lengths in tokens: nLab, 2,210 documents, mean 1,589. The
-# longest is cut to 40,000: one document of 181,391 would be a tenth of the work.
-LENGTH_QUANTILES = (
-    *(1, 18, 45, 102, 153, 187, 226, 269, 307, 358, 416, 482, 550, 626, 733, 833, 966, 1108),
-    *(1287, 1510, 1797, 2220, 2965, 3995, 6384, 40000),
-)
-
-
-def teacher_config(smoke: bool) -> Qwen2Config:
-    small: dict[str, Any] = {
-        "vocab_size": 640,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    large: dict[str, Any] = {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    }
-    shape = small if smoke else large
-    return Qwen2Config(
-        **shape, max_position_embeddings=4096, tie_word_embeddings=False, use_cache=False
-    )
-
-
-def build(config: Qwen2Config) -> Any:
-    torch.manual_seed(0)
-    # bf16 on a CPU can be very slow
-    dtype = torch.bfloat16 if CUDA else torch.float32
-    with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval().requires_grad_(False)
-
-
-def flops_per_token(model: Any, length: int) -> float:
-    """Forward: two per weight outside the embeddings, and causal attention."""
-    config = model.config
-    weights = sum(p.numel() for n, p in model.named_parameters() if "embed_tokens" not in n)
-    attention = 2 * config.num_hidden_layers * length * config.hidden_size
-    return float(2 * weights + attention)
-
-
-def mixed_lengths(documents: int, scale: float) -> list[int]:
-    """Lengths with the corpus's quantiles, in a fixed random order."""
-    draw = np.random.default_rng(0)
-    places = draw.random(documents) * (len(LENGTH_QUANTILES) - 1)
-    lengths = np.interp(places, np.arange(len(LENGTH_QUANTILES)), LENGTH_QUANTILES)
-    whole: list[int] = np.maximum(2, lengths * scale).astype(int).tolist()
-    return whole
-
-
-def full_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    logits = model(input_ids=ids, use_cache=False).logits
-    flat = logits[:, :-1].float().flatten(0, 1)
-    return F.cross_entropy(flat, ids[:, 1:].flatten(), reduction="none")
-
-
-def exact_head(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """float32 products of the model's own hidden states, a few tokens at a time."""
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
-    labels = ids[:, 1:].flatten()
-    weight = model.lm_head.weight.float()
-    parts = [
-        F.cross_entropy(h.float() @ weight.T, y, reduction="none")
-        for h, y in zip(hidden.split(512), labels.split(512), strict=True)
-    ]
-    return torch.cat(parts)
 
 
 def say(text: str) -> None:
@@ -297,7 +223,8 @@ class Benchmark:
                 "ms": ms,
                 "tokens/s": self.tokens / ms * 1e3,
                 "x bf16": found[BF16] / ms if BF16 in found else None,
-                "share of bf16 peak": self.tokens / ms * 1e3 * self.flops / peak,
+                "share of peak": self.tokens / ms * 1e3 * self.flops / self.peak,
+                "share beside": self.tokens / ms * 1e3 * self.flops / peak,
             }
             for name, ms in found.items()
         ]
@@ -364,6 +291,7 @@ def targets(
 
     ours = table.get(BF16, {})
     add("bf16: x full logits", ours.get("x full logits"), at_least=RATE_TARGET)
+    add("bf16: share of peak", ours.get("share of peak"), at_least=PEAK_TARGET)
     add("bf16: GiB over weights", ours.get("GiB over weights"), at_most=MEMORY_TARGET_GIB)
     for row in mixed:
         name = row["mixed lengths"]
@@ -372,7 +300,7 @@ def targets(
     for row in turns:
         name = row["taking turns"]
         if name == BF16:
-            add("bf16: share of peak", row["share of bf16 peak"], at_least=PEAK_TARGET)
+            add("bf16: share of the peak beside it", row["share beside"], at_least=PEAK_TARGET)
         if name in FP8 and ours:
             memory = [t["GiB weights"] + t["GiB over weights"] for t in (table[name], ours)]
             add(f"{name}: x bf16", row["x bf16"], at_least=FP8_TARGET)
@@ -389,7 +317,7 @@ def main() -> None:
     )
     # TF32 would spoil the reference
     torch.backends.cuda.matmul.allow_tf32 = False
-    peak = matmul_peak() if CUDA else float("nan")
+    peak = matmul_peak()
     say(f"matmul peak {peak / 1e12:.1f} TFLOP/s")
     run = Benchmark(given.smoke, peak, given.profile, given.json)
     check = run.guarded("fp8 kernel", partial(kernel_check, given.smoke)) or []

@@ -230,8 +230,10 @@ class Lab:
     def _environment(self, caches: Path) -> dict[str, str]:
         """Every cache a start may leave, in a folder of the contestant's own."""
         (caches / "tmp").mkdir(parents=True, exist_ok=True)
-        unset = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VOCAGNOLM_CACHE"}
-        unset.add("PYTHONDONTWRITEBYTECODE")  # bytecode is a cache as well
+        unset = {
+            *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VOCAGNOLM_CACHE"),
+            "PYTHONDONTWRITEBYTECODE",  # bytecode is a cache as well
+        }
         kept = {name: value for name, value in os.environ.items() if name not in unset}
         paths = [str(self.given.third_party)] if self.given.third_party else []
         return {

@@ -140,6 +140,18 @@ def make_lab(folder: Path, count: int = 60) -> list[str]:
     return texts
 
 
+def built_trainer(settings: dict[str, Any]) -> Any:
+    """As `vocagnolm train` builds it, not trained yet."""
+    from vocagnolm.recipe import recipe_from_dict
+    from vocagnolm.train import arguments, build, launcher, run, schedule
+
+    recipe = recipe_from_dict(settings)
+    blocks = run.open_blocks(recipe)
+    plan = schedule.plan_schedule(recipe, len(blocks), launcher.world_size())
+    given = arguments.training_arguments(recipe, plan)
+    return build.build_trainer(recipe, blocks, plan, given)
+
+
 def run_processes(
     target: Any, count: int, *arguments: Any, machines: int = 1, timeout: float = 120.0
 ) -> None:

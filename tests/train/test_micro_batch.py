@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from training_kit import recipe_dict, run_processes
+from training_kit import built_trainer, recipe_dict, run_processes
 
 from vocagnolm.errors import RecipeError, TrainingError
 from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.train import arguments, micro_batch, run, schedule
+from vocagnolm.train import micro_batch, schedule
 from vocagnolm.train.check import check
 from vocagnolm.train.folder import read_run
 from vocagnolm.train.metrics_file import read_metrics
@@ -52,17 +52,9 @@ def tree(lab, folder, **sections):
     )
 
 
-def built(settings):
-    recipe = recipe_from_dict(settings)
-    blocks = run.open_blocks(recipe)
-    plan = schedule.plan_schedule(recipe, len(blocks))
-    given = arguments.training_arguments(recipe, plan)
-    return run.build_trainer(recipe, blocks, plan, given)
-
-
 @pytest.mark.parametrize("scope", ["batch", "global"])
 def test_a_measurement_leaves_nothing_behind(lab, tmp_path, scope):
-    trainer = built(tree(lab, tmp_path / "run", objective={"scope": scope}))
+    trainer = built_trainer(tree(lab, tmp_path / "run", objective={"scope": scope}))
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     state = torch.get_rng_state()
     found = find_micro_batch(trainer, 16)
@@ -76,7 +68,7 @@ def test_a_measurement_leaves_nothing_behind(lab, tmp_path, scope):
 
 
 def test_no_room_is_no_end_unless_there_is_none_at_all(lab, tmp_path, monkeypatch):
-    trainer = built(tree(lab, tmp_path / "run"))
+    trainer = built_trainer(tree(lab, tmp_path / "run"))
     original, limit = trainer.try_pass, [4]
 
     def try_pass(batch):

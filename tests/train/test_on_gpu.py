@@ -1,14 +1,12 @@
 """Training on a GPU is training on a CPU, sooner; the host does not wait for it."""
 
-import copy
-
 import pytest
 import torch
-from training_kit import LLAMA, recipe_dict
+from training_kit import LLAMA, built_trainer, recipe_dict
 
 from vocagnolm.errors import TrainingError
 from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.train import arguments, micro_batch, run, schedule
+from vocagnolm.train import micro_batch, run
 from vocagnolm.train.forward import causal_lm_of
 from vocagnolm.train.metrics_file import read_metrics
 
@@ -28,13 +26,6 @@ def tree(lab, folder, device="cuda", **sections):
         run={"folder": str(folder), "save_every": 4, "log_every": 5},
         **sections,
     )
-
-
-def built(settings):
-    recipe = recipe_from_dict(settings)
-    blocks = run.open_blocks(recipe)
-    plan = schedule.plan_schedule(recipe, len(blocks))
-    return run.build_trainer(recipe, blocks, plan, arguments.training_arguments(recipe, plan))
 
 
 @pytest.mark.parametrize(
@@ -87,14 +78,14 @@ def test_documents_apart_by_flex_attention(lab, tmp_path):
         run.train(recipe_from_dict(settings), quiet=True)
         settings["run"]["folder"] = str(tmp_path / "other")
         expected = "flex_attention" if attention else "sdpa"
-        assert causal_lm_of(built(settings).model).config._attn_implementation == expected
+        assert causal_lm_of(built_trainer(settings).model).config._attn_implementation == expected
         records = read_metrics(tmp_path / str(attention) / "metrics.jsonl")
         found[attention] = [r["loss"] for r in records]
     assert found["auto"] == pytest.approx(found[None], rel=1e-3)
 
 
 def test_a_loss_that_is_not_finite_is_passed_over(lab, tmp_path):
-    trainer = built(tree(lab, tmp_path / "run", optimizer={"name": "adamw_torch_fused"}))
+    trainer = built_trainer(tree(lab, tmp_path / "run", optimizer={"name": "adamw_torch_fused"}))
     assert trainer.read_behind == 1
     before = {}
 
@@ -124,7 +115,7 @@ def test_a_loss_that_is_not_finite_is_passed_over(lab, tmp_path):
 )
 def test_a_step_does_not_wait(lab, tmp_path, objective):
     """By CUDA's own account, from the first pass to the end of the step."""
-    trainer = built(
+    trainer = built_trainer(
         tree(
             lab,
             tmp_path / "run",
@@ -162,14 +153,14 @@ def test_a_step_does_not_wait(lab, tmp_path, objective):
 
 def test_a_micro_batch_that_has_no_room(lab, tmp_path):
     """A real end of the device's memory, after which a smaller one is tried and trains."""
-    wide = {**copy.deepcopy(LLAMA), "hidden_size": 1024, "intermediate_size": 4096}
+    wide = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096}
     settings = tree(
         lab,
         tmp_path / "run",
         student={"config": wide},
         train={"batch_blocks": 64, "micro_batch": "auto", "tokens": 2 * 64 * 32},
     )
-    trainer = built(settings)
+    trainer = built_trainer(settings)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     weights = sum(p.nbytes for p in trainer.model.parameters())

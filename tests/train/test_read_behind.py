@@ -5,15 +5,14 @@ import functools
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_kit import recipe_dict, run_processes
+from training_kit import built_trainer, recipe_dict, run_processes
 
 from vocagnolm.errors import TrainingError
 from vocagnolm.objective import ObjectiveConfig, Targets, count_kept, select
 from vocagnolm.objective.selection import ScoredBatch
 from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.train import arguments, run, schedule
+from vocagnolm.train import run
 from vocagnolm.train.collate import token_counts
-from vocagnolm.train.launcher import world_size
 from vocagnolm.train.metrics_file import read_metrics
 from vocagnolm.train.trainer import GuidedTrainer
 
@@ -39,14 +38,9 @@ def train_behind(settings, behind):
         run.GuidedTrainer = original
 
 
-def built(settings, **more) -> GuidedTrainer:
-    recipe = recipe_from_dict(settings)
-    blocks = run.open_blocks(recipe)
-    plan = schedule.plan_schedule(recipe, len(blocks), world_size())
-    given = arguments.training_arguments(recipe, plan)
-    trainer = run.build_trainer(recipe, blocks, plan, given)
-    for name, value in more.items():
-        setattr(trainer, name, value)
+def built(settings, read_behind) -> GuidedTrainer:
+    trainer = built_trainer(settings)
+    trainer.read_behind = read_behind
     return trainer
 
 

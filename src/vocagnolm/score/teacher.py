@@ -1,9 +1,8 @@
 """What scoring asks of a teacher, and the teacher that is a model in this process."""
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from vocagnolm.model import fp8
 from vocagnolm.model.compiled import import_compiler_meanwhile
 from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.nll import NllModel
+from vocagnolm.model.threads import torch_threads
 from vocagnolm.model.windows import LENGTH_STEP
 from vocagnolm.score.settings import (
     CPU_BATCH_TOKENS,
@@ -191,7 +191,7 @@ class LocalTeacher:
         on_tokens: Callable[[int], None] | None = None,
     ) -> Callable[[], list[np.ndarray]]:
         try:
-            with _threads(self.threads):
+            with torch_threads(self.threads):
                 return self._model.start([d.ids for d in documents], on_tokens)
         except torch.OutOfMemoryError as error:
             raise ScoreError(
@@ -219,16 +219,6 @@ class LocalTeacher:
             return self._tokenizer.spans(text)
         except TilingError as error:
             return f"does not tile: {error}"
-
-
-@contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _processors() -> int:
