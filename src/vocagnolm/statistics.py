@@ -70,6 +70,16 @@ def paired_t_p(differences: NDArray[np.float64]) -> float:
     return float(_scipy_stats().ttest_1samp(differences, 0.0).pvalue)
 
 
+def paired_interval(differences: NDArray[np.float64]) -> tuple[float, float] | None:
+    """95 % of Student's t for the mean of paired differences; None for a single one."""
+    if len(differences) < 2:
+        return None
+    if np.std(differences) == 0:
+        return float(differences[0]), float(differences[0])
+    found = _scipy_stats().ttest_1samp(differences, 0.0).confidence_interval(0.95)
+    return float(found.low), float(found.high)
+
+
 def mcnemar_exact(only_first: int, only_second: int) -> float:
     """Two-sided exact p-value: of the questions that one model alone got right, is the split
     between the two like that of a fair coin?"""

@@ -12,8 +12,11 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
-from vocagnolm.model import compiled
+from vocagnolm.errors import ScoreError
+from vocagnolm.model import compiled, nll, open_model
+from vocagnolm.model.nll import NllModel
 from vocagnolm.score import score_corpus
+from vocagnolm.score.teacher import LocalTeacher
 from vocagnolm.score.times import Times
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -64,6 +67,26 @@ def test_compiling_is_told_apart(tmp_path, monkeypatch):
     summary = score_corpus(save_teacher(tmp_path / "t"), corpus, tmp_path / "s", settings=settings)
     assert summary.times.compiling >= 0.3
     assert summary.times.scoring == summary.seconds
+
+
+def test_a_teacher_that_is_loaded_has_gone_through_its_head_once(tmp_path, monkeypatch):
+    """What a device does at the first use of a kernel belongs to loading; and it runs out of memory
+    there with the same advice."""
+    passes = []
+    monkeypatch.setattr(NllModel, "rows_nll", lambda self, ids, *_: passes.append(ids) or ids[0])
+    monkeypatch.setattr(nll, "compile_layers", lambda *_: True)
+    settings = dataclasses.replace(SETTINGS, compiled=True)
+    teacher = LocalTeacher(open_model(save_teacher(tmp_path / "t"), device="cpu"), settings)
+    teacher.load()
+    teacher.load()
+    assert len(passes) == 1
+
+    def too_large(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(NllModel, "rows_nll", too_large)
+    with pytest.raises(ScoreError, match="smaller --batch-tokens"):
+        LocalTeacher(open_model(str(tmp_path / "t"), device="cpu"), settings).load()
 
 
 def _slowly_compiled(real):

@@ -8,7 +8,14 @@ import pytest
 
 from vocagnolm import statistics
 from vocagnolm.errors import MissingExtraError
-from vocagnolm.statistics import compare_means, mean_error, paired_t_p, sign_flip_p, wilson_lower
+from vocagnolm.statistics import (
+    compare_means,
+    mean_error,
+    paired_interval,
+    paired_t_p,
+    sign_flip_p,
+    wilson_lower,
+)
 from vocagnolm.study.rows import average_accuracy, compare_rows
 from vocagnolm.study.selection import matched_guidance
 
@@ -20,6 +27,14 @@ def test_paired_t_matches_the_printed_tables(t: float, n: int, p: float) -> None
     values = np.linspace(-1, 1, n)
     shift = t * np.std(values, ddof=1) / math.sqrt(n)
     assert paired_t_p(values + shift) == pytest.approx(p, rel=1e-4)
+
+
+def test_paired_interval_reaches_as_far_as_the_printed_t() -> None:
+    low, high = paired_interval(np.array([1.0, 2.0, 3.0])) or (0, 0)
+    reach = 4.302653 / math.sqrt(3)
+    assert (low, high) == pytest.approx((2 - reach, 2 + reach), rel=1e-6)
+    assert paired_interval(np.array([1.0])) is None
+    assert paired_interval(np.array([1.0, 1.0])) == (1.0, 1.0)
 
 
 def test_errors_and_intervals_of_shares() -> None:

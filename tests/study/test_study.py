@@ -67,10 +67,14 @@ def test_table_has_all_rows_and_comparisons(finished: Laboratory, tmp_path: Path
     assert all(
         set(row["bits_per_byte"]) == {"gsm8k", "math", "nlab", "openstax"} for row in table["rows"]
     )
+    (bits,) = [c["bits_per_byte"] for c in table["comparisons"] if c["b"] == "cpt"]
+    means = {row["row"]: row["bits_per_byte"]["math"]["mean"] for row in table["rows"]}
+    assert bits["math"]["difference"] == pytest.approx(means["guided-qwen"] - means["cpt"])
     assert len(table["tuning"]) == 4
     assert table["teachers"]["qwen"]["bits_per_byte"] > 0
     text = markdown(table)
     assert "guided by Qwen, 40 %" in text and "p (questions)" in text
+    assert f"| guided-qwen - cpt | {bits['gsm8k']['difference']:+.4f} (" in text
     from vocagnolm.study.figure import draw
 
     assert draw(table, finished.study.figure, tmp_path / "figure.svg").stat().st_size > 0

@@ -131,7 +131,7 @@ class NllModel:
                 f"token id {largest} is outside the model's {self.vocabulary_rows:,} embedding "
                 "rows: the tokenizer does not belong to this model."
             )
-        self._warm_up()
+        self.warm_up()
         batches = self.plan([len(ids) for ids in documents])
         arriving: list[Arriving] = []
         for batch in batches:
@@ -200,13 +200,17 @@ class NllModel:
             return head.token_nll(hidden, labels, self.form.transform(head.bias), chunk)
         return token_nll(hidden, self.form.head(self.model), labels, part=self.part)
 
-    def _warm_up(self) -> None:
-        """The graph for all other shapes is made for one example, whatever comes first."""
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Once, before the first documents. The graph for all other shapes is made for one example,
+        whatever comes first; and a device loads its kernels when they are first used."""
         if self._warm:
             return
         self._warm = True
         shape = (self._full_rows + 1, max(2, self.context // 2))
-        last_hidden(self.model, torch.zeros(shape, dtype=torch.int64, device=self.model.device))
+        zeros = torch.zeros(shape, dtype=torch.int64, device=self.model.device)
+        positions = torch.arange(zeros.numel(), device=self.model.device)
+        Arriving(self.rows_nll(zeros, positions, zeros.flatten())).numpy()
 
 
 def _sent(values: np.ndarray, device: torch.device) -> Tensor:

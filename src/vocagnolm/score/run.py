@@ -263,11 +263,13 @@ def _work_here(
 
     with Worker(plan, teacher, writer, writes) as worker:
         worker.read_ahead(numbers[0])
+        before = compiling_seconds()
         teacher.load()
-        started, compiled = time.perf_counter(), compiling_seconds()
+        started, loaded = time.perf_counter(), compiling_seconds()
         for number, ahead in itertools.zip_longest(numbers, numbers[1:]):
             scored += worker.begin(number, ahead, note)
             note(Scored())
         worker.settle()
-    compiling = compiling_seconds() - compiled
-    return Done(scored.tokens, time.perf_counter() - started - compiling, compiling)
+    compiled = compiling_seconds()
+    seconds = time.perf_counter() - started - (compiled - loaded)
+    return Done(scored.tokens, seconds, compiled - before)

@@ -1,8 +1,9 @@
 """What scoring asks of a teacher, and the teacher that is a model in this process."""
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -164,7 +165,9 @@ class LocalTeacher:
         return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
     def load(self) -> None:
-        assert self._model is not None  # loads it
+        model = self._model
+        with self._computing():
+            model.warm_up()
 
     def tokenize(self, texts: Sequence[str]) -> list[TokenizedDocument | str]:
         if isinstance(self._tokenizer, ChatTokenizer):
@@ -190,9 +193,14 @@ class LocalTeacher:
         documents: Sequence[TokenizedDocument],
         on_tokens: Callable[[int], None] | None = None,
     ) -> Callable[[], list[np.ndarray]]:
+        with self._computing():
+            return self._model.start([d.ids for d in documents], on_tokens)
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
         try:
             with torch_threads(self.threads):
-                return self._model.start([d.ids for d in documents], on_tokens)
+                yield
         except torch.OutOfMemoryError as error:
             raise ScoreError(
                 f"the device ran out of memory with {self.batch_tokens:,} tokens at a time. Use a "

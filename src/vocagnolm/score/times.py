@@ -10,7 +10,8 @@ class Times(Seconds):
     start: float = 0.0
     """Imports, opening the teacher, counting and hashing the corpus, looking at the store."""
     loading: float = 0.0
-    """The weights, while the first shard is tokenised; on a cluster, until a worker scores."""
+    """The weights and a first pass through them, while the first shard is tokenised; on a cluster,
+    until a worker scores."""
     compiling: float = 0.0
     scoring: float = 0.0
     """Reading and writing shards included."""

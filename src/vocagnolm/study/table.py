@@ -10,7 +10,7 @@ from vocagnolm.study.design import GranularityPlan, RowPlan, recipe_with
 from vocagnolm.study.evaluation import ANSWERS_FILE, Grades, grade_answers, questions_of
 from vocagnolm.study.folder import EVALUATION, SELECTION, read_result
 from vocagnolm.study.laboratory import Laboratory
-from vocagnolm.study.rows import average_accuracy, compare_rows
+from vocagnolm.study.rows import average_accuracy, compare_bits, compare_rows
 
 if TYPE_CHECKING:
     from vocagnolm.evaluate.render import Request
@@ -69,7 +69,10 @@ def study_table(laboratory: Laboratory) -> dict[str, Any]:
         )
         if left and right:
             found = compare_rows(left, right, one_b=b == "start")  # one start for all seeds
-            comparisons.append({"a": a, "b": b, **found.as_json()})
+            bits = compare_bits(
+                *({s: results[n][s]["held_out"] for s in results[n]} for n in (a, b))
+            )
+            comparisons.append({"a": a, "b": b, **found.as_json(), "bits_per_byte": bits})
     planned = {run.name for run in laboratory.runs}
     done = {
         run.name for run in laboratory.runs if (laboratory.run_folder(run) / EVALUATION).exists()
@@ -188,6 +191,7 @@ def markdown(table: dict[str, Any]) -> str:
         lines.append(_line(cells))
     if table["comparisons"]:
         lines += ["", *_comparison_lines(table["comparisons"])]
+        lines += ["", *_bits_lines(table["comparisons"], texts)]
     if table["missing"]:
         lines += ["", f"Not run yet: {', '.join(table['missing'])}."]
     return "\n".join(lines) + "\n"
@@ -209,6 +213,20 @@ def _comparison_lines(comparisons: list[dict[str, Any]]) -> list[str]:
         every = entry["all_seeds"]
         cells += [f"{every['difference']:+.2f}", _p(every["p"])]
         lines.append(_line([*cells, f"{every['n_a']} and {every['n_b']}"]))
+    return lines
+
+
+def _bits_lines(comparisons: list[dict[str, Any]], texts: list[str]) -> list[str]:
+    lines = [_line(["bits per byte, shared seeds", *texts])]
+    lines.append(_line(["---", *("---:" for _ in texts)]))
+    for entry in comparisons:
+        cells = [f"{entry['a']} - {entry['b']}"]
+        for text in texts:
+            bits = entry["bits_per_byte"].get(text)
+            low, high = (bits and bits["interval"]) or (None, None)
+            cells.append("" if bits is None else f"{bits['difference']:+.4f}")
+            cells[-1] += "" if low is None else f" ({low:+.4f} to {high:+.4f})"
+        lines.append(_line(cells))
     return lines
 
 
