@@ -1,9 +1,11 @@
 """Does a stronger teacher help more, and does its vocabulary matter? The demo's students, guided by
-teachers that were trained for a shorter time, and by one that has the student's own vocabulary.
+teachers that were trained for a shorter time, and by one that has the student's own vocabulary, by
+the published rule and by the reducible share of the stretch. Of every teacher it is told how often
+a wrong result has the higher loss than a right one, as `study selection --label` measures it.
 
     python runs/demo_teachers.py [--seeds 3] [--out out/teachers]
 
-Prints a table, and leaves it with a figure in the folder. About 20 minutes on two cores;
+Prints a table, and leaves it with a figure in the folder. About 40 minutes on two cores;
 what is finished is not done again.
 """
 
@@ -25,6 +27,8 @@ from vocagnolm import statistics
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, make, students
 from vocagnolm.demo.verdict import mean_and_spread
+from vocagnolm.pair.labels import LabelFields
+from vocagnolm.pair.selections import selection_study
 from vocagnolm.recipe import Recipe
 from vocagnolm.study.design import FigurePlan
 from vocagnolm.study.figure import draw
@@ -36,32 +40,59 @@ def own_tokenizer(texts: Iterator[str]) -> Tokenizer:
 
 
 SHIPPED = make.PLANS[0]
+STEPS = (100, 200, 250, 300, 375, 450, 600)
 TEACHERS = {
-    **{f"{n} steps": replace(SHIPPED, steps=n) for n in (100, 200, 300, 450)},
+    **{f"{n} steps": replace(SHIPPED, steps=n) for n in STEPS},
     f"{SHIPPED.steps} steps, the demo's": SHIPPED,
     f"{SHIPPED.steps} steps, the student's vocabulary": replace(SHIPPED, tokenizer=own_tokenizer),
 }
 BUDGET = students.Budget()
 CONTROLS = ("cpt", "random")
+RULES = ("guided", "reducible")
 
 
 def recipe_of(out: Path, name: str, method: str, seed: int) -> Recipe:
     """`name`: of the teacher. The controls do not look at it."""
     folder = out / "teachers" / name
-    recipe = students.recipe_of(folder, method, seed, BUDGET)
+    weighs = method == "reducible"
+    recipe = students.recipe_of(folder, "guided" if weighs else method, seed, BUDGET)
+    if weighs:
+        recipe.objective.compare = "stretch"
+        recipe.objective.weighting = "reducible"
+        recipe.objective.floor = 0.2
+        recipe.data.blocks = str(folder / "blocks-stretch")
+        recipe.run.folder = str(folder / "runs" / f"{method}-{seed}")
     recipe.teacher.tokenizer = str(folder / "model")
     recipe.corpus.files = [str(out / "corpus.jsonl")]
     return recipe
 
 
-def make_teacher(out: Path, name: str) -> float:
-    """A teacher with its store and blocks; its bits per byte on the corpus."""
+def make_teacher(out: Path, name: str) -> dict[str, float]:
+    """A teacher with its store and blocks; its bits per byte on the corpus, and how often a wrong
+    result has the higher loss."""
     students.one_thread()
     folder = out / "teachers" / name
     make.make_model(TEACHERS[name], folder / "model", math.inf)
     bits = students.score(folder / "model", out / "corpus.jsonl", folder / "store")
-    prepare(recipe_of(out, name, "guided", 0))
-    return bits
+    for rule in RULES:
+        prepare(recipe_of(out, name, rule, 0))
+    labels = selection_study(
+        str(students.START),
+        str(folder / "store"),
+        str(out / "labelled.jsonl"),
+        tokens=BUDGET.tokens,
+        block_size=128,
+        device="cpu",
+        labels=LabelFields(label="correct"),
+    ).labels
+    assert labels is not None
+    tells = labels.areas["results"]["teacher loss"]
+    return {
+        "bits_per_byte_corpus": bits,
+        "tells_wrong": tells.value,
+        "tells_wrong_low": tells.low,
+        "tells_wrong_high": tells.high,
+    }
 
 
 def main() -> None:
@@ -73,6 +104,7 @@ def main() -> None:
     students.quiet()
     documents = corpus.corpus_documents(BUDGET.documents)
     corpus.write_jsonl(out / "corpus.jsonl", documents)
+    corpus.write_labelled(out / "labelled.jsonl", documents)
     problems = corpus.held_out_problems(BUDGET.problems, documents)
     held_out = out / "held-out.jsonl"
     corpus.write_held_out(held_out, problems)
@@ -80,7 +112,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         made = {name: pool.submit(make_teacher, out, name) for name in TEACHERS}
-        bits = {name: future.result() for name, future in made.items()}
+        known = {name: future.result() for name, future in made.items()}
 
         def train(name: str, method: str) -> list[Future[dict[str, float]]]:
             recipes = [recipe_of(out, name, method, seed) for seed in range(given.seeds)]
@@ -91,7 +123,7 @@ def main() -> None:
         jobs: dict[tuple[str | None, str], list[Future[dict[str, float]]]] = {
             (None, method): train(usual, method) for method in CONTROLS
         }
-        jobs |= {(name, "guided"): train(name, "guided") for name in TEACHERS}
+        jobs |= {(name, rule): train(name, rule) for rule in RULES for name in TEACHERS}
         for (teacher, method), seeds in track(jobs.items(), "students"):
             shares = [100 * seed.result()["exact"] for seed in seeds]
             rows.append({"teacher": teacher, "method": method, "by_seed": shares})
@@ -100,38 +132,48 @@ def main() -> None:
             itself = students.measure(
                 out / "teachers" / row["teacher"] / "model", held_out, problems
             )
-            row["bits_per_byte_corpus"] = bits[row["teacher"]]
+            row |= known[row["teacher"]]
             row["bits_per_byte_clean"] = itself["bits_per_byte"]
             row["teacher_exact"] = 100 * itself["exact"]
     write_results(out, rows)
 
 
 def write_results(out: Path, rows: list[dict[str, Any]]) -> None:
-    print("\n| teacher | exact answers | bits per byte, corpus | clean text | its student |")
-    print("| --- | ---: | ---: | ---: | ---: |")
     for row in rows:
-        row["row"] = row["teacher"] or row["method"]
+        row["row"] = " ".join(filter(None, (row["teacher"], row["method"])))
         row["label"] = {"cpt": "none: plain pretraining", "random": "none: random 40 %"}.get(
             row["row"], row["row"]
         )
         row["accuracy"], row["accuracy_spread"] = statistics.mean_and_spread(row["by_seed"])
-        about = " |  | "
-        if row["teacher"] is not None:
-            about = (
-                f"{row['teacher_exact']:.1f} | {row['bits_per_byte_corpus']:.3f} | "
-                f"{row['bits_per_byte_clean']:.3f}"
-            )
-        print(f"| {row['label']} | {about} | {mean_and_spread(row['by_seed'], 1)} |")
+    of = {(row["teacher"], row["method"]): row for row in rows}
+    head = (
+        "teacher | exact answers | bits per byte, corpus | clean text | wrong has the higher loss"
+    )
+    print(f"\n| {head} | its student, published rule | reducible share |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for method in CONTROLS:
+        row = of[None, method]
+        print(f"| {row['label']} |  |  |  |  | {mean_and_spread(row['by_seed'], 1)} |  |")
+    for name in TEACHERS:
+        row = of[name, "guided"]
+        about = (
+            f"{row['teacher_exact']:.1f} | {row['bits_per_byte_corpus']:.3f} | "
+            f"{row['bits_per_byte_clean']:.3f} | {row['tells_wrong']:.3f} "
+            f"({row['tells_wrong_low']:.3f} to {row['tells_wrong_high']:.3f})"
+        )
+        found = [mean_and_spread(of[name, rule]["by_seed"], 1) for rule in RULES]
+        print(f"| {name} | {about} | {' | '.join(found)} |")
     table = {"study": "teachers", "title": "Students against their teachers", "rows": rows}
     (out / "teachers.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     *others, own = TEACHERS
+    names = {"guided": "published: top 40 % by token", "reducible": "reducible share, floor 0.2"}
+    series = {names[rule]: [f"{teacher} {rule}" for teacher in others] for rule in RULES}
     figure = FigurePlan(
         kind="lines",
-        x={name: plan.steps for name, plan in TEACHERS.items()},
-        log_x=True,
-        series={"another vocabulary": others, "the student's vocabulary": [own]},
+        x={row["row"]: row["tells_wrong"] for row in rows if row["teacher"]},
+        series=series | {"published, the student's vocabulary": [f"{own} guided"]},
         reference="cpt",
-        x_label="steps that the teacher was trained for",
+        x_label="how often a wrong result has the higher teacher's loss",
     )
     draw(table, figure, out / "teachers.svg")
 
