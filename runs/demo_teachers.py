@@ -170,10 +170,11 @@ def write_results(out: Path, rows: list[dict[str, Any]]) -> None:
     series = {names[rule]: [f"{teacher} {rule}" for teacher in others] for rule in RULES}
     figure = FigurePlan(
         kind="lines",
-        x={row["row"]: row["tells_wrong"] for row in rows if row["teacher"]},
+        x={row["row"]: TEACHERS[row["teacher"]].steps for row in rows if row["teacher"]},
+        log_x=True,
         series=series | {"published, the student's vocabulary": [f"{own} guided"]},
         reference="cpt",
-        x_label="how often a wrong result has the higher teacher's loss",
+        x_label="steps that the teacher was trained for",
     )
     draw(table, figure, out / "teachers.svg")
 
