@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -158,22 +159,27 @@ def test_teachers_are_compared_by_their_own_measures(tmp_path, capsys) -> None:
     compared = script("demo_teachers")
     *_, own = compared.TEACHERS.values()
     assert own.tokenizer(iter(())).get_vocab() == load_tokenizer(students.START).vocabulary
-    rows = [{"teacher": None, "method": "cpt", "by_seed": [50.0, 60.0]}]
+    rows: list[dict[str, Any]] = [
+        {"teacher": None, "method": method, "by_seed": [50.0, 60.0]} for method in compared.CONTROLS
+    ]
+    known = {"teacher_exact": 90.0, "bits_per_byte_corpus": 0.8, "bits_per_byte_clean": 0.2}
+    known |= {"tells_wrong": 0.9, "tells_wrong_low": 0.85, "tells_wrong_high": 0.95}
     rows += [
-        {
-            "teacher": name,
-            "method": "guided",
-            "by_seed": [70.0, 80.0],
-            "teacher_exact": 90.0,
-            "bits_per_byte_corpus": 0.8,
-            "bits_per_byte_clean": 0.2,
-        }
+        {"teacher": name, "method": rule, "by_seed": seeds, **known}
+        for rule, seeds in (("guided", [70.0, 80.0]), ("reducible", [80.0, 90.0]))
         for name in compared.TEACHERS
     ]
     compared.write_results(tmp_path, rows)
     lines = capsys.readouterr().out.splitlines()
-    assert "| none: plain pretraining |  |  |  | 55.0 ± 7.1 |" in lines
-    assert "| 100 steps | 90.0 | 0.800 | 0.200 | 75.0 ± 7.1 |" in lines
+    assert "| none: plain pretraining |  |  |  |  | 55.0 ± 7.1 |  |" in lines
+    told = "90.0 | 0.800 | 0.200 | 0.900 (0.850 to 0.950)"
+    assert f"| 100 steps | {told} | 75.0 ± 7.1 | 85.0 ± 7.1 |" in lines
+    name = next(iter(compared.TEACHERS))
+    weighed = compared.recipe_of(tmp_path, name, "reducible", 1)
+    published = compared.recipe_of(tmp_path, name, "guided", 1)
+    assert weighed.objective.weighting == "reducible" != published.objective.weighting
+    assert weighed.run.folder != published.run.folder
+    assert weighed.data.blocks != published.data.blocks
     assert (tmp_path / "teachers.svg").exists()
 
 
