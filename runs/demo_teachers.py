@@ -5,7 +5,7 @@ a wrong result has the higher loss than a right one, as `study selection --label
 
     python runs/demo_teachers.py [--seeds 3] [--out out/teachers]
 
-Prints a table, and leaves it with a figure in the folder. About 40 minutes on two cores;
+Prints a table, and leaves it with a figure in the folder. About 30 minutes on two cores;
 what is finished is not done again.
 """
 
