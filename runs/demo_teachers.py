@@ -14,9 +14,8 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from vocagnolm.pair.selections import selection_study
 from vocagnolm.recipe import Recipe
 from vocagnolm.study.design import FigurePlan
 from vocagnolm.study.figure import draw
+from vocagnolm.workers import WorkerPool
 
 
 def own_tokenizer(texts: Iterator[str]) -> Tokenizer:
@@ -110,7 +110,7 @@ def main() -> None:
     corpus.write_held_out(held_out, problems)
     os.environ["OMP_NUM_THREADS"] = "1"
     rows: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    with WorkerPool(os.cpu_count() or 1) as pool:
         made = {name: pool.submit(make_teacher, out, name) for name in TEACHERS}
         known = {name: future.result() for name, future in made.items()}
 

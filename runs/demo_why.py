@@ -12,9 +12,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +26,7 @@ from vocagnolm.demo.verdict import mean_and_spread
 from vocagnolm.recipe import Recipe
 from vocagnolm.study.design import FigurePlan, PanelPlan
 from vocagnolm.study.figure import draw
+from vocagnolm.workers import WorkerPool
 
 DOCUMENTS, PROBLEMS = 12_000, 400  # documents for the largest budget: every token is seen once
 LABELS = {"cpt": "plain pretraining", "random": "random 40 %", "guided": "guided, 40 %"}
@@ -115,7 +114,7 @@ def main() -> None:
         for one in settings
         for method in students.METHODS
     }
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    with WorkerPool(os.cpu_count() or 1) as pool:
         job = students.train_and_measure
         jobs = {key: pool.submit(job, recipe, held_out, problems) for key, recipe in runs.items()}
         found = {key: jobs[key].result() for key in track(jobs, "runs")}

@@ -6,11 +6,8 @@ comes last: kill it at any moment and run it again.
 """
 
 import os
-import signal
-import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import connection, get_context, parent_process
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +56,7 @@ from vocagnolm.locks import LOCK_FILE, folder_lock
 from vocagnolm.places import Folder, Place
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
+from vocagnolm.workers import WorkerPool
 
 Progress = Callable[[PackingSummary, float], None]
 """Called with the summary of each finished part and the share of the parts that are done."""
@@ -304,25 +302,14 @@ def _make_parts(
         for number, start in wanted:
             note(number, maker.make(number, documents(start)))
     elif wanted:
-        # spawn: forking after the tokenizer's threads have started can deadlock
-        with ProcessPoolExecutor(
-            min(workers, len(wanted)),
-            get_context("spawn"),
-            initializer=_start_worker,
-            initargs=(plan, folder),
-        ) as pool:
+        with WorkerPool(min(workers, len(wanted)), _start_worker, plan, folder) as pool:
             waiting: dict[Future[dict[str, Any]], int] = {}
-            try:
-                for number, start in wanted:
-                    waiting[pool.submit(_make_in_worker, number, documents(start))] = number
-                    if len(waiting) >= 2 * workers:  # the reader must not run away with the memory
-                        _collect(waiting, note)
-                while waiting:
+            for number, start in wanted:
+                waiting[pool.submit(_make_in_worker, number, documents(start))] = number
+                if len(waiting) >= 2 * workers:  # the reader must not run away with the memory
                     _collect(waiting, note)
-            except KeyboardInterrupt:  # what is under way would be waited for
-                for process in pool._processes.values():
-                    process.terminate()
-                raise
+            while waiting:
+                _collect(waiting, note)
     return [entries[number] for number in sorted(entries)]
 
 
@@ -340,17 +327,7 @@ _maker: PartMaker | None = None
 def _start_worker(plan: PartPlan, folder: Path) -> None:
     global _maker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent answers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     _maker = PartMaker(plan, folder)
-
-
-def _end_with_parent() -> None:
-    """A worker whose parent was killed must not go on."""
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
 
 
 def _make_in_worker(number: int, documents: list[NumberedText]) -> dict[str, Any]:

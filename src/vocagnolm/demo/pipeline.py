@@ -10,8 +10,7 @@ import dataclasses
 import itertools
 import os
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures import as_completed
 from pathlib import Path
 
 from rich.console import Console
@@ -26,6 +25,7 @@ from vocagnolm.recipe import Recipe
 from vocagnolm.report.html import write_page
 from vocagnolm.report.runs import report_page
 from vocagnolm.report.sampling import write_sample
+from vocagnolm.workers import WorkerPool
 
 console = Console(highlight=False)
 
@@ -94,7 +94,7 @@ def train_all(
     done: dict[tuple[str, int], dict[str, float]] = {}
     # one thread per student, also in the libraries that read this at their start
     os.environ["OMP_NUM_THREADS"] = "1"
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with WorkerPool(workers) as pool:
         job = students.train_and_measure
         pending = {
             pool.submit(job, recipe, held_out, problems): key for key, recipe in recipes.items()
