@@ -48,7 +48,7 @@ TEACHERS = {
 }
 BUDGET = students.Budget()
 CONTROLS = ("cpt", "random")
-RULES = ("guided", "reducible")
+RULES = {"guided": "published: top 40 % by token", "reducible": "reducible share, floor 0.2"}
 
 
 def recipe_of(out: Path, name: str, method: str, seed: int) -> Recipe:
@@ -166,8 +166,7 @@ def write_results(out: Path, rows: list[dict[str, Any]]) -> None:
     table = {"study": "teachers", "title": "Students against their teachers", "rows": rows}
     (out / "teachers.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     *others, own = TEACHERS
-    names = {"guided": "published: top 40 % by token", "reducible": "reducible share, floor 0.2"}
-    series = {names[rule]: [f"{teacher} {rule}" for teacher in others] for rule in RULES}
+    series = {told: [f"{teacher} {rule}" for teacher in others] for rule, told in RULES.items()}
     figure = FigurePlan(
         kind="lines",
         x={row["row"]: TEACHERS[row["teacher"]].steps for row in rows if row["teacher"]},

@@ -36,9 +36,8 @@ class WorkerPool(ProcessPoolExecutor):
         trace: TracebackType | None,
     ) -> None:
         interrupted = kind is not None and not issubclass(kind, Exception)
-        if (
-            interrupted
-        ):  # what is under way would be waited for; all of it may be killed at any time
+        if interrupted:
+            # What is under way would be waited for, and may be killed at any time.
             for process in list(self._processes.values()):
                 process.kill()
         self.shutdown(cancel_futures=interrupted)

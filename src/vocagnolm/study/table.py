@@ -69,9 +69,8 @@ def study_table(laboratory: Laboratory) -> dict[str, Any]:
         )
         if left and right:
             found = compare_rows(left, right, one_b=b == "start")  # one start for all seeds
-            bits = compare_bits(
-                *({s: results[n][s]["held_out"] for s in results[n]} for n in (a, b))
-            )
+            texts = ({s: r["held_out"] for s, r in results[name].items()} for name in (a, b))
+            bits = compare_bits(*texts)
             comparisons.append({"a": a, "b": b, **found.as_json(), "bits_per_byte": bits})
     planned = {run.name for run in laboratory.runs}
     done = {
@@ -223,9 +222,11 @@ def _bits_lines(comparisons: list[dict[str, Any]], texts: list[str]) -> list[str
         cells = [f"{entry['a']} - {entry['b']}"]
         for text in texts:
             bits = entry["bits_per_byte"].get(text)
-            low, high = (bits and bits["interval"]) or (None, None)
-            cells.append("" if bits is None else f"{bits['difference']:+.4f}")
-            cells[-1] += "" if low is None else f" ({low:+.4f} to {high:+.4f})"
+            cell = "" if bits is None else f"{bits['difference']:+.4f}"
+            if bits is not None and bits["interval"] is not None:
+                low, high = bits["interval"]
+                cell += f" ({low:+.4f} to {high:+.4f})"
+            cells.append(cell)
         lines.append(_line(cells))
     return lines
 
