@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from faults_kit import some
 from safetensors.torch import load_file
 from training_kit import recipe_dict, run_processes
 
@@ -89,7 +88,7 @@ def whole(lab, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("parallel", some(["ddp", "fsdp2"], 1))
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_a_run_goes_on_with_another_number_of_processes(lab, tmp_path, whole, parallel):
     trees = all_scopes(lab, tmp_path, parallel)
     run_processes(train_until, 2, 3, trees)
