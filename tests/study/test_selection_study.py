@@ -16,6 +16,7 @@ from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import StudyError, UsageError
 from vocagnolm.pair import selections as compare_selections
 from vocagnolm.pair.figures import source_bars
+from vocagnolm.pair.lead import lead_by_source, teachers_lead
 from vocagnolm.pair.sample_blocks import SampleBlocks, shared_teacher_share
 from vocagnolm.pair.selections import (
     REFERENCE,
@@ -185,6 +186,30 @@ def test_sources_add_up(seen) -> None:  # type: ignore[no-untyped-def]
         assert kept == pytest.approx(masks[name].sum())
 
 
+def test_the_teachers_lead_by_hand(seen) -> None:  # type: ignore[no-untyped-def]
+    """One loss of the teacher for every stretch, however many tokens the student cuts it into."""
+    study, _, read = seen
+    whole = read.guidance["stretch"]
+    losses, tokens = {"noise": 0.0, "problems": 0.0}, {"noise": 0, "problems": 0}
+    for block in range(study.blocks):
+        for number in np.unique(read.stretch[block]):
+            here = (read.stretch[block] == number) & ~np.isnan(whole[block])
+            if here.any():
+                source = read.named[block][here][0]
+                losses[source] += float(whole[block][here][0])
+                tokens[source] += int(here.sum())
+    made_up = np.full(whole.shape, 2.0, np.float32)
+    lead, by_source = teachers_lead(read, made_up), lead_by_source(read, made_up)
+    assert lead.student == 2.0 and lead.share == pytest.approx(1 - lead.teacher / 2)
+    assert lead.teacher == pytest.approx(sum(losses.values()) / sum(tokens.values()))
+    assert by_source is not None
+    for source, found in by_source.items():
+        assert found.teacher == pytest.approx(losses[source] / tokens[source])
+    # what a block cuts off is all that is missing from the losses behind it
+    assert 0.95 < sum(losses.values()) / read.teacher_sums[:, 0].sum() <= 1
+    assert study.lead.student > 0 and set(study.lead_by_source or {}) == set(losses)
+
+
 def test_the_same_tokens_as_in_training(materials: Path, tmp_path: Path) -> None:
     """With all of the corpus in the sample the blocks are those of `prepare`, and what is kept of
     every source is what the training code keeps in the same micro-batches."""
@@ -247,7 +272,8 @@ def test_no_more_documents_are_read_than_needed(materials: Path) -> None:
 
 def test_a_corpus_without_sources(materials: Path, tmp_path: Path) -> None:
     study = study_of(materials, tokens=256, source_field="origin")
-    assert study.by_source is None and "by_source" in study.as_json()
+    assert study.by_source is None and study.lead_by_source is None
+    assert "by_source" in study.as_json()
     with pytest.raises(UsageError, match="--source-field"):
         source_bars(study, tmp_path / "figure.svg")
     plain = tmp_path / "text.txt"
@@ -273,6 +299,7 @@ def test_command(materials: Path, tmp_path: Path) -> None:
     assert printed.exit_code == 0, printed.output
     assert "joined" in printed.stdout and "compared by token" in kinds.read_text(encoding="utf-8")
     assert "unmapped: exclude" in printed.stdout and "problems" in printed.stdout
+    assert "a lead of" in printed.stdout
     assert "noise" in figure.read_text(encoding="utf-8")
     as_json = CliRunner().invoke(app, [*arguments, "--json"])
     assert as_json.exit_code == 0

@@ -148,12 +148,19 @@ def _print(study: "SelectionStudy") -> None:
     if study.by_source is not None:
         names = list(study.by_source)
         labels = {row.name: row.label for row in study.rows}
-        sources = _table("kept by source", "tokens", *(labels[name] for name in names))
-        for source, first in study.by_source[names[0]].items():
+        columns = "tokens", "student loss", "teacher loss", *(labels[name] for name in names)
+        sources = _table("kept by source", *columns)
+        assert study.lead_by_source is not None
+        for source, lead in study.lead_by_source.items():
+            tokens = f"{study.by_source[names[0]][source]['tokens']:,.0f}"
             shares = [f"{study.by_source[name][source]['kept']:.1%}" for name in names]
-            sources.add_row(source, f"{first['tokens']:,.0f}", *shares)
+            sources.add_row(source, tokens, f"{lead.student:.3f}", f"{lead.teacher:.3f}", *shares)
         console.print()
         console.print(sources)
+    line(
+        f"over the same text the student loses {study.lead.student:.3f} nats per token of its own, "
+        f"the teacher {study.lead.teacher:.3f}: a lead of {study.lead.share:.1%}."
+    )
     kinds = _table("stretches", "tokens", "kept by token", "by stretch", "joined", "left")
     for kind, share in study.by_kind.items():
         kept = f"{share.by_token:.1%}", f"{share.by_stretch:.1%}"

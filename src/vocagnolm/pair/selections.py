@@ -23,6 +23,7 @@ from vocagnolm.errors import StudyError
 from vocagnolm.model import open_model
 from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select, weigh_step
 from vocagnolm.pair.labels import LabelFields, LabelStudy, label_study
+from vocagnolm.pair.lead import Lead, lead_by_source, teachers_lead
 from vocagnolm.pair.sample_blocks import (
     AGGREGATIONS,
     CHUNKS,
@@ -126,12 +127,15 @@ class SelectionStudy:
     scope_blocks: int
     keep: float
     pair: PairFacts
+    lead: Lead
+    """Both losses over the same text."""
     rows: list[SelectionRow]
     """The reference comes first."""
     by_kind: dict[str, KindShares]
     """Kind of the stretch (student tokens : teacher tokens) -> what the two comparisons keep."""
     by_source: dict[str, SourceShares] | None
     """Variant -> source -> kept share and tokens; None where the corpus names no sources."""
+    lead_by_source: dict[str, Lead] | None
     labels: LabelStudy | None = None
     """Where labels were asked for."""
 
@@ -245,6 +249,7 @@ def selection_study(
         scope_blocks=read.scope_blocks,
         keep=keep,
         pair=_pair_facts(read),
+        lead=teachers_lead(read, nll),
         rows=[_row(v, masks, read, nll) for v in compared],
         by_kind=_by_kind(read, masks[REFERENCE], masks[STRETCH]),
         by_source=None
@@ -253,6 +258,7 @@ def selection_study(
             name: shares_by_source(read.named, masks[name], read.predicted)
             for name in SHOWN_BY_SOURCE
         },
+        lead_by_source=lead_by_source(read, nll),
         labels=None
         if labels is None
         else label_study(

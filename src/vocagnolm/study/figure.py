@@ -86,7 +86,7 @@ def _draw_panel(axes: Any, panel: PanelPlan, rows: Rows, values: Measured) -> No
         finished = [name for name in names if name in values]
         if finished:
             axes.errorbar(
-                [panel.x[name] for name in finished],
+                [_beside(panel, panel.x[name], at) for name in finished],
                 [values[name][0] for name in finished],
                 [_known(values[name][1]) for name in finished],
                 marker="os^D"[at % 4],
@@ -108,12 +108,20 @@ def _known(spread: float | None) -> float:
     return float("nan") if spread is None else spread
 
 
+def _beside(panel: PanelPlan, x: float, series: int) -> float:
+    """A little to the side, so that no error bar hides another."""
+    low, high = min(panel.x.values()), max(panel.x.values())
+    step = 0.01 * (series - (len(panel.series) - 1) / 2)
+    return x * (high / low) ** step if panel.log_x else x + (high - low) * step
+
+
 def _place_ticks(axes: Any, panel: PanelPlan) -> None:
     """At all places of the plan, also where nothing has been run yet."""
     places = sorted(set(panel.x.values()))
     if panel.log_x:
         axes.set_xscale("log", base=2)
-    axes.set_xticks(places, [f"{place:g}" for place in places])
+    names = [f"{place / 1e6:g}M" if place >= 1e6 else f"{place:g}" for place in places]
+    axes.set_xticks(places, names)
     axes.minorticks_off()
     if len(places) > 1:
         low, high = places[0], places[-1]
