@@ -70,6 +70,8 @@ def test_a_matched_row_brings_its_target_along() -> None:
         ({"rows": {"a": {"seeds": []}}}, "a list of at least 1 entries"),
         ({"evaluate": {"max_new_tokens": "lots"}}, "is 'lots', expected a whole number above 0"),
         ({"rows": {"a": {}}, "comparisons": [["a"]]}, "a list of at least 2 entries"),
+        ({"rows": {"a": {}}, "comparisons": [["a", "a", "a"]]}, "two rows or of four"),
+        ({"rows": {"a": {}}, "comparisons": [["a", "a", "a", "start"]]}, "start"),
         ({"tune": {"learning_rates": [1], "rows": {}, "by": "accuracy"}}, "validation_requests"),
         ({"tune": {"learning_rates": [1], "rows": {}, "by": "accurcy"}}, "bits_per_byte, accuracy"),
         ({"rows": {"a": {}, "b": {"matched_to": "a"}}}, "no teacher"),

@@ -16,7 +16,13 @@ from vocagnolm.statistics import (
     sign_flip_p,
     wilson_lower,
 )
-from vocagnolm.study.rows import average_accuracy, compare_rows
+from vocagnolm.study.rows import (
+    average_accuracy,
+    bit_gaps,
+    compare_bits,
+    compare_rows,
+    mark_gaps,
+)
 from vocagnolm.study.selection import matched_guidance
 
 
@@ -109,6 +115,21 @@ def test_comparison_of_rows() -> None:
     assert found.interval[0] < found.difference < found.interval[1]
     same = compare_rows(base, base)
     assert same.difference == 0 and same.p_questions == 1.0 and math.isclose(same.p_seeds or 0, 1)
+
+
+def test_difference_of_differences_is_paired_over_questions_and_seeds() -> None:
+    def row(*right: int) -> dict[int, dict[str, dict[int, bool]]]:
+        return {s: {"t": {q: q < n for q in range(100)}} for s, n in enumerate(right)}
+
+    # gains of 5, 7, 6 points with few tokens, of 1, 2, 3 with many; a fourth seed on one side only
+    few = mark_gaps(row(25, 30, 35), row(20, 23, 29))
+    many = mark_gaps(row(41, 44, 47, 90), row(40, 42, 44))
+    found = compare_rows(many, few)
+    assert found.seeds == [0, 1, 2]
+    assert found.seed_differences == pytest.approx([-4, -5, -3])
+    assert found.interval[0] < -4 < found.interval[1]
+    bits = compare_bits(bit_gaps({0: {"x": 0.9}}, {0: {"x": 1.0}}), {0: {"x": -0.3}, 1: {"x": 5.0}})
+    assert bits["x"]["seed_differences"] == pytest.approx([0.2])
 
 
 def test_rows_without_a_common_seed_are_compared_over_all() -> None:

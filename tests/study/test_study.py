@@ -42,7 +42,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
                 },
             },
             use=["cpt", "guided-qwen", "matched", "kld", "rho1", "stretch"],
-            comparisons=[["guided-qwen", "cpt"], ["guided-qwen", "start"]],
+            comparisons=[
+                ["guided-qwen", "cpt"],
+                ["guided-qwen", "start"],
+                ["guided-qwen", "cpt", "kld", "cpt"],
+            ],
         ),
         materials=materials,
     )
@@ -63,6 +67,7 @@ def test_table_has_all_rows_and_comparisons(finished: Laboratory, tmp_path: Path
     assert {(c["a"], c["b"]) for c in table["comparisons"]} == {
         ("guided-qwen", "cpt"),
         ("guided-qwen", "start"),
+        ("(guided-qwen - cpt)", "(kld - cpt)"),
     }
     assert all(
         set(row["bits_per_byte"]) == {"gsm8k", "math", "nlab", "openstax"} for row in table["rows"]
@@ -70,6 +75,12 @@ def test_table_has_all_rows_and_comparisons(finished: Laboratory, tmp_path: Path
     (bits,) = [c["bits_per_byte"] for c in table["comparisons"] if c["b"] == "cpt"]
     means = {row["row"]: row["bits_per_byte"]["math"]["mean"] for row in table["rows"]}
     assert bits["math"]["difference"] == pytest.approx(means["guided-qwen"] - means["cpt"])
+    of_differences = table["comparisons"][-1]
+    at_one = {
+        row["row"]: row["accuracy_by_seed"][1] for row in table["rows"] if row["row"] != "start"
+    }
+    assert of_differences["seeds"] == [1]  # kld has no other
+    assert of_differences["difference"] == pytest.approx(at_one["guided-qwen"] - at_one["kld"])
     assert len(table["tuning"]) == 4
     assert table["teachers"]["qwen"]["bits_per_byte"] > 0
     text = markdown(table)

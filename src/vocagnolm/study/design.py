@@ -9,7 +9,7 @@ start: {train.tokens: 3000000}      # optional plain phase that all runs start f
 rows:                               # one row of the table each, a run per seed
   guided: {teacher: strong, set: {objective.method: guided}, seeds: [1, 2, 3]}
 use: [cpt, guided]                  # which rows this study shows; default: all
-comparisons: [[guided, cpt]]        # paired tests
+comparisons: [[guided, cpt]]        # paired tests; [a, b, c, d] tests (a - b) - (c - d)
 granularity: {teacher: strong, chunks: [8, 16]}   # optional: IoU and IoS beside the accuracies
 ```
 
@@ -151,7 +151,8 @@ class Study(Plan):
     evaluate: EvaluationPlan = EvaluationPlan()
     rows: dict[str, RowPlan] = Field(default={})
     use: list[str] = Field(default=[])
-    comparisons: list[Annotated[list[str], Field(min_length=2, max_length=2)]] = Field(default=[])
+    comparisons: list[Annotated[list[str], Field(min_length=2, max_length=4)]] = Field(default=[])
+    """Of two rows, or of four: does the first two's difference exceed the other two's?"""
     granularity: GranularityPlan | None = None
     figure: FigurePlan = FigurePlan()
     source_field: str = "source"

@@ -74,9 +74,12 @@ def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
     known = set(rows)
     for name in study.use:
         _require(name, known, f"{origin}: use", "row")
-    for pair in study.comparisons:
-        for name in pair:
-            _require(name, known | {"start"}, f"{origin}: comparisons", "row")
+    for names in study.comparisons:
+        if len(names) == 3:
+            raise StudyError(f"{origin}: comparisons are of two rows or of four, not {names}.")
+        for name in names:
+            rows_here = known | {"start"} if len(names) == 2 else known
+            _require(name, rows_here, f"{origin}: comparisons", "row")
     for name, teacher in study.teachers.items():
         if (teacher.model is None) == (teacher.train is None):
             raise StudyError(f"{origin}: teachers.{name} must have either `model` or `train`.")

@@ -1,5 +1,6 @@
 """Comparisons of two rows: paired over questions, seeds and both; unpaired over all seeds."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +14,11 @@ from vocagnolm.statistics import (
     paired_t_p,
     sign_flip_p,
 )
-from vocagnolm.study.evaluation import Grades
+
+Marks = Mapping[str, Mapping[int, float]]
+"""Task -> question -> mark: right or wrong, or the gap between two rows."""
+Bits = Mapping[str, float]
+"""Text -> bits per byte."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,32 @@ class Comparison:
         return asdict(self)
 
 
-def average_accuracy(grades: Grades) -> float:
+def average_accuracy(grades: Marks) -> float:
     """Mean over tasks of the share of right answers, in percent."""
     return 100 * float(np.mean([np.mean(list(marks.values())) for marks in grades.values()]))
 
 
-def compare_rows(a: dict[int, Grades], b: dict[int, Grades], *, one_b: bool = False) -> Comparison:
-    """Rows as seed -> grades. Questions are weighted so that every task counts the same. `one_b`:
+def mark_gaps(a: Mapping[int, Marks], b: Mapping[int, Marks]) -> dict[int, Marks]:
+    """a - b question by question, on the seeds that both rows have. Two of these, compared, are a
+    difference of differences."""
+    return {
+        seed: {
+            task: {q: marks[q] - b[seed][task][q] for q in marks} for task, marks in a[seed].items()
+        }
+        for seed in sorted(a.keys() & b.keys())
+    }
+
+
+def bit_gaps(a: Mapping[int, Bits], b: Mapping[int, Bits]) -> dict[int, Bits]:
+    """a - b text by text, likewise."""
+    shared = sorted(a.keys() & b.keys())
+    return {seed: {text: a[seed][text] - b[seed][text] for text in a[seed]} for seed in shared}
+
+
+def compare_rows(
+    a: Mapping[int, Marks], b: Mapping[int, Marks], *, one_b: bool = False
+) -> Comparison:
+    """Rows as seed -> marks. Questions are weighted so that every task counts the same. `one_b`:
     b is a single model, the start say, that every seed of a is compared with."""
     all_seeds = compare_means(*([average_accuracy(g) for g in row.values()] for row in (a, b)))
     if one_b:
@@ -75,15 +99,13 @@ def compare_rows(a: dict[int, Grades], b: dict[int, Grades], *, one_b: bool = Fa
     )
 
 
-def compare_bits(
-    a: dict[int, dict[str, float]], b: dict[int, dict[str, float]]
-) -> dict[str, dict[str, Any]]:
+def compare_bits(a: Mapping[int, Bits], b: Mapping[int, Bits]) -> dict[str, dict[str, Any]]:
     """Differences a - b in bits per byte of every held-out text, on the seeds that both rows have,
     with Student's 95 % over them. Rows as seed -> text -> bits per byte."""
-    seeds = sorted(set(a) & set(b))
+    gaps = bit_gaps(a, b)
     found = {}
-    for text in a[seeds[0]] if seeds else ():
-        differences = np.array([a[seed][text] - b[seed][text] for seed in seeds])
+    for text in next(iter(gaps.values()), ()):
+        differences = np.array([bits[text] for bits in gaps.values()])
         found[text] = {
             "difference": float(differences.mean()),
             "seed_differences": [float(value) for value in differences],

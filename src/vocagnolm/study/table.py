@@ -10,7 +10,13 @@ from vocagnolm.study.design import GranularityPlan, RowPlan, recipe_with
 from vocagnolm.study.evaluation import ANSWERS_FILE, Grades, grade_answers, questions_of
 from vocagnolm.study.folder import EVALUATION, SELECTION, read_result
 from vocagnolm.study.laboratory import Laboratory
-from vocagnolm.study.rows import average_accuracy, compare_bits, compare_rows
+from vocagnolm.study.rows import (
+    average_accuracy,
+    bit_gaps,
+    compare_bits,
+    compare_rows,
+    mark_gaps,
+)
 
 if TYPE_CHECKING:
     from vocagnolm.evaluate.render import Request
@@ -61,17 +67,7 @@ def study_table(laboratory: Laboratory) -> dict[str, Any]:
         seeds = results.get(name)
         if seeds:
             rows.append(_row(name, laboratory.rows.get(name), seeds))
-    comparisons = []
-    for a, b in study.comparisons:
-        left, right = (
-            {s: r["grades"] for s, r in results.get(name, {}).items() if "grades" in r}
-            for name in (a, b)
-        )
-        if left and right:
-            found = compare_rows(left, right, one_b=b == "start")  # one start for all seeds
-            texts = ({s: r["held_out"] for s, r in results[name].items()} for name in (a, b))
-            bits = compare_bits(*texts)
-            comparisons.append({"a": a, "b": b, **found.as_json(), "bits_per_byte": bits})
+    comparisons = [found for names in study.comparisons if (found := _comparison(names, results))]
     planned = {run.name for run in laboratory.runs}
     done = {
         run.name for run in laboratory.runs if (laboratory.run_folder(run) / EVALUATION).exists()
@@ -89,6 +85,25 @@ def study_table(laboratory: Laboratory) -> dict[str, Any]:
     if study.granularity is not None:
         _add_granularity(table, laboratory, study.granularity)
     return table
+
+
+def _comparison(
+    names: list[str], results: dict[str, dict[int, dict[str, Any]]]
+) -> dict[str, Any] | None:
+    """Of two rows, or of two differences, each of two rows; None while a side has no runs."""
+    marks, bits = (
+        [{s: r[key] for s, r in results.get(n, {}).items() if key in r} for n in names]
+        for key in ("grades", "held_out")
+    )
+    a, b = names[0], names[-1]
+    if len(names) == 4:
+        a, b = f"({names[0]} - {names[1]})", f"({names[2]} - {names[3]})"
+        marks = [mark_gaps(*marks[:2]), mark_gaps(*marks[2:])]
+        bits = [bit_gaps(*bits[:2]), bit_gaps(*bits[2:])]
+    if not all(marks):
+        return None
+    found = compare_rows(*marks, one_b=b == "start")  # one start for all seeds
+    return {"a": a, "b": b, **found.as_json(), "bits_per_byte": compare_bits(*bits)}
 
 
 def _row(name: str, plan: RowPlan | None, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
