@@ -3,9 +3,10 @@ time: how much of the corpus is wrong, how much is junk, how many tokens are rea
 normalisation.
 
     python runs/demo_why.py [--seeds 3] [--out out/why]
+    python runs/demo_why.py --long --out out/why-long     # does a gain last: up to 2M tokens
 
 Prints tables, and leaves them with a figure in the folder. 108 runs, about half an hour on two
-cores; what is finished is not done again.
+cores, and as much for the 24 long ones; what is finished is not done again.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from vocagnolm.study.design import FigurePlan, PanelPlan
 from vocagnolm.study.figure import draw
 from vocagnolm.workers import WorkerPool
 
-DOCUMENTS, PROBLEMS = 12_000, 400  # documents for the largest budget: every token is seen once
+PROBLEMS = 400
 LABELS = {"cpt": "plain pretraining", "random": "random 40 %", "guided": "guided, 40 %"}
 
 
@@ -41,6 +42,8 @@ class Setting:
     tokens: int = 250_000
     rate: float = 4e-3
     normalise: Literal["all", "selected"] = "all"
+    documents: int = 12_000
+    """Enough for the largest budget: every token is seen once."""
 
     @property
     def corpus(self) -> str:
@@ -57,7 +60,8 @@ class Setting:
 
 
 USUAL = Setting()
-SWEEPS: dict[str, Mapping[float | str, Setting]] = {
+Sweeps = dict[str, Mapping[float | str, Setting]]
+SWEEPS: Sweeps = {
     "wrong pages in the corpus, % (30 % junk)": {
         100 * share: replace(USUAL, wrong=share) for share in (0.0, 0.1, 0.3, 0.5)
     },
@@ -71,6 +75,12 @@ SWEEPS: dict[str, Mapping[float | str, Setting]] = {
     "loss divided by": {
         "all tokens": USUAL,
         "the selected": replace(USUAL, normalise="selected"),
+    },
+}
+LONG: Sweeps = {
+    "tokens, thousands": {
+        n / 1000: replace(USUAL, tokens=n, documents=48_000)
+        for n in (250_000, 500_000, 1_000_000, 2_000_000)
     },
 }
 
@@ -87,7 +97,7 @@ def recipe_of(out: Path, setting: Setting, method: str, seed: int) -> Recipe:
 
 def make_corpora(out: Path, settings: Sequence[Setting]) -> tuple[Path, list[Problem]]:
     """Every corpus with its store and blocks; problems that none of them has."""
-    corpora = {one.corpus: corpus.corpus_documents(DOCUMENTS, one.shares) for one in settings}
+    corpora = {one.corpus: corpus.corpus_documents(one.documents, one.shares) for one in settings}
     problems = corpus.held_out_problems(PROBLEMS, [d for docs in corpora.values() for d in docs])
     held_out = out / "held-out.jsonl"
     corpus.write_held_out(held_out, problems)
@@ -103,41 +113,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("out/why"))
+    parser.add_argument("--long", action="store_true", help="up to 2M tokens, without random ones")
     given = parser.parse_args()
     students.quiet()
-    settings = list(dict.fromkeys(one for sweep in SWEEPS.values() for one in sweep.values()))
+    sweeps, methods = (LONG, ("cpt", "guided")) if given.long else (SWEEPS, students.METHODS)
+    settings = list(dict.fromkeys(one for sweep in sweeps.values() for one in sweep.values()))
     held_out, problems = make_corpora(given.out, settings)
     os.environ["OMP_NUM_THREADS"] = "1"
     runs = {
         (one, method, seed): recipe_of(given.out, one, method, seed)
         for seed in range(given.seeds)
         for one in settings
-        for method in students.METHODS
+        for method in methods
     }
     with WorkerPool(os.cpu_count() or 1) as pool:
         job = students.train_and_measure
         jobs = {key: pool.submit(job, recipe, held_out, problems) for key, recipe in runs.items()}
         found = {key: jobs[key].result() for key in track(jobs, "runs")}
-    write_results(given.out, found, given.seeds)
+    write_results(given.out, found, sweeps, given.seeds)
 
 
 def write_results(
-    out: Path, found: dict[tuple[Setting, str, int], dict[str, float]], seeds: int
+    out: Path, found: dict[tuple[Setting, str, int], dict[str, float]], sweeps: Sweeps, seeds: int
 ) -> None:
+    tried = {method for _, method, _ in found}
+    labels = {method: name for method, name in LABELS.items() if method in tried}
     rows, panels = [], []
-    for label, sweep in SWEEPS.items():
-        print(f"\n| {label} | {' | '.join(LABELS.values())} |\n| --- |{' ---: |' * len(LABELS)}")
-        series: dict[str, list[str]] = {name: [] for name in LABELS.values()}
+    for label, sweep in sweeps.items():
+        print(f"\n| {label} | {' | '.join(labels.values())} |\n| --- |{' ---: |' * len(labels)}")
+        series: dict[str, list[str]] = {name: [] for name in labels.values()}
         places = {}
         for place, one in sweep.items():
             cells = []
-            for method, name in LABELS.items():
-                exact = [100 * found[one, method, seed]["exact"] for seed in range(seeds)]
+            for method, name in labels.items():
+                runs = [found[one, method, seed] for seed in range(seeds)]
+                exact = [100 * run["exact"] for run in runs]
                 row = f"{label}-{place}-{method}"
                 mean, spread = statistics.mean_and_spread(exact)
                 rows.append({
                     "row": row, "label": name, "seeds": list(range(seeds)), "place": place,
                     "accuracy": mean, "accuracy_spread": spread, "by_seed": exact,
+                    "bits_per_byte_by_seed": [run["bits_per_byte"] for run in runs],
                 })  # fmt: skip
                 series[name].append(row)
                 if isinstance(place, float):

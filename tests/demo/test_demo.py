@@ -5,6 +5,7 @@ import itertools
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -130,28 +131,33 @@ def test_the_demo_runs_from_end_to_end(tmp_path, capsys) -> None:
     run_demo(tmp_path, budget)  # again: everything is there
 
 
-def test_one_thing_is_changed_at_a_time_and_shown(tmp_path, capsys, monkeypatch) -> None:
+def test_one_thing_is_changed_at_a_time_and_shown(tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib")
     why = script("demo_why")
-    monkeypatch.setattr(why, "DOCUMENTS", 40)
     settings = list({one for sweep in why.SWEEPS.values() for one in sweep.values()})
     for one in settings:
         assert sum(one.shares.values()) == pytest.approx(1)
         changed = sum(getattr(one, key) != getattr(why.USUAL, key) for key in vars(one))
         assert changed <= 1 or (one.wrong == 0 and changed == 2)
-    _, problems = why.make_corpora(tmp_path, [why.USUAL])
+    _, problems = why.make_corpora(tmp_path, [replace(why.USUAL, documents=40)])
     learned = (tmp_path / why.USUAL.corpus / "corpus.jsonl").read_text()
     assert len(problems) == why.PROBLEMS
     assert not any(problem.question in learned for problem in problems)
     found = {
-        (one, method, seed): {"exact": 0.5 + 0.1 * seed}
+        (one, method, seed): {"exact": 0.5 + 0.1 * seed, "bits_per_byte": 0.2}
         for one in settings
         for method in students.METHODS
         for seed in range(2)
     }
-    why.write_results(tmp_path, found, 2)
+    why.write_results(tmp_path, found, why.SWEEPS, 2)
     assert "| 30 | 55.0 ± 7.1 | 55.0 ± 7.1 | 55.0 ± 7.1 |" in capsys.readouterr().out
     assert (tmp_path / "why.svg").exists()
+    plain = {
+        (one, "cpt", 0): found[why.USUAL, "cpt", 0]
+        for one in why.LONG["tokens, thousands"].values()
+    }
+    why.write_results(tmp_path, plain, why.LONG, 1)
+    assert "| tokens, thousands | plain pretraining |" in capsys.readouterr().out
 
 
 def test_teachers_are_compared_by_their_own_measures(tmp_path, capsys) -> None:
