@@ -54,14 +54,7 @@ RULES = {"guided": "published: top 40 % by token", "reducible": "reducible share
 def recipe_of(out: Path, name: str, method: str, seed: int) -> Recipe:
     """`name`: of the teacher. The controls do not look at it."""
     folder = out / "teachers" / name
-    weighs = method == "reducible"
-    recipe = students.recipe_of(folder, "guided" if weighs else method, seed, BUDGET)
-    if weighs:
-        recipe.objective.compare = "stretch"
-        recipe.objective.weighting = "reducible"
-        recipe.objective.floor = 0.2
-        recipe.data.blocks = str(folder / "blocks-stretch")
-        recipe.run.folder = str(folder / "runs" / f"{method}-{seed}")
+    recipe = students.recipe_of(folder, method, seed, BUDGET)
     recipe.teacher.tokenizer = str(folder / "model")
     recipe.corpus.files = [str(out / "corpus.jsonl")]
     return recipe

@@ -5,8 +5,9 @@ normalisation.
     python runs/demo_why.py [--seeds 3] [--out out/why]
     python runs/demo_why.py --long --out out/why-long     # does a gain last: up to 2M tokens
 
-Prints tables, and leaves them with a figure in the folder. 108 runs, about half an hour on two
-cores, and as much for the 24 long ones; what is finished is not done again.
+Prints tables of exact answers (in brackets: bits per byte of clean text), and leaves them with a
+figure in the folder. 108 runs, about half an hour on two cores, and as much for the 36 long ones;
+what is finished is not done again.
 """
 
 import argparse
@@ -30,7 +31,12 @@ from vocagnolm.study.figure import draw
 from vocagnolm.workers import WorkerPool
 
 PROBLEMS = 400
-LABELS = {"cpt": "plain pretraining", "random": "random 40 %", "guided": "guided, 40 %"}
+LABELS = {
+    "cpt": "plain pretraining",
+    "random": "random 40 %",
+    "guided": "guided, 40 %",
+    "reducible": "reducible share, floor 0.2",
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,9 @@ def recipe_of(out: Path, setting: Setting, method: str, seed: int) -> Recipe:
     return recipe
 
 
-def make_corpora(out: Path, settings: Sequence[Setting]) -> tuple[Path, list[Problem]]:
+def make_corpora(
+    out: Path, settings: Sequence[Setting], methods: Sequence[str] = students.METHODS
+) -> tuple[Path, list[Problem]]:
     """Every corpus with its store and blocks; problems that none of them has."""
     corpora = {one.corpus: corpus.corpus_documents(one.documents, one.shares) for one in settings}
     problems = corpus.held_out_problems(PROBLEMS, [d for docs in corpora.values() for d in docs])
@@ -105,7 +113,8 @@ def make_corpora(out: Path, settings: Sequence[Setting]) -> tuple[Path, list[Pro
         folder = out / one.corpus
         corpus.write_jsonl(folder / "corpus.jsonl", corpora[one.corpus])
         students.score(students.TEACHER, folder / "corpus.jsonl", folder / "store")
-        prepare(recipe_of(out, one, "guided", 0))
+        for method in {"guided", "reducible"} & set(methods):
+            prepare(recipe_of(out, one, method, 0))
     return held_out, problems
 
 
@@ -116,9 +125,10 @@ def main() -> None:
     parser.add_argument("--long", action="store_true", help="up to 2M tokens, without random ones")
     given = parser.parse_args()
     students.quiet()
-    sweeps, methods = (LONG, ("cpt", "guided")) if given.long else (SWEEPS, students.METHODS)
+    sweeps = LONG if given.long else SWEEPS
+    methods = ("cpt", "guided", "reducible") if given.long else students.METHODS
     settings = list(dict.fromkeys(one for sweep in sweeps.values() for one in sweep.values()))
-    held_out, problems = make_corpora(given.out, settings)
+    held_out, problems = make_corpora(given.out, settings, methods)
     os.environ["OMP_NUM_THREADS"] = "1"
     runs = {
         (one, method, seed): recipe_of(given.out, one, method, seed)
@@ -158,7 +168,8 @@ def write_results(
                 series[name].append(row)
                 if isinstance(place, float):
                     places[row] = place
-                cells.append(mean_and_spread(exact, 1))
+                bits = statistics.mean_and_spread([run["bits_per_byte"] for run in runs])[0]
+                cells.append(f"{mean_and_spread(exact, 1)} ({bits:.3f})")
             shown = place if isinstance(place, str) else f"{place:g}"
             print(f"| {shown} | {' | '.join(cells)} |")
         if places:

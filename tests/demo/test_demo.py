@@ -150,7 +150,10 @@ def test_one_thing_is_changed_at_a_time_and_shown(tmp_path, capsys) -> None:
         for seed in range(2)
     }
     why.write_results(tmp_path, found, why.SWEEPS, 2)
-    assert "| 30 | 55.0 ± 7.1 | 55.0 ± 7.1 | 55.0 ± 7.1 |" in capsys.readouterr().out
+    assert (
+        "| 30 | 55.0 ± 7.1 (0.200) | 55.0 ± 7.1 (0.200) | 55.0 ± 7.1 (0.200) |"
+        in capsys.readouterr().out
+    )
     assert (tmp_path / "why.svg").exists()
     plain = {
         (one, "cpt", 0): found[why.USUAL, "cpt", 0]

@@ -11,6 +11,8 @@ from vocagnolm.files import write_json
 from vocagnolm.recipe import Recipe, recipe_from_dict
 
 METHODS = ("cpt", "random", "guided")
+REDUCIBLE = {"method": "guided", "compare": "stretch", "weighting": "reducible", "floor": 0.2}
+"""Beside the demo's methods, as `reducible`: every token, by how much is left to learn."""
 SHIPPED = Path(__file__).parent
 TEACHER, START = SHIPPED / "teacher", SHIPPED / "start"
 
@@ -27,16 +29,18 @@ class Budget:
 
 
 def recipe_of(out: Path, method: str, seed: int, budget: Budget) -> Recipe:
-    """The methods differ in `objective.method` alone. The seed decides the order of the blocks,
-    the same for all methods, and what `random` keeps."""
+    """The methods differ in `objective` alone. The seed decides the order of the blocks, the same
+    for all methods, and what `random` keeps."""
+    objective = REDUCIBLE if method == "reducible" else {"method": method, "keep": 0.4}
+    blocks = "blocks-stretch" if method == "reducible" else "blocks"
     return recipe_from_dict(
         {
             "student": {"model": str(START)},
             "teacher": {"tokenizer": str(TEACHER)},
             "corpus": {"files": [str(out / "corpus.jsonl")]},
             "store": {"path": str(out / "store")},
-            "data": {"blocks": str(out / "blocks"), "block_size": 128},
-            "objective": {"method": method, "keep": 0.4},
+            "data": {"blocks": str(out / blocks), "block_size": 128},
+            "objective": objective,
             "optimizer": {
                 "learning_rate": 4e-3,
                 "min_learning_rate": 2e-4,
