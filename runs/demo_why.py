@@ -3,7 +3,7 @@ time: how much of the corpus is wrong, how much is junk, how many tokens are rea
 normalisation.
 
     python runs/demo_why.py [--seeds 3] [--out out/why]
-    python runs/demo_why.py --long --out out/why-long     # does a gain last: up to 2M tokens
+    python runs/demo_why.py --long [--out out/why-long]     # does a gain last: up to 2M tokens
 
 Prints tables of exact answers (in brackets: bits per byte of clean text), and leaves them with a
 figure in the folder. 108 runs, about half an hour on two cores, and as much for the 36 long ones;
@@ -121,17 +121,18 @@ def make_corpora(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("out/why"))
+    parser.add_argument("--out", type=Path, help="default: out/why, or out/why-long")
     parser.add_argument("--long", action="store_true", help="up to 2M tokens, without random ones")
     given = parser.parse_args()
+    out: Path = given.out or Path("out/why-long" if given.long else "out/why")
     students.quiet()
     sweeps = LONG if given.long else SWEEPS
     methods = ("cpt", "guided", "reducible") if given.long else students.METHODS
     settings = list(dict.fromkeys(one for sweep in sweeps.values() for one in sweep.values()))
-    held_out, problems = make_corpora(given.out, settings, methods)
+    held_out, problems = make_corpora(out, settings, methods)
     os.environ["OMP_NUM_THREADS"] = "1"
     runs = {
-        (one, method, seed): recipe_of(given.out, one, method, seed)
+        (one, method, seed): recipe_of(out, one, method, seed)
         for seed in range(given.seeds)
         for one in settings
         for method in methods
@@ -140,7 +141,7 @@ def main() -> None:
         job = students.train_and_measure
         jobs = {key: pool.submit(job, recipe, held_out, problems) for key, recipe in runs.items()}
         found = {key: jobs[key].result() for key in track(jobs, "runs")}
-    write_results(given.out, found, sweeps, given.seeds)
+    write_results(out, found, sweeps, given.seeds)
 
 
 def write_results(
