@@ -77,9 +77,9 @@ def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
     for names in study.comparisons:
         if len(names) == 3:
             raise StudyError(f"{origin}: comparisons are of two rows or of four, not {names}.")
+        comparable = known | {"start"} if len(names) == 2 else known
         for name in names:
-            rows_here = known | {"start"} if len(names) == 2 else known
-            _require(name, rows_here, f"{origin}: comparisons", "row")
+            _require(name, comparable, f"{origin}: comparisons", "row")
     for name, teacher in study.teachers.items():
         if (teacher.model is None) == (teacher.train is None):
             raise StudyError(f"{origin}: teachers.{name} must have either `model` or `train`.")
