@@ -7,8 +7,12 @@ import torch
 from evaluation_kit import make_model
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MistralConfig,
     MistralForCausalLM,
 )
@@ -80,21 +84,38 @@ OTHERS = {
             num_key_value_heads=1, sliding_window=16, initializer_range=0.4, **rest,
         )
     ),
+    # windows longer than a question, and layers without one
+    "gemma3": lambda **rest: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=16, sliding_window=24, initializer_range=0.4,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            tie_word_embeddings=False, **rest,
+        )
+    ),
+    "llama4": lambda **rest: Llama4ForCausalLM(
+        Llama4TextConfig(
+            hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_local_experts=2,
+            attention_chunk_size=32, initializer_range=0.4, **rest,
+        )
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_other_architectures(name, tmp_path):
-    """Learned positions, and sliding windows, which share nothing."""
+    """Learned positions, sliding windows, and chunks, which share nothing."""
     folder = make_model(tmp_path)  # for the tokenizer
     size = open_model(folder, device="cpu").tokenizer.vocabulary_size
     torch.manual_seed(0)
     OTHERS[name](vocab_size=size, eos_token_id=0, bos_token_id=None).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
     files = open_model(folder, device="cpu")
     model = files.load()
     expected = {i: reference(files, model, p) for i, p in enumerate(PROMPTS)}
     generator = Generator(model, files, 3)
-    assert generator._shares is (name == "gpt2")
+    assert generator._shares is (name != "llama4")
     assert answers(generator) == expected
     generator.close()
 
@@ -166,20 +187,23 @@ def test_likelihood_of_options(loaded, batch_size):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_shared_prefix_attention_is_attention(fused, monkeypatch):
+@pytest.mark.parametrize("windowed", [False, True])
+def test_shared_prefix_attention_is_attention(fused, windowed, monkeypatch):
+    """Against one softmax over everything, with an odd shape and a mask."""
     # a GPU's path: torch has the same kernel for a CPU
     monkeypatch.setattr(prefix, "_is_fused", lambda *about: fused)
-    """Against one softmax over everything, with an odd shape and a mask."""
     torch.manual_seed(0)
     B, H, G, Q, K, P, D = 3, 6, 2, 4, 7, 11, 5
     query, key = torch.randn(B, H, Q, D), torch.randn(B, G, K, D)
     value, shared_key = torch.randn(B, G, K, D), torch.randn(1, G, P, D)
     shared_value = torch.randn(1, G, P, D)
     mask = torch.rand(B, 1, Q, K) > 0.3
-    found = prefix._attend(query, key, value, mask, shared_key[0], shared_value[0], 0.3)
     keys = torch.cat([shared_key.expand(B, -1, -1, -1), key], 2).repeat_interleave(H // G, 1)
     values = torch.cat([shared_value.expand(B, -1, -1, -1), value], 2).repeat_interleave(H // G, 1)
-    whole = torch.cat([torch.ones(B, 1, Q, P, dtype=torch.bool), mask], -1)
+    seen = torch.rand(B, Q, P) > 0.5 if windowed else None
+    found = prefix._attend(query, key, value, mask, shared_key[0], shared_value[0], 0.3, seen)
+    every = torch.ones(B, 1, Q, P, dtype=torch.bool) if seen is None else seen[:, None]
+    whole = torch.cat([every, mask], -1)
     scores = (query @ keys.transpose(-1, -2) * 0.3).masked_fill(~whole, float("-inf"))
     expected = (scores.softmax(-1) @ values).transpose(1, 2)
     torch.testing.assert_close(found, expected)

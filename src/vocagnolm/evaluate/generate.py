@@ -160,13 +160,11 @@ class Generator:
             return [one.ids.tolist() for one in self.tokenizer.spans_batch(list(prompts))]
         return [self.chat.answering_ids(prompt) for prompt in prompts]
 
-    def _shared(
-        self, rows: Sequence[Sequence[int]]
-    ) -> tuple[int, list[shared_prefix.KeysAndValues] | None]:
+    def _shared(self, rows: Sequence[Sequence[int]]) -> tuple[int, shared_prefix.Prefix | None]:
         length = common_prefix_length(rows) if self._shares else 0
         if length < _LEAST_SHARED_TOKENS:
             return 0, None
-        return length, shared_prefix.prefix_keys_and_values(self.model, list(rows[0][:length]))
+        return length, shared_prefix.read_prefix(self.model, list(rows[0][:length]))
 
     @torch.inference_mode()
     def generate(
@@ -213,6 +211,7 @@ class Generator:
         keep: int,
     ) -> torch.Tensor:
         """Logits of the last `keep` positions, over the tokens that the tokenizer knows."""
+        shared_prefix.tell_positions(positions)
         logits: torch.Tensor = self.model(
             input_ids=ids,
             attention_mask=mask,

@@ -3,17 +3,19 @@
 The worked examples before a question are the same for a whole task: some 700 tokens of prefix for
 100 of question. Their keys and values are computed once and kept once, not once a row. A query
 attends to the shared part together with the queries of all other rows and to its own row's part
-alone; the two are joined under one softmax, so that the result is that of ordinary attention.
+alone; the two are joined under one softmax, so that the result is that of ordinary attention. In
+layers with a sliding window a query sees the end of the shared part alone, as far as it reaches.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -23,8 +25,21 @@ _NAME = "vocagnolm_shared_prefix"
 _GROW_TOKENS = 64
 _MAX_SCORES = 2**26  # elements of a score matrix that are held at a time
 
-# the layers' shared keys and values while a batch is under way
-_active: list[KeysAndValues] | None = None
+_UNSEEN = -1e30  # not infinite: of a row that sees no shared key the sum must stay a number
+
+
+@dataclass
+class Prefix:
+    """The shared part. A layer with a sliding window keeps the last tokens that any row sees."""
+
+    tokens: int
+    layers: list[KeysAndValues]
+    windows: list[int | None]
+    positions: torch.Tensor | None = None
+    """[rows, queries]: where the queries of the step under way stand in their texts."""
+
+
+_active: Prefix | None = None  # while a batch is under way
 
 
 def shared_prefix_attention(
@@ -42,9 +57,11 @@ def shared_prefix_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    shared_key, shared_value = _active[int(module.layer_idx)]  # type: ignore[arg-type]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    shared_key, shared_value = _active.layers[layer]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    fused = _is_fused(query.device, query.dtype, query.shape[-1])
+    window = _active.windows[layer]
+    fused = window is None and _is_fused(query.device, query.dtype, query.shape[-1])
     scores = key.shape[2] if fused else key.shape[2] + shared_key.shape[2]
     rows = max(1, _MAX_SCORES // (query.shape[1] * query.shape[2] * scores))
     parts = [
@@ -56,10 +73,18 @@ def shared_prefix_attention(
             shared_key[0],
             shared_value[0],
             scale,
+            None if window is None else _seen(_active, shared_key.shape[2], window, at, rows),
         )
         for at in range(0, len(query), rows)
     ]
     return torch.cat(parts), None
+
+
+def _seen(prefix: Prefix, kept: int, window: int, at: int, rows: int) -> torch.Tensor:
+    """Which of the last `kept` shared tokens each query sees [B, Q, P]."""
+    assert prefix.positions is not None
+    place = torch.arange(prefix.tokens - kept, prefix.tokens, device=prefix.positions.device)
+    return prefix.positions[at : at + rows, :, None] - place < window
 
 
 def _rows_mask(
@@ -83,13 +108,16 @@ def _attend(
     shared_key_GPD: torch.Tensor,
     shared_value_GPD: torch.Tensor,
     scale: float,
+    seen_BQP: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """B rows, H query heads in G groups, Q queries, K own keys, P shared keys, D numbers each."""
     B, H, Q, D = query_BHQD.shape
     G = key_BGKD.shape[1]
     query = (query_BHQD * scale).reshape(B, G, H // G, Q, D)
     of_group = query.transpose(0, 1).reshape(G, -1, D)
-    shared, lse = _attend_shared(of_group, shared_key_GPD, shared_value_GPD)
+    if seen_BQP is not None:
+        seen_BQP = seen_BQP[:, None].expand(-1, H // G, -1, -1).reshape(-1, seen_BQP.shape[-1])
+    shared, lse = _attend_shared(of_group, shared_key_GPD, shared_value_GPD, seen_BQP)
     shared = shared.reshape(G, B, H // G, Q, -1).transpose(0, 1)
     lse = lse.reshape(G, B, H // G, Q, 1).transpose(0, 1)
     own = torch.einsum("bgrqd,bgkd->bgrqk", query, key_BGKD).float()
@@ -106,12 +134,17 @@ def _attend(
 
 
 def _attend_shared(
-    query_GND: torch.Tensor, key_GPD: torch.Tensor, value_GPD: torch.Tensor
+    query_GND: torch.Tensor,
+    key_GPD: torch.Tensor,
+    value_GPD: torch.Tensor,
+    seen_NP: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of N scaled queries to the shared keys alone, and log sum exp of their scores."""
-    if _is_fused(query_GND.device, query_GND.dtype, query_GND.shape[-1]):
+    if seen_NP is None and _is_fused(query_GND.device, query_GND.dtype, query_GND.shape[-1]):
         return _fused(query_GND, key_GPD, value_GPD)
     scores = (query_GND @ key_GPD.transpose(1, 2)).float()
+    if seen_NP is not None:
+        scores = scores.masked_fill_(~seen_NP, _UNSEEN)
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp_().to(query_GND.dtype) @ value_GPD, lse
 
@@ -209,8 +242,14 @@ def can_drop_rows(model: PreTrainedModel) -> bool:
 def enable_shared_prefix(model: PreTrainedModel) -> bool:
     """Switch the model to attention that can share a prefix; False where it cannot be done."""
     config = model.config.get_text_config()
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    if softcap or not has_plain_layers(model) or model.config._attn_implementation != "sdpa":
+    layers = DynamicCache(config=model.config).layers
+    known = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    # layers that read another one's keys have no cache; chunks are kept in windows too
+    known = known and len(layers) == config.num_hidden_layers
+    special = ("attn_logit_softcapping", "attention_chunk_size")
+    if not known or any(getattr(config, name, None) for name in special):
+        return False
+    if model.config._attn_implementation != "sdpa":
         return False
     if not getattr(model, "_supports_attention_backend", False):
         return False
@@ -225,21 +264,28 @@ def disable_shared_prefix(model: PreTrainedModel) -> None:
         model.set_attn_implementation("sdpa")
 
 
-def prefix_keys_and_values(model: PreTrainedModel, ids: list[int]) -> list[KeysAndValues]:
+def read_prefix(model: PreTrainedModel, ids: list[int]) -> Prefix:
     """One pass over the shared tokens."""
     cache = DynamicCache(config=model.config)
     input_ids = torch.tensor([ids], device=model.device)
     model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    found = []
+    found = Prefix(len(ids), [], [])
     for layer in cache.layers:
         assert isinstance(layer, DynamicLayer)
         assert layer.keys is not None and layer.values is not None
-        found.append((layer.keys, layer.values))
+        found.layers.append((layer.keys, layer.values))
+        found.windows.append(getattr(layer, "sliding_window", None))
     return found
 
 
+def tell_positions(positions: torch.Tensor) -> None:
+    """Before every step of a model: where its queries stand."""
+    if _active is not None:
+        _active.positions = positions
+
+
 @contextmanager
-def sharing(prefix: list[KeysAndValues] | None) -> Iterator[None]:
+def sharing(prefix: Prefix | None) -> Iterator[None]:
     """Within, attention sees `prefix` before every row."""
     global _active
     before, _active = _active, prefix
