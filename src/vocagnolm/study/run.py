@@ -35,7 +35,8 @@ def run_study(
     if not only_table:
         outcome = work(laboratory, deadline=deadline, say=say)
         for name in outcome.failed:
-            say(f"{name} failed: see {laboratory.folder / 'failed' / name}.txt")
+            report = laboratory.folder / "failed" / f"{name}.txt"
+            say(f"{name} failed: {report} says why. The same command tries it again.")
         _explain_waiting(laboratory, outcome.left, outcome.failed, say)
     table = study_table(laboratory)
     if not table["rows"]:

@@ -3,7 +3,7 @@
     python -m vocagnolm.study.worker STUDY.yaml --folder FOLDER
 
 A task is claimed by a lock that dies with its process, and it is done when its file is there: kill
-any of them at any moment and start again.
+any of them at any moment and start again. What failed is tried again by a worker that starts later.
 """
 
 import argparse
@@ -52,11 +52,19 @@ def work(
         (folder / name).mkdir(parents=True, exist_ok=True)
     tasks = laboratory.tasks()
     finished: list[str] = []
+    before = _failures(folder)
+
+    def failed() -> set[str]:
+        """Since this worker began, here or beside it."""
+        return {name for name, when in _failures(folder).items() if before.get(name) != when}
+
     while True:
         open_tasks = [task for task in tasks if not task.is_done]
         if not open_tasks:
             break
-        task = _take(open_tasks, folder, deadline, finished, say)
+        broken = failed()
+        to_do = [task for task in open_tasks if task.name not in broken]
+        task = _take(to_do, folder, deadline, finished, say)
         if task is not None:
             continue
         claimed = any(_is_claimed(folder, task) for task in open_tasks)
@@ -65,8 +73,8 @@ def work(
             break
         time.sleep(_WAIT_SECONDS)
     left = [task.name for task in tasks if not task.is_done]
-    failed = [name for name in left if (folder / "failed" / f"{name}.txt").exists()]
-    return Outcome(finished, failed, left)
+    broken = failed()
+    return Outcome(finished, [name for name in left if name in broken], left)
 
 
 def _take(
@@ -74,7 +82,7 @@ def _take(
 ) -> Task | None:
     """Do the first task that is ready and nobody has claimed."""
     for task in tasks:
-        if task.is_done or not task.is_ready or (folder / "failed" / f"{task.name}.txt").exists():
+        if task.is_done or not task.is_ready:
             continue
         if deadline is not None and time.time() + _expected_seconds(folder, task) > deadline:
             continue
@@ -87,16 +95,30 @@ def _take(
                 task.action()
             except Exception as error:  # one run that fails must not end the study
                 report = "".join(traceback.format_exception(error))
-                write_text(folder / "failed" / f"{task.name}.txt", report)
+                write_text(_failure(folder, task.name), report)
                 say(f"{task.name}: failed: {error}")
                 return task
             seconds = time.time() - started
             record = {"task": task.name, "kind": task.kind, "start": started, "seconds": seconds}
             write_json(folder / "times" / f"{task.name}.json", record)
+            _failure(folder, task.name).unlink(missing_ok=True)
             finished.append(task.name)
             say(f"{task.name}: done in {seconds:.1f} s")
             return task
     return None
+
+
+def _failure(folder: Path, name: str) -> Path:
+    return folder / "failed" / f"{name}.txt"
+
+
+def _failures(folder: Path) -> dict[str, int]:
+    """Task -> when it failed last."""
+    found = {}
+    for path in (folder / "failed").glob("*.txt"):
+        with contextlib.suppress(OSError):  # done in the meantime
+            found[path.stem] = path.stat().st_mtime_ns
+    return found
 
 
 def _expected_seconds(folder: Path, task: Task) -> float:
