@@ -175,14 +175,16 @@ def test_teachers_are_compared_by_their_own_measures(tmp_path, capsys) -> None:
     known |= {"tells_wrong": 0.9, "tells_wrong_low": 0.85, "tells_wrong_high": 0.95}
     rows += [
         {"teacher": name, "method": rule, "by_seed": seeds, **known}
-        for rule, seeds in (("guided", [70.0, 80.0]), ("reducible", [80.0, 90.0]))
+        for rule, seeds in zip(
+            compared.RULES, ([70.0, 80.0], [80.0, 90.0], [60.0, 70.0]), strict=True
+        )
         for name in compared.TEACHERS
     ]
     compared.write_results(tmp_path, rows)
     lines = capsys.readouterr().out.splitlines()
-    assert "| none: plain pretraining |  |  |  |  | 55.0 ± 7.1 |  |" in lines
+    assert "| none: plain pretraining |  |  |  |  | 55.0 ± 7.1 |  |  |" in lines
     told = "90.0 | 0.800 | 0.200 | 0.900 (0.850 to 0.950)"
-    assert f"| 100 steps | {told} | 75.0 ± 7.1 | 85.0 ± 7.1 |" in lines
+    assert f"| 100 steps | {told} | 75.0 ± 7.1 | 85.0 ± 7.1 | 65.0 ± 7.1 |" in lines
     name = next(iter(compared.TEACHERS))
     weighed = compared.recipe_of(tmp_path, name, "reducible", 1)
     published = compared.recipe_of(tmp_path, name, "guided", 1)

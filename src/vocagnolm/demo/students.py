@@ -11,8 +11,11 @@ from vocagnolm.files import write_json
 from vocagnolm.recipe import Recipe, recipe_from_dict
 
 METHODS = ("cpt", "random", "guided")
-REDUCIBLE = {"method": "guided", "compare": "stretch", "weighting": "reducible", "floor": 0.2}
-"""Beside the demo's methods, as `reducible`: every token, by how much is left to learn."""
+BY_STRETCH = {
+    "reducible": {"method": "guided", "compare": "stretch", "weighting": "reducible", "floor": 0.2},
+    "alm": {"method": "alm"},
+}
+"""Beside the demo's methods: every token, by how much is left to learn; and likelihood matching."""
 SHIPPED = Path(__file__).parent
 TEACHER, START = SHIPPED / "teacher", SHIPPED / "start"
 
@@ -31,8 +34,8 @@ class Budget:
 def recipe_of(out: Path, method: str, seed: int, budget: Budget) -> Recipe:
     """The methods differ in `objective` alone. The seed decides the order of the blocks, the same
     for all methods, and what `random` keeps."""
-    objective = REDUCIBLE if method == "reducible" else {"method": method, "keep": 0.4}
-    blocks = "blocks-stretch" if method == "reducible" else "blocks"
+    objective = BY_STRETCH.get(method, {"method": method, "keep": 0.4})
+    blocks = "blocks-stretch" if method in BY_STRETCH else "blocks"
     return recipe_from_dict(
         {
             "student": {"model": str(START)},
