@@ -117,7 +117,13 @@ def test_other_architectures(name, tmp_path):
     generator = Generator(model, files, 3)
     assert generator._shares is (name != "llama4")
     assert answers(generator) == expected
+    options = [(" (A)", " no, never")] * len(PROMPTS)
+    found = dict(pair for batch in generator.compare(PROMPTS, options) for pair in batch)
+    generator._shares = False
+    alone = dict(pair for batch in generator.compare(PROMPTS, options) for pair in batch)
     generator.close()
+    for index, values in alone.items():
+        assert found[index] == pytest.approx(values, abs=1e-3)
 
 
 def test_stop_strings_cut_each_row_on_its_own(loaded):
