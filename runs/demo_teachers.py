@@ -151,7 +151,8 @@ def write_results(out: Path, rows: list[dict[str, Any]]) -> None:
     print("| --- |" + " ---: |" * (4 + len(RULES)))
     for method in CONTROLS:
         row = of[None, method]
-        print(f"| {row['label']} |  |  |  |  | {mean_and_spread(row['by_seed'], 1)} |  |  |")
+        empty = "  |" * (len(RULES) - 1)
+        print(f"| {row['label']} |  |  |  |  | {mean_and_spread(row['by_seed'], 1)} |{empty}")
     for name in TEACHERS:
         row = of[name, "guided"]
         about = (

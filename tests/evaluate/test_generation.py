@@ -84,7 +84,7 @@ OTHERS = {
             num_key_value_heads=1, sliding_window=16, initializer_range=0.4, **rest,
         )
     ),
-    # windows longer than a question, and layers without one
+    # layers with a window, and one without
     "gemma3": lambda **rest: Gemma3ForCausalLM(
         Gemma3TextConfig(
             hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,

@@ -229,25 +229,27 @@ def new_cache(model: PreTrainedModel, shared: bool) -> Cache:
 
 def has_plain_layers(model: PreTrainedModel) -> bool:
     """Only full attention: no sliding windows, no recurrent layers."""
-    layers = DynamicCache(config=model.config).layers
-    return all(type(layer) is DynamicLayer for layer in layers)
+    return all(kind is DynamicLayer for kind in _layer_kinds(model))
 
 
 def can_drop_rows(model: PreTrainedModel) -> bool:
-    return all(
-        isinstance(layer, DynamicLayer) for layer in DynamicCache(config=model.config).layers
-    )
+    return all(issubclass(kind, DynamicLayer) for kind in _layer_kinds(model))
+
+
+def _layer_kinds(model: PreTrainedModel) -> list[type]:
+    return [type(layer) for layer in DynamicCache(config=model.config).layers]
 
 
 def enable_shared_prefix(model: PreTrainedModel) -> bool:
     """Switch the model to attention that can share a prefix; False where it cannot be done."""
     config = model.config.get_text_config()
-    layers = DynamicCache(config=model.config).layers
-    known = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
-    # layers that read another one's keys have no cache; chunks are kept in windows too
-    known = known and len(layers) == config.num_hidden_layers
-    special = ("attn_logit_softcapping", "attention_chunk_size")
-    if not known or any(getattr(config, name, None) for name in special):
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap or getattr(config, "attention_chunk_size", None):  # chunks are kept like windows
+        return False
+    kinds = _layer_kinds(model)
+    if not set(kinds) <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        return False
+    if len(kinds) != config.num_hidden_layers:  # some layers read another one's keys
         return False
     if model.config._attn_implementation != "sdpa":
         return False
