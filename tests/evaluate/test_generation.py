@@ -153,6 +153,34 @@ def test_done_batches_are_passed_over_and_change_nothing(loaded):
     assert all(rest[i] == whole[i] for i in rest)
 
 
+def test_a_batch_without_room_is_done_in_halves(loaded, monkeypatch):
+    files, model = loaded
+    generator = Generator(model, files, 5)
+    forward, sizes = generator._forward, []
+
+    def with_little_memory(ids, *rest, **options):
+        sizes.append(len(ids))
+        if len(ids) > room:
+            raise torch.OutOfMemoryError("Tried to allocate 64.00 MiB.")
+        return forward(ids, *rest, **options)
+
+    def measured():
+        (options,) = generator.compare(PROMPTS, [[" 3", " apples"]] * len(PROMPTS))
+        return answers(generator), [value for _, values in options for value in values]
+
+    whole, values = measured()
+    monkeypatch.setattr(generator, "_forward", with_little_memory)
+    room = 2
+    in_parts, values_in_parts = measured()
+    assert in_parts == whole
+    assert values_in_parts == pytest.approx(values, abs=1e-4)
+    assert sizes[:3] == [5, 3, 2]
+    room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        answers(generator)
+    generator.close()
+
+
 def test_prompts_that_do_not_fit_lose_their_beginning(tmp_path):
     files = open_model(make_model(tmp_path, context=64), device="cpu")
     model = files.load()

@@ -1,10 +1,13 @@
 """Tasks that fail: the others go on, and the next start tries them again."""
 
+import json
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vocagnolm.study.task import Task
 from vocagnolm.study.worker import work
@@ -59,3 +62,46 @@ def test_a_failure_of_a_worker_beside_it_is_not_tried_again(folder: Path) -> Non
     (folder / "a").write_text("done")  # what c needs
     outcome = work(SimpleNamespace(folder=folder, tasks=lambda: [b, c]), say=other_fails_meanwhile)
     assert outcome.failed == ["c"] and not any(line.startswith("c:") for line in seen)
+
+
+def out_of_memory_once(folder: Path, name: str, others: int) -> SimpleNamespace:
+    """`name` finds no memory the first time; there are `others` beside it."""
+    folder.mkdir(exist_ok=True)
+    tries: list[str] = []
+
+    def act(task: str) -> None:
+        tries.append(task)
+        if task == name and tries.count(name) == 1:
+            raise torch.OutOfMemoryError("Tried to allocate 108.00 MiB.")
+        (folder / task).write_text("done")
+
+    names = [name, *(f"other{n}" for n in range(others))]
+    tasks = [Task(task, "run", folder / task, (), partial(act, task)) for task in names]
+    return SimpleNamespace(folder=folder, tasks=lambda: tasks, tries=tries)
+
+
+def test_what_ran_out_of_memory_is_tried_again_when_another_task_is_done(folder: Path) -> None:
+    lab = out_of_memory_once(folder, "large", others=2)
+    outcome = work(lab, say=quietly)
+    assert lab.tries == ["large", "other0", "large", "other1"]
+    assert (outcome.failed, outcome.left) == ([], [])
+
+
+def test_what_never_has_memory_ends(folder: Path) -> None:
+    lab = out_of_memory_once(folder, "large", others=0)
+    outcome = work(lab, say=quietly)
+    assert lab.tries == ["large"] and outcome.failed == ["large"]
+
+
+@pytest.mark.parametrize(("left", "started"), [(90.0, True), (40.0, False)])
+def test_near_the_end_what_can_be_done_is_begun(folder: Path, left: float, started: bool) -> None:
+    """Earlier runs were slow beside others: the quickest says what can be done."""
+    lab = out_of_memory_once(folder, "none", others=1)
+    (folder / "times").mkdir()
+    for number, seconds in enumerate((800.0, 780.0, 60.0)):
+        record = {"task": f"run{number}", "kind": "run-a", "seconds": seconds}
+        (folder / "times" / f"run{number}.json").write_text(json.dumps(record))
+    task = Task("b-s1", "run-b", folder / "b", (), partial((folder / "b").write_text, "done"))
+    lab.tasks = lambda: [task]
+    work(lab, deadline=time.time() + left, wait=False, say=quietly)
+    assert (folder / "b").exists() == started

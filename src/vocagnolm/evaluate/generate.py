@@ -2,11 +2,13 @@
 
 Prompts of similar length share a batch, the worked examples before them are read once, and a row
 leaves the batch when its answer is complete. The batches are fixed by the prompts and the batch
-size, never by what was done before, so that a resumed run gives the same answers.
+size, never by what was done before, so that a resumed run gives the same answers. Only where a GPU
+has too little memory for a batch is it answered in halves.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -27,6 +29,8 @@ _END_TOKENS = (
     "</s>", "<|endoftext|>", "<|im_end|>", "<eos>", "<end_of_turn>", "<|eot_id|>",
     "<|end_of_text|>",
 )  # fmt: skip
+Item = TypeVar("Item")
+Done = TypeVar("Done")
 
 
 def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -46,6 +50,18 @@ def default_batch_size(model: PreTrainedModel) -> int:
     total = torch.cuda.get_device_properties(model.device).total_memory
     rows = int(total * 0.5 / (per_token * 2048))
     return max(1, min(256, 1 << max(0, rows.bit_length() - 1)))
+
+
+def in_memory(work: Callable[[list[Item]], list[Done]], batch: list[Item]) -> list[Done]:
+    """A batch, in halves where it does not fit beside what else the device holds at the moment."""
+    try:
+        return work(batch)
+    except torch.OutOfMemoryError:
+        if len(batch) == 1:
+            raise
+    torch.cuda.empty_cache()
+    half = (len(batch) + 1) // 2
+    return in_memory(work, batch[:half]) + in_memory(work, batch[half:])
 
 
 def common_prefix_length(rows: Sequence[Sequence[int]]) -> int:
@@ -185,11 +201,15 @@ class Generator:
             return
         length, shared = self._shared(rows)
         stops = [text.encode() for text in stop]
+
+        def answer(batch: list[int]) -> list[_Row]:
+            own = [rows[i][length:] for i in batch]
+            choose = self._chooser(sampling, batch)
+            return self._answer(batch, own, length, stops, max_new_tokens, choose)
+
         for batch in batches:
             with shared_prefix.sharing(shared):
-                own = [rows[i][length:] for i in batch]
-                choose = self._chooser(sampling, batch)
-                answers = self._answer(batch, own, length, stops, max_new_tokens, choose)
+                answers = in_memory(answer, batch)
             yield [(row.index, row.answer) for row in answers]
 
     def _chooser(
@@ -309,16 +329,19 @@ class Generator:
         length, shared = self._shared(
             [row[: _agreed(row, contexts[i])] for i, rows in enumerate(whole) for row in rows]
         )
+
+        def compare(part: list[tuple[int, list[int]]]) -> list[float]:
+            # prompt and option must not fuse into one token: then all of it is compared
+            counts = [max(1, len(row) - _agreed(row, contexts[i])) for i, row in part]
+            return self._likelihood([row[length:] for _, row in part], length, counts)
+
         for batch in batches:
             rows = [(i, row) for i in batch for row in whole[i]]
             likelihoods: dict[int, list[float]] = {i: [] for i in batch}
             with shared_prefix.sharing(shared):
                 for at in range(0, len(rows), self.batch_size):
                     part = rows[at : at + self.batch_size]
-                    # prompt and option must not fuse into one token: then all of it is compared
-                    counts = [max(1, len(row) - _agreed(row, contexts[i])) for i, row in part]
-                    values = self._likelihood([row[length:] for _, row in part], length, counts)
-                    for (i, _), value in zip(part, values, strict=True):
+                    for (i, _), value in zip(part, in_memory(compare, part), strict=True):
                         likelihoods[i].append(value)
             yield list(likelihoods.items())
 

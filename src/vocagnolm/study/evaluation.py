@@ -36,28 +36,8 @@ def evaluate_model(
             )
             result[kind][name] = bits.value
     if requests is not None:
-        _answer_in_memory(model, files, plan, requests, folder / ANSWERS_FILE)
+        answer_requests(model, files, plan, requests, folder / ANSWERS_FILE)
     return result
-
-
-def _answer_in_memory(
-    model: Any, files: Any, plan: EvaluationPlan, requests: str, path: Path
-) -> None:
-    """Several runs may share a device: with too little memory, smaller batches."""
-    import torch
-
-    batch_size = plan.batch_size
-    while True:
-        try:
-            answer_requests(
-                model, files, plan.model_copy(update={"batch_size": batch_size}), requests, path
-            )
-            return
-        except torch.OutOfMemoryError:
-            if batch_size is None or batch_size <= 32:
-                raise
-            batch_size //= 2
-            torch.cuda.empty_cache()
 
 
 def answer_requests(model: Any, files: Any, plan: EvaluationPlan, source: str, path: Path) -> None:

@@ -3,14 +3,14 @@
     python -m vocagnolm.study.worker STUDY.yaml --folder FOLDER
 
 A task is claimed by a lock that dies with its process, and it is done when its file is there: kill
-any of them at any moment and start again. What failed is tried again by a worker that starts later.
+any of them at any moment and start again. What failed is tried again by a worker that starts later;
+what ran out of memory beside other tasks, as soon as one of these is done.
 """
 
 import argparse
 import contextlib
 import json
 import os
-import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from vocagnolm.files import write_json, write_text
 from vocagnolm.locks import claim
 from vocagnolm.study.laboratory import Laboratory
 from vocagnolm.study.load import load_study
-from vocagnolm.study.task import Task
+from vocagnolm.study.task import Task, release_memory
 
 _WAIT_SECONDS = 1.0
 Say = Callable[[str], None]
@@ -44,9 +44,9 @@ def work(
     say: Say = print,
 ) -> Outcome:
     """Do tasks until none is left that can be done. `deadline` is a `time.time()` after which
-    nothing should be under way: a task that took longer before is not started. `wait`: stay while
-    other processes work on what is missing, or while files have yet to arrive (only with a
-    deadline)."""
+    nothing should be under way: a task is not started if none of its kind was ever done in the
+    time that is left. `wait`: stay while other processes work on what is missing, or while files
+    have yet to arrive (only with a deadline)."""
     folder = laboratory.folder
     for name in ("claims", "failed", "times"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -55,8 +55,9 @@ def work(
     before = _failures(folder)
 
     def failed() -> set[str]:
-        """Since this worker began, here or beside it."""
-        return {name for name, when in _failures(folder).items() if before.get(name) != when}
+        """Since this worker began, here or beside it, and not worth another try yet."""
+        since = {name: t for name, t in _failures(folder).items() if before.get(name) != t}
+        return {name for name, when in since.items() if not _has_room_since(folder, name, when)}
 
     while True:
         open_tasks = [task for task in tasks if not task.is_done]
@@ -84,28 +85,35 @@ def _take(
     for task in tasks:
         if task.is_done or not task.is_ready:
             continue
-        if deadline is not None and time.time() + _expected_seconds(folder, task) > deadline:
+        if deadline is not None and time.time() + _least_seconds(folder, task) > deadline:
             continue
         with _claim(folder, task) as ours:
             if not ours or task.is_done:
                 continue
-            started = time.time()
             say(f"{task.name}: started")
-            try:
-                task.action()
-            except Exception as error:  # one run that fails must not end the study
-                report = "".join(traceback.format_exception(error))
-                write_text(_failure(folder, task.name), report)
-                say(f"{task.name}: failed: {error}")
-                return task
-            seconds = time.time() - started
-            record = {"task": task.name, "kind": task.kind, "start": started, "seconds": seconds}
-            write_json(folder / "times" / f"{task.name}.json", record)
-            _failure(folder, task.name).unlink(missing_ok=True)
-            finished.append(task.name)
-            say(f"{task.name}: done in {seconds:.1f} s")
+            if _succeeds(task, folder, say):
+                finished.append(task.name)
+            else:
+                release_memory()
             return task
     return None
+
+
+def _succeeds(task: Task, folder: Path, say: Say) -> bool:
+    started = time.time()
+    try:
+        task.action()
+    except Exception as error:  # one run that fails must not end the study
+        report = "".join(traceback.format_exception(error))
+        write_text(_failure(folder, task.name), report)
+        say(f"{task.name}: failed: {error}")
+        return False
+    seconds = time.time() - started
+    record = {"task": task.name, "kind": task.kind, "start": started, "seconds": seconds}
+    write_json(folder / "times" / f"{task.name}.json", record)
+    _failure(folder, task.name).unlink(missing_ok=True)
+    say(f"{task.name}: done in {seconds:.1f} s")
+    return True
 
 
 def _failure(folder: Path, name: str) -> Path:
@@ -121,10 +129,19 @@ def _failures(folder: Path) -> dict[str, int]:
     return found
 
 
-def _expected_seconds(folder: Path, task: Task) -> float:
-    """The longest that a task of this kind has taken here; for the first of its kind, what a run
-    takes in the middle."""
-    same, runs = [0.0], [0.0]
+def _has_room_since(folder: Path, name: str, when: int) -> bool:
+    """Whether a task lacked memory at that time, and another one has ended since."""
+    with contextlib.suppress(OSError):  # done in the meantime
+        if "OutOfMemoryError" in _failure(folder, name).read_text(encoding="utf-8"):
+            return any(p.stat().st_mtime_ns > when for p in (folder / "times").glob("*.json"))
+    return False
+
+
+def _least_seconds(folder: Path, task: Task) -> float:
+    """The shortest time of a task of this kind here; for the first of its kind, of any run. Long
+    ones had more beside them than there is towards the end, and an idle machine makes nothing."""
+    same: list[float] = []
+    runs: list[float] = []
     for path in (folder / "times").glob("*.json"):
         with contextlib.suppress(OSError, ValueError):
             record = json.loads(path.read_text(encoding="utf-8"))
@@ -132,9 +149,9 @@ def _expected_seconds(folder: Path, task: Task) -> float:
                 same.append(record["seconds"])
             elif record["kind"].startswith("run-"):
                 runs.append(record["seconds"])
-    if len(same) > 1:
-        return max(same)
-    return statistics.median(runs) if task.kind.startswith("run-") else 0.0
+    if same:
+        return min(same)
+    return min(runs, default=0.0) if task.kind.startswith("run-") else 0.0
 
 
 def _claim(folder: Path, task: Task) -> AbstractContextManager[bool]:
