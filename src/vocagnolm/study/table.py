@@ -37,7 +37,8 @@ def read_results(laboratory: Laboratory) -> dict[str, dict[int, dict[str, Any]]]
         if not path.is_file():
             continue
         found = read_result(path)
-        if questions and (folder / ANSWERS_FILE).is_file():
+        answered = questions and (folder / ANSWERS_FILE).is_file()
+        if answered or (folder / GRADES_FILE).is_file():
             found["grades"] = _grades(folder, questions)
             found["accuracy"] = average_accuracy(found["grades"])
         if (folder / SELECTION).is_file():

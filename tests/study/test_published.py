@@ -1,0 +1,33 @@
+"""The numbers of docs/results can be made again, from the runs that are kept beside them."""
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vocagnolm.study.run import run_study
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+KEPT = sorted((RESULTS / "runs").glob("*.tar.xz"))
+
+
+def numbers(value: Any, where: str = "") -> dict[str, Any]:
+    """Path -> leaf of a JSON tree."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    found: dict[str, Any] = {}
+    for key, part in inner:
+        nested = isinstance(part, dict | list)
+        found |= numbers(part, f"{where}/{key}") if nested else {f"{where}/{key}": part}
+    return found
+
+
+@pytest.mark.parametrize("archive", KEPT, ids=lambda path: path.name)
+def test_the_table_follows_from_the_runs(archive: Path, tmp_path: Path) -> None:
+    name = archive.name.removesuffix(".tar.xz")
+    with tarfile.open(archive) as kept:
+        kept.extractall(tmp_path / "out", filter="data")
+    table, _ = run_study(name, tmp_path / "out", materials=tmp_path, only_table=True)
+    published = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    assert numbers(json.loads(json.dumps(table))) == pytest.approx(numbers(published))
