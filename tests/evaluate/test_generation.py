@@ -35,11 +35,13 @@ PROMPTS = [
     )
 ]
 NEW_TOKENS = 24
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def reference(files, model, prompt):
     """One prompt at a time through `generate`, with no padding and nothing shared."""
     ids = torch.tensor([[*files.prefix_ids, *files.tokenizer.spans(prompt).ids.tolist()]])
+    ids = ids.to(model.device)
     out = model.generate(
         ids, do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=0, pad_token_id=0
     )
@@ -103,15 +105,16 @@ OTHERS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 @pytest.mark.parametrize("name", list(OTHERS))
-def test_other_architectures(name, tmp_path):
+def test_other_architectures(name, device, tmp_path):
     """Learned positions, sliding windows, and chunks, which share nothing."""
     folder = make_model(tmp_path)  # for the tokenizer
     size = open_model(folder, device="cpu").tokenizer.vocabulary_size
     torch.manual_seed(0)
     OTHERS[name](vocab_size=size, eos_token_id=0, bos_token_id=None).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
-    files = open_model(folder, device="cpu")
+    files = open_model(folder, device=device, dtype="float32")
     model = files.load()
     expected = {i: reference(files, model, p) for i, p in enumerate(PROMPTS)}
     generator = Generator(model, files, 3)
@@ -175,6 +178,7 @@ def test_a_batch_without_room_is_done_in_halves(loaded, monkeypatch):
     assert in_parts == whole
     assert values_in_parts == pytest.approx(values, abs=1e-4)
     assert sizes[:3] == [5, 3, 2]
+    assert f"{generator.halved_batches} of the batches" in generator.notes()[0]
     room = 0
     with pytest.raises(torch.OutOfMemoryError):
         answers(generator)
@@ -188,6 +192,7 @@ def test_prompts_that_do_not_fit_lose_their_beginning(tmp_path):
     rows = generator.encode([SHARED * 3, "short"], room_for=24)
     assert len(rows[0]) == 40 and rows[0] == files.tokenizer.spans(SHARED * 3).ids.tolist()[-40:]
     assert generator.truncated_prompts == 1
+    assert "64 tokens: 1 of the prompts" in generator.notes()[0]
     assert len(answers(generator, [SHARED * 3, "short"])) == 2
     generator.close()
 

@@ -9,6 +9,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from evaluation_kit import make_model
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
@@ -492,6 +493,18 @@ def test_command(model_folder, benchmarks, text, tmp_path):
     assert values["bits_per_byte"] > 0
     table = CliRunner().invoke(app, arguments).stdout
     assert "SVAMP" in table and "bits per byte" in table
+
+
+def test_prompts_that_were_cut_are_told(benchmarks, tmp_path):
+    short = make_model(tmp_path, context=64)
+    arguments = [
+        "evaluate", str(short), "--tasks", "svamp,mathqa", "--benchmarks", str(benchmarks),
+        "--limit", "2", "--device", "cpu", "--max-new-tokens", "8", "--choices", "likelihood",
+    ]  # fmt: skip
+    shown = CliRunner().invoke(app, arguments)
+    assert "context of 64 tokens: 4 of the prompts, which lost their beginning" in shown.stderr
+    (note,) = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["notes"]
+    assert note in shown.stderr
 
 
 def test_progress_counts_over_all_tasks(model_folder, benchmarks, tmp_path, monkeypatch):

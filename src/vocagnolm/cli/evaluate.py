@@ -98,6 +98,7 @@ def evaluate(
     from vocagnolm.evaluate.settings import Engine, Questions
 
     left_out: list[LeftOut] = []
+    notes: list[str] = []
     with quiet_libraries(), _progress_bar() as on_progress:
         evaluation = evaluate_model(
             model,
@@ -126,9 +127,12 @@ def evaluate(
             on_left_out=left_out.append,
             out=out,
             on_progress=on_progress,
+            on_note=notes.append,
         )
     if as_json:
         values = evaluation.to_json()
+        if notes:
+            values["notes"] = notes
         if text:
             values["left_out"] = left_out[0].as_json()
         typer.echo(json.dumps(values, indent=2, ensure_ascii=False))
@@ -136,7 +140,7 @@ def evaluate(
         typer.echo(format_table(scores_table(evaluation)))
         if out is not None:
             typer.echo(f"answers: {out / 'evaluation' / 'outputs'}", err=True)
-        for line in (line for one in left_out for line in one.lines()):
+        for line in (*notes, *(line for one in left_out for line in one.lines())):
             typer.echo(line, err=True)
 
 

@@ -52,18 +52,6 @@ def default_batch_size(model: PreTrainedModel) -> int:
     return max(1, min(256, 1 << max(0, rows.bit_length() - 1)))
 
 
-def in_memory(work: Callable[[list[Item]], list[Done]], batch: list[Item]) -> list[Done]:
-    """A batch, in halves where it does not fit beside what else the device holds at the moment."""
-    try:
-        return work(batch)
-    except torch.OutOfMemoryError:
-        if len(batch) == 1:
-            raise
-    torch.cuda.empty_cache()
-    half = (len(batch) + 1) // 2
-    return in_memory(work, batch[:half]) + in_memory(work, batch[half:])
-
-
 def common_prefix_length(rows: Sequence[Sequence[int]]) -> int:
     """Tokens that all rows begin with, leaving every row at least one of its own."""
     limit = max(0, min(len(row) for row in rows) - 1)
@@ -144,6 +132,24 @@ class Generator:
         self._last_id = max(self.tokenizer.vocabulary.values()) + 1
         self._ends = self._end_ids()
         self.truncated_prompts = 0
+        self.halved_batches = 0
+
+    def notes(self) -> list[str]:
+        """What whoever reads the scores should know."""
+        found = []
+        if self.truncated_prompts:
+            found.append(
+                f"Too long for the model's context of {self.max_context:,} tokens: "
+                f"{self.truncated_prompts:,} of the prompts, which lost their beginning (worked "
+                "examples, as a rule)."
+            )
+        if self.halved_batches:
+            found.append(
+                f"Too large for the memory that the device had left: {self.halved_batches:,} of "
+                f"the batches, which were answered in halves. A batch size below {self.batch_size} "
+                "saves the time."
+            )
+        return found
 
     def close(self) -> None:
         """Give the model its ordinary attention back."""
@@ -209,8 +215,20 @@ class Generator:
 
         for batch in batches:
             with shared_prefix.sharing(shared):
-                answers = in_memory(answer, batch)
+                answers = self._in_memory(answer, batch)
             yield [(row.index, row.answer) for row in answers]
+
+    def _in_memory(self, work: Callable[[list[Item]], list[Done]], batch: list[Item]) -> list[Done]:
+        """A batch, in halves where it does not fit beside what else the device holds just now."""
+        try:
+            return work(batch)
+        except torch.OutOfMemoryError:
+            if len(batch) == 1:
+                raise
+        self.halved_batches += 1
+        torch.cuda.empty_cache()
+        half = (len(batch) + 1) // 2
+        return self._in_memory(work, batch[:half]) + self._in_memory(work, batch[half:])
 
     def _chooser(
         self, sampling: Sampling | None, batch: Sequence[int]
@@ -317,10 +335,12 @@ class Generator:
     ) -> Iterator[list[tuple[int, list[float]]]]:
         """Log-likelihood in nats of every option after its prompt, batch by batch."""
         contexts = self.encode(prompts)
+        truncated = self.truncated_prompts
         whole = [
             self.encode([prompt + option for option in listed])
             for prompt, listed in zip(prompts, options, strict=True)
         ]
+        self.truncated_prompts = truncated  # a prompt counts once, not with each of its options
         batches = plan_batches([len(rows[0]) for rows in whole], self.batch_size)
         batches = [batch for batch in batches if is_done is None or not is_done(batch)]
         if not batches:
@@ -341,7 +361,7 @@ class Generator:
             with shared_prefix.sharing(shared):
                 for at in range(0, len(rows), self.batch_size):
                     part = rows[at : at + self.batch_size]
-                    for (i, _), value in zip(part, in_memory(compare, part), strict=True):
+                    for (i, _), value in zip(part, self._in_memory(compare, part), strict=True):
                         likelihoods[i].append(value)
             yield list(likelihoods.items())
 

@@ -49,6 +49,7 @@ def evaluate(
     on_left_out: Callable[[LeftOut], None] | None = None,
     out: str | Path | None = None,
     on_progress: OnProgress | None = None,
+    on_note: Callable[[str], None] | None = None,
     **keywords: Unpack[Keywords],
 ) -> Evaluation:
     """Scores of a model on the tasks, and its bits per byte on `text`.
@@ -57,6 +58,7 @@ def evaluate(
     `evaluate("model", tasks="gsm8k", limit=100, device="cpu")`. Without `suite` and `tasks`, and
     with `text`, only bits per byte are computed; with none of the three, the whole math suite is
     run. With `out`, all answers are kept there and an interrupted run goes on where it stopped.
+    `on_note` is told what whoever reads the scores should know, such as prompts that were cut.
     """
     questions, engine = grouped(questions, engine, keywords)
     if out is not None:
@@ -110,6 +112,9 @@ def evaluate(
                     grade_task(run, name, listed)
             finally:
                 generator.close()
+            if on_note is not None:
+                for note in generator.notes():
+                    on_note(note)
         bits = None
         if text:
             assert loaded is not None
