@@ -22,6 +22,7 @@ SLOW = (
     "chat/test_real_tokenizers.py",
     "chat/test_templates.py",
     "demo/test_demo.py",
+    "evaluate/test_compare.py",
     "evaluate/test_generation.py",
     "evaluate/test_run.py",
     "evaluate/graders/test_hostile.py",

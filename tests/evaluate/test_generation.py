@@ -178,7 +178,7 @@ def test_a_batch_without_room_is_done_in_halves(loaded, monkeypatch):
     assert in_parts == whole
     assert values_in_parts == pytest.approx(values, abs=1e-4)
     assert sizes[:3] == [5, 3, 2]
-    assert f"{generator.halved_batches} of the batches" in generator.notes()[0]
+    assert f"halved {generator.halvings} times" in generator.notes()[0]
     room = 0
     with pytest.raises(torch.OutOfMemoryError):
         answers(generator)

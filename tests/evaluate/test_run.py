@@ -1,41 +1,26 @@
-"""The whole way: files in, answers kept, scores out; killed and resumed; compared."""
+"""The whole way: files in, answers kept, scores out; killed and resumed."""
 
 import json
 import logging
-import math
-import random
 import shutil
 from dataclasses import fields
 
 import pytest
-import torch
-from evaluation_kit import make_model
+from evaluation_kit import QUICK, make_model
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.errors import EvaluationError, UsageError
-from vocagnolm.evaluate import averages, compare_runs, evaluate, grade
+from vocagnolm.evaluate import averages, evaluate, grade
 from vocagnolm.evaluate import generate as generation
-from vocagnolm.evaluate.bits import bits_per_byte
-from vocagnolm.evaluate.compare import (
-    average_difference,
-    comparison_table,
-    format_table,
-    paired_difference,
-)
 from vocagnolm.evaluate.results import Record, RunFolder, score_records
 from vocagnolm.evaluate.settings import Engine, Keywords, Questions
 from vocagnolm.evaluate.suite import SUITES, average_stderrs
-from vocagnolm.model import open_model
-from vocagnolm.statistics import mcnemar_exact
 
 PAPER_CPT = {
     "gsm8k": 6.8, "math500": 4.2, "svamp": 22, "asdiv": 36.4, "mawps": 47.1, "tabmwp": 16.5,
     "mathqa": 12.3, "mmlu_stem": 23.2, "sat": 15.6,
 }  # fmt: skip
-
-# a random model never stops by itself
-QUICK = {"batch_size": 2, "device": "cpu", "max_new_tokens": 8}
 
 
 def files_of(folder):
@@ -65,13 +50,6 @@ def test_standard_errors():
     assert score_records([record]).stderr is None
     errors = average_stderrs(dict.fromkeys(PAPER_CPT, 3.0))
     assert errors["avg"] == pytest.approx(1.0)
-
-
-@pytest.fixture(scope="module")
-def finished(model_folder, benchmarks, tmp_path_factory):
-    out = tmp_path_factory.mktemp("run")
-    evaluation = evaluate(model_folder, suite="math", benchmarks=benchmarks, out=out, **QUICK)
-    return out, evaluation
 
 
 def test_results_have_the_promised_form(finished):
@@ -278,205 +256,10 @@ def test_same_scores_through_lm_eval_itself(finished, model_folder, benchmarks, 
 # --- bits per byte --------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "held-out.jsonl"
-    words = ["apple", "Ölberg", "x^2", "∫", "seven", "table", "🍎", "mean"]
-    dice = random.Random(0)
-    documents = [" ".join(dice.choices(words, k=k)) for k in (1, 5, 40, 400)]
-    path.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents), encoding="utf-8")
-    return path, documents
-
-
-def test_bits_per_byte_against_plain_logits(model_folder, text):
-    path, documents = text
-    files = open_model(model_folder, device="cpu")
-    model = files.load()
-    bits = scored = 0.0
-    for document in documents:
-        spans = files.tokenizer.spans(document)
-        ids = spans.ids.tolist()
-        with torch.inference_mode():
-            log_p = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        bits -= sum(log_p[i - 1, ids[i]].item() for i in range(1, len(ids))) / math.log(2)
-        scored += len(document.encode()) - int(spans.spans[0, 1])
-    found = bits_per_byte(model, files, [path])
-    assert found.value == pytest.approx(bits / scored, rel=1e-5)
-    assert found.documents == 4 and found.scored_bytes == scored
-
-
-def test_bits_per_byte_of_the_parts_that_count(model_folder, tmp_path):
-    files = open_model(model_folder, device="cpu")
-    model = files.load()
-    text = "Müller has 3 apples.\nAnswer: 3 + 4 = 7. The answer is 7."
-    start = text.index("Answer:")
-    path = tmp_path / "marked.jsonl"
-    path.write_text(json.dumps({"text": text, "counts": [[start, len(text)]]}) + "\n")
-    spans = files.tokenizer.spans(text)
-    ids = torch.tensor([[*files.prefix_ids, *spans.ids.tolist()]])
-    with torch.inference_mode():
-        log_p = model(ids).logits.float().log_softmax(-1)[0]
-    nll = -log_p[:-1].gather(1, ids[0, 1:, None])[:, 0][-len(spans) :].numpy()
-    first = len(text[:start].encode())
-    inside = (spans.spans[:, 1] > first)[-len(nll) :]
-    found = bits_per_byte(model, files, [path], parts_field="counts")
-    assert found.scored_bytes == spans.token_bytes[-len(nll) :][inside].sum()
-    assert found.bits == pytest.approx(nll[inside].sum() / math.log(2), rel=1e-5)
-    whole = bits_per_byte(model, files, [path])
-    assert whole.scored_bytes > found.scored_bytes
-    path.write_text(json.dumps({"text": text}) + "\n")  # without the field: all of it
-    assert bits_per_byte(model, files, [path], parts_field="counts") == whole
-    path.write_text(json.dumps({"text": text, "counts": "all"}) + "\n")
-    with pytest.raises(EvaluationError, match=r"must hold the parts that count"):
-        bits_per_byte(model, files, [path], parts_field="counts")
-
-
-def test_bits_per_byte_does_not_depend_on_the_batch(model_folder, text):
-    path, _ = text
-    files = open_model(model_folder, device="cpu")
-    model = files.load()
-    values = {
-        bits_per_byte(model, files, [path], context=64, batch_tokens=tokens).value
-        for tokens in (64, 300, 5000)
-    }
-    assert max(values) - min(values) < 1e-5
-    assert values != {bits_per_byte(model, files, [path]).value}  # windows see less
-
-
 def test_text_without_a_task_is_bits_alone(model_folder, text, tmp_path):
     evaluation = evaluate(model_folder, text=[text[0]], out=tmp_path, device="cpu")
     assert evaluation.tasks == {} and evaluation.bits_per_byte > 0
     assert evaluation.to_json()["avg"] is None
-
-
-# --- comparison -----------------------------------------------------------------------------
-
-
-def test_mcnemar():
-    assert mcnemar_exact(0, 0) == 1.0
-    assert mcnemar_exact(5, 5) == 1.0
-    assert mcnemar_exact(0, 5) == pytest.approx(2 / 32)
-    assert mcnemar_exact(1, 9) == pytest.approx(2 * 11 / 1024)
-    assert mcnemar_exact(9, 1) == mcnemar_exact(1, 9)
-
-
-def test_paired_difference():
-    first = {i: i < 4 for i in range(10)}
-    second = {i: i < 6 for i in range(10)}
-    found = paired_difference(first, second)
-    assert found.difference == pytest.approx(20)
-    assert found.p_value == pytest.approx(0.5)
-    assert found.stderr == pytest.approx(100 * (0.16 * 10 / 9 / 10) ** 0.5)
-    # questions that only one of them answered do not count
-    assert paired_difference(first, {0: True, 99: True}).n == 1
-    assert paired_difference(first, {}) is None
-
-
-def test_average_difference_agrees_with_mcnemar_on_one_task():
-    first = {"gsm8k": {i: i < 10 for i in range(50)}}
-    second = {"gsm8k": {i: i < 16 or i == 40 for i in range(50)}}
-    exact = paired_difference(first["gsm8k"], second["gsm8k"])
-    found = average_difference(first, second, ("gsm8k",))
-    assert found.difference == pytest.approx(exact.difference)
-    assert found.p_value == pytest.approx(exact.p_value, abs=0.02)
-    assert average_difference(first, second, ("gsm8k", "math500")) is None
-
-
-def test_report_table(finished, other_model_folder, benchmarks, tmp_path):
-    out, evaluation = finished
-    other = tmp_path / "other"
-    evaluate(other_model_folder, benchmarks=benchmarks, out=other, **QUICK)
-    comparison = compare_runs([out, other, out / "evaluation"])
-    table = format_table(comparison_table(comparison))
-    assert "GSM8K" in table and "AVG‡" in table and "difference" in table
-    same = [listed[1] for listed in comparison.differences.values()]
-    assert all(d.difference == 0 and d.p_value == 1.0 for d in same)
-    shown = CliRunner().invoke(app, ["report", str(out), str(other)])
-    assert shown.exit_code == 0
-    assert len(shown.stdout.splitlines()) == 2 + 10 + 3
-    values = json.loads(CliRunner().invoke(app, ["report", str(out), str(other), "--json"]).stdout)
-    assert values["runs"][0]["tasks"] == evaluation.to_json()["tasks"]
-    assert set(values["differences"]) == {
-        *SUITES["math"], "avg", "avg_dagger", "avg_double_dagger",
-    }  # fmt: skip
-
-
-def test_report_tells_protocols_apart(finished, model_folder, benchmarks, tmp_path):
-    out, _ = finished
-    evaluate(model_folder, tasks="gsm8k,svamp", benchmarks=benchmarks, out=tmp_path / "other",
-             protocol="paper", **QUICK)  # fmt: skip
-    comparison = compare_runs([out, tmp_path / "other"])
-    heading, *rows = comparison_table(comparison)
-    assert heading == ["task", f"{out.name} (strict)", "other (paper)", "difference", ""]
-    assert all(row[3:] == ["-", ""] for row in rows)
-
-
-def test_report_does_not_compare_other_conditions(finished, model_folder, benchmarks, tmp_path):
-    out, _ = finished
-    shorter = tmp_path / "shorter"
-    evaluate(model_folder, tasks="gsm8k,svamp", benchmarks=benchmarks, out=shorter,
-             **(QUICK | {"max_new_tokens": 4}))  # fmt: skip
-    comparison = compare_runs([out, shorter])
-    assert comparison.differences["gsm8k"] == [None]
-    [note] = comparison.notes()
-    assert note.startswith(f"GSM8K, SVAMP: {out.name} and shorter are not compared")
-    assert "max_new_tokens 8 / 4" in note
-    assert all(row[3] == "-" for row in comparison_table(comparison)[1:])
-
-    # fewer questions of the same kind are compared on those that both were asked
-    fewer = tmp_path / "fewer"
-    evaluate(model_folder, tasks="gsm8k", benchmarks=benchmarks, limit=2, out=fewer, **QUICK)
-    assert compare_runs([out, fewer]).differences["gsm8k"][0].n == 2
-
-    # another version of a question is not the same question
-    path = fewer / "evaluation/outputs/gsm8k.jsonl"
-    path.write_text(path.read_text().replace("apples", "pears"))
-    assert "prompts" in compare_runs([out, fewer]).notes()[0]
-
-    # two of an older version, which recorded a checksum alone
-    for folder in (out, shorter):
-        old = tmp_path / f"old {folder.name}"
-        shutil.copytree(folder, old)
-        path = old / "evaluation/results.json"
-        values = json.loads(path.read_text())
-        del values["conditions"]
-        path.write_text(json.dumps(values))
-    both = [tmp_path / f"old {folder.name}" for folder in (out, shorter)]
-    assert "limit of new tokens" in compare_runs(both).notes()[0]
-
-    # what an older version did not record may be anything
-    path = fewer / "evaluation/results.json"
-    values = json.loads(path.read_text())
-    del values["conditions"]
-    path.write_text(json.dumps(values))
-    assert "did not record" in compare_runs([out, fewer]).notes()[0]
-
-
-def test_bits_of_other_text_are_not_compared(model_folder, text, tmp_path):
-    for name, content in (("a", text[0].read_text()), ("b", '{"text": "other words"}\n')):
-        file = tmp_path / f"{name}.jsonl"
-        file.write_text(content)
-        evaluate(model_folder, text=[file], out=tmp_path / name, device="cpu")
-    comparison = compare_runs([tmp_path / "a", tmp_path / "b"])
-    assert comparison_table(comparison)[-1][3] == "-"
-    assert "bits per byte" in comparison.notes()[0]
-
-
-def test_report_says_why_an_old_run_has_no_averages(finished, tmp_path):
-    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "evaluation/results.json"
-    values = json.loads(path.read_text())
-    values["tasks"]["math"] = values["tasks"].pop("math500")
-    path.write_text(json.dumps(values))
-    shown = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert "MATH-5000" in shown.stdout and "AVG" not in shown.stdout
-    assert "--tasks math500" in shown.stderr
-    assert "math500" not in CliRunner().invoke(app, ["report", str(finished[0])]).stderr
-
-
-def test_report_without_an_evaluation(tmp_path):
-    with pytest.raises(EvaluationError, match="vocagnolm evaluate MODEL --out"):
-        compare_runs([tmp_path])
 
 
 def test_command(model_folder, benchmarks, text, tmp_path):

@@ -10,7 +10,6 @@ import pytest
 from vocagnolm.study.run import run_study
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-KEPT = sorted((RESULTS / "runs").glob("*.tar.xz"))
 
 
 def numbers(value: Any, where: str = "") -> dict[str, Any]:
@@ -23,10 +22,9 @@ def numbers(value: Any, where: str = "") -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("archive", KEPT, ids=lambda path: path.name)
-def test_the_table_follows_from_the_runs(archive: Path, tmp_path: Path) -> None:
-    name = archive.name.removesuffix(".tar.xz")
-    with tarfile.open(archive) as kept:
+@pytest.mark.parametrize("name", ["second", "share", "weak"])
+def test_the_table_follows_from_the_runs(name: str, tmp_path: Path) -> None:
+    with tarfile.open(RESULTS / "runs" / f"{name}.tar.xz") as kept:
         kept.extractall(tmp_path / "out", filter="data")
     table, _ = run_study(name, tmp_path / "out", materials=tmp_path, only_table=True)
     published = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))

@@ -6,6 +6,7 @@ size, never by what was done before, so that a resumed run gives the same answer
 has too little memory for a batch is it answered in halves.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -132,7 +133,7 @@ class Generator:
         self._last_id = max(self.tokenizer.vocabulary.values()) + 1
         self._ends = self._end_ids()
         self.truncated_prompts = 0
-        self.halved_batches = 0
+        self.halvings = 0
 
     def notes(self) -> list[str]:
         """What whoever reads the scores should know."""
@@ -143,11 +144,10 @@ class Generator:
                 f"{self.truncated_prompts:,} of the prompts, which lost their beginning (worked "
                 "examples, as a rule)."
             )
-        if self.halved_batches:
+        if self.halvings:
             found.append(
-                f"Too large for the memory that the device had left: {self.halved_batches:,} of "
-                f"the batches, which were answered in halves. A batch size below {self.batch_size} "
-                "saves the time."
+                f"The device had too little memory left, and batches were halved {self.halvings:,} "
+                f"times. A batch size below {self.batch_size} saves the time."
             )
         return found
 
@@ -167,15 +167,17 @@ class Generator:
     def encode(self, prompts: Sequence[str], room_for: int = 0) -> list[list[int]]:
         """Token ids with the model's own beginning-of-text. A prompt that does not fit loses its
         beginning, as in lm-eval."""
-        rows = []
-        for ids in self._read(prompts):
-            if self.max_context is not None:
-                room = max(1, self.max_context - room_for - len(self.prefix_ids))
-                if len(ids) > room:
-                    self.truncated_prompts += 1
-                    ids = ids[-room:]
-            rows.append(self.prefix_ids + ids)
-        return rows
+        read = self._read(prompts)
+        self.truncated_prompts += sum(len(ids) > self._room(room_for) for ids in read)
+        return [self._fitted(ids, room_for) for ids in read]
+
+    def _room(self, room_for: int) -> int:
+        if self.max_context is None:
+            return sys.maxsize
+        return max(1, self.max_context - room_for - len(self.prefix_ids))
+
+    def _fitted(self, ids: list[int], room_for: int = 0) -> list[int]:
+        return self.prefix_ids + ids[-self._room(room_for) :]
 
     def _read(self, prompts: Sequence[str]) -> list[list[int]]:
         if self.chat is None:
@@ -225,7 +227,7 @@ class Generator:
         except torch.OutOfMemoryError:
             if len(batch) == 1:
                 raise
-        self.halved_batches += 1
+        self.halvings += 1
         torch.cuda.empty_cache()
         half = (len(batch) + 1) // 2
         return self._in_memory(work, batch[:half]) + self._in_memory(work, batch[half:])
@@ -335,12 +337,10 @@ class Generator:
     ) -> Iterator[list[tuple[int, list[float]]]]:
         """Log-likelihood in nats of every option after its prompt, batch by batch."""
         contexts = self.encode(prompts)
-        truncated = self.truncated_prompts
         whole = [
-            self.encode([prompt + option for option in listed])
+            [self._fitted(ids) for ids in self._read([prompt + option for option in listed])]
             for prompt, listed in zip(prompts, options, strict=True)
         ]
-        self.truncated_prompts = truncated  # a prompt counts once, not with each of its options
         batches = plan_batches([len(rows[0]) for rows in whole], self.batch_size)
         batches = [batch for batch in batches if is_done is None or not is_done(batch)]
         if not batches:

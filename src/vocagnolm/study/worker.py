@@ -91,7 +91,7 @@ def _take(
             if not ours or task.is_done:
                 continue
             say(f"{task.name}: started")
-            if _succeeds(task, folder, say):
+            if _carry_out(task, folder, say):
                 finished.append(task.name)
             else:
                 release_memory()
@@ -99,7 +99,8 @@ def _take(
     return None
 
 
-def _succeeds(task: Task, folder: Path, say: Say) -> bool:
+def _carry_out(task: Task, folder: Path, say: Say) -> bool:
+    """Whether it ended well; how it ended is on disk."""
     started = time.time()
     try:
         task.action()
