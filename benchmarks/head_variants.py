@@ -56,8 +56,8 @@ def _fp8(choice: Choice) -> Variant:
         with torch.no_grad():
             index = choice.choose(fp8_losses(hidden, weight, choice), forced)
         head = Head(weight=weight)
-        total, _, _ = two_phase.summed_loss(hidden, head, choice.labels, index, rows, None)
-        return total / len(index)
+        summed = two_phase.summed_loss(hidden, head, choice.labels, index, rows, None)
+        return summed.total / len(index)
 
     return call
 
@@ -99,7 +99,9 @@ def _kept(choice: Choice, made: torch.dtype | None, kept: torch.dtype | None) ->
                 choice.labels[index],
                 RowLosses(losses.nll_N[index], losses.lse_N[index], None),
             )
-            g = rows.gradient_(logits.index_select(0, index), labels, chosen.lse_N, work.transform)
+            g = rows.gradient_(
+                logits.index_select(0, index), labels, chosen.lse_N, work.transform, None
+            )
             del logits
             g = g.to(work.hidden_ND.dtype)
             gradients = two_phase.Gradients(

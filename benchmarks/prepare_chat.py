@@ -27,6 +27,7 @@ from vocagnolm.chat import ChatTokenizer, Message, shared_text, template_of
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.data.part import in_batches
 from vocagnolm.data.prepare import prepare
+from vocagnolm.model.nll import TokenScores
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score.teacher import TokenizedDocument
 
@@ -58,7 +59,8 @@ def conversations(corpus: str, field: str, n_bytes: int) -> list[list[Message]]:
 def stored(tokens: Sequence[TokenSpans]) -> list[Stored]:
     """A conversation's store has no losses for what no token of the template holds."""
     read = [TokenizedDocument(one.ids, one.token_bytes, one) for one in tokens]
-    return [one.stored(made_up(one.token_bytes)[1]) for one in read]
+    stored = [one.stored(TokenScores(made_up(one.token_bytes)[1])) for one in read]
+    return [(lengths, scores.nll) for lengths, scores in stored]
 
 
 def main() -> None:

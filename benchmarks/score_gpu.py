@@ -149,7 +149,7 @@ class Benchmark:
 
     def batch(self, scorer: NllModel) -> Callable[[], torch.Tensor]:
         (batch,) = scorer.plan([self.length] * self.rows)
-        return lambda: scorer.batch_nll(batch, self.packed)
+        return lambda: scorer.batch_scores(batch, self.packed).nll_N
 
     def measure(self, name: str, call: Callable[[], torch.Tensor], model: Any) -> None:
         error = (call()[: len(self.exact)].float() - self.exact).abs()

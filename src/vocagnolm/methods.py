@@ -6,7 +6,9 @@ A new method is a row here, its rule in `objective`, and nothing else.
 from dataclasses import dataclass
 from typing import Literal
 
-MethodName = Literal["cpt", "guided", "random", "chunk", "rho1", "no_teacher", "kld", "uld", "alm"]
+MethodName = Literal[
+    "cpt", "guided", "distill", "random", "chunk", "rho1", "no_teacher", "kld", "uld", "alm"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +21,10 @@ class Method:
     """Reads one number per token from the teacher, out of a store or online."""
     by_excess: bool = False
     """Ranks tokens one by one by what their loss exceeds the teacher's."""
+    alternatives: bool = False
+    """Reads the tokens that the teacher finds likeliest, out of a store or online."""
+    keep: float = 0.4
+    """Share of the tokens that is kept where nothing else is said."""
     distribution: bool = False
     """Reads the teacher's whole distribution: the teacher is held online."""
     one_vocabulary: bool = False
@@ -32,6 +38,14 @@ METHODS: dict[MethodName, Method] = {
         selects=True,
         guidance=True,
         by_excess=True,
+    ),
+    "distill": Method(
+        label="distillation: training towards the tokens that the teacher finds likeliest",
+        selects=True,
+        guidance=True,
+        by_excess=True,
+        alternatives=True,
+        keep=1.0,
     ),
     "random": Method(label="training on a random selection of tokens", selects=True),
     "chunk": Method(

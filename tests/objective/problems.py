@@ -82,6 +82,27 @@ def some_stretches(given_: Problem, seed: int = 1) -> Targets:
     return Targets(labels_BT=given_.labels, guidance_BT=guidance, stretch_BT=number)
 
 
+def soft_targets(
+    given: Problem, count: int = 5, seed: int = 3, targets: Targets | None = None
+) -> Targets:
+    """Alternatives of every token: some are the label, some the same twice, some have no mass."""
+    g = torch.Generator().manual_seed(seed)
+    B, T = given.labels.shape
+    V = given.head.weight.shape[0]
+    ids = torch.randint(0, V, (B, T, count), generator=g)
+    ids[..., 1] = ids[..., 0]
+    ids[..., 2] = given.labels.clamp(min=0).cpu()
+    p = torch.rand(B, T, count, generator=g)
+    p = p / p.sum(-1, keepdim=True) * torch.rand(B, T, 1, generator=g)
+    p[torch.rand(B, T, generator=g) < 0.2] = 0.0
+    device = given.hidden.device
+    return replace(
+        targets or given.targets,
+        soft_ids_BTK=ids.to(device),
+        soft_p_BTK=p.to(device, given.hidden.dtype),
+    )
+
+
 def obvious_k(n: int, keep: float) -> int:
     k = math.floor(Fraction(str(keep)) * n + Fraction(1, 2))
     return max(k, 1) if n and keep > 0 else k

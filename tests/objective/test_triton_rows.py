@@ -5,10 +5,10 @@ import os
 
 import pytest
 import torch
-from objective.problems import problem, some_stretches
+from objective.problems import problem, soft_targets, some_stretches
 
 from vocagnolm.objective import ObjectiveConfig, objective_loss, rows, two_phase
-from vocagnolm.objective.rows import Transform
+from vocagnolm.objective.rows import SoftRows, Transform
 
 triton_rows = pytest.importorskip("vocagnolm.objective.triton_rows", exc_type=ImportError)
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -32,11 +32,20 @@ def test_kernels_equal_their_torch_twins(dtype, N, V, bias, softcap, scale):
     fast = triton_rows.losses(x, labels, transform, True)
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    expected = rows.gradient_(x.clone(), labels, slow.lse_N, transform)
-    given = triton_rows.gradient_(x, labels, slow.lse_N, transform)
-    assert given.data_ptr() == x.data_ptr()
     atol = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
-    torch.testing.assert_close(given, expected, rtol=0, atol=atol)
+    for soft in (None, _soft(N, V, 1), _soft(N, V, 5)):
+        expected = rows.gradient_(x.clone(), labels, slow.lse_N, transform, soft)
+        own = x.clone()
+        given = triton_rows.gradient_(own, labels, slow.lse_N, transform, soft)
+        assert given.data_ptr() == own.data_ptr()
+        torch.testing.assert_close(given, expected, rtol=0, atol=atol)
+
+
+def _soft(N, V, count):
+    ids = torch.randint(0, V, (N, count), device=DEVICE)
+    ids[:, -1] = ids[:, 0]  # twice the same
+    weights = torch.rand(N, count, device=DEVICE) / count
+    return SoftRows(ids, weights)
 
 
 def test_a_nan_row_stays_nan():
@@ -53,6 +62,9 @@ RULES = [
     {"weighting": "reducible", "normalise": "selected"},
     {"weighting": "reducible", "compare": "stretch"},
     {"method": "alm"},
+    {"method": "distill", "mix": 1.0},
+    {"method": "distill", "keep": 0.4},
+    {"method": "distill", "weighting": "reducible", "compare": "stretch", "mix_by": "reducible"},
 ]
 
 
@@ -66,6 +78,8 @@ def test_fused_head_equals_chunked(keys, options, dtype, monkeypatch):
         p = problem(dtype=dtype, device=DEVICE, **options).fresh()
         config = ObjectiveConfig(**keys)
         targets = some_stretches(p) if config.by_stretch else p.targets
+        if config.rule.alternatives:
+            targets = soft_targets(p, targets=targets)
         loss = objective_loss(p.hidden, p.head, targets, config, impl=impl).loss
         loss.backward()
         results.append([loss.detach(), *(g for g in p.gradients() if g is not None)])

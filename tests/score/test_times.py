@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from vocagnolm.cli import app
 from vocagnolm.errors import ScoreError
 from vocagnolm.model import compiled, nll, open_model
-from vocagnolm.model.nll import NllModel
+from vocagnolm.model.nll import NllModel, RowScores
 from vocagnolm.score import score_corpus
 from vocagnolm.score.teacher import LocalTeacher
 from vocagnolm.score.times import Times
@@ -73,7 +73,9 @@ def test_a_teacher_that_is_loaded_has_gone_through_its_head_once(tmp_path, monke
     """What a device does at the first use of a kernel belongs to loading; and it runs out of memory
     there with the same advice."""
     passes = []
-    monkeypatch.setattr(NllModel, "rows_nll", lambda self, ids, *_: passes.append(ids) or ids[0])
+    monkeypatch.setattr(
+        NllModel, "rows_scores", lambda self, ids, *_: passes.append(ids) or RowScores(ids[0], None)
+    )
     monkeypatch.setattr(nll, "compile_layers", lambda *_: True)
     settings = dataclasses.replace(SETTINGS, compiled=True)
     teacher = LocalTeacher(open_model(save_teacher(tmp_path / "t"), device="cpu"), settings)
@@ -84,7 +86,7 @@ def test_a_teacher_that_is_loaded_has_gone_through_its_head_once(tmp_path, monke
     def too_large(*_):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(NllModel, "rows_nll", too_large)
+    monkeypatch.setattr(NllModel, "rows_scores", too_large)
     with pytest.raises(ScoreError, match="smaller --batch-tokens"):
         LocalTeacher(open_model(str(tmp_path / "t"), device="cpu"), settings).load()
 

@@ -270,8 +270,8 @@ def test_a_folder_that_is_no_store(tmp_path):
 
 def test_another_format_version_is_refused(store):
     manifest = json.loads((store / "manifest.json").read_text())
-    (store / "manifest.json").write_text(json.dumps(manifest | {"format_version": 2}))
-    with pytest.raises(StoreError, match="version 2"):
+    (store / "manifest.json").write_text(json.dumps(manifest | {"format_version": 3}))
+    with pytest.raises(StoreError, match="version 3"):
         LossStore.open(store)
 
 

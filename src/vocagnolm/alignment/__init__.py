@@ -31,6 +31,15 @@ from vocagnolm.alignment.stretch import (
     stretches,
     whole_sums,
 )
+from vocagnolm.alignment.targets import (
+    SoftTargets,
+    Speller,
+    TargetMass,
+    TargetTable,
+    TeacherTokens,
+    carry_alternatives,
+    token_texts,
+)
 from vocagnolm.alignment.tokenizer import TextTokenizer, load_tokenizer, token_spans
 
 __all__ = [
@@ -41,13 +50,19 @@ __all__ = [
     "Granularity",
     "Overlap",
     "Shares",
+    "SoftTargets",
+    "Speller",
     "Stretches",
+    "TargetMass",
+    "TargetTable",
+    "TeacherTokens",
     "TextTokenizer",
     "TokenSpans",
     "VocabularyOverlap",
     "align",
     "align_batch",
     "carry",
+    "carry_alternatives",
     "character_spans",
     "chunk_align",
     "chunk_bounds",
@@ -61,6 +76,7 @@ __all__ = [
     "stretches",
     "token_overlap",
     "token_spans",
+    "token_texts",
     "vocabulary_overlap",
     "whole_sums",
 ]

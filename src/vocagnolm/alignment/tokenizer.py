@@ -109,6 +109,12 @@ class TextTokenizer:
         """The text behind an id, with space marks as spaces; None where it stands for none."""
         return self._spanner.token_bytes[index]
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Special tokens, which no plain text holds."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(index for index, token in added.items() if token.special)
+
     def shown(self, text: str, tokens: TokenSpans) -> list[str | None]:
         """For the eye, what a token is where the text does not show it: nowhere, in plain text."""
         return [None] * len(tokens)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 from typer.core import TyperCommand
 
+from vocagnolm.alternatives import AlternativesSpec
 from vocagnolm.cli.choices import (
     CORPUS_HELP,
     FORMAT_HELP,
@@ -31,6 +32,9 @@ from vocagnolm.errors import UsageError
 if TYPE_CHECKING:
     from vocagnolm.score import ScoreSummary
     from vocagnolm.score.work import Progress
+
+
+DEFAULT_ALTERNATIVES = 4
 
 
 class ScoreCommand(TyperCommand):
@@ -80,6 +84,13 @@ def score(
     shard_documents: int = typer.Option(1024, min=1, help="Documents in a shard."),
     bos: str = typer.Option(
         "auto", help="Before every window: auto (as the tokenizer does), none, or a token."
+    ),
+    alternatives: str | None = typer.Option(
+        None,
+        metavar="K",
+        help="Of every token also keep the teacher's K likeliest tokens at its place, 1 to 64, so "
+        "that students of any vocabulary can be distilled from the store; sampled:K: K tokens "
+        "drawn from its distribution. Four bytes each. [default: 0; 4 for a recipe that distils]",
     ),
     chat_template: str | None = typer.Option(None, help=TEMPLATE_HELP),
     template_option: list[str] = typer.Option([], help=TEMPLATE_OPTION_HELP),
@@ -165,11 +176,17 @@ def score(
             raise UsageError(f"{recipe} names several stores: say with --out which one to make.")
         if out is None and given.stores:
             out = given.stores[0]
+        if alternatives is None and given.method.alternatives:
+            alternatives = str(given.objective.alternatives or DEFAULT_ALTERNATIVES)
     missing = {"--teacher": teacher, "--corpus": corpus, "--out": out}
     if lacking := [name for name, value in missing.items() if not value]:
         where = f"; the recipe {recipe} does not say either" if recipe else ", or --recipe"
         raise UsageError(f"score needs {', '.join(lacking)}{where}.")
     assert teacher is not None and out is not None
+    try:
+        AlternativesSpec.parse(alternatives or "0")
+    except ValueError as error:
+        raise UsageError(f"--{error}.") from None
 
     from vocagnolm.score import RayCluster, ScoreSettings, Server, Share, score_corpus
     from vocagnolm.store.strength import teacher_warning
@@ -182,6 +199,7 @@ def score(
         batch_tokens=batch_tokens,
         shard_documents=shard_documents,
         bos=bos,
+        alternatives=alternatives or "0",
         chat_template=chat_template,
         template_options=options,
         compiled=compiled,
@@ -287,6 +305,8 @@ def _print(summary: "ScoreSummary") -> None:
         + (f"{bits:.4f} bits per byte; " if bits is not None else "")
         + f"{store['bytes_per_token']:.2f} bytes a token on disk"
     )
+    if "alternatives" in store:
+        typer.echo(alternatives_line(store["alternatives"]))
     if store["nonfinite"]:
         typer.echo(f"NaN or infinity from the teacher: {store['nonfinite']:,} tokens, masked")
     if store["skipped"]:
@@ -296,6 +316,18 @@ def _print(summary: "ScoreSummary") -> None:
         for line in LeftOut(store["skipped"], store["skipped_reasons"], places).lines():
             typer.echo(line)
         typer.echo(f"  all of them: vocagnolm store inspect {store['path']} --json")
+
+
+def alternatives_line(about: dict[str, Any]) -> str:
+    """What a store with alternatives holds of the teacher's distribution."""
+    if about["sampled"]:
+        return f"{about['count']} alternatives a token, drawn from the teacher's distribution"
+    mass, hits = about["mass"], about["hits"]
+    return (
+        f"{about['count']} alternatives a token: they cover {sum(mass):.1%} of the teacher's "
+        f"probability (the first {mass[0]:.1%}), and the token that follows is among them in "
+        f"{sum(hits):.1%} of the places (first in {hits[0]:.1%})"
+    )
 
 
 def _what_is_missing(summary: "ScoreSummary") -> str:

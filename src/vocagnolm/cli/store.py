@@ -218,7 +218,22 @@ def _print(about: dict[str, Any]) -> None:
         typer.echo(f"{name:<14}{value}")
     for reason, count in about["skipped_reasons"].items():
         typer.echo(f"{'':<14}{count:,} skipped: {reason}")
+    if "alternatives" in about:
+        _print_alternatives(about["alternatives"])
     _print_histogram(about["histogram"])
+
+
+def _print_alternatives(about: dict[str, Any]) -> None:
+    """Of every rank: how much of the teacher's probability it has, and how often it follows."""
+    if about["sampled"]:
+        typer.echo(f"{'alternatives':<14}{about['count']} a token, drawn from the distribution")
+        return
+    typer.echo(f"{'alternatives':<14}{about['count']} a token, likeliest first")
+    typer.echo(f"  {'rank':<6}{'probability':>12}{'so far':>9}{'is the token that follows':>27}")
+    so_far = 0.0
+    for rank, (mass, hits) in enumerate(zip(about["mass"], about["hits"], strict=True), 1):
+        so_far += mass
+        typer.echo(f"  {rank:<6}{mass:>12.2%}{so_far:>9.2%}{hits:>27.2%}")
 
 
 def _shards(about: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vocagnolm.errors import UsageError
 from vocagnolm.model.compiled import find_layers
 from vocagnolm.objective.rows import Transform, row_operations
+from vocagnolm.objective.two_phase import SeeRows
 
 HEAD_TOO = True
 """Whether `--dtype fp8` means the head's product as well as the decoder's: a head in bfloat16 buys
@@ -72,18 +73,27 @@ class Fp8Linear(nn.Module):
         return scaled_product(*rounded_rows(rows), self.weight, self.scale, dtype)
 
     def token_nll(
-        self, hidden_ND: Tensor, labels_N: Tensor, transform: Transform, chunk: int
+        self,
+        hidden_ND: Tensor,
+        labels_N: Tensor,
+        transform: Transform,
+        chunk: int,
+        see: SeeRows | None = None,
     ) -> Tensor:
         """-log p(label) [N] where this layer is a head: float32 logits of `chunk` tokens at a
-        time."""
+        time; `see` is shown every chunk."""
         losses = row_operations("auto", hidden_ND).losses
         nll = torch.empty(len(hidden_ND), device=hidden_ND.device)
+
+        def add(first: int, last: int) -> None:  # two chunks must never be alive together
+            x = self.product(hidden_ND[first:last], torch.float32)
+            found = losses(x, labels_N[first:last], transform, False)
+            nll[first:last] = found.nll_N
+            if see is not None:
+                see(first, last, x, found)
+
         for first in range(0, len(nll), chunk):
-            part = slice(first, first + chunk)
-            # not named: two chunks must never be alive together
-            nll[part] = losses(
-                self.product(hidden_ND[part], torch.float32), labels_N[part], transform, False
-            ).nll_N
+            add(first, min(first + chunk, len(nll)))
         return nll
 
 

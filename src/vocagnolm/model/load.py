@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.errors import MissingExtraError, ModelError, UsageError
+from vocagnolm.files import parse_json
 from vocagnolm.model.fp8 import require_fp8, to_fp8
 from vocagnolm.model.quantised import quantisation_of, require_packages
 from vocagnolm.model.sharding import fewest_parts, loaded_bytes, loading_options, require_divisible
@@ -68,6 +69,16 @@ class ModelFiles:
             if isinstance(value, int) and value > 0:
                 return value
         return None
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens with which the model ends what it writes, as its files say."""
+        generation = self.folder / "generation_config.json"
+        told = [self.tokenizer.eos_id, self.config.get_text_config().eos_token_id]
+        if self.gguf_file is None and generation.is_file():
+            told.append(parse_json(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+        flat = [one for value in told for one in (value if isinstance(value, list) else [value])]
+        return tuple(sorted({index for index in flat if isinstance(index, int)}))
 
     def describe(self) -> dict[str, Any]:
         """What is needed to know the model again."""

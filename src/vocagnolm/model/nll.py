@@ -1,14 +1,19 @@
-"""-log p of every token of every document, in the order and shapes of a fixed plan."""
+"""-log p of every token of every document, in the order and shapes of a fixed plan; and what else
+the model would have said there, where that is asked for."""
 
+import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from vocagnolm.alternatives import NOTHING, AlternativesSpec
 from vocagnolm.errors import ModelError
+from vocagnolm.model.alternatives import AlternativeChoice
 from vocagnolm.model.arriving import Arriving
 from vocagnolm.model.compiled import compile_layers
 from vocagnolm.model.fp8 import Fp8Linear, head_to_fp8
@@ -17,7 +22,7 @@ from vocagnolm.model.sharding import VocabularyPart
 from vocagnolm.model.windows import Batch, plan_batches
 from vocagnolm.objective import IGNORE_INDEX, two_phase
 from vocagnolm.objective.head import Head
-from vocagnolm.objective.rows import TORCH_ROWS, Transform, row_operations
+from vocagnolm.objective.rows import TORCH_ROWS, RowLosses, Transform, row_operations
 
 # float32 logits alive at a time. On a CPU a tile should stay near the caches; on a GPU it must be
 # large enough to keep the matrix units busy.
@@ -27,28 +32,80 @@ _CUDA_TILE_BYTES = 1280 * 2**20
 _BATCHES_AHEAD = 3
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class TokenScores:
+    """What a model says of the tokens of one document."""
+
+    nll: np.ndarray
+    """float32 [M] in nats, NaN where there is no context."""
+    alternatives: np.ndarray | None = None
+    """uint32 [M, K], as `vocagnolm.alternatives` packs them."""
+
+
+class RowScores(NamedTuple):
+    """The same on a device, of tokens in a row."""
+
+    nll_N: Tensor
+    packed_NK: Tensor | None
+
+
 def token_nll(
-    hidden_ND: torch.Tensor,
+    hidden_ND: Tensor,
     head: Head,
-    labels_N: torch.Tensor,
+    labels_N: Tensor,
     *,
     chunk: int | None = None,
     part: VocabularyPart | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """-log p(label) of every token, float32 [N], without the logits of the whole batch: they are
     made `chunk` tokens at a time, in float32 whatever the inputs are (bfloat16 logits would cost
     up to 0.08 nats). `part`: the head has some rows of the vocabulary only, other processes have
     the others."""
+    return token_scores(hidden_ND, head, labels_N, chunk=chunk, part=part).nll_N
+
+
+@torch.no_grad()
+def token_scores(
+    hidden_ND: Tensor,
+    head: Head,
+    labels_N: Tensor,
+    *,
+    chunk: int | None = None,
+    part: VocabularyPart | None = None,
+    alternatives: AlternativesSpec | None = None,
+    seeds_N: Tensor | None = None,
+) -> RowScores:
+    """The same, with the alternatives at every place; `seeds_N`: for those that are drawn."""
     work = two_phase.Workspace.of(
-        hidden_ND, head, row_operations("auto", hidden_ND), hidden_ND.dtype, widen=False
+        hidden_ND,
+        head,
+        row_operations("auto", hidden_ND),
+        hidden_ND.dtype,
+        widen=alternatives is not None,
     )
-    if chunk is None and (hidden_ND.is_cuda or hidden_ND.dtype == torch.float32):
+    if chunk is None and (hidden_ND.is_cuda or work.hidden_ND.dtype == torch.float32):
         chunk = _tile_tokens(head.weight.shape[0], hidden_ND.is_cuda)
-    if part is None:
-        return two_phase.token_losses(work, labels_N, chunk=chunk).nll_N
-    losses = two_phase.token_losses(work, part.local(labels_N), chunk=chunk)
-    return part.combine(losses.nll_N, losses.lse_N, labels_N)
+    choice, see = _choosing(alternatives, hidden_ND, seeds_N, work.transform)
+    local = labels_N if part is None else part.local(labels_N)
+    losses = two_phase.token_losses(work, local, chunk=chunk, see=see)
+    nll = losses.nll_N
+    if part is not None:
+        nll = part.combine(losses.nll_N, losses.lse_N, labels_N)
+    return RowScores(nll, None if choice is None else choice.finish(labels_N, part))
+
+
+def _choosing(
+    spec: AlternativesSpec | None, rows: Tensor, seeds_N: Tensor | None, transform: Transform
+) -> tuple[AlternativeChoice | None, two_phase.SeeRows | None]:
+    """What collects the alternatives of so many rows, and what is to be shown the logits."""
+    if spec is None:
+        return None, None
+    choice = AlternativeChoice.of(spec, len(rows), rows.device, seeds_N)
+
+    def see(first: int, last: int, x: Tensor, losses: RowLosses) -> None:
+        choice.choose(first, last, x, losses.lse_N, transform)
+
+    return choice, see
 
 
 def _tile_tokens(rows: int, on_gpu: bool) -> int:
@@ -75,8 +132,10 @@ class NllModel:
         prefix_ids: Sequence[int] = (),
         compiled: bool = False,
         fp8_head: bool = False,
+        alternatives: AlternativesSpec | None = None,
     ):
-        """`fp8_head`: exchange the model's head by one in fp8, where it is understood."""
+        """`fp8_head`: exchange the model's head by one in fp8, where it is understood.
+        `alternatives`: keep these beside the losses."""
         room = context - len(prefix_ids)
         if not 1 <= stride < room:
             raise ValueError(f"stride must be from 1 to {room - 1}, not {stride}")
@@ -87,6 +146,7 @@ class NllModel:
         self.stride = stride
         self.batch_tokens = batch_tokens
         self.prefix_ids = tuple(prefix_ids)
+        self.alternatives = alternatives
         embeddings: Any = model.get_input_embeddings()
         self.vocabulary_rows = int(embeddings.weight.shape[0])
         # A model whose head we do not know scores through its own logits, a row at a time.
@@ -115,14 +175,14 @@ class NllModel:
     ) -> list[np.ndarray]:
         """float32 nll in nats for the token ids of every document; NaN where there is no context.
         `on_tokens` is told how many tokens are under way, batch by batch."""
-        return self.start(documents, on_tokens)()
+        return [scores.nll for scores in self.start(documents, on_tokens)()]
 
     @torch.inference_mode()
     def start(
         self,
         documents: Sequence[np.ndarray],
         on_tokens: Callable[[int], None] | None = None,
-    ) -> Callable[[], list[np.ndarray]]:
+    ) -> Callable[[], list[TokenScores]]:
         """The same in two steps: when this returns, the last batches are on their way through the
         device, and the function it returns waits for them, in any thread."""
         largest = max((int(ids.max(initial=0)) for ids in documents), default=0)
@@ -133,40 +193,58 @@ class NllModel:
             )
         self.warm_up()
         batches = self.plan([len(ids) for ids in documents])
-        arriving: list[Arriving] = []
+        arriving: list[tuple[Arriving, Arriving | None]] = []
         for batch in batches:
             if len(arriving) >= _BATCHES_AHEAD:
-                arriving[-_BATCHES_AHEAD].numpy()
-            arriving.append(Arriving(self.batch_nll(batch, documents)))
+                arriving[-_BATCHES_AHEAD][0].numpy()
+            nll, packed = self.batch_scores(batch, documents)
+            arriving.append((Arriving(nll), None if packed is None else Arriving(packed)))
             if on_tokens is not None:
                 on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
         counts = [len(ids) for ids in documents]
         return lambda: self._placed(batches, arriving, counts)
 
     def _placed(
-        self, batches: Sequence[Batch], arriving: Sequence[Arriving], counts: Sequence[int]
-    ) -> list[np.ndarray]:
-        nll = [np.full(count, np.nan, np.float32) for count in counts]
-        for batch, values in zip(batches, arriving, strict=True):
-            flat = values.numpy()
+        self,
+        batches: Sequence[Batch],
+        arriving: Sequence[tuple[Arriving, Arriving | None]],
+        counts: Sequence[int],
+    ) -> list[TokenScores]:
+        kept = self.alternatives
+        found = [
+            TokenScores(
+                np.full(count, np.nan, np.float32),
+                None if kept is None else np.full((count, kept.count), NOTHING, np.uint32),
+            )
+            for count in counts
+        ]
+        for batch, (losses, others) in zip(batches, arriving, strict=True):
+            nll = losses.numpy()
+            packed = None if others is None else others.numpy().view(np.uint32)
+            at = 0
             for window in batch.windows:
                 first = max(window.first_scored, window.start + self._first_target)
-                count = window.stop - first
-                nll[window.document][first : window.stop] = flat[:count]
-                flat = flat[count:]
-        return nll
+                place = slice(first, window.stop)
+                rows = slice(at, at + window.stop - first)
+                scores = found[window.document]
+                scores.nll[place] = nll[rows]
+                if packed is not None and scores.alternatives is not None:
+                    scores.alternatives[place] = packed[rows]
+                at = rows.stop
+        return found
 
     @property
     def _first_target(self) -> int:
         """A window's first token has a predecessor only where a prefix stands before it."""
         return 0 if self.prefix_ids else 1
 
-    def batch_nll(self, batch: Batch, documents: Sequence[np.ndarray]) -> torch.Tensor:
-        """nll of the scored tokens of a batch, window after window, on the model's device."""
+    def batch_scores(self, batch: Batch, documents: Sequence[np.ndarray]) -> RowScores:
+        """Of the scored tokens of a batch, window after window, on the model's device."""
         prefix = len(self.prefix_ids)
         input_ids = np.zeros((len(batch.windows), batch.row_tokens), np.int64)
         input_ids[:, :prefix] = self.prefix_ids
-        positions, labels = [], []
+        positions, labels, seeds = [], [], []
+        drawn = self.alternatives is not None and self.alternatives.sampled
         for row, window in enumerate(batch.windows):
             ids = documents[window.document]
             input_ids[row, prefix : prefix + len(window)] = ids[window.start : window.stop]
@@ -175,30 +253,62 @@ class NllModel:
             before = row * batch.row_tokens + prefix - window.start - 1
             positions.append(np.arange(first, window.stop) + before)
             labels.append(ids[first : window.stop])
+            if drawn:
+                seeds.append(_document_seed(ids) + np.arange(first, window.stop))
         device = self.model.device
-        return self.rows_nll(
+        return self.rows_scores(
             _sent(input_ids, device),
             _sent(np.concatenate(positions), device),
             _sent(np.concatenate(labels).astype(np.int64), device),
+            _sent(np.concatenate(seeds), device) if drawn else None,
         )
 
-    def rows_nll(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
-        """nll of `labels` [N] as predicted at the flat `positions` [N] of `input_ids` [B, T]."""
+    def rows_scores(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        labels: Tensor,
+        seeds: Tensor | None = None,
+    ) -> RowScores:
+        """Of `labels` [N] as predicted at the flat `positions` [N] of `input_ids` [B, T]; `seeds`
+        [N] for alternatives that are drawn."""
         if self.form is None:
-            targets = torch.full_like(input_ids, IGNORE_INDEX).flatten()
-            targets[positions] = labels
-            nll, _ = losses_through_logits(self.model, input_ids, targets.view(input_ids.shape))
-            return nll.flatten()[positions]
+            return self._through_logits(input_ids, positions, labels, seeds)
         hidden = last_hidden(self.model, input_ids).flatten(0, 1)
         if len(positions) != len(hidden):
             hidden = hidden[positions]
         head: Any = self.model.get_output_embeddings()
         if isinstance(head, Fp8Linear):
             chunk = _tile_tokens(self.vocabulary_rows, hidden.is_cuda)
-            return head.token_nll(hidden, labels, self.form.transform(head.bias), chunk)
-        return token_nll(hidden, self.form.head(self.model), labels, part=self.part)
+            transform = self.form.transform(head.bias)
+            choice, see = _choosing(self.alternatives, hidden, seeds, transform)
+            nll = head.token_nll(hidden, labels, transform, chunk, see)
+            return RowScores(nll, None if choice is None else choice.finish(labels))
+        return token_scores(
+            hidden,
+            self.form.head(self.model),
+            labels,
+            part=self.part,
+            alternatives=self.alternatives,
+            seeds_N=seeds,
+        )
+
+    def _through_logits(
+        self, input_ids: Tensor, positions: Tensor, labels: Tensor, seeds: Tensor | None
+    ) -> RowScores:
+        """For heads that are not understood."""
+        targets = torch.full_like(input_ids, IGNORE_INDEX).flatten()
+        targets[positions] = labels
+        every = None
+        if seeds is not None:
+            every = torch.zeros_like(targets)
+            every[positions] = seeds
+        choice, see = _choosing(self.alternatives, targets, every, Transform())
+        nll, _ = losses_through_logits(
+            self.model, input_ids, targets.view(input_ids.shape), see=see
+        )
+        packed = None if choice is None else choice.finish(targets)[positions]
+        return RowScores(nll.flatten()[positions], packed)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -210,7 +320,13 @@ class NllModel:
         shape = (self._full_rows + 1, max(2, self.context // 2))
         zeros = torch.zeros(shape, dtype=torch.int64, device=self.model.device)
         positions = torch.arange(zeros.numel(), device=self.model.device)
-        Arriving(self.rows_nll(zeros, positions, zeros.flatten())).numpy()
+        Arriving(self.rows_scores(zeros, positions, zeros.flatten(), positions).nll_N).numpy()
+
+
+def _document_seed(ids: np.ndarray) -> int:
+    """A number for every document: its draws are a function of its tokens alone."""
+    digest = hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2  # room for its positions
 
 
 def _sent(values: np.ndarray, device: torch.device) -> Tensor:
@@ -228,15 +344,18 @@ def losses_through_logits(
     labels_BT: Tensor,
     position_ids_BT: Tensor | None = None,
     with_entropy: bool = False,
+    see: two_phase.SeeRows | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(nll, entropy or None) [B, T] for heads that are not understood: a row at a time through the
-    model's own logits; 0 where the label is ignored."""
+    model's own logits; 0 where the label is ignored. `see` is shown every row."""
     nll, entropy = [], []
     for row, labels in enumerate(labels_BT):
         one = slice(row, row + 1)
         where = {} if position_ids_BT is None else {"position_ids": position_ids_BT[one]}
         logits = model(input_ids=input_ids_BT[one], use_cache=False, **where).logits[0]
         losses = TORCH_ROWS.losses(logits, labels.clamp(min=0), Transform(), with_entropy)
+        if see is not None:
+            see(row * len(labels), (row + 1) * len(labels), logits, losses)
         nll.append(torch.where(labels >= 0, losses.nll_N, 0.0))
         entropy.append(losses.entropy_N)
     found = [e for e in entropy if e is not None]

@@ -37,6 +37,11 @@ class Targets:
     """int64: number of each token's stretch in its sequence, for `compare: stretch`: the smallest
     piece of text at whose ends both tokenisations have a boundary. `guidance_BT` is then the
     teacher's loss of the whole stretch, the same for all its tokens."""
+    soft_ids_BTK: Tensor | None = None
+    """int64 or int32: for distill, tokens that the teacher finds likely beside the label. Any valid
+    id where `soft_p_BTK` is 0."""
+    soft_p_BTK: Tensor | None = None
+    """Their probabilities; what they leave of 1 is the label's."""
     sequence_index_B: Tensor | None = None
     """int64: place of each sequence in the whole batch of the optimiser step. It breaks ties and
     feeds random choices. None: micro-batch by micro-batch, rank by rank, row by row, which is

@@ -1,6 +1,6 @@
 """One training objective."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -10,6 +10,7 @@ from vocagnolm.methods import METHODS, Method, MethodName
 
 Compare = Literal["token", "stretch"]
 Weighting = Literal["top_k", "reducible"]
+MixBy = Literal["constant", "reducible"]
 Unmapped = Literal["include", "exclude", "mean"]
 Scope = Literal["sequence", "batch", "global"]
 Normalise = Literal["all", "selected"]
@@ -27,6 +28,8 @@ class ObjectiveConfig:
 
     method: MethodName = "guided"
     """cpt: every token. guided: top `keep` of the mapped tokens by student nll - guidance.
+    distill: every token (or the top `keep`), towards the teacher's likeliest tokens beside the one
+    that follows.
     rho1: the same rule for one shared vocabulary (optionally with `entropy_keep`). random: a
     random `keep` of them. no_teacher: top `keep` by student nll alone (a control). chunk: whole
     chunks of a sequence by their mean excess, or at random. kld, uld: every token, plus
@@ -36,14 +39,14 @@ class ObjectiveConfig:
     """token: a token's nll against the teacher's loss carried to it, as published. stretch: both
     models' losses of the smallest piece of text at whose ends both have a boundary (alm always)."""
     weighting: Weighting = "top_k"
-    """guided, rho1. top_k: the top `keep` count, the rest does not. reducible: every mapped token
+    """guided, distill, rho1. top_k: the top `keep` count, the rest does not. reducible: every mapped token
     counts by the share of the student's loss S that the teacher's T shows to be reducible,
     `floor + (1 - floor) * max(0, 1 - T / S)`; `keep` is not read."""
     floor: float = 0.2
     """reducible: what a token counts at least."""
-    keep: float = 0.4
-    """Share of the mapped tokens that is trained on (chunk: of the chunks). k = keep * n rounded
-    half up, and at least 1 when keep > 0 and n > 0."""
+    keep: float = None  # type: ignore[assignment]
+    """Share of the mapped tokens that is trained on (chunk: of the chunks); left out: 0.4, and 1
+    for distill. k = keep * n rounded half up, and at least 1 when keep > 0 and n > 0."""
     unmapped: Unmapped = "include"
     """Tokens without guidance: include (always trained on), exclude (never), mean (they compete
     with the mean loss of the scope's teacher tokens as theirs)."""
@@ -53,6 +56,16 @@ class ObjectiveConfig:
     normalise: Normalise = "all"
     """Divide the summed loss by all predicted tokens (equation 3 of the paper), or by the
     selected ones: the sum of their weights."""
+    mix: float = 0.5
+    """distill: the loss is the cross entropy against `(1 - mix) * label + mix * targets`, where the
+    targets are the teacher's alternatives and the label has what they leave. 0 is cpt."""
+    mix_end: float | None = None
+    """distill: the mix at the end of a run, see `at`; None: it stays."""
+    mix_hold: float = 0.0
+    """distill: share of a run before the mix begins to change."""
+    mix_by: MixBy = "constant"
+    """distill. reducible: every token's mix is `mix * max(0, 1 - T / S)`, by the student's loss S
+    and the teacher's T."""
     distill_weight: float = 0.5
     """kld, uld, alm: lambda. 0 is cpt."""
     cross_entropy: float = 1.0
@@ -75,6 +88,8 @@ class ObjectiveConfig:
     """random choices depend on (seed, step, sequence, position) alone: no generator to save."""
 
     def __post_init__(self) -> None:
+        if self.keep is None and self.method in METHODS:
+            object.__setattr__(self, "keep", METHODS[self.method].keep)
         for name, allowed in (
             ("method", MethodName),
             ("unmapped", Unmapped),
@@ -84,13 +99,16 @@ class ObjectiveConfig:
             ("kl_direction", KlDirection),
             ("compare", Compare),
             ("weighting", Weighting),
+            ("mix_by", MixBy),
         ):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(
                     f"{name} must be one of {', '.join(get_args(allowed))}; "
                     f"got {getattr(self, name)!r}"
                 )
-        for name in ("keep", "floor"):
+        for name in ("keep", "floor", "mix", "mix_end", "mix_hold"):
+            if name == "mix_end" and self.mix_end is None:
+                continue
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
         for name in ("distill_weight", "cross_entropy"):
@@ -99,7 +117,9 @@ class ObjectiveConfig:
         if self.temperature <= 0.0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
         if self.weighting != "top_k" and not self.rule.by_excess:
-            raise ValueError(f"weighting {self.weighting} belongs to guided and rho1")
+            raise ValueError(f"weighting {self.weighting} belongs to guided, distill and rho1")
+        if self.mix_hold == 1.0:
+            raise ValueError("mix_hold must be below 1: the mix could never change")
         if self.compare == "stretch" and not self.rule.guidance:
             raise ValueError(f"compare stretch needs a method with guidance, not {self.method}")
         if self.method == "alm" and self.normalise == "selected":
@@ -118,6 +138,13 @@ class ObjectiveConfig:
     @property
     def rule(self) -> Method:
         return METHODS[self.method]
+
+    def at(self, progress: float) -> "ObjectiveConfig":
+        """As it is after this share of a run, from 0 at the first step to 1 at the last."""
+        if self.mix_end is None or not self.rule.alternatives:
+            return self
+        moved = max(0.0, progress - self.mix_hold) / (1.0 - self.mix_hold)
+        return replace(self, mix=self.mix + (self.mix_end - self.mix) * moved, mix_end=None)
 
     @property
     def by_stretch(self) -> bool:

@@ -1,6 +1,6 @@
 """The door: one loss for every method."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from vocagnolm.objective.rows import (
     Implementation,
     RowLosses,
     RowOperations,
+    SoftRows,
     row_operations,
 )
 from vocagnolm.objective.selection import ScoredBatch, filled_guidance, select_batches
@@ -46,7 +47,8 @@ def objective_loss(
     hidden_BTD: last hidden states, after the final norm; `hidden[b, t]` predicts
         `targets.labels_BT[b, t]`.
     targets: labels, -100 where there is nothing to predict, and the guidance, NaN where there is
-        none. Rows of unequal length: `Targets.from_rows`.
+        none; for distill the teacher's alternatives in the student's vocabulary. Rows of unequal
+        length: `Targets.from_rows`.
     config: the method; guided, 40 % kept, where it is left out.
     step: for methods that draw at random; give every call of a run another number (optimiser
         step * accumulation + micro-batch), or the sequences' places in `targets`.
@@ -102,12 +104,17 @@ def _chosen(
             return torch.where(targets.valid_BT, decided.weights_BT, 0)
         return select_batches([ScoredBatch(targets, losses_BT)], config, step, ranks)[0]
 
+    soft = _soft_targets(targets, config, ranks)
     if impl == "reference":
         logits = head.logits(hidden_BTD)
         nll_BT = reference.token_nll(logits, labels_BT).detach()
         weights_BT = choose(nll_BT)
         total = reference.weighted_sum(logits, labels_BT, weights_BT)
-        return _output(total, nll_BT, weights_BT.float(), targets, config, decided, ranks=ranks)
+        above_BT = _soft_reference(logits, targets, nll_BT, soft)
+        if above_BT is not None:
+            total = total + (above_BT * weights_BT).sum()
+        stats = _soft_stats(above_BT, nll_BT, weights_BT, targets)
+        return _output(total, nll_BT, weights_BT.float(), targets, config, decided, stats, ranks)
     hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten().clamp(min=0)
     rows = row_operations(impl, hidden_BTD)
     losses: RowLosses | None = None
@@ -122,10 +129,17 @@ def _chosen(
     weigh = None
     if weights_BT.dtype != torch.bool and config.graded:
         weigh = _Known(weights_BT.flatten()[index_K])
-    total, nll_K, _ = two_phase.summed_loss(hidden_ND, head, labels_N, index_K, rows, losses, weigh)
+    soften = None if soft is None else soft[index_K]
+    summed = two_phase.summed_loss(
+        hidden_ND, head, labels_N, index_K, rows, losses, weigh, soften
+    )
     if nll_BT is None:
-        nll_BT = _scattered(nll_K, index_K, labels_BT)
-    return _output(total, nll_BT, weights_BT.float(), targets, config, decided, ranks=ranks)
+        nll_BT = _scattered(summed.nll_K, index_K, labels_BT)
+    above_BT = _scattered_or_none(summed.distance_K, index_K, labels_BT)
+    stats = _soft_stats(above_BT, nll_BT, weights_BT, targets)
+    return _output(
+        summed.total, nll_BT, weights_BT.float(), targets, config, decided, stats, ranks
+    )
 
 
 def _graded(
@@ -142,15 +156,19 @@ def _graded(
     labels_BT = targets.labels_BT
     (teacher_BT,) = filled_guidance([targets], config, ranks)
     flat = FlatTargets.of(targets, teacher_BT, config)
+    soft = _soft_targets(targets, config, ranks)
     if impl == "reference":
         logits = head.logits(hidden_BTD)
         nll_BT = reference.token_nll(logits, labels_BT).detach()
         weights_BT = flat.weights(nll_BT.flatten(), config).view(labels_BT.shape)
         total = reference.weighted_sum(logits, labels_BT, weights_BT)
+        above_BT = _soft_reference(logits, targets, nll_BT, soft)
+        if above_BT is not None:
+            total = total + (above_BT * weights_BT).sum()
     else:
         # the tokens of a stretch stay together: all of them, also those that end up at 0
         index_K = _places(targets.valid_BT, decided.kept)
-        total, nll_K, weights_K = two_phase.summed_loss(
+        summed = two_phase.summed_loss(
             hidden_BTD.flatten(0, 1),
             head,
             labels_BT.flatten().clamp(min=0),
@@ -158,11 +176,14 @@ def _graded(
             row_operations(impl, hidden_BTD),
             None,
             _ByRule(flat[index_K], config),
+            None if soft is None else soft[index_K],
         )
-        assert weights_K is not None
-        nll_BT = _scattered(nll_K, index_K, labels_BT)
-        weights_BT = _scattered(weights_K, index_K, labels_BT)
-    stats = {}
+        assert summed.weights_K is not None
+        total = summed.total
+        nll_BT = _scattered(summed.nll_K, index_K, labels_BT)
+        weights_BT = _scattered(summed.weights_K, index_K, labels_BT)
+        above_BT = _scattered_or_none(summed.distance_K, index_K, labels_BT)
+    stats = _soft_stats(above_BT, nll_BT, weights_BT, targets)
     if config.method == "alm":
         # the weights are its derivative; its value is this
         nll_N = nll_BT.flatten()
@@ -212,6 +233,75 @@ class _ByRule:
         return sorted({*(end for end in inner if end > 0), ends[-1]})
 
 
+@dataclass(frozen=True)
+class _Soft:
+    """Targets beside the label, of tokens in a row; the mix is one number, or one a token that its
+    own loss decides."""
+
+    ids_NK: Tensor
+    p_NK: Tensor
+    mix: float
+    share: _ByRule | None
+    """What of the mix a token gets, by its loss."""
+
+    def __getitem__(self, index: Tensor) -> "_Soft":
+        share = None if self.share is None else _ByRule(self.share.flat[index], self.share.config)
+        return _Soft(self.ids_NK[index], self.p_NK[index], self.mix, share)
+
+    def rows(self, a: int, b: int, nll: Tensor) -> SoftRows:
+        weights = self.p_NK[a:b].to(nll.dtype) * self.mix
+        if self.share is not None:
+            weights = weights * self.share.rows(a, b, nll)[:, None]
+        return SoftRows(self.ids_NK[a:b].long(), weights)
+
+    def cut(self, ends: list[int]) -> list[int]:
+        return ends if self.share is None else self.share.cut(ends)
+
+
+def _soft_targets(targets: Targets, config: ObjectiveConfig, ranks: Ranks) -> _Soft | None:
+    """None where the labels are all there is: then it is plain training to the last bit."""
+    if not config.rule.alternatives or config.mix == 0.0:
+        return None
+    ids, p = targets.soft_ids_BTK, targets.soft_p_BTK
+    if ids is None or p is None:
+        raise ValueError(f"method {config.method} needs soft_ids_BTK and soft_p_BTK, got None")
+    share = None
+    if config.mix_by == "reducible":
+        rule = replace(config, weighting="reducible", floor=0.0, unmapped="exclude")
+        (teacher_BT,) = filled_guidance([targets], rule, ranks)
+        share = _ByRule(FlatTargets.of(targets, teacher_BT, rule), rule)
+    return _Soft(ids.flatten(0, 1), p.flatten(0, 1), config.mix, share)
+
+
+def _soft_reference(
+    logits_BTV: Tensor, targets: Targets, nll_BT: Tensor, soft: _Soft | None
+) -> Tensor | None:
+    if soft is None:
+        return None
+    found = soft.rows(0, nll_BT.numel(), nll_BT.flatten())
+    shape = (*nll_BT.shape, -1)
+    return reference.soft_distance(
+        logits_BTV, targets.labels_BT, found.ids_NK.view(shape), found.weights_NK.view(shape)
+    )
+
+
+@torch.no_grad()
+def _soft_stats(
+    above_BT: Tensor | None, nll_BT: Tensor, weights_BT: Tensor, targets: Targets
+) -> dict[str, Tensor]:
+    """For the log: the mean loss of the kept tokens against their targets, and the probability that
+    the teacher's alternatives take from their labels."""
+    if above_BT is None or targets.soft_p_BTK is None:
+        return {}
+    kept = weights_BT != 0
+    count = kept.sum().clamp(min=1)
+    mass = torch.where(kept, targets.soft_p_BTK.float().sum(-1), 0.0)
+    return {
+        "distill_loss": torch.where(kept, nll_BT + above_BT.detach(), 0.0).sum() / count,
+        "target_mass": mass.sum() / count,
+    }
+
+
 def _output(
     total: Tensor,
     nll_BT: Tensor,
@@ -252,6 +342,12 @@ def _scattered(values_K: Tensor, index_K: Tensor, like_BT: Tensor) -> Tensor:
     """Values of some tokens in their places, 0 elsewhere."""
     whole = torch.zeros(like_BT.numel(), dtype=values_K.dtype, device=values_K.device)
     return whole.index_copy_(0, index_K, values_K.detach()).view(like_BT.shape)
+
+
+def _scattered_or_none(
+    values_K: Tensor | None, index_K: Tensor, like_BT: Tensor
+) -> Tensor | None:
+    return None if values_K is None else _scattered(values_K, index_K, like_BT)
 
 
 @torch.no_grad()
@@ -312,11 +408,12 @@ def _check(
             f"hidden_BTD must be [B, T, {head.weight.shape[1]}] for this head, "
             f"got {list(hidden_BTD.shape)}"
         )
-    for name in ("labels_BT", "guidance_BT", "entropy_BT", "stretch_BT", "weights_BT", "nll_BT"):
+    names = ("labels_BT", "guidance_BT", "entropy_BT", "stretch_BT", "weights_BT", "nll_BT")
+    for name in (*names, "soft_ids_BTK", "soft_p_BTK"):
         tensor = getattr(targets, name, None)
         if tensor is None and decided is not None:
             tensor = getattr(decided, name, None)
-        if tensor is not None and tensor.shape != hidden_BTD.shape[:2]:
+        if tensor is not None and tensor.shape[:2] != hidden_BTD.shape[:2]:
             raise ValueError(
                 f"{name} must be {list(hidden_BTD.shape[:2])}, got {list(tensor.shape)}"
             )

@@ -15,6 +15,20 @@ def token_nll(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     return flat.view(labels_BT.shape)
 
 
+def soft_distance(
+    logits_BTV: Tensor, labels_BT: Tensor, ids_BTK: Tensor, weights_BTK: Tensor
+) -> Tensor:
+    """[B, T]: what the cross entropy against `(1 - sum w) * label + sum_k w_k * token_k` is above
+    that against the label; 0 where the label is ignored."""
+    log_p = F.log_softmax(logits_BTV, dim=-1)
+    target = torch.zeros_like(log_p).scatter_add(2, ids_BTK, weights_BTK.to(log_p.dtype))
+    label = labels_BT.clamp(min=0)[:, :, None]
+    left = 1.0 - weights_BTK.sum(2, keepdim=True).to(log_p.dtype)
+    target = target.scatter_add(2, label, left)
+    above = -(target * log_p).sum(2) + log_p.gather(2, label)[:, :, 0]
+    return torch.where(labels_BT != IGNORE_INDEX, above, 0.0)
+
+
 def weighted_sum(logits_BTV: Tensor, labels_BT: Tensor, weights_BT: Tensor) -> Tensor:
     """Sum of the nll of the tokens, each as often as it counts."""
     labels = torch.where(weights_BT != 0, labels_BT, IGNORE_INDEX).flatten()

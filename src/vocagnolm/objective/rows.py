@@ -42,6 +42,30 @@ class Transform:
         return gradient_NV * self.scale if self.scale != 1.0 else gradient_NV
 
 
+    def at(self, x_NV: Tensor, columns_NK: Tensor) -> Tensor:
+        """Logits of some columns of each row [N, K]."""
+        picked = x_NV.gather(1, columns_NK)
+        z = picked if picked.dtype == torch.float64 else picked.float()
+        bias = None if self.bias is None else self.bias[columns_NK]
+        return Transform(bias, self.softcap, self.scale)(z)
+
+
+class SoftRows(NamedTuple):
+    """Tokens that take part of the label's place in a row's target: with weights c, the target is
+    `(1 - sum c) * label + sum_k c_k * token_k`."""
+
+    ids_NK: Tensor
+    """int64"""
+    weights_NK: Tensor
+    """In the dtype of the losses."""
+
+    def distance(self, x_NV: Tensor, labels_N: Tensor, transform: Transform) -> Tensor:
+        """What the cross entropy against the target is above that against the label [N]:
+        sum_k c_k (z_label - z_k)."""
+        z = transform.at(x_NV, torch.cat([labels_N[:, None], self.ids_NK], dim=1))
+        return (self.weights_NK * (z[:, :1] - z[:, 1:])).sum(1)
+
+
 class RowLosses(NamedTuple):
     nll_N: Tensor
     lse_N: Tensor
@@ -53,7 +77,7 @@ class RowOperations(NamedTuple):
     """The two functions in which the chunked and the fused head differ."""
 
     losses: Callable[[Tensor, Tensor, Transform, bool], RowLosses]
-    gradient_: Callable[[Tensor, Tensor, Tensor, Transform], Tensor]
+    gradient_: Callable[[Tensor, Tensor, Tensor, Transform, SoftRows | None], Tensor]
 
 
 def losses(
@@ -71,14 +95,25 @@ def losses(
     return RowLosses(nll, lse, entropy)
 
 
-def gradient_(x_NV: Tensor, labels_N: Tensor, lse_N: Tensor, transform: Transform) -> Tensor:
-    """Overwrites the raw products by d nll / d x = (softmax - one-hot) through the transform."""
+def gradient_(
+    x_NV: Tensor,
+    labels_N: Tensor,
+    lse_N: Tensor,
+    transform: Transform,
+    soft: SoftRows | None = None,
+) -> Tensor:
+    """Overwrites the raw products by d nll / d x = (softmax - target) through the transform; the
+    target is the label, or with `soft` the label and some tokens beside it."""
     z = transform(x_NV)
     own = transform.softcap is None  # z is not needed again: work in place
     g = torch.sub(z, lse_N[:, None], out=z) if own else z - lse_N[:, None]
     g.exp_()
     # one-hot by scatter: each row has one label, so no two writes meet
-    g.scatter_add_(1, labels_N[:, None], g.new_full((g.shape[0], 1), -1.0))
+    ones = g.new_full((g.shape[0], 1), -1.0)
+    if soft is not None:
+        ones += soft.weights_NK.sum(1, keepdim=True)
+        g.scatter_add_(1, soft.ids_NK, -soft.weights_NK.to(g.dtype))
+    g.scatter_add_(1, labels_N[:, None], ones)
     g = transform.chain(g, z)
     return x_NV if g is x_NV else x_NV.copy_(g)
 

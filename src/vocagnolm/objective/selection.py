@@ -79,7 +79,7 @@ def select_batches(
 ) -> list[Tensor]:
     """bool [B, T] for each micro-batch of this rank, with scope global among those of all ranks.
     Exact: the result does not depend on how a step is split."""
-    if not config.rule.selects:
+    if not config.rule.selects or (config.rule.alternatives and config.selects_all):
         return [batch.valid_BT for batch in batches]
     by_chance = config.method == "chunk" and config.chunk_choice == "random"
     if config.rule.guidance and not by_chance:
@@ -329,12 +329,13 @@ def random_key(sequence_index_B: Tensor, units: int, seed: int, step: int) -> Te
     """Uniform int64 keys of 32 bits, a pure function of (seed, step, sequence, unit)."""
     unit = torch.arange(units, device=sequence_index_B.device)
     start = _signed(seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03)
-    mixed = _mix(_mix(sequence_index_B[:, None] ^ start) + unit)
+    mixed = mixed_bits(mixed_bits(sequence_index_B[:, None] ^ start) + unit)
     return mixed >> 32
 
 
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele et al. 2014); int64 products wrap."""
+def mixed_bits(x: Tensor) -> Tensor:
+    """int64 to int64, so that numbers in a row become numbers as if by chance. The finaliser of
+    splitmix64 (Steele et al. 2014); int64 products wrap."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
     return x ^ ((x >> 31) & ((1 << 33) - 1))

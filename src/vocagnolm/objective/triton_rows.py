@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocagnolm.objective.rows import RowLosses, RowOperations, Transform
+from vocagnolm.objective.rows import RowLosses, RowOperations, SoftRows, Transform
 
 _BLOCK = 4096
 _WARPS = 8
@@ -89,15 +89,18 @@ def _gradient_kernel(
     label_ptr,
     lse_ptr,
     bias_ptr,
+    soft_id_ptr,
+    soft_weight_ptr,
     row_stride,
     scale,
     softcap,
     V: tl.constexpr,
     BIAS: tl.constexpr,
     CAP: tl.constexpr,
+    SOFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for BLOCK columns of a row, in place."""
+    """One program for BLOCK columns of a row, in place. SOFT: tokens beside the label."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < V
@@ -105,7 +108,12 @@ def _gradient_kernel(
     x = tl.load(x_block, mask=inside, other=0.0)
     z = _logits(x, bias_ptr, columns, inside, scale, softcap, BIAS, CAP)
     g = tl.exp(z - tl.load(lse_ptr + row))
-    g -= tl.where(columns == tl.load(label_ptr + row), 1.0, 0.0)
+    left = 1.0
+    for k in tl.static_range(SOFT):
+        weight = tl.load(soft_weight_ptr + row * SOFT + k)
+        g -= tl.where(columns == tl.load(soft_id_ptr + row * SOFT + k), weight, 0.0)
+        left -= weight
+    g -= tl.where(columns == tl.load(label_ptr + row), left, 0.0)
     if CAP:
         ratio = tl.where(inside, z / softcap, 0.0)
         g *= 1.0 - ratio * ratio
@@ -142,8 +150,17 @@ def losses(
     return RowLosses(nll, lse, entropy)
 
 
-def gradient_(x_NV: Tensor, labels_N: Tensor, lse_N: Tensor, transform: Transform) -> Tensor:
+def gradient_(
+    x_NV: Tensor,
+    labels_N: Tensor,
+    lse_N: Tensor,
+    transform: Transform,
+    soft: SoftRows | None = None,
+) -> Tensor:
     n, v = x_NV.shape
+    ids, weights = labels_N, lse_N  # read where there are soft targets
+    if soft is not None:
+        ids, weights = soft.ids_NK.contiguous(), soft.weights_NK.float().contiguous()
     assert x_NV.stride(1) == 1 and labels_N.is_contiguous() and lse_N.is_contiguous()
     if n:
         _gradient_kernel[(n, triton.cdiv(v, _BLOCK))](
@@ -151,12 +168,15 @@ def gradient_(x_NV: Tensor, labels_N: Tensor, lse_N: Tensor, transform: Transfor
             labels_N,
             lse_N,
             x_NV if transform.bias is None else transform.bias,
+            ids,
+            weights,
             x_NV.stride(0),
             transform.scale,
             transform.softcap or 1.0,
             V=v,
             BIAS=transform.bias is not None,
             CAP=transform.softcap is not None,
+            SOFT=0 if soft is None else ids.shape[1],
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from vocagnolm.objective.config import compute_dtype
 from vocagnolm.objective.head import Head
 from vocagnolm.objective.products import accumulate, needs_width, product
-from vocagnolm.objective.rows import RowLosses, RowOperations, Transform
+from vocagnolm.objective.rows import RowLosses, RowOperations, SoftRows, Transform
 
 _MIB = 1 << 20
 # Half precision on a CPU: rows of the weight that are converted to float32 at a time, and tokens
@@ -86,15 +86,24 @@ class Workspace:
         return self.transform(x)
 
 
+# (first, last, raw products of these tokens, their losses)
+SeeRows = Callable[[int, int, Tensor, RowLosses], None]
+
+
 def token_losses(
-    work: Workspace, labels_N: Tensor, *, with_entropy: bool = False, chunk: int | None = None
+    work: Workspace,
+    labels_N: Tensor,
+    *,
+    with_entropy: bool = False,
+    chunk: int | None = None,
+    see: SeeRows | None = None,
 ) -> RowLosses:
     """Phase 1. Labels must be rows of the head (replace ignored ones before, drop them after).
-    `chunk`: tokens whose logits are alive at a time."""
+    `chunk`: tokens whose logits are alive at a time. `see` is shown every chunk."""
     hidden, weight = work.hidden_ND, work.weight_VD
     n, dtype = hidden.shape[0], work.wide
     if needs_width(hidden.device, hidden.dtype):
-        assert not with_entropy
+        assert not with_entropy and see is None
         return _losses_by_strips(work, labels_N, chunk or _STRIP_TOKENS)
     nll = torch.empty(n, dtype=dtype, device=hidden.device)
     lse = torch.empty_like(nll)
@@ -109,6 +118,8 @@ def token_losses(
         nll[a:b], lse[a:b] = part.nll_N, part.lse_N
         if entropy is not None and part.entropy_N is not None:
             entropy[a:b] = part.entropy_N
+        if see is not None:
+            see(a, b, x, part)
     return RowLosses(nll, lse, entropy)
 
 
@@ -233,6 +244,18 @@ def backward_chunks(
     return out
 
 
+class Summed(NamedTuple):
+    """What phase 2 gives of its K tokens."""
+
+    total: Tensor
+    """The weighted sum of their losses, with gradient."""
+    nll_K: Tensor
+    """Of their labels."""
+    weights_K: Tensor | None
+    distance_K: Tensor | None
+    """With soft targets: what each loss is above the label's nll."""
+
+
 def summed_loss(
     hidden_ND: Tensor,
     head: Head,
@@ -241,26 +264,29 @@ def summed_loss(
     rows: RowOperations,
     losses: RowLosses | None,
     weigh: "Weigh | None" = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Phase 2: (sum of the nll of the tokens `index_K`, their nll without gradient, their weights).
-    `losses` are phase 1's, for all N tokens; None: this is the one and only phase. `weigh`: the
-    tokens count by weights."""
+    soften: "Soften | None" = None,
+) -> Summed:
+    """Phase 2, of the tokens `index_K`. `losses` are phase 1's, for all N tokens; None: this is the
+    one and only phase. `weigh`: the tokens count by weights. `soften`: their targets are not the
+    labels alone."""
     wanted = Wanted.of(hidden_ND, head)
     labels_K = labels_N.index_select(0, index_K)
     with isolated(hidden_ND) as dtype:
         work = Workspace.of(hidden_ND.index_select(0, index_K), head, rows, dtype)
+        one_pass = wanted.anything or soften is not None
         if losses is not None:
             losses_K = RowLosses(losses.nll_N[index_K], losses.lse_N[index_K], None)
-        elif wanted.anything:  # filled by the one pass below
+        elif one_pass:  # filled by the one pass below
             nll_K = torch.empty(len(index_K), dtype=work.wide, device=hidden_ND.device)
             losses_K = RowLosses(nll_K, torch.empty_like(nll_K), None)
         else:
             losses_K = token_losses(work, labels_K)
         weights_K = None if weigh is None else torch.ones_like(losses_K.nll_N)
-        if not wanted.anything:
+        distance_K = None if soften is None else torch.zeros_like(losses_K.nll_N)
+        if not one_pass:
             if weigh is not None:
                 weights_K = weigh.rows(0, len(index_K), losses_K.nll_N)
-            return _total(losses_K.nll_N, weights_K), losses_K.nll_N, weights_K
+            return Summed(_total(losses_K.nll_N, weights_K), losses_K.nll_N, weights_K, None)
 
         def gradient_of_rows(a: int, b: int, x: Tensor) -> Tensor:
             if losses is None:
@@ -268,19 +294,34 @@ def summed_loss(
                 losses_K.nll_N[a:b], losses_K.lse_N[a:b] = part.nll_N, part.lse_N
             if weigh is not None and weights_K is not None:
                 weights_K[a:b] = weigh.rows(a, b, losses_K.nll_N[a:b])
-            return rows.gradient_(x, labels_K[a:b], losses_K.lse_N[a:b], work.transform)
+            soft = None
+            if soften is not None and distance_K is not None:
+                soft = soften.rows(a, b, losses_K.nll_N[a:b])
+                distance_K[a:b] = soft.distance(x, labels_K[a:b], work.transform)
+            return rows.gradient_(x, labels_K[a:b], losses_K.lse_N[a:b], work.transform, soft)
 
-        cut = None if weigh is None else weigh.cut
+        def cut(ends: list[int]) -> list[int]:
+            for one in (weigh, soften):
+                ends = ends if one is None else one.cut(ends)
+            return ends
+
         gradients = backward_chunks(
-            work, wanted, gradient_of_rows, weights_K=weights_K, cut_chunks=cut
+            work,
+            wanted,
+            gradient_of_rows,
+            exact=not wanted.anything,
+            weights_K=weights_K,
+            cut_chunks=cut,
         )
-    total = _total(losses_K.nll_N, weights_K)
-    attached = attach(total, gradients, hidden_ND, head, index_K)
-    return attached, losses_K.nll_N, weights_K
+    nll_K = losses_K.nll_N
+    total = _total(nll_K if distance_K is None else nll_K + distance_K, weights_K)
+    if wanted.anything:
+        total = attach(total, gradients, hidden_ND, head, index_K)
+    return Summed(total, nll_K, weights_K, distance_K)
 
 
-def _total(nll_K: Tensor, weights_K: Tensor | None) -> Tensor:
-    return nll_K.sum() if weights_K is None else (nll_K * weights_K).sum()
+def _total(loss_K: Tensor, weights_K: Tensor | None) -> Tensor:
+    return loss_K.sum() if weights_K is None else (loss_K * weights_K).sum()
 
 
 class Weigh(Protocol):
@@ -291,6 +332,14 @@ class Weigh(Protocol):
     def cut(self, ends: list[int]) -> list[int]:
         """Ends of chunks, moved so that what is weighed together lies in one chunk."""
         ...
+
+
+class Soften(Protocol):
+    """Gives the selected tokens their targets beside the label, likewise."""
+
+    def rows(self, a: int, b: int, nll: Tensor) -> SoftRows: ...
+
+    def cut(self, ends: list[int]) -> list[int]: ...
 
 
 def attach(

@@ -83,6 +83,11 @@ class Recipe(Schema):
         return by_stretch and self.needs_guidance
 
     @property
+    def needs_targets(self) -> bool:
+        """Whether the teacher's alternatives are read, in the student's vocabulary."""
+        return self.method.alternatives
+
+    @property
     def stores(self) -> list[str]:
         """The loss stores, none, one or several."""
         path = self.store.path
@@ -104,6 +109,14 @@ class Recipe(Schema):
                 "chunks and unmapped: mean read all losses of one teacher's own tokens: give one "
                 "store, or objective.compare: stretch for chunks."
             )
+        weights = self.store.weights
+        if weights is not None and len(weights) != len(stores):
+            problems.append(
+                f"store.weights has {len(weights)} entries, store.path names {len(stores)} stores: "
+                "give one for each."
+            )
+        elif weights is not None and (min(weights) < 0 or sum(weights) <= 0):
+            problems.append("store.weights must not be negative, and not all of them 0.")
         chosen = self.corpus.keep_documents
         if chosen is not None and not stores:
             problems.append("corpus.keep_documents needs store.path: the teacher's losses decide.")

@@ -5,9 +5,9 @@ No torch here: a recipe is read by the command line, by `check` and by programs 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from vocagnolm.methods import MethodName
+from vocagnolm.methods import METHODS, MethodName
 from vocagnolm.recipe.schema import Number, Schema, key
 
 Attention = Literal[
@@ -116,6 +116,9 @@ class StoreSection(Schema):
         "several stores: how their losses become one, token by token (stretch by stretch), or by "
         "the teacher with the fewest bits per byte on the document; null: min"
     )
+    weights: list[Number] | None = key(
+        "distill, several stores: what each teacher's targets count; null: all the same"
+    )
 
 
 class DataSection(Schema):
@@ -151,10 +154,10 @@ class DataSection(Schema):
         "documents that the store does not hold: stop, leave them out, or keep them unguided",
         "error",
     )
-    extra_columns: list[Literal["text", "teacher_losses", "stretch"]] = key(
+    extra_columns: list[Literal["text", "teacher_losses", "stretch", "targets"]] = key(
         "keep the text (for an online teacher), all teacher losses (for method chunk and unmapped: "
-        "mean) or the losses of stretches (for compare: stretch and alm) although this recipe does "
-        "not need them, so that other runs can share the blocks",
+        "mean), the losses of stretches (for compare: stretch and alm) or the targets (for "
+        "distill) although this recipe does not need them, so that other runs can share the blocks",
         [],
     )
     part_documents: int = key("documents in one part file; parts are made in parallel", 4096, ge=1)
@@ -175,7 +178,11 @@ class ObjectiveSection(Schema):
         "top_k",
     )
     floor: Number = key("reducible: what a token counts at least", 0.2, ge=0, le=1)
-    keep: Number = key("share of the tokens that are kept, by excess loss", 0.4, ge=0, le=1)
+    keep: Number | None = key(
+        "share of the tokens that are kept, by excess loss; null: 0.4, and all for distill",
+        ge=0,
+        le=1,
+    )
     aggregation: Literal["max", "mean", "sum"] = key(
         "Phi: how the losses of the teacher tokens behind one student token become one", "max"
     )
@@ -190,6 +197,34 @@ class ObjectiveSection(Schema):
     )
     normalise: Literal["all", "selected"] = key(
         "divide by all tokens (equation 3 as printed) or by the selected ones", "all"
+    )
+    mix: Number = key(
+        "distill: how far the targets are the teacher's instead of the text's; 0 is plain training",
+        0.5,
+        ge=0,
+        le=1,
+    )
+    mix_end: Number | None = key(
+        "distill: the mix at the last step, which is reached linearly; null: it stays", ge=0, le=1
+    )
+    mix_hold: Number = key(
+        "distill: share of the run before the mix begins to change", 0.0, ge=0, lt=1
+    )
+    mix_by: Literal["constant", "reducible"] = key(
+        "distill: the same mix for every token, or the mix times the share of its loss that the "
+        "teacher shows to be reducible",
+        "constant",
+    )
+    alternatives: int | None = key(
+        "distill: how many of the teacher's alternatives a token has; null: all that the store "
+        "holds, and 4 of an online teacher",
+        ge=1,
+        le=64,
+    )
+    inside: bool = key(
+        "distill: tokens that begin inside a teacher token have targets too: what goes on from the "
+        "bytes already read",
+        True,
     )
     distill_weight: Number = key(
         "kld, uld, alm: weight (lambda) of the distillation term", 0.5, ge=0
@@ -218,6 +253,13 @@ class ObjectiveSection(Schema):
     chunk_choice: Literal["teacher", "random"] = key(
         "chunk: pieces kept by excess over the teacher, or by chance", "teacher"
     )
+
+    @model_validator(mode="after")
+    def _method_decides(self) -> "ObjectiveSection":
+        """So that a recipe that is written down says what was trained."""
+        if self.keep is None:
+            self.keep = METHODS[self.method].keep
+        return self
 
 
 class OptimizerSection(Schema):

@@ -24,6 +24,7 @@ from vocagnolm.processes import Ranks
 from vocagnolm.score.server import ServerTeacher
 from vocagnolm.score.settings import ScoreSettings, Server
 from vocagnolm.score.teacher import LocalTeacher, Teacher
+from vocagnolm.store.format import encode_vocabulary
 from vocagnolm.store.writer import StoreWriter
 
 PLAN_FILE = "plan.pickle"
@@ -120,6 +121,8 @@ class Plan:
     """None: an object of the caller's, which other processes cannot open."""
     corpus_source: CorpusSource | None = None
     """None: a `Corpus` of the caller's."""
+    vocabulary: bytes | None = None
+    """With alternatives, of the process that begins the store: the teacher's, as it is written."""
     version: str = __version__
 
     @property
@@ -132,14 +135,14 @@ class Plan:
         return range(first, min(first + self.settings.shard_documents, len(self.corpus)))
 
     def writer(self, device: str | None = None) -> StoreWriter:
-        return StoreWriter(self.out, self.identity, self.shard_count, device)
+        return StoreWriter(self.out, self.identity, self.shard_count, device, self.vocabulary)
 
     def save(self) -> str | None:
         """Into the store that grows, for the processes that come later. Returns the digest of what
         was written; None where the corpus is an object of the caller's."""
         if self.corpus_source is None:
             return None
-        content = pickle.dumps(self.absolute(), protocol=5)
+        content = pickle.dumps(replace(self.absolute(), vocabulary=None), protocol=5)
         place_of(self.out).put(PLAN_FILE, content)
         return hashlib.sha256(content).hexdigest()
 
@@ -173,13 +176,20 @@ class Description:
     software: dict[str, str]
     settings: ScoreSettings
     """With everything chosen: another machine chooses nothing."""
+    vocabulary: bytes | None = None
+    """The file that goes into a store with alternatives."""
 
 
 def describe(teacher: Teacher, settings: ScoreSettings) -> Description:
     packages = getattr(teacher, "packages", ("tokenizers", "torch", "transformers"))
     software = {name: version(name) for name in packages}
     chosen = getattr(teacher, "settings", settings)
-    return Description(teacher.describe(), software, chosen)
+    about, vocabulary = teacher.describe(), None
+    if settings.kept_alternatives is not None:
+        if "alternatives" not in about:
+            raise UsageError("--alternatives: this teacher gives losses alone. Leave it out.")
+        vocabulary = encode_vocabulary(teacher.vocabulary())  # type: ignore[attr-defined]
+    return Description(about, software, chosen, vocabulary)
 
 
 def store_identity(about: Description, corpus: Corpus) -> dict[str, Any]:
@@ -207,6 +217,7 @@ def make_plan(
         settings=about.settings,
         teacher_source=teacher_source,
         corpus_source=corpus_source,
+        vocabulary=about.vocabulary,
     )
 
 

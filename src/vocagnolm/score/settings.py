@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from vocagnolm.alternatives import AlternativesSpec
+
 DEFAULT_CONTEXT = 2048
 CUDA_BATCH_TOKENS = 16384
 CPU_BATCH_TOKENS = 4096
@@ -59,6 +61,9 @@ class ScoreSettings:
     """Conversations: a Jinja file, a folder with one, or plain; the model's own."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Conversations: further variables of the template."""
+    alternatives: int | str = 0
+    """Of every token also keep so many of the teacher's likeliest tokens at its place, for
+    distillation (`4`), or so many drawn from its distribution (`sampled:4`)."""
     compiled: bool | None = None
     """Compile the layers; on a GPU."""
     threads: int | None = None
@@ -83,3 +88,8 @@ class ScoreSettings:
             raise ValueError(
                 f"max_nonfinite_share must be from 0 to 1, not {self.max_nonfinite_share}"
             )
+        AlternativesSpec.parse(self.alternatives)
+
+    @property
+    def kept_alternatives(self) -> AlternativesSpec | None:
+        return AlternativesSpec.parse(self.alternatives)

@@ -4,13 +4,16 @@ Nothing here knows of files, ranks or machines: who computes which shard, and wh
 elsewhere and cannot change a byte.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vocagnolm.data.corpus import Corpus, Document, document_hash
+from vocagnolm.alternatives import NOTHING
 from vocagnolm.errors import ScoreError
+from vocagnolm.model.nll import TokenScores
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.teacher import Teacher, TokenizedDocument
 from vocagnolm.store.format import HASH_BYTES, Shard, narrowest_unsigned, to_float16
@@ -34,7 +37,21 @@ class PreparedShard:
 
 def score_shard(corpus: Corpus, teacher: Teacher, settings: ScoreSettings, number: int) -> Shard:
     prepared = prepare_shard(corpus, teacher, settings, number)
-    return finished_shard(prepared, teacher.nll(prepared.tokenized), settings)
+    return finished_shard(prepared, started(teacher, prepared)(), settings)
+
+
+def started(
+    teacher: Teacher, prepared: PreparedShard, on_tokens: Callable[[int], None] | None = None
+) -> Callable[[], Sequence[TokenScores | np.ndarray]]:
+    """What waits for the numbers of a shard, which are on their way where the teacher can do
+    that."""
+    start = getattr(teacher, "start", None)
+    if start is None:
+        scores = teacher.nll(prepared.tokenized, on_tokens)
+        return lambda: scores
+    waiting: Callable[[], Sequence[TokenScores | np.ndarray]]
+    waiting = start(prepared.tokenized, on_tokens)
+    return waiting
 
 
 def prepare_shard(
@@ -63,36 +80,54 @@ def prepare_shard(
 
 
 def finished_shard(
-    prepared: PreparedShard, nll: list[np.ndarray], settings: ScoreSettings
+    prepared: PreparedShard,
+    given: Sequence[TokenScores | np.ndarray],
+    settings: ScoreSettings,
 ) -> Shard:
-    assert [len(n) for n in nll] == [len(t.ids) for t in prepared.tokenized]
-    nonfinite = _mask_nonfinite(nll, prepared, settings.max_nonfinite_share)
+    """`given`: per document its scores, or its losses alone."""
+    scores = [TokenScores(one) if isinstance(one, np.ndarray) else one for one in given]
+    assert [len(one.nll) for one in scores] == [len(t.ids) for t in prepared.tokenized]
+    nonfinite = _mask_nonfinite(scores, prepared, settings.max_nonfinite_share)
     hashes = b"".join(document_hash(d.text) for d in prepared.documents if d.text is not None)
     empty = np.zeros(0)
-    stored = [t.stored(n) for t, n in zip(prepared.tokenized, nll, strict=True)]
+    stored = [t.stored(one) for t, one in zip(prepared.tokenized, scores, strict=True)]
     token_bytes = np.concatenate([empty, *(lengths for lengths, _ in stored)])
+    kept, alternatives = settings.kept_alternatives, None
+    if kept is not None:
+        none = np.zeros((0, kept.count), "<u4")
+        alternatives = np.concatenate([none, *(_alternatives(one) for _, one in stored)])
     return Shard(
         number=prepared.number,
         first_document=prepared.first_document,
         document_span=prepared.document_span,
         document_hash=np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES),
         document_index=np.array([d.index for d in prepared.documents], "<u8"),
-        token_count=np.array([len(losses) for _, losses in stored], "<u4"),
+        token_count=np.array([len(lengths) for lengths, _ in stored], "<u4"),
         token_bytes=narrowest_unsigned(token_bytes),
-        nll=to_float16(np.concatenate([empty, *(losses for _, losses in stored)])),
+        nll=to_float16(np.concatenate([empty, *(one.nll for _, one in stored)])),
         skipped=prepared.skipped,
         nonfinite=nonfinite,
+        alternatives=alternatives,
     )
 
 
-def _mask_nonfinite(nll: list[np.ndarray], prepared: PreparedShard, most: float) -> int:
+def _alternatives(scores: TokenScores) -> np.ndarray:
+    if scores.alternatives is None:
+        raise ScoreError("--alternatives: this teacher gives losses alone. Leave it out.")
+    return scores.alternatives
+
+
+def _mask_nonfinite(scores: list[TokenScores], prepared: PreparedShard, most: float) -> int:
     """Make infinities NaN, in place, and count what the teacher should have known. A first token
     without context is NaN by right."""
     bad_places = []
     total = 0
-    for values, document in zip(nll, prepared.documents, strict=True):
+    for one, document in zip(scores, prepared.documents, strict=True):
+        values = one.nll
         bad = ~np.isfinite(values)
         values[bad] = np.nan
+        if one.alternatives is not None:
+            one.alternatives[bad] = NOTHING
         total += int(bad[1:].sum())
         if bad[1:].any():
             bad_places.append(document.place)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,15 +12,17 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from vocagnolm.alignment import TextTokenizer, TokenSpans
+from vocagnolm.alignment import TextTokenizer, TokenSpans, token_texts
+from vocagnolm.alternatives import MOST_IDS, NOTHING, AlternativesSpec, Vocabulary
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.errors import ScoreError, TilingError, UsageError
 from vocagnolm.model import fp8
 from vocagnolm.model.compiled import import_compiler_meanwhile
 from vocagnolm.model.load import ModelFiles
-from vocagnolm.model.nll import NllModel
+from vocagnolm.model.nll import NllModel, TokenScores
 from vocagnolm.model.threads import torch_threads
 from vocagnolm.model.windows import LENGTH_STEP
+from vocagnolm.store.format import encode_vocabulary
 from vocagnolm.score.settings import (
     CPU_BATCH_TOKENS,
     CUDA_BATCH_TOKENS,
@@ -39,25 +42,37 @@ class TokenizedDocument:
     token_bytes: np.ndarray
     spans: TokenSpans | None = None
 
-    def stored(self, nll: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Byte lengths that tile the document, and their losses: NaN for text that no token of the
-        template holds. The template's own tokens are left out."""
+    def stored(self, scores: TokenScores) -> tuple[np.ndarray, TokenScores]:
+        """Byte lengths that tile the document, and what is known of them: a loss of NaN and no
+        alternatives for text that no token of the template holds. The template's own tokens are
+        left out."""
         if self.spans is None:
-            return self.token_bytes, nll
+            return self.token_bytes, scores
         held = self.token_bytes > 0
         edges = np.concatenate([[0], self.spans.spans[held].ravel(), [self.spans.n_bytes]])
         lengths = np.diff(edges)
-        losses = np.full(len(lengths), np.nan, nll.dtype)
-        losses[1::2] = nll[held]
         kept = lengths > 0
-        return lengths[kept], losses[kept]
+
+        def between(values: np.ndarray, missing: float) -> np.ndarray:
+            every = np.full((len(lengths), *values.shape[1:]), missing, values.dtype)
+            every[1::2] = values[held]
+            return every[kept]
+
+        others = scores.alternatives
+        return lengths[kept], TokenScores(
+            between(scores.nll, np.nan), None if others is None else between(others, NOTHING)
+        )
 
 
 class Teacher(Protocol):
     """Documents in, byte lengths and nll out. A server behind a socket can be one as well. An
     attribute `device_name`, where there is one, is noted for every shard; `packages` are those
     whose versions decide the numbers. A method `start`, where there is one, is `nll` in two steps:
-    what it returns waits for the numbers, while the next documents are started."""
+    what it returns waits for the numbers, while the next documents are started.
+
+    A teacher that gives alternatives too has them in `describe()` (`alternatives`: count, sampled,
+    and the digest and size of the vocabulary file), a `vocabulary()`, and `TokenScores` in place of
+    the arrays that `nll` or `start` give."""
 
     def describe(self) -> dict[str, Any]:
         """Everything about the teacher that decides its numbers, for the manifest."""
@@ -110,6 +125,9 @@ class LocalTeacher:
         self.shards = settings.shard_teacher
         if self.shards > 1:
             files.require_shardable(self.shards)
+        self.alternatives = settings.kept_alternatives
+        if self.alternatives is not None:
+            _require_choice(files, self.alternatives)
         self.compiled = on_gpu if settings.compiled is None else settings.compiled
         self.threads = None if on_gpu else settings.threads or _processors()
         self.settings = dataclasses.replace(
@@ -156,7 +174,12 @@ class LocalTeacher:
                 **({"shard_teacher": self.shards} if self.shards > 1 else {}),
             },
             **in_template,
+            **described_alternatives(self.alternatives, self.vocabulary),
         }
+
+    def vocabulary(self) -> Vocabulary:
+        """What the alternatives spell."""
+        return teacher_vocabulary(self._files, self._tokenizer)
 
     @property
     def device_name(self) -> str | None:
@@ -186,13 +209,13 @@ class LocalTeacher:
         documents: Sequence[TokenizedDocument],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[np.ndarray]:
-        return self.start(documents, on_tokens)()
+        return [scores.nll for scores in self.start(documents, on_tokens)()]
 
     def start(
         self,
         documents: Sequence[TokenizedDocument],
         on_tokens: Callable[[int], None] | None = None,
-    ) -> Callable[[], list[np.ndarray]]:
+    ) -> Callable[[], list[TokenScores]]:
         with self._computing():
             return self._model.start([d.ids for d in documents], on_tokens)
 
@@ -220,6 +243,7 @@ class LocalTeacher:
             prefix_ids=self.prefix_ids,
             compiled=self.compiled,
             fp8_head=self._files.fp8 and fp8.HEAD_TOO,
+            alternatives=self.alternatives,
         )
 
     def _spans_or_reason(self, text: str) -> TokenSpans | str:
@@ -227,6 +251,45 @@ class LocalTeacher:
             return self._tokenizer.spans(text)
         except TilingError as error:
             return f"does not tile: {error}"
+
+
+def described_alternatives(
+    kept: AlternativesSpec | None, vocabulary: Callable[[], Vocabulary]
+) -> dict[str, Any]:
+    """For the manifest; nothing where none are kept."""
+    if kept is None:
+        return {}
+    content = encode_vocabulary(vocabulary())
+    return {
+        "alternatives": {
+            "count": kept.count,
+            "sampled": kept.sampled,
+            "vocabulary_sha256": hashlib.sha256(content).hexdigest(),
+            "vocabulary_bytes": len(content),
+        }
+    }
+
+
+def teacher_vocabulary(files: ModelFiles, tokenizer: TextTokenizer) -> Vocabulary:
+    """Of conversations the token that ends a turn is an end too."""
+    turn = tokenizer.end_of_turn if isinstance(tokenizer, ChatTokenizer) else None
+    base = tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
+    ends = {*files.end_ids, *(() if turn is None else (turn,))}
+    return token_texts(base, ends)
+
+
+def _require_choice(files: ModelFiles, wanted: AlternativesSpec) -> None:
+    """So many tokens must be there to choose from, and their ids must fit."""
+    rows = int(files.config.get_text_config().vocab_size)
+    if wanted.count > rows:
+        raise UsageError(
+            f"--alternatives {wanted}: {files.name} has only {rows:,} tokens. Use at most {rows}."
+        )
+    if rows > MOST_IDS:
+        raise UsageError(
+            f"--alternatives {wanted}: {files.name} has {rows:,} tokens, and a store numbers at "
+            f"most {MOST_IDS:,} of them. Leave --alternatives out."
+        )
 
 
 def _processors() -> int:

@@ -1,14 +1,15 @@
 """*Work*, the second of three verbs: one shard of the plan, wherever this process runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
 
+from vocagnolm.model.nll import TokenScores
 from vocagnolm.score.plan import Plan
-from vocagnolm.score.shard import PreparedShard, finished_shard, prepare_shard
+from vocagnolm.score.shard import PreparedShard, finished_shard, prepare_shard, started
 from vocagnolm.score.teacher import Teacher
 from vocagnolm.store.writer import StoreWriter
 
@@ -91,9 +92,9 @@ class Worker:
         if ahead is not None:
             self.read_ahead(ahead)
         report = None if on_part is None else _reporter(prepared, on_part)
-        losses = _started(self._teacher, prepared, report)
+        scores = started(self._teacher, prepared, report)
         self.settle()
-        self._behind = self._finisher.submit(self._finish, prepared, losses)
+        self._behind = self._finisher.submit(self._finish, prepared, scores)
         return Scored(prepared.document_span, prepared.tokens)
 
     def settle(self) -> None:
@@ -102,8 +103,10 @@ class Worker:
         if behind is not None:
             behind.result()
 
-    def _finish(self, prepared: PreparedShard, losses: Callable[[], list[np.ndarray]]) -> None:
-        shard = finished_shard(prepared, losses(), self._plan.settings)
+    def _finish(
+        self, prepared: PreparedShard, scores: Callable[[], Sequence[TokenScores | np.ndarray]]
+    ) -> None:
+        shard = finished_shard(prepared, scores(), self._plan.settings)
         if self._writes:
             self._writer.write_shard(shard)
 
@@ -129,17 +132,6 @@ class Worker:
     ) -> None:
         self._reader.shutdown(cancel_futures=True)
         self._finisher.shutdown()
-
-
-def _started(
-    teacher: Teacher, prepared: PreparedShard, on_tokens: Callable[[int], None] | None
-) -> Callable[[], list[np.ndarray]]:
-    start = getattr(teacher, "start", None)
-    if start is None:
-        nll = teacher.nll(prepared.tokenized, on_tokens)
-        return lambda: nll
-    losses: Callable[[], list[np.ndarray]] = start(prepared.tokenized, on_tokens)
-    return losses
 
 
 def _reporter(prepared: PreparedShard, on_part: Callable[[Scored], None]) -> Callable[[int], None]:

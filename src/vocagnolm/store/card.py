@@ -10,6 +10,11 @@ from vocagnolm.places import Place
 from vocagnolm.store.check import inspect_store
 
 CARD = "README.md"
+_ALTERNATIVES = """
+It also holds the teacher's alternatives at every place, with their probabilities: a student with any
+vocabulary can be distilled from them. **The likeliest alternative often is the text**, so that much of the
+text can be read back from this store: publish it only where you may publish the text.
+"""
 PARQUET_FOLDER = "parquet"
 
 
@@ -31,6 +36,9 @@ def store_card(place: Place, licence: str | None = None) -> str:
         header["viewer"] = False
     header["loss_store"] = {key.replace(" ", "_"): value for key, value in facts.items()}
     rows = "\n".join(f"| {key} | {_shown(value)} |" for key, value in facts.items())
+    kept, text_is = "", "The text itself is not here: documents are"
+    if "alternatives" in about:
+        kept, text_is = _ALTERNATIVES, "Documents are"
     text = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
     return f"""---
 {text}---
@@ -39,7 +47,7 @@ def store_card(place: Place, licence: str | None = None) -> str:
 
 For every document of a corpus: the byte length of each token of the teacher and its loss, in nats.
 A student with any vocabulary can be trained under their guidance, without the teacher.
-
+{kept}
 | | |
 | --- | --- |
 {rows}
@@ -53,7 +61,7 @@ token_bytes, nll = store[0]
 ```
 
 The files are read by any safetensors reader; `manifest.json` says how they were made, and holds a
-checksum of each. The text itself is not here: documents are known by the SHA-256 of their bytes.
+checksum of each. {text_is} known by the SHA-256 of their bytes.
 """
 
 
@@ -75,7 +83,20 @@ def _facts(about: dict[str, Any]) -> dict[str, Any]:
         "tokens": about["tokens"],
         "text bytes": about["bytes"],
         "bits per byte": None if bits is None else round(bits, 4),
+        **_alternatives(about),
         "format": f"vocagnolm-loss-store {about['format_version']}",
+    }
+
+
+def _alternatives(about: dict[str, Any]) -> dict[str, Any]:
+    kept = about.get("alternatives")
+    if kept is None:
+        return {}
+    if kept["sampled"]:
+        return {"alternatives a token": f"{kept['count']}, drawn from the teacher's distribution"}
+    return {
+        "alternatives a token": f"{kept['count']}, likeliest first",
+        "probability they cover": f"{sum(kept['mass']):.1%}",
     }
 
 

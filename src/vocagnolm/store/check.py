@@ -13,11 +13,11 @@ import numpy as np
 from vocagnolm.errors import StoreError
 from vocagnolm.places import Place, place_of
 from vocagnolm.store.format import (
-    FORMAT_VERSION,
     HISTOGRAM_STEP_NATS,
     MANIFEST_FILE,
     PARTIAL_MANIFEST_FILE,
     SHARD_FOLDER,
+    VOCABULARY_FILE,
     ShardFile,
     add_statistics,
     count_reasons,
@@ -27,6 +27,7 @@ from vocagnolm.store.format import (
     read_shard,
     shard_name,
     shard_names,
+    vocabulary_damage,
 )
 from vocagnolm.store.reader import require_complete
 from vocagnolm.store.records import RECORD_FOLDER, read_records
@@ -52,13 +53,13 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
     totals = add_statistics([about["statistics"] for about in shards])
     skipped = [entry for about in shards for entry in about["skipped"]]
     reasons = count_reasons(entry["reason"] for entry in skipped)
-    file_bytes = sum(found[name] for name in names)
+    file_bytes = sum(found[name] for name in (*names, VOCABULARY_FILE) if name in found)
     identity = manifest["identity"]
     scored, scored_bytes = totals["scored_tokens"], totals["scored_bytes"]
     return {
         "path": str(path),
         "complete": complete,
-        "format_version": FORMAT_VERSION,
+        "format_version": manifest["format_version"],
         "documents": totals["documents"],
         "tokens": totals["tokens"],
         "bytes": totals["bytes"],
@@ -79,7 +80,21 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
         "bytes_per_token": file_bytes / totals["tokens"] if totals["tokens"] else None,
         "histogram": {"step_nats": HISTOGRAM_STEP_NATS, "counts": totals["histogram"]},
         **identity,
+        **_alternatives(identity, totals),
     }
+
+
+def _alternatives(identity: dict[str, Any], totals: dict[str, Any]) -> dict[str, Any]:
+    """Beside how many there are: of every rank the mean probability, and how often it is the token
+    that follows."""
+    if "alternatives" not in identity:
+        return {}
+    tokens = max(totals.get("alternative_tokens", 0), 1)
+    shares = {
+        name: [value / tokens for value in totals.get(f"alternative_{name}", [])]
+        for name in ("mass", "hits")
+    }
+    return {"alternatives": {**identity["alternatives"], **shares}}
 
 
 def _ranges(numbers: Iterable[int]) -> list[list[int]]:
@@ -121,7 +136,8 @@ def verify_store(path: str | Path) -> list[str]:
             problems.append(str(error))
             expected_first = entry["first_document"] + entry["document_span"]
             continue
-        found = [*_shard_problems(shard, entry, number, digest, expected_first)]
+        count = manifest["identity"].get("alternatives", {}).get("count", 0)
+        found = [*_shard_problems(shard, entry, number, digest, expected_first, count)]
         problems += [f"{entry['file']}: {problem}" for problem in found]
         expected_first = entry["first_document"] + entry["document_span"]
     if expected_first != manifest["identity"]["corpus"]["documents"]:
@@ -136,11 +152,22 @@ def verify_store(path: str | Path) -> list[str]:
     for name in shard_names(place.files(SHARD_FOLDER)):
         if name not in seen_files:
             problems.append(f"{name}: not in the manifest")
+    if "alternatives" in manifest["identity"]:
+        try:
+            damage = vocabulary_damage(place.read(VOCABULARY_FILE), manifest["identity"])
+        except FileNotFoundError:
+            damage = "it is missing"
+        problems += [f"{VOCABULARY_FILE}: {damage}"] if damage else []
     return problems
 
 
 def _shard_problems(
-    shard: ShardFile, entry: dict[str, Any], number: int, digest: str, expected_first: int
+    shard: ShardFile,
+    entry: dict[str, Any],
+    number: int,
+    digest: str,
+    expected_first: int,
+    alternatives: int,
 ) -> list[str]:
     if hashlib.sha256(shard.content).hexdigest() != entry["sha256"]:
         return ["its bytes do not match the checksum in the manifest"]
@@ -154,6 +181,10 @@ def _shard_problems(
         problems.append(f"it starts at document {about['first_document']}, not {expected_first}")
     if int(columns["token_count"].astype(np.int64).sum()) != len(columns["nll"]):
         problems.append("its token counts do not add up to its tokens")
+    if "alternatives" in columns or alternatives:
+        shape = columns["alternatives"].shape if "alternatives" in columns else "none"
+        if shape != (len(columns["nll"]), alternatives):
+            problems.append(f"it has alternatives {shape}, {alternatives} a token are expected")
     indices = [*columns["document_index"].tolist(), *(e["document"] for e in about["skipped"])]
     wanted = range(expected_first, expected_first + about["document_span"])
     if len(set(indices)) != len(indices):

@@ -19,15 +19,21 @@ from typing import Any
 
 import numpy as np
 
+from vocagnolm.alternatives import NLL_STEPS, STEPS_PER_NAT, Alternatives, Vocabulary
 from vocagnolm.errors import StoreError
 from vocagnolm.files import checked_json, json_digest, parse_json
 from vocagnolm.places import Folder, Place
 
 FORMAT_NAME = "vocagnolm-loss-store"
 FORMAT_VERSION = 1
+WITH_ALTERNATIVES = 2
+"""The version of stores that hold alternatives; all others have the bytes they always had."""
+FORMAT_VERSIONS = (FORMAT_VERSION, WITH_ALTERNATIVES)
 MANIFEST_FILE = "manifest.json"
 PARTIAL_MANIFEST_FILE = "manifest.partial.json"
 SHARD_FOLDER = "shards"
+VOCABULARY_FILE = "vocabulary.safetensors"
+VOCABULARY_FORMAT = "vocagnolm-vocabulary"
 METADATA_KEY = "vocagnolm"
 
 HASH_BYTES = 16
@@ -44,10 +50,13 @@ _DTYPE_NAMES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
 }
 _NAME_OF_DTYPE = {dtype: name for name, dtype in _DTYPE_NAMES.items()}
+_READ = " or ".join(map(str, FORMAT_VERSIONS))
 # More than the header of a shard without many skipped documents takes.
 _HEADER_GUESS_BYTES = 2**15
 # Widest elements first, so that every column starts at a multiple of its element size.
-_COLUMNS = ("document_index", "token_count", "nll", "token_bytes", "document_hash")
+_COLUMNS = (
+    *("document_index", "token_count", "alternatives", "nll", "token_bytes", "document_hash"),
+)
 
 
 def shard_name(number: int) -> str:
@@ -68,7 +77,7 @@ class Shard:
 
     D documents, T tokens: `document_hash` uint8 [D, 16], `document_index` uint64 [D] (place in
     the corpus, skipped documents counted), `token_count` uint32 [D], `token_bytes` unsigned [T],
-    `nll` float16 [T] in nats, NaN where unscored.
+    `nll` float16 [T] in nats, NaN where unscored, `alternatives` uint32 [T, K] or None.
     """
 
     number: int
@@ -84,6 +93,12 @@ class Shard:
     """`{"document": index in the corpus, "place": file:line, "reason": ...}`."""
     nonfinite: int = 0
     """Tokens for which the teacher gave NaN or infinity; stored as NaN."""
+    alternatives: np.ndarray | None = None
+    """As `vocagnolm.alternatives` packs them."""
+
+    @property
+    def format_version(self) -> int:
+        return FORMAT_VERSION if self.alternatives is None else WITH_ALTERNATIVES
 
     def statistics(self) -> dict[str, Any]:
         """Sums that add up over shards; what `store inspect` shows without reading the shards."""
@@ -102,7 +117,26 @@ class Shard:
             "nonfinite": self.nonfinite,
             "skipped": len(self.skipped),
             "histogram": np.bincount(bins, minlength=HISTOGRAM_BINS).tolist(),
+            **({} if self.alternatives is None else _alternatives_statistics(self.alternatives)),
         }
+
+
+def _alternatives_statistics(packed: np.ndarray) -> dict[str, Any]:
+    """Of K ranks: the sums of their probabilities, and how often each is the token that follows.
+    Sums over a histogram of the stored numbers, so that they do not depend on NumPy's order."""
+    given = Alternatives(packed)
+    present, follows = given.present, given.follows
+    probability = [math.exp(-step / STEPS_PER_NAT) for step in range(NLL_STEPS + 1)]
+    mass = []
+    for rank in range(packed.shape[1]):
+        steps = packed[present[:, rank], rank] & NLL_STEPS
+        counts = np.bincount(steps, minlength=NLL_STEPS + 1).tolist()
+        mass.append(math.fsum(n * p for n, p in zip(counts, probability, strict=True) if n))
+    return {
+        "alternative_tokens": int(present[:, :1].sum()),
+        "alternative_mass": mass,
+        "alternative_hits": follows.sum(axis=0).tolist(),
+    }
 
 
 def to_float16(nll: np.ndarray) -> np.ndarray:
@@ -121,7 +155,24 @@ def narrowest_unsigned(values: np.ndarray) -> np.ndarray:
 
 def encode_shard(shard: Shard, identity: str) -> bytes:
     """The bytes of a shard file. `identity` is the digest of the settings it was made with."""
-    columns = {name: np.ascontiguousarray(getattr(shard, name)) for name in _COLUMNS}
+    columns = {name: getattr(shard, name) for name in _COLUMNS}
+    about = {
+        "format": FORMAT_NAME,
+        "format_version": shard.format_version,
+        "identity": identity,
+        "shard": shard.number,
+        "first_document": shard.first_document,
+        "document_span": shard.document_span,
+        "statistics": shard.statistics(),
+        "skipped": shard.skipped,
+    }
+    return _encode({name: c for name, c in columns.items() if c is not None}, about)
+
+
+def _encode(columns: dict[str, np.ndarray], about: dict[str, Any]) -> bytes:
+    """A safetensors file of these columns, in this order, whose metadata also tell a digest of
+    them."""
+    columns = {name: np.ascontiguousarray(column) for name, column in columns.items()}
     body = hashlib.sha256()
     header: dict[str, Any] = {}
     offset = 0
@@ -134,21 +185,30 @@ def encode_shard(shard: Shard, identity: str) -> bytes:
         }
         offset += column.nbytes
         body.update(column.tobytes())
-    about = {
-        "format": FORMAT_NAME,
-        "format_version": FORMAT_VERSION,
-        "identity": identity,
-        "shard": shard.number,
-        "first_document": shard.first_document,
-        "document_span": shard.document_span,
-        "data_sha256": body.hexdigest(),
-        "statistics": shard.statistics(),
-        "skipped": shard.skipped,
-    }
+    about = {**about, "data_sha256": body.hexdigest()}
     header["__metadata__"] = {METADATA_KEY: json.dumps(about, sort_keys=True)}
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return b"".join([struct.pack("<Q", len(text)), text, *(c.tobytes() for c in columns.values())])
+
+
+def encode_vocabulary(vocabulary: Vocabulary) -> bytes:
+    """The bytes of a store's vocabulary file."""
+    about = {
+        "format": VOCABULARY_FORMAT,
+        "format_version": FORMAT_VERSION,
+        "dummy_space": vocabulary.dummy_space,
+        "ends": vocabulary.ends.tolist(),
+    }
+    offsets = vocabulary.offsets.astype("<u4")
+    return _encode({"offsets": offsets, "content": vocabulary.content}, about)
+
+
+def decode_vocabulary(content: memoryview) -> Vocabulary:
+    """ValueError, KeyError or TypeError where it is not one."""
+    about, columns, start = _parse_header(bytes(content[: _header_end(content)]), len(content))
+    offsets, texts = (_array(columns[name], content, start) for name in ("offsets", "content"))
+    return Vocabulary(texts, offsets, np.array(about["ends"], np.int32), about["dummy_space"])
 
 
 @dataclass(frozen=True)
@@ -199,7 +259,8 @@ def read_shard(place: Place, name: str) -> ShardFile:
 
 def parse_shard(view: memoryview, path: str) -> ShardFile:
     about, columns, start = _parse_header(bytes(view[: _header_end(view)]), len(view))
-    arrays = {column: _array(columns[column], view, start) for column in _COLUMNS}
+    names = [name for name in _COLUMNS if name in columns or name != "alternatives"]
+    arrays = {name: _array(columns[name], view, start) for name in names}
     return ShardFile(path=path, about=about, columns=arrays, content=view)
 
 
@@ -238,10 +299,8 @@ def _parse_header(begin: bytes, size: int) -> tuple[dict[str, Any], dict[str, An
         raise ValueError("the header is cut short")
     header = parse_json(begin[8:start])
     about = parse_json(header.pop("__metadata__")[METADATA_KEY])
-    if about["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"format version {about['format_version']}, this program reads {FORMAT_VERSION}"
-        )
+    if about["format_version"] not in FORMAT_VERSIONS:
+        raise ValueError(f"format version {about['format_version']}, this program reads {_READ}")
     end = max(entry["data_offsets"][1] for entry in header.values())
     if size != start + end:
         raise ValueError(f"{size:,} bytes, its header says {start + end:,}")
@@ -253,6 +312,18 @@ def _array(entry: dict[str, Any], view: memoryview, start: int) -> np.ndarray:
     low, high = entry["data_offsets"]
     flat = np.frombuffer(view, dtype, count=(high - low) // dtype.itemsize, offset=start + low)
     return flat.reshape(entry["shape"])
+
+
+def version_of(identity: Mapping[str, Any]) -> int:
+    """The version of the format in which a store of this identity is written."""
+    return WITH_ALTERNATIVES if identity.get("alternatives") else FORMAT_VERSION
+
+
+def vocabulary_damage(content: bytes | memoryview, identity: Mapping[str, Any]) -> str | None:
+    """What is wrong with a store's vocabulary file, or None."""
+    digest = identity["alternatives"]["vocabulary_sha256"]
+    same = hashlib.sha256(content).hexdigest() == digest
+    return None if same else "its bytes do not match the checksum in the manifest"
 
 
 def identity_digest(identity: Mapping[str, Any]) -> str:
@@ -275,10 +346,10 @@ def read_manifest(store: Path | Place, *, partial: bool = False) -> dict[str, An
         raise StoreError(f"{path} cannot be read: {error.strerror}. {mend}") from None
     manifest = checked_json(content, path, StoreError, mend, keys)
     name, version = manifest["format"], manifest["format_version"]
-    if name != FORMAT_NAME or version != FORMAT_VERSION:
+    if name != FORMAT_NAME or version not in FORMAT_VERSIONS:
         raise StoreError(
             f"{path} says format {name!r}, version {version}; this program reads {FORMAT_NAME!r}, "
-            f"version {FORMAT_VERSION}. Use the vocagnolm version that wrote it, or score again."
+            f"version {_READ}. Use the vocagnolm version that wrote it, or score again."
         )
     for number, entry in enumerate(manifest.get("shards", [])):
         if not isinstance(entry, dict) or entry.get("file") != shard_name(number):
@@ -306,6 +377,11 @@ def add_statistics(parts: list[dict[str, Any]]) -> dict[str, Any]:
     total["histogram"] = [
         sum(part["histogram"][i] for part in parts) for i in range(HISTOGRAM_BINS)
     ]
+    if parts and all("alternative_tokens" in part for part in parts):
+        total["alternative_tokens"] = sum(part["alternative_tokens"] for part in parts)
+        for name, add in (("alternative_mass", math.fsum), ("alternative_hits", sum)):
+            ranks = zip(*(part[name] for part in parts), strict=True)
+            total[name] = [add(values) for values in ranks]
     return total
 
 

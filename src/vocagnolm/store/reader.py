@@ -10,6 +10,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary
 from vocagnolm.errors import StoreError
 from vocagnolm.places import Folder, Place, place_of
 from vocagnolm.places.copies import Wanted, cache_folder, copy_files
@@ -18,16 +19,25 @@ from vocagnolm.store.format import (
     MANIFEST_FILE,
     PARTIAL_MANIFEST_FILE,
     SHARD_FOLDER,
+    VOCABULARY_FILE,
     ShardFile,
+    decode_vocabulary,
     identity_digest,
     read_manifest,
     read_shard,
     shard_names,
+    vocabulary_damage,
+)
+
+
+SCORE_WITH_ALTERNATIVES = (
+    "Score the corpus again into another folder: vocagnolm score ... --alternatives 4"
 )
 
 
 class LossStore:
-    """A complete loss store. `store[i]` is `(token_bytes, nll)` of the i-th scored document.
+    """A complete loss store. `store[i]` is `(token_bytes, nll)` of the i-th scored document,
+    `store.alternatives(i)` what else the teacher would have said, where the store holds that.
 
     Opening reads the manifest alone; shards are mapped when first used. Those at an address are
     copied to a local folder before, once (`vocagnolm.places.copies`). May be sent to worker
@@ -90,6 +100,38 @@ class LossStore:
             shard.columns["token_bytes"][low:high].astype(np.int64),
             shard.columns["nll"][low:high].astype(np.float32),
         )
+
+    @property
+    def kept_alternatives(self) -> AlternativesSpec | None:
+        """How many alternatives a token has, and of which kind; None where the store has none."""
+        about = self.manifest["identity"].get("alternatives")
+        return None if about is None else AlternativesSpec(about["count"], about["sampled"])
+
+    def alternatives(self, index: int) -> Alternatives:
+        """Of every teacher token of a document: the tokens that the teacher found likeliest at its
+        place. `store.vocabulary[id]` are the bytes of one of them."""
+        kept = self.kept_alternatives
+        if kept is None:
+            raise StoreError(f"{self.path} holds no alternatives. {SCORE_WITH_ALTERNATIVES}")
+        shard, ends, inside = self._locate(index)
+        low = int(ends[inside - 1]) if inside else 0
+        return Alternatives(shard.columns["alternatives"][low : int(ends[inside])], kept.sampled)
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The teacher's, of a store with alternatives."""
+        identity = self.manifest["identity"]
+        if "alternatives" not in identity:
+            raise StoreError(f"{self.path} holds no vocabulary. {SCORE_WITH_ALTERNATIVES}")
+        shown = self._folder.shown(VOCABULARY_FILE)
+        self._copy([])
+        try:
+            content = self._folder.read(VOCABULARY_FILE)
+            if damage := vocabulary_damage(content, identity):
+                raise StoreError(f"{shown}: {damage}. {self._mend_hint()}")
+            return decode_vocabulary(content)
+        except FileNotFoundError:
+            raise StoreError(f"{shown} is missing. {self._mend_hint()}") from None
 
     def spans(self, index: int) -> np.ndarray:
         """The teacher's tokens of a document as byte spans, int64 [M, 2]: what `align` takes."""
@@ -210,6 +252,9 @@ class LossStore:
             return
         entries = [self.manifest["shards"][number] for number in numbers]
         wanted = [Wanted(e["file"], e["file_bytes"], e["sha256"]) for e in entries]
+        if about := self.manifest["identity"].get("alternatives"):
+            size, digest = about["vocabulary_bytes"], about["vocabulary_sha256"]
+            wanted.append(Wanted(VOCABULARY_FILE, size, digest))
         copy_files(self._place, wanted, self._folder.path, mend_hint(self.path))
 
     @functools.cached_property

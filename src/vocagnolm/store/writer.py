@@ -3,7 +3,8 @@
 One protocol for folders and buckets, of steps that happen as a whole or not at all:
 
 1. try put-if-absent, and warn where the place ignores it;
-2. create `manifest.partial.json`, or compare its identity;
+2. create `manifest.partial.json`, or compare its identity; with alternatives, create the
+   teacher's vocabulary, whose digest is part of the identity;
 3. create the shard: where it exists the other attempt counts, if it is whole;
 4. put `records/N.json`, its digest and statistics;
 5. create `manifest.json` from the records.
@@ -26,10 +27,10 @@ from vocagnolm.places import place_of
 from vocagnolm.places.bucket import PROBE
 from vocagnolm.store.format import (
     FORMAT_NAME,
-    FORMAT_VERSION,
     MANIFEST_FILE,
     PARTIAL_MANIFEST_FILE,
     SHARD_FOLDER,
+    VOCABULARY_FILE,
     Shard,
     add_statistics,
     encode_shard,
@@ -39,6 +40,8 @@ from vocagnolm.store.format import (
     read_shard,
     shard_name,
     shard_names,
+    version_of,
+    vocabulary_damage,
 )
 from vocagnolm.store.measured import told, with_values_of
 from vocagnolm.store.records import (
@@ -56,7 +59,8 @@ _FINISHING_SECONDS = 60.0
 
 class StoreWriter:
     """One store being written. `identity` is everything that decides its bytes; `device`, the GPU
-    that this process scores on, is noted for every shard and decides nothing."""
+    that this process scores on, is noted for every shard and decides nothing. `vocabulary`: the
+    bytes of the teacher's, in the process that begins a store with alternatives."""
 
     def __init__(
         self,
@@ -64,12 +68,14 @@ class StoreWriter:
         identity: dict[str, Any],
         shard_count: int,
         device: str | None = None,
+        vocabulary: bytes | None = None,
     ):
         self.path = path
         self.place = place_of(path)
         self.identity = identity
         self.shard_count = shard_count
         self.device = device
+        self._vocabulary = vocabulary
         self._digest = identity_digest(identity)
         self._had_manifest = self.place.has(MANIFEST_FILE)
         self._listed: list[dict[str, Any]] = []  # by the manifest, where there is one
@@ -79,6 +85,11 @@ class StoreWriter:
     def begin(self) -> None:
         """Start or take up the store. Refuses a folder that holds something else, and a store that
         other settings have made."""
+        self._begin()
+        if self._vocabulary is not None:
+            self._write_vocabulary(self._vocabulary)
+
+    def _begin(self) -> None:
         self._look()
         complete = MANIFEST_FILE in self._files
         if not complete and PARTIAL_MANIFEST_FILE not in self._files:
@@ -87,7 +98,7 @@ class StoreWriter:
         try:
             found = read_manifest(self.place, partial=not complete)
         except FileNotFoundError:  # completed at this moment
-            self.begin()
+            self._begin()
             return
         except StoreError:
             self._require_own_shards()  # then the manifest can be made again from them
@@ -147,7 +158,15 @@ class StoreWriter:
         self._try_writing()
         head = files.json_bytes(self._manifest_head(False))
         if not self.place.create(PARTIAL_MANIFEST_FILE, head):  # another share has begun it now
-            self.begin()
+            self._begin()
+
+    def _write_vocabulary(self, content: bytes) -> None:
+        """Before the first shard, which cannot be read without it. One that is damaged is written
+        again."""
+        if not self.place.create(VOCABULARY_FILE, content) and vocabulary_damage(
+            self.place.read(VOCABULARY_FILE), self.identity
+        ):
+            self.place.put(VOCABULARY_FILE, content)
 
     def _try_writing(self) -> None:
         if warning := self.place.try_writing():
@@ -269,7 +288,7 @@ class StoreWriter:
     def _manifest_head(self, complete: bool) -> dict[str, Any]:
         return {
             "format": FORMAT_NAME,
-            "format_version": FORMAT_VERSION,
+            "format_version": version_of(self.identity),
             "complete": complete,
             "shard_count": self.shard_count,
             "identity": self.identity,

@@ -7,6 +7,7 @@ import torch
 from transformers import TrainingArguments
 
 from vocagnolm.errors import RecipeError
+from vocagnolm.methods import METHODS
 from vocagnolm.objective import ObjectiveConfig
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.schedule import Schedule
@@ -20,7 +21,11 @@ def objective_config(recipe: Recipe) -> ObjectiveConfig:
             compare=section.compare,
             weighting=section.weighting,
             floor=section.floor,
-            keep=section.keep,
+            keep=METHODS[section.method].keep if section.keep is None else section.keep,
+            mix=section.mix,
+            mix_end=section.mix_end,
+            mix_hold=section.mix_hold,
+            mix_by=section.mix_by,
             unmapped=section.unmapped,
             scope=section.scope,
             normalise=section.normalise,

@@ -43,6 +43,12 @@ def model_card(
             f"keep {o.keep:g}, aggregation {o.aggregation}, unmapped {o.unmapped}, "
             f"scope {o.scope}, normalised by {o.normalise}"
         )
+    if recipe.needs_targets:
+        o = recipe.objective
+        end = "" if o.mix_end is None else f" to {o.mix_end:g}"
+        rows["distillation"] = f"mix {o.mix:g}{end}, by {o.mix_by}; alternatives " + (
+            "all of the store's" if o.alternatives is None else f"{o.alternatives} a token"
+        )
     if final:
         rows["last step"] = (
             f"loss {final['loss']:.4f}; nll of the kept tokens {final['nll_kept']:.4f}, of all "
