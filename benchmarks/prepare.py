@@ -1,7 +1,7 @@
 """`prepare` beside tokenising alone, in one run: how much of the tokenizer's rate is left?
 
     python benchmarks/prepare.py --student S [S ...] --teacher T [T ...] --corpus F.jsonl
-        [--megabytes 8] [--rounds 3] [--json]
+        [--megabytes 8] [--rounds 3] [--alternatives 4] [--json]
 
 S and T are tokenizers (folder or tokenizer.json), of which all pairs are measured. The loss store
 is made up: real teacher tokens with random losses, because its content does not change the work.
@@ -10,7 +10,8 @@ cores; `prepare` reads the corpus and the store, checks every document's hash, t
 spans, aligns, carries, packs and writes. Measured with the tokenizer's threads (one process) and
 with one process a core, by the clock on the wall and by processor time, children included, which a
 busy machine changes less. Start-up is measured apart and left out: it does not grow with the
-corpus.
+corpus. With `--alternatives K` the store also has K made-up alternatives a token, and `prepare` for
+distillation, which turns them into targets, takes its turn beside the others.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from made_up import made_up, made_up_store
+from made_up import made_up, made_up_alternatives, made_up_store
 from tokenizers import Tokenizer
 
 from vocagnolm.alignment import load_tokenizer
@@ -68,14 +69,21 @@ def measure_pair(student: str, teacher: str, texts: list[str], given: Any) -> di
         corpus = lab / "corpus.jsonl"
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         read = tokenise(load_tokenizer(teacher), texts)
-        made_up_store(lab / "store", texts, [made_up(spans.token_bytes) for spans in read])
+        losses = [made_up(spans.token_bytes) for spans in read]
+        made_up_store(lab / "store", texts, losses)
+        if given.alternatives:
+            others = made_up_alternatives(read, given.alternatives)
+            made_up_store(lab / "distill", texts, losses, load_tokenizer(teacher), others)
         runs = iter(range(10**6))
 
-        def prepare_with(workers: int, documents: int | None = None) -> dict[str, Any]:
+        def prepare_with(
+            workers: int, documents: int | None = None, distill: bool = False
+        ) -> dict[str, Any]:
             tree = {
+                "objective": {"method": "distill" if distill else "guided"},
                 "student": {"tokenizer": student},
                 "corpus": {"files": [str(corpus)], "limit_documents": documents},
-                "store": {"path": str(lab / "store")},
+                "store": {"path": str(lab / ("distill" if distill else "store"))},
                 "data": {
                     "blocks": str(lab / f"blocks-{next(runs)}"),
                     "bos": None,
@@ -96,6 +104,9 @@ def measure_pair(student: str, teacher: str, texts: list[str], given: Any) -> di
             "threads": lambda: prepare_with(1),
             "threads start": lambda: prepare_with(1, documents=1),
         }
+        if given.alternatives:
+            calls["distill"] = lambda: prepare_with(1, distill=True)
+            calls["distill start"] = lambda: prepare_with(1, documents=1, distill=True)
         if given.workers > 1:
             calls["processes"] = lambda: prepare_with(given.workers)
             calls["processes start"] = lambda: prepare_with(given.workers, given.workers)
@@ -120,6 +131,9 @@ def measure_pair(student: str, teacher: str, texts: list[str], given: Any) -> di
             result[f"{way}_{clock}_seconds"] = alone
             result[f"{way}_{clock}_ratio"] = median["tokenise"] / alone
             result[f"{way}_{clock}_start_seconds"] = median[f"{way} start"]
+        if given.alternatives:
+            without = result[f"threads_{clock}_seconds"]
+            result[f"distill_of_threads_{clock}"] = without / result[f"distill_{clock}_seconds"]
     return result
 
 
@@ -140,11 +154,14 @@ def main() -> None:
         "--workers", type=int, default=os.cpu_count() or 1, help="1: only the tokenizer's threads"
     )
     parser.add_argument("--part-documents", type=int, default=256)
+    parser.add_argument("--alternatives", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     texts = read_texts(given.corpus, given.text_field, int(given.megabytes * 1e6))
     ways = ("threads", "processes") if given.workers > 1 else ("threads",)
     shown = [f"{way}_{clock}_ratio" for clock in Spent._fields for way in ways]
+    if given.alternatives:
+        shown += [f"distill_of_threads_{clock}" for clock in Spent._fields]
     if not given.json:
         print("student x teacher, tokens, " + ", ".join(s.replace("_", " ") for s in shown))
     for student in given.student:

@@ -1,5 +1,6 @@
 """Throw-away tokenizers, models, corpora and stores for the data and training tests."""
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -12,10 +13,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from vocagnolm.alignment import load_tokenizer
+from vocagnolm.alignment import load_tokenizer, token_texts
+from vocagnolm.alternatives import pack
 from vocagnolm.data.corpus import document_hash
 from vocagnolm.store import StoreWriter
-from vocagnolm.store.format import Shard, narrowest_unsigned, to_float16
+from vocagnolm.store.format import Shard, encode_vocabulary, narrowest_unsigned, to_float16
 
 TEXT = (
     "the sum of two numbers is a number and prime integers divide theorem proof let x be real "
@@ -75,12 +77,31 @@ def save_tokenizer(folder: Path, *, kind: str, size: int = 320) -> Path:
     return folder
 
 
-def write_store(folder: Path, texts: list[str], tokenizer: Path, seed: int = 0) -> Path:
-    """A loss store with made-up losses, a function of seed and document alone."""
+def write_store(
+    folder: Path,
+    texts: list[str],
+    tokenizer: Path,
+    seed: int = 0,
+    alternatives: int = 0,
+    sampled: bool = False,
+) -> Path:
+    """A loss store with made-up losses, a function of seed and document alone; and with made-up
+    alternatives."""
     teacher = load_tokenizer(str(tokenizer))
     spans = teacher.spans_batch(texts)
     rng = np.random.default_rng(seed)
-    writer = StoreWriter(folder, {"teacher": {"name": "made-up"}, "seed": seed}, 1)
+    identity: dict[str, Any] = {"teacher": {"name": "made-up"}, "seed": seed}
+    packed = vocabulary = None
+    if alternatives:
+        packed = some_alternatives(np.concatenate([s.ids for s in spans]), alternatives, seed)
+        vocabulary = encode_vocabulary(token_texts(teacher, [teacher.eos_id]))
+        identity["alternatives"] = {
+            "count": alternatives,
+            "sampled": sampled,
+            "vocabulary_sha256": hashlib.sha256(vocabulary).hexdigest(),
+            "vocabulary_bytes": len(vocabulary),
+        }
+    writer = StoreWriter(folder, identity, 1, vocabulary=vocabulary)
     writer.begin()
     writer.write_shard(
         Shard(
@@ -94,10 +115,21 @@ def write_store(folder: Path, texts: list[str], tokenizer: Path, seed: int = 0) 
             token_count=np.array([len(s) for s in spans], "<u4"),
             token_bytes=narrowest_unsigned(np.concatenate([s.token_bytes for s in spans])),
             nll=to_float16(rng.gamma(2.0, 1.0, sum(len(s) for s in spans))),
+            alternatives=packed,
         )
     )
     writer.finish()
     return folder
+
+
+def some_alternatives(ids: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """For every token: often itself, and tokens that stand elsewhere."""
+    rng = np.random.default_rng([seed, 1])
+    chosen = rng.choice(ids, (len(ids), count))
+    own = rng.random(len(ids)) < 0.5
+    chosen[own, 0] = ids[own]
+    nll = 0.7 + np.sort(rng.random((len(ids), count)), axis=1) + np.arange(count)
+    return pack(chosen, nll, chosen == ids[:, None])
 
 
 LLAMA: dict[str, Any] = {
@@ -130,13 +162,13 @@ def recipe_dict(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def make_lab(folder: Path, count: int = 60) -> list[str]:
+def make_lab(folder: Path, count: int = 60, alternatives: int = 0) -> list[str]:
     """Student and teacher tokenizers, a corpus and a store in `folder`."""
     texts = documents(count)
     save_tokenizer(folder / "student", kind="bytes")
     save_tokenizer(folder / "teacher", kind="pieces")
     write_corpus(folder / "corpus.jsonl", texts)
-    write_store(folder / "store", texts, folder / "teacher")
+    write_store(folder / "store", texts, folder / "teacher", alternatives=alternatives)
     return texts
 
 

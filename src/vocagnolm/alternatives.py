@@ -57,9 +57,7 @@ class AlternativesSpec:
         return f"{'sampled:' if self.sampled else ''}{self.count}"
 
 
-def pack(
-    ids: NDArray[Any], nll: NDArray[Any], follows: NDArray[np.bool_]
-) -> NDArray[np.uint32]:
+def pack(ids: NDArray[Any], nll: NDArray[Any], follows: NDArray[np.bool_]) -> NDArray[np.uint32]:
     """One number for each alternative; `nll` is -log p in nats. NaN there: no alternative."""
     missing = np.isnan(nll) | (ids < 0)
     steps = np.rint(np.where(missing, 0.0, nll) * STEPS_PER_NAT).clip(0, NLL_STEPS)
@@ -78,8 +76,9 @@ class Alternatives:
     def __len__(self) -> int:
         return len(self.packed)
 
-    def __getitem__(self, rows: Any) -> "Alternatives":
-        return Alternatives(self.packed[rows], self.sampled)
+    def at(self, rows: NDArray[np.integer[Any]]) -> "Alternatives":
+        """Of these places."""
+        return Alternatives(self.packed.take(rows, axis=0), self.sampled)
 
     @property
     def present(self) -> NDArray[np.bool_]:
@@ -101,14 +100,20 @@ class Alternatives:
     @property
     def probability(self) -> NDArray[np.float32]:
         """[M, K] The teacher's; 0 where there is none."""
-        return np.where(self.present, _PROBABILITY[self.packed & NLL_STEPS], np.float32(0))
+        found = _PROBABILITY.take(self.packed & NLL_STEPS)
+        found *= self.present
+        return found
 
     @property
     def mass(self) -> NDArray[np.float32]:
-        """[M, K] What each counts in a target distribution: its probability, or of draws, of which
-        each counts the same, one K-th."""
+        """[M, K] What each counts in a target distribution: its probability, never more than 1
+        together (rounded ones may be); or of draws, of which each counts the same, one K-th."""
         if not self.sampled:
-            return self.probability
+            given = self.probability
+            together = given @ np.ones(given.shape[1], np.float32)
+            (above,) = np.nonzero(together > 1)
+            given[above] /= together[above, None]
+            return given
         return np.where(self.present, np.float32(1 / self.packed.shape[1]), np.float32(0))
 
 

@@ -140,9 +140,7 @@ def test_with_the_whole_vocabulary_it_is_the_forward_divergence_and_the_teachers
     entropy = torch.special.entr(q[valid]).sum(-1)
     expected = (kl + entropy).mean()
     assert float(output.loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-12)
-    torch.nn.functional.kl_div(
-        z.log_softmax(-1), q[valid], reduction="batchmean"
-    ).backward()
+    torch.nn.functional.kl_div(z.log_softmax(-1), q[valid], reduction="batchmean").backward()
     for a, b in zip(ours.gradients(), plain.gradients(), strict=True):
         if b is not None:
             torch.testing.assert_close(a, b, atol=1e-12, rtol=0)

@@ -12,8 +12,9 @@ from vocagnolm.recipe import recipe_from_dict
 def lab(tmp_path_factory) -> Path:
     """Tokenizers, corpus, store, blocks that serve every method, and two teachers."""
     folder = tmp_path_factory.mktemp("training")
-    make_lab(folder, 32)
-    tree = recipe_dict(folder, data={"extra_columns": ["text", "teacher_losses", "stretch"]})
+    make_lab(folder, 32, alternatives=3)
+    extra = ["text", "teacher_losses", "stretch", "targets"]
+    tree = recipe_dict(folder, data={"extra_columns": extra})
     prepare(recipe_from_dict(tree))
     save_model(folder / "twin", folder / "student", vocab_size=322, seed=1)
     save_model(folder / "other", folder / "teacher", vocab_size=520, seed=2)

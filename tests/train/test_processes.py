@@ -19,11 +19,13 @@ OBJECTIVES = [
     {"method": "guided", "compare": "stretch", "scope": "global", "normalise": "selected"},
     {"method": "guided", "compare": "stretch", "weighting": "reducible"},
     {"method": "alm", "scope": "batch"},
+    {"method": "distill", "mix": 1.0, "mix_end": 0.0},
+    {"method": "distill", "keep": 0.4, "scope": "global", "normalise": "selected"},
 ]
 
 
 def name_of(objective: dict) -> str:
-    return "-".join(objective.values())
+    return "-".join(map(str, objective.values()))
 
 
 def settings(lab, folder, objective, tokens=4 * 256, **train_section):

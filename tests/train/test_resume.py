@@ -37,7 +37,14 @@ def tree(lab: Path, folder: Path) -> dict:
         lab,
         # dropout: the state of the random numbers is part of what is resumed
         student={"config": dict(recipe_dict(lab)["student"]["config"], attention_dropout=0.1)},
-        objective={"scope": "global", "compare": "stretch"},
+        # the mix, which changes from step to step, too
+        objective={
+            "method": "distill",
+            "keep": 0.4,
+            "mix_end": 0.0,
+            "scope": "global",
+            "compare": "stretch",
+        },
         train={"tokens": TOKENS},
         run={"folder": str(folder), "save_every": 4},
     )

@@ -118,6 +118,10 @@ def test_keeping_everything_is_plain_pretraining(lab, tmp_path):
         {"method": "guided", "weighting": "reducible", "compare": "stretch"},
         {"method": "guided", "weighting": "reducible", "normalise": "selected"},
         {"method": "alm", "scope": "sequence"},
+        {"method": "distill", "mix": 1.0, "mix_end": 0.2},
+        {"method": "distill", "keep": 0.4, "scope": "global", "normalise": "selected"},
+        {"method": "distill", "weighting": "reducible", "compare": "stretch"},
+        {"method": "distill", "mix_by": "reducible", "scope": "sequence", "keep": 0.6},
     ],
     ids=lambda o: "-".join(map(str, o.values())),
 )
@@ -144,6 +148,9 @@ def test_one_batch_of_eight_equals_eight_of_one(lab, tmp_path, objective):
         ({"method": "guided", "weighting": "reducible"}, {}, "store"),
         ({"method": "alm"}, {"model": "other", "online": True}, None),
         ({"method": "alm"}, {}, "store"),
+        ({"method": "distill"}, {}, "store"),
+        ({"method": "distill"}, {"model": "other", "online": True}, None),
+        ({"method": "distill", "compare": "stretch"}, {"model": "other", "online": True}, None),
         ({"method": "kld"}, {"model": "twin"}, None),
         ({"method": "uld"}, {"model": "other"}, None),
     ],
@@ -162,9 +169,9 @@ def test_every_method_trains(lab, tmp_path, objective, teacher, store):
     )
     assert len(records) == 3 and all(math.isfinite(r["loss"]) for r in records)
     kept = records[0]["kept_share"]
-    everything = objective["method"] in ("kld", "uld", "alm") or "weighting" in objective
-    assert kept == 1.0 if everything else 0.3 < kept < 0.65
-    if objective["method"] in ("kld", "uld", "alm"):
+    distils = objective["method"] in ("kld", "uld", "alm", "distill")
+    assert kept == 1.0 if distils or "weighting" in objective else 0.3 < kept < 0.65
+    if distils:
         assert records[-1]["distill_loss"] > 0
     if objective["method"] in ("kld", "uld"):
         assert records[0]["aligned_share"] > (0.9 if objective["method"] == "kld" else 0.05)

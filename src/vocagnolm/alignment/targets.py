@@ -11,8 +11,9 @@ vocabulary.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,13 @@ from tokenizers import Tokenizer
 from vocagnolm.alignment.alignment import Alignment, IntArray
 from vocagnolm.alignment.tokenizer import TextTokenizer
 from vocagnolm.alignment.vocabulary import components
-from vocagnolm.alternatives import FOLLOWS_BIT, ID_SHIFT, Alternatives, Vocabulary
+from vocagnolm.alternatives import FOLLOWS_BIT, ID_SHIFT, NOTHING, Alternatives, Vocabulary
 
-# What becomes of an alternative, as places in `TargetMass.mass`.
+# Tokens of a text, or of texts on one axis, on which it is measured what became of alternatives.
+_MEASURED_TOKENS = 1 << 14
+_SPACE = ord(" ")
+_ODD = 4
+# What becomes of an alternative.
 UNSPELLED, FIRST_OF_SEVERAL, EXACT, FOLLOWING = range(4)
 
 
@@ -34,8 +39,13 @@ def token_texts(tokenizer: TextTokenizer, ends: Iterable[int]) -> Vocabulary:
     control = tokenizer.control_ids
     size = max(tokenizer.vocabulary.values(), default=-1) + 1
     entries = [None if n in control else tokenizer.bytes_of(n) for n in range(size)]
-    spelled = b"".join(tokenizer.bytes_of(n) or b"" for n in tokenizer.spans("a").ids.tolist())
-    return Vocabulary.of(entries, ends, dummy_space=spelled.startswith(b" "))
+    return Vocabulary.of(entries, ends, _has_dummy_space(tokenizer))
+
+
+def _has_dummy_space(tokenizer: TextTokenizer) -> bool:
+    """Whether a text begins behind a space that is not in it."""
+    spelled = [tokenizer.bytes_of(n) or b"" for n in tokenizer.spans("a").ids.tolist()]
+    return b"".join(spelled).startswith(b" ")
 
 
 # ---- what a student makes of some bytes ----
@@ -51,18 +61,13 @@ class Speller:
         size = max(student.vocabulary.values(), default=-1) + 1
         self.texts = [None if n in control else student.bytes_of(n) for n in range(size)]
         """By the student's ids; None for tokens that are no text."""
+        self.dummy_space = _has_dummy_space(student)
         self._ids = {text: n for n, text in reversed([*enumerate(self.texts)]) if text}
         self._longest = max(map(len, self._ids), default=0)
-        self._known: dict[bytes, tuple[int, bool]] = {}
 
-    def __call__(self, text: bytes) -> tuple[int, bool]:
-        """(id, whether it spells all of it); -1 where the student cannot spell it."""
-        if text not in self._known:
-            ids, exact = self.batch([text])
-            self._known[text] = int(ids[0]), bool(exact[0])
-        return self._known[text]
-
-    def batch(self, texts: Sequence[bytes]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    def __call__(self, texts: Sequence[bytes]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Of each its first token, -1 where the student cannot spell it, and whether that is all of
+        it."""
         ids = np.full(len(texts), -1, np.int32)
         decoded: list[tuple[int, str]] = []
         for place, text in enumerate(texts):
@@ -116,6 +121,9 @@ class Spelling:
     """The student's first token of them; -1 where it has none."""
     exact: NDArray[np.bool_]
     """That token is all of them."""
+    behind_space: NDArray[np.int32]
+    """[V] By id: the student's first token of a space and the whole token, for places where its own
+    token stands behind a space that is not in the text."""
 
 
 def spell(speller: Speller, vocabulary: Vocabulary, *, inside: bool = True) -> Spelling:
@@ -124,15 +132,19 @@ def spell(speller: Speller, vocabulary: Vocabulary, *, inside: bool = True) -> S
     offsets = vocabulary.offsets.tolist()
     number: dict[bytes, int] = {}
     places = np.full(len(content), -1, np.int64)
-    for start, end in zip(offsets, offsets[1:], strict=False):
+    for start, end in pairwise(offsets):
         for place in range(start, end if inside else min(start + 1, end)):
             places[place] = number.setdefault(content[place:end], len(number))
-    ids, exact = speller.batch(list(number))
+    ids, exact = speller(list(number))
     known = places >= 0
     first = np.full(len(content), -1, np.int32)
     whole = np.zeros(len(content), bool)
     first[known], whole[known] = ids[places[known]], exact[places[known]]
-    return Spelling(first, whole)
+    behind_space = np.full(len(vocabulary), -1, np.int32)
+    if speller.dummy_space and inside:
+        (spelled,) = np.nonzero(vocabulary.lengths)
+        behind_space[spelled], _ = speller([b" " + vocabulary[n] for n in spelled.tolist()])
+    return Spelling(first, whole, behind_space)
 
 
 class TargetTable:
@@ -150,49 +162,65 @@ class TargetTable:
         self.student = student
         self.vocabulary = vocabulary
         self.end_id = -1 if end_id is None else end_id
-        self.spelling = spelling or spell(self.speller, vocabulary)
+        self.spelling = spelling or spell(Speller(student), vocabulary)
 
     def __reduce__(self) -> Any:
         end = None if self.end_id < 0 else self.end_id
         return TargetTable, (self.student, self.vocabulary, end, self.spelling)
 
     @cached_property
-    def speller(self) -> Speller:
-        return Speller(self.student)
-
-    @cached_property
-    def whole(self) -> NDArray[np.int32]:
-        """[V + 1] The student's first token of every entry, -1 where there is none; the last one
-        stands for ids beyond the vocabulary."""
-        return self._by_id(self.spelling.first, -1, self.end_id)
+    def targets(self) -> NDArray[np.int32]:
+        """[4, V + 1] The student's first token of every entry, -1 where there is none; the last
+        column stands for ids beyond the vocabulary. Row 0 as it is; the others for places where a
+        token stands behind a space that is not in the text: the student's (1), the teacher's (2:
+        its alternatives without their space, if they have one), or both (3)."""
+        whole = self._by_id(self._starts(self.spelling.first, -1), -1, self.end_id)
+        spaced = self._by_id(self.spelling.behind_space, -1, self.end_id)
+        has_space = self._starts(self.vocabulary.content, 0) == _SPACE
+        rest = np.append(self.spelling.first, [-1, -1])[self.vocabulary.offsets[:-1] + 1]
+        rest = np.where(has_space & (self.vocabulary.lengths > 1), rest, -1)
+        unspaced = self._by_id(rest.astype(np.int32), -1, self.end_id)
+        both = self._by_id(np.where(has_space, whole[:-1], -1), -1, self.end_id)
+        return np.stack([whole, spaced, unspaced, both])
 
     @cached_property
     def kinds(self) -> NDArray[np.uint8]:
         """[V + 1] `UNSPELLED`, `FIRST_OF_SEVERAL` or `EXACT`."""
         exact = np.where(self.spelling.exact, EXACT, FIRST_OF_SEVERAL)
         kinds = np.where(self.spelling.first >= 0, exact, UNSPELLED).astype(np.uint8)
-        return self._by_id(kinds, UNSPELLED, UNSPELLED if self.end_id < 0 else EXACT)
+        end = UNSPELLED if self.end_id < 0 else EXACT
+        return self._by_id(self._starts(kinds, UNSPELLED), UNSPELLED, end)
+
+    def _starts(self, by_place: NDArray[Any], missing: int) -> NDArray[Any]:
+        """[V] What is known of the first place of every entry."""
+        first = np.append(by_place, by_place.dtype.type(missing))[self.vocabulary.offsets[:-1]]
+        return np.where(self.vocabulary.lengths > 0, first, by_place.dtype.type(missing))
 
     def _by_id(self, values: NDArray[Any], missing: int, end: int) -> NDArray[Any]:
-        spelled = self.vocabulary.lengths > 0
-        table = np.full(len(self.vocabulary) + 1, missing, values.dtype)
-        table[:-1][spelled] = values[self.vocabulary.offsets[:-1][spelled]]
+        """[V + 1] With what the teacher's ends become."""
+        table = np.append(values, values.dtype.type(missing))
         ends = self.vocabulary.ends
         table[ends[ends < len(self.vocabulary)]] = end
         return table
 
     @cached_property
-    def student_lengths(self) -> IntArray:
-        """Bytes of the student's tokens, by id; 0 for those that are no text."""
-        return np.array([len(text or b"") for text in self.speller.texts], np.int64)
+    def lengths(self) -> IntArray:
+        """[V + 1] Bytes of every entry; the last one stands for ids beyond the vocabulary."""
+        return np.append(self.vocabulary.lengths, 0)
+
+    @cached_property
+    def student_lengths(self) -> NDArray[np.int32]:
+        """Bytes of the student's tokens, by id."""
+        size = max(self.student.vocabulary.values(), default=-1) + 1
+        return np.array([len(self.student.bytes_of(n) or b"") for n in range(size)], np.int32)
 
 
 # ---- from alternatives to targets ----
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class TargetMass:
-    """What became of the teacher's alternatives, as sums over the student's tokens."""
+    """What became of the teacher's alternatives, in sums over the student's tokens."""
 
     tokens: int = 0
     shared: int = 0
@@ -201,15 +229,14 @@ class TargetMass:
     """Tokens that begin inside such a teacher token."""
     continued: int = 0
     """Of these: where an alternative goes on from the bytes already read."""
-    mass: list[float] = field(default_factory=lambda: [0.0] * 4)
-    """At shared starts, the probability of alternatives that the student cannot spell, spells by
-    several tokens (of which the first is the target), spells by one, and of the token that follows.
-    What is left of `shared` lies beyond the alternatives."""
-
-    def add(self, other: "TargetMass") -> None:
-        for name in ("tokens", "shared", "inside", "continued"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.mass = [a + b for a, b in zip(self.mass, other.mass, strict=True)]
+    following: float = 0.0
+    """At shared starts: the probability of the token that follows, where it is among them."""
+    exact: float = 0.0
+    """Of alternatives that are one token of the student's."""
+    several: float = 0.0
+    """Of those that it spells by several, of which the first is the target."""
+    unspelled: float = 0.0
+    """Of those that it cannot spell. What is left of `shared` lies beyond the alternatives."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +248,8 @@ class SoftTargets:
     """[N, K] In the student's vocabulary; the label where there is nothing else."""
     probability: NDArray[np.float32]
     """[N, K] 0 for the label, which has what the others leave."""
+    told: NDArray[np.bool_]
+    """[N] The teacher has a say here; else there is the label alone."""
     mass: TargetMass
 
 
@@ -262,51 +291,68 @@ def carry_alternatives(
     alternatives that begin with the bytes already read count, without those bytes, renormalised
     together with the token that follows.
 
+    Where a token of either side stands behind a space that is not in the text (the dummy space of
+    SentencePiece), alternatives are read without it or spelled with it.
+
     `begins`: the bytes where texts begin, [0] for one text.
     """
     labels = np.asarray(labels, np.int32)
-    packed, sampled = teacher.alternatives.packed, teacher.alternatives.sampled
-    count = packed.shape[1]
-    ids = np.repeat(labels[:, None], count, axis=1)
-    probability = np.zeros((len(labels), count), np.float32)
-    mass = TargetMass(tokens=len(labels))
-    if not len(packed) or not len(labels):
-        return SoftTargets(ids, probability, mass)
-    given = teacher.alternatives.present[:, 0]
+    given = teacher.alternatives
+    if not len(given) or not len(labels):
+        ids = np.repeat(labels[:, None], given.packed.shape[1], axis=1)
+        nowhere, none = np.zeros(ids.shape, np.float32), np.zeros(len(labels), bool)
+        return SoftTargets(ids, nowhere, none, TargetMass(tokens=len(labels)))
     place = alignment.first
-    mapped = (place >= 0) & given[place]
-    read = spans[:, 0] - teacher.spans[place, 0]
-    shared = np.flatnonzero(mapped & (read == 0))
-    odd = _odd_places(table, teacher, np.zeros(1, np.int64) if begins is None else begins)
-    lead = table.student_lengths[labels] > spans[:, 1] - spans[:, 0]
+    # -1, where a token is unmapped, is a place too, and is not looked at
+    mapped = (place >= 0) & (given.packed[:, 0] != NOTHING).take(place)
+    read = spans[:, 0] - teacher.spans[:, 0].take(place)
+    begins = np.zeros(1, np.int64) if begins is None else begins
+    behind = 2 * _behind_space(table, teacher, begins).take(place)
+    behind = behind + _student_behind_space(table, labels, spans)
 
-    rows = packed[place[shared]]
-    alternative = rows >> ID_SHIFT
-    target = table.whole.take(alternative, mode="clip")
-    p = teacher.alternatives[place[shared]].mass
-    follows = rows & FOLLOWS_BIT != 0
-    kinds = table.kinds.take(alternative, mode="clip")
-    kinds[follows] = FOLLOWING
-    own = labels[shared, None]
-    nothing = follows | (target < 0) | (target == own)
-    ids[shared] = np.where(nothing, own, target)
-    probability[shared] = np.where(nothing, np.float32(0), p)
-    mass.shared = len(shared)
-    mass.mass = np.bincount(kinds.ravel(), p.ravel(), minlength=4).tolist()
+    # of all tokens, which is faster than of those alone that begin with a teacher token
+    told = mapped & (read == 0) & (behind < _ODD)
+    here = given.at(place)
+    alternative = here.packed >> ID_SHIFT
+    target = table.targets[0].take(alternative, mode="clip")
+    for row in np.flatnonzero((behind > 0) & told).tolist():  # few: where texts begin
+        target[row] = table.targets[behind[row]].take(alternative[row], mode="clip")
+    own = labels[:, None]
+    follows = (here.packed & FOLLOWS_BIT) != 0
+    takes_part = ~follows & (target >= 0) & (target != own) & told[:, None]
+    ids = np.where(takes_part, target, own)
+    probability = here.mass
+    probability *= takes_part
+    mass = _measured(table, given, place, told)
 
     within = np.flatnonzero(mapped & (read > 0))
-    mass.inside = len(within)
     if inside:
-        plain = within[~(odd[place[within]] | lead[within])]
-        _continue(table, plain, place, read, teacher, text, sampled, ids, probability)
-    # dummy spaces: a few places, one by one
-    for i in np.flatnonzero(mapped & (odd[place] | lead) & ((read == 0) | inside)).tolist():
-        ids[i], probability[i] = _at_odd_place(
-            table, int(labels[i]), spans[i], teacher, int(place[i]), int(read[i]), text
-        )
-    if len(within):
-        mass.continued = int((probability[within] > 0).any(axis=1).sum())
-    return SoftTargets(ids, probability, mass)
+        plain = within[behind.take(within) == 0]
+        _continue(table, plain, place, read, teacher, text, ids, probability, told)
+    mass = replace(mass, inside=len(within), continued=int(told[within].sum()))
+    return SoftTargets(ids, probability, told, mass)
+
+
+def _measured(
+    table: TargetTable, given: Alternatives, place: IntArray, shared: NDArray[np.bool_]
+) -> TargetMass:
+    """What became of the alternatives at shared starts; of many tokens, evenly spread ones stand
+    for all."""
+    (where,) = np.nonzero(shared)
+    some = where[:: len(where) // _MEASURED_TOKENS + 1]
+    here = given.at(place.take(some))
+    kinds = table.kinds.take(here.packed >> ID_SHIFT, mode="clip")
+    kinds[(here.packed & FOLLOWS_BIT) != 0] = FOLLOWING
+    sums = np.bincount(kinds.ravel(), here.mass.ravel(), minlength=4).astype(np.float64)
+    sums *= len(where) / max(len(some), 1)
+    return TargetMass(
+        tokens=len(place),
+        shared=len(where),
+        following=float(sums[FOLLOWING]),
+        exact=float(sums[EXACT]),
+        several=float(sums[FIRST_OF_SEVERAL]),
+        unspelled=float(sums[UNSPELLED]),
+    )
 
 
 def _continue(
@@ -316,107 +362,79 @@ def _continue(
     read: IntArray,
     teacher: TeacherTokens,
     text: NDArray[np.uint8],
-    sampled: bool,
     ids: NDArray[np.int32],
     probability: NDArray[np.float32],
+    told: NDArray[np.bool_],
 ) -> None:
     """Student tokens that begin inside a teacher token, in place: alternatives that begin with the
     bytes already read."""
-    vocabulary, there = table.vocabulary, place[tokens]
-    given = teacher.alternatives[there]
-    alternative, follows = given.ids, given.follows
-    known = np.append(vocabulary.lengths, 0).take(alternative, mode="clip")
-    start = np.append(vocabulary.offsets[:-1], 0).astype(np.int64).take(alternative, mode="clip")
-    row, column = np.nonzero((known > read[tokens, None]) & ~follows & given.present)
-    origin, from_byte = teacher.spans[there, 0][row], start[row, column]
-    wanted = read[tokens][row]
+    vocabulary, there = table.vocabulary, place.take(tokens)
+    given = teacher.alternatives.at(there)
+    alternative, follows = given.packed >> ID_SHIFT, given.follows
+    done = read.take(tokens)
+    longer = table.lengths.take(alternative, mode="clip") > done[:, None]
+    row, column = np.nonzero(longer & ~follows)
+    origin = teacher.spans[:, 0].take(there.take(row))
+    from_byte = vocabulary.offsets.take(alternative[row, column]).astype(np.int64)
+    wanted = done.take(row)
     # a byte of all of them at a time: few have more than the first in common
     other, going, at = np.zeros(len(row), bool), np.arange(len(row)), 0
     while len(going):
-        same = vocabulary.content[from_byte[going] + at] == text[origin[going] + at]
+        same = vocabulary.content.take(from_byte.take(going) + at) == text.take(
+            origin.take(going) + at
+        )
         other[going[~same]] = True
         at += 1
-        going = going[same & (wanted[going] > at)]
+        going = going[same & (wanted.take(going) > at)]
     alive = np.flatnonzero(~other)
-    row, column = row[alive], column[alive]
-    mass = np.zeros(alternative.shape, np.float32)
-    mass[row, column] = given.mass[row, column]
-    total = mass.sum(axis=1)
-    total += (given.mass * follows).sum(axis=1) if sampled else _probability(teacher.nll[there])
-    target = table.spelling.first[from_byte[alive] + wanted[alive]]
-    own = ids[tokens[row], column]
-    good = (target >= 0) & (target != own)
+    row, column = row.take(alive), column.take(alive)
+    told[tokens.take(row)] = True
+    p = given.mass
+    mass = p[row, column]
+    total = np.bincount(row, mass, minlength=len(tokens)).astype(np.float32)
+    total += (p * follows).sum(axis=1) if given.sampled else _probability(teacher.nll.take(there))
+    target = table.spelling.first.take(from_byte.take(alive) + wanted.take(alive))
+    good = (target >= 0) & (target != ids[tokens.take(row), column])
     row, column = row[good], column[good]
-    ids[tokens[row], column] = target[good]
-    probability[tokens[row], column] = mass[row, column] / total[row]
+    ids[tokens.take(row), column] = target[good]
+    probability[tokens.take(row), column] = mass[good] / total.take(row)
 
 
 def _probability(nll: NDArray[Any]) -> NDArray[np.float32]:
     return np.exp(-np.asarray(nll, np.float32))
 
 
-def _odd_places(
+def _behind_space(
     table: TargetTable, teacher: TeacherTokens, begins: IntArray
-) -> NDArray[np.bool_]:
-    """Teacher tokens that stand for fewer bytes than they spell: behind a dummy space, at the
-    beginning of a text or of a message."""
+) -> NDArray[np.int64]:
+    """[M] 1 for teacher tokens that spell a space before the text that they stand for: a dummy
+    space at the beginning of a text, or the last one of a chat template. `_ODD` for those that
+    spell something else there."""
     widths = teacher.spans[:, 1] - teacher.spans[:, 0]
+    behind = np.zeros(len(widths), np.int64)
+    if table.vocabulary.dummy_space:  # as long as nothing else is known
+        behind[np.isin(teacher.spans[:, 0], begins) & (widths > 0)] = 1
     packed = teacher.alternatives.packed
-    row, column = np.nonzero((packed & FOLLOWS_BIT != 0) & teacher.alternatives.present)
-    lengths = np.append(table.vocabulary.lengths, 0)
-    spelled = lengths.take(packed[row, column] >> ID_SHIFT, mode="clip")
-    odd = np.zeros(len(widths), bool)
-    odd[row] = spelled > widths[row]
-    if table.vocabulary.dummy_space:
-        odd |= np.isin(teacher.spans[:, 0], begins) & (widths > 0)
-    return odd
+    at = np.flatnonzero((packed & FOLLOWS_BIT) != 0)
+    index = packed.ravel().take(at) >> ID_SHIFT
+    row = at // packed.shape[1]
+    more = table.lengths.take(index, mode="clip") - widths.take(row)
+    known = index < len(table.vocabulary)
+    behind[row[known]] = 0
+    odd = np.flatnonzero(known & (more > 0))
+    first = table.vocabulary.content.take(table.vocabulary.offsets.take(index[odd]))
+    behind[row[odd]] = np.where((more[odd] == 1) & (first == _SPACE), 1, _ODD)
+    return behind
 
 
-def _at_odd_place(
-    table: TargetTable,
-    label: int,
-    span: IntArray,
-    teacher: TeacherTokens,
-    place: int,
-    read: int,
-    text: NDArray[np.uint8],
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """One token's targets, where a token on either side spells a space that is not in the text."""
-    given = teacher.alternatives[place : place + 1]
-    vocabulary, speller = table.vocabulary, table.speller
-    entries = [
-        vocabulary[n] if n < len(vocabulary) else b"" for n in given.ids[0].tolist()
-    ]
-    start, end = teacher.spans[place].tolist()
-    following = next((e for e, f in zip(entries, given.follows[0], strict=True) if f), None)
-    before = b" " if vocabulary.dummy_space else b""
-    if following is not None:
-        before = following[: max(0, len(following) - (end - start))]
-    before += text[start : start + read].tobytes()
-    own = speller.texts[label] or b""
-    lead = own[: max(0, len(own) - int(span[1] - span[0]))]
-    ids = np.full(given.packed.shape[1], label, np.int32)
-    mass = np.zeros(len(ids), np.float32)
-    total = 0.0
-    ends = set(vocabulary.ends.tolist())
-    for k, entry in enumerate(entries):
-        if not given.present[0, k] or (given.follows[0, k] and not given.sampled):
-            continue
-        p, index = float(given.mass[0, k]), int(given.ids[0, k])
-        target = -1
-        if given.follows[0, k]:
-            target = label
-        elif read == 0 and index in ends:
-            target = table.end_id
-        elif entry.startswith(before) and len(entry) > len(before):
-            target = speller(lead + entry[len(before) :])[0]
-        elif read:
-            continue
-        total += p
-        if target not in (-1, label):
-            ids[k], mass[k] = target, p
-    if read == 0:
-        return ids, mass
-    if not given.sampled:
-        total += float(_probability(teacher.nll[place]))
-    return ids, mass / np.float32(max(total, 1e-30))
+def _student_behind_space(
+    table: TargetTable, labels: NDArray[np.integer[Any]], spans: IntArray
+) -> NDArray[np.int64]:
+    """[N] The same for the student's tokens."""
+    behind = np.zeros(len(labels), np.int64)
+    (odd,) = np.nonzero(table.student_lengths.take(labels) > spans[:, 1] - spans[:, 0])
+    for at in odd.tolist():  # few: where texts begin
+        text = table.student.bytes_of(int(labels[at])) or b""
+        one_more = len(text) == int(spans[at, 1] - spans[at, 0]) + 1
+        behind[at] = 1 if one_more and text.startswith(b" ") else _ODD
+    return behind

@@ -6,6 +6,8 @@ part-00000.safetensors    ids [T], document_tokens [D], document_index [D]
                           guidance [T] float16, NaN = unmapped      (with a store)
                           stretch [T] float16: the teacher's loss of the whole stretch; with a
                           minus sign where the token goes on with it (compare: stretch, alm)
+                          target_ids [T, K], target_p [T, K] float16: tokens that the teacher
+                          finds likely beside this one (distill)
                           teacher_nll [M], teacher_range [T, 2]     (chunk; unmapped: mean)
                           text [B] bytes, spans [T, 2]              (online teacher)
                           trained [T], first_trained [D]            (conversations)
@@ -63,15 +65,17 @@ class Blocks:
         chunks: int | None = None,
         stretches: bool = False,
         teacher_sums: bool = False,
+        targets: bool = False,
     ):
         """`chunks`: guidance is that of so many chunks. `stretches`: it is that of whole stretches,
         which blocks number. `teacher_sums`: blocks also tell the sum and the number of the losses
-        of the teacher tokens behind them."""
+        of the teacher tokens behind them. `targets`: they hold the teacher's alternatives too."""
         self.folder = local_path(folder)
         self.block_size = block_size
         self.chunks = chunks
         self.stretches = stretches
         self.teacher_sums = teacher_sums
+        self.targets = targets
         self.manifest = read_manifest(self.folder)
         self.tokens: int = self.manifest["tokens"]
         parts = self.manifest["parts"]
@@ -103,7 +107,8 @@ class Blocks:
     def __getitem__(self, index: int) -> Block:
         """Per token of the window [L + 1]: `input_ids` int64, `guidance` float32 (with a store),
         `document` int64, the ordinal of its document within the block. With `stretches` also
-        `stretch` int64, with `teacher_sums` also `teacher_sums` float64 [2]. Of conversations also
+        `stretch` int64, with `targets` also `target_ids` int32 and `target_p` float32 [L + 1, K],
+        with `teacher_sums` also `teacher_sums` float64 [2]. Of conversations also
         `trained` bool: whether the token is trained on."""
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
@@ -115,6 +120,8 @@ class Blocks:
             block["guidance"], block["stretch"] = self._stretches(start, stop)
         elif self.has_guidance:
             block["guidance"] = self.read("guidance", start, stop).astype(np.float32)
+        if self.targets:
+            self._add_targets(block, [(start, stop)], stop - start)
         if self.chunks is not None or self.teacher_sums:
             self._add_teacher(block, *self._teacher(start, stop))
         starts, _ = self._document_table()
@@ -143,6 +150,8 @@ class Blocks:
         elif self.has_guidance:
             guidance = self._gathered("guidance", windows).astype(np.float32)
             block["guidance"] = _filled(guidance, width, np.nan)
+        if self.targets:
+            self._add_targets(block, windows, width)
         if self.chunks is not None or self.teacher_sums:
             ranges, losses, origin = [], [], 0
             for window in windows:
@@ -154,6 +163,12 @@ class Blocks:
             filled[: sum(lengths)] = np.concatenate(ranges)
             self._add_teacher(block, filled, np.concatenate(losses))
         return block
+
+    def _add_targets(self, block: Block, windows: list[tuple[int, int]], width: int) -> None:
+        for name, dtype in (("target_ids", np.int32), ("target_p", np.float32)):
+            column = self._gathered(name, windows).astype(dtype)
+            block[name] = np.zeros((width, column.shape[1]), dtype)
+            block[name][: len(column)] = column
 
     def _whole_stretches(self, windows: list[tuple[int, int]]) -> NDArray[np.float16]:
         """The column of stretches; where a conversation is cut, its last stretch is not known."""

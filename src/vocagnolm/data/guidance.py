@@ -55,6 +55,8 @@ class LaidTeacher:
     nll: NDArray[Any]
     bits: NDArray[np.float64]
     """Per document its nats per byte; infinite where it has none."""
+    packed: NDArray[np.uint32] | None = None
+    """[M, K] Alternatives, where they are wanted."""
 
 
 def lay(students: Sequence[TokenSpans]) -> Laid:
@@ -68,7 +70,11 @@ def lay(students: Sequence[TokenSpans]) -> Laid:
     )
 
 
-def lay_teacher(entries: Sequence[TeacherLosses | None], ours: Laid) -> LaidTeacher:
+def lay_teacher(
+    entries: Sequence[TeacherLosses | None],
+    ours: Laid,
+    alternatives: Sequence[NDArray[np.uint32] | None] | None = None,
+) -> LaidTeacher:
     held = [(entry, origin) for entry, origin in zip(entries, ours.origins, strict=True) if entry]
     spans = end_to_end(
         [tiling(token_bytes) for (token_bytes, _), _ in held],
@@ -76,7 +82,11 @@ def lay_teacher(entries: Sequence[TeacherLosses | None], ours: Laid) -> LaidTeac
     )
     nll = np.concatenate([nll for (_, nll), _ in held]) if held else np.zeros(0, np.float32)
     bits = np.array([np.inf if entry is None else _nats_per_byte(*entry) for entry in entries])
-    return LaidTeacher(spans, nll, bits)
+    packed = None
+    if alternatives is not None:
+        known = [rows for rows in alternatives if rows is not None]
+        packed = np.concatenate(known) if known else np.zeros((0, 1), np.uint32)
+    return LaidTeacher(spans, nll, bits, packed)
 
 
 def _nats_per_byte(token_bytes: NDArray[Any], nll: NDArray[Any]) -> float:

@@ -9,6 +9,7 @@ from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.data.corpus import Corpus, open_corpus
 from vocagnolm.data.separators import separator_ids
+from vocagnolm.data.targets import common_alternatives
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import differences, json_digest
 from vocagnolm.places import Place, place_of, require_place
@@ -105,6 +106,8 @@ def block_settings(
         # keys that came later are written only where they are used: older blocks stay the same
         if recipe.needs_stretches or "stretch" in extra:
             settings["guidance"]["stretch"] = True
+        if recipe.needs_targets or "targets" in extra:
+            settings["guidance"]["targets"] = _targets(recipe, here)
         if len(recipe.stores) > 1:
             settings["guidance"]["combine"] = recipe.store.combine or "min"
     if recipe.corpus.keep_documents is not None:
@@ -119,6 +122,18 @@ def block_settings(
             "train_on": recipe.data.train_on,
         }
     return settings
+
+
+def _targets(recipe: Recipe, here: bool) -> dict[str, Any]:
+    """`here`: the stores can be asked how many alternatives they hold."""
+    objective, wanted = recipe.objective, recipe.objective.alternatives
+    if here:
+        stores = [LossStore.open(path) for path in recipe.stores]
+        wanted = common_alternatives(stores, wanted).count
+    targets: dict[str, Any] = {"alternatives": wanted, "inside": objective.inside}
+    if len(recipe.stores) > 1:
+        targets["weights"] = recipe.store.weights
+    return targets
 
 
 def _stores_digest(paths: list[str]) -> str:
@@ -226,6 +241,8 @@ def _guidance_lines(
         yield "teacher_losses: method chunk and unmapped: mean need them, they were not kept"
     if recipe.needs_stretches and not has.get("stretch"):
         yield "stretch: the losses of whole stretches were not kept"
+    if recipe.needs_targets:
+        yield from _target_lines(has.get("targets"), wants["targets"])
     names = {"missing": "data.missing"}
     if len(recipe.stores) > 1:
         names["combine"] = "store.combine"
@@ -233,6 +250,19 @@ def _guidance_lines(
         names["aggregation"] = "objective.aggregation"
     for name, key in names.items():
         if has.get(name) != wants[name]:
+            yield f"{key}: {has.get(name)} in the blocks, {wants[name]} now"
+
+
+def _target_lines(has: dict[str, Any] | None, wants: dict[str, Any]) -> Iterator[str]:
+    if has is None:
+        yield "targets: the blocks were made without the teacher's alternatives"
+        return
+    names = {"alternatives": "objective.alternatives", "inside": "objective.inside"}
+    if "weights" in wants:
+        names["weights"] = "store.weights"
+    for name, key in names.items():
+        known = name != "alternatives" or wants[name] is not None
+        if known and has.get(name) != wants[name]:
             yield f"{key}: {has.get(name)} in the blocks, {wants[name]} now"
 
 

@@ -5,8 +5,8 @@ end to end are the corpus. A block is a window of the stream, cut when it is rea
 parts serve every block size.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from vocagnolm.data.guidance import (
     stretch_guidance,
     unbroken,
 )
+from vocagnolm.data.targets import TargetsPlan, carry_targets
 
 HISTOGRAM_STEP_NATS = 0.25
 HISTOGRAM_BINS = 41  # the last one holds everything from 10 nats up
@@ -60,6 +61,8 @@ class PackingSummary:
     """Conversations that the student's template refuses, by reason."""
     kinds: list[int] = field(default_factory=lambda: [0] * len(KINDS))
     """Tokens by the kind of their stretch (`alignment.KINDS`), against the first teacher."""
+    targets: dict[str, float] = field(default_factory=dict)
+    """What became of the first teacher's alternatives (`alignment.TargetMass`)."""
     guidance_sum: float = 0.0
     guidance_histogram: list[int] = field(default_factory=lambda: [0] * HISTOGRAM_BINS)
 
@@ -78,6 +81,8 @@ class PackingSummary:
     def as_json(self) -> dict[str, Any]:
         """As the parts keep it: what only conversations have is left out of texts."""
         values = asdict(self)
+        if not self.targets:
+            del values["targets"]
         if self.trained is None:
             for name in ("trained", "untrained_documents", "refused"):
                 del values[name]
@@ -94,7 +99,19 @@ class PackingSummary:
             "one_to_one_share": self.one_to_one / tokens,
             "kinds": dict(zip(KINDS, self.kinds, strict=True)),
             "mean_guidance": self.guidance_sum / mapped if self.mapped else None,
+            **({"target_shares": target_shares(self.targets)} if self.targets else {}),
         }
+
+
+def target_shares(mass: Mapping[str, float]) -> dict[str, float]:
+    """`TargetMass` as shares: of the tokens, and of the teacher's probability at shared starts."""
+    tokens, shared = max(mass["tokens"], 1), max(mass["shared"], 1)
+    spelled = {name: mass[name] / shared for name in ("following", "exact", "several", "unspelled")}
+    return {
+        **{name: mass[name] / tokens for name in ("shared", "inside", "continued")},
+        **spelled,
+        "beyond": max(0.0, 1.0 - sum(spelled.values())),
+    }
 
 
 @dataclass
@@ -116,12 +133,16 @@ def pack_documents(
     eos: int | None,
     guidance: GuidancePlan,
     texts: Sequence[bytes] | None = None,
+    keep_text: bool = True,
     trained: Sequence[NDArray[np.int64]] | None = None,
+    alternatives: Sequence[Sequence[NDArray[np.uint32] | None]] | None = None,
+    targets: TargetsPlan | None = None,
 ) -> Part:
     """One part. `teachers` holds the losses of every store, None without one; an entry is None
     where the store lacks the document. Separators (the `prefix` of every document, EOS) hold no
     text: they are unmapped. `trained`: of conversations, the bytes that are trained on; all other
-    tokens are context and have no guidance.
+    tokens are context and have no guidance. `targets`: `alternatives`, which go with `teachers`,
+    become targets; that takes the texts, which are kept only with `keep_text`.
 
     All documents are aligned at once, their byte axes laid end to end: no Python loop over tokens.
     """
@@ -157,16 +178,29 @@ def pack_documents(
         mask = trained_spans(ours.spans, ranges)
         _add_trained(columns, summary, mask, place, document_tokens)
     if teachers is not None:
-        theirs = [lay_teacher(entries, ours) for entries in teachers]
+        theirs = [
+            lay_teacher(entries, ours, alternatives[n] if alternatives is not None else None)
+            for n, entries in enumerate(teachers)
+        ]
         if trained is not None:
             theirs = [_only_trained(teacher, ranges) for teacher in theirs]
             ours = Laid(ours.spans[mask], ours.document[mask], ours.origins)
             there = place[mask]
-        _add_guidance(columns, summary, ours, there, theirs, guidance)
+        alignments = [align(ours.spans, teacher.spans) for teacher in theirs]
+        _add_guidance(columns, summary, ours, there, theirs, alignments, guidance)
+        if targets is not None:
+            assert texts is not None
+            axis = _on_axis(texts, ours.origins)
+            found = carry_targets(ids[there], ours, theirs, alignments, axis, targets)
+            columns["target_ids"] = _rows_placed(found.ids.astype(id_dtype), there, n_tokens)
+            columns["target_p"] = _rows_placed(
+                found.probability.astype(np.float16), there, n_tokens
+            )
+            summary.targets = found.mass
         summary.missing_documents = sum(
             all(entry is None for entry in entries) for entries in zip(*teachers, strict=True)
         )
-    if texts is not None:
+    if texts is not None and keep_text:
         columns["text"] = np.frombuffer(b"".join(texts), np.uint8)
         # separators hold no text: they stand, zero-width, where the previous token ended
         placed = np.zeros((n_tokens, 2), np.int64)
@@ -204,7 +238,7 @@ def _only_trained(teacher: LaidTeacher, ranges: NDArray[np.int64]) -> LaidTeache
     near = np.searchsorted(ranges[:, 1], teacher.spans[:, 0], side="right")
     starts = np.append(ranges[:, 0], np.iinfo(np.int64).max)
     inside = starts[near] < teacher.spans[:, 1]
-    return LaidTeacher(teacher.spans, np.where(inside, teacher.nll, np.nan), teacher.bits)
+    return replace(teacher, nll=np.where(inside, teacher.nll, np.nan))
 
 
 def _add_guidance(
@@ -213,9 +247,9 @@ def _add_guidance(
     ours: Laid,
     place: NDArray[np.int64],
     theirs: Sequence[LaidTeacher],
+    alignments: Sequence[Alignment],
     plan: GuidancePlan,
 ) -> None:
-    alignments = [align(ours.spans, teacher.spans) for teacher in theirs]
     carried = combine(
         [carry(a, t.nll, plan.aggregation) for a, t in zip(alignments, theirs, strict=True)],
         theirs,
@@ -239,10 +273,27 @@ def _add_guidance(
         columns["teacher_range"] = ranges
 
 
+def _on_axis(texts: Sequence[bytes], origins: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The texts' bytes where their spans are laid."""
+    joined = np.zeros(sum(map(len, texts)) + len(texts), np.uint8)
+    for text, origin in zip(texts, origins.tolist(), strict=True):
+        joined[origin : origin + len(text)] = np.frombuffer(text, np.uint8)
+    return joined
+
+
 def _placed(values: NDArray[Any], place: NDArray[np.int64], n_tokens: int) -> NDArray[np.float16]:
     """Values of the text's own tokens among all tokens; NaN for separators."""
     column = np.full(n_tokens, np.nan, np.float16)
     column[place] = np.minimum(values, np.finfo(np.float16).max)
+    return column
+
+
+def _rows_placed(rows: NDArray[Any], place: NDArray[np.int64], n_tokens: int) -> NDArray[Any]:
+    """Rows of the text's own tokens among all tokens; zeros for separators."""
+    column = np.zeros((n_tokens, rows.shape[1]), rows.dtype)
+    # as one thing each: several times faster than number by number
+    whole = np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))
+    column.view(whole)[place] = rows.view(whole)
     return column
 
 

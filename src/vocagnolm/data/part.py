@@ -15,14 +15,16 @@ from vocagnolm.alignment import TextTokenizer, TokenSpans
 from vocagnolm.chat import ChatTokenizer, TrainOn, trained_ranges
 from vocagnolm.data.choice import Chosen
 from vocagnolm.data.corpus import document_hash
-from vocagnolm.data.guidance import GuidancePlan, TeacherLosses
+from vocagnolm.data.guidance import GuidancePlan
 from vocagnolm.data.lookup import Lookup
 from vocagnolm.data.packing import PackingSummary, Part, pack_documents
+from vocagnolm.data.targets import TargetsPlan
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import file_digest, parse_json, write_bytes
 from vocagnolm.store import LossStore
 
 Tokens = TypeVar("Tokens")
+Held = TypeVar("Held")
 NumberedText = tuple[int, str | None]
 """A document's index in the corpus and its text; None where it cannot be used."""
 
@@ -52,6 +54,7 @@ class PartPlan:
     """Documents worth reading; None: all of them."""
     keep_text: bool
     train_on: TrainOn
+    targets: TargetsPlan | None
     identity: str
     """Digest of the settings; a part made with others is refused."""
 
@@ -76,24 +79,30 @@ class PartMaker:
         return _entry(path, about)
 
     def _pack(self, documents: Sequence[NumberedText]) -> Part:
-        kept, teachers, missing, left_out = self._select(documents)
+        kept, places, missing, left_out = self._select(documents)
         students, refused = self._read(kept)
         if refused:
             readable = [n for n, student in enumerate(students) if student is not None]
             kept = [kept[n] for n in readable]
-            teachers = [[entries[n] for n in readable] for entries in teachers]
+            places = [[entries[n] for n in readable] for entries in places]
+        targets = self.plan.targets
         texts = [text for _, text in kept]
         talks = isinstance(self.tokenizer, ChatTokenizer)
         part = pack_documents(
             [student for student in students if student is not None],
-            teachers if self.stores else None,
+            self._held(places, lambda store, at: store[at]) if self.stores else None,
             document_indices=[index for index, _ in kept],
             id_dtype=np.uint32 if self.plan.wide_ids else np.uint16,
             prefix=self.plan.prefix,
             eos=self.plan.eos,
             guidance=self.plan.guidance,
-            texts=[text.encode() for text in texts] if self.plan.keep_text else None,
+            texts=[text.encode() for text in texts] if self.plan.keep_text or targets else None,
+            keep_text=self.plan.keep_text,
             trained=[trained_ranges(text, self.plan.train_on) for text in texts] if talks else None,
+            alternatives=None
+            if targets is None
+            else self._held(places, lambda store, at: store.alternatives(at).packed),
+            targets=targets,
         )
         part.summary.refused = refused
         part.summary.missing_documents = missing
@@ -114,11 +123,11 @@ class PartMaker:
 
     def _select(
         self, documents: Sequence[NumberedText]
-    ) -> tuple[list[tuple[int, str]], list[list[TeacherLosses | None]], int, int]:
-        """The documents to pack, their losses in every store; the number that no store has, and the
+    ) -> tuple[list[tuple[int, str]], list[list[int | None]], int, int]:
+        """The documents to pack, their places in every store; the number that no store has, and the
         number that is not worth reading."""
         kept: list[tuple[int, str]] = []
-        teachers: list[list[TeacherLosses | None]] = [[] for _ in self.stores]
+        places: list[list[int | None]] = [[] for _ in self.stores]
         missing = left_out = 0
         for index, text in documents:
             if text is None:
@@ -126,26 +135,31 @@ class PartMaker:
             if self.plan.chosen is not None and document_hash(text) not in self.plan.chosen:
                 left_out += 1
                 continue
-            losses = self._losses(index, text)
-            if self.stores and not any(losses):
+            found = self._places(index, text)
+            if self.stores and all(place is None for place in found):
                 missing += 1
                 if index in self.plan.skipped or self.plan.missing == "drop":
                     continue
                 if self.plan.missing == "error":
                     raise _not_in_store(index, text, self.plan.stores)
             kept.append((index, text))
-            for entries, found in zip(teachers, losses, strict=True):
-                entries.append(found)
-        return kept, teachers, missing, left_out
+            for entries, place in zip(places, found, strict=True):
+                entries.append(place)
+        return kept, places, missing, left_out
 
-    def _losses(self, index: int, text: str) -> list[TeacherLosses | None]:
+    def _places(self, index: int, text: str) -> list[int | None]:
         if not self.stores:
             return []
         digest = document_hash(text)
-        places = [lookup.place(index, digest) for lookup in self._lookups]
+        return [lookup.place(index, digest) for lookup in self._lookups]
+
+    def _held(
+        self, places: Sequence[Sequence[int | None]], read: Callable[[LossStore, int], Held]
+    ) -> list[list[Held | None]]:
+        """What every store holds of the documents; None where it lacks one."""
         return [
-            None if place is None else store[place]
-            for store, place in zip(self.stores, places, strict=True)
+            [None if at is None else read(store, at) for at in entries]
+            for store, entries in zip(self.stores, places, strict=True)
         ]
 
 

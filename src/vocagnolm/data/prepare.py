@@ -43,6 +43,7 @@ from vocagnolm.data.part import (
     summarise,
 )
 from vocagnolm.data.separators import separator_ids
+from vocagnolm.data.targets import targets_plan
 from vocagnolm.errors import BlocksError, RecipeError
 from vocagnolm.files import (
     is_leftover,
@@ -198,6 +199,7 @@ def _columns(settings: dict[str, Any]) -> list[str]:
         *("ids", "document_tokens", "document_index"),
         *(["guidance"] if guidance else []),
         *(["stretch"] if guidance and guidance.get("stretch") else []),
+        *(["target_ids", "target_p"] if guidance and guidance.get("targets") else []),
         *(["teacher_nll", "teacher_range"] if guidance and guidance["teacher_losses"] else []),
         *(["text", "spans"] if settings["text"] else []),
         *(["trained", "first_trained"] if settings.get("conversations") else []),
@@ -229,6 +231,16 @@ def _plan(recipe: Recipe, tokenizer: TextTokenizer, settings: dict[str, Any]) ->
         chosen=chosen_documents(recipe),
         keep_text=settings["text"],
         train_on=recipe.data.train_on,
+        targets=targets_plan(
+            stores,
+            tokenizer,
+            settings["eos"],
+            count=recipe.objective.alternatives,
+            inside=recipe.objective.inside,
+            weights=recipe.store.weights,
+        )
+        if guidance and guidance.get("targets")
+        else None,
         identity=json_digest(settings),
     )
 

@@ -128,7 +128,7 @@ def drawn(z_NV: Tensor, lse_N: Tensor, uniform_NK: Tensor) -> tuple[Tensor, Tens
     """(logits, columns) [N, K] of tokens drawn with replacement: where the running sum of the
     probabilities passes a uniform number. Sums of groups first, then inside one, in float64: a
     running sum of 150,000 numbers in float32 would be no sum."""
-    n, v = z_NV.shape
+    v = z_NV.shape[1]
     p = torch.exp(z_NV - lse_N[:, None])
     p_NGC = F.pad(p, (0, -v % _GROUP)).unflatten(1, (-1, _GROUP))
     upto = p_NGC.sum(-1, dtype=torch.float64).cumsum(1)

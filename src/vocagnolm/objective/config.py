@@ -39,9 +39,9 @@ class ObjectiveConfig:
     """token: a token's nll against the teacher's loss carried to it, as published. stretch: both
     models' losses of the smallest piece of text at whose ends both have a boundary (alm always)."""
     weighting: Weighting = "top_k"
-    """guided, distill, rho1. top_k: the top `keep` count, the rest does not. reducible: every mapped token
-    counts by the share of the student's loss S that the teacher's T shows to be reducible,
-    `floor + (1 - floor) * max(0, 1 - T / S)`; `keep` is not read."""
+    """guided, distill, rho1. top_k: the top `keep` count, the rest does not. reducible: every
+    mapped token counts by the share of the student's loss S that the teacher's T shows to be
+    reducible, `floor + (1 - floor) * max(0, 1 - T / S)`; `keep` is not read."""
     floor: float = 0.2
     """reducible: what a token counts at least."""
     keep: float = None  # type: ignore[assignment]

@@ -130,16 +130,12 @@ def _chosen(
     if weights_BT.dtype != torch.bool and config.graded:
         weigh = _Known(weights_BT.flatten()[index_K])
     soften = None if soft is None else soft[index_K]
-    summed = two_phase.summed_loss(
-        hidden_ND, head, labels_N, index_K, rows, losses, weigh, soften
-    )
+    summed = two_phase.summed_loss(hidden_ND, head, labels_N, index_K, rows, losses, weigh, soften)
     if nll_BT is None:
         nll_BT = _scattered(summed.nll_K, index_K, labels_BT)
     above_BT = _scattered_or_none(summed.distance_K, index_K, labels_BT)
     stats = _soft_stats(above_BT, nll_BT, weights_BT, targets)
-    return _output(
-        summed.total, nll_BT, weights_BT.float(), targets, config, decided, stats, ranks
-    )
+    return _output(summed.total, nll_BT, weights_BT.float(), targets, config, decided, stats, ranks)
 
 
 def _graded(
@@ -344,9 +340,7 @@ def _scattered(values_K: Tensor, index_K: Tensor, like_BT: Tensor) -> Tensor:
     return whole.index_copy_(0, index_K, values_K.detach()).view(like_BT.shape)
 
 
-def _scattered_or_none(
-    values_K: Tensor | None, index_K: Tensor, like_BT: Tensor
-) -> Tensor | None:
+def _scattered_or_none(values_K: Tensor | None, index_K: Tensor, like_BT: Tensor) -> Tensor | None:
     return None if values_K is None else _scattered(values_K, index_K, like_BT)
 
 

@@ -38,7 +38,8 @@ class ObjectiveOutput:
     def stats(self) -> dict[str, float]:
         """For the training log: nll_kept, nll_all, kept_share, weight_share, mapped_share, with
         guidance excess_p10, excess_p50, excess_p90; distill, kld, uld and alm add distill_loss,
-        distill target_mass, kld and uld aligned_share, kld teacher_dropped_mass. Reading it waits for the device."""
+        distill target_mass, kld and uld aligned_share, kld teacher_dropped_mass. Reading it waits
+        for the device."""
         return measures(self.sums.tolist()) | {
             name: float(value) for name, value in self.distill_stats.items()
         }

@@ -41,7 +41,6 @@ class Transform:
             gradient_NV = gradient_NV * (1.0 - (z_NV / self.softcap).square())
         return gradient_NV * self.scale if self.scale != 1.0 else gradient_NV
 
-
     def at(self, x_NV: Tensor, columns_NK: Tensor) -> Tensor:
         """Logits of some columns of each row [N, K]."""
         picked = x_NV.gather(1, columns_NK)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from vocagnolm.data.corpus import Corpus, Document, document_hash
 from vocagnolm.alternatives import NOTHING
+from vocagnolm.data.corpus import Corpus, Document, document_hash
 from vocagnolm.errors import ScoreError
 from vocagnolm.model.nll import TokenScores
 from vocagnolm.score.settings import ScoreSettings

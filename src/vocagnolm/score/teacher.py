@@ -22,7 +22,6 @@ from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.nll import NllModel, TokenScores
 from vocagnolm.model.threads import torch_threads
 from vocagnolm.model.windows import LENGTH_STEP
-from vocagnolm.store.format import encode_vocabulary
 from vocagnolm.score.settings import (
     CPU_BATCH_TOKENS,
     CUDA_BATCH_TOKENS,
@@ -31,6 +30,7 @@ from vocagnolm.score.settings import (
     STRIDE_SHARE,
     ScoreSettings,
 )
+from vocagnolm.store.format import encode_vocabulary
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from vocagnolm.store.check import inspect_store
 
 CARD = "README.md"
 _ALTERNATIVES = """
-It also holds the teacher's alternatives at every place, with their probabilities: a student with any
-vocabulary can be distilled from them. **The likeliest alternative often is the text**, so that much of the
-text can be read back from this store: publish it only where you may publish the text.
+It also holds the teacher's alternatives at every place, with their probabilities: a student with
+any vocabulary can be distilled from them. **The likeliest alternative often is the text**, so that
+much of the text can be read back from this store: publish it only where you may publish the text.
 """
 PARQUET_FOLDER = "parquet"
 

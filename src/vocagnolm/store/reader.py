@@ -29,7 +29,6 @@ from vocagnolm.store.format import (
     vocabulary_damage,
 )
 
-
 SCORE_WITH_ALTERNATIVES = (
     "Score the corpus again into another folder: vocagnolm score ... --alternatives 4"
 )

@@ -4,11 +4,19 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from vocagnolm.alignment import TextTokenizer, token_texts
+from vocagnolm.alternatives import AlternativesSpec
 from vocagnolm.data.blocks import Blocks
-from vocagnolm.data.identity import student_tokenizer, teacher_chat, teacher_tokenizer
+from vocagnolm.data.identity import (
+    student_chat,
+    student_tokenizer,
+    teacher_chat,
+    teacher_tokenizer,
+)
 from vocagnolm.data.order import TrainingOrder
+from vocagnolm.data.targets import TargetsPlan, target_table
 from vocagnolm.errors import TrainingError
-from vocagnolm.model import open_model
+from vocagnolm.model import ModelFiles, open_model
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.arguments import objective_config, uses_accelerator
 from vocagnolm.train.collate import BlockCollator
@@ -17,6 +25,8 @@ from vocagnolm.train.schedule import Schedule
 from vocagnolm.train.student import add_lora, build_student, choose_attention, compile_layers
 from vocagnolm.train.trainer import GuidedTrainer
 from vocagnolm.train.vocabulary import refuse_other_vocabulary
+
+ONLINE_ALTERNATIVES = 4
 
 
 def build_trainer(
@@ -72,12 +82,13 @@ def _online_teacher(recipe: Recipe, order: TrainingOrder) -> tuple[OnlineTeacher
         dtype=_teacher_dtype(recipe),
         revision=recipe.teacher.revision,
     )
+    tokenizer = teacher_tokenizer(recipe)
     teacher = OnlineTeacher(
         files.load(),
         config=objective_config(recipe),
         aggregation=recipe.objective.aggregation,
+        targets=_online_targets(recipe, order, files, tokenizer) if recipe.needs_targets else None,
     )
-    tokenizer = teacher_tokenizer(recipe)
     if not recipe.needs_block_text:
         refuse_other_vocabulary(student_tokenizer(recipe).vocabulary, tokenizer.vocabulary)
         return teacher, order
@@ -89,8 +100,28 @@ def _online_teacher(recipe: Recipe, order: TrainingOrder) -> tuple[OnlineTeacher
         tokenizer.prefix_ids,
         pairing=recipe.objective.pairing,
         by_stretch=recipe.needs_stretches,
+        with_text=recipe.needs_targets,
     )
     return teacher, view
+
+
+def _online_targets(
+    recipe: Recipe, order: TrainingOrder, files: ModelFiles, teacher: TextTokenizer
+) -> TargetsPlan:
+    """As from a store: the same table, the same rounding."""
+    student = student_tokenizer(recipe)
+    ends = set(files.end_ids)
+    if order.blocks.conversations:
+        student = student_chat(recipe, student)
+        turn = teacher_chat(recipe, teacher).end_of_turn
+        ends |= set() if turn is None else {turn}
+    eos = order.blocks.manifest["settings"]["eos"]
+    return TargetsPlan(
+        tables=(target_table(student, token_texts(teacher, ends), eos),),
+        spec=AlternativesSpec(recipe.objective.alternatives or ONLINE_ALTERNATIVES),
+        inside=recipe.objective.inside,
+        weights=(1.0,),
+    )
 
 
 def _teacher_dtype(recipe: Recipe) -> str:

@@ -36,7 +36,7 @@ class BlockCollator:
         if "trained" in blocks[0]:
             labels[~np.stack([block["trained"] for block in blocks])[:, 1:]] = IGNORE_INDEX
         batch["labels"] = torch.from_numpy(labels)
-        for name in ("guidance", "stretch"):
+        for name in ("guidance", "stretch", "target_ids", "target_p"):
             if name in blocks[0]:
                 batch[name] = _predicted(blocks, name)
         batch["counts"] = token_counts(batch)
@@ -47,17 +47,19 @@ class BlockCollator:
             batch.update(self._teacher(blocks))
         return batch
 
-    def _teacher(self, blocks: Sequence[Block]) -> dict[str, Tensor]:
+    def _teacher(self, blocks: Sequence[Block]) -> dict[str, Any]:
         """The teacher's view of the same text, padded on the right (causal: the pad is unseen)."""
         width = max(len(block["teacher_ids"]) for block in blocks)
         document = _padded(blocks, "teacher_document", width)
-        view = {
+        view: dict[str, Any] = {
             "teacher_ids": torch.from_numpy(_padded(blocks, "teacher_ids", width).clip(min=0)),
             "teacher_range": _predicted(blocks, "teacher_range"),
             "teacher_pair": _predicted(blocks, "teacher_pair"),
         }
         if "teacher_stretch" in blocks[0]:
             view["teacher_stretch"] = torch.from_numpy(_padded(blocks, "teacher_stretch", width))
+        if "laid" in blocks[0]:
+            view["laid"] = [block["laid"] for block in blocks]
         if "teacher_counts" in blocks[0]:
             view["teacher_counts"] = torch.from_numpy(_padded(blocks, "teacher_counts", width) > 0)
         # what a teacher token is predicted from must be of its own document where those are apart
@@ -78,6 +80,8 @@ def batch_targets(batch: dict[str, Any], sequence_index_B: Tensor | None = None)
         entropy_BT=batch.get("entropy"),
         stretch_BT=batch.get("stretch"),
         teacher_sums_B2=batch.get("teacher_sums"),
+        soft_ids_BTK=batch.get("target_ids"),
+        soft_p_BTK=batch.get("target_p"),
         sequence_index_B=sequence_index_B,
     )
 

@@ -2,10 +2,12 @@
 
 Two halves. `TeacherView` is data: it tokenises a block's text with the teacher's tokenizer and
 aligns it, in the loader's processes. `OnlineTeacher` is the model: it turns that view into
-guidance (guided, rho1, chunk) or into hidden states to compare distributions with (kld, uld).
+guidance (guided, rho1, chunk), into targets (distill) or into hidden states to compare
+distributions with (kld, uld).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,13 +26,16 @@ from vocagnolm.alignment import (
     whole_sums,
 )
 from vocagnolm.alignment.alignment import Aggregation
+from vocagnolm.alternatives import NOTHING, AlternativesSpec
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.data.blocks import Block
-from vocagnolm.data.guidance import cut_stretches, unbroken
+from vocagnolm.data.guidance import Laid, LaidTeacher, cut_stretches, unbroken
 from vocagnolm.data.order import TrainingOrder
 from vocagnolm.data.packing import chunk_guidance
+from vocagnolm.data.targets import TargetsPlan, carry_targets
+from vocagnolm.model.alternatives import AlternativeChoice
 from vocagnolm.model.lm_head import head_form, last_hidden
-from vocagnolm.model.nll import losses_through_logits
+from vocagnolm.model.nll import losses_through_logits, token_scores
 from vocagnolm.objective import (
     IGNORE_INDEX,
     ObjectiveConfig,
@@ -38,6 +43,7 @@ from vocagnolm.objective import (
     Teacher,
     token_losses,
 )
+from vocagnolm.objective.rows import RowLosses, Transform
 
 
 class TeacherView:
@@ -51,7 +57,10 @@ class TeacherView:
         *,
         pairing: Pairing = "bytes",
         by_stretch: bool = False,
+        with_text: bool = False,
     ):
+        """`with_text`: blocks also carry the text and the spans in it, for targets."""
+        self.with_text = with_text
         self.order = order
         self.tokenizer = tokenizer
         self.prefix = list(prefix)
@@ -63,6 +72,7 @@ class TeacherView:
 
     def __getitem__(self, position: int) -> Block:
         block = self.order[position]
+        view: dict[str, Any]
         if self.order.blocks.conversations:
             assert isinstance(self.tokenizer, ChatTokenizer)
             view = conversation_view(
@@ -72,18 +82,32 @@ class TeacherView:
                 pairing=self.pairing,
                 by_stretch=self.by_stretch,
             )
-            return {**block, **view}
-        text, spans = self.order.blocks.text(block["block"])
-        view = teacher_view(
-            text,
-            spans,
-            block["document"],
-            self.tokenizer,
-            self.prefix,
-            pairing=self.pairing,
-            by_stretch=self.by_stretch,
-        )
-        return {**block, **view}
+        else:
+            text, spans = self.order.blocks.text(block["block"])
+            view = teacher_view(
+                text,
+                spans,
+                block["document"],
+                self.tokenizer,
+                self.prefix,
+                pairing=self.pairing,
+                by_stretch=self.by_stretch,
+            )
+        laid = view.pop("laid")
+        return {**block, **view, **({"laid": laid} if self.with_text else {})}
+
+
+@dataclass(frozen=True)
+class LaidText:
+    """A block's text with the tokens of both sides, on one axis of bytes."""
+
+    text: NDArray[np.uint8]
+    spans: NDArray[np.int64]
+    """[L + 1, 2] Of the student's tokens."""
+    teacher_spans: NDArray[np.int64]
+    """[U, 2]"""
+    begins: NDArray[np.int64]
+    """Where the teacher begins to read a text."""
 
 
 def teacher_view(
@@ -107,12 +131,13 @@ def teacher_view(
     owners: list[NDArray[Any]] = []
     of_text: list[NDArray[Any]] = []
     by_index = np.full(len(spans), -1, np.int64)
-    before = 0
+    before, begins = 0, []
     for number in np.unique(document):
         here = np.flatnonzero(document == number)
         own = spans[here]
         low, high = _whole_characters(text, int(own[0, 0]), int(own[-1, 1]))
         piece = tokenizer.spans(text[low:high].decode())
+        begins.append(low)
         ids += [np.array(prefix, np.int64), piece.ids.astype(np.int64)]
         teacher_spans += [np.full((len(prefix), 2), low, np.int64), piece.spans + low]
         owners.append(np.full(len(prefix) + len(piece), number, np.int64))
@@ -131,6 +156,7 @@ def teacher_view(
         "teacher_document": np.concatenate(owners),
         "teacher_range": np.stack([alignment.first, alignment.last], axis=1),
         "teacher_pair": pair,
+        "laid": LaidText(np.frombuffer(text, np.uint8), spans, placed, np.array(begins)),
     }
     if by_stretch:
         view |= _stretch_view(spans, placed, np.concatenate(of_text))
@@ -169,9 +195,12 @@ def conversation_view(
         tokens += len(own)
         origin += len(text.encode()) + 1
     laid = np.concatenate(placed)
-    return _trained_view(
+    axis = b"\0".join(text.encode() for text, _ in conversations) + b"\0"
+    view = _trained_view(
         ids, owners, laid, spans, np.flatnonzero(trained), pair, pairing, by_stretch
     )
+    none = np.zeros(0, np.int64)  # a template stands before every content
+    return {**view, "laid": LaidText(np.frombuffer(axis, np.uint8), spans, laid, none)}
 
 
 def _trained_view(
@@ -261,9 +290,12 @@ class OnlineTeacher:
         *,
         config: ObjectiveConfig,
         aggregation: Aggregation = "max",
+        targets: TargetsPlan | None = None,
     ):
+        """`targets`: what becomes of its alternatives, for distill."""
         self.model = model.eval().requires_grad_(False)
         self.config = config
+        self.targets = targets
         self.aggregation: Aggregation = aggregation
         # where the head is not understood the model's own logits speak, at their price in memory
         self.form = head_form(model)
@@ -295,7 +327,12 @@ class OnlineTeacher:
         # teacher token u is predicted at u - 1, where that is of the same text
         labels = torch.full_like(ids, IGNORE_INDEX)
         labels[:, :-1] = torch.where(follows[:, 1:], ids[:, 1:], IGNORE_INDEX)
-        nll, _ = self._losses(ids, inputs.get("teacher_position_ids"), labels)
+        positions = inputs.get("teacher_position_ids")
+        packed = None
+        if self.targets is None:
+            nll, _ = self._losses(ids, positions, labels)
+        else:
+            nll, packed = self._scores(ids, positions, labels, self.targets.spec)
         of_token = torch.full(ids.shape, torch.nan, device=ids.device)
         of_token[:, 1:] = torch.where(follows[:, 1:], nll[:, :-1].float(), torch.nan)
         ranges = inputs["teacher_range"].cpu().numpy()
@@ -308,7 +345,62 @@ class OnlineTeacher:
         carried = [self._carry(r, v) for r, v in zip(ranges, values, strict=True)]
         guidance = torch.from_numpy(np.stack(carried).astype(np.float32)).to(ids.device)
         total = torch.where(known, of_token.double(), 0.0).sum(1)
-        return {"guidance": guidance, "teacher_sums": torch.stack([total, known.sum(1)], dim=1)}
+        found = {"guidance": guidance, "teacher_sums": torch.stack([total, known.sum(1)], dim=1)}
+        if packed is not None:
+            found |= self._carried_targets(inputs, follows, nll, packed)
+        return found
+
+    def _scores(
+        self, ids: Tensor, position_ids: Tensor | None, labels: Tensor, spec: AlternativesSpec
+    ) -> tuple[Tensor, Tensor]:
+        """(nll [B, U], packed alternatives [B, U, K]) of what every position predicts."""
+        flat = labels.flatten()
+        if self.form is None:
+            choice = AlternativeChoice.of(spec, len(flat), ids.device)
+
+            def see(first: int, last: int, x: Tensor, losses: RowLosses) -> None:
+                choice.choose(first, last, x, losses.lse_N, Transform())
+
+            nll, _ = losses_through_logits(self.model, ids, labels, position_ids, see=see)
+            return nll, choice.finish(flat).view(*ids.shape, -1)
+        hidden = last_hidden(self.model, ids, position_ids).flatten(0, 1)
+        head = self.form.head(self.model)
+        found = token_scores(hidden, head, flat.clamp(min=0), alternatives=spec)
+        assert found.packed_NK is not None
+        return found.nll_N.view(ids.shape), found.packed_NK.view(*ids.shape, -1)
+
+    def _carried_targets(
+        self, inputs: dict[str, Any], follows: Tensor, nll: Tensor, packed: Tensor
+    ) -> dict[str, Tensor]:
+        """Targets of the tokens that are predicted, as blocks from a store hold them."""
+        assert self.targets is not None
+        labels, device = inputs["labels"].cpu().numpy(), nll.device
+        losses, others = nll.float().cpu().numpy(), packed.cpu().numpy().view(np.uint32)
+        known = follows.cpu().numpy()
+        ids, probability = [], []
+        for row, laid in enumerate(inputs["laid"]):
+            count = len(laid.teacher_spans)
+            # teacher token u is predicted at u - 1, where that is of the same text
+            rows = np.full((count, others.shape[2]), NOTHING, np.uint32)
+            values = np.full(count, np.nan, np.float32)
+            where = np.flatnonzero(known[row, :count])
+            rows[where], values[where] = others[row, where - 1], losses[row, where - 1]
+            spans = laid.spans[1:]
+            teacher = LaidTeacher(laid.teacher_spans, values, np.zeros(0), rows)
+            found = carry_targets(
+                np.maximum(labels[row], 0),
+                Laid(spans, np.zeros(0, np.int64), laid.begins),
+                [teacher],
+                [align(spans, laid.teacher_spans)],
+                laid.text,
+                self.targets,
+            )
+            ids.append(found.ids)
+            probability.append(found.probability)
+        return {
+            "target_ids": torch.from_numpy(np.stack(ids)).to(device),
+            "target_p": torch.from_numpy(np.stack(probability)).to(device),
+        }
 
     def _carry(self, ranges: NDArray[Any], nll: NDArray[Any]) -> NDArray[Any]:
         if self.config.by_stretch:

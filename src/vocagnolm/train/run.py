@@ -281,6 +281,7 @@ def open_blocks(recipe: Recipe, *, verify: bool = False) -> Blocks:
         chunks=recipe.objective.n_chunks if by_chunks else None,
         stretches=stored and recipe.needs_stretches,
         teacher_sums=stored and recipe.objective.unmapped == "mean",
+        targets=stored and recipe.needs_targets,
     )
     tokenizer = student_tokenizer(recipe)
     if blocks.conversations:

@@ -192,7 +192,8 @@ class GuidedTrainer(MeteredTrainer):
         if not model.training:
             return self._plain_loss(model, inputs, return_outputs)
         targets, decided = self._plan.next()
-        output = self._forward(model, inputs, targets, self.objective, decided)
+        objective = self.objective.at(self.state.global_step / max(1, self.state.max_steps - 1))
+        output = self._forward(model, inputs, targets, objective, decided)
         self._has_guidance = targets.guidance_BT is not None
         self._meter.add(output, targets)
         if self.keep_selection:
