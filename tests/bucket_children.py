@@ -43,7 +43,7 @@ def score(
     """Score into `out`; killed at the step `die` (`created 000001.safetensors`), slow before the
     step `pause`."""
     os.environ.update(env)
-    from score.teacher_kit import SETTINGS, ArithmeticTeacher
+    from score.teacher_kit import TEACHERS
 
     from vocagnolm import files
     from vocagnolm.score import Share, score_corpus
@@ -57,7 +57,8 @@ def score(
 
     files.reached = reached
     part = None if share is None else Share.parse(share)
-    score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS, share=part)
+    teacher, settings = TEACHERS["alternatives"]
+    score_corpus(teacher(), corpus, out, settings=settings, share=part)
 
 
 def copy_blocks(env: dict[str, str], tree: dict[str, Any], ready: Any) -> None:

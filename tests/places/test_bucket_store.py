@@ -10,7 +10,7 @@ import obstore
 import pytest
 from bucket_children import end, score, start
 from bucket_kit import BUCKET, SECRET, CuttingProxy, bucket_bytes
-from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_bytes, write_corpus
+from score.teacher_kit import TEACHERS, save_teacher, store_bytes, write_corpus
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
@@ -28,6 +28,8 @@ from vocagnolm.score.actor import ScoringActor
 from vocagnolm.score.plan import PLAN_FILE, CorpusSource, TeacherSource, describe, make_plan
 from vocagnolm.store import LossStore, StoreWriter, inspect_store, verify_store
 from vocagnolm.store.format import shard_name
+
+ArithmeticTeacher, SETTINGS = TEACHERS["alternatives"]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from vocagnolm.score import ScoreSettings, Server
 RECORDING = Path(__file__).with_name("recorded_vllm.json")
 SERVER_SETTINGS = ScoreSettings(context=64, stride=16, batch_tokens=192, shard_documents=3)
 LOCAL_SETTINGS = SETTINGS
+RECORDED_ALTERNATIVES = 2
 MODEL = "tiny"
 
 
@@ -32,6 +33,10 @@ def key_of(ids):
     return ",".join(map(str, ids))
 
 
+class Refusal(str):
+    """An answer that is an error."""
+
+
 class Replay:
     """The recorded server. `faults` are taken one for each request for losses."""
 
@@ -43,6 +48,7 @@ class Replay:
         self.slow = 0.0
         self.change = lambda choice: choice
         """Done to every prompt's answer."""
+        self.max_logprobs = 20
         self.missing = ()
         self.keys = []
         self.requests = []
@@ -93,21 +99,40 @@ class Replay:
         if content["model"] != MODEL:
             return None
         prompts = content["prompt"]
-        choices = [{**self._choice(ids), "index": n} for n, ids in enumerate(prompts)]
+        count = content["prompt_logprobs"]
+        if count > self.max_logprobs:  # in vLLM's own words
+            return Refusal(
+                f"Requested prompt logprobs of {count}, which is greater than max allowed: "
+                f"{self.max_logprobs}"
+            )
+        choices = [{**self._choice(ids, count), "index": n} for n, ids in enumerate(prompts)]
         return {**self.recorded["completion"], "choices": choices}
 
     def generated(self, content):
         """SGLang's form, after its documentation."""
         out = []
         for ids in content["input_ids"]:
-            choice = self._choice(ids)
-            pairs = zip(choice["prompt_token_ids"], choice["prompt_logprobs"], strict=True)
+            count = content.get("top_logprobs_num", 0)
+            choice = self._choice(ids, count)
+            logprobs = choice["prompt_logprobs"]
+            pairs = zip(choice["prompt_token_ids"], logprobs, strict=True)
             rows = [[row and row[str(i)]["logprob"], i, None] for i, row in pairs]
-            out.append({"text": "", "meta_info": {"input_token_logprobs": rows}})
+            about = {"input_token_logprobs": rows}
+            if count:
+                about["input_top_logprobs"] = [row and _ranked(row, count) for row in logprobs]
+            out.append({"text": "", "meta_info": about})
         return out
 
-    def _choice(self, ids):
-        return self.change(json.loads(json.dumps(self.recorded["choices"][key_of(ids)])))
+    def _choice(self, ids, count):
+        """As it was recorded, with fewer of the likeliest tokens where fewer are asked for."""
+        choice = json.loads(json.dumps(self.recorded["choices"][key_of(ids)]))
+        for place, row in enumerate(choice["prompt_logprobs"]):
+            if row is not None:
+                own = str(ids[place])
+                choice["prompt_logprobs"][place] = {
+                    n: one for n, one in row.items() if n == own or one["rank"] <= count
+                }
+        return self.change(choice)
 
     @contextlib.contextmanager
     def counted(self, prompts):
@@ -123,6 +148,12 @@ class Replay:
         finally:
             with self._lock:
                 self.at_once -= 1
+
+
+def _ranked(row, count):
+    """SGLang's form of the likeliest tokens."""
+    ranked = sorted(row.items(), key=lambda entry: entry[1]["rank"])[:count]
+    return [[one["logprob"], int(n), None] for n, one in ranked]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -149,6 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
         with replay.counted(content.get("prompt") or content.get("input_ids")):
             do = replay.completed if self.path == "/v1/completions" else replay.generated
             answer = do(content)
+        if isinstance(answer, Refusal):
+            return self._answer({"error": {"message": str(answer)}}, 400)
         if fault == "silent":
             time.sleep(1.5)
         self._answer(answer, cut=fault == "cut")

@@ -1,5 +1,6 @@
 """Teachers for tests: a real two-layer model in a folder, and one made of arithmetic."""
 
+import dataclasses
 import hashlib
 import json
 import random
@@ -8,9 +9,12 @@ import made
 import numpy as np
 from tokenizers import processors
 
+from vocagnolm.alternatives import AlternativesSpec, Vocabulary, pack
 from vocagnolm.locks import LOCK_FILE
+from vocagnolm.model.nll import TokenScores
 from vocagnolm.pair.sample import SAMPLE
 from vocagnolm.score import ScoreSettings, TokenizedDocument
+from vocagnolm.score.teacher import described_alternatives
 
 SETTINGS = ScoreSettings(
     device="cpu", context=64, stride=16, batch_tokens=256, shard_documents=5, threads=1
@@ -84,6 +88,35 @@ class ArithmeticTeacher:
         if on_tokens is not None:
             on_tokens(sum(len(d.ids) for d in documents))
         return [np.r_[np.nan, d.ids[1:] / 16].astype(np.float32) for d in documents]
+
+
+class TellingTeacher(ArithmeticTeacher):
+    """Also says what else it would have expected: two bytes, one of them often the token itself."""
+
+    spec = AlternativesSpec(2)
+
+    def describe(self):
+        return super().describe() | described_alternatives(self.spec, self.vocabulary)
+
+    def vocabulary(self):
+        return Vocabulary.of([bytes([n]) for n in range(256)], [0], False)
+
+    def nll(self, documents, on_tokens=None):
+        found = super().nll(documents, on_tokens)
+        return [TokenScores(n, _two(d.ids)) for n, d in zip(found, documents, strict=True)]
+
+
+def _two(ids):
+    chosen = np.stack([ids ^ (ids % 2), (ids + 7) % 256], axis=1)
+    nll = np.tile([0.5, 2.0], (len(ids), 1)) + chosen / 512
+    return pack(chosen, nll, chosen == ids[:, None])
+
+
+TEACHERS = {
+    "losses": (ArithmeticTeacher, SETTINGS),
+    "alternatives": (TellingTeacher, dataclasses.replace(SETTINGS, alternatives=2)),
+}
+"""Of either version of the format."""
 
 
 def store_bytes(folder):

@@ -82,15 +82,16 @@ class Lab:
         self.nodes = [self.add_node(), self.add_node()]
 
     def score(self, out, **options):
+        settings = dataclasses.replace(SETTINGS, alternatives=2)
         return score_corpus(
-            self.teacher, self.corpus, out, settings=SETTINGS, trust_remote_code=True, **options
+            self.teacher, self.corpus, out, settings=settings, trust_remote_code=True, **options
         )
 
     def command(self, out):
         words = [
             *("score", "--teacher", self.teacher, "--corpus", self.corpus, "--out", out),
             *("--device", "cpu", "--context", 64, "--stride", 16, "--batch-tokens", 256),
-            *("--shard-documents", 5, "--threads", 1, "--trust-remote-code"),
+            *("--shard-documents", 5, "--threads", 1, "--trust-remote-code", "--alternatives", 2),
             *("--ray", self.cluster.address),
         ]
         return [str(word) for word in words]

@@ -1,5 +1,6 @@
 """Killed at any moment and run again, a store comes out byte for byte the same."""
 
+import dataclasses
 import os
 import random
 import resource
@@ -8,7 +9,14 @@ import time
 
 import pytest
 from faults_kit import in_child, kill_at, was_killed, write_points
-from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_bytes, write_corpus
+from score.teacher_kit import (
+    SETTINGS,
+    TEACHERS,
+    ArithmeticTeacher,
+    save_teacher,
+    store_bytes,
+    write_corpus,
+)
 from training_kit import fresh_process
 
 from vocagnolm import files
@@ -17,11 +25,13 @@ from vocagnolm.score import score_corpus
 from vocagnolm.store import LossStore, verify_store
 
 
-def test_killed_at_every_step_of_writing(tmp_path):
+@pytest.mark.parametrize("version", TEACHERS)
+def test_killed_at_every_step_of_writing(tmp_path, version):
     corpus = write_corpus(tmp_path / "c.jsonl", documents=13)
+    teacher, settings = TEACHERS[version]
 
     def score(out):
-        return lambda: score_corpus(ArithmeticTeacher(), corpus, out, settings=SETTINGS)
+        return lambda: score_corpus(teacher(), corpus, out, settings=settings)
 
     steps = write_points(score(tmp_path / "whole"))
     expected = store_bytes(tmp_path / "whole")
@@ -43,8 +53,10 @@ def test_killed_again_and_again_at_random_moments(tmp_path):
     corpus = write_corpus(tmp_path / "c.jsonl", documents=40)
     draw = random.Random(0)
 
+    settings = dataclasses.replace(SETTINGS, alternatives="sampled:3")
+
     def work(out):
-        return lambda: score_corpus(teacher, corpus, out, settings=SETTINGS)
+        return lambda: score_corpus(teacher, corpus, out, settings=settings)
 
     def dying(out, seconds):
         def run():

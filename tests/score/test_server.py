@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from score.server_kit import (
     LOCAL_SETTINGS,
+    RECORDED_ALTERNATIVES,
     SERVER_SETTINGS,
     Replay,
     save_served_teacher,
@@ -25,6 +26,7 @@ from vocagnolm.score.actor import ScoringActor
 from vocagnolm.score.cluster import worker_resources
 from vocagnolm.score.plan import PLAN_FILE, CorpusSource, TeacherSource, describe, make_plan
 from vocagnolm.score.server import exchange
+from vocagnolm.store import verify_store
 
 KEY = "secret-3141592653"
 
@@ -37,6 +39,8 @@ def lab(tmp_path_factory):
     corpus = write_served_corpus(folder / "corpus.jsonl")
     settings = dataclasses.replace(LOCAL_SETTINGS, shard_documents=3)
     score_corpus(teacher, corpus, folder / "local", settings=settings)
+    telling = dataclasses.replace(LOCAL_SETTINGS, alternatives=RECORDED_ALTERNATIVES)
+    score_corpus(teacher, corpus, folder / "telling", settings=telling)
     (teacher / "model.safetensors").unlink()  # the server has them
     return folder
 
@@ -122,6 +126,60 @@ def test_a_probability_of_zero_is_missing(lab, replay, tmp_path):
     summary = score(lab, replay, tmp_path / "s", settings=settings)
     assert summary.store["nonfinite"] >= 8
     assert max(np.nanmax(nll) for _, nll in losses(tmp_path / "s")) < 100
+
+
+TELLING = dataclasses.replace(SERVER_SETTINGS, alternatives=RECORDED_ALTERNATIVES)
+
+
+def test_the_alternatives_are_those_of_the_local_teacher(lab, replay, whole, tmp_path):
+    score(lab, replay, tmp_path / "s", settings=TELLING)
+    sglang = Replay("sglang")
+    sglang.models = json.loads(json.dumps(sglang.models))
+    sglang.models["data"][0]["owned_by"] = "sglang"
+    sglang.start()
+    score(lab, sglang, tmp_path / "sglang", settings=TELLING)
+    sglang.stop()
+    local = LossStore.open(lab / "telling")
+    others = [LossStore.open(tmp_path / name) for name in ("s", "sglang")]
+    for store in others:
+        assert store.kept_alternatives == local.kept_alternatives
+        assert verify_store(store.path) == []
+        for number in range(len(local)):
+            wanted, found = local.alternatives(number), store.alternatives(number)
+            same = found.ids == wanted.ids  # of two as likely, either may come first
+            assert same.mean() > 0.99
+            np.testing.assert_allclose(found.probability, wanted.probability, rtol=0.02)
+            np.testing.assert_array_equal(found.follows[same], wanted.follows[same])
+            np.testing.assert_allclose(store[number][1], local[number][1], atol=0.01)
+    assert store_bytes(lab / "whole") == whole  # asked for losses alone, it is the store it was
+
+
+def test_more_alternatives_than_the_server_gives(lab, replay, tmp_path):
+    replay.max_logprobs = 1
+    with pytest.raises(
+        ScoreError, match=r"max allowed: 1\. Start the server with --max-logprobs 2"
+    ):
+        score(lab, replay, tmp_path / "s", settings=TELLING)
+
+
+def test_alternatives_that_the_server_leaves_out(lab, replay, tmp_path):
+    def change(choice):
+        rows = choice["prompt_logprobs"]
+        ids = choice["prompt_token_ids"]
+        choice["prompt_logprobs"] = [
+            row and {str(n): row[str(n)]} for n, row in zip(ids, rows, strict=True)
+        ]
+        return choice
+
+    replay.change = change
+    with pytest.raises(ScoreError, match="returns 1 of the 2 likeliest tokens"):
+        score(lab, replay, tmp_path / "s", settings=TELLING)
+
+
+def test_a_server_draws_nothing(lab, replay, tmp_path):
+    settings = dataclasses.replace(SERVER_SETTINGS, alternatives="sampled:2")
+    with pytest.raises(UsageError, match=r"draws none\. Use --alternatives 2"):
+        score(lab, replay, tmp_path / "s", settings=settings)
 
 
 def test_sglang_through_the_same_interface(lab, whole, tmp_path):
@@ -310,7 +368,7 @@ def test_the_context_is_the_server_s_where_it_is_less(lab, replay):
     settings = dataclasses.replace(SERVER_SETTINGS, context=None, stride=None)
     source = TeacherSource(str(lab / "teacher"), server=replay.server())
     with pytest.raises(KeyError):  # prompts of 100 tokens were not recorded
-        replay._choice([0] * 100)
+        replay._choice([0] * 100, 0)
     replay.models["data"][0]["max_model_len"] = 65
     assert source.open(settings).settings.context == 64
 

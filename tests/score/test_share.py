@@ -1,5 +1,6 @@
 """Shares: machines that know nothing of each other make the store of one process."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -8,7 +9,7 @@ import time
 
 import pytest
 from faults_kit import flip_bit, in_child, kill_at, some, was_killed, write_points
-from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_bytes, write_corpus
+from score.teacher_kit import TEACHERS, save_teacher, store_bytes, write_corpus
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
@@ -19,6 +20,8 @@ from vocagnolm.store import LossStore, verify_store
 from vocagnolm.store import writer as store_writer
 from vocagnolm.store.format import shard_name
 from vocagnolm.store.writer import store_lock
+
+ArithmeticTeacher, SETTINGS = TEACHERS["alternatives"]
 
 
 @pytest.fixture
@@ -196,7 +199,8 @@ def test_of_two_gpus_on_one_shard_the_first_counts(lab):
 
         def nll(self, documents, on_tokens=None):
             self.before()
-            return [nll + self.shift for nll in super().nll(documents, on_tokens)]
+            found = super().nll(documents, on_tokens)
+            return [dataclasses.replace(one, nll=one.nll + self.shift) for one in found]
 
     def overtaken():
         second.before = lambda: None

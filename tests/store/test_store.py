@@ -1,5 +1,6 @@
 """The store's format, reader, checks and export."""
 
+import hashlib
 import json
 import pickle
 import struct
@@ -273,6 +274,14 @@ def test_another_format_version_is_refused(store):
     (store / "manifest.json").write_text(json.dumps(manifest | {"format_version": 3}))
     with pytest.raises(StoreError, match="version 3"):
         LossStore.open(store)
+
+
+def test_the_bytes_of_a_shard_are_what_they_were():
+    """Of the version that stores without alternatives have: as 0.2 first wrote it."""
+    content = encode_shard(made_shard(0, 7, 0), "identity")
+    assert hashlib.sha256(content).hexdigest() == (
+        "061d634b16298293e8090ddc0725ac503e649818f8a8f03f962b43d9598679ec"
+    )
 
 
 def test_parquet_holds_the_same(store, tmp_path):

@@ -6,12 +6,14 @@ The server must have the model of `save_served_teacher`, under the name `tiny`; 
 shows how it is started.
 """
 
+import dataclasses
 import json
 import sys
 import tempfile
 from pathlib import Path
 
 from score.server_kit import (
+    RECORDED_ALTERNATIVES,
     RECORDING,
     SERVER_SETTINGS,
     key_of,
@@ -46,7 +48,8 @@ def main(url):
         (Path(folder) / "teacher").mkdir()
         teacher = save_served_teacher(Path(folder) / "teacher")
         corpus = write_served_corpus(Path(folder) / "corpus.jsonl")
-        score_corpus(teacher, corpus, f"{folder}/s", settings=SERVER_SETTINGS, server=url)
+        settings = dataclasses.replace(SERVER_SETTINGS, alternatives=RECORDED_ALTERNATIVES)
+        score_corpus(teacher, corpus, f"{folder}/s", settings=settings, server=url)
     lines = [f"{json.dumps(key)}: {json.dumps(choice)}" for key, choice in choices.items()]
     RECORDING.write_text(
         json.dumps(rest)[:-1]

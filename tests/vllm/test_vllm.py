@@ -13,7 +13,7 @@ from score.teacher_kit import SETTINGS, write_corpus
 from vllm_kit import MODEL, Vllm
 
 from vocagnolm import LossStore
-from vocagnolm.errors import StoreError, UsageError
+from vocagnolm.errors import ScoreError, StoreError, UsageError
 from vocagnolm.score import Server, Share, score_corpus
 from vocagnolm.store.format import shard_name
 
@@ -111,3 +111,21 @@ def test_another_model_under_the_same_name_cannot_go_on_with_a_store(lab, tmp_pa
     lab.vllm.start(lab.folder / "other")
     with pytest.raises(StoreError, match=r"server.probe.measured: .* apart on the mean"):
         lab.score(tmp_path / "s")
+
+
+def test_alternatives_of_a_real_server(lab, tmp_path):
+    score_corpus(
+        lab.folder / "teacher",
+        lab.corpus,
+        tmp_path / "local",
+        settings=dataclasses.replace(SETTINGS, alternatives=4),
+    )
+    settings = dataclasses.replace(SERVER_SETTINGS, alternatives=4)
+    lab.score(tmp_path / "s", settings=settings)
+    found, wanted = LossStore.open(tmp_path / "s"), LossStore.open(tmp_path / "local")
+    for number in range(len(wanted)):
+        ours, theirs = found.alternatives(number), wanted.alternatives(number)
+        assert (ours.ids == theirs.ids).mean() > 0.98
+        np.testing.assert_allclose(ours.probability, theirs.probability, rtol=0.02)
+    with pytest.raises(ScoreError, match=r"Start the server with --max-logprobs 30"):
+        lab.score(tmp_path / "z", settings=dataclasses.replace(SERVER_SETTINGS, alternatives=30))

@@ -95,7 +95,7 @@ class AlternativeChoice:
         assert self.seeds_N is not None
         uniform = uniform_numbers(~self.seeds_N, self.spec.count)
         weight = (lse_NP - lse[:, None]).double().exp().cumsum(1)
-        owner = torch.searchsorted(weight, uniform * weight[:, -1:], right=True)
+        owner = torch.searchsorted(weight, (uniform * weight[:, -1:]).contiguous(), right=True)
         owner = owner.clamp(max=size - 1)[:, None]
         return values_NPK.gather(1, owner)[:, 0], ids_NPK.gather(1, owner)[:, 0], lse
 
@@ -132,13 +132,14 @@ def drawn(z_NV: Tensor, lse_N: Tensor, uniform_NK: Tensor) -> tuple[Tensor, Tens
     p = torch.exp(z_NV - lse_N[:, None])
     p_NGC = F.pad(p, (0, -v % _GROUP)).unflatten(1, (-1, _GROUP))
     upto = p_NGC.sum(-1, dtype=torch.float64).cumsum(1)
-    wanted = uniform_NK * upto[:, -1:]
+    wanted = (uniform_NK * upto[:, -1:]).contiguous()
     group = torch.searchsorted(upto, wanted, right=True).clamp(max=upto.shape[1] - 1)
     before = F.pad(upto, (1, 0)).gather(1, group)
     inside = p_NGC.gather(1, group[:, :, None].expand(*group.shape, _GROUP)).double().cumsum(-1)
-    place = torch.searchsorted(inside, (wanted - before)[:, :, None], right=True)[:, :, 0]
+    left = (wanted - before)[:, :, None].contiguous()
+    place = torch.searchsorted(inside, left, right=True)[:, :, 0]
     # where rounding passes over the last of them
-    last = torch.searchsorted(inside, inside[:, :, -1:])[:, :, 0]
+    last = torch.searchsorted(inside, inside[:, :, -1:].contiguous())[:, :, 0]
     ids = group * _GROUP + torch.minimum(place, last)
     return z_NV.gather(1, ids), ids
 

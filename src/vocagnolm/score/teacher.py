@@ -90,7 +90,7 @@ class Teacher(Protocol):
         self,
         documents: Sequence[TokenizedDocument],
         on_tokens: Callable[[int], None] | None = None,
-    ) -> list[np.ndarray]:
+    ) -> Sequence[np.ndarray | TokenScores]:
         """float32 nll in nats of every token, NaN where it has no context. A function of the
         documents alone, also in its last bit."""
         ...

@@ -123,7 +123,7 @@ class LossStore:
         if "alternatives" not in identity:
             raise StoreError(f"{self.path} holds no vocabulary. {SCORE_WITH_ALTERNATIVES}")
         shown = self._folder.shown(VOCABULARY_FILE)
-        self._copy([])
+        self._copy([], vocabulary=True)
         try:
             content = self._folder.read(VOCABULARY_FILE)
             if damage := vocabulary_damage(content, identity):
@@ -243,15 +243,16 @@ class LossStore:
         return self._shards[number]
 
     def fetch(self) -> None:
-        """Of a store at an address: copy all shards that are not here yet, several at once."""
-        self._copy(range(len(self._ends)))
+        """Of a store at an address: copy all that is not here yet, several files at once."""
+        self._copy(range(len(self._ends)), vocabulary=True)
 
-    def _copy(self, numbers: Sequence[int]) -> None:
+    def _copy(self, numbers: Sequence[int], *, vocabulary: bool = False) -> None:
         if isinstance(self._place, Folder):
             return
         entries = [self.manifest["shards"][number] for number in numbers]
         wanted = [Wanted(e["file"], e["file_bytes"], e["sha256"]) for e in entries]
-        if about := self.manifest["identity"].get("alternatives"):
+        about = self.manifest["identity"].get("alternatives")
+        if about and vocabulary:
             size, digest = about["vocabulary_bytes"], about["vocabulary_sha256"]
             wanted.append(Wanted(VOCABULARY_FILE, size, digest))
         copy_files(self._place, wanted, self._folder.path, mend_hint(self.path))

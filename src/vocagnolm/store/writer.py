@@ -161,8 +161,10 @@ class StoreWriter:
             self._begin()
 
     def _write_vocabulary(self, content: bytes) -> None:
-        """Before the first shard, which cannot be read without it. One that is damaged is written
-        again."""
+        """Before the first shard, which cannot be read without it. Of a complete store, one that is
+        damaged is written again."""
+        if self._files.get(VOCABULARY_FILE) == len(content) and not self.was_complete:
+            return
         if not self.place.create(VOCABULARY_FILE, content) and vocabulary_damage(
             self.place.read(VOCABULARY_FILE), self.identity
         ):

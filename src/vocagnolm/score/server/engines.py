@@ -1,11 +1,14 @@
-"""The servers we know, behind one small interface: prompts of token ids in, their losses out."""
+"""The servers we know, behind one small interface: prompts of token ids in, their losses out, and
+the likeliest tokens beside them where these are asked for."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from vocagnolm.alternatives import pack
 from vocagnolm.errors import ScoreError, UsageError
+from vocagnolm.model.nll import TokenScores
 from vocagnolm.score.server.exchange import Exchange, RefusedError
 
 # JSON has no infinity: vLLM writes this for a probability of zero
@@ -21,9 +24,9 @@ class Engine(Protocol):
     longest: int | None
     """Tokens of a prompt at most; None: it does not say."""
 
-    def nll(self, prompts: Sequence[list[int]]) -> list[np.ndarray]:
-        """float32 nll of every token of every prompt, NaN for the first and where the server has
-        none. An error where it has not read exactly these tokens."""
+    def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
+        """Of every token of every prompt its nll, NaN for the first and where the server has none,
+        and so many alternatives. An error where it has not read exactly these tokens."""
         ...
 
     def tokenize(self, text: str) -> list[int] | None:
@@ -79,19 +82,25 @@ class VLLM:
         most = entry.get("max_model_len")
         self.longest = None if most is None else int(most) - 1  # one token is generated
 
-    def nll(self, prompts: Sequence[list[int]]) -> list[np.ndarray]:
-        answer = self._exchange.post(
-            "/v1/completions",
-            {
-                "model": self.model,
-                "prompt": list(prompts),
-                "max_tokens": 1,
-                "temperature": 0,
-                "prompt_logprobs": 0,
-                "return_token_ids": True,
-            },
-        )
-        return _read(self._exchange.url, prompts, answer, _vllm_answers)
+    def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
+        content = {
+            "model": self.model,
+            "prompt": list(prompts),
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": alternatives,
+            "return_token_ids": True,
+        }
+        try:
+            answer = self._exchange.post("/v1/completions", content)
+        except RefusedError as error:
+            if not alternatives or "logprobs" not in str(error):
+                raise
+            raise ScoreError(
+                f"{error} Start the server with --max-logprobs {alternatives}, or ask for fewer "
+                "--alternatives."
+            ) from None
+        return _read(self._exchange.url, prompts, answer, _vllm_answers, alternatives)
 
     def tokenize(self, text: str) -> list[int] | None:
         content = {"model": self.model, "prompt": text, "add_special_tokens": False}
@@ -115,7 +124,7 @@ class SGLang:
         most = entry.get("max_model_len") or about.get("context_length")
         self.longest = None if most is None else int(most) - 1
 
-    def nll(self, prompts: Sequence[list[int]]) -> list[np.ndarray]:
+    def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
         answer = self._exchange.post(
             "/generate",
             {
@@ -124,45 +133,66 @@ class SGLang:
                 "return_logprob": True,
                 "logprob_start_len": 0,
                 "return_text_in_logprobs": False,
+                **({"top_logprobs_num": alternatives} if alternatives else {}),
             },
         )
-        return _read(self._exchange.url, prompts, answer, _sglang_answers)
+        return _read(self._exchange.url, prompts, answer, _sglang_answers, alternatives)
 
     def tokenize(self, text: str) -> list[int] | None:
         return None
 
 
-# (ids, log-probabilities) of every prompt, either None where the server leaves it out
-_Answers = list[tuple[list[int] | None, list[float | None] | None]]
+_Likeliest = list[tuple[int, float]]
+"""Ids and log-probabilities at one place."""
 
 
-def _vllm_answers(answer: Any) -> _Answers:
-    found: _Answers = []
+class _Answer(NamedTuple):
+    """Of one prompt; None for what the server leaves out."""
+
+    ids: list[int] | None
+    values: list[float | None] | None
+    likeliest: list[_Likeliest | None] | None = None
+
+
+def _vllm_answers(answer: Any) -> list[_Answer]:
+    found = []
     for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"])):
         ids, rows = choice.get("prompt_token_ids"), choice.get("prompt_logprobs")
         if ids is None or rows is None:
-            found.append((ids, rows))
+            found.append(_Answer(ids, rows))
             continue
         pairs = zip(ids, rows, strict=True)
         values = [None if row is None else row[str(index)]["logprob"] for index, row in pairs]
-        found.append((ids, values))
+        # the token itself stands there too, however unlikely it is
+        likeliest = [row and [(int(n), one["logprob"]) for n, one in row.items()] for row in rows]
+        found.append(_Answer(ids, values, likeliest))
     return found
 
 
-def _sglang_answers(answer: Any) -> _Answers:
-    found: _Answers = []
+def _sglang_answers(answer: Any) -> list[_Answer]:
+    found = []
     for one in answer if isinstance(answer, list) else [answer]:
-        rows = one["meta_info"].get("input_token_logprobs")
+        about = one["meta_info"]
+        rows, top = about.get("input_token_logprobs"), about.get("input_top_logprobs")
         if not rows:
-            found.append((None, None))
+            found.append(_Answer(None, None))
             continue
-        found.append(([int(row[1]) for row in rows], [row[0] for row in rows]))
+        likeliest = top and [
+            place and [(int(row[1]), row[0]) for row in place if row[0] is not None]
+            for place in top
+        ]
+        ids, values = [int(row[1]) for row in rows], [row[0] for row in rows]
+        found.append(_Answer(ids, values, likeliest))
     return found
 
 
 def _read(
-    url: str, prompts: Sequence[list[int]], answer: Any, parse: Callable[[Any], _Answers]
-) -> list[np.ndarray]:
+    url: str,
+    prompts: Sequence[list[int]],
+    answer: Any,
+    parse: Callable[[Any], list[_Answer]],
+    alternatives: int,
+) -> list[TokenScores]:
     if answer is None:
         raise ScoreError(f"{url} has no such endpoint any more, or no longer this model.")
     try:
@@ -174,7 +204,7 @@ def _read(
     if len(answers) != len(prompts):
         raise ScoreError(f"{url} answers {len(answers)} of {len(prompts)} prompts.")
     found = []
-    for sent, (ids, values) in zip(prompts, answers, strict=True):
+    for sent, (ids, values, likeliest) in zip(prompts, answers, strict=True):
         if ids is None or values is None:
             lacking = "log-probabilities" if values is None else "token ids"
             raise ScoreError(
@@ -183,8 +213,36 @@ def _read(
             )
         if ids != sent:
             raise ScoreError(f"{url} {_change(sent, ids)}. Its losses would be of another text.")
-        found.append(_losses(values))
+        packed = None
+        if alternatives:
+            if likeliest is None or len(likeliest) != len(ids):
+                raise ScoreError(
+                    f"{url} does not return the likeliest tokens of the prompt's places, which "
+                    "--alternatives asks for."
+                )
+            packed = _packed(url, ids, likeliest, alternatives)
+        found.append(TokenScores(_losses(values), packed))
     return found
+
+
+def _packed(
+    url: str, ids: list[int], likeliest: Sequence[_Likeliest | None], count: int
+) -> np.ndarray:
+    """The likeliest at every place, as a store keeps them; none at the first."""
+    chosen = np.full((len(ids), count), -1, np.int64)
+    nll = np.full((len(ids), count), np.nan)
+    for place, given in enumerate(likeliest):
+        if place == 0 or not given:
+            continue
+        ranked = sorted(given, key=lambda entry: -entry[1])[:count]
+        if len(ranked) < count:
+            raise ScoreError(
+                f"{url} returns {len(ranked)} of the {count} likeliest tokens that --alternatives "
+                "asks for."
+            )
+        chosen[place] = [index for index, _ in ranked]
+        nll[place] = [np.nan if value == _NO_PROBABILITY else -value for _, value in ranked]
+    return pack(chosen, nll, chosen == np.array(ids)[:, None])
 
 
 def _change(sent: list[int], back: list[int]) -> str:

@@ -36,7 +36,7 @@ class Probe:
 
     @classmethod
     def of(cls, engine: Engine, url: str, prompts: list[list[int]]) -> "Probe":
-        losses = [nll[1:] for nll in engine.nll(prompts)]
+        losses = [scores.nll[1:] for scores in engine.scores(prompts)]
         if missing := sum(int(np.isnan(nll).sum()) for nll in losses):
             raise ScoreError(
                 f"{url} has no log-probability for {missing} tokens of the probe. Check the "

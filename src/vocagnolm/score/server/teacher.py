@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from vocagnolm.alternatives import NOTHING, Vocabulary
 from vocagnolm.errors import ScoreError, UsageError
 from vocagnolm.model.load import ModelFiles
+from vocagnolm.model.nll import TokenScores
 from vocagnolm.model.windows import Batch, plan_batches
 from vocagnolm.score.server.engines import open_engine
 from vocagnolm.score.server.exchange import Exchange
@@ -43,6 +45,13 @@ class ServerTeacher:
                 "--dtype, --device cuda and --compile are the server's business: leave them out "
                 "with --server, and start the server with what you want."
             )
+        kept = settings.kept_alternatives
+        if kept is not None and kept.sampled:
+            raise UsageError(
+                f"--alternatives {kept}: a server tells its likeliest tokens and draws none. Use "
+                f"--alternatives {kept.count}, or score without --server."
+            )
+        self.alternatives = 0 if kept is None else kept.count
         start = server.patience_seconds if patient else _START_SECONDS
         self._exchange = Exchange(server.url, min(start, server.patience_seconds))
         self._server = server
@@ -78,6 +87,9 @@ class ServerTeacher:
             },
         }
 
+    def vocabulary(self) -> Vocabulary:
+        return self._reader.vocabulary()
+
     def load(self) -> None:
         """It was loaded where it is."""
 
@@ -88,8 +100,8 @@ class ServerTeacher:
         self,
         documents: Sequence[TokenizedDocument],
         on_tokens: Callable[[int], None] | None = None,
-    ) -> list[np.ndarray]:
-        found = [np.full(len(d.ids), np.nan, np.float32) for d in documents]
+    ) -> list[TokenScores]:
+        found = [self._nothing(len(d.ids)) for d in documents]
         assert self.settings.batch_tokens is not None
         batches = plan_batches(
             [len(d.ids) for d in documents],
@@ -101,7 +113,7 @@ class ServerTeacher:
         pool = ThreadPoolExecutor(self._server.requests)
         try:
             with self._exchange.all_or_none():
-                calls = {pool.submit(self._batch_nll, b, documents): b for b in batches}
+                calls = {pool.submit(self._batch_scores, b, documents): b for b in batches}
                 for call in as_completed(calls):
                     batch = calls[call]
                     self._place(batch, call.result(), found)
@@ -112,23 +124,33 @@ class ServerTeacher:
             self._exchange.go_on()
         return found
 
-    def _batch_nll(
+    def _nothing(self, tokens: int) -> TokenScores:
+        packed = np.full((tokens, self.alternatives), NOTHING, np.uint32)
+        nll = np.full(tokens, np.nan, np.float32)
+        return TokenScores(nll, packed if self.alternatives else None)
+
+    def _batch_scores(
         self, batch: Batch, documents: Sequence[TokenizedDocument]
-    ) -> Sequence[np.ndarray]:
-        """One request: the nll of every token of every prompt, the prefix's too."""
+    ) -> Sequence[TokenScores]:
+        """One request: every token of every prompt, the prefix's too."""
         number = self._probe.shortest
         prompts = [self._prompt(documents[w.document].ids[w.start : w.stop]) for w in batch.windows]
-        probed, *answers = self._engine.nll([self._probe.prompts[number], *prompts])
-        self._probe.require_same(number, probed, self._exchange.url)
+        probed, *answers = self._engine.scores(
+            [self._probe.prompts[number], *prompts], self.alternatives
+        )
+        self._probe.require_same(number, probed.nll, self._exchange.url)
         return answers
 
     def _place(
-        self, batch: Batch, answers: Sequence[np.ndarray], found: Sequence[np.ndarray]
+        self, batch: Batch, answers: Sequence[TokenScores], found: Sequence[TokenScores]
     ) -> None:
         prefix = len(self._reader.prefix_ids)
-        for window, nll in zip(batch.windows, answers, strict=True):
+        for window, scores in zip(batch.windows, answers, strict=True):
             skipped = prefix + window.first_scored - window.start
-            found[window.document][window.first_scored : window.stop] = nll[skipped:]
+            here, place = found[window.document], slice(window.first_scored, window.stop)
+            here.nll[place] = scores.nll[skipped:]
+            if here.alternatives is not None and scores.alternatives is not None:
+                here.alternatives[place] = scores.alternatives[skipped:]
 
     def _prompt(self, ids: np.ndarray) -> list[int]:
         return [*self._reader.prefix_ids, *ids.tolist()]
