@@ -58,6 +58,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not _is_in_slow_file(item))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tables, graphs and copies are not left in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VOCAGNOLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _imported_code_is_not_garbage() -> None:
     """A collection would look at every object of torch and transformers again: 0.3 s each time."""

@@ -67,6 +67,24 @@ def test_its_losses_are_those_of_the_local_teacher(lab, tmp_path):
     assert lab.score(tmp_path / "s").scored_shards == 0
 
 
+def test_alternatives_of_a_real_server(lab, tmp_path):
+    score_corpus(
+        lab.folder / "teacher",
+        lab.corpus,
+        tmp_path / "local",
+        settings=dataclasses.replace(SETTINGS, alternatives=4),
+    )
+    settings = dataclasses.replace(SERVER_SETTINGS, alternatives=4)
+    lab.score(tmp_path / "s", settings=settings)
+    found, wanted = LossStore.open(tmp_path / "s"), LossStore.open(tmp_path / "local")
+    for number in range(len(wanted)):
+        ours, theirs = found.alternatives(number), wanted.alternatives(number)
+        assert (ours.ids == theirs.ids).mean() > 0.98
+        np.testing.assert_allclose(ours.probability, theirs.probability, rtol=0.02)
+    with pytest.raises(ScoreError, match=r"Start the server with --max-logprobs 30"):
+        lab.score(tmp_path / "z", settings=dataclasses.replace(SERVER_SETTINGS, alternatives=30))
+
+
 def test_a_model_it_has_not_is_refused(lab, tmp_path):
     with pytest.raises(UsageError, match=f"among {MODEL}"):
         lab.score(tmp_path / "s", server=Server(url=lab.vllm.url, model="large"))
@@ -111,21 +129,3 @@ def test_another_model_under_the_same_name_cannot_go_on_with_a_store(lab, tmp_pa
     lab.vllm.start(lab.folder / "other")
     with pytest.raises(StoreError, match=r"server.probe.measured: .* apart on the mean"):
         lab.score(tmp_path / "s")
-
-
-def test_alternatives_of_a_real_server(lab, tmp_path):
-    score_corpus(
-        lab.folder / "teacher",
-        lab.corpus,
-        tmp_path / "local",
-        settings=dataclasses.replace(SETTINGS, alternatives=4),
-    )
-    settings = dataclasses.replace(SERVER_SETTINGS, alternatives=4)
-    lab.score(tmp_path / "s", settings=settings)
-    found, wanted = LossStore.open(tmp_path / "s"), LossStore.open(tmp_path / "local")
-    for number in range(len(wanted)):
-        ours, theirs = found.alternatives(number), wanted.alternatives(number)
-        assert (ours.ids == theirs.ids).mean() > 0.98
-        np.testing.assert_allclose(ours.probability, theirs.probability, rtol=0.02)
-    with pytest.raises(ScoreError, match=r"Start the server with --max-logprobs 30"):
-        lab.score(tmp_path / "z", settings=dataclasses.replace(SERVER_SETTINGS, alternatives=30))

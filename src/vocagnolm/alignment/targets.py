@@ -210,9 +210,11 @@ class TargetTable:
 
     @cached_property
     def student_lengths(self) -> NDArray[np.int32]:
-        """Bytes of the student's tokens, by id."""
+        """Bytes of the student's tokens, by id; control tokens are no text."""
         size = max(self.student.vocabulary.values(), default=-1) + 1
-        return np.array([len(self.student.bytes_of(n) or b"") for n in range(size)], np.int32)
+        lengths = np.array([len(self.student.bytes_of(n) or b"") for n in range(size)], np.int32)
+        lengths[list(self.student.control_ids)] = 0
+        return lengths
 
 
 # ---- from alternatives to targets ----

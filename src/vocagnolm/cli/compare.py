@@ -45,9 +45,10 @@ def compare(
     """What to expect of a pair before anything is computed.
 
     Vocabulary sizes and overlap (raw strings as in the paper, with space marks made equal, by
-    true bytes), tokens per byte, how the student's tokens map, and whether both tokenizers tile
-    the text exactly. No model is loaded. Conversations are read by each side in its own template,
-    and compared over the contents of their messages.
+    true bytes), tokens per byte, how the student's tokens map, what the teacher's tokens become in
+    distillation, and whether both tokenizers tile the text exactly. No model is loaded.
+    Conversations are read by each side in its own template, and compared over the contents of
+    their messages.
     """
     from vocagnolm.alignment import TextTokenizer, load_tokenizer
     from vocagnolm.chat import ChatTokenizer, survey, template_of
@@ -140,6 +141,10 @@ def _print(pairs: "list[Pair]", where: str) -> None:
     row("many : one", *(f"{p.many_to_one_share:.1%}" for p in pairs))
     row("unmapped", *(f"{p.unmapped_share:.1%}" for p in pairs))
     row("student text covered (IoS)", *(f"{p.ios:.1%}" for p in pairs))
+    row("begins with a teacher token", *(f"{p.shared_start_share:.1%}" for p in pairs))
+    row("teacher tokens: one of the student's", *(f"{p.spelled.exact:.1%}" for p in pairs))
+    row("several, the first is a target", *(f"{p.spelled.several:.1%}" for p in pairs))
+    row("cannot be spelled", *(f"{p.spelled.unspelled:.1%}" for p in pairs))
     row("tiling", *("exact" if p.exact else "lossy" for p in pairs))
     console.print(table)
     console.print(Text(f"shares measured on {where}", style="dim"))

@@ -102,6 +102,11 @@ def _print(summary: dict[str, Any], block_size: int) -> None:
         f"mapped {summary['mapped_share']:.2%}, 1:1 {summary['one_to_one_share']:.2%}, "
         f"mean guidance {summary['mean_guidance']:.3f} nats"
     )
+    if "target_shares" in summary:
+        from vocagnolm.data.packing import target_words
+
+        for line in target_words(summary["target_shares"]):
+            typer.echo(line)
     counts, step = summary["guidance_histogram"], summary["histogram_step_nats"]
     grouped = [sum(counts[i : i + 4]) for i in range(0, len(counts), 4)]
     highest = max(*grouped, 1)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from vocagnolm.alternatives import AlternativesSpec
 from vocagnolm.cli.choices import (
     CORPUS_HELP,
     FORMAT_HELP,
@@ -183,6 +182,8 @@ def score(
         where = f"; the recipe {recipe} does not say either" if recipe else ", or --recipe"
         raise UsageError(f"score needs {', '.join(lacking)}{where}.")
     assert teacher is not None and out is not None
+    from vocagnolm.alternatives import AlternativesSpec
+
     try:
         AlternativesSpec.parse(alternatives or "0")
     except ValueError as error:

@@ -130,6 +130,8 @@ def selection(
 def _print(study: "SelectionStudy") -> None:
     from rich.console import Console
 
+    from vocagnolm.data.packing import target_words
+
     console = Console()
 
     def line(text: str) -> None:
@@ -184,6 +186,8 @@ def _print(study: "SelectionStudy") -> None:
         f"where the teacher has no loss. Several student tokens share {pair.shared_teacher:.2%} "
         "of the teacher's tokens."
     )
+    for words in target_words(study.target_shares) if study.target_shares else ():
+        line(words)
     line(
         f"{study.tokens:,} predicted tokens in {study.blocks} blocks of {study.block_size:,}, "
         f"{study.scope_blocks} blocks compete; {study.documents:,} documents, evenly spread over "

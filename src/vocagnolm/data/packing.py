@@ -114,6 +114,19 @@ def target_shares(mass: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+def target_words(shares: Mapping[str, float]) -> list[str]:
+    """The same for people."""
+    return [
+        f"targets: {shares['shared']:.1%} of the tokens begin where a teacher token begins, "
+        f"{shares['inside']:.1%} inside a teacher token ({shares['continued']:.1%} where an "
+        "alternative goes on from there)",
+        f"of the teacher's probability {shares['following']:.1%} is on the token that follows, "
+        f"{shares['exact']:.1%} on other tokens of the student's, {shares['several']:.1%} on what "
+        f"the student spells by several, {shares['unspelled']:.1%} on what it cannot spell, "
+        f"{shares['beyond']:.1%} beyond the alternatives",
+    ]
+
+
 @dataclass
 class Part:
     """Columns of a part by name, and its summary. Column lengths: T tokens, D documents,

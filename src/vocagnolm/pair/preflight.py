@@ -8,6 +8,7 @@ import numpy as np
 
 from vocagnolm.alignment import (
     Alignment,
+    Speller,
     TextTokenizer,
     TokenSpans,
     VocabularyOverlap,
@@ -30,6 +31,18 @@ class WideToken:
 
 
 @dataclass(frozen=True)
+class SpelledShares:
+    """What a teacher's tokens are for the student, each as often as the teacher reads it in these
+    texts: what distillation may expect of its alternatives."""
+
+    exact: float
+    """One token of the student's."""
+    several: float
+    """Several, of which the first would be the target."""
+    unspelled: float
+
+
+@dataclass(frozen=True)
 class Pair:
     """A student and one teacher, measured on the same documents."""
 
@@ -47,6 +60,9 @@ class Pair:
     ios: float
     student_tokens_per_byte: float
     teacher_tokens_per_byte: float
+    shared_start_share: float
+    """Student tokens that begin where a teacher token begins: there its alternatives are theirs."""
+    spelled: "SpelledShares"
     widest: list[WideToken]
 
     def as_json(self) -> dict[str, Any]:
@@ -67,6 +83,8 @@ class Pair:
             "many_to_one_share": self.many_to_one_share,
             "ios": self.ios,
             "tokens_per_byte": self.teacher_tokens_per_byte,
+            "shared_start_share": self.shared_start_share,
+            "spelled": vars(self.spelled),
             "widest": [
                 {"token": w.token, "text": w.text, "teacher_tokens": w.teacher_tokens}
                 for w in self.widest
@@ -150,7 +168,37 @@ def _pair(
         ios=float("nan") if fit.ios is None else fit.ios,
         student_tokens_per_byte=max(fit.student_tokens, 1) / n_bytes,
         teacher_tokens_per_byte=fit.teacher_tokens / n_bytes,
+        shared_start_share=_shared_starts(ours, theirs, alignments),
+        spelled=_spelled(_plain(student), _plain(teacher), theirs),
         widest=_widest(student, teacher, documents, ours, theirs, alignments, n_widest),
+    )
+
+
+def _shared_starts(
+    ours: list[TokenSpans], theirs: list[TokenSpans], alignments: list[Alignment]
+) -> float:
+    shared = tokens = 0
+    for own, other, alignment in zip(ours, theirs, alignments, strict=True):
+        mapped = alignment.mapped
+        starts = other.spans[alignment.first[mapped], 0]
+        shared += int((starts == own.spans[mapped, 0]).sum())
+        tokens += len(own)
+    return shared / max(tokens, 1)
+
+
+def _spelled(
+    student: TextTokenizer, teacher: TextTokenizer, theirs: list[TokenSpans]
+) -> SpelledShares:
+    ids, counts = np.unique(np.concatenate([one.ids for one in theirs]), return_counts=True)
+    control = teacher.control_ids
+    texts = [b"" if n in control else teacher.bytes_of(n) or b"" for n in ids.tolist()]
+    held = np.array([bool(text) for text in texts])
+    first, exact = Speller(student)([text for text in texts if text])
+    shares = counts[held] / max(int(counts[held].sum()), 1)
+    return SpelledShares(
+        exact=float(shares[exact].sum()),
+        several=float(shares[(first >= 0) & ~exact].sum()),
+        unspelled=float(shares[first < 0].sum()),
     )
 
 

@@ -19,6 +19,7 @@ from vocagnolm.model import ModelFiles, NllModel
 from vocagnolm.pair.sources import predicted_sources
 from vocagnolm.pair.spread import SpreadSample
 from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.store import LossStore
 from vocagnolm.train.collate import BlockCollator
 
 CHUNKS = (8, 16, 32, 64)
@@ -52,6 +53,8 @@ class SampleBlocks:
     shared_teacher: float
     named: NDArray[Any] | None
     scope_blocks: int
+    target_shares: dict[str, float] | None
+    """What becomes of the store's alternatives, where it has some."""
 
     @property
     def predicted(self) -> NDArray[np.bool_]:
@@ -72,6 +75,8 @@ def packed_blocks(
             data: dict[str, Any] = {"blocks": str(folder / how), "eos": eos}
             # one part: teacher ranges then point into one array
             extra = ["teacher_losses", "stretch"]
+            if how == AGGREGATIONS[0] and LossStore.open(store).kept_alternatives is not None:
+                extra.append("targets")  # to tell what becomes of them
             data |= {"part_documents": len(sample.texts), "extra_columns": extra}
             recipe = recipe_from_dict(
                 {
@@ -131,6 +136,7 @@ def read_blocks(
         shared_teacher=shared_teacher_share(all_ranges),
         named=named,
         scope_blocks=scope,
+        target_shares=blocks.manifest["summary"].get("target_shares"),
     )
 
 

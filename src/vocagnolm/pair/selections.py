@@ -136,6 +136,8 @@ class SelectionStudy:
     by_source: dict[str, SourceShares] | None
     """Variant -> source -> kept share and tokens; None where the corpus names no sources."""
     lead_by_source: dict[str, Lead] | None
+    target_shares: dict[str, float] | None = None
+    """What distillation would make of the store's alternatives; None where it has none."""
     labels: LabelStudy | None = None
     """Where labels were asked for."""
 
@@ -259,6 +261,7 @@ def selection_study(
             for name in SHOWN_BY_SOURCE
         },
         lead_by_source=lead_by_source(read, nll),
+        target_shares=read.target_shares,
         labels=None
         if labels is None
         else label_study(

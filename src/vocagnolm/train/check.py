@@ -178,9 +178,14 @@ def _disk(recipe: Recipe, report: CheckReport, found: Found) -> None:
     width = 4 if recipe.student.dtype == "float32" else 2
     kept = recipe.run.keep_checkpoints + 1 if recipe.run.save_every else 0
     run_bytes = found.parameters * width * (3 * kept + 1)
-    # ids and guidance; ids take four bytes beyond 65,536 tokens
+    # ids and guidance; ids take four bytes beyond 65,536 tokens, a target an id and two bytes
     vocabulary = 0 if found.tokenizer is None else found.tokenizer.vocabulary_size
-    token_bytes = (4 if vocabulary > 65536 else 2) + 2 * len(recipe.stores[:1])
+    id_bytes = 4 if vocabulary > 65536 else 2
+    token_bytes = id_bytes + 2 * len(recipe.stores[:1])
+    if recipe.needs_targets and found.store is not None:
+        spec = found.store.kept_alternatives
+        count = recipe.objective.alternatives or (spec.count if spec else 0)
+        token_bytes += len(recipe.stores) * count * (id_bytes + 2)
     planned = 0 if found.schedule is None else found.schedule.tokens
     tokens = planned if found.manifest is None else found.manifest["tokens"]
     existing = Path(recipe.run.folder).absolute()

@@ -19,6 +19,7 @@ from vocagnolm.data.identity import (
     teacher_tokenizer,
     unmet_needs,
 )
+from vocagnolm.data.targets import common_alternatives
 from vocagnolm.data.teachers import best_shares
 from vocagnolm.errors import VocagnolmError
 from vocagnolm.files import address_of
@@ -64,9 +65,12 @@ def check_stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> 
             "documents": store.manifest["totals"]["documents"],
             "tokens": store.manifest["totals"]["tokens"],
             "bits_per_byte": store.bits_per_byte,
+            **({"alternatives": str(kept)} if (kept := store.kept_alternatives) else {}),
         }
         for store in stores
     ]
+    if recipe.needs_targets and not recipe.teacher.online:
+        common_alternatives(stores, recipe.objective.alternatives)
     if len(stores) == 1:
         report.plan["store"] = facts[0]
     else:
@@ -178,6 +182,7 @@ def check_blocks(recipe: Recipe, report: CheckReport, found: Found) -> dict[str,
         "tokens": manifest["tokens"],
         "mapped_share": summary["mapped_share"] if guided else None,
         "one_to_one_share": summary["one_to_one_share"] if guided else None,
+        "target_shares": summary.get("target_shares"),
         "conversations": None if bins is None else bins.words(recipe.data.block_size + 1),
     }
     return manifest
