@@ -64,9 +64,8 @@ def float32_entries(lab: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     teacher = LocalTeacher(files, SETTINGS, conversations=True)
     found = texts(lab)
     read = teacher.tokenize(found)
-    return {
-        text: one.stored(nll) for text, one, nll in zip(found, read, teacher.nll(read), strict=True)
-    }
+    stored = [d.stored(scores) for d, scores in zip(read, teacher.start(read)(), strict=True)]
+    return {text: (sizes, one.nll) for text, (sizes, one) in zip(found, stored, strict=True)}
 
 
 def test_a_store_holds_contents_and_ends_of_turns(lab):

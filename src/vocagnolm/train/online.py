@@ -194,6 +194,7 @@ def conversation_view(
             before += count
         tokens += len(own)
         origin += len(text.encode()) + 1
+    spans[tokens:] = origin  # padding, behind all text
     laid = np.concatenate(placed)
     axis = b"\0".join(text.encode() for text, _ in conversations) + b"\0"
     view = _trained_view(
