@@ -31,6 +31,7 @@ from vocagnolm.study.figure import draw
 from vocagnolm.workers import WorkerPool
 
 PROBLEMS = 400
+METHODS = ("cpt", "random", "guided")
 LABELS = {
     "cpt": "plain pretraining",
     "random": "random 40 %",
@@ -102,7 +103,7 @@ def recipe_of(out: Path, setting: Setting, method: str, seed: int) -> Recipe:
 
 
 def make_corpora(
-    out: Path, settings: Sequence[Setting], methods: Sequence[str] = students.METHODS
+    out: Path, settings: Sequence[Setting], methods: Sequence[str] = METHODS
 ) -> tuple[Path, list[Problem]]:
     """Every corpus with its store and blocks; problems that none of them has."""
     corpora = {one.corpus: corpus.corpus_documents(one.documents, one.shares) for one in settings}
@@ -132,7 +133,7 @@ def main() -> None:
     out: Path = given.out or Path("out/why-long" if given.long else "out/why")
     students.quiet()
     sweeps = LONG if given.long else SWEEPS
-    methods = ("cpt", "guided", "reducible") if given.long else students.METHODS
+    methods = ("cpt", "guided", "reducible") if given.long else METHODS
     settings = list(dict.fromkeys(one for sweep in sweeps.values() for one in sweep.values()))
     held_out, problems = make_corpora(out, settings, methods)
     os.environ["OMP_NUM_THREADS"] = "1"

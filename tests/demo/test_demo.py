@@ -123,11 +123,12 @@ def script(name: str) -> ModuleType:
 def test_the_demo_runs_from_end_to_end(tmp_path, capsys) -> None:
     budget = students.Budget(tokens=4096, documents=300, problems=10, seeds=1)
     run_demo(tmp_path, budget)
-    assert "By exact answers, guidance (" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "By exact answers, guidance (" in said and "By exact answers, distillation (" in said
     page = (tmp_path / "report.html").read_text()
     assert "Does a teacher with another vocabulary help?" in page
     runs = sorted(folder.name for folder in (tmp_path / "runs").iterdir())
-    assert runs == ["cpt-0", "guided-0", "random-0"]
+    assert runs == ["cpt-0", "distill-0", "guided-0", "random-0"]
     run_demo(tmp_path, budget)  # again: everything is there
 
 
@@ -146,7 +147,7 @@ def test_one_thing_is_changed_at_a_time_and_shown(tmp_path, capsys) -> None:
     found = {
         (one, method, seed): {"exact": 0.5 + 0.1 * seed, "bits_per_byte": 0.2}
         for one in settings
-        for method in students.METHODS
+        for method in why.METHODS
         for seed in range(2)
     }
     why.write_results(tmp_path, found, why.SWEEPS, 2)

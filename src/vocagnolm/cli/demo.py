@@ -13,7 +13,7 @@ def demo(
 ) -> None:
     """Run the whole pipeline on an embedded example: no download, no GPU, a few minutes.
 
-    Three methods train the same small student on the same noisy corpus, three seeds each, and are
+    Four methods train the same small student on the same noisy corpus, three seeds each, and are
     measured on held-out problems. Interrupted, it goes on where it stopped.
     """
     if materials is not None:

@@ -1,7 +1,7 @@
 """The whole pipeline on an embedded example: `vocagnolm demo`. Read it from top to bottom.
 
 A student with a SentencePiece vocabulary goes on learning from a noisy web of math problems, guided
-by a teacher with a byte-level vocabulary. Three methods, the same start, the same tokens, several
+by a teacher with a byte-level vocabulary. Four methods, the same start, the same tokens, several
 seeds; measured on clean held-out problems. All numbers come out of this run. Interrupted, it goes
 on where it stopped; remove its folder to begin again.
 """
@@ -37,12 +37,15 @@ def run_demo(out: Path, budget: students.Budget = students.Budget()) -> None:
     compare_vocabularies()
     score(out)
     recipes = {
-        (method, seed): students.recipe_of(out, method, seed, budget)
+        (method, seed): students.recipe_of(out, method, seed, budget, alternatives=True)
         for seed in range(budget.seeds)
         for method in students.METHODS
     }
     manifest = prepare(next(iter(recipes.values())))
-    step(f"prepare: {manifest['tokens']:,} student tokens in blocks, each with its guidance")
+    step(
+        f"prepare: {manifest['tokens']:,} student tokens in blocks, each with its guidance and its "
+        "targets"
+    )
     before, measured = train_all(recipes, held_out, problems, budget)
     page = make_page(out, recipes, before, measured, budget)
     print_results(before, measured)
@@ -78,9 +81,13 @@ def compare_vocabularies() -> None:
 
 
 def score(out: Path) -> None:
-    students.score(students.TEACHER, out / "corpus.jsonl", out / "store")
+    kept = students.ALTERNATIVES
+    students.score(students.TEACHER, out / "corpus.jsonl", out / "store", kept)
     size = sum(file.stat().st_size for file in (out / "store").rglob("*") if file.is_file())
-    step(f"score: the teacher read the corpus once, its losses take {size / 1e6:.1f} MB")
+    step(
+        f"score: the teacher read the corpus once; its losses and {kept} alternatives a token take "
+        f"{size / 1e6:.1f} MB"
+    )
 
 
 def train_all(

@@ -10,7 +10,9 @@ from vocagnolm.demo.problems import Problem
 from vocagnolm.files import write_json
 from vocagnolm.recipe import Recipe, recipe_from_dict
 
-METHODS = ("cpt", "random", "guided")
+METHODS = ("cpt", "random", "guided", "distill")
+ALTERNATIVES = 4
+"""That the demo's store holds of every token."""
 BY_STRETCH = {
     "reducible": {"method": "guided", "compare": "stretch", "weighting": "reducible", "floor": 0.2},
     "alm": {"method": "alm"},
@@ -31,10 +33,13 @@ class Budget:
     seeds: int = 3
 
 
-def recipe_of(out: Path, method: str, seed: int, budget: Budget) -> Recipe:
+def recipe_of(
+    out: Path, method: str, seed: int, budget: Budget, *, alternatives: bool = False
+) -> Recipe:
     """The methods differ in `objective` alone. The seed decides the order of the blocks, the same
-    for all methods, and what `random` keeps."""
-    objective = BY_STRETCH.get(method, {"method": method, "keep": 0.4})
+    for all methods, and what `random` keeps. `alternatives`: the store has some, and the blocks
+    serve distillation too."""
+    objective = BY_STRETCH.get(method, {"method": method})
     blocks = "blocks-stretch" if method in BY_STRETCH else "blocks"
     return recipe_from_dict(
         {
@@ -42,7 +47,11 @@ def recipe_of(out: Path, method: str, seed: int, budget: Budget) -> Recipe:
             "teacher": {"tokenizer": str(TEACHER)},
             "corpus": {"files": [str(out / "corpus.jsonl")]},
             "store": {"path": str(out / "store")},
-            "data": {"blocks": str(out / blocks), "block_size": 128},
+            "data": {
+                "blocks": str(out / blocks),
+                "block_size": 128,
+                "extra_columns": ["targets"] if alternatives else [],
+            },
             "objective": objective,
             "optimizer": {
                 "learning_rate": 4e-3,
@@ -67,12 +76,12 @@ def recipe_of(out: Path, method: str, seed: int, budget: Budget) -> Recipe:
     )
 
 
-def score(teacher: Path, corpus: Path, store: Path) -> float:
+def score(teacher: Path, corpus: Path, store: Path, alternatives: int = 0) -> float:
     """The teacher reads the corpus once; its bits per byte."""
     from vocagnolm.demo.tokenizers import END
     from vocagnolm.score import ScoreSettings, score_corpus
 
-    settings = ScoreSettings(device="cpu", context=512, bos=END)
+    settings = ScoreSettings(device="cpu", context=512, bos=END, alternatives=alternatives)
     summary = score_corpus(teacher, corpus, store, settings=settings)
     bits: float = summary.store["bits_per_byte"]
     return bits

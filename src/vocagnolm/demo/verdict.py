@@ -9,6 +9,8 @@ MEASURES = {
     "exact": Measure(name="Exact answers", unit="%", better="higher", digits=1),
     "bits_per_byte": Measure(name="Bits per byte", unit="clean text", better="lower", digits=3),
 }
+WITH_TEACHER = {"guided": "guidance", "distill": "distillation"}
+"""Methods that are held against the others, and what they are called."""
 Measured = Mapping[str, Sequence[Mapping[str, float]]]
 """Method -> one record of measures for every seed, in the same order."""
 
@@ -31,26 +33,26 @@ def _shown(measure: str, value: float) -> float:
 
 
 def verdict(measured: Measured) -> str:
-    """Guided against each control, first by answers and then by bits per byte."""
+    """What has a teacher against each control, first by answers and then by bits per byte."""
+    asked = [method for method in WITH_TEACHER if method in measured]
+    measures = (("exact", "exact answers"), ("bits_per_byte", "bits per byte"))
     return " ".join(
-        [
-            _sentence("exact", "exact answers", measured),
-            _sentence("bits_per_byte", "bits per byte", measured),
-        ]
+        _sentence(measure, name, measured, method) for measure, name in measures for method in asked
     )
 
 
-def _sentence(measure: str, name: str, measured: Measured) -> str:
-    controls = [control for control in measured if control != "guided"]
-    clauses = [_outcome(measure, measured, control) for control in controls]
-    return f"By {name}, guidance ({_value(measure, measured['guided'])}) was {'; '.join(clauses)}."
+def _sentence(measure: str, name: str, measured: Measured, method: str) -> str:
+    controls = [control for control in measured if control not in WITH_TEACHER]
+    clauses = [_outcome(measure, measured, method, control) for control in controls]
+    value = _value(measure, measured[method])
+    return f"By {name}, {WITH_TEACHER[method]} ({value}) was {'; '.join(clauses)}."
 
 
-def _outcome(measure: str, measured: Measured, control: str) -> str:
+def _outcome(measure: str, measured: Measured, method: str, control: str) -> str:
     sign = 1 if MEASURES[measure].better == "higher" else -1
     gains = [
         sign * (ours[measure] - theirs[measure])
-        for ours, theirs in zip(measured["guided"], measured[control], strict=True)
+        for ours, theirs in zip(measured[method], measured[control], strict=True)
     ]
     won, n = sum(gain > 0 for gain in gains), len(gains)
     than = f"than {_full_name(control)} ({_value(measure, measured[control])})"

@@ -38,6 +38,12 @@ class TeacherRow(TokenRow):
     first: list[int]
     """Per student token the first teacher token that covers it; -1: unmapped."""
     last: list[int]
+    alternatives: list[list[tuple[str, float, bool]]] | None = None
+    """Per teacher token what the teacher expected at its place: text, probability, and whether it
+    is what follows."""
+    targets: list[list[tuple[str | None, float]]] | None = None
+    """Per student token what became of the alternatives at its place, in their order: the student's
+    token (None: the label) and its probability; none where it has its label alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

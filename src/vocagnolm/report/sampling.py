@@ -5,17 +5,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vocagnolm.alignment import TextTokenizer, TokenSpans, align, load_tokenizer
+from vocagnolm.alignment import TargetTable, TextTokenizer, TokenSpans, align, load_tokenizer
+from vocagnolm.alternatives import Alternatives
+from vocagnolm.chat import ChatTokenizer
 from vocagnolm.data.corpus import Corpus, Document, document_hash
-from vocagnolm.data.guidance import TeacherLosses, tiling
+from vocagnolm.data.guidance import tiling
 from vocagnolm.data.identity import recipe_corpus, student_chat
 from vocagnolm.data.lookup import Lookup
+from vocagnolm.data.targets import target_table
 from vocagnolm.errors import TemplateError, VocagnolmError
 from vocagnolm.recipe import Recipe, load_recipe
+from vocagnolm.report.expected import Expected, with_alternatives
 from vocagnolm.report.naming import student_name
 from vocagnolm.report.page_data import Passage, Preflight, TeacherRow
 from vocagnolm.report.passage import teacher_row, token_row
@@ -62,7 +67,7 @@ def compute_sample(
     chosen = _choose(corpus, stores, tokenizer, documents, seed)
     texts = [document.text or "" for document, _ in chosen]
     ours = tokenizer.spans_batch(texts)
-    losses = score([spans.ids for spans in ours])
+    losses = _arrays(score([spans.ids for spans in ours]))
     if corpus.conversations:
         losses = [
             only_answers(text, own, nll, recipe.data.train_on)
@@ -72,9 +77,10 @@ def compute_sample(
         _Read(document, text.encode(), own, nll, teachers, tokenizer.shown(text, own))
         for (document, teachers), text, own, nll in zip(chosen, texts, ours, losses, strict=True)
     ]
+    tables = [_table(recipe, tokenizer, store) for store in stores]
     names = [student_name(recipe), *(store.teacher_name for store in stores)]
     passages, rule = weigh_passages(
-        [_passage(group, names) for group in _groups(read)],
+        [_passage(group, names, tables, recipe.objective.inside) for group in _groups(read)],
         objective_config(recipe),
         aggregation=recipe.objective.aggregation,
         how=recipe.store.combine or "min",
@@ -109,13 +115,34 @@ class _Read:
     text: bytes
     student: TokenSpans
     student_nll: NDArray[np.float32]
-    teachers: list[TeacherLosses | None]
+    teachers: "list[_Held | None]"
     """By store; None where it lacks the document."""
     shown: list[str | None]
 
     def teacher_spans(self, store: int) -> NDArray[np.int64]:
-        losses = self.teachers[store]
-        return np.zeros((0, 2), np.int64) if losses is None else tiling(losses[0])
+        held = self.teachers[store]
+        return np.zeros((0, 2), np.int64) if held is None else tiling(held.token_bytes)
+
+
+class _Held(NamedTuple):
+    """A document as a store has it."""
+
+    token_bytes: NDArray[np.int64]
+    nll: NDArray[np.float32]
+    alternatives: Alternatives | None
+
+
+def _arrays(losses: Sequence[Any]) -> list[NDArray[np.float32]]:
+    return [one if isinstance(one, np.ndarray) else one.nll for one in losses]
+
+
+def _table(recipe: Recipe, student: TextTokenizer, store: LossStore) -> TargetTable | None:
+    """How a store's alternatives become targets; None where it has none."""
+    if store.kept_alternatives is None:
+        return None
+    base = student.base if isinstance(student, ChatTokenizer) else student
+    eos = base.eos_id if recipe.data.eos == "auto" else base.id_of(recipe.data.eos or "")
+    return target_table(student, store.vocabulary, eos)
 
 
 def _groups(documents: Sequence[_Read]) -> Iterator[list[_Read]]:
@@ -130,7 +157,12 @@ def _groups(documents: Sequence[_Read]) -> Iterator[list[_Read]]:
         yield group
 
 
-def _passage(group: Sequence[_Read], names: Sequence[str]) -> Passage:
+def _passage(
+    group: Sequence[_Read],
+    names: Sequence[str],
+    tables: Sequence[TargetTable | None],
+    inside: bool,
+) -> Passage:
     sizes = [len(one.text) for one in group]
     origins = np.concatenate([[0], np.cumsum(sizes)])[:-1]
     text = b"".join(one.text for one in group)
@@ -144,12 +176,21 @@ def _passage(group: Sequence[_Read], names: Sequence[str]) -> Passage:
         [name for one in group for name in one.shown],
     )
 
+    ids = np.concatenate([one.student.ids for one in group])
+
     def teacher(store: int, name: str) -> TeacherRow:
         parts = [one.teacher_spans(store) + at for one, at in zip(group, origins, strict=True)]
-        held = [losses[1] for one in group if (losses := one.teachers[store]) is not None]
+        held = [found for one in group if (found := one.teachers[store]) is not None]
         spans = np.concatenate(parts)
-        row = token_row(name, text, spans, nll=np.concatenate([*held, np.zeros(0)]))
-        return teacher_row(row, align(ours, spans))
+        nll = np.concatenate([*(one.nll for one in held), np.zeros(0, np.float32)])
+        row = teacher_row(token_row(name, text, spans, nll=nll), align(ours, spans))
+        table = tables[store]
+        kept = [one.alternatives for one in held if one.alternatives is not None]
+        if table is None or not kept:
+            return row
+        packed = np.concatenate([one.packed for one in kept])
+        expected = Expected(table, nll, Alternatives(packed, kept[0].sampled), origins)
+        return with_alternatives(row, expected, ids, ours, spans, text, inside=inside)
 
     title = group[0].document.place
     if len(group) > 1:
@@ -169,11 +210,11 @@ def _choose(
     tokenizer: TextTokenizer,
     documents: int,
     seed: int,
-) -> list[tuple[Document, list[TeacherLosses | None]]]:
+) -> "list[tuple[Document, list[_Held | None]]]":
     """Random documents that a store holds, in corpus order, up to the page's token limit; without
     a store any document will do."""
     lookups = [Lookup(store, corpus.fingerprint) for store in stores]
-    chosen: list[tuple[Document, list[TeacherLosses | None]]] = []
+    chosen: list[tuple[Document, list[_Held | None]]] = []
     room = MAX_TOKENS
     for index in np.random.default_rng(seed).permutation(len(corpus)).tolist():
         if len(chosen) == documents:
@@ -182,7 +223,7 @@ def _choose(
         if not document.text:
             continue
         digest = document_hash(document.text)
-        teachers = [_losses(lookup, index, digest) for lookup in lookups]
+        teachers = [_held(lookup, index, digest) for lookup in lookups]
         if stores and all(losses is None for losses in teachers):
             continue
         try:
@@ -200,9 +241,12 @@ def _choose(
     return sorted(chosen, key=lambda pair: pair[0].index)
 
 
-def _losses(lookup: Lookup, index: int, digest: bytes) -> TeacherLosses | None:
-    at = lookup.place(index, digest)
-    return None if at is None else lookup.store[at]
+def _held(lookup: Lookup, index: int, digest: bytes) -> _Held | None:
+    at, store = lookup.place(index, digest), lookup.store
+    if at is None:
+        return None
+    has_more = store.kept_alternatives is not None
+    return _Held(*store[at], store.alternatives(at) if has_more else None)
 
 
 def _preflight(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +15,21 @@ from vocagnolm.alignment import (
     TokenSpans,
     align,
     load_tokenizer,
+    token_texts,
 )
+from vocagnolm.alternatives import Alternatives, AlternativesSpec
 from vocagnolm.chat import ChatTokenizer, TrainOn, trained_ranges, trained_tokens
 from vocagnolm.errors import UsageError
 from vocagnolm.report.environment import environment
 from vocagnolm.report.kept import statistics
 from vocagnolm.report.naming import model_name
-from vocagnolm.report.page_data import Page, Passage, Selection
+from vocagnolm.report.page_data import Page, Passage, Selection, TeacherRow
 from vocagnolm.report.passage import teacher_row, token_row
 from vocagnolm.report.preflight import preflight
 from vocagnolm.report.weights import add_guidance, weigh_passages
+
+if TYPE_CHECKING:
+    from vocagnolm.model.nll import TokenScores
 
 UNMAPPED = ("include", "exclude", "mean")
 MODEL_CONTEXT = 2048
@@ -31,8 +37,9 @@ MODEL_CONTEXT = 2048
 
 Template = Callable[[TextTokenizer], ChatTokenizer]
 """A tokenizer as it reads conversations."""
-Scorer = Callable[[Sequence[NDArray[np.integer]]], list[NDArray[np.float32]]]
-"""Token ids of some texts to the -log p of every token, NaN where there is no score."""
+Scorer = Callable[[Sequence[NDArray[np.integer]]], "Sequence[NDArray[np.float32] | TokenScores]"]
+"""Token ids of some texts to the -log p of every token, NaN where there is no score; or with what
+else the model expected."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class _Reading:
     side: Side
     spans: list[TokenSpans]
     nll: Sequence[NDArray[np.float32] | None]
+    alternatives: Sequence[NDArray[np.uint32] | None]
 
 
 def view_page(
@@ -107,14 +115,17 @@ def view_page(
 def _read(side: Side, texts: Sequence[str]) -> _Reading:
     spans = side.tokenizer.spans_batch(texts)
     nll: list[NDArray[np.float32] | None] = [None] * len(spans)
+    others: list[NDArray[np.uint32] | None] = [None] * len(spans)
     if side.score is not None:
-        nll = [*side.score([one.ids for one in spans])]
+        found = side.score([one.ids for one in spans])
+        nll = [one if isinstance(one, np.ndarray) else one.nll for one in found]
+        others = [None if isinstance(one, np.ndarray) else one.alternatives for one in found]
     if isinstance(side.tokenizer, ChatTokenizer):
         nll = [
             None if losses is None else only_answers(text, one, losses)
             for text, one, losses in zip(texts, spans, nll, strict=True)
         ]
-    return _Reading(side, spans, nll)
+    return _Reading(side, spans, nll, others)
 
 
 def only_answers(
@@ -146,9 +157,42 @@ def _passage(
         for r in (ours, *theirs)
     )
     rows = [
-        teacher_row(row, aligned[at]) for row, aligned in zip(teachers, alignments, strict=True)
+        _with_expected(teacher_row(row, aligned[at]), at, encoded, ours, reading)
+        for row, aligned, reading in zip(teachers, alignments, theirs, strict=True)
     ]
     return Passage(title=title, student=student, teachers=rows)
+
+
+def _with_expected(
+    row: TeacherRow, at: int, text: bytes, ours: _Reading, theirs: _Reading
+) -> TeacherRow:
+    """What the teacher expected, where its model was asked."""
+    packed, nll = theirs.alternatives[at], theirs.nll[at]
+    if packed is None or nll is None:
+        return row
+    from vocagnolm.data.targets import target_table
+    from vocagnolm.report.expected import Expected, with_alternatives
+
+    student, teacher = ours.side.tokenizer, theirs.side.tokenizer
+    ends = [one for one in (_base(teacher).eos_id, _turn(teacher)) if one is not None]
+    table = target_table(student, token_texts(_base(teacher), ends), _base(student).eos_id)
+    begins = np.zeros(0 if isinstance(teacher, ChatTokenizer) else 1, np.int64)
+    return with_alternatives(
+        row,
+        Expected(table, nll, Alternatives(packed), begins),
+        ours.spans[at].ids,
+        ours.spans[at].spans,
+        theirs.spans[at].spans,
+        text,
+    )
+
+
+def _base(tokenizer: TextTokenizer) -> TextTokenizer:
+    return tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
+
+
+def _turn(tokenizer: TextTokenizer) -> int | None:
+    return tokenizer.end_of_turn if isinstance(tokenizer, ChatTokenizer) else None
 
 
 def _select(
@@ -182,10 +226,15 @@ def _subtitle(student: Side, teachers: Sequence[Side]) -> str:
 
 
 def model_scorer(
-    source: str, tokenizer: TextTokenizer | None = None, template: Template | None = None
+    source: str,
+    tokenizer: TextTokenizer | None = None,
+    template: Template | None = None,
+    *,
+    alternatives: int = 0,
 ) -> tuple[TextTokenizer, Scorer]:
-    """A model's tokenizer and its losses. A `tokenizer` that is not the model's own is refused:
-    its ids would mean other tokens to the model. `template`: for conversations."""
+    """A model's tokenizer and its losses, with so many alternatives at every place. A `tokenizer`
+    that is not the model's own is refused: its ids would mean other tokens to the model.
+    `template`: for conversations."""
     from vocagnolm.model import NllModel, open_model
 
     files = open_model(source)
@@ -204,8 +253,11 @@ def model_scorer(
         stride=context // 2 - len(reads.prefix_ids),
         batch_tokens=context,
         prefix_ids=reads.prefix_ids,
+        alternatives=AlternativesSpec.parse(min(alternatives, files.config.vocab_size)),
     )
-    return reads, model.document_nll
+    if not alternatives:
+        return reads, model.document_nll
+    return reads, lambda documents: model.start(documents)()
 
 
 def view_from_sources(
@@ -248,7 +300,10 @@ def _side(side: str, tokenizer: str | None, model: str | None, template: Templat
         )
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, check=model is not None)
     if model is not None:
-        return Side(*model_scorer(model, loaded, template), model_name(model))
+        from vocagnolm.report.expected import SHOWN
+
+        shown = SHOWN if side == "teacher" else 0
+        return Side(*model_scorer(model, loaded, template, alternatives=shown), model_name(model))
     assert loaded is not None and tokenizer is not None
     if template is not None:
         loaded = template(loaded)

@@ -1,4 +1,5 @@
-// One token in full: its losses, its rank, and the teacher tokens that cover it.
+// One token in full: its losses, its rank, the teacher tokens that cover it, and what the teacher
+// expected there.
 
 function makeInspector() {
   const element = h("aside", { class: "card inspector", "aria-label": "The chosen token", "aria-live": "polite" });
@@ -54,6 +55,28 @@ function makeInspector() {
     return [h("h3", {}, title), h("ol", { class: "covers" }, items), rest];
   }
 
+  // What the teacher expected where this token begins, and what the student makes of it.
+  function expected(passage, teacher, i) {
+    const given = teacher.first[i] < 0 ? null : teacher.alternatives?.[teacher.first[i]];
+    if (!given?.length) return [];
+    const targets = teacher.targets?.[i] || [];
+    const label = () => h("span", { class: "small" }, "label");
+    const items = given.map(([text, p, follows], k) => {
+      const [target, share] = targets[k] || [null, 0];
+      const became = targets.length === 0 ? h("span", { class: "small" }, "–")
+        : target === null ? label()
+        : showToken(h("span", { class: "tok target", title: `${percent(share)} of the target` }), target, { spaces: true, limit: 40 });
+      return h("li", { class: follows ? "follows" : "" },
+        showToken(h("span", { class: "tok" }), text, { spaces: true, limit: 40 }),
+        meter(p, 1), h("span", { class: "num" }, percent(p)), h("span", { class: "became" }, "→ ", became));
+    });
+    const several = passage.teachers.length > 1 ? ` of ${teacher.name}` : "";
+    const notes = [given.some((one) => one[2]) ? "Bold: what follows." : "What follows is not among them."];
+    if (!targets.length) notes.push("This token begins inside a teacher token, and none of these goes on from there: it has its label alone.");
+    else notes.push("Right: the token of the student that is its target.");
+    return [h("h3", {}, `Expected here${several}`), h("ol", { class: "covers expected", "data-field": "expected" }, items), h("p", { class: "small" }, notes.join(" "))];
+  }
+
   function show(passage, info, i) {
     const row = passage.student;
     const range = passage.teachers.flatMap((t) => (t.nll && t.first[i] >= 0 ? t.nll.slice(t.first[i], t.last[i] + 1) : []));
@@ -67,7 +90,7 @@ function makeInspector() {
       showToken(h("div", { class: "big", "data-field": "token" }), row.text[i], { spaces: true, limit: 400 }),
       h("p", { class: "where" }, facts.join(" · ")),
       numbers(passage, i, largest),
-      ...passage.teachers.flatMap((teacher) => covers(passage, teacher, i, largest)),
+      ...passage.teachers.flatMap((teacher) => [...covers(passage, teacher, i, largest), ...expected(passage, teacher, i)]),
     ].filter(Boolean));
   }
 
