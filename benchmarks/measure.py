@@ -39,9 +39,23 @@ def arguments(description: str | None, **extra: dict[str, Any]) -> argparse.Name
     return given
 
 
-def stored_targets(labels: Tensor, guidance: Tensor, config: ObjectiveConfig) -> Targets:
+def stored_targets(
+    labels: Tensor,
+    guidance: Tensor,
+    config: ObjectiveConfig,
+    vocabulary: int = 0,
+    alternatives: int = 0,
+) -> Targets:
     """The targets of a batch with stored losses; by stretch, about one token in seven goes on with
-    the stretch of the one before it."""
+    the stretch of the one before it. `alternatives`: so many tokens beside each label."""
+    if alternatives:
+        shape = (*labels.shape, alternatives)
+        p = torch.rand(shape, device=labels.device).sort(dim=-1, descending=True).values
+        p = 0.8 * p / p.sum(-1, keepdim=True)
+        ids = torch.randint(0, vocabulary, shape, device=labels.device, dtype=torch.int32)
+        return Targets(
+            labels_BT=labels, guidance_BT=guidance, soft_ids_BTK=ids, soft_p_BTK=p.half()
+        )
     if not config.by_stretch:
         return Targets(labels_BT=labels, guidance_BT=guidance)
     begins = torch.rand(labels.shape, device=labels.device) < 0.85

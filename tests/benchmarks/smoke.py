@@ -16,6 +16,8 @@ RUNS = {
     "train_profile.py": [*TINY, "--only", "baseline,micro-4,documents,not-compiled"],
     "score_gpu.py": ["--profile"],
     "head_gpu.py": ["--only", "TinyLlama", "--rounds", "1"],
+    "score_alternatives_gpu.py": [],
+    "train_step_gpu.py": [],
 }
 
 

@@ -64,7 +64,6 @@ def obvious(folder, text, store, count=None, inside=True):
     given = store.alternatives(index)
     known = TeacherTokens(
         spans=store.spans(index),
-        nll=store[index][1],
         alternatives=Alternatives(given.packed[:, :count], given.sampled),
     )
     encoded = np.frombuffer(text.encode(), np.uint8)
@@ -240,9 +239,7 @@ def test_conversations_have_targets_where_they_are_trained_on(tmp_path):
         text = shared_text(talk)
         own = student.spans(text)
         trained = trained_tokens(own, trained_ranges(text, "assistant"))
-        known = TeacherTokens(
-            spans=store.spans(index), nll=store[index][1], alternatives=store.alternatives(index)
-        )
+        known = TeacherTokens(spans=store.spans(index), alternatives=store.alternatives(index))
         wanted = carry_alternatives(
             table,
             own.ids[trained],

@@ -9,6 +9,7 @@ import torch
 from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_bytes, write_corpus
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vocagnolm.alternatives import AlternativesSpec
 from vocagnolm.errors import ScoreError
 from vocagnolm.model import NllModel, load_causal_lm
 from vocagnolm.score import score_corpus
@@ -134,15 +135,17 @@ class Waits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("kept", ["0", "3", "sampled:3"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_no_batch_asks_the_device_anything(tmp_path, kind):
+def test_no_batch_asks_the_device_anything(tmp_path, kind, kept):
     model = load_causal_lm(save_teacher(tmp_path / "t", kind=kind), device="cpu")
-    ours = NllModel(model, context=64, stride=16, batch_tokens=128)
+    spec = AlternativesSpec.parse(kept)
+    ours = NllModel(model, context=64, stride=16, batch_tokens=128, alternatives=spec)
     documents = [np.arange(n) % 416 for n in (40, 150, 7)]
     with Waits() as waits:
-        losses = ours.start(documents)
+        scores = ours.start(documents)
     assert waits.found == []
-    assert all(np.isfinite(nll[1:]).all() for nll in losses())
+    assert all(np.isfinite(one.nll[1:]).all() for one in scores())
     with Waits() as waits, torch.no_grad():  # the same model outside of ours: it does ask
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
     assert waits.found

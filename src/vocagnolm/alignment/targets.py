@@ -209,6 +209,12 @@ class TargetTable:
         return np.append(self.vocabulary.lengths, 0)
 
     @cached_property
+    def first_bytes(self) -> NDArray[np.int16]:
+        """[V + 1] Of every entry its first byte, -1 where it spells nothing."""
+        found = self._starts(self.vocabulary.content.astype(np.int16), -1)
+        return np.append(found, np.int16(-1))
+
+    @cached_property
     def student_lengths(self) -> NDArray[np.int32]:
         """Bytes of the student's tokens, by id; control tokens are no text."""
         size = max(self.student.vocabulary.values(), default=-1) + 1
@@ -261,10 +267,8 @@ class TeacherTokens:
 
     spans: IntArray
     """[M, 2]"""
-    nll: NDArray[Any]
-    """[M]"""
     alternatives: Alternatives
-    """[M, K]"""
+    """[M, K] What was expected where each of them stands."""
 
 
 def carry_alternatives(
@@ -290,8 +294,9 @@ def carry_alternatives(
     beyond the K alternatives, is the label's.
 
     One that begins *inside* a teacher token (`inside`; else it has its label alone): the
-    alternatives that begin with the bytes already read count, without those bytes, renormalised
-    together with the token that follows.
+    alternatives that begin with the bytes already read count, without those bytes. They share what
+    these bytes do not rule out: what lies beyond the K alternatives, and those that end before the
+    token begins, may have led here too, and are the label's.
 
     Where a token of either side stands behind a space that is not in the text (the dummy space of
     SentencePiece), alternatives are read without it or spelled with it.
@@ -369,41 +374,37 @@ def _continue(
     told: NDArray[np.bool_],
 ) -> None:
     """Student tokens that begin inside a teacher token, in place: alternatives that begin with the
-    bytes already read."""
+    bytes already read, renormalised by all that these do not rule out."""
     vocabulary, there = table.vocabulary, place.take(tokens)
     given = teacher.alternatives.at(there)
-    alternative, follows = given.packed >> ID_SHIFT, given.follows
-    done = read.take(tokens)
-    longer = table.lengths.take(alternative, mode="clip") > done[:, None]
-    row, column = np.nonzero(longer & ~follows)
-    origin = teacher.spans[:, 0].take(there.take(row))
-    from_byte = vocabulary.offsets.take(alternative[row, column]).astype(np.int64)
-    wanted = done.take(row)
-    # a byte of all of them at a time: few have more than the first in common
-    other, going, at = np.zeros(len(row), bool), np.arange(len(row)), 0
+    alternative, p, follows = given.packed >> ID_SHIFT, given.mass, given.follows
+    begins = teacher.spans[:, 0].take(there)
+    # few have even the first byte in common; of those the others, one at a time
+    alike = table.first_bytes.take(alternative, mode="clip") == text.take(begins)[:, None]
+    row, column = np.nonzero(alike & ~follows)
+    other = alternative[row, column]
+    length, wanted = table.lengths.take(other), read.take(tokens.take(row))
+    origin, from_byte = begins.take(row), vocabulary.offsets.take(other).astype(np.int64)
+    possible, at = np.ones(len(row), bool), 1
+    going = np.flatnonzero(np.minimum(wanted, length) > at)
     while len(going):
         same = vocabulary.content.take(from_byte.take(going) + at) == text.take(
             origin.take(going) + at
         )
-        other[going[~same]] = True
+        possible[going[~same]] = False
         at += 1
-        going = going[same & (wanted.take(going) > at)]
-    alive = np.flatnonzero(~other)
+        going = going[same & (np.minimum(wanted, length).take(going) > at)]
+    mass = p[row, column]
+    left = np.bincount(row[possible], mass[possible], minlength=len(tokens)).astype(np.float32)
+    left += 1 - (p * ~follows) @ np.ones(p.shape[1], np.float32)
+    alive = np.flatnonzero(possible & (length > wanted))
     row, column = row.take(alive), column.take(alive)
     told[tokens.take(row)] = True
-    p = given.mass
-    mass = p[row, column]
-    total = np.bincount(row, mass, minlength=len(tokens)).astype(np.float32)
-    total += (p * follows).sum(axis=1) if given.sampled else _probability(teacher.nll.take(there))
     target = table.spelling.first.take(from_byte.take(alive) + wanted.take(alive))
     good = (target >= 0) & (target != ids[tokens.take(row), column])
     row, column = row[good], column[good]
     ids[tokens.take(row), column] = target[good]
-    probability[tokens.take(row), column] = mass[good] / total.take(row)
-
-
-def _probability(nll: NDArray[Any]) -> NDArray[np.float32]:
-    return np.exp(-np.asarray(nll, np.float32))
+    probability[tokens.take(row), column] = mass.take(alive)[good] / left.take(row)
 
 
 def _behind_space(

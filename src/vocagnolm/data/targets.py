@@ -164,9 +164,7 @@ def carry_targets(
         assert teacher.packed is not None
         packed = teacher.packed[:, : plan.spec.count]
         tokens = TeacherTokens(
-            spans=teacher.spans,
-            nll=teacher.nll,
-            alternatives=Alternatives(packed, plan.spec.sampled),
+            spans=teacher.spans, alternatives=Alternatives(packed, plan.spec.sampled)
         )
         found.append(
             carry_alternatives(

@@ -21,7 +21,6 @@ class Expected:
     """A teacher's alternatives over a text, and the table by which they become targets."""
 
     table: TargetTable
-    nll: NDArray[np.float32]
     alternatives: Alternatives
     begins: NDArray[np.int64]
     """Bytes where documents begin."""
@@ -43,7 +42,7 @@ def with_alternatives(
         expected.table,
         ids,
         spans,
-        TeacherTokens(spans=teacher_spans, nll=expected.nll, alternatives=given),
+        TeacherTokens(spans=teacher_spans, alternatives=given),
         Alignment(np.array(row.first), np.array(row.last)),
         np.frombuffer(text, np.uint8),
         inside=inside,

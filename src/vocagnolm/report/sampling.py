@@ -189,7 +189,7 @@ def _passage(
         if table is None or not kept:
             return row
         packed = np.concatenate([one.packed for one in kept])
-        expected = Expected(table, nll, Alternatives(packed, kept[0].sampled), origins)
+        expected = Expected(table, Alternatives(packed, kept[0].sampled), origins)
         return with_alternatives(row, expected, ids, ours, spans, text, inside=inside)
 
     title = group[0].document.place

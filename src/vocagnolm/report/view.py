@@ -167,8 +167,8 @@ def _with_expected(
     row: TeacherRow, at: int, text: bytes, ours: _Reading, theirs: _Reading
 ) -> TeacherRow:
     """What the teacher expected, where its model was asked."""
-    packed, nll = theirs.alternatives[at], theirs.nll[at]
-    if packed is None or nll is None:
+    packed = theirs.alternatives[at]
+    if packed is None:
         return row
     from vocagnolm.data.targets import target_table
     from vocagnolm.report.expected import Expected, with_alternatives
@@ -179,7 +179,7 @@ def _with_expected(
     begins = np.zeros(0 if isinstance(teacher, ChatTokenizer) else 1, np.int64)
     return with_alternatives(
         row,
-        Expected(table, nll, Alternatives(packed), begins),
+        Expected(table, Alternatives(packed), begins),
         ours.spans[at].ids,
         ours.spans[at].spans,
         theirs.spans[at].spans,
