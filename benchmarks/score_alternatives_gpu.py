@@ -32,7 +32,11 @@ def shape(name: str, smoke: bool) -> PretrainedConfig:
     small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     if name == "tinyllama":
-        large: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
+        large: dict[str, Any] = {
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 22,
+        }
         large |= {"num_attention_heads": 32, "num_key_value_heads": 4}
         return LlamaConfig(vocab_size=32000, **(small | heads if smoke else large))
     if name == "qwen2.5-1.5b":

@@ -35,6 +35,14 @@ def test_extends_merges_key_by_key(tmp_path):
     )
 
 
+def test_an_empty_mapping_empties_what_it_extends(tmp_path):
+    """`set: {}` over `set: {train.tokens: N}` once kept the parent's, unnoticed."""
+    write(tmp_path / "base.yaml", "train: {arguments: {max_grad_norm: 2.0}, tokens: 100}\n")
+    child = write(tmp_path / "child.yaml", "extends: base.yaml\ntrain: {arguments: {}}\n")
+    recipe = load_recipe(child)
+    assert recipe.train.arguments == {} and recipe.train.tokens == 100
+
+
 def test_extends_in_a_circle(tmp_path):
     write(tmp_path / "a.yaml", "extends: b.yaml\n")
     write(tmp_path / "b.yaml", "extends: a.yaml\n")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from score.teacher_kit import SETTINGS, save_teacher, write_corpus
 
+from vocagnolm.alternatives import Alternatives
 from vocagnolm.model import open_model
 from vocagnolm.pair.sample import SAMPLE
 from vocagnolm.score import LocalTeacher, score_corpus
@@ -39,6 +40,28 @@ def test_compiled_layers_change_little(tmp_path, dtype):
     plain = losses(folder, "cuda", dtype, compiled=False)
     compiled = losses(folder, "cuda", dtype, compiled=True)
     assert np.nanmean(np.abs(plain - compiled)) < 0.03
+
+
+def alternatives(folder, device, dtype, kept):
+    settings = dataclasses.replace(SETTINGS, device=device, dtype=dtype, alternatives=kept)
+    teacher = LocalTeacher(open_model(folder, device=device, dtype=dtype), settings)
+    found = [scores.alternatives for scores in teacher.start(teacher.tokenize(SAMPLE))()]
+    return Alternatives(np.concatenate(found), sampled=kept.startswith("sampled"))
+
+
+@pytest.mark.parametrize("kept", ["1", "4", "64", "sampled:4"])
+def test_the_alternatives_are_a_cpus(tmp_path, kept):
+    """Where two tokens are as likely, either may be named; their probabilities are the same."""
+    folder = save_teacher(tmp_path / "t")
+    wanted = alternatives(folder, "cpu", "float32", kept)
+    found = alternatives(folder, "cuda", "float32", kept)
+    assert np.mean(found.ids == wanted.ids) > 0.98
+    same = found.ids == wanted.ids
+    np.testing.assert_allclose(found.probability[same], wanted.probability[same], rtol=0.03)
+    for dtype in ("bfloat16", "fp8"):
+        once, again = (alternatives(folder, "cuda", dtype, kept) for _ in range(2))
+        assert once.packed.tobytes() == again.packed.tobytes()
+        assert abs(np.mean(once.mass) - np.mean(wanted.mass)) < 0.02
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])

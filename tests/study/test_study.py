@@ -3,9 +3,10 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from study_kit import tiny_study, write_materials
+from study_kit import TINY, tiny_study, write_materials
 
 from vocagnolm.errors import StudyError
 from vocagnolm.study.laboratory import Laboratory
@@ -14,6 +15,12 @@ from vocagnolm.study.table import markdown, read_results, study_table
 from vocagnolm.study.worker import work
 
 QUIET = {"say": lambda line: None}
+DISTILLED: dict[str, dict[str, Any]] = {
+    "distill": {},
+    "distill-one": {"objective.alternatives": 1},
+    "distill-starts": {"objective.inside": False},
+    "distill-top": {"objective.keep": 0.5},
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +47,22 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
                         "optimizer.learning_rate": 1e-3,
                     },
                 },
+                **{
+                    name: {
+                        "teacher": "qwen",
+                        "seeds": [1],
+                        "set": {
+                            "objective.method": "distill",
+                            "objective.keep": 1.0,
+                            "optimizer.learning_rate": 1e-3,
+                            **settings,
+                        },
+                    }
+                    for name, settings in DISTILLED.items()
+                },
             },
-            use=["cpt", "guided-qwen", "matched", "kld", "rho1", "stretch"],
+            use=["cpt", "guided-qwen", "matched", "kld", "rho1", "stretch", *DISTILLED],
+            score={**TINY["score"], "alternatives": 4},
             comparisons=[
                 ["guided-qwen", "cpt"],
                 ["guided-qwen", "start"],
@@ -60,9 +81,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
 
 def test_table_has_all_rows_and_comparisons(finished: Laboratory, tmp_path: Path) -> None:
     table = study_table(finished)
-    names = ["start", "cpt", "guided-qwen", "matched", "kld", "rho1", "stretch"]
+    names = ["start", "cpt", "guided-qwen", "matched", "kld", "rho1", "stretch", *DISTILLED]
     assert [row["row"] for row in table["rows"]] == names
-    assert [len(row["seeds"]) for row in table["rows"]] == [1, 2, 2, 1, 1, 1, 1]
+    assert [len(row["seeds"]) for row in table["rows"]] == [1, 2, 2, *[1] * 8]
     assert table["missing"] == []
     assert {(c["a"], c["b"]) for c in table["comparisons"]} == {
         ("guided-qwen", "cpt"),
@@ -117,6 +138,23 @@ def test_several_teachers_over_chosen_documents(finished: Laboratory) -> None:
     assert manifest["teacher"] == "qwen, gemma" and "stretch" in manifest["columns"]
     assert manifest["summary"]["left_out_documents"] > 10
     assert (finished.run_folder(run) / "evaluation.json").is_file()
+
+
+def test_distilled_rows_read_blocks_with_targets_of_their_own(finished: Laboratory) -> None:
+    """One store serves all; the blocks differ by what is made of its alternatives."""
+    runs = {run.row: run for run in finished.runs if run.row in DISTILLED}
+    blocks = {row: finished.recipe(run, learning_rate=None).data.blocks for row, run in runs.items()}
+    assert blocks["distill"] == blocks["distill-top"]
+    assert len({*blocks.values()}) == 3
+    counts = {}
+    for row, run in runs.items():
+        manifest = json.loads((Path(blocks[row] or "") / "manifest.json").read_text())
+        assert {"target_ids", "target_p"} <= {*manifest["columns"]}
+        counts[row] = manifest["settings"]["guidance"]["targets"]["alternatives"]
+        # what trains on every token chooses nothing
+        chosen = (finished.run_folder(run) / "selection.json").is_file()
+        assert chosen == (row == "distill-top")
+    assert counts["distill-one"] == 1 and counts["distill"] == 4
 
 
 def test_nothing_is_run_twice(finished: Laboratory) -> None:

@@ -36,6 +36,9 @@ def tree(lab, folder, device="cuda", **sections):
         {"method": "guided", "compare": "stretch", "weighting": "reducible"},
         {"method": "cpt"},
         {"method": "alm"},
+        {"method": "distill", "mix": 1.0},
+        {"method": "distill", "keep": 0.4},
+        {"method": "distill", "weighting": "reducible", "mix_end": 0.0},
     ],
     ids=lambda o: "-".join(map(str, o.values())),
 )

@@ -54,8 +54,8 @@ def read_tree(
     named: Callable[[str], Tree] | None = None,
     seen: tuple[Path, ...] = (),
 ) -> Tree:
-    """A YAML file as a mapping, its `extends` followed: mappings merge, everything else of the
-    child replaces the parent's. `extends` is a file beside this one, or a name for `named`."""
+    """A YAML file as a mapping, its `extends` followed: mappings merge (an empty one empties),
+    everything else of the child replaces the parent's. `extends` is a file beside this one, or a name for `named`."""
     resolved = path.resolve()
     if resolved in seen:
         raise error(f"{path}: `extends` goes in a circle: {' -> '.join(map(str, seen))}.")
@@ -91,11 +91,12 @@ def parse_yaml(text: str) -> Any:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+    """Mappings merge, key by key; an empty one empties. Everything else of `over` replaces."""
     merged = dict(base)
     for name, value in over.items():
         old = merged.get(name)
         both = isinstance(value, Mapping) and isinstance(old, Mapping)
-        merged[name] = merge(old, value) if both else value  # type: ignore[arg-type]
+        merged[name] = merge(old, value) if both and value else value  # type: ignore[arg-type]
     return merged
 
 

@@ -109,7 +109,9 @@ def _match(home: StudyFolder, run: RunPlan, recipe: Recipe) -> None:
 def _measure_selection(home: StudyFolder, run: RunPlan, recipe: Recipe, folder: Path) -> None:
     """Kept share per source of the row's first run, with the student before and after."""
     first = home.rows[run.row].seeds[0] == run.seed
-    chooses = recipe.method.selects and recipe.objective.method != "random"
+    every_token = recipe.objective.keep == 1.0 and recipe.objective.weighting == "top_k"
+    by_chance = recipe.objective.method == "random"
+    chooses = recipe.method.selects and not every_token and not by_chance
     if not first or not chooses or recipe.needs_online_teacher:
         return
     from vocagnolm.study.selection import document_sources, kept_by_source

@@ -1,7 +1,7 @@
 """A study: a grid of recipes, described in one YAML file. No torch.
 
 ```yaml
-extends: setting.yaml            # another study file; mappings merge, lists replace
+extends: setting.yaml            # another study file; mappings merge ({} empties), lists replace
 title: what the table says
 base: {student: ..., corpus: ...}   # sections of a recipe
 teachers: {strong: {model: ...}}    # scored once each

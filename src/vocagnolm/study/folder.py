@@ -135,6 +135,8 @@ class StudyFolder:
             "stretch": recipe.needs_stretches,
             "documents_seed": recipe.run.seed if chosen and chosen.by == "random" else None,
         }
+        if recipe.needs_targets:
+            about["targets"] = [recipe.objective.alternatives, recipe.objective.inside]
         digest = json_digest(about)[:10]
         kind = "-".join(Path(path).name for path in recipe.stores) or "plain"
         recipe.data.blocks = str(self.folder / "blocks" / f"{kind}-{digest}")

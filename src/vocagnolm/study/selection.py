@@ -139,6 +139,8 @@ def write_matched_blocks(
         part["bytes"] = (target / part["name"]).stat().st_size
     manifest["columns"] = ["ids", "document_tokens", "document_index", "guidance"]
     manifest["teacher"] = "none: random, matched per source"
-    manifest["settings"]["guidance"] |= {"teacher_losses": False, "stretch": False}
+    guidance = manifest["settings"]["guidance"]
+    guidance |= {"teacher_losses": False, "stretch": False}
+    guidance.pop("targets", None)
     manifest["fingerprint"] = json_digest([part["sha256"] for part in manifest["parts"]])
     write_json(target / MANIFEST, manifest)
