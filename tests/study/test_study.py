@@ -143,7 +143,8 @@ def test_several_teachers_over_chosen_documents(finished: Laboratory) -> None:
 def test_distilled_rows_read_blocks_with_targets_of_their_own(finished: Laboratory) -> None:
     """One store serves all; the blocks differ by what is made of its alternatives."""
     runs = {run.row: run for run in finished.runs if run.row in DISTILLED}
-    blocks = {row: finished.recipe(run, learning_rate=None).data.blocks for row, run in runs.items()}
+    recipes = {row: finished.recipe(run, learning_rate=None) for row, run in runs.items()}
+    blocks = {row: recipe.data.blocks for row, recipe in recipes.items()}
     assert blocks["distill"] == blocks["distill-top"]
     assert len({*blocks.values()}) == 3
     counts = {}

@@ -55,7 +55,8 @@ def read_tree(
     seen: tuple[Path, ...] = (),
 ) -> Tree:
     """A YAML file as a mapping, its `extends` followed: mappings merge (an empty one empties),
-    everything else of the child replaces the parent's. `extends` is a file beside this one, or a name for `named`."""
+    everything else of the child replaces the parent's. `extends` is a file beside this one, or a
+    name for `named`."""
     resolved = path.resolve()
     if resolved in seen:
         raise error(f"{path}: `extends` goes in a circle: {' -> '.join(map(str, seen))}.")

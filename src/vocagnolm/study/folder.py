@@ -121,7 +121,7 @@ class StudyFolder:
     def _with_blocks(self, recipe: Recipe) -> Recipe:
         """Blocks are named by what decides them, so that runs share them."""
         chosen = recipe.corpus.keep_documents
-        about = {
+        about: dict[str, Any] = {
             "corpus": recipe.to_dict()["corpus"],
             "tokenizer": recipe.student_tokenizer,
             "separators": [recipe.data.bos, recipe.data.eos],
