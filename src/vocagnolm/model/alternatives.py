@@ -29,6 +29,7 @@ from vocagnolm.objective.selection import mixed_bits
 # Columns that are looked at together: the likeliest K tokens lie in the K groups with the largest
 # maxima, so that only these are searched. A GPU's own search passes over a row many times.
 _GROUP = 128
+_ONE_BY_ONE = 16
 _EMPTY = NOTHING - (1 << 32)  # as a signed number
 
 
@@ -113,15 +114,30 @@ def by_groups(z_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     n, v = z_NV.shape
     groups = v // _GROUP
     grouped = z_NV[:, : groups * _GROUP].unflatten(1, (groups, _GROUP))
-    chosen = grouped.amax(-1).topk(count).indices
+    _, chosen = _largest(grouped.amax(-1), count)
     inside = grouped.gather(1, chosen[:, :, None].expand(n, count, _GROUP)).flatten(1)
-    column = (chosen[:, :, None] * _GROUP + torch.arange(_GROUP, device=z_NV.device)).flatten(1)
-    if rest := v - groups * _GROUP:
-        inside = torch.cat([inside, z_NV[:, -rest:]], dim=1)
-        beyond = torch.arange(v - rest, v, device=z_NV.device).expand(n, rest)
-        column = torch.cat([column, beyond], dim=1)
-    values, place = inside.topk(count)
-    return values, column.gather(1, place)
+    beyond = groups * _GROUP  # columns of no whole group: all are looked at
+    if beyond < v:
+        inside = torch.cat([inside, z_NV[:, beyond:]], dim=1)
+    values, place = _largest(inside, count)
+    group = chosen.gather(1, (place // _GROUP).clamp(max=count - 1))
+    column = group * _GROUP + place % _GROUP
+    return values, torch.where(place < count * _GROUP, column, beyond + place - count * _GROUP)
+
+
+def _largest(x_NM: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`topk` of a tensor that nobody needs afterwards. A few of a short row are sooner found one
+    after the other than by a GPU's search."""
+    if count > _ONE_BY_ONE:
+        found, where = x_NM.topk(count)
+        return found, where
+    values, places = [], []
+    for _ in range(count):
+        value, place = x_NM.max(dim=1, keepdim=True)
+        values.append(value)
+        places.append(place)
+        x_NM.scatter_(1, place, float("-inf"))
+    return torch.cat(values, dim=1), torch.cat(places, dim=1)
 
 
 def drawn(z_NV: Tensor, lse_N: Tensor, uniform_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,8 +145,10 @@ def drawn(z_NV: Tensor, lse_N: Tensor, uniform_NK: Tensor) -> tuple[Tensor, Tens
     probabilities passes a uniform number. Sums of groups first, then inside one, in float64: a
     running sum of 150,000 numbers in float32 would be no sum."""
     v = z_NV.shape[1]
-    p = torch.exp(z_NV - lse_N[:, None])
-    p_NGC = F.pad(p, (0, -v % _GROUP)).unflatten(1, (-1, _GROUP))
+    p = (z_NV - lse_N[:, None]).exp_()
+    if v % _GROUP:
+        p = F.pad(p, (0, -v % _GROUP))
+    p_NGC = p.unflatten(1, (-1, _GROUP))
     upto = p_NGC.sum(-1, dtype=torch.float64).cumsum(1)
     wanted = (uniform_NK * upto[:, -1:]).contiguous()
     group = torch.searchsorted(upto, wanted, right=True).clamp(max=upto.shape[1] - 1)
