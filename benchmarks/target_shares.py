@@ -55,7 +55,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for student, teacher in given.pair:
         store = given.out / f"store-{_name(teacher)}"
-        settings = ScoreSettings(alternatives=max(COUNTS), context=1024)
+        settings = ScoreSettings(alternatives=max(COUNTS), context=1024, dtype="float32")
         score_corpus(teacher, texts, store, settings=settings)
         for count in COUNTS:
             blocks = given.out / f"blocks-{_name(student)}-{_name(teacher)}-{count}"

@@ -18,6 +18,7 @@ RUNS = {
     "head_gpu.py": ["--only", "TinyLlama", "--rounds", "1"],
     "score_alternatives_gpu.py": [],
     "train_step_gpu.py": [],
+    "alternatives_rounding.py": [],  # which needs no GPU, but models that take minutes
 }
 
 
@@ -41,3 +42,7 @@ def test_a_benchmark_runs_on_a_cpu(script):
     if script == "head_gpu.py":
         fp8 = next(row for row in rows if row["method"] == "guided, phase 1 in fp8")
         assert 0 <= fp8["selection changed"] < 0.2
+    if script == "alternatives_rounding.py":
+        for ours, simple in zip(rows[1::3], rows[2::3], strict=True):
+            assert ours["format"].startswith("11 bits") and simple["format"].startswith("8 bits")
+            assert 0 < 4 * ours["gradient"] < simple["gradient"] < 0.1

@@ -4,8 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from vocagnolm.alignment import Aggregation, align
+from vocagnolm.alignment import (
+    Aggregation,
+    TargetTable,
+    TextTokenizer,
+    align,
+    load_tokenizer,
+    token_texts,
+)
+from vocagnolm.alternatives import Alternatives, AlternativesSpec, pack
+from vocagnolm.report.expected import Expected, with_alternatives
 from vocagnolm.report.kept import statistics
 from vocagnolm.report.page_data import (
     Measure,
@@ -47,11 +57,16 @@ def known_passage() -> Passage:
 
 
 def select_passages(
-    passages: Sequence[Passage], aggregation: Aggregation = "max", **config: Any
+    passages: Sequence[Passage],
+    aggregation: Aggregation = "max",
+    alternatives: AlternativesSpec | None = None,
+    **config: Any,
 ) -> tuple[list[Passage], Selection]:
     from vocagnolm.objective import ObjectiveConfig
 
-    return weigh_passages(passages, ObjectiveConfig(**config), aggregation=aggregation)
+    return weigh_passages(
+        passages, ObjectiveConfig(**config), aggregation=aggregation, alternatives=alternatives
+    )
 
 
 def known_page() -> Page:
@@ -79,6 +94,42 @@ def known_page() -> Page:
         ],
         environment={"python": "3"},
     )
+
+
+def merging_tokenizer(*merges: str) -> TextTokenizer:
+    """A byte-level one with these merges, each of two parts."""
+    pairs = [(left, right) for left, right in (merge.split() for merge in merges)]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in pairs)]
+    tokenizer = Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return load_tokenizer(tokenizer)
+
+
+def distilled_page() -> Page:
+    """The student reads "a| |cat", the teacher "a| cat", where it expected " dog", " car" and "."
+    too."""
+    student = merging_tokenizer("c a", "ca t", "d o", "do g")
+    teacher = merging_tokenizer("Ġ c", "Ġc a", "Ġca t", "Ġca r", "Ġ d", "Ġd o", "Ġdo g")
+    text = b"a cat"
+    ours, theirs = student.spans(text.decode()), teacher.spans(text.decode())
+    expected = ["Ġcat", "Ġdog", "Ġcar", "."]
+    ids = [[0] * 4, [teacher.vocabulary[token] for token in expected]]
+    nll = np.array([[np.nan] * 4, [0.5, 1.5, 2.5, 3.0]])
+    given = Alternatives(pack(np.array(ids), nll, np.array([[False] * 4, [True] + [False] * 3])))
+    row = teacher_row(
+        token_row("teacher", text, theirs.spans, nll=[np.nan, 0.5]), align(ours, theirs)
+    )
+    table = TargetTable(student, token_texts(teacher, []), None)
+    known = Expected(table, given, np.zeros(1, np.int64))
+    row = with_alternatives(row, known, ours.ids, ours.spans, theirs.spans, text)
+    read = token_row("student", text, ours.spans, ours.ids, [np.nan, 0.25, 2.0])
+    passages, rule = select_passages(
+        [Passage(title="t", student=read, teachers=[row])],
+        alternatives=AlternativesSpec(4),
+        method="distill",
+    )
+    run = Run(name="distill-0", method="distill")
+    return Page(title="distilled", passages=passages, selection=rule, runs=[run])
 
 
 def hostile_page() -> Page:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from report.pages import (
     STUDENT_TOKENS,
+    distilled_page,
     hostile_page,
     known_page,
     known_passage,
@@ -135,6 +136,35 @@ def test_hover_shows_the_teacher_tokens_and_the_numbers(visit) -> None:
     assert one.page.inner_text(".inspector .state") == "kept"
     one.page.mouse.move(5, 5)  # away: back to the chosen token
     assert one.field("token") == "b"
+
+
+def test_what_the_teacher_expected_is_shown_in_both_vocabularies(visit) -> None:
+    one = visit(distilled_page())
+    assert "with a mix of 0.5 and 4 alternatives a token" in one.page.inner_text("#tokens")
+    shown = one.page.locator("[data-field=expected] li")
+    one.token(2).hover()
+    assert one.field("token") == "cat"
+    assert "Expected here" in one.page.locator(".inspector h3").all_inner_texts()
+    assert [text.split() for text in shown.all_inner_texts()] == [
+        ["·cat", "60.7", "%", "→", "cat"],
+        ["·dog", "22.3", "%", "→", "dog"],
+        ["·car", "8.21", "%", "→", "ca"],  # the first of its tokens
+        [".", "4.98", "%", "–"],  # there is a space between
+    ]
+    bold = "all => all.map(e => Number(getComputedStyle(e).fontWeight) > 600)"
+    tokens = one.page.locator("[data-field=expected] .tok")
+    assert tokens.evaluate_all(bold) == [True, True, False, False, False, False, False]
+    # 22.3 % of all that a space does not rule out
+    share = shown.nth(1).locator(".became .tok").get_attribute("title")
+    assert share == "23.5 % of the target"
+    one.page.mouse.move(5, 5)
+    one.page.locator('.text [tabindex="0"]').focus()
+    one.page.keyboard.press("Home")
+    assert shown.count() == 0  # the teacher said nothing of its first token
+    one.page.keyboard.press("ArrowRight")
+    assert one.field("token") == "·"
+    became = shown.locator(".became").all_inner_texts()
+    assert became == ["→ ·", "→ ·", "→ ·", "→ ."]  # a space first, whatever the word
 
 
 def test_the_keyboard_walks_the_tokens(visit) -> None:

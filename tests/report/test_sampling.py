@@ -42,7 +42,8 @@ def run(tmp_path_factory):
     corpus = root / "corpus.jsonl"
     documents = [text[:400] + f" {at}" for at, text in enumerate(SAMPLE)] + ["Short."] * 2
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    score_corpus(teacher, corpus, root / "store", settings=ScoreSettings(device="cpu"))
+    settings = ScoreSettings(device="cpu", alternatives=4)
+    score_corpus(teacher, corpus, root / "store", settings=settings)
     folder = root / "run"
     folder.mkdir()
     recipe = recipe_from_dict(
@@ -114,6 +115,15 @@ def test_the_selection_is_the_methods_own(run, tmp_path) -> None:
     ]
     kept = [nll for nll, weight in mapped if weight]
     assert min(kept) >= max(nll for nll, weight in mapped if not weight)
+
+
+def test_a_distilled_run_shows_the_alternatives_that_it_had(run, tmp_path) -> None:
+    folder = with_objective(run, tmp_path / "run", method="distill", alternatives=3)
+    sample = compute_sample(folder, documents=1)
+    assert (sample.selection.mix, sample.selection.alternatives) == (0.5, "3")
+    [teacher] = sample.passages[0].teachers
+    assert {len(given) for given in teacher.alternatives[1:]} == {3}
+    assert any(target for told in teacher.targets for target in told)
 
 
 def test_rows_carry_the_models_names(run) -> None:

@@ -8,6 +8,7 @@ import torch
 from report.pages import known_passage, select_passages, spans_of
 
 from vocagnolm.alignment import align, carry, stretch_losses, stretches
+from vocagnolm.alternatives import AlternativesSpec
 from vocagnolm.objective import ObjectiveConfig, Targets, weigh_step
 from vocagnolm.objective.selection import ScoredBatch
 from vocagnolm.report.kept import statistics
@@ -70,6 +71,7 @@ def expected(passages: list[Passage], config: ObjectiveConfig) -> list[list[floa
         {"method": "no_teacher"},
         {"method": "chunk", "chunk_choice": "random", "n_chunks": 5},
         {"method": "cpt"},
+        {"method": "distill", "keep": 0.6},
         {"method": "kld"},
         {"method": "uld"},
         {"method": "alm", "distill_weight": 2.0},
@@ -97,6 +99,19 @@ def test_methods_differ_and_those_without_a_choice_keep_all() -> None:
     [one], rule = select_passages(passages[:1], method="cpt")
     assert one.weights == [0.0] + [1.0] * 39
     assert (rule.keep, rule.threshold, rule.unmapped) == (None, None, None)
+    assert (rule.mix, rule.alternatives) == (None, None)
+    four = AlternativesSpec(4)
+    [one], rule = select_passages(passages[:1], method="distill", alternatives=four, mix=0.3)
+    assert one.weights == [0.0] + [1.0] * 39
+    assert (rule.mix, rule.alternatives, rule.threshold) == (0.3, "4", None)
+    assert rule.label is not None
+    assert rule.label.endswith("likeliest, with a mix of 0.3 and 4 alternatives a token")
+    moving = {"mix": 0.8, "mix_end": 0.0, "mix_by": "reducible"}
+    drawn = AlternativesSpec(1, sampled=True)
+    _, rule = select_passages(passages[:1], method="distill", alternatives=drawn, **moving)
+    assert rule.label is not None and rule.label.endswith(
+        ", with a mix from 0.8 to 0 times what is reducible and 1 sampled alternative a token"
+    )
 
 
 def test_chunks_are_kept_whole_by_the_mean_loss_of_the_teachers_chunk() -> None:

@@ -75,6 +75,8 @@ def test_a_matched_row_brings_its_target_along() -> None:
         ({"tune": {"learning_rates": [1], "rows": {}, "by": "accuracy"}}, "validation_requests"),
         ({"tune": {"learning_rates": [1], "rows": {}, "by": "accurcy"}}, "bits_per_byte, accuracy"),
         ({"rows": {"a": {}, "b": {"matched_to": "a"}}}, "no teacher"),
+        ({"rows": {"a": {"targets": "shuffled"}}}, "for rows of method distill"),
+        ({"teachers": {"t": {"model": "start"}}}, "teachers.t is the start: set `start`"),
         ({"rows": {"a": {"also": ["t"]}}}, "rows.a.also: unknown teacher 't'"),
         (
             {"teachers": {"t": {"model": "m"}}, "rows": {"a": {"against": "t"}}},

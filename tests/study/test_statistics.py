@@ -23,7 +23,7 @@ from vocagnolm.study.rows import (
     compare_rows,
     mark_gaps,
 )
-from vocagnolm.study.selection import matched_guidance
+from vocagnolm.study.selection import exchanged_targets, matched_guidance
 
 
 @pytest.mark.parametrize(
@@ -166,3 +166,19 @@ def test_matched_guidance_keeps_the_shares_asked_for() -> None:
     kept[np.argsort(-excess)[: int(0.4 * n)]] = True
     assert kept[: n // 2].mean() == pytest.approx(0.6, abs=0.02)
     assert kept[n // 2 :].mean() == pytest.approx(0.2, abs=0.02)
+
+
+def test_exchanged_targets_are_those_of_another_place_or_of_nobody() -> None:
+    chance = np.random.default_rng(3)
+    ids = chance.integers(0, 5, 200)
+    ids[7] = 99  # the only one of its kind keeps what it has
+    places = np.arange(200, dtype=np.int32)[:, None]
+    p = chance.random((200, 1)).astype(np.float16)
+    givers, given = exchanged_targets(ids, places, p, "shuffled", 100, [1])
+    assert np.array_equal(np.sort(givers[:, 0]), np.arange(200))
+    assert np.array_equal(ids[givers[:, 0]], ids)
+    assert np.flatnonzero(givers[:, 0] == places[:, 0]).tolist() == [7]
+    assert np.array_equal(given, p[givers[:, 0]])
+    drawn, same = exchanged_targets(ids, np.repeat(places, 4, 1), p, "uniform", 100, [1])
+    assert drawn.dtype == np.int32 and same is p
+    assert 0 <= drawn.min() and drawn.max() < 100 and len(np.unique(drawn)) > 90

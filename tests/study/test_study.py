@@ -9,6 +9,7 @@ import pytest
 from study_kit import TINY, tiny_study, write_materials
 
 from vocagnolm.errors import StudyError
+from vocagnolm.store.format import read_manifest
 from vocagnolm.study.laboratory import Laboratory
 from vocagnolm.study.load import load_study
 from vocagnolm.study.table import markdown, read_results, study_table
@@ -20,6 +21,11 @@ DISTILLED: dict[str, dict[str, Any]] = {
     "distill-one": {"objective.alternatives": 1},
     "distill-starts": {"objective.inside": False},
     "distill-top": {"objective.keep": 0.5},
+}
+CONTROLS = {
+    "distill-own": {"teacher": "own"},
+    "distill-shuffled": {"targets": "shuffled"},
+    "distill-smoothed": {"targets": "uniform"},
 }
 
 
@@ -55,13 +61,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
                             "objective.method": "distill",
                             "objective.keep": 1.0,
                             "optimizer.learning_rate": 1e-3,
-                            **settings,
+                            **DISTILLED.get(name, {}),
                         },
+                        **CONTROLS.get(name, {}),
                     }
-                    for name, settings in DISTILLED.items()
+                    for name in (*DISTILLED, *CONTROLS)
                 },
             },
-            use=["cpt", "guided-qwen", "matched", "kld", "rho1", "stretch", *DISTILLED],
+            teachers={**TINY["teachers"], "own": {"model": "start"}},
+            use=["cpt", "guided-qwen", "matched", "kld", "rho1", "stretch", *DISTILLED, *CONTROLS],
             score={**TINY["score"], "alternatives": 4},
             comparisons=[
                 ["guided-qwen", "cpt"],
@@ -81,9 +89,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
 
 def test_table_has_all_rows_and_comparisons(finished: Laboratory, tmp_path: Path) -> None:
     table = study_table(finished)
-    names = ["start", "cpt", "guided-qwen", "matched", "kld", "rho1", "stretch", *DISTILLED]
+    names = ["start", "cpt", "guided-qwen", "matched", "kld", "rho1", "stretch"]
+    names += [*DISTILLED, *CONTROLS]
     assert [row["row"] for row in table["rows"]] == names
-    assert [len(row["seeds"]) for row in table["rows"]] == [1, 2, 2, *[1] * 8]
+    assert [len(row["seeds"]) for row in table["rows"]] == [1, 2, 2, *[1] * (len(names) - 3)]
     assert table["missing"] == []
     assert {(c["a"], c["b"]) for c in table["comparisons"]} == {
         ("guided-qwen", "cpt"),
@@ -216,6 +225,14 @@ def test_matched_control_keeps_the_same_share_of_every_source(finished: Laborato
             assert matched[when][source]["kept"] == pytest.approx(wanted, abs=0.06)
 
 
+def test_controls_of_distillation_learn_something_else_each(finished: Laboratory) -> None:
+    results = read_results(finished)
+    bits = {row: results[row][1]["held_out"]["math"] for row in (*DISTILLED, *CONTROLS)}
+    assert len(set(bits.values())) == len(bits)
+    own, other = (read_manifest(finished.folder / "stores" / name) for name in ("own", "qwen"))
+    assert own["identity"]["teacher"] != other["identity"]["teacher"]
+
+
 def test_deadline_in_the_past_starts_nothing(finished: Laboratory, tmp_path: Path) -> None:
     fresh = Laboratory(finished.study, tmp_path)
     outcome = work(fresh, deadline=1.0, **QUIET)
@@ -225,6 +242,7 @@ def test_deadline_in_the_past_starts_nothing(finished: Laboratory, tmp_path: Pat
 def test_a_missing_folder_of_materials_is_named(tmp_path: Path) -> None:
     from vocagnolm import run_study
     from vocagnolm.errors import StudyError
+from vocagnolm.store.format import read_manifest
 
     with pytest.raises(StudyError, match=r"no folder .*nowhere"):
         run_study("table1", tmp_path / "out", materials=tmp_path / "nowhere")

@@ -76,7 +76,7 @@ def recipe_of(
     )
 
 
-def score(teacher: Path, corpus: Path, store: Path, alternatives: int = 0) -> float:
+def score(teacher: Path, corpus: Path, store: Path, alternatives: int | str = 0) -> float:
     """The teacher reads the corpus once; its bits per byte."""
     from vocagnolm.demo.tokenizers import END
     from vocagnolm.score import ScoreSettings, score_corpus

@@ -36,8 +36,9 @@ def with_alternatives(
     *,
     inside: bool = True,
 ) -> TeacherRow:
-    """The row with what the teacher expected; `ids` and `spans` are the student's tokens."""
-    given = Alternatives(expected.alternatives.packed[:, :SHOWN], expected.alternatives.sampled)
+    """The row with what the teacher expected; `ids` and `spans` are the student's tokens. All
+    alternatives decide what becomes of those that are shown."""
+    given = expected.alternatives
     found = carry_alternatives(
         expected.table,
         ids,
@@ -49,33 +50,50 @@ def with_alternatives(
         begins=expected.begins,
     )
     shown = _shown(given, expected.table.vocabulary)
-    targets: list[list[tuple[str | None, float]]] = []
+    ids_given = given.ids.tolist()
+    targets: list[list[tuple[str | None, float] | None]] = []
     for token, place in enumerate(row.first):
-        told = bool(found.told[token])
-        kept = range(len(shown[place])) if told and place >= 0 else ()
-        rows = zip(found.ids[token].tolist(), found.probability[token].tolist(), strict=True)
-        pairs = [*rows]
-        targets.append([_target(expected.table, *pairs[k]) for k in kept])
+        if place < 0 or not found.told[token]:
+            targets.append([])
+            continue
+        begin, start = int(teacher_spans[place, 0]), int(spans[token, 0])
+        pairs = zip(found.ids[token].tolist(), found.probability[token].tolist(), strict=True)
+        targets.append(
+            [
+                _target(expected.table, *pair)
+                if _goes_on(expected.table.vocabulary, index, text[begin:start])
+                else None
+                for index, pair in zip(ids_given[place][: len(shown[place])], pairs, strict=False)
+            ]
+        )
     return dataclasses.replace(row, alternatives=shown, targets=targets)
 
 
 def _shown(given: Alternatives, vocabulary: Vocabulary) -> list[list[tuple[str, float, bool]]]:
-    """Per teacher token its alternatives: text, probability, whether it follows."""
+    """Per teacher token its first alternatives: text, probability, whether it follows."""
+    least = 0.0 if given.sampled else _LEAST  # draws stand in no order
     ends = set(vocabulary.ends.tolist())
-    probability = given.probability.tolist()
+    columns = (given.ids, given.probability, given.present, given.follows)
     found = []
-    for ids, chances, follows in zip(
-        given.ids.tolist(), probability, given.follows.tolist(), strict=True
-    ):
+    for place in zip(*(column[:, :SHOWN].tolist() for column in columns), strict=True):
         rows: list[tuple[str, float, bool]] = []
-        for index, p, is_next in zip(ids, chances, follows, strict=True):
-            if p < _LEAST:
+        for index, p, present, is_next in zip(*place, strict=True):
+            if not present or p < least:
                 break
             spelled = vocabulary[index] if index < len(vocabulary) else b""
             name = _END if index in ends else spelled.decode("utf-8", "surrogateescape")
             rows.append((name, round(p, 4), is_next))
         found.append(rows)
     return found
+
+
+def _goes_on(vocabulary: Vocabulary, index: int, read: bytes) -> bool:
+    """Whether the bytes already read leave an alternative possible; one that ends among them is."""
+    if not read:
+        return True
+    spelled = vocabulary[index] if index < len(vocabulary) else b""
+    common = min(len(spelled), len(read))
+    return common > 0 and spelled[:common] == read[:common]
 
 
 def _target(table: TargetTable, index: int, p: float) -> tuple[str | None, float]:

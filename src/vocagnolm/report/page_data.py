@@ -41,9 +41,10 @@ class TeacherRow(TokenRow):
     alternatives: list[list[tuple[str, float, bool]]] | None = None
     """Per teacher token what the teacher expected at its place: text, probability, and whether it
     is what follows."""
-    targets: list[list[tuple[str | None, float]]] | None = None
+    targets: list[list[tuple[str | None, float] | None]] | None = None
     """Per student token what became of the alternatives at its place, in their order: the student's
-    token (None: the label) and its probability; none where it has its label alone."""
+    token (None: the label) and its probability, or None where the bytes already read rule it out;
+    none at all where the token has its label alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,12 @@ class Selection:
     floor: float | None = None
     chunks: int | None = None
     chunk_choice: str | None = None
+    mix: float | None = None
+    mix_end: float | None = None
+    mix_hold: float | None = None
+    mix_by: str | None = None
+    alternatives: str | None = None
+    """How many of the teacher's a token has, as `AlternativesSpec` writes it."""
     aggregation: str | None = None
     combine: str | None = None
     unmapped: str | None = None

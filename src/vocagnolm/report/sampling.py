@@ -17,7 +17,7 @@ from vocagnolm.data.corpus import Corpus, Document, document_hash
 from vocagnolm.data.guidance import tiling
 from vocagnolm.data.identity import recipe_corpus, student_chat
 from vocagnolm.data.lookup import Lookup
-from vocagnolm.data.targets import target_table
+from vocagnolm.data.targets import common_alternatives, target_table
 from vocagnolm.errors import TemplateError, VocagnolmError
 from vocagnolm.recipe import Recipe, load_recipe
 from vocagnolm.report.expected import Expected, with_alternatives
@@ -77,13 +77,20 @@ def compute_sample(
         _Read(document, text.encode(), own, nll, teachers, tokenizer.shown(text, own))
         for (document, teachers), text, own, nll in zip(chosen, texts, ours, losses, strict=True)
     ]
+    spec = None
+    if recipe.needs_targets and not recipe.needs_online_teacher:
+        spec = common_alternatives(stores, recipe.objective.alternatives)
     tables = [_table(recipe, tokenizer, store) for store in stores]
     names = [student_name(recipe), *(store.teacher_name for store in stores)]
     passages, rule = weigh_passages(
-        [_passage(group, names, tables, recipe.objective.inside) for group in _groups(read)],
+        [
+            _passage(group, names, tables, recipe.objective.inside, spec.count if spec else None)
+            for group in _groups(read)
+        ],
         objective_config(recipe),
         aggregation=recipe.objective.aggregation,
         how=recipe.store.combine or "min",
+        alternatives=spec,
     )
     return Sample(
         passages=passages,
@@ -162,7 +169,9 @@ def _passage(
     names: Sequence[str],
     tables: Sequence[TargetTable | None],
     inside: bool,
+    count: int | None = None,
 ) -> Passage:
+    """`count`: how many of a store's alternatives the run has; None: all."""
     sizes = [len(one.text) for one in group]
     origins = np.concatenate([[0], np.cumsum(sizes)])[:-1]
     text = b"".join(one.text for one in group)
@@ -188,7 +197,7 @@ def _passage(
         kept = [one.alternatives for one in held if one.alternatives is not None]
         if table is None or not kept:
             return row
-        packed = np.concatenate([one.packed for one in kept])
+        packed = np.concatenate([one.packed[:, :count] for one in kept])
         expected = Expected(table, Alternatives(packed, kept[0].sampled), origins)
         return with_alternatives(row, expected, ids, ours, spans, text, inside=inside)
 

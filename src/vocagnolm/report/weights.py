@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vocagnolm.alignment import Aggregation, Alignment, carry
+from vocagnolm.alternatives import AlternativesSpec
 from vocagnolm.data.guidance import Combine, Laid, LaidTeacher, combine, stretch_guidance
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.report.page_data import Passage, Selection, TeacherRow
@@ -38,9 +39,11 @@ def weigh_passages(
     *,
     aggregation: Aggregation = "max",
     how: Combine = "min",
+    alternatives: AlternativesSpec | None = None,
 ) -> tuple[list[Passage], Selection]:
     """What each token counts under `config`, with the guidance and the excess that decided it. A
-    token without a student loss (the first one) is no target and counts nothing."""
+    token without a student loss (the first one) is no target and counts nothing. `alternatives`:
+    those that the run distilled from, which its description names."""
     import torch
 
     from vocagnolm.objective import weigh_step
@@ -63,26 +66,37 @@ def weigh_passages(
             passage = _with_guidance(passage, given, own[0].numpy())
         column = np.round(weight[0].double().numpy(), 4)
         weighed.append(dataclasses.replace(passage, weights=column.tolist()))
-    return weighed, describe(config, weighed, aggregation, how)
+    return weighed, describe(config, weighed, aggregation, how, alternatives)
 
 
 def describe(
-    config: "ObjectiveConfig", passages: Sequence[Passage], aggregation: Aggregation, how: Combine
+    config: "ObjectiveConfig",
+    passages: Sequence[Passage],
+    aggregation: Aggregation,
+    how: Combine,
+    alternatives: AlternativesSpec | None = None,
 ) -> Selection:
     """The rule in words, as far as the method reads it."""
     selects, chooses = config.rule.selects, config.rule.selects and not config.graded
     guided = config.rule.guidance and not (
         config.method == "chunk" and config.chunk_choice == "random"
     )
+    distils = config.rule.alternatives
+    moves = distils and config.mix_end is not None
     return Selection(
         method=config.method,
-        label=config.rule.label,
+        label=config.rule.label + (_mixture(config, alternatives) if distils else ""),
         keep=config.keep if chooses else None,
         compare="stretch" if config.by_stretch else "token" if guided else None,
         weighting=config.weighting if guided and selects else None,
         floor=config.floor if selects and config.graded else None,
         chunks=config.n_chunks if config.method == "chunk" else None,
         chunk_choice=config.chunk_choice if config.method == "chunk" else None,
+        mix=config.mix if distils else None,
+        mix_end=config.mix_end if moves else None,
+        mix_hold=config.mix_hold if moves and config.mix_hold else None,
+        mix_by=config.mix_by if distils else None,
+        alternatives=str(alternatives) if distils and alternatives else None,
         aggregation=None if config.by_stretch or config.method == "chunk" else aggregation,
         guided=guided,
         combine=how if any(len(passage.teachers) > 1 for passage in passages) else None,
@@ -93,8 +107,24 @@ def describe(
         if config.scope == "sequence"
         else "all texts of the page",
         graded=config.graded,
-        threshold=_threshold(passages) if chooses and config.rule.by_excess else None,
+        threshold=_threshold(passages)
+        if chooses and config.rule.by_excess and config.keep < 1.0
+        else None,
     )
+
+
+def _mixture(config: "ObjectiveConfig", alternatives: AlternativesSpec | None) -> str:
+    """Behind the method's label: `, with a mix of 0.5 and 4 alternatives a token`."""
+    mix = f"of {config.mix:g}"
+    if config.mix_end is not None:
+        mix = f"from {config.mix:g} to {config.mix_end:g}"
+    if config.mix_by == "reducible":
+        mix += " times what is reducible"
+    if alternatives is None:
+        return f", with a mix {mix}"
+    kind = "sampled alternative" if alternatives.sampled else "alternative"
+    plural = "" if alternatives.count == 1 else "s"
+    return f", with a mix {mix} and {alternatives.count} {kind}{plural} a token"
 
 
 def _threshold(passages: Sequence[Passage]) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from vocagnolm.files import write_json
 from vocagnolm.recipe import Recipe
-from vocagnolm.study.design import GranularityPlan, RunPlan
+from vocagnolm.study.design import Exchange, GranularityPlan, RunPlan
 from vocagnolm.study.folder import EVALUATION, SELECTION, StudyFolder, read_result
 from vocagnolm.study.task import release_memory
 
@@ -77,6 +77,8 @@ def run_seed(home: StudyFolder, run: RunPlan) -> None:
     folder = home.run_folder(run)
     if run.matched_to is not None:
         _match(home, run, recipe)
+    if run.targets is not None:
+        _exchange(home, run, run.targets, recipe)
     seconds = train_model(recipe)
     _measure_selection(home, run, recipe, folder)
     about = {
@@ -103,6 +105,17 @@ def _match(home: StudyFolder, run: RunPlan, recipe: Recipe) -> None:
         mean_shares(*measured.values()),
         run.seed,
     )
+    recipe.data.blocks = str(target)
+
+
+def _exchange(home: StudyFolder, run: RunPlan, exchange: Exchange, recipe: Recipe) -> None:
+    from vocagnolm.alignment import load_tokenizer
+    from vocagnolm.study.selection import write_exchanged_blocks
+
+    assert recipe.data.blocks is not None and recipe.student_tokenizer is not None
+    target = home.folder / "blocks" / f"exchanged-{run.name}"
+    vocabulary = len(load_tokenizer(recipe.student_tokenizer).vocabulary)
+    write_exchanged_blocks(Path(recipe.data.blocks), target, exchange, vocabulary, run.seed)
     recipe.data.blocks = str(target)
 
 

@@ -29,6 +29,11 @@ from vocagnolm.recipe import Recipe, recipe_from_dict
 from vocagnolm.recipe.schema import Number, Schema
 
 
+START = "start"
+"""As a teacher's model: what the students start from."""
+Exchange = Literal["shuffled", "uniform"]
+
+
 class Plan(Schema):
     """A part of a study. It is read, not changed."""
 
@@ -39,6 +44,7 @@ class TeacherPlan(Plan):
     """A model that scores the corpus: a given one, or one that the study trains first."""
 
     model: str | None = None
+    """A model, or `start` for what the students start from."""
     tokenizer: str | None = None
     label: str | None = None
     train: dict[str, Any] | None = None
@@ -97,6 +103,9 @@ class RowPlan(Plan):
     """Take the learning rate that was tuned for this group."""
     matched_to: str | None = None
     """Random selection with the kept share per source of this row's first run."""
+    targets: Exchange | None = None
+    """Distillation towards other targets: `shuffled`, those of another place with the same label,
+    or `uniform`, any tokens in place of the teacher's (label smoothing of the same mass)."""
     priority: int = 0
     """Smaller numbers run first; within one number, seed by seed."""
 
@@ -126,11 +135,12 @@ class PanelPlan(Plan):
 
 
 class FigurePlan(PanelPlan):
-    """kind `bars`: a bar a row. kind `lines`: a panel, or several side by side. kind `strength`:
+    """kind `bars`: a bar a row. kind `lines`: a panel, or several side by side. kind `frontier`:
+    accuracy against bits per byte, a curve a series. kind `strength`:
     what rows gain over `reference`, over all seeds of both, against their teachers' bits per byte
     on the corpus, for the rows that are compared with it."""
 
-    kind: Literal["bars", "lines", "strength"] = "bars"
+    kind: Literal["bars", "lines", "frontier", "strength"] = "bars"
     measure: str = "accuracy"
     panels: list[PanelPlan] = Field(default=[])
     """Several panels (lines), instead of the one that the figure's own keys describe."""
@@ -175,6 +185,7 @@ class RunPlan:
     against: str | None = None
     tuned: str | None = None
     matched_to: str | None = None
+    targets: Exchange | None = None
     order: tuple[int, int, int] = (0, 0, 0)
     """Priority, seed, place of the row."""
 
@@ -221,6 +232,7 @@ def plan_runs(study: Study) -> list[RunPlan]:
                     against=row.against,
                     tuned=row.tuned,
                     matched_to=row.matched_to,
+                    targets=row.targets,
                     order=(row.priority, seed, place),
                 )
             )

@@ -1,5 +1,5 @@
-"""One figure of a study: bars, lines over a number, or gains against the teachers' strength. Needs
-the extra `plots`."""
+"""One figure of a study: bars, lines over a number, answers against bits per byte, or gains against
+the teachers' strength. Needs the extra `plots`."""
 
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ def draw(table: dict[str, Any], plan: FigurePlan, path: str | Path) -> Path:
     values = {name: value for name, value in measured.items() if value is not None}
     if not values:
         raise StudyError(f"No finished run has the measure '{plan.measure}' yet.")
-    kind = _draw_lines if plan.kind == "lines" else _draw_bars
-    return kind(rows, values, plan, table["title"] or table["study"], path)
+    kinds = {"bars": _draw_bars, "lines": _draw_lines, "frontier": _draw_frontier}
+    return kinds[plan.kind](rows, values, plan, table["title"] or table["study"], path)
 
 
 def _draw_bars(
@@ -69,6 +69,38 @@ def _draw_lines(
     for axes, panel in zip(panels, shown, strict=True):
         _draw_panel(axes, panel, rows, values)
     panels[0].set_ylabel(f"{_unit(plan.measure)}\n(mean and spread over seeds)", color=SOFT)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
+    return save_figure(matplotlib, figure, path)
+
+
+def _draw_frontier(
+    rows: Rows, values: Measured, plan: FigurePlan, title: str, path: str | Path
+) -> Path:
+    """Up is more right answers, left is fewer bits per byte: what lies beside both of the
+    reference's lines, above and to the left, is better in both."""
+    from vocagnolm.plots import COLOURS, INK, SOFT, new_figure, save_figure
+
+    matplotlib, figure, axes = new_figure(8.4, 5.4)
+    bits = {name: [one["mean"] for one in rows[name]["bits_per_byte"].values()] for name in values}
+    places = {name: sum(found) / len(found) for name, found in bits.items() if found}
+    if plan.reference in places:
+        style = {"color": SOFT, "linestyle": "--", "linewidth": 1, "zorder": 0.5}
+        axes.axhline(values[plan.reference][0], **style)
+        axes.axvline(places[plan.reference], **style)
+    of = {name: at for at, names in enumerate(plan.series.values()) for name in names}
+    for at, names in enumerate(plan.series.values()):
+        shown = [name for name in names if name in places]
+        curve = ([places[name] for name in shown], [values[name][0] for name in shown])
+        axes.plot(*curve, color=COLOURS[at % len(COLOURS)], linewidth=1, zorder=0.8)
+    for name, x in places.items():
+        mean, spread = values[name]
+        colour = COLOURS[of[name] % len(COLOURS)] if name in of else SOFT
+        axes.errorbar(x, mean, _known(spread), marker="o", markersize=5, capsize=2, color=colour)
+        beside = {"xytext": (6, 4), "textcoords": "offset points", "fontsize": 7.5, "color": INK}
+        axes.annotate(rows[name]["label"], (x, mean), **beside)
+    axes.margins(x=0.2, y=0.1)
+    axes.set_xlabel("bits per byte, mean over held-out texts", color=SOFT)
+    axes.set_ylabel(f"{_unit(plan.measure)}\n(mean and spread over seeds)", color=SOFT)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
     return save_figure(matplotlib, figure, path)
 

@@ -20,6 +20,7 @@ from vocagnolm.files import json_digest, local_path, read_json
 from vocagnolm.methods import METHODS
 from vocagnolm.recipe import Recipe
 from vocagnolm.study.design import (
+    START,
     GranularityPlan,
     RowPlan,
     RunPlan,
@@ -61,6 +62,8 @@ class StudyFolder:
 
     def teacher_model(self, teacher: str) -> str:
         given = self.study.teachers[teacher].model
+        if given == START:
+            return str(self.folder / "start" / "model")
         return given or str(self.folder / "teachers" / teacher / "model")
 
     def granularity_file(self, plan: GranularityPlan) -> Path:

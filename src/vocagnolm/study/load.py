@@ -6,7 +6,7 @@ from typing import Any
 
 from vocagnolm.errors import StudyError
 from vocagnolm.recipe.schema import apply_override, build, parse_yaml, read_tree, unknown
-from vocagnolm.study.design import FigurePlan, Study, expand_rows
+from vocagnolm.study.design import START, FigurePlan, Study, expand_rows
 
 SHIPPED = Path(__file__).parent / "studies"
 
@@ -83,6 +83,8 @@ def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
     for name, teacher in study.teachers.items():
         if (teacher.model is None) == (teacher.train is None):
             raise StudyError(f"{origin}: teachers.{name} must have either `model` or `train`.")
+        if teacher.model == START and study.start is None:
+            raise StudyError(f"{origin}: teachers.{name} is the start: set `start`, too.")
     for name, row in rows.items():
         given = [
             ("teacher", row.teacher),
@@ -101,6 +103,8 @@ def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
                     f"{origin}: rows.{name}.matched_to is {row.matched_to}, which has no teacher "
                     "of its own. Name a guided row."
                 )
+        if row.targets is not None and row.set.get("objective.method") != "distill":
+            raise StudyError(f"{origin}: rows.{name}.targets is for rows of method distill.")
         if row.tuned is not None:
             groups = set(study.tune.rows) if study.tune else set()
             _require(row.tuned, groups, f"{origin}: rows.{name}.tuned", "tuning group")
@@ -128,7 +132,7 @@ def _check_figure(plan: FigurePlan, rows: set[str], where: str) -> None:
         for line, names in panel.series.items():
             for name in names:
                 _require(name, rows, f"{where}.series: {line}", "row")
-                if name not in panel.x:
+                if name not in panel.x and plan.kind == "lines":
                     raise StudyError(f"{where}.x has no place for '{name}' of the line '{line}'.")
 
 

@@ -1,11 +1,13 @@
-"""Which sources a selection keeps, and random selection with the same share per source.
+"""Which sources a selection keeps, and controls: blocks whose teacher says something else.
 
 Guidance may simply prefer one source (word problems, say) over another. The control that tells:
 blocks whose guidance is made of random numbers, so that the ordinary guided objective keeps as much
-of every source as the guided run did, but by chance within it.
+of every source as the guided run did, but by chance within it. And soft targets may help whatever
+they say: blocks whose targets are those of other places, or of no teacher at all.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from vocagnolm.errors import CorpusError, StudyError
 from vocagnolm.files import file_digest, json_digest, write_json
 from vocagnolm.pair.sources import predicted_sources, shares_by_source
 from vocagnolm.recipe import Recipe
+from vocagnolm.study.design import Exchange
 
 # Random guidance spans this many nats, so that the student's own loss (at most a few tens) moves
 # a token by less than a thousandth; float16 reaches 65,504.
@@ -119,28 +122,92 @@ def write_matched_blocks(
     source: Path, target: Path, sources: Sequence[str], shares: dict[str, float], seed: int
 ) -> None:
     """The blocks of `source` with random guidance in place of the teacher's."""
-    if (target / MANIFEST).is_file():
-        return
-    manifest = read_manifest(source)
-    target.mkdir(parents=True, exist_ok=True)
-    for number, part in enumerate(manifest["parts"]):
-        columns: dict[str, Any] = {}
-        with safe_open(source / part["name"], framework="np") as file:
-            for name in ("ids", "document_tokens", "document_index", "guidance"):
-                columns[name] = file.get_tensor(name)
-            metadata = file.metadata()
+
+    def match(columns: dict[str, np.ndarray], number: int) -> None:
         named = np.array([sources[i] for i in columns["document_index"]], dtype=object)
         per_token = np.repeat(named, columns["document_tokens"])
         columns["guidance"] = matched_guidance(
             columns["guidance"], per_token, shares, [seed, number]
         )
+
+    def tell(manifest: dict[str, Any]) -> None:
+        manifest["teacher"] = "none: random, matched per source"
+        guidance = manifest["settings"]["guidance"]
+        guidance |= {"teacher_losses": False, "stretch": False}
+        guidance.pop("targets", None)
+
+    columns = ["ids", "document_tokens", "document_index", "guidance"]
+    _rewrite_blocks(source, target, columns, match, tell)
+
+
+def write_exchanged_blocks(
+    source: Path, target: Path, exchange: Exchange, vocabulary: int, seed: int
+) -> None:
+    """The blocks of `source` with other targets for distillation (`exchanged_targets`)."""
+
+    def change(columns: dict[str, np.ndarray], number: int) -> None:
+        columns["target_ids"], columns["target_p"] = exchanged_targets(
+            columns["ids"],
+            columns["target_ids"],
+            columns["target_p"],
+            exchange,
+            vocabulary,
+            [seed, number],
+        )
+
+    def tell(manifest: dict[str, Any]) -> None:
+        manifest["teacher"] = f"{manifest.get('teacher')}, targets {exchange}"
+
+    _rewrite_blocks(source, target, read_manifest(source)["columns"], change, tell)
+
+
+def exchanged_targets(
+    ids_N: np.ndarray,
+    target_ids_NK: np.ndarray,
+    target_p_NK: np.ndarray,
+    exchange: Exchange,
+    vocabulary: int,
+    seed: list[int],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Is it what the teacher says of this place? `shuffled`: every token has the targets of another
+    place with the same label. `uniform`: the tokens are drawn from the whole vocabulary, so that
+    the probabilities smooth the label as a teacher would that knows nothing."""
+    chance = np.random.default_rng(seed)
+    if exchange == "uniform":
+        drawn = chance.integers(vocabulary, size=target_ids_NK.shape)
+        return drawn.astype(target_ids_NK.dtype), target_p_NK
+    by_label = np.lexsort((chance.random(len(ids_N)), ids_N))
+    # within a label the targets move on by one place, so that none keeps its own
+    bounds = np.flatnonzero(np.diff(ids_N[by_label], prepend=-1, append=-1))
+    taken = np.concatenate(
+        [np.roll(by_label[a:b], 1) for a, b in itertools.pairwise(bounds.tolist())]
+    )
+    giver = np.empty(len(ids_N), np.int64)
+    giver[by_label] = taken
+    return target_ids_NK[giver], target_p_NK[giver]
+
+
+def _rewrite_blocks(
+    source: Path,
+    target: Path,
+    names: list[str],
+    change: Callable[[dict[str, np.ndarray], int], None],
+    tell: Callable[[dict[str, Any]], None],
+) -> None:
+    """The columns `names` of blocks, part by part as `change` leaves them."""
+    if (target / MANIFEST).is_file():
+        return
+    manifest = read_manifest(source)
+    target.mkdir(parents=True, exist_ok=True)
+    for number, part in enumerate(manifest["parts"]):
+        with safe_open(source / part["name"], framework="np") as file:
+            columns = {name: file.get_tensor(name) for name in names}
+            metadata = file.metadata()
+        change(columns, number)
         save_file(columns, target / part["name"], metadata=metadata)
         part["sha256"] = file_digest(target / part["name"])
         part["bytes"] = (target / part["name"]).stat().st_size
-    manifest["columns"] = ["ids", "document_tokens", "document_index", "guidance"]
-    manifest["teacher"] = "none: random, matched per source"
-    guidance = manifest["settings"]["guidance"]
-    guidance |= {"teacher_losses": False, "stretch": False}
-    guidance.pop("targets", None)
+    manifest["columns"] = names
+    tell(manifest)
     manifest["fingerprint"] = json_digest([part["sha256"] for part in manifest["parts"]])
     write_json(target / MANIFEST, manifest)

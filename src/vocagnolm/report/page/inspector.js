@@ -29,7 +29,7 @@ function makeInspector() {
       if (isNumber(excess)) {
         const rank = rankOf(excess);
         list.append(h("dt", {}, "rank"), h("dd", { class: "full", "data-field": "rank" },
-          `${whole(rank)} of ${whole(excessDescending.length)} · top ${percent(rank / excessDescending.length)}`));
+          h("span", {}, `${whole(rank)} of ${whole(excessDescending.length)} ·`), " ", h("span", {}, `top ${percent(rank / excessDescending.length)}`)));
       }
     }
     return list.childElementCount ? list : null;
@@ -56,24 +56,34 @@ function makeInspector() {
   }
 
   // What the teacher expected where this token begins, and what the student makes of it.
-  function expected(passage, teacher, i) {
-    const given = teacher.first[i] < 0 ? null : teacher.alternatives?.[teacher.first[i]];
+  function expected(passage, info, number, i) {
+    const teacher = passage.teachers[number];
+    const at = teacher.first[i];
+    const given = at < 0 ? null : teacher.alternatives?.[at];
     if (!given?.length) return [];
     const targets = teacher.targets?.[i] || [];
-    const label = () => h("span", { class: "small" }, "label");
+    const inside = info.studentStart[i] > info.teacherStart[number][at];
     const items = given.map(([text, p, follows], k) => {
-      const [target, share] = targets[k] || [null, 0];
-      const became = targets.length === 0 ? h("span", { class: "small" }, "–")
-        : target === null ? label()
-        : showToken(h("span", { class: "tok target", title: `${percent(share)} of the target` }), target, { spaces: true, limit: 40 });
+      const became = h("span", { class: "became" });
+      if (targets[k]) {
+        const [target, share] = targets[k];
+        // what has no token of its own is the label's: the token of the text
+        const props = target === null ? { class: "tok label" } : { class: "tok", title: `${percent(share)} of the target` };
+        became.append("→ ", showToken(h("span", props), target ?? passage.student.text[i], { spaces: true, limit: 40 }));
+      } else became.append("–");
       return h("li", { class: follows ? "follows" : "" },
         showToken(h("span", { class: "tok" }), text, { spaces: true, limit: 40 }),
-        meter(p, 1), h("span", { class: "num" }, percent(p)), h("span", { class: "became" }, "→ ", became));
+        meter(p, 1), h("span", { class: "num" }, percent(p)), became);
     });
-    const several = passage.teachers.length > 1 ? ` of ${teacher.name}` : "";
-    const notes = [given.some((one) => one[2]) ? "Bold: what follows." : "What follows is not among them."];
-    if (!targets.length) notes.push("This token begins inside a teacher token, and none of these goes on from there: it has its label alone.");
-    else notes.push("Right: the token of the student that is its target.");
+    const several = passage.teachers.length > 1 ? ` by ${teacher.name}` : "";
+    const notes = [];
+    if (inside) notes.push("From where the teacher's token begins, before this one.");
+    notes.push(given.some((one) => one[2]) ? "Bold: what the text goes on with." : "What the text goes on with is not among them.");
+    if (!targets.length) notes.push("None counts for this token, which is taught its own text alone.");
+    else {
+      notes.push(page.selection?.method === "distill" ? "After the arrow: the student's token that is taught for it." : "After the arrow: the student's token that distillation would teach for it.");
+      if (targets.includes(null)) notes.push("–: ruled out by the text between.");
+    }
     return [h("h3", {}, `Expected here${several}`), h("ol", { class: "covers expected", "data-field": "expected" }, items), h("p", { class: "small" }, notes.join(" "))];
   }
 
@@ -90,7 +100,7 @@ function makeInspector() {
       showToken(h("div", { class: "big", "data-field": "token" }), row.text[i], { spaces: true, limit: 400 }),
       h("p", { class: "where" }, facts.join(" · ")),
       numbers(passage, i, largest),
-      ...passage.teachers.flatMap((teacher) => [...covers(passage, teacher, i, largest), ...expected(passage, teacher, i)]),
+      ...passage.teachers.flatMap((teacher, number) => [...covers(passage, teacher, i, largest), ...expected(passage, info, number, i)]),
     ].filter(Boolean));
   }
 

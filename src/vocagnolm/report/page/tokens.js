@@ -261,7 +261,7 @@ function tokensSection() {
   const rule = page.selection;
   const title = rule && !rule.guided ? "What counts in the loss" : page.passages.some((p) => p.excess) ? "What the teacher changed" : page.passages.some(lead) ? "The two tokenisations" : "The text";
   const caption = ["The text as the student reads it, token by token."];
-  if (page.passages.some(lead)) caption.push("Point at a token, or walk with the arrow keys, to see the teacher tokens that cover it.");
+  if (page.passages.some(lead)) caption.push("Point at a token, or walk with the arrow keys, to see the teacher tokens that cover it" + (page.passages.some((p) => p.teachers.some((t) => t.alternatives)) ? ", and what the teacher expected there." : "."));
   if (rule && page.runs.length) caption.push(`The rule of the run: ${rule.label || rule.method}.`);
   if (rule && !rule.guided && page.passages.some((p) => p.excess)) caption.push("The teacher's losses are shown beside it; they decide nothing here.");
   const element = section("tokens", title, caption.join(" "));
