@@ -1,10 +1,11 @@
-"""What does distillation bring in the demo's setting, at what price, and is it the teacher? Every rule
-has its own best rate, chosen on problems that are used for nothing else.
+"""What does distillation bring in the demo's setting, at what price, and is it the teacher? Every
+rule has its own best rate, chosen on problems that are used for nothing else.
 
     python runs/demo_distill.py [--seeds 5] [--out out/demo-distill]
 
 Prints a table, and leaves it with a figure in the folder (protocol and results:
-docs/log/distillation.md). 128 runs, about 40 minutes on two cores; what is finished is not done again.
+docs/log/distillation.md). 128 runs, about 40 minutes on two cores; what is finished is not done
+again.
 """
 
 import argparse

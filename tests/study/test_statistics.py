@@ -181,4 +181,4 @@ def test_exchanged_targets_are_those_of_another_place_or_of_nobody() -> None:
     assert np.array_equal(given, p[givers[:, 0]])
     drawn, same = exchanged_targets(ids, np.repeat(places, 4, 1), p, "uniform", 100, [1])
     assert drawn.dtype == np.int32 and same is p
-    assert 0 <= drawn.min() and drawn.max() < 100 and len(np.unique(drawn)) > 90
+    assert drawn.min() >= 0 and drawn.max() < 100 and len(np.unique(drawn)) > 90

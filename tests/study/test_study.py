@@ -242,7 +242,6 @@ def test_deadline_in_the_past_starts_nothing(finished: Laboratory, tmp_path: Pat
 def test_a_missing_folder_of_materials_is_named(tmp_path: Path) -> None:
     from vocagnolm import run_study
     from vocagnolm.errors import StudyError
-from vocagnolm.store.format import read_manifest
 
     with pytest.raises(StudyError, match=r"no folder .*nowhere"):
         run_study("table1", tmp_path / "out", materials=tmp_path / "nowhere")

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vocagnolm.demo.problems import Problem
 from vocagnolm.files import write_json
@@ -13,7 +14,7 @@ from vocagnolm.recipe import Recipe, recipe_from_dict
 METHODS = ("cpt", "random", "guided", "distill")
 ALTERNATIVES = 4
 """That the demo's store holds of every token."""
-BY_STRETCH = {
+BY_STRETCH: dict[str, dict[str, Any]] = {
     "reducible": {"method": "guided", "compare": "stretch", "weighting": "reducible", "floor": 0.2},
     "alm": {"method": "alm"},
 }

@@ -28,7 +28,6 @@ from vocagnolm.errors import StudyError
 from vocagnolm.recipe import Recipe, recipe_from_dict
 from vocagnolm.recipe.schema import Number, Schema
 
-
 START = "start"
 """As a teacher's model: what the students start from."""
 Exchange = Literal["shuffled", "uniform"]
