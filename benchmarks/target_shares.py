@@ -82,7 +82,9 @@ def main() -> None:
 
 def _name(source: str) -> str:
     path = Path(source)
-    return path.parent.name if path.name == "tokenizer.json" else path.stem
+    if path.name == "tokenizer.json":
+        return path.parent.name
+    return path.name.removesuffix(".gguf")
 
 
 if __name__ == "__main__":

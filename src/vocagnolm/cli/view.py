@@ -44,8 +44,9 @@ def view(
 ) -> None:
     """Write one self-contained HTML page that shows how tokenizers share a text.
 
-    Tokenizers alone give the alignment. Models add their losses; with both models every token
-    shows its excess and whether it would be kept. The page needs no network.
+    Tokenizers alone give the alignment. Models add their losses, a teacher's model also what it
+    expected at every place; with both models every token shows its excess and whether it would be
+    kept. The page needs no network.
     """
     from vocagnolm.cli.align import read_conversations, read_utf8
     from vocagnolm.report.html import write_page
