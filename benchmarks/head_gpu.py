@@ -24,7 +24,6 @@ from head_variants import Choice, variants
 from measure import arguments, clean, liger_cross_entropy, peak_gib, report, side_by_side
 from torch import Tensor
 
-from vocagnolm.methods import MethodName
 from vocagnolm.objective import (
     Decided,
     Head,
@@ -108,7 +107,7 @@ def methods(data: HeadData, keep: float) -> dict[str, Method]:
     labels, guidance = data.labels, data.guidance
     k = round(keep * len(labels))
 
-    def ours(impl: Implementation, name: MethodName) -> Method:
+    def ours(impl: Implementation, name: str) -> Method:
         config = ObjectiveConfig(method=name, keep=keep, normalise="selected")
 
         def call(hidden: Tensor, weight: Tensor, forced: Tensor | None) -> Tensor:

@@ -1,79 +1,101 @@
 """The methods of training: what each needs of a teacher, and what it is called. No torch.
 
-A new method is a row here, its rule in `objective`, and nothing else.
+A method is a row of `METHODS`. A row names what the objective does, by keys of three tables:
+`objective.selection.RANKINGS` (which tokens are kept), `objective.weighting.WEIGHTINGS` (what each
+counts) and `objective.distill.DISTANCES` (how far two distributions are apart). Everything else
+asks the row; a row that names what is in no table is an error when `vocagnolm.objective` is
+imported or the method is used.
 """
 
 from dataclasses import dataclass
 from typing import Literal
-
-MethodName = Literal[
-    "cpt", "guided", "distill", "random", "chunk", "rho1", "no_teacher", "kld", "uld", "alm"
-]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
     label: str
     """One line for cards and tables."""
-    selects: bool = False
-    """Trains on some of the tokens."""
+    ranking: str | None = None
+    """Trains on some of the tokens: those that this ranking puts first; None: on all."""
+    unit: Literal["token", "chunk"] = "token"
+    """What is ranked: tokens one by one (or their stretches), or whole chunks of a sequence."""
+    weighting: str | None = None
+    """Every token counts by this weighting, whatever `objective.weighting` says."""
     guidance: bool = False
     """Reads one number per token from the teacher, out of a store or online."""
-    by_excess: bool = False
-    """Ranks tokens one by one by what their loss exceeds the teacher's."""
+    by_stretch: bool = False
+    """Always compares whole stretches of text."""
     alternatives: bool = False
     """Reads the tokens that the teacher finds likeliest, out of a store or online."""
     keep: float = 0.4
     """Share of the tokens that is kept where nothing else is said."""
-    distribution: bool = False
-    """Reads the teacher's whole distribution: the teacher is held online."""
+    distance: str | None = None
+    """Adds this distance to the teacher's whole distribution: the teacher is held online."""
     one_vocabulary: bool = False
     """Student and teacher must share it; an online teacher then reads the student's ids."""
+    entropy: bool = False
+    """May also ask how sure the reference model is (`entropy_keep`)."""
+
+    @property
+    def selects(self) -> bool:
+        return self.ranking is not None
+
+    @property
+    def by_excess(self) -> bool:
+        """Ranks tokens one by one by what their loss exceeds the teacher's."""
+        return self.ranking == "excess" and self.unit == "token"
+
+    @property
+    def distribution(self) -> bool:
+        return self.distance is not None
 
 
-METHODS: dict[MethodName, Method] = {
+METHODS: dict[str, Method] = {
     "cpt": Method(label="plain continual pretraining on every token"),
     "guided": Method(
         label="training on the tokens whose loss exceeds the teacher's most (VocAgnoLM)",
-        selects=True,
+        ranking="excess",
         guidance=True,
-        by_excess=True,
     ),
     "distill": Method(
         label="distillation: training towards the tokens that the teacher finds likeliest",
-        selects=True,
+        ranking="excess",
         guidance=True,
-        by_excess=True,
         alternatives=True,
         keep=1.0,
     ),
-    "random": Method(label="training on a random selection of tokens", selects=True),
+    "random": Method(label="training on a random selection of tokens", ranking="chance"),
     "chunk": Method(
         label="training on whole chunks of a sequence (coarse alignment)",
-        selects=True,
+        ranking="excess",
+        unit="chunk",
         guidance=True,
     ),
     "rho1": Method(
         label="training on the tokens whose loss exceeds the reference model's most (Rho-1)",
-        selects=True,
+        ranking="excess",
         guidance=True,
-        by_excess=True,
         one_vocabulary=True,
+        entropy=True,
     ),
     "no_teacher": Method(
-        label="training on the tokens of highest student loss, without a teacher", selects=True
+        label="training on the tokens of highest student loss, without a teacher", ranking="loss"
     ),
     "kld": Method(
         label="cross entropy plus Kullback-Leibler divergence of the two distributions",
-        distribution=True,
+        distance="kl",
         one_vocabulary=True,
     ),
     "uld": Method(
         label="cross entropy plus the Wasserstein distance of the sorted distributions (ULD)",
-        distribution=True,
+        distance="wasserstein",
     ),
     "alm": Method(
         label="cross entropy plus the distance of the two probabilities of each stretch (ALM)",
         guidance=True,
+        by_stretch=True,
+        weighting="likelihood",
     ),
 }
+CHOOSABLE_WEIGHTINGS: list[str] = ["top_k", "reducible"]
+"""What `objective.weighting` may be: `top_k`, a choice among tokens, or a name of `WEIGHTINGS`."""

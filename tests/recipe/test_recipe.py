@@ -1,13 +1,11 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
 
 from vocagnolm.errors import RecipeError
-from vocagnolm.methods import METHODS, MethodName
 from vocagnolm.recipe import Recipe, load_recipe, recipe_difference, recipe_from_dict
 from vocagnolm.recipe.reference import markdown_reference
 from vocagnolm.recipe.shipped import FOLDER, shipped_recipes
@@ -132,10 +130,6 @@ def test_a_file_that_is_not_text_is_no_recipe(tmp_path):
     (tmp_path / "r.yaml").write_bytes(b"run: {folder: '\xff'}")
     with pytest.raises(RecipeError, match="not valid YAML"):
         load_recipe(tmp_path / "r.yaml")
-
-
-def test_every_method_has_its_row():
-    assert tuple(METHODS) == get_args(MethodName)
 
 
 def test_sections_are_small():

@@ -24,6 +24,7 @@ from report.pages import (
 )
 
 from vocagnolm.alignment import align
+from vocagnolm.report import html
 from vocagnolm.report.html import write_page
 from vocagnolm.report.kept import statistics
 from vocagnolm.report.page_data import Page, Passage, ResultGroup, Run
@@ -441,6 +442,26 @@ def test_seeds_of_one_setting_share_a_colour(visit) -> None:
     page = visit(Page(title="t", runs=runs)).page
     keys = page.locator("#curves .keys > span").all_inner_texts()
     assert keys == ["guided · keep 0.4 (n = 2)", "guided · keep 0.8 (n = 1)"]
+
+
+def test_a_section_is_added_as_a_function_and_a_row(visit, monkeypatch) -> None:
+    added = """
+    function notesSection() {
+      const element = section("notes", "Notes", "What was noticed.");
+      element.append(h("p", {}, "nothing"));
+      return element;
+    }
+    SECTIONS.notes = ["Notes", notesSection];
+    """
+    monkeypatch.setattr(html, "SCRIPTS", (*html.SCRIPTS[:-1], "notes.js", html.SCRIPTS[-1]))
+    shipped = html._resource
+    monkeypatch.setattr(
+        html, "_resource", lambda name: added if name == "notes.js" else shipped(name)
+    )
+    opened = visit(known_page())
+    assert opened.page.locator("#notes p").last.inner_text() == "nothing"
+    assert opened.page.locator("#nav a").last.inner_text() == "Notes"
+    assert opened.messages == []
 
 
 def test_a_phone_has_the_section_links(visit) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from vocagnolm.errors import BenchmarkError, MissingExtraError
 from vocagnolm.evaluate.graders.grading import gold_letter, gold_math, gold_number
-from vocagnolm.evaluate.suite import Protocol, Task, task_named
+from vocagnolm.evaluate.suite import TASKS, Protocol, Task, task_named
 from vocagnolm.files import parse_json
 
 Row = dict[str, Any]
@@ -285,6 +285,11 @@ SOURCES: dict[str, Source] = {
         hub=(("reasoning-machines/gsm-hard", None, "train"),),
     ),
 }
+
+
+if SOURCES.keys() != TASKS.keys():
+    missing = ", ".join(sorted(SOURCES.keys() ^ TASKS.keys()))
+    raise LookupError(f"tasks without a source, or sources without a task: {missing}")
 
 
 def load_examples(

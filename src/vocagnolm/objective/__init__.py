@@ -9,14 +9,16 @@
 """
 
 from vocagnolm.errors import ObjectiveError
+from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS
 from vocagnolm.objective.batch import IGNORE_INDEX, Decided, Targets, Teacher
 from vocagnolm.objective.config import ObjectiveConfig, Pairing
+from vocagnolm.objective.distill import DISTANCES
 from vocagnolm.objective.head import Head
 from vocagnolm.objective.loss import objective_loss, student_nll, token_losses
 from vocagnolm.objective.output import ObjectiveOutput
 from vocagnolm.objective.rows import Implementation
-from vocagnolm.objective.selection import Counts, ScoredBatch, count_kept, select
-from vocagnolm.objective.weighting import StepWeights, weigh_step
+from vocagnolm.objective.selection import RANKINGS, Counts, ScoredBatch, count_kept, select
+from vocagnolm.objective.weighting import WEIGHTINGS, StepWeights, weigh_step
 
 __all__ = [
     "IGNORE_INDEX",
@@ -39,3 +41,24 @@ __all__ = [
     "token_losses",
     "weigh_step",
 ]
+
+
+def check_tables() -> None:
+    """Refuse a method or a weighting that is named and does nothing."""
+    named = [
+        (f"method {name}", key, table)
+        for name, method in METHODS.items()
+        for key, table in (
+            (method.ranking, RANKINGS),
+            (method.weighting, WEIGHTINGS),
+            (method.distance, DISTANCES),
+        )
+        if key is not None
+    ]
+    named += [("objective.weighting", name, WEIGHTINGS) for name in CHOOSABLE_WEIGHTINGS[1:]]
+    for who, key, table in named:
+        if key not in table:
+            raise LookupError(f"{who} names '{key}', and there are only: {', '.join(table)}")
+
+
+check_tables()

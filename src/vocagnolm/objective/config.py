@@ -6,10 +6,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from vocagnolm.methods import METHODS, Method, MethodName
+from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
 
 Compare = Literal["token", "stretch"]
-Weighting = Literal["top_k", "reducible"]
 MixBy = Literal["constant", "reducible"]
 Unmapped = Literal["include", "exclude", "mean"]
 Scope = Literal["sequence", "batch", "global"]
@@ -26,7 +25,7 @@ class ObjectiveConfig:
     """One training objective. The guidance itself (which teacher, max / mean / sum over the
     teacher's tokens) is decided before, when teacher losses are carried to student tokens."""
 
-    method: MethodName = "guided"
+    method: str = "guided"
     """cpt: every token. guided: top `keep` of the mapped tokens by student nll - guidance.
     distill: every token (or the top `keep`), towards the teacher's likeliest tokens beside the one
     that follows.
@@ -38,7 +37,7 @@ class ObjectiveConfig:
     compare: Compare = "token"
     """token: a token's nll against the teacher's loss carried to it, as published. stretch: both
     models' losses of the smallest piece of text at whose ends both have a boundary (alm always)."""
-    weighting: Weighting = "top_k"
+    weighting: str = "top_k"
     """guided, distill, rho1. top_k: the top `keep` count, the rest does not. reducible: every
     mapped token counts by the share of the student's loss S that the teacher's T shows to be
     reducible, `floor + (1 - floor) * max(0, 1 - T / S)`; `keep` is not read."""
@@ -88,24 +87,23 @@ class ObjectiveConfig:
     """random choices depend on (seed, step, sequence, position) alone: no generator to save."""
 
     def __post_init__(self) -> None:
-        if self.keep is None and self.method in METHODS:
-            object.__setattr__(self, "keep", METHODS[self.method].keep)
         for name, allowed in (
-            ("method", MethodName),
-            ("unmapped", Unmapped),
-            ("scope", Scope),
-            ("normalise", Normalise),
-            ("chunk_choice", ChunkChoice),
-            ("kl_direction", KlDirection),
-            ("compare", Compare),
-            ("weighting", Weighting),
-            ("mix_by", MixBy),
+            ("method", METHODS),
+            ("unmapped", get_args(Unmapped)),
+            ("scope", get_args(Scope)),
+            ("normalise", get_args(Normalise)),
+            ("chunk_choice", get_args(ChunkChoice)),
+            ("kl_direction", get_args(KlDirection)),
+            ("compare", get_args(Compare)),
+            ("weighting", CHOOSABLE_WEIGHTINGS),
+            ("mix_by", get_args(MixBy)),
         ):
-            if getattr(self, name) not in get_args(allowed):
+            if getattr(self, name) not in allowed:
                 raise ValueError(
-                    f"{name} must be one of {', '.join(get_args(allowed))}; "
-                    f"got {getattr(self, name)!r}"
+                    f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}"
                 )
+        if self.keep is None:
+            object.__setattr__(self, "keep", self.rule.keep)
         for name in ("keep", "floor", "mix", "mix_end", "mix_hold"):
             if name == "mix_end" and self.mix_end is None:
                 continue
@@ -122,12 +120,14 @@ class ObjectiveConfig:
             raise ValueError("mix_hold must be below 1: the mix could never change")
         if self.compare == "stretch" and not self.rule.guidance:
             raise ValueError(f"compare stretch needs a method with guidance, not {self.method}")
-        if self.method == "alm" and self.normalise == "selected":
-            raise ValueError("alm has weights of both signs: normalise by all tokens")
+        if self.rule.weighting is not None and self.normalise == "selected":
+            raise ValueError(
+                f"{self.method} may have weights of both signs: normalise by all tokens"
+            )
         if self.n_chunks < 1:
             raise ValueError(f"n_chunks must be at least 1, got {self.n_chunks}")
         if self.entropy_keep is not None:
-            if self.method != "rho1":
+            if not self.rule.entropy:
                 raise ValueError(f"entropy_keep belongs to method rho1, not {self.method}")
             if not self.keep <= self.entropy_keep <= 1.0:
                 raise ValueError(
@@ -148,12 +148,24 @@ class ObjectiveConfig:
 
     @property
     def by_stretch(self) -> bool:
-        return self.compare == "stretch" or self.method == "alm"
+        return self.compare == "stretch" or self.rule.by_stretch
+
+    @property
+    def by_chance(self) -> bool:
+        """No teacher is asked, whatever the method is called."""
+        return self.rule.unit == "chunk" and self.chunk_choice == "random"
+
+    @property
+    def graded_by(self) -> str | None:
+        """The weighting by which every token counts, as its own stretch decides; None: some tokens
+        are chosen, and count alike."""
+        if self.rule.weighting is not None:
+            return self.rule.weighting
+        return self.weighting if self.rule.selects and self.weighting != "top_k" else None
 
     @property
     def graded(self) -> bool:
-        """Weights are numbers that a token's own stretch decides, not a choice among tokens."""
-        return self.method == "alm" or (self.rule.selects and self.weighting == "reducible")
+        return self.graded_by is not None
 
     @property
     def reaches_over_step(self) -> bool:
@@ -165,7 +177,7 @@ class ObjectiveConfig:
     @property
     def counts_by_losses(self) -> bool:
         """What the loss is divided by is known only when the losses are."""
-        whole_units = self.graded or self.by_stretch or self.method == "chunk"
+        whole_units = self.graded or self.by_stretch or self.rule.unit == "chunk"
         return self.normalise == "selected" and whole_units and not self.selects_all
 
     @property

@@ -41,12 +41,13 @@ class Distilled:
     stats: dict[str, Tensor] = field(default_factory=dict)
 
 
-def common_rows(head: Head, teacher: Teacher) -> int:
-    """kld compares these first rows: all the student's tokenizer can produce."""
-    if teacher.rows < head.rows:
+def common_rows(head: Head, teacher: Teacher, config: ObjectiveConfig) -> int:
+    """One vocabulary: these first rows are compared, all that the student's tokenizer can
+    produce."""
+    if config.rule.one_vocabulary and teacher.rows < head.rows:
         raise ObjectiveError(
-            f"kld needs one vocabulary: the student has {head.rows} tokens, the teacher only "
-            f"{teacher.rows}. Use method uld or guided for different vocabularies."
+            f"{config.method} needs one vocabulary: the student has {head.rows} tokens, the "
+            f"teacher only {teacher.rows}. Use method uld or guided for different vocabularies."
         )
     return head.rows
 
@@ -74,10 +75,59 @@ def kl_rows(
     return distance, gradient, dropped
 
 
+def kl_reference(z: Tensor, q: Tensor, rows: int, config: ObjectiveConfig) -> Tensor:
+    q = q[:, :rows] / q[:, :rows].sum(-1, keepdim=True)
+    if config.kl_direction == "forward":
+        return F.kl_div(F.log_softmax(z, -1)[:, :rows], q, reduction="none").sum(-1)
+    p = F.softmax(z[:, :rows], -1)
+    return (p * (p.log() - q.log())).sum(-1)
+
+
+def wasserstein_reference(z: Tensor, q: Tensor, rows: int, config: ObjectiveConfig) -> Tensor:
+    p = F.softmax(z, -1)
+    width = max(p.shape[1], q.shape[1])
+    p, q = (
+        F.pad(probability, (0, width - probability.shape[1])).sort(-1, descending=True).values
+        for probability in (p, q)
+    )
+    return (p - q).abs().sum(-1)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far the student's distribution is from the teacher's, of N tokens."""
+
+    rows: Callable[[Tensor, Tensor, int, ObjectiveConfig], tuple[Tensor, Tensor, Tensor | None]]
+    """(student's logits, teacher's logits, common rows, config) -> the distance, its gradient by
+    the student's logits, and the teacher's probability beyond the common rows, if dropped."""
+    reference: Callable[[Tensor, Tensor, int, ObjectiveConfig], Tensor]
+    """(student's logits, teacher's probabilities, common rows, config) -> the distance, by
+    autograd."""
+
+
+DISTANCES: dict[str, Distance] = {
+    "kl": Distance(
+        lambda z, teacher_z, rows, config: kl_rows(z, teacher_z, rows, config.kl_direction),
+        kl_reference,
+    ),
+    "wasserstein": Distance(
+        lambda z, teacher_z, rows, config: (*wasserstein_rows(z, teacher_z), None),
+        wasserstein_reference,
+    ),
+}
+"""As rows of `METHODS` name them."""
+
+
+def _distance(config: ObjectiveConfig) -> Distance:
+    assert config.rule.distance is not None
+    return DISTANCES[config.rule.distance]
+
+
 def distil(
     hidden_BTD: Tensor, head: Head, labels_BT: Tensor, teacher: Teacher, config: ObjectiveConfig
 ) -> Distilled:
     """Chunk by chunk, gradients made in the forward pass."""
+    measure = _distance(config)
     wanted = two_phase.Wanted.of(hidden_BTD, head)
     hidden_ND = hidden_BTD.flatten(0, 1)
     index_K = (labels_BT.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
@@ -98,12 +148,10 @@ def distil(
             gradient.scatter_add_(1, target, torch.full_like(lse, -1.0))
             aligned = (place_K[a:b] >= 0).nonzero().squeeze(1)
             teacher_z = teacher_logits(place_K[a:b][aligned])
-            if config.method == "kld":
-                rows = common_rows(head, teacher)
-                distance, by_z, dropped = kl_rows(z[aligned], teacher_z, rows, config.kl_direction)
+            rows = common_rows(head, teacher, config)
+            distance, by_z, dropped = measure.rows(z[aligned], teacher_z, rows, config)
+            if dropped is not None:
                 dropped_K[a:b][aligned] = dropped.to(nll_K.dtype)
-            else:
-                distance, by_z = wasserstein_rows(z[aligned], teacher_z)
             distance_K[a:b][aligned] = distance.to(nll_K.dtype)
             gradient.index_add_(0, aligned, by_z.to(z.dtype), alpha=config.distill_weight)
             return work.transform.chain(gradient, z)
@@ -134,24 +182,9 @@ def distil_reference(
     with torch.no_grad():
         chosen = teacher.hidden.flatten(0, 1)[place_N[keep]]
         q = F.softmax(chosen.float() if teacher.head is None else teacher.head.logits(chosen), -1)
-    dropped = torch.zeros(len(keep), dtype=q.dtype, device=q.device)
-    if config.method == "kld":
-        rows = common_rows(head, teacher)
-        dropped = q[:, rows:].sum(-1)
-        q = q[:, :rows] / q[:, :rows].sum(-1, keepdim=True)
-        if config.kl_direction == "forward":
-            distance = F.kl_div(F.log_softmax(z, -1)[:, :rows], q, reduction="none").sum(-1)
-        else:
-            p = F.softmax(z[:, :rows], -1)
-            distance = (p * (p.log() - q.log())).sum(-1)
-    else:
-        p = F.softmax(z, -1)
-        width = max(p.shape[1], q.shape[1])
-        p, q = (
-            F.pad(probability, (0, width - probability.shape[1])).sort(-1, descending=True).values
-            for probability in (p, q)
-        )
-        distance = (p - q).abs().sum(-1)
+    rows = common_rows(head, teacher, config)
+    dropped = q[:, rows:].sum(-1)
+    distance = _distance(config).reference(z, q, rows, config)
     total = nll_BT.sum() + config.distill_weight * distance.sum()
     everywhere = torch.ones_like(keep, dtype=torch.bool)
     stats = _stats(distance.detach(), dropped, everywhere, config)
@@ -194,7 +227,7 @@ def _stats(
         "distill_loss": distance.sum() / count,
         "aligned_share": aligned.sum() / max(1, aligned.numel()),
     }
-    if config.method == "kld":
+    if config.rule.one_vocabulary:
         mass = dropped.sum() / count
         stats["teacher_dropped_mass"] = mass
         if float(mass) > NEGLIGIBLE_MASS:

@@ -180,7 +180,7 @@ def _graded(
         weights_BT = _scattered(summed.weights_K, index_K, labels_BT)
         above_BT = _scattered_or_none(summed.distance_K, index_K, labels_BT)
     stats = _soft_stats(above_BT, nll_BT, weights_BT, targets)
-    if config.method == "alm":
+    if config.graded_by == "likelihood":
         # the weights are its derivative; its value is this
         nll_N = nll_BT.flatten()
         distance, stretches = flat.distance(nll_N, config)

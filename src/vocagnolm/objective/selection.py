@@ -7,7 +7,7 @@ device, the batch shape or the number of ranks. Ties in the score go to the lowe
 Shape letters: B sequences, T positions, U units of a sequence (tokens, or chunks).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
@@ -58,7 +58,7 @@ def count_kept(counts: Counts | None, config: ObjectiveConfig) -> int | None:
     predicted, mapped = sum(row[0] for row in counts), sum(row[1] for row in counts)
     if config.selects_all or config.graded:
         return predicted
-    if config.method == "chunk" or config.by_stretch or config.scope == "global":
+    if config.rule.unit == "chunk" or config.by_stretch or config.scope == "global":
         return None
     pools = [row[0 if config.unmapped == "mean" else 1] for row in counts]
     if config.scope == "batch":
@@ -81,8 +81,7 @@ def select_batches(
     Exact: the result does not depend on how a step is split."""
     if not config.rule.selects or (config.rule.alternatives and config.selects_all):
         return [batch.valid_BT for batch in batches]
-    by_chance = config.method == "chunk" and config.chunk_choice == "random"
-    if config.rule.guidance and not by_chance:
+    if config.rule.guidance and not config.by_chance:
         for batch in batches:
             if batch.targets.guidance_BT is None:
                 raise ValueError(f"method {config.method} needs guidance_BT, got None")
@@ -91,7 +90,7 @@ def select_batches(
     guidance = filled_guidance([b.targets for b in batches], config, ranks)
     candidates = [b.valid_BT if config.unmapped == "mean" else b.mapped_BT for b in batches]
     index = _sequence_indices(batches, config, ranks)
-    if config.method == "chunk":
+    if config.rule.unit == "chunk":
         chosen = _select_chunks(batches, guidance, candidates, index, config, step, ranks)
     else:
         chosen = _select_tokens(batches, guidance, candidates, index, config, step, ranks)
@@ -117,20 +116,52 @@ def _select_tokens(
                 raise ValueError("entropy_keep needs entropy_BT, the reference model's entropy")
             certainty.append(float_key(-batch.targets.entropy_BT))
         candidates = _top(certainty, pools, pools, index, config.entropy_keep, config, ranks)
-    keys, units = [], []
-    for batch, given, seq in zip(batches, guidance, index, strict=True):
-        unit: Tensor | None = None
-        if config.method == "random":
-            keys.append(random_key(seq, batch.nll_BT.shape[1], config.seed, step))
-        elif config.method == "no_teacher":
-            keys.append(float_key(batch.nll_BT))
-        else:
-            assert given is not None
-            both = compared(batch.nll_BT, batch.targets, given)
-            keys.append(float_key(both.own_BT - both.teacher_BT))
-            unit = both.first_BT
-        units.append(unit)
+    assert config.rule.ranking is not None
+    ranking = RANKINGS[config.rule.ranking]
+    ranked = [
+        ranking(batch, given, seq, config, step)
+        for batch, given, seq in zip(batches, guidance, index, strict=True)
+    ]
+    keys, units = [one.key_BT for one in ranked], [one.unit_BT for one in ranked]
     return _top(keys, candidates, pools, index, config.keep, config, ranks, units)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Of one micro-batch."""
+
+    key_BT: Tensor
+    """int64 of 32 bits, larger is better (`float_key`, `random_key`)."""
+    unit_BT: Tensor | None = None
+    """Tokens that are chosen together share a number, and a key; None: each for itself."""
+
+
+# (micro-batch, guidance with its gaps filled, index of each sequence, config, step)
+Ranking = Callable[[ScoredBatch, Tensor | None, Tensor, ObjectiveConfig, int], Ranked]
+
+
+def by_excess(
+    batch: ScoredBatch, guidance: Tensor | None, index_B: Tensor, config: ObjectiveConfig, step: int
+) -> Ranked:
+    """Student's loss minus the teacher's, of the token or of its stretch."""
+    both = compared(batch.nll_BT, batch.targets, guidance)
+    return Ranked(float_key(both.own_BT - both.teacher_BT), both.first_BT)
+
+
+def by_loss(
+    batch: ScoredBatch, guidance: Tensor | None, index_B: Tensor, config: ObjectiveConfig, step: int
+) -> Ranked:
+    return Ranked(float_key(batch.nll_BT))
+
+
+def by_chance(
+    batch: ScoredBatch, guidance: Tensor | None, index_B: Tensor, config: ObjectiveConfig, step: int
+) -> Ranked:
+    return Ranked(random_key(index_B, batch.nll_BT.shape[1], config.seed, step))
+
+
+RANKINGS: dict[str, Ranking] = {"excess": by_excess, "loss": by_loss, "chance": by_chance}
+"""By what tokens are ranked, as rows of `METHODS` name it."""
 
 
 def _select_chunks(

@@ -2,12 +2,12 @@
 
 A choice among tokens (`selection`) gives 0 and 1. The other rules look at one stretch (or token) at
 a time, at its loss S under the student and T under the teacher; no gradient flows through a weight.
-A new rule is one function here and a row in the table of methods.
+A new weighting is one function in `WEIGHTINGS` and its name in `methods.CHOOSABLE_WEIGHTINGS`.
 
 Shape letters: B sequences, T positions, N tokens in a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -137,8 +137,9 @@ class FlatTargets:
 
     @torch.no_grad()
     def weights(self, nll_N: Tensor, config: ObjectiveConfig) -> Tensor:
-        rule = alm_weights if config.method == "alm" else reducible_weights
-        found = rule(self.losses(nll_N), self.teacher_N.to(nll_N.dtype), config)
+        assert config.graded_by is not None
+        weighting = WEIGHTINGS[config.graded_by]
+        found = weighting(self.losses(nll_N), self.teacher_N.to(nll_N.dtype), config)
         rest = 0.0 if config.unmapped == "exclude" else 1.0
         weights = torch.where(self.compared_N, found, rest)
         # a loss that is not a number must reach the total, be seen and stop the run
@@ -169,7 +170,7 @@ def reducible_weights(own: Tensor, teacher: Tensor, config: ObjectiveConfig) -> 
     return config.floor + (1.0 - config.floor) * share
 
 
-def alm_weights(own: Tensor, teacher: Tensor, config: ObjectiveConfig) -> Tensor:
+def likelihood_weights(own: Tensor, teacher: Tensor, config: ObjectiveConfig) -> Tensor:
     """Approximate Likelihood Matching (arXiv 2503.20083) as a weight: with a = p_T^(1/tau) and
     b = p_S^(1/tau) of a stretch, the derivative by S of tau * KL(Bernoulli(a) || Bernoulli(b)) is
     (a - b) / (1 - b) = 1 - (1 - a) / (1 - b), the same for all its tokens; negative where the
@@ -180,3 +181,12 @@ def alm_weights(own: Tensor, teacher: Tensor, config: ObjectiveConfig) -> Tensor
     if config.positive:
         pull = pull.clamp(min=0.0)
     return config.cross_entropy + config.distill_weight * pull
+
+
+# (student's loss, teacher's loss, config) of tokens in a row, or of their stretches -> weights
+Weighting = Callable[[Tensor, Tensor, ObjectiveConfig], Tensor]
+WEIGHTINGS: dict[str, Weighting] = {
+    "reducible": reducible_weights,
+    "likelihood": likelihood_weights,
+}
+"""What tokens count where none is left out: by `objective.weighting`, or by a row of `METHODS`."""

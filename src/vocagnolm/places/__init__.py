@@ -4,6 +4,8 @@ A place knows a few steps, of which each happens as a whole or not at all; the p
 and blocks are made of these steps alone, and are the same for folders and buckets.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from vocagnolm.errors import UsageError
@@ -13,7 +15,24 @@ from vocagnolm.places.folder import Folder
 from vocagnolm.places.hub import HUB_SCHEME, hub_folder
 from vocagnolm.places.place import Place
 
-__all__ = ["Bucket", "Folder", "Place", "place_of", "require_place", "scheme_of"]
+__all__ = ["BACKENDS", "Backend", "Bucket", "Folder", "Place", "place_of", "require_place"]
+__all__ += ["scheme_of"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What serves the addresses of one scheme."""
+
+    open: Callable[[str], Place]
+    """The place of an address."""
+    writable: bool = True
+
+
+BACKENDS: dict[str, Backend] = {
+    **{scheme: Backend(Bucket) for scheme in BUCKET_SCHEMES},
+    HUB_SCHEME: Backend(lambda address: Folder(hub_folder(address)), writable=False),
+}
+"""By scheme: `s3` of `s3://bucket/x`. What has no scheme is a folder of this machine."""
 
 
 def scheme_of(path: str | Path) -> str | None:
@@ -25,7 +44,7 @@ def scheme_of(path: str | Path) -> str | None:
 def require_place(path: str | Path, *, hub: bool = False) -> None:
     """Refuse an address that no code serves. `hub`: a dataset of the hub will do too."""
     scheme = scheme_of(path)
-    known = (*BUCKET_SCHEMES, HUB_SCHEME) if hub else BUCKET_SCHEMES
+    known = [name for name, backend in BACKENDS.items() if backend.writable or hub]
     if scheme is not None and scheme not in known:
         raise UsageError(
             f"{address_of(path)} is an address of a kind that cannot be used here. Known are local "
@@ -40,4 +59,4 @@ def place_of(path: str | Path) -> Place:
     address = address_of(path)
     if address is None:
         return Folder(Path(path))
-    return Folder(hub_folder(address)) if scheme_of(path) == HUB_SCHEME else Bucket(address)
+    return BACKENDS[scheme_of(path) or ""].open(address)

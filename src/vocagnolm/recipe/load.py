@@ -55,7 +55,7 @@ class Recipe(Schema):
     @property
     def needs_guidance(self) -> bool:
         """Whether the objective reads guidance (one number per token) at all."""
-        by_chance = self.objective.method == "chunk" and self.objective.chunk_choice == "random"
+        by_chance = self.method.unit == "chunk" and self.objective.chunk_choice == "random"
         return self.method.guidance and not by_chance
 
     @property
@@ -73,13 +73,13 @@ class Recipe(Schema):
     def needs_teacher_losses(self) -> bool:
         """Whether all losses of the teacher's own tokens are read, beyond carried guidance: chunks
         of its sequence, or their mean for the unmapped."""
-        chunks = self.objective.method == "chunk" and not self.needs_stretches
+        chunks = self.method.unit == "chunk" and not self.needs_stretches
         return self.needs_guidance and (chunks or self.objective.unmapped == "mean")
 
     @property
     def needs_stretches(self) -> bool:
         """Whether whole stretches of text are compared."""
-        by_stretch = self.objective.compare == "stretch" or self.objective.method == "alm"
+        by_stretch = self.objective.compare == "stretch" or self.method.by_stretch
         return by_stretch and self.needs_guidance
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vocagnolm.methods import METHODS, MethodName
+from vocagnolm.methods import METHODS
 
 Changes = dict[str, Any]
 """`section.key` -> value."""
@@ -86,7 +86,7 @@ def _stored(name: str, method: str = "guided", **blocks: str) -> Changes:
     }
 
 
-def _online(name: str, method: MethodName) -> Changes:
+def _online(name: str, method: str) -> Changes:
     """The teacher beside the student: its distributions are in no store."""
     return {
         **_teacher(name),

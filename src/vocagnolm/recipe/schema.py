@@ -2,13 +2,15 @@
 every mistake named once, in our words."""
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import core_schema
 
 from vocagnolm.errors import UsageError
 
@@ -35,6 +37,25 @@ def _as_number(value: Any) -> Any:
         except ValueError:
             return value
     return value
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A name out of a table, which may have grown when a file is read:
+    `Annotated[str, OneOf(METHODS)]`."""
+
+    table: Collection[str]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def _known(self, name: str) -> str:
+        if name not in self.table:
+            raise ValueError(f"expected {self}")
+        return name
+
+    def __str__(self) -> str:
+        return "one of " + ", ".join(self.table)
 
 
 Number = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
@@ -187,6 +208,9 @@ def _inner(hint: Any) -> type[BaseModel] | None:
 
 def expected(field: FieldInfo) -> str:
     """What a key takes, in words: a whole number of at least 1 or null."""
+    for entry in field.metadata:
+        if isinstance(entry, OneOf):
+            return str(entry)
     first, separator, rest = describe(field.annotation).partition(" or ")
     return f"{first}{_bounds(field.metadata)}{separator}{rest}"
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from vocagnolm.methods import METHODS, MethodName
-from vocagnolm.recipe.schema import Number, Schema, key
+from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS
+from vocagnolm.recipe.schema import Number, OneOf, Schema, key
 
 Attention = Literal[
     "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
@@ -166,15 +166,15 @@ class DataSection(Schema):
 class ObjectiveSection(Schema):
     """What is minimised. See docs/how-it-works.md for the equations."""
 
-    method: MethodName = key("how the student is trained", "guided")
+    method: Annotated[str, OneOf(METHODS)] = key("how the student is trained", "guided")
     compare: Literal["token", "stretch"] = key(
         "a token's loss against the teacher's loss carried to it, as published, or both models' "
         "losses of the smallest piece of text at whose ends both have a boundary",
         "token",
     )
-    weighting: Literal["top_k", "reducible"] = key(
-        "guided, rho1: the top `keep` count and the rest does not, or every token counts by the "
-        "share of its loss that the teacher shows to be reducible",
+    weighting: Annotated[str, OneOf(CHOOSABLE_WEIGHTINGS)] = key(
+        "guided, distill, rho1: the top `keep` count and the rest does not, or every token counts "
+        "by the share of its loss that the teacher shows to be reducible",
         "top_k",
     )
     floor: Number = key("reducible: what a token counts at least", 0.2, ge=0, le=1)

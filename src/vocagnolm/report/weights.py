@@ -78,9 +78,8 @@ def describe(
 ) -> Selection:
     """The rule in words, as far as the method reads it."""
     selects, chooses = config.rule.selects, config.rule.selects and not config.graded
-    guided = config.rule.guidance and not (
-        config.method == "chunk" and config.chunk_choice == "random"
-    )
+    guided = config.rule.guidance and not config.by_chance
+    chunks = config.rule.unit == "chunk"
     distils = config.rule.alternatives
     moves = distils and config.mix_end is not None
     return Selection(
@@ -90,14 +89,14 @@ def describe(
         compare="stretch" if config.by_stretch else "token" if guided else None,
         weighting=config.weighting if guided and selects else None,
         floor=config.floor if selects and config.graded else None,
-        chunks=config.n_chunks if config.method == "chunk" else None,
-        chunk_choice=config.chunk_choice if config.method == "chunk" else None,
+        chunks=config.n_chunks if chunks else None,
+        chunk_choice=config.chunk_choice if chunks else None,
         mix=config.mix if distils else None,
         mix_end=config.mix_end if moves else None,
         mix_hold=config.mix_hold if moves and config.mix_hold else None,
         mix_by=config.mix_by if distils else None,
         alternatives=str(alternatives) if distils and alternatives else None,
-        aggregation=None if config.by_stretch or config.method == "chunk" else aggregation,
+        aggregation=None if config.by_stretch or chunks else aggregation,
         guided=guided,
         combine=how if any(len(passage.teachers) > 1 for passage in passages) else None,
         unmapped=config.unmapped if selects or config.graded else None,
@@ -154,7 +153,7 @@ def _scored(
         if config.by_stretch:
             guidance, goes_on = stretch_guidance(ours, theirs, how)
             stretch = np.cumsum(~goes_on) - 1
-        elif config.method == "chunk" and config.chunk_choice == "teacher":
+        elif config.rule.unit == "chunk" and not config.by_chance:
             guidance = _chunked(passage, target, config.n_chunks)
         else:
             guidance = carried(passage, ours, theirs, aggregation, how)

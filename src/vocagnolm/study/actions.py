@@ -123,7 +123,7 @@ def _measure_selection(home: StudyFolder, run: RunPlan, recipe: Recipe, folder: 
     """Kept share per source of the row's first run, with the student before and after."""
     first = home.rows[run.row].seeds[0] == run.seed
     every_token = recipe.objective.keep == 1.0 and recipe.objective.weighting == "top_k"
-    by_chance = recipe.objective.method == "random"
+    by_chance = recipe.method.ranking == "chance"
     chooses = recipe.method.selects and not every_token and not by_chance
     if not first or not chooses or recipe.needs_online_teacher:
         return

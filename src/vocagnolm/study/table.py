@@ -153,7 +153,7 @@ def _add_granularity(table: dict[str, Any], laboratory: Laboratory, plan: Granul
         settings = laboratory.rows[name]
         objective = recipe_with(laboratory.study.base, settings.set, f"row {name}").objective
         point = None
-        if objective.method == "chunk" and settings.teacher in (None, plan.teacher):
+        if METHODS[objective.method].unit == "chunk" and settings.teacher in (None, plan.teacher):
             point = chunks.get(objective.n_chunks)
         elif METHODS[objective.method].by_excess and settings.teacher == plan.teacher:
             # a matched row keeps tokens by chance, whatever its teacher

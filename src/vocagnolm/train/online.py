@@ -406,7 +406,7 @@ class OnlineTeacher:
     def _carry(self, ranges: NDArray[Any], nll: NDArray[Any]) -> NDArray[Any]:
         if self.config.by_stretch:
             return whole_sums(Alignment(ranges[:, 0], ranges[:, 1]), nll)
-        if self.config.method == "chunk":
+        if self.config.rule.unit == "chunk":
             return chunk_guidance(ranges, nll, self.config.n_chunks)
         return carry(Alignment(ranges[:, 0], ranges[:, 1]), nll, self.aggregation)
 

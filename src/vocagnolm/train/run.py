@@ -274,7 +274,7 @@ def open_blocks(recipe: Recipe, *, verify: bool = False) -> Blocks:
     them through once, and look at the files they were made from."""
     folder = local_blocks(recipe)
     stored = recipe.needs_guidance and not recipe.needs_online_teacher
-    by_chunks = stored and recipe.objective.method == "chunk" and not recipe.needs_stretches
+    by_chunks = stored and recipe.method.unit == "chunk" and not recipe.needs_stretches
     blocks = Blocks(
         folder,
         recipe.data.block_size,

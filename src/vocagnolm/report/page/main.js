@@ -46,13 +46,13 @@ headline();
 const main = document.getElementById("main");
 const nav = document.getElementById("nav");
 for (const note of page.notes) main.append(h("p", { class: "note", vars: { "margin-top": "1.4rem" } }, note));
-const NAV = { results: "Result", tokens: "Tokens", selection: "Kept", curves: "Training", pair: "Pair", recipe: "Recipe" };
-for (const make of [resultsSection, tokensSection, selectionSection, curvesSection, preflightSection, recipeSection]) {
+for (const [id, [name, make]] of Object.entries(SECTIONS)) {
   const element = make();
   if (!element) continue;
+  if (element.id !== id) throw new Error(`section ${id} calls itself ${element.id}`);
   main.append(element);
   element.mount?.(); // what has to measure itself waits until it is in the page
-  nav.append(h("a", { href: "#" + element.id }, NAV[element.id]));
+  nav.append(h("a", { href: "#" + id }, name));
 }
 document.getElementById("footer").append("Made by vocagnolm. This file stands alone: it holds its data and asks for nothing from the network.");
 document.documentElement.dataset.ready = "true";

@@ -166,3 +166,13 @@ function recipeSection() {
   if (folded.childElementCount) element.append(folded);
   return element;
 }
+
+// All sections in their order: id, name in the navigation, and what makes it (null where there are no data).
+const SECTIONS = {
+  results: ["Result", resultsSection],
+  tokens: ["Tokens", tokensSection],
+  selection: ["Kept", selectionSection],
+  curves: ["Training", curvesSection],
+  pair: ["Pair", preflightSection],
+  recipe: ["Recipe", recipeSection],
+};
