@@ -385,7 +385,7 @@ def _check_figure(plan: FigurePlan, rows: set[str], where: str) -> None:
         for line, names in panel.series.items():
             for name in names:
                 _require(name, rows, f"{where}.series: {line}", "row")
-                if name not in panel.x and plan.kind == "lines":
+                if name not in panel.x and plan.kind != "frontier":
                     raise StudyError(f"{where}.x has no place for '{name}' of the line '{line}'.")
 
 

@@ -198,7 +198,7 @@ def test_packed_sequences_run_over_the_ends_of_documents() -> None:
         ({"granularity": {"teacher": "strong", "chunks": 8}}, "chunks is 8, expected a list"),
         ({"granularity": {"teacher": "strong", "chunks": [0]}}, "expected a whole number above 0"),
         ({"granularity": {"teacher": "strong", "chunks": [8], "documents": 0}}, "above 0"),
-        ({"figure": {"kind": "strengths", "reference": "cpt"}}, "bars, lines, strength"),
+        ({"figure": {"kind": "strengths", "reference": "cpt"}}, "bars, lines, frontier, strength"),
         ({"figure": {"kind": "strength"}}, "needs `reference`"),
         ({"figure": {"kind": "strength", "reference": "ctp"}}, "Did you mean 'cpt'"),
         ({"figure": {"panels": {"reference": "cpt"}}}, "expected a list"),
