@@ -27,12 +27,11 @@ def render() -> str:
 
 
 def _pages(command: Any, path: str) -> list[str]:
-    subcommands = getattr(command, "commands", None)
-    if subcommands:
+    if hasattr(command, "list_commands"):
         return [
             page
-            for name in sorted(subcommands)
-            for page in _pages(subcommands[name], f"{path} {name}")
+            for name in sorted(command.list_commands(None))
+            for page in _pages(command.get_command(None, name), f"{path} {name}")
         ]
     return [_page(command, path)]
 

@@ -23,10 +23,10 @@ from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students
 from vocagnolm.demo.problems import Problem
 from vocagnolm.recipe import Recipe, recipe_from_dict
-from vocagnolm.study.design import Exchange, FigurePlan
-from vocagnolm.study.figure import draw
-from vocagnolm.study.selection import write_exchanged_blocks
 from vocagnolm.workers import WorkerPool
+from vocagnolm_studies.controls import write_exchanged_blocks
+from vocagnolm_studies.design import Exchange, FigurePlan
+from vocagnolm_studies.figures import draw
 
 RATES = (2e-3, 4e-3, 8e-3)
 TUNING_SEED = 100

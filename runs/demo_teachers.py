@@ -27,12 +27,12 @@ from vocagnolm import statistics
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, make, students
 from vocagnolm.demo.verdict import mean_and_spread
-from vocagnolm.pair.labels import LabelFields
-from vocagnolm.pair.selections import selection_study
 from vocagnolm.recipe import Recipe
-from vocagnolm.study.design import FigurePlan
-from vocagnolm.study.figure import draw
 from vocagnolm.workers import WorkerPool
+from vocagnolm_studies.design import FigurePlan
+from vocagnolm_studies.figures import draw
+from vocagnolm_studies.labels import LabelFields
+from vocagnolm_studies.selection import selection_study
 
 
 def own_tokenizer(texts: Iterator[str]) -> Tokenizer:

@@ -26,9 +26,9 @@ from vocagnolm.demo import corpus, students
 from vocagnolm.demo.problems import Problem
 from vocagnolm.demo.verdict import mean_and_spread
 from vocagnolm.recipe import Recipe
-from vocagnolm.study.design import FigurePlan, PanelPlan
-from vocagnolm.study.figure import draw
 from vocagnolm.workers import WorkerPool
+from vocagnolm_studies.design import FigurePlan, PanelPlan
+from vocagnolm_studies.figures import draw
 
 PROBLEMS = 400
 METHODS = ("cpt", "random", "guided")

@@ -116,7 +116,7 @@ TINY: dict[str, Any] = {
 
 def tiny_study(path: Path, **changes: Any) -> Path:
     """A study file that extends the shipped setting with tiny numbers."""
-    from vocagnolm.study.load import SHIPPED
+    from vocagnolm_studies.design import SHIPPED
 
     tree = {"extends": str(SHIPPED / "setting.yaml"), **TINY, **changes}
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")

@@ -10,14 +10,17 @@ import pytest
 
 from vocagnolm.methods import METHODS
 
-SOURCE = Path(__file__).parents[1] / "src" / "vocagnolm"
+SOURCE = Path(__file__).parents[1] / "src"
 
 HOMES = {
-    "locks": (r"^import fcntl|fcntl\.flock", {"locks.py"}),
-    "flushing and renaming": (r"os\.(fsync|replace|rename)\(", {"files.py"}),
-    "YAML": (r"yaml\.safe_load\(", {"recipe/schema.py", "evaluate/fewshot.py"}),  # lm-eval's own
-    "schemas": (r"^from pydantic import .*BaseModel", {"recipe/schema.py"}),
-    "tests of hypotheses": (r"scipy", {"statistics.py"}),
+    "locks": (r"^import fcntl|fcntl\.flock", {"vocagnolm/locks.py"}),
+    "flushing and renaming": (r"os\.(fsync|replace|rename)\(", {"vocagnolm/files.py"}),
+    "YAML": (
+        r"yaml\.safe_load\(",
+        {"vocagnolm/recipe/schema.py", "vocagnolm/evaluate/fewshot.py"},  # lm-eval's own
+    ),
+    "schemas": (r"^from pydantic import .*BaseModel", {"vocagnolm/recipe/schema.py"}),
+    "tests of hypotheses": (r"scipy", {"vocagnolm/statistics.py"}),
 }
 
 
@@ -42,12 +45,13 @@ def test_what_a_method_needs_is_asked_of_its_row():
                 if len(names) > 1 and all(name in METHODS for name in names):
                     found.add(path.relative_to(SOURCE).as_posix())
     # the table itself; what the demo compares; the paper's two controls
-    assert found == {"methods.py", "demo/students.py", "recipe/paper.py"}
+    names = {"methods.py", "demo/students.py", "recipe/paper.py"}
+    assert found == {f"vocagnolm/{name}" for name in names}
 
 
 def test_every_imported_package_is_declared():
     """Of those that are needed at once; extras are imported where they are used."""
-    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[^\w-]", line)[0].lower() for line in project["dependencies"]}
     imported = set()
     for path in SOURCE.rglob("*.py"):
@@ -56,7 +60,7 @@ def test_every_imported_package_is_declared():
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]
             imported |= {name.partition(".")[0] for name in names}
-    imported -= {*sys.stdlib_module_names, "vocagnolm"}
+    imported -= {*sys.stdlib_module_names, "vocagnolm", "vocagnolm_studies"}
     named = {"yaml": "pyyaml"}
     missing = {named.get(name, name) for name in imported} - declared
     assert missing == {"triton"}  # comes with torch; its module is imported where it is there

@@ -16,8 +16,8 @@ from vocagnolm.alignment import load_tokenizer
 from vocagnolm.recipe import load_recipe
 from vocagnolm.recipe.paper import TEACHERS
 from vocagnolm.recipe.shipped import shipped_recipes
-from vocagnolm.study.load import load_study, shipped_studies
 from vocagnolm.train.check import check
+from vocagnolm_studies.design import load_study, shipped_studies
 
 PAGE = (Path(__file__).parents[1] / "docs" / "paper.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"`vocagnolm ([^`]+)`", PAGE)

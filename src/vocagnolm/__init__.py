@@ -33,8 +33,6 @@ _PUBLIC = {
     "GuidedTrainer": "vocagnolm.train",
     "ScoreSettings": "vocagnolm.score",
     "score_corpus": "vocagnolm.score",
-    "load_study": "vocagnolm.study.load",
-    "run_study": "vocagnolm.study.run",
 }
 
 if TYPE_CHECKING:
@@ -55,8 +53,6 @@ if TYPE_CHECKING:
     from vocagnolm.recipe import Recipe, load_recipe
     from vocagnolm.score import ScoreSettings, score_corpus
     from vocagnolm.store import LossStore
-    from vocagnolm.study.load import load_study
-    from vocagnolm.study.run import run_study
     from vocagnolm.train import GuidedTrainer
 
 __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
@@ -77,8 +73,6 @@ __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "GuidedTrainer",
     "ScoreSettings",
     "score_corpus",
-    "load_study",
-    "run_study",
     "align",
     "align_batch",
     "carry",

@@ -19,7 +19,7 @@ from vocagnolm.demo import corpus, students, verdict
 from vocagnolm.demo.answers import exact_share, read_answer
 from vocagnolm.demo.pipeline import run_demo
 from vocagnolm.demo.problems import draw_problem
-from vocagnolm.study.run import run_study
+from vocagnolm_studies.run import run_study
 
 ROOT = Path(__file__).parents[2]
 

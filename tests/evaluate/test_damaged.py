@@ -10,7 +10,7 @@ from vocagnolm.errors import BenchmarkError, BusyError, EvaluationError
 from vocagnolm.evaluate.benchmarks import load_examples
 from vocagnolm.evaluate.render import Request, write_requests
 from vocagnolm.evaluate.results import Answer, RunFolder
-from vocagnolm.study.evaluation import grade_answers, questions_of
+from vocagnolm_studies.evaluation import grade_answers, questions_of
 
 SETTINGS = {"model": "m", "protocol": "strict"}
 DAMAGED = ["", "[]", "{}", "5", "{", "null", '{"settings": 3, "prompts": []}', "[" * 100_000]

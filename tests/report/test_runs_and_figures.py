@@ -12,11 +12,11 @@ from vocagnolm.alignment import load_tokenizer
 from vocagnolm.cli import app
 from vocagnolm.errors import EvaluationError, UsageError
 from vocagnolm.pair import SAMPLE, figures
-from vocagnolm.pair.granularity import granularity_study
 from vocagnolm.report.page_data import plain
 from vocagnolm.report.runs import CURVE_POINTS, RunError, read_run, report_page
 from vocagnolm.report.sample import SAMPLE_FILE, Sample, SampleError, read_sample, save_sample
-from vocagnolm.study import strength_figure
+from vocagnolm_studies import figures as study_figures
+from vocagnolm_studies.granularity import granularity_study
 
 
 def make_run(folder: Path, method: str = "guided", steps: int = 20) -> Path:
@@ -132,22 +132,22 @@ def test_figures_are_drawn(tmp_path) -> None:
     text = "Probability, 🙂 <b>$x$</b> naïve\n"
     study = granularity_study(student, teacher, SAMPLE[:1], n_chunks=[2, 8])
     points = [
-        strength_figure.TeacherPoint(name="weak", bits_per_byte=1.1, gain=-3, interval=(-4, -2)),
-        strength_figure.TeacherPoint(
+        study_figures.TeacherPoint(name="weak", bits_per_byte=1.1, gain=-3, interval=(-4, -2)),
+        study_figures.TeacherPoint(
             name="strong", bits_per_byte=0.8, gain=1, interval=(0.2, 1.8), seed_gains=[0.5, 1.5]
         ),
     ]
     made_files = [
         figures.overlap_bars(student, [teacher, student], tmp_path / "1.png"),
         figures.tokenisation_rows([student, teacher], text, tmp_path / "2.svg"),
-        figures.granularity_curve(study, tmp_path / "3.svg"),
-        strength_figure.teacher_strength(points, tmp_path / "5.pdf", student_bits_per_byte=0.9),
+        study_figures.granularity_curve(study, tmp_path / "3.svg"),
+        study_figures.teacher_strength(points, tmp_path / "5.pdf", student_bits_per_byte=0.9),
     ]
     starts = [b"\x89PNG", b"<?xml", b"<?xml", b"%PDF"]
     assert [
         path.read_bytes()[: len(s)] for path, s in zip(made_files, starts, strict=True)
     ] == starts
-    again = figures.granularity_curve(study, tmp_path / "again.svg")
+    again = study_figures.granularity_curve(study, tmp_path / "again.svg")
     assert again.read_bytes() == made_files[2].read_bytes()
     assert "token level, IoS" in made_files[2].read_text()  # text stays text
 
@@ -155,7 +155,7 @@ def test_figures_are_drawn(tmp_path) -> None:
 def test_an_unknown_figure_format_is_refused(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(UsageError, match=r"expected one of .png, .svg, .pdf"):
-        strength_figure.teacher_strength([], tmp_path / "x.bmp")
+        study_figures.teacher_strength([], tmp_path / "x.bmp")
 
 
 def make_evaluated(folder: Path, recipe: str, score: float, conditions: dict | None = None) -> Path:

@@ -5,17 +5,23 @@ from pathlib import Path
 import pytest
 
 from vocagnolm.errors import StudyError
-from vocagnolm.study.design import RowPlan, expand_rows, plan_runs
-from vocagnolm.study.laboratory import Laboratory
-from vocagnolm.study.load import load_study, shipped_studies, study_from_dict
+from vocagnolm_studies.design import (
+    RowPlan,
+    expand_rows,
+    load_study,
+    plan_runs,
+    shipped_studies,
+    study_from_dict,
+)
+from vocagnolm_studies.tasks import StudyTasks
 
 
 @pytest.mark.parametrize("name", shipped_studies())
 def test_every_recipe_of_a_shipped_study_is_valid(name: str, tmp_path: Path) -> None:
-    laboratory = Laboratory(load_study(name, materials="materials"), tmp_path)
-    assert laboratory.tasks()
-    for run in laboratory.runs:
-        recipe = laboratory.recipe(run, learning_rate=1e-4)
+    home = StudyTasks(load_study(name, materials="materials"), tmp_path)
+    assert home.tasks()
+    for run in home.runs:
+        recipe = home.recipe(run, learning_rate=1e-4)
         assert recipe.run.seed == run.seed
         own = run.overrides.get("optimizer.learning_rate", 1e-4)
         assert recipe.optimizer.min_learning_rate == pytest.approx(own / 10)
@@ -29,7 +35,7 @@ def test_every_recipe_of_a_shipped_study_is_valid(name: str, tmp_path: Path) -> 
 def test_the_command_names_the_shipped_studies():
     from typer.testing import CliRunner
 
-    from vocagnolm.cli.study import app
+    from vocagnolm_studies.cli import app
 
     listed = CliRunner().invoke(app, ["list"]).stdout
     assert [line.split()[0] for line in listed.splitlines()] == list(shipped_studies())
@@ -108,7 +114,7 @@ def test_overrides_reach_rows_and_recipe_keys() -> None:
 
 def test_rows_of_several_teachers_and_of_chosen_documents(tmp_path: Path) -> None:
     study = load_study("toy", ["use=[guided-both-mean, documents]"], materials="m")
-    home = Laboratory(study, tmp_path)
+    home = StudyTasks(study, tmp_path)
     stores = tmp_path / "stores"
     both, documents = (next(r for r in home.runs if r.row.startswith(n)) for n in ("g", "d"))
     recipe = home.recipe(both, learning_rate=None)

@@ -11,15 +11,14 @@ import pytest
 
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.errors import StudyError
-from vocagnolm.pair.granularity import granularity_study
-from vocagnolm.study import strength_figure as figures
-from vocagnolm.study.design import FigurePlan, Study
-from vocagnolm.study.figure import draw
-from vocagnolm.study.folder import EVALUATION
-from vocagnolm.study.laboratory import Laboratory
-from vocagnolm.study.load import load_study, study_from_dict
-from vocagnolm.study.table import markdown, study_table
-from vocagnolm.study.worker import work
+from vocagnolm_studies import figures
+from vocagnolm_studies.design import FigurePlan, Study, load_study, study_from_dict
+from vocagnolm_studies.figures import draw
+from vocagnolm_studies.folder import EVALUATION
+from vocagnolm_studies.granularity import granularity_study
+from vocagnolm_studies.run import work
+from vocagnolm_studies.table import markdown, study_table
+from vocagnolm_studies.tasks import StudyTasks
 
 TEXTS = [f"Ann has {n} apples and finds {n * n} more. é 🙂 " * 6 for n in range(40)]
 ROWS: dict[str, dict[str, Any]] = {
@@ -78,26 +77,26 @@ def small_study(folder: Path, **changes: Any) -> Study:
     return study_from_dict({**tree, **changes})
 
 
-def pretend_runs(laboratory: Laboratory) -> None:
+def pretend_runs(home: StudyTasks) -> None:
     """What finished runs leave."""
-    for run in laboratory.runs:
-        folder = laboratory.run_folder(run)
+    for run in home.runs:
+        folder = home.run_folder(run)
         folder.mkdir(parents=True, exist_ok=True)
         result = {"held_out": {"text": 1.0}, "learning_rate": 1e-3}
         (folder / EVALUATION).write_text(json.dumps(result))
 
 
 @pytest.fixture
-def laboratory(tmp_path: Path) -> Laboratory:
-    return Laboratory(small_study(tmp_path / "materials"), tmp_path / "out")
+def home(tmp_path: Path) -> StudyTasks:
+    return StudyTasks(small_study(tmp_path / "materials"), tmp_path / "out")
 
 
-def test_granularity_comes_last_and_needs_no_model(laboratory: Laboratory) -> None:
-    task = laboratory.tasks()[-1]
+def test_granularity_comes_last_and_needs_no_model(home: StudyTasks) -> None:
+    task = home.tasks()[-1]
     assert task.name == "granularity-strong" and task.is_ready and not task.is_done
-    outcome = work(laboratory, wait=False, say=lambda line: None)
+    outcome = work(home, wait=False, say=lambda line: None)
     assert "granularity-strong" in outcome.finished and task.is_done
-    found = json.loads((laboratory.folder / "granularity-strong.json").read_text())
+    found = json.loads((home.folder / "granularity-strong.json").read_text())
     assert [point["n"] for point in found["chunks"]] == [4, 8]
     assert found["sequence_tokens"] == 64
 
@@ -113,8 +112,8 @@ def test_granularity_is_measured_without_torch(tmp_path: Path) -> None:
         (folder / "config.json").write_text('{"model_type": "llama"}')
     program = f"""
 import sys
-from vocagnolm.study.design import GranularityPlan
-from vocagnolm.study.granularity import corpus_granularity
+from vocagnolm_studies.design import GranularityPlan
+from vocagnolm_studies.granularity import corpus_granularity
 from vocagnolm.recipe import recipe_from_dict
 recipe = recipe_from_dict({dict(study.base)!r})
 recipe.student.tokenizer = {str(tmp_path / "materials/student")!r}
@@ -126,14 +125,14 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_rows_show_the_overlap_of_their_alignment(laboratory: Laboratory) -> None:
-    pretend_runs(laboratory)
-    before = study_table(laboratory)
+def test_rows_show_the_overlap_of_their_alignment(home: StudyTasks) -> None:
+    pretend_runs(home)
+    before = study_table(home)
     assert before["granularity"] is None and "granularity-strong" in before["missing"]
     assert "| IoU | IoS |" in markdown(before)
 
-    work(laboratory, wait=False, say=lambda line: None)
-    table = study_table(laboratory)
+    work(home, wait=False, say=lambda line: None)
+    table = study_table(home)
     assert not any(name.startswith("granularity") for name in table["missing"])
     found = table["granularity"]
     shown = {row["row"]: (row.get("iou"), row.get("ios")) for row in table["rows"]}
@@ -159,19 +158,19 @@ def test_rows_show_the_overlap_of_their_alignment(laboratory: Laboratory) -> Non
 
 
 def test_no_columns_where_the_study_does_not_ask(tmp_path: Path) -> None:
-    laboratory = Laboratory(small_study(tmp_path / "m", granularity=None), tmp_path / "out")
-    pretend_runs(laboratory)
-    table = study_table(laboratory)
+    home = StudyTasks(small_study(tmp_path / "m", granularity=None), tmp_path / "out")
+    pretend_runs(home)
+    table = study_table(home)
     assert "granularity" not in table and "IoU" not in markdown(table)
-    assert not any(task.kind == "granularity" for task in laboratory.tasks())
+    assert not any(task.kind == "granularity" for task in home.tasks())
 
 
 def test_shipped_table2_measures_every_number_of_chunks_it_shows(tmp_path: Path) -> None:
     for name in ("table2", "figure6"):
         study = load_study(name, materials="m")
         assert study.granularity is not None
-        laboratory = Laboratory(study, tmp_path)
-        recipes = [laboratory.recipe(run, learning_rate=None) for run in laboratory.runs]
+        home = StudyTasks(study, tmp_path)
+        recipes = [home.recipe(run, learning_rate=None) for run in home.runs]
         wanted = {r.objective.n_chunks for r in recipes if r.objective.method == "chunk"}
         assert wanted == set(study.granularity.chunks)
 
@@ -344,13 +343,13 @@ def test_bars_say_the_number_of_runs(tmp_path: Path) -> None:
     assert ">row by-weak<" in drawn and ">8.00 ± 0.70  (2)<" in drawn
 
 
-def test_teachers_carry_their_labels(laboratory: Laboratory) -> None:
-    stores = laboratory.folder / "stores"
+def test_teachers_carry_their_labels(home: StudyTasks) -> None:
+    stores = home.folder / "stores"
     stores.mkdir(parents=True)
     for name in ("strong", "weak"):
         (stores / f"{name}.json").write_text('{"bits_per_byte": 0.9}')
-    pretend_runs(laboratory)
-    teachers = study_table(laboratory)["teachers"]
+    pretend_runs(home)
+    teachers = study_table(home)["teachers"]
     assert {name: t["label"] for name, t in teachers.items()} == {
         "strong": "a strong one",
         "weak": "weak",
@@ -358,8 +357,8 @@ def test_teachers_carry_their_labels(laboratory: Laboratory) -> None:
 
 
 def test_studies_are_public_names() -> None:
-    import vocagnolm
-    from vocagnolm.study.run import run_study
+    import vocagnolm_studies
+    from vocagnolm_studies.run import run_study
 
-    assert vocagnolm.run_study is run_study and vocagnolm.load_study is load_study
-    assert {"run_study", "load_study"} <= set(dir(vocagnolm))
+    assert vocagnolm_studies.run_study is run_study and vocagnolm_studies.load_study is load_study
+    assert {"run_study", "load_study"} <= set(dir(vocagnolm_studies))

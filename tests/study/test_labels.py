@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from vocagnolm.alignment import TokenSpans
 from vocagnolm.cli import app
 from vocagnolm.errors import StudyError, UsageError
-from vocagnolm.pair.labels import LabelFields, area, areas, text_parts
-from vocagnolm.pair.selections import SelectionStudy, selection_study
 from vocagnolm.score import ScoreSettings, score_corpus
+from vocagnolm_studies.labels import LabelFields, area, areas, text_parts
+from vocagnolm_studies.selection import SelectionStudy, selection_study
 
 
 def brute_area(values: np.ndarray, label: np.ndarray, groups: np.ndarray | None) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vocagnolm.study.run import run_study
+from vocagnolm_studies.run import run_study
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 

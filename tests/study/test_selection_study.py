@@ -14,21 +14,28 @@ from vocagnolm.cli import app
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import StudyError, UsageError
-from vocagnolm.pair import selections as compare_selections
-from vocagnolm.pair.figures import source_bars
-from vocagnolm.pair.lead import lead_by_source, teachers_lead
-from vocagnolm.pair.sample_blocks import SampleBlocks, shared_teacher_share
-from vocagnolm.pair.selections import (
-    REFERENCE,
-    SelectionStudy,
-    selection_study,
-    variants,
-)
-from vocagnolm.pair.spread import SpreadSample, sources_of, spread_documents, spread_order
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score import ScoreSettings, score_corpus
 from vocagnolm.store import LossStore
-from vocagnolm.study.selection import document_sources, kept_by_source
+from vocagnolm_studies import selection as compare_selections
+from vocagnolm_studies.controls import document_sources, kept_by_source
+from vocagnolm_studies.figures import source_bars
+from vocagnolm_studies.sample import (
+    SampleBlocks,
+    SpreadSample,
+    shared_teacher_share,
+    sources_of,
+    spread_documents,
+    spread_order,
+)
+from vocagnolm_studies.selection import (
+    REFERENCE,
+    SelectionStudy,
+    lead_by_source,
+    selection_study,
+    teachers_lead,
+    variants,
+)
 
 BLOCK, SCOPE, TOKENS = 64, 4, 2048
 

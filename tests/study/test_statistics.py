@@ -16,14 +16,14 @@ from vocagnolm.statistics import (
     sign_flip_p,
     wilson_lower,
 )
-from vocagnolm.study.rows import (
-    average_accuracy,
+from vocagnolm_studies.controls import exchanged_targets, matched_guidance
+from vocagnolm_studies.evaluation import average_accuracy
+from vocagnolm_studies.table import (
     bit_gaps,
     compare_bits,
     compare_rows,
     mark_gaps,
 )
-from vocagnolm.study.selection import exchanged_targets, matched_guidance
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from study_kit import TINY, tiny_study, write_materials
 
 from vocagnolm.errors import StudyError
 from vocagnolm.store.format import read_manifest
-from vocagnolm.study.laboratory import Laboratory
-from vocagnolm.study.load import load_study
-from vocagnolm.study.table import markdown, read_results, study_table
-from vocagnolm.study.worker import work
+from vocagnolm_studies.design import load_study
+from vocagnolm_studies.evaluation import read_results
+from vocagnolm_studies.run import work
+from vocagnolm_studies.table import markdown, study_table
+from vocagnolm_studies.tasks import StudyTasks
 
 QUIET = {"say": lambda line: None}
 DISTILLED: dict[str, dict[str, Any]] = {
@@ -30,7 +31,7 @@ CONTROLS = {
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> StudyTasks:
     folder = tmp_path_factory.mktemp("study")
     materials = write_materials(folder / "materials")
     seeds = {"seeds": [1, 2]}
@@ -79,15 +80,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
         ),
         materials=materials,
     )
-    laboratory = Laboratory(study, folder / "out")
-    outcome = work(laboratory, **QUIET)
+    home = StudyTasks(study, folder / "out")
+    outcome = work(home, **QUIET)
     failures = {p.name: p.read_text() for p in (folder / "out" / "failed").iterdir()}
     assert not failures, failures
     assert outcome.left == []
-    return laboratory
+    return home
 
 
-def test_table_has_all_rows_and_comparisons(finished: Laboratory, tmp_path: Path) -> None:
+def test_table_has_all_rows_and_comparisons(finished: StudyTasks, tmp_path: Path) -> None:
     table = study_table(finished)
     names = ["start", "cpt", "guided-qwen", "matched", "kld", "rho1", "stretch"]
     names += [*DISTILLED, *CONTROLS]
@@ -117,12 +118,12 @@ def test_table_has_all_rows_and_comparisons(finished: Laboratory, tmp_path: Path
     text = markdown(table)
     assert "guided by Qwen, 40 %" in text and "p (questions)" in text
     assert f"| guided-qwen - cpt | {bits['gsm8k']['difference']:+.4f} (" in text
-    from vocagnolm.study.figure import draw
+    from vocagnolm_studies.figures import draw
 
     assert draw(table, finished.study.figure, tmp_path / "figure.svg").stat().st_size > 0
 
 
-def test_rows_that_share_no_seed_are_compared_over_all_seeds(finished: Laboratory) -> None:
+def test_rows_that_share_no_seed_are_compared_over_all_seeds(finished: StudyTasks) -> None:
     rows = {
         name: row.model_copy(update={"seeds": [2]}) for name, row in finished.study.rows.items()
     }
@@ -130,7 +131,7 @@ def test_rows_that_share_no_seed_are_compared_over_all_seeds(finished: Laborator
     study = finished.study.model_copy(
         update={"rows": rows, "comparisons": [["guided-qwen", "matched"]]}
     )
-    table = study_table(Laboratory(study, finished.folder))
+    table = study_table(StudyTasks(study, finished.folder))
     (entry,) = table["comparisons"]
     assert entry["seeds"] == [] and entry["difference"] is None and entry["interval"] is None
     assert (entry["all_seeds"]["n_a"], entry["all_seeds"]["n_b"]) == (1, 1)
@@ -139,7 +140,7 @@ def test_rows_that_share_no_seed_are_compared_over_all_seeds(finished: Laborator
     assert cells[1:6] == [""] * 5 and cells[6] and cells[7:] == ["", "1 and 1"]
 
 
-def test_several_teachers_over_chosen_documents(finished: Laboratory) -> None:
+def test_several_teachers_over_chosen_documents(finished: StudyTasks) -> None:
     """The row `stretch`: two stores combined, whole stretches, the best 70 % of the text."""
     run = next(run for run in finished.runs if run.row == "stretch")
     recipe = finished.recipe(run, learning_rate=None)
@@ -149,7 +150,7 @@ def test_several_teachers_over_chosen_documents(finished: Laboratory) -> None:
     assert (finished.run_folder(run) / "evaluation.json").is_file()
 
 
-def test_distilled_rows_read_blocks_with_targets_of_their_own(finished: Laboratory) -> None:
+def test_distilled_rows_read_blocks_with_targets_of_their_own(finished: StudyTasks) -> None:
     """One store serves all; the blocks differ by what is made of its alternatives."""
     runs = {run.row: run for run in finished.runs if run.row in DISTILLED}
     recipes = {row: finished.recipe(run, learning_rate=None) for row, run in runs.items()}
@@ -167,14 +168,14 @@ def test_distilled_rows_read_blocks_with_targets_of_their_own(finished: Laborato
     assert counts["distill-one"] == 1 and counts["distill"] == 4
 
 
-def test_nothing_is_run_twice(finished: Laboratory) -> None:
+def test_nothing_is_run_twice(finished: StudyTasks) -> None:
     before = {p: os.stat(p).st_mtime_ns for p in finished.folder.rglob("evaluation.json")}
     assert before
     assert work(finished, **QUIET).finished == []
     assert before == {p: os.stat(p).st_mtime_ns for p in finished.folder.rglob("evaluation.json")}
 
 
-def test_a_lost_run_is_run_again_to_the_same_result(finished: Laboratory) -> None:
+def test_a_lost_run_is_run_again_to_the_same_result(finished: StudyTasks) -> None:
     import shutil
 
     folder = finished.folder / "runs" / "guided-qwen-s2"
@@ -185,12 +186,12 @@ def test_a_lost_run_is_run_again_to_the_same_result(finished: Laboratory) -> Non
     assert before["held_out"] == after["held_out"]
 
 
-def test_models_are_removed_once_they_are_evaluated(finished: Laboratory) -> None:
+def test_models_are_removed_once_they_are_evaluated(finished: StudyTasks) -> None:
     assert not list(finished.folder.glob("runs/*/model"))
     assert (finished.folder / "start" / "model").is_dir()
 
 
-def test_a_teacher_of_the_same_vocabulary_is_trained_by_the_study(finished: Laboratory) -> None:
+def test_a_teacher_of_the_same_vocabulary_is_trained_by_the_study(finished: StudyTasks) -> None:
     from vocagnolm.recipe import load_recipe
 
     assert (finished.folder / "teachers" / "same" / "model").is_dir()
@@ -201,7 +202,7 @@ def test_a_teacher_of_the_same_vocabulary_is_trained_by_the_study(finished: Labo
     assert finished.recipe(finished.runs[0], learning_rate=None).teacher.model is None
 
 
-def test_runs_of_one_seed_see_the_same_blocks(finished: Laboratory) -> None:
+def test_runs_of_one_seed_see_the_same_blocks(finished: StudyTasks) -> None:
     """The same data order: plain and guided blocks hold the same tokens."""
     from vocagnolm.data.blocks import Blocks
 
@@ -216,7 +217,7 @@ def test_runs_of_one_seed_see_the_same_blocks(finished: Laboratory) -> None:
         assert all(b[number]["input_ids"].tolist() == first for b in blocks)
 
 
-def test_matched_control_keeps_the_same_share_of_every_source(finished: Laboratory) -> None:
+def test_matched_control_keeps_the_same_share_of_every_source(finished: StudyTasks) -> None:
     guided = json.loads((finished.folder / "runs/guided-qwen-s1/selection.json").read_text())
     matched = json.loads((finished.folder / "runs/matched-s1/selection.json").read_text())
     for source in ("problems", "noise"):
@@ -225,7 +226,7 @@ def test_matched_control_keeps_the_same_share_of_every_source(finished: Laborato
             assert matched[when][source]["kept"] == pytest.approx(wanted, abs=0.06)
 
 
-def test_controls_of_distillation_learn_something_else_each(finished: Laboratory) -> None:
+def test_controls_of_distillation_learn_something_else_each(finished: StudyTasks) -> None:
     results = read_results(finished)
     bits = {row: results[row][1]["held_out"]["math"] for row in (*DISTILLED, *CONTROLS)}
     assert len(set(bits.values())) == len(bits)
@@ -233,15 +234,15 @@ def test_controls_of_distillation_learn_something_else_each(finished: Laboratory
     assert own["identity"]["teacher"] != other["identity"]["teacher"]
 
 
-def test_deadline_in_the_past_starts_nothing(finished: Laboratory, tmp_path: Path) -> None:
-    fresh = Laboratory(finished.study, tmp_path)
+def test_deadline_in_the_past_starts_nothing(finished: StudyTasks, tmp_path: Path) -> None:
+    fresh = StudyTasks(finished.study, tmp_path)
     outcome = work(fresh, deadline=1.0, **QUIET)
     assert outcome.finished == [] and "start" in outcome.left
 
 
 def test_a_missing_folder_of_materials_is_named(tmp_path: Path) -> None:
-    from vocagnolm import run_study
     from vocagnolm.errors import StudyError
+    from vocagnolm_studies import run_study
 
     with pytest.raises(StudyError, match=r"no folder .*nowhere"):
         run_study("table1", tmp_path / "out", materials=tmp_path / "nowhere")
@@ -249,7 +250,7 @@ def test_a_missing_folder_of_materials_is_named(tmp_path: Path) -> None:
 
 
 def test_command_prints_the_table_of_a_finished_study(
-    finished: Laboratory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: StudyTasks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from vocagnolm.cli import main
 
@@ -267,7 +268,7 @@ def test_command_prints_the_table_of_a_finished_study(
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "[" * 5000])
-def test_a_damaged_result_is_named_with_what_to_do(finished: Laboratory, content: str) -> None:
+def test_a_damaged_result_is_named_with_what_to_do(finished: StudyTasks, content: str) -> None:
     path = finished.folder / "runs" / "cpt-s1" / "evaluation.json"
     good = path.read_text()
     path.write_text(content)

@@ -7,13 +7,13 @@ import pytest
 from study_kit import tiny_study, write_materials
 
 from vocagnolm.errors import StudyError
-from vocagnolm.study.laboratory import Laboratory
-from vocagnolm.study.load import load_study, study_from_dict
-from vocagnolm.study.table import study_table
-from vocagnolm.study.worker import work
+from vocagnolm_studies.design import load_study, study_from_dict
+from vocagnolm_studies.run import work
+from vocagnolm_studies.table import study_table
+from vocagnolm_studies.tasks import StudyTasks
 
 
-def tuned(folder: Path, by: str, results: dict[float, dict]) -> Laboratory:
+def tuned(folder: Path, by: str, results: dict[float, dict]) -> StudyTasks:
     study = study_from_dict(
         {
             "name": "x",
@@ -26,7 +26,7 @@ def tuned(folder: Path, by: str, results: dict[float, dict]) -> Laboratory:
         path = folder / "tuning" / f"g-{rate:g}" / "evaluation.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"group": "g", "learning_rate": rate, **result}))
-    return Laboratory(study, folder)
+    return StudyTasks(study, folder)
 
 
 def test_bits_per_byte_and_accuracy_may_disagree(tmp_path: Path) -> None:
@@ -41,9 +41,9 @@ def test_bits_per_byte_and_accuracy_may_disagree(tmp_path: Path) -> None:
 
 
 def test_a_rate_tuned_by_another_measure_is_named(tmp_path: Path) -> None:
-    laboratory = tuned(tmp_path, "accuracy", {1e-4: {"validation": {"text": 0.8}}})
+    home = tuned(tmp_path, "accuracy", {1e-4: {"validation": {"text": 0.8}}})
     with pytest.raises(StudyError, match="holds no validation_accuracy"):
-        laboratory.learning_rate("g")
+        home.learning_rate("g")
 
 
 def test_tuning_runs_answer_the_validation_questions(tmp_path: Path) -> None:
@@ -58,10 +58,10 @@ def test_tuning_runs_answer_the_validation_questions(tmp_path: Path) -> None:
         "use=[cpt]",
     ]
     study = load_study(tiny_study(tmp_path / "tiny.yaml"), overrides, materials=materials)
-    laboratory = Laboratory(study, tmp_path / "out")
-    assert work(laboratory, say=lambda line: None).left == []
-    tuning = study_table(laboratory)["tuning"]
+    home = StudyTasks(study, tmp_path / "out")
+    assert work(home, say=lambda line: None).left == []
+    tuning = study_table(home)["tuning"]
     assert len(tuning) == 2
     assert all(0 <= entry["validation_accuracy"] <= 100 for entry in tuning)
     best = max(tuning, key=lambda entry: (entry["validation_accuracy"], -entry["learning_rate"]))
-    assert laboratory.learning_rate("all_tokens") == best["learning_rate"]
+    assert home.learning_rate("all_tokens") == best["learning_rate"]

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vocagnolm.study.task import Task
-from vocagnolm.study.worker import work
+from vocagnolm_studies.run import work
+from vocagnolm_studies.tasks import Task
 
 
-def laboratory(folder: Path, broken: set[str]) -> SimpleNamespace:
+def home(folder: Path, broken: set[str]) -> SimpleNamespace:
     """Three tasks, the last of which needs the first; those in `broken` fail."""
     folder.mkdir(exist_ok=True)
 
@@ -40,18 +40,18 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_task_that_fails_is_tried_once_a_start(folder: Path) -> None:
     broken = {"a"}
-    first = work(laboratory(folder, broken), say=quietly)
+    first = work(home(folder, broken), say=quietly)
     assert (first.finished, first.failed, first.left) == (["b"], ["a"], ["a", "c"])
     assert "a ran out of memory" in (folder / "failed" / "a.txt").read_text()
     broken.clear()
-    second = work(laboratory(folder, broken), say=quietly)
+    second = work(home(folder, broken), say=quietly)
     assert (second.finished, second.failed, second.left) == (["a", "c"], [], [])
     assert list((folder / "failed").iterdir()) == []
 
 
 def test_a_failure_of_a_worker_beside_it_is_not_tried_again(folder: Path) -> None:
     """It began before the other one failed."""
-    _, b, c = laboratory(folder, set()).tasks()
+    _, b, c = home(folder, set()).tasks()
     seen: list[str] = []
 
     def other_fails_meanwhile(line: str) -> None:

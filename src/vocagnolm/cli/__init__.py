@@ -1,6 +1,7 @@
 """The command line: parse, call one function, print.
 
-Every command lives in the file of its name. Those files import nothing heavy at the top, so
+Every command lives in the file of its name, or in another package that is installed beside this one
+(`installed`: `study` is such a command). Those files import nothing heavy at the top, so
 that `vocagnolm --help` starts at once; the work is imported when a command runs. Results go to
 stdout, progress and messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a fault of
 the program, 130 interrupted, 143 stopped by SIGTERM.
@@ -11,13 +12,14 @@ import os
 import typer
 
 from vocagnolm import __version__
-from vocagnolm.cli import recipe, store, study
+from vocagnolm.cli import recipe, store
 from vocagnolm.cli.align import align
 from vocagnolm.cli.check import check
 from vocagnolm.cli.compare import compare
 from vocagnolm.cli.demo import demo
-from vocagnolm.cli.ending import DEBUG_VARIABLE, Commands, end
+from vocagnolm.cli.ending import DEBUG_VARIABLE, end
 from vocagnolm.cli.evaluate import evaluate
+from vocagnolm.cli.installed import AllCommands
 from vocagnolm.cli.prepare import prepare
 from vocagnolm.cli.progress import showing_copies
 from vocagnolm.cli.push import push
@@ -28,7 +30,7 @@ from vocagnolm.cli.train import train
 from vocagnolm.cli.view import view
 
 app = typer.Typer(
-    cls=Commands,
+    cls=AllCommands,
     name="vocagnolm",
     no_args_is_help=True,
     add_completion=False,
@@ -81,7 +83,6 @@ app.add_typer(recipe.app, name="recipe")
 app.command()(report)
 app.command(cls=ScoreCommand)(score)
 app.add_typer(store.app, name="store")
-app.add_typer(study.app, name="study")
 app.command()(train)
 app.command()(view)
 

@@ -1,5 +1,5 @@
 """A student and its teacher over some text, before anything is trained: how their tokens lie over
-each other (`preflight`, `fit`, `granularity`), and which tokens would be kept (`selections`)."""
+each other (`preflight`, `fit`)."""
 
 from vocagnolm.pair.preflight import Pair, WideToken, compare
 from vocagnolm.pair.sample import SAMPLE, STRESS

@@ -22,9 +22,9 @@ from vocagnolm.data.separators import separator_ids
 from vocagnolm.errors import StudyError
 from vocagnolm.model import open_model
 from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select, weigh_step
-from vocagnolm.pair.labels import LabelFields, LabelStudy, label_study
-from vocagnolm.pair.lead import Lead, lead_by_source, teachers_lead
-from vocagnolm.pair.sample_blocks import (
+from vocagnolm.store import LossStore
+from vocagnolm_studies.labels import LabelFields, LabelStudy, label_study
+from vocagnolm_studies.sample import (
     AGGREGATIONS,
     CHUNKS,
     STRETCH,
@@ -32,11 +32,11 @@ from vocagnolm.pair.sample_blocks import (
     SampleBlocks,
     packed_blocks,
     read_blocks,
+    shares_by_source,
+    sources_of,
+    spread_documents,
     student_nll,
 )
-from vocagnolm.pair.sources import shares_by_source
-from vocagnolm.pair.spread import sources_of, spread_documents
-from vocagnolm.store import LossStore
 
 KEEPS = (0.4, 0.5, 0.6, 0.7, 0.8)
 REFERENCE = "reference"
@@ -111,6 +111,20 @@ class KindShares:
     """Kept by stretch and not by token."""
     left: float
     """Kept by token and not by stretch."""
+
+
+@dataclass(frozen=True)
+class Lead:
+    """How far the teacher is ahead of the student: nats per student token, over the stretches of
+    text that both models predict whole. Where it is hardly better, it has little to say."""
+
+    student: float
+    teacher: float
+
+    @property
+    def share(self) -> float:
+        """Of the student's loss, what the teacher spares; below 0 where it is the worse one."""
+        return 1 - self.teacher / self.student
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,4 +405,32 @@ def _pair_facts(read: SampleBlocks) -> PairFacts:
         separators=share(~guided & ~covered),
         unscored=share(~guided & covered),
         shared_teacher=read.shared_teacher,
+    )
+
+
+# ---- how far the teacher is ahead of the student ----
+
+
+def teachers_lead(read: SampleBlocks, nll: NDArray[np.float32]) -> Lead:
+    """Over all of the sample."""
+    return _lead(read, nll, np.ones(nll.shape, np.bool_))
+
+
+def lead_by_source(read: SampleBlocks, nll: NDArray[np.float32]) -> dict[str, Lead] | None:
+    if read.named is None:
+        return None
+    names = sorted({str(name) for name in read.named[read.predicted]})
+    return {name: _lead(read, nll, read.named == name) for name in names}
+
+
+def _lead(read: SampleBlocks, nll: NDArray[np.float32], where: NDArray[np.bool_]) -> Lead:
+    stretch_nll = read.guidance[STRETCH]  # the teacher's, of the whole stretch, on each token
+    known = where & read.predicted & ~np.isnan(stretch_nll)
+    rows, width = read.stretch.shape
+    number = (read.stretch + width * np.arange(rows)[:, None])[known]
+    _, first = np.unique(number, return_index=True)
+    tokens = int(known.sum()) or np.nan
+    return Lead(
+        student=float(nll[known].sum(dtype=np.float64) / tokens),
+        teacher=float(stretch_nll[known][first].sum(dtype=np.float64) / tokens),
     )

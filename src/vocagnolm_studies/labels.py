@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from vocagnolm.alignment import TokenSpans
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.errors import StudyError
-from vocagnolm.pair.sample_blocks import SampleBlocks
-from vocagnolm.pair.spread import SpreadSample
+from vocagnolm_studies.sample import SampleBlocks, SpreadSample
 
 RESAMPLES = 500
 _FEWEST = 20

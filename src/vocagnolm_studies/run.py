@@ -1,6 +1,8 @@
-"""Workers: as many processes as you like take the tasks of a study one by one.
+"""`vocagnolm study run`: do what is missing, then one table and one figure.
 
-    python -m vocagnolm.study.worker STUDY.yaml --folder FOLDER
+As many processes as you like take the tasks of a study one by one. One that makes no table:
+
+    python -m vocagnolm_studies.run STUDY.yaml --folder FOLDER
 
 A task is claimed by a lock that dies with its process, and it is done when its file is there: kill
 any of them at any moment and start again. What failed is tried again by a worker that starts later;
@@ -13,19 +15,72 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from vocagnolm.errors import MissingExtraError, StudyError
 from vocagnolm.files import write_json, write_text
 from vocagnolm.locks import claim
-from vocagnolm.study.laboratory import Laboratory
-from vocagnolm.study.load import load_study
-from vocagnolm.study.task import Task, release_memory
+from vocagnolm_studies.design import load_study
+from vocagnolm_studies.figures import draw
+from vocagnolm_studies.table import markdown, study_table
+from vocagnolm_studies.tasks import StudyTasks, Task, release_memory
 
 _WAIT_SECONDS = 1.0
 Say = Callable[[str], None]
+
+
+def run_study(
+    source: str | Path,
+    folder: str | Path,
+    *,
+    materials: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    only_table: bool = False,
+    deadline: float | None = None,
+    say: Say = print,
+) -> tuple[dict[str, Any], str]:
+    """The study's table as data and as markdown. Both are also written to `FOLDER/NAME.json`,
+    `NAME.md`, and the figure to `NAME.svg`."""
+    if materials is not None and not Path(materials).is_dir():
+        raise StudyError(
+            f"There is no folder {materials} (--materials). It holds the models and texts of the "
+            "study: docs/log/miniature-protocols.md says how it is filled."
+        )
+    study = load_study(source, overrides, materials=materials)
+    home = StudyTasks(study, folder)
+    if not only_table:
+        outcome = work(home, deadline=deadline, say=say)
+        for name in outcome.failed:
+            report = home.folder / "failed" / f"{name}.txt"
+            say(f"{name} failed: {report} says why. The same command tries it again.")
+        _explain_waiting(home, outcome.left, outcome.failed, say)
+    table = study_table(home)
+    if not table["rows"]:
+        raise StudyError(f"No run of '{study.name}' in {folder} is finished: there is no table.")
+    text = markdown(table)
+    out = home.folder
+    write_json(out / f"{study.name}.json", table)
+    write_text(out / f"{study.name}.md", text)
+    try:
+        draw(table, study.figure, out / f"{study.name}.svg")
+    except (MissingExtraError, StudyError) as error:
+        say(f"no figure: {error}")
+    return table, text
+
+
+def _explain_waiting(home: StudyTasks, left: list[str], failed: list[str], say: Say) -> None:
+    """Files that nobody makes: the user has to bring them."""
+    tasks = home.tasks()
+    made = {task.done for task in tasks}
+    for task in tasks:
+        if task.name in left and task.name not in failed:
+            missing = [path for path in task.needs if not path.exists() and path not in made]
+            if missing:
+                say(f"{task.name} waits for {', '.join(map(str, missing))}")
 
 
 @dataclass(frozen=True)
@@ -37,7 +92,7 @@ class Outcome:
 
 
 def work(
-    laboratory: Laboratory,
+    home: StudyTasks,
     *,
     deadline: float | None = None,
     wait: bool = True,
@@ -47,10 +102,10 @@ def work(
     nothing should be under way: a task is not started if none of its kind was ever done in the
     time that is left. `wait`: stay while other processes work on what is missing, or while files
     have yet to arrive (only with a deadline)."""
-    folder = laboratory.folder
+    folder = home.folder
     for name in ("claims", "failed", "times"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    tasks = laboratory.tasks()
+    tasks = home.tasks()
     finished: list[str] = []
     before = _failures(folder)
 
@@ -165,7 +220,7 @@ def _is_claimed(folder: Path, task: Task) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m vocagnolm.study.worker")
+    parser = argparse.ArgumentParser(prog="python -m vocagnolm_studies.run")
     parser.add_argument("study")
     parser.add_argument("--folder", required=True)
     parser.add_argument("--materials")
@@ -179,10 +234,10 @@ def main() -> None:
         print(f"[{time.time() - began:7.1f}] {line}", flush=True)
 
     study = load_study(options.study, options.overrides, materials=options.materials)
-    laboratory = Laboratory(study, options.folder)
+    home = StudyTasks(study, options.folder)
     import vocagnolm.train.run  # noqa: F401  (seconds, better spent while files still arrive)
 
-    outcome = work(laboratory, deadline=options.deadline, say=say)
+    outcome = work(home, deadline=options.deadline, say=say)
     say(f"end: {len(outcome.finished)} done here, left: {', '.join(outcome.left) or 'nothing'}")
 
 

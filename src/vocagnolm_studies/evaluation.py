@@ -1,4 +1,5 @@
-"""What is measured on a finished run: bits per byte of held-out text, and greedy answers."""
+"""What is measured on a finished run, bits per byte of held-out text and greedy answers, and what
+is read of it again."""
 
 import gzip
 import json
@@ -8,14 +9,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vocagnolm.files import whole_file
-from vocagnolm.study.design import EvaluationPlan
+import numpy as np
+
+from vocagnolm.files import whole_file, write_json
+from vocagnolm_studies.design import EvaluationPlan
+from vocagnolm_studies.folder import EVALUATION, SELECTION, StudyFolder, read_result
 
 if TYPE_CHECKING:
     from vocagnolm.evaluate.render import Request
 
 ANSWERS_FILE = "answers.jsonl.gz"
+GRADES_FILE = "grades.json"
 PARTS_FIELD = "counts"
+
+Grades = dict[str, dict[int, bool]]
+Marks = Mapping[str, Mapping[int, float]]
+"""Task -> question -> mark: right or wrong, or the gap between two rows."""
 
 
 def evaluate_model(
@@ -70,9 +79,6 @@ def answer_requests(model: Any, files: Any, plan: EvaluationPlan, source: str, p
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-Grades = dict[str, dict[int, bool]]
-
-
 def grade_answers(path: Path, questions: Mapping[tuple[str, int], "Request"]) -> Grades:
     """Task -> question -> right or wrong, by the protocol of the question."""
     from vocagnolm.evaluate import grade
@@ -99,3 +105,42 @@ def questions_of(requests: str | Path) -> dict[tuple[str, int], "Request"]:
     from vocagnolm.evaluate.render import read_requests
 
     return {(one.task, one.index): one for one in read_requests(requests)}
+
+
+def average_accuracy(grades: Marks) -> float:
+    """Mean over tasks of the share of right answers, in percent."""
+    return 100 * float(np.mean([np.mean(list(marks.values())) for marks in grades.values()]))
+
+
+def read_results(home: StudyFolder) -> dict[str, dict[int, dict[str, Any]]]:
+    """Row -> seed -> evaluation of the finished runs, with grades where there are answers."""
+    requests = home.study.evaluate.requests
+    questions = questions_of(requests) if requests is not None and Path(requests).exists() else {}
+    wanted = [(run.row, run.seed, home.run_folder(run)) for run in home.runs]
+    if home.study.start is not None:
+        wanted.insert(0, ("start", 0, home.folder / "runs" / "start-s0"))
+    results: dict[str, dict[int, dict[str, Any]]] = {}
+    for row, seed, folder in wanted:
+        path = folder / EVALUATION
+        if not path.is_file():
+            continue
+        found = read_result(path)
+        answered = questions and (folder / ANSWERS_FILE).is_file()
+        if answered or (folder / GRADES_FILE).is_file():
+            found["grades"] = _grades(folder, questions)
+            found["accuracy"] = average_accuracy(found["grades"])
+        if (folder / SELECTION).is_file():
+            found["selection"] = read_result(folder / SELECTION)
+        results.setdefault(row, {})[seed] = found
+    return results
+
+
+def _grades(folder: Path, questions: dict[tuple[str, int], "Request"]) -> Grades:
+    """Grading takes seconds a run: kept beside the answers."""
+    path = folder / GRADES_FILE
+    if path.is_file():
+        kept = read_result(path)
+        return {task: {int(q): bool(v) for q, v in marks.items()} for task, marks in kept.items()}
+    grades = grade_answers(folder / ANSWERS_FILE, questions)
+    write_json(path, {t: {q: int(v) for q, v in m.items()} for t, m in grades.items()}, indent=None)
+    return grades

@@ -1,90 +1,57 @@
-"""One table of a study from what its runs have left: markdown and JSON. Needs no model."""
+"""One table of a study from what its runs have left: markdown and JSON. Needs no model.
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+Rows are compared pairwise: paired over questions, seeds and both; unpaired over all seeds.
+"""
 
-from vocagnolm.files import write_json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
 from vocagnolm.methods import METHODS
-from vocagnolm.statistics import mean_and_spread
-from vocagnolm.study.design import GranularityPlan, RowPlan, recipe_with
-from vocagnolm.study.evaluation import ANSWERS_FILE, Grades, grade_answers, questions_of
-from vocagnolm.study.folder import EVALUATION, SELECTION, read_result
-from vocagnolm.study.laboratory import Laboratory
-from vocagnolm.study.rows import (
-    average_accuracy,
-    bit_gaps,
-    compare_bits,
-    compare_rows,
-    mark_gaps,
+from vocagnolm.statistics import (
+    AllSeeds,
+    bootstrap_interval,
+    compare_means,
+    mean_and_spread,
+    paired_interval,
+    paired_t_p,
+    sign_flip_p,
 )
+from vocagnolm_studies.design import GranularityPlan, RowPlan, recipe_with
+from vocagnolm_studies.evaluation import Marks, average_accuracy, read_results
+from vocagnolm_studies.folder import EVALUATION, StudyFolder, read_result
 
-if TYPE_CHECKING:
-    from vocagnolm.evaluate.render import Request
-
-GRADES_FILE = "grades.json"
-
-
-def read_results(laboratory: Laboratory) -> dict[str, dict[int, dict[str, Any]]]:
-    """Row -> seed -> evaluation of the finished runs, with grades where there are answers."""
-    requests = laboratory.study.evaluate.requests
-    questions = questions_of(requests) if requests is not None and Path(requests).exists() else {}
-    wanted = [(run.row, run.seed, laboratory.run_folder(run)) for run in laboratory.runs]
-    if laboratory.study.start is not None:
-        wanted.insert(0, ("start", 0, laboratory.folder / "runs" / "start-s0"))
-    results: dict[str, dict[int, dict[str, Any]]] = {}
-    for row, seed, folder in wanted:
-        path = folder / EVALUATION
-        if not path.is_file():
-            continue
-        found = read_result(path)
-        answered = questions and (folder / ANSWERS_FILE).is_file()
-        if answered or (folder / GRADES_FILE).is_file():
-            found["grades"] = _grades(folder, questions)
-            found["accuracy"] = average_accuracy(found["grades"])
-        if (folder / SELECTION).is_file():
-            found["selection"] = read_result(folder / SELECTION)
-        results.setdefault(row, {})[seed] = found
-    return results
+Bits = Mapping[str, float]
+"""Text -> bits per byte."""
 
 
-def _grades(folder: Path, questions: dict[tuple[str, int], "Request"]) -> Grades:
-    """Grading takes seconds a run: kept beside the answers."""
-    path = folder / GRADES_FILE
-    if path.is_file():
-        kept = read_result(path)
-        return {task: {int(q): bool(v) for q, v in marks.items()} for task, marks in kept.items()}
-    grades = grade_answers(folder / ANSWERS_FILE, questions)
-    write_json(path, {t: {q: int(v) for q, v in m.items()} for t, m in grades.items()}, indent=None)
-    return grades
-
-
-def study_table(laboratory: Laboratory) -> dict[str, Any]:
+def study_table(home: StudyFolder) -> dict[str, Any]:
     """Everything the study has found so far, as plain data."""
-    study = laboratory.study
-    results = read_results(laboratory)
-    order = ["start", *(study.use or laboratory.rows)]
+    study = home.study
+    results = read_results(home)
+    order = ["start", *(study.use or home.rows)]
     rows = []
     for name in order:
         seeds = results.get(name)
         if seeds:
-            rows.append(_row(name, laboratory.rows.get(name), seeds))
+            rows.append(_row(name, home.rows.get(name), seeds))
     comparisons = [found for names in study.comparisons if (found := _comparison(names, results))]
-    planned = {run.name for run in laboratory.runs}
-    done = {
-        run.name for run in laboratory.runs if (laboratory.run_folder(run) / EVALUATION).exists()
-    }
+    planned = {run.name for run in home.runs}
+    done = {run.name for run in home.runs if (home.run_folder(run) / EVALUATION).exists()}
     table = {
         "study": study.name,
         "title": study.title,
         "rows": rows,
         "comparisons": comparisons,
-        "tuning": _tuning(laboratory),
-        "teachers": _teachers(laboratory),
+        "tuning": _tuning(home),
+        "teachers": _teachers(home),
         "student_bits_per_byte": study.base.get("student", {}).get("bits_per_byte"),
         "missing": sorted(planned - done),
     }
     if study.granularity is not None:
-        _add_granularity(table, laboratory, study.granularity)
+        _add_granularity(table, home, study.granularity)
     return table
 
 
@@ -136,10 +103,10 @@ def _row(name: str, plan: RowPlan | None, seeds: dict[int, dict[str, Any]]) -> d
     return row
 
 
-def _add_granularity(table: dict[str, Any], laboratory: Laboratory, plan: GranularityPlan) -> None:
+def _add_granularity(table: dict[str, Any], home: StudyFolder, plan: GranularityPlan) -> None:
     """IoU and IoS to the rows that train on an alignment with this teacher: of their chunks,
     whoever chooses them, or of tokens."""
-    path = laboratory.granularity_file(plan)
+    path = home.granularity_file(plan)
     if not path.is_file():
         table["granularity"] = None
         table["missing"].append(path.stem)
@@ -148,10 +115,10 @@ def _add_granularity(table: dict[str, Any], laboratory: Laboratory, plan: Granul
     chunks = {point["n"]: point for point in found["chunks"]}
     for row in table["rows"]:
         name = row["row"]
-        if name not in laboratory.rows:
+        if name not in home.rows:
             continue  # the start
-        settings = laboratory.rows[name]
-        objective = recipe_with(laboratory.study.base, settings.set, f"row {name}").objective
+        settings = home.rows[name]
+        objective = recipe_with(home.study.base, settings.set, f"row {name}").objective
         point = None
         if METHODS[objective.method].unit == "chunk" and settings.teacher in (None, plan.teacher):
             point = chunks.get(objective.n_chunks)
@@ -162,9 +129,9 @@ def _add_granularity(table: dict[str, Any], laboratory: Laboratory, plan: Granul
             row["iou"], row["ios"] = point["iou"], point["ios"]
 
 
-def _tuning(laboratory: Laboratory) -> list[dict[str, Any]]:
+def _tuning(home: StudyFolder) -> list[dict[str, Any]]:
     found = []
-    for path in sorted((laboratory.folder / "tuning").glob(f"*/{EVALUATION}")):
+    for path in sorted((home.folder / "tuning").glob(f"*/{EVALUATION}")):
         result = read_result(path)
         bits = result["validation"]
         entry = {"group": result["group"], "learning_rate": result["learning_rate"]}
@@ -176,10 +143,10 @@ def _tuning(laboratory: Laboratory) -> list[dict[str, Any]]:
     return sorted(found, key=lambda entry: (entry["group"], entry["learning_rate"]))
 
 
-def _teachers(laboratory: Laboratory) -> dict[str, Any]:
+def _teachers(home: StudyFolder) -> dict[str, Any]:
     found = {}
-    for path in sorted((laboratory.folder / "stores").glob("*.json")):
-        plan = laboratory.study.teachers.get(path.stem)
+    for path in sorted((home.folder / "stores").glob("*.json")):
+        plan = home.study.teachers.get(path.stem)
         label = (plan.label if plan else None) or path.stem
         found[path.stem] = {"label": label, **read_result(path)}
     return found
@@ -269,3 +236,94 @@ def _with_spread(mean: float | None, spread: float | None, digits: int) -> str:
     if mean is None:
         return ""
     return f"{mean:.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")
+
+
+# ---- comparisons of rows ----
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Difference a - b of the average accuracy over tasks, in percentage points, on the seeds
+    that both rows have. Without such seeds, only `all_seeds` says something."""
+
+    difference: float | None
+    seeds: list[int]
+    seed_differences: list[float]
+    p_questions: float | None
+    """Two-sided sign-flip test over questions, seeds averaged: these runs, other questions."""
+    p_seeds: float | None
+    """Two-sided paired t test over seeds: these questions, other runs. None with one seed."""
+    interval: tuple[float, float] | None
+    """95 % bootstrap over questions and seeds together."""
+    all_seeds: AllSeeds
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def mark_gaps(a: Mapping[int, Marks], b: Mapping[int, Marks]) -> dict[int, Marks]:
+    """a - b question by question, on the seeds that both rows have. Two of these, compared, are a
+    difference of differences."""
+    return {
+        seed: {
+            task: {q: marks[q] - b[seed][task][q] for q in marks} for task, marks in a[seed].items()
+        }
+        for seed in sorted(a.keys() & b.keys())
+    }
+
+
+def bit_gaps(a: Mapping[int, Bits], b: Mapping[int, Bits]) -> dict[int, Bits]:
+    """a - b text by text, likewise."""
+    shared = sorted(a.keys() & b.keys())
+    return {seed: {text: a[seed][text] - b[seed][text] for text in a[seed]} for seed in shared}
+
+
+def compare_rows(
+    a: Mapping[int, Marks], b: Mapping[int, Marks], *, one_b: bool = False
+) -> Comparison:
+    """Rows as seed -> marks. Questions are weighted so that every task counts the same. `one_b`:
+    b is a single model, the start say, that every seed of a is compared with."""
+    all_seeds = compare_means(*([average_accuracy(g) for g in row.values()] for row in (a, b)))
+    if one_b:
+        (only,) = b.values()
+        b = dict.fromkeys(a, only)
+    seeds = sorted(set(a) & set(b))
+    if not seeds:
+        return Comparison(None, [], [], None, None, None, all_seeds)
+    tasks = sorted(a[seeds[0]])
+    differences, weights, strata = [], [], []
+    for number, task in enumerate(tasks):
+        questions = sorted(a[seeds[0]][task])
+        marks = np.array(
+            [[float(a[s][task][q]) - float(b[s][task][q]) for q in questions] for s in seeds]
+        )
+        differences.append(marks)
+        weights.append(np.full(len(questions), 100 / (len(tasks) * len(questions))))
+        strata.append(np.full(len(questions), number))
+    difference_SQ = np.concatenate(differences, axis=1)
+    weight_Q, stratum_Q = np.concatenate(weights), np.concatenate(strata)
+    by_seed = difference_SQ @ weight_Q
+    return Comparison(
+        difference=float(by_seed.mean()),
+        seeds=seeds,
+        seed_differences=[float(value) for value in by_seed],
+        p_questions=sign_flip_p(difference_SQ.mean(0) * weight_Q),
+        p_seeds=paired_t_p(by_seed) if len(seeds) > 1 else None,
+        interval=bootstrap_interval(difference_SQ * weight_Q, stratum_Q),
+        all_seeds=all_seeds,
+    )
+
+
+def compare_bits(a: Mapping[int, Bits], b: Mapping[int, Bits]) -> dict[str, dict[str, Any]]:
+    """Differences a - b in bits per byte of every held-out text, on the seeds that both rows have,
+    with Student's 95 % over them. Rows as seed -> text -> bits per byte."""
+    gaps = bit_gaps(a, b)
+    found = {}
+    for text in next(iter(gaps.values()), ()):
+        differences = np.array([bits[text] for bits in gaps.values()])
+        found[text] = {
+            "difference": float(differences.mean()),
+            "seed_differences": [float(value) for value in differences],
+            "interval": paired_interval(differences),
+        }
+    return found

@@ -20,9 +20,9 @@ from vocagnolm.data.corpus import open_corpus
 from vocagnolm.data.order import TrainingOrder
 from vocagnolm.errors import CorpusError, StudyError
 from vocagnolm.files import file_digest, json_digest, write_json
-from vocagnolm.pair.sources import predicted_sources, shares_by_source
 from vocagnolm.recipe import Recipe
-from vocagnolm.study.design import Exchange
+from vocagnolm_studies.design import Exchange
+from vocagnolm_studies.sample import predicted_sources, shares_by_source
 
 # Random guidance spans this many nats, so that the student's own loss (at most a few tens) moves
 # a token by less than a thousandth; float16 reaches 65,504.

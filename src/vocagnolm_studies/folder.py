@@ -19,7 +19,7 @@ from vocagnolm.errors import StudyError
 from vocagnolm.files import json_digest, local_path, read_json
 from vocagnolm.methods import METHODS
 from vocagnolm.recipe import Recipe
-from vocagnolm.study.design import (
+from vocagnolm_studies.design import (
     START,
     GranularityPlan,
     RowPlan,
@@ -29,7 +29,6 @@ from vocagnolm.study.design import (
     plan_runs,
     recipe_with,
 )
-from vocagnolm.study.task import existing_path
 
 EVALUATION = "evaluation.json"
 SELECTION = "selection.json"
@@ -38,6 +37,14 @@ SELECTION = "selection.json"
 def read_result(path: Path) -> dict[str, Any]:
     """A file that a task of the study left; its being there is what makes the task done."""
     return read_json(path, StudyError, "Remove it and run the study again: it is made anew.")
+
+
+def existing_path(source: str | None) -> tuple[Path, ...]:
+    """A file or folder to wait for; a hub id is nothing to wait for."""
+    if source is None:
+        return ()
+    local = source.startswith((".", "/", "~")) or source.count("/") != 1 or Path(source).exists()
+    return (Path(source),) if local else ()
 
 
 class StudyFolder:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,14 @@ from vocagnolm.alignment import (
     TokenSpans,
     align,
     granularity,
+    load_tokenizer,
 )
-from vocagnolm.errors import CorpusError
+from vocagnolm.data.corpus import open_corpus
+from vocagnolm.errors import CorpusError, StudyError
+
+if TYPE_CHECKING:
+    from vocagnolm.recipe import Recipe
+    from vocagnolm_studies.design import GranularityPlan
 
 DEFAULT_CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -77,6 +84,27 @@ def granularity_study(
     )
 
 
+def corpus_granularity(recipe: "Recipe", teacher: str, plan: "GranularityPlan") -> GranularityStudy:
+    """The same for a recipe's student, corpus and blocks, and the tokenizer of a teacher."""
+    if recipe.student_tokenizer is None:
+        raise StudyError("IoU and IoS need base.student.tokenizer or base.student.model.")
+    corpus = open_corpus(
+        list(recipe.corpus.files),
+        text_field=recipe.corpus.text_field,
+        format="text",
+        split=recipe.corpus.split,
+        limit=plan.documents,
+    )
+    return granularity_study(
+        load_tokenizer(_tokenizer_file(recipe.student_tokenizer)),
+        load_tokenizer(_tokenizer_file(teacher)),
+        [document.text for document in corpus if document.text is not None],
+        n_chunks=plan.chunks,
+        sequence_tokens=recipe.data.block_size,
+        packed=True,
+    )
+
+
 def _one_after_another(
     ours: Sequence[TokenSpans], theirs: Sequence[TokenSpans]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -107,3 +135,10 @@ def _sequences(
         )
         result.append((ours[part], theirs[origin:end], alignment))
     return result
+
+
+def _tokenizer_file(source: str) -> str:
+    """A folder's tokenizer.json. A folder is checked against transformers, which brings torch in;
+    what trains and scores with it makes that check."""
+    file = Path(source) / "tokenizer.json"
+    return str(file) if file.is_file() else source

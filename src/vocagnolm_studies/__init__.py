@@ -1,0 +1,33 @@
+"""Studies: the paper's analyses, its tables and figures, and questions of our own.
+
+A study is a grid of recipes that becomes one table and one figure (`run_study`, or the command
+`vocagnolm study run`). This package imports `vocagnolm` and is never imported by it; the command
+line finds `study` by its entry point. The public names are loaded on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# public name -> the module that defines it
+_PUBLIC = {
+    "Study": "vocagnolm_studies.design",
+    "load_study": "vocagnolm_studies.design",
+    "run_study": "vocagnolm_studies.run",
+    "shipped_studies": "vocagnolm_studies.design",
+}
+
+if TYPE_CHECKING:
+    from vocagnolm_studies.design import Study, load_study, shipped_studies
+    from vocagnolm_studies.run import run_study
+
+__all__ = ["Study", "load_study", "run_study", "shipped_studies"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'vocagnolm_studies' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
