@@ -35,10 +35,10 @@ from score_precision import say, tiny_model
 
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.model import open_model
-from vocagnolm.model.compiled import compiling_seconds
+from vocagnolm.model.runtime import compiling_seconds
 from vocagnolm.score import ScoreSettings, score_corpus
-from vocagnolm.score.shard import prepare_shard
 from vocagnolm.score.teacher import LocalTeacher
+from vocagnolm.score.work import prepare_shard
 
 TARGET = 0.95
 LIBRARY = """

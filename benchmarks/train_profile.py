@@ -45,8 +45,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback
 
-from vocagnolm.model.compiled import find_layers, prepare_compiler
 from vocagnolm.model.lm_head import head_form, run_decoder
+from vocagnolm.model.runtime import find_layers, prepare_compiler
 from vocagnolm.objective import Decided, ObjectiveConfig, Targets, objective_loss, two_phase
 
 CUDA = torch.cuda.is_available()

@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from vocagnolm import Head, ObjectiveConfig, objective_loss
-from vocagnolm.data.blocks import Blocks
-from vocagnolm.data.order import TrainingOrder
+from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.train import BlockCollator
 from vocagnolm.train.collate import batch_targets
 

@@ -21,7 +21,7 @@ from rich.progress import track
 from vocagnolm import statistics
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students
-from vocagnolm.demo.problems import Problem
+from vocagnolm.demo.corpus import Problem
 from vocagnolm.recipe import Recipe, recipe_from_dict
 from vocagnolm.workers import WorkerPool
 from vocagnolm_studies.controls import write_exchanged_blocks

@@ -23,7 +23,7 @@ from rich.progress import track
 from vocagnolm import statistics
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students
-from vocagnolm.demo.problems import Problem
+from vocagnolm.demo.corpus import Problem
 from vocagnolm.demo.verdict import mean_and_spread
 from vocagnolm.recipe import Recipe
 from vocagnolm.workers import WorkerPool

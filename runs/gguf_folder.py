@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from vocagnolm.alignment import load_tokenizer
-from vocagnolm.alignment.gguf_file import metadata
+from vocagnolm.alignment.tokenizer import metadata
 
 NAMES = {
     "attn_q": "self_attn.q_proj",

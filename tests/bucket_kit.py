@@ -89,7 +89,7 @@ def environment(endpoint: str, cache: Path) -> dict[str, str]:
 
 def bucket_bytes(address: str) -> dict[str, bytes]:
     """Every object below an address with its content."""
-    from vocagnolm.places import Bucket
+    from vocagnolm.storage import Bucket
 
     place = Bucket(address)
     return {name: bytes(place.read(name)) for name in sorted(place.files())}

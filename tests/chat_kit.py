@@ -9,7 +9,7 @@ import made
 from tokenizers import Tokenizer
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
-from vocagnolm.alignment.frame import Frame
+from vocagnolm.alignment.tokenizer import Frame
 from vocagnolm.chat import ChatTokenizer, Message, template_of
 
 TEMPLATES = Path(__file__).parent / "templates"

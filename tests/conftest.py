@@ -29,7 +29,7 @@ SLOW = (
     "model/test_architectures.py",
     "model/test_document_nll.py",
     "objective/test_ranks.py",
-    "places",
+    "storage",
     "report/test_browser.py",
     "score",
     "study/test_selection_study.py",

@@ -21,8 +21,8 @@ from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select, w
 from vocagnolm.objective.distill import DISTANCES
 from vocagnolm.objective.selection import RANKINGS
 from vocagnolm.objective.weighting import WEIGHTINGS
-from vocagnolm.places import BACKENDS
 from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.storage import BACKENDS
 from vocagnolm.store import LossStore
 
 TABLES = (METHODS, RANKINGS, WEIGHTINGS, DISTANCES, BACKENDS, suite.TASKS, benchmarks.SOURCES)
@@ -68,7 +68,7 @@ CHOOSABLE_WEIGHTINGS.append("squared")
 WEIGHTINGS["squared"] = lambda own, teacher, config: (own - teacher).square()
 """
 A_BACKEND = """
-from vocagnolm.places import BACKENDS, Backend, Folder
+from vocagnolm.storage import BACKENDS, Backend, Folder
 from pathlib import Path
 
 BACKENDS["shelf"] = Backend(lambda address: Folder(Path({root!r}, address.partition("://")[2])))

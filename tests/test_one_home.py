@@ -13,7 +13,7 @@ from vocagnolm.methods import METHODS
 SOURCE = Path(__file__).parents[1] / "src"
 
 HOMES = {
-    "locks": (r"^import fcntl|fcntl\.flock", {"vocagnolm/locks.py"}),
+    "locks": (r"^import fcntl|fcntl\.flock", {"vocagnolm/files.py"}),
     "flushing and renaming": (r"os\.(fsync|replace|rename)\(", {"vocagnolm/files.py"}),
     "YAML": (
         r"yaml\.safe_load\(",
@@ -44,8 +44,8 @@ def test_what_a_method_needs_is_asked_of_its_row():
                 names = [e.value for e in node.elts if isinstance(e, ast.Constant)]
                 if len(names) > 1 and all(name in METHODS for name in names):
                     found.add(path.relative_to(SOURCE).as_posix())
-    # the table itself; what the demo compares; the paper's two controls
-    names = {"methods.py", "demo/students.py", "recipe/paper.py"}
+    # what the demo compares; the paper's two controls
+    names = {"demo/students.py", "recipe/paper.py"}
     assert found == {f"vocagnolm/{name}" for name in names}
 
 

@@ -175,11 +175,11 @@ def make_lab(folder: Path, count: int = 60, alternatives: int = 0) -> list[str]:
 def built_trainer(settings: dict[str, Any]) -> Any:
     """As `vocagnolm train` builds it, not trained yet."""
     from vocagnolm.recipe import recipe_from_dict
-    from vocagnolm.train import arguments, build, launcher, run, schedule
+    from vocagnolm.train import arguments, build, parallel, run, schedule
 
     recipe = recipe_from_dict(settings)
     blocks = run.open_blocks(recipe)
-    plan = schedule.plan_schedule(recipe, len(blocks), launcher.world_size())
+    plan = schedule.plan_schedule(recipe, len(blocks), parallel.world_size())
     given = arguments.training_arguments(recipe, plan)
     return build.build_trainer(recipe, blocks, plan, given)
 

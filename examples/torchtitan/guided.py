@@ -15,8 +15,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import BaseLoss, compute_logprobs
 from torchtitan.trainer import Trainer
 
-from vocagnolm.data.blocks import Blocks
-from vocagnolm.data.order import TrainingOrder
+from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, weigh_step
 from vocagnolm.train import BlockCollator
 

@@ -52,3 +52,27 @@ def save_figure(matplotlib: Any, figure: Any, path: str | Path) -> Path:
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # an emoji in a token
         figure.savefig(target, dpi=200, metadata=metadata)
     return target
+
+
+# ---- two teachers, document by document ----
+
+
+def document_scatter(found: dict[str, Any], path: str | Path) -> Path:
+    """One panel for every store against the first (`data.teachers.compare_stores`)."""
+    stores = found["stores"]
+    matplotlib, figure, panels = new_panels(4.2 * (len(stores) - 1), 4.0, len(stores) - 1)
+    rows = found["document_bits_per_byte"]
+    longest = max(value for row in rows for value in row if value != float("inf"))
+    for number, axes in enumerate(panels, 1):
+        axes.plot([0, longest], [0, longest], color=LINE, linewidth=1)
+        axes.scatter(
+            [row[number] for row in rows],
+            [row[0] for row in rows],
+            s=8,
+            alpha=0.5,
+            color=COLOURS[(number - 1) % len(COLOURS)],
+            linewidths=0,
+        )
+        axes.set_xlabel(f"{stores[number]['teacher']}, bits per byte", color=INK)
+    panels[0].set_ylabel(f"{stores[0]['teacher']}, bits per byte", color=INK)
+    return save_figure(matplotlib, figure, path)

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vocagnolm.cli.choices import (
+from vocagnolm.cli.common import (
     CORPUS_HELP,
     SPLIT_HELP,
     TEXT_FIELD_HELP,
     Device,
     Dtype,
     Split,
+    progress,
+    quiet_libraries,
 )
-from vocagnolm.cli.progress import progress
-from vocagnolm.cli.quiet import quiet_libraries
 from vocagnolm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def granularity(
     Token-level alignment is the reference line: every student token is fully covered (IoS 100 %).
     """
     from vocagnolm.alignment import load_tokenizer
-    from vocagnolm.data.left_out import LeftOut, read_texts
+    from vocagnolm.data.skipped import LeftOut, read_texts
     from vocagnolm.pair import SAMPLE
     from vocagnolm_studies.granularity import granularity_study
 

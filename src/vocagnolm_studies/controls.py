@@ -15,9 +15,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from vocagnolm.data.blocks import MANIFEST, read_manifest
+from vocagnolm.data.blocks import MANIFEST, TrainingOrder, read_manifest
 from vocagnolm.data.corpus import open_corpus
-from vocagnolm.data.order import TrainingOrder
 from vocagnolm.errors import CorpusError, StudyError
 from vocagnolm.files import file_digest, json_digest, write_json
 from vocagnolm.recipe import Recipe

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import MissingExtraError, StudyError
-from vocagnolm.files import write_json, write_text
-from vocagnolm.locks import claim
+from vocagnolm.files import claim, write_json, write_text
 from vocagnolm_studies.design import load_study
 from vocagnolm_studies.figures import draw
 from vocagnolm_studies.table import markdown, study_table

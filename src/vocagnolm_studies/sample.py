@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vocagnolm.data.blocks import Blocks
+from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.data.corpus import Corpus, document_hash, open_corpus
-from vocagnolm.data.lookup import Lookup
-from vocagnolm.data.order import TrainingOrder
 from vocagnolm.data.prepare import prepare
+from vocagnolm.data.teachers import Lookup
 from vocagnolm.errors import CorpusError, StudyError
 from vocagnolm.model import ModelFiles, NllModel
 from vocagnolm.recipe import recipe_from_dict

@@ -6,7 +6,7 @@ from real import PACKAGES, real
 from transformers import PreTrainedTokenizerFast
 
 from vocagnolm.alignment import TextTokenizer
-from vocagnolm.alignment.frame import Frame
+from vocagnolm.alignment.tokenizer import Frame
 from vocagnolm.chat import ChatTokenizer, Message, shared_text, template_of
 from vocagnolm.chat.template import DATE
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from vocagnolm.alignment import align
 from vocagnolm.chat import Message, Refused, messages_of, render, shared_text, trained_ranges
 from vocagnolm.chat.template import DATE, ChatTemplate
-from vocagnolm.chat.trained import trained_tokens
+from vocagnolm.chat.tokens import trained_tokens
 from vocagnolm.errors import TemplateError
 
 NAMES = tuple(chat_kit.SHAPES)

@@ -11,7 +11,7 @@ from faults_kit import some
 from training_kit import make_lab, recipe_dict
 
 from vocagnolm import cli
-from vocagnolm.cli.ending import KEPT
+from vocagnolm.cli.common import KEPT
 
 
 def ended(monkeypatch, capsys, error, *arguments):

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from vocagnolm.cli.progress import progress
-from vocagnolm.pace import VARIABLE, Pace, Speed, clock_time
+from vocagnolm.cli.common import progress
+from vocagnolm.progress import VARIABLE, Pace, Speed, clock_time
 
 
 class Clock:

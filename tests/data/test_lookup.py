@@ -6,9 +6,8 @@ from score.teacher_kit import SETTINGS, ArithmeticTeacher
 from training_kit import documents, recipe_dict, save_tokenizer, write_corpus
 
 from vocagnolm.data.corpus import document_hash, open_corpus
-from vocagnolm.data.lookup import Lookup
 from vocagnolm.data.prepare import prepare
-from vocagnolm.data.teachers import compare_stores
+from vocagnolm.data.teachers import Lookup, compare_stores
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score import score_corpus
 from vocagnolm.store import LossStore

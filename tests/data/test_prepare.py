@@ -13,9 +13,8 @@ import pytest
 from training_kit import make_lab, recipe_dict, save_tokenizer, write_corpus, write_store
 
 from vocagnolm.alignment import align, carry, load_tokenizer
-from vocagnolm.data.blocks import Blocks
+from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.data.identity import student_tokenizer
-from vocagnolm.data.order import TrainingOrder
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError
 from vocagnolm.recipe import recipe_from_dict

@@ -15,8 +15,8 @@ from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError, RecipeError, StoreError, VocagnolmError
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.store import LossStore
-from vocagnolm.store.rank import document_bits
-from vocagnolm.train.static import static_problems
+from vocagnolm.store.analysis import document_bits
+from vocagnolm.train.check import static_problems
 
 
 @pytest.fixture(scope="module")

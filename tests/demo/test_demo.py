@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from vocagnolm.alignment import align, load_tokenizer, shares
 from vocagnolm.cli import app
 from vocagnolm.demo import corpus, students, verdict
-from vocagnolm.demo.answers import exact_share, read_answer
+from vocagnolm.demo.corpus import draw_problem
 from vocagnolm.demo.pipeline import run_demo
-from vocagnolm.demo.problems import draw_problem
+from vocagnolm.demo.students import exact_share, read_answer
 from vocagnolm_studies.run import run_study
 
 ROOT = Path(__file__).parents[2]

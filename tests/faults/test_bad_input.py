@@ -12,8 +12,7 @@ from training_kit import fresh_process, recipe_dict
 
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import RecipeError, VocagnolmError, WriteError
-from vocagnolm.files import write_text
-from vocagnolm.locks import folder_lock
+from vocagnolm.files import folder_lock, write_text
 from vocagnolm.recipe import Recipe, load_recipe, recipe_from_dict
 from vocagnolm.store import LossStore, inspect_store, verify_store
 

@@ -12,7 +12,7 @@ from faults_kit import LONG, in_child, tiny_tree, write_recipe
 from training_kit import fresh_process, recipe_dict, run_processes
 
 from vocagnolm.train.checkpoint import newest_complete
-from vocagnolm.train.metrics_file import read_metrics
+from vocagnolm.train.folder import read_metrics
 
 STEPS = 200
 

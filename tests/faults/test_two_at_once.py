@@ -11,7 +11,7 @@ from training_kit import fresh_process, recipe_dict
 
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BusyError, WriteError
-from vocagnolm.locks import claim, folder_lock
+from vocagnolm.files import claim, folder_lock
 from vocagnolm.recipe import recipe_from_dict
 
 

@@ -7,8 +7,8 @@ import transformers
 from torch import nn
 
 from vocagnolm.errors import ModelError
-from vocagnolm.model.compiled import compile_layers, find_layers
 from vocagnolm.model.nll import NllModel
+from vocagnolm.model.runtime import compile_layers, find_layers
 
 VOCABULARY = 211
 SMALL = {

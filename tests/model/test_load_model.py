@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from vocagnolm.alignment import load_tokenizer
-from vocagnolm.alignment.gguf_file import gguf_tokenizer, metadata
+from vocagnolm.alignment.tokenizer import gguf_tokenizer, metadata
 from vocagnolm.cli import app
 from vocagnolm.errors import ModelError
 from vocagnolm.model import load_causal_lm, open_model

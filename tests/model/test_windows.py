@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vocagnolm.model.windows import cut_windows, plan_batches
+from vocagnolm.model.nll import cut_windows, plan_batches
 
 
 @given(tokens=st.integers(0, 500), room=st.integers(2, 80), data=st.data())

@@ -15,7 +15,6 @@ from vocagnolm.alignment import (
     token_texts,
 )
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, pack
-from vocagnolm.report.expected import Expected, with_alternatives
 from vocagnolm.report.kept import statistics
 from vocagnolm.report.page_data import (
     Measure,
@@ -27,7 +26,7 @@ from vocagnolm.report.page_data import (
     Run,
     Selection,
 )
-from vocagnolm.report.passage import teacher_row, token_row
+from vocagnolm.report.passage import Expected, teacher_row, token_row, with_alternatives
 from vocagnolm.report.weights import add_guidance, weigh_passages
 
 TEXT = "Probability, Uncertainty.\n"

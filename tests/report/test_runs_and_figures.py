@@ -14,7 +14,7 @@ from vocagnolm.errors import EvaluationError, UsageError
 from vocagnolm.pair import SAMPLE, figures
 from vocagnolm.report.page_data import plain
 from vocagnolm.report.runs import CURVE_POINTS, RunError, read_run, report_page
-from vocagnolm.report.sample import SAMPLE_FILE, Sample, SampleError, read_sample, save_sample
+from vocagnolm.report.sampling import SAMPLE_FILE, Sample, SampleError, read_sample, save_sample
 from vocagnolm_studies import figures as study_figures
 from vocagnolm_studies.granularity import granularity_study
 

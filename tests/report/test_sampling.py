@@ -10,8 +10,7 @@ from vocagnolm.alignment import align, carry, load_tokenizer
 from vocagnolm.pair import SAMPLE
 from vocagnolm.recipe import load_recipe, recipe_from_dict
 from vocagnolm.report.runs import report_page, write_report
-from vocagnolm.report.sample import SampleError
-from vocagnolm.report.sampling import PASSAGE_TOKENS, compute_sample, write_sample
+from vocagnolm.report.sampling import PASSAGE_TOKENS, SampleError, compute_sample, write_sample
 from vocagnolm.score import ScoreSettings, score_corpus
 from vocagnolm.store import LossStore
 

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import processors
 
 from vocagnolm.alternatives import AlternativesSpec, Vocabulary, pack
-from vocagnolm.locks import LOCK_FILE
+from vocagnolm.files import LOCK_FILE
 from vocagnolm.model.nll import TokenScores
 from vocagnolm.pair.sample import SAMPLE
 from vocagnolm.score import ScoreSettings, TokenizedDocument

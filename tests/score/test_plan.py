@@ -14,7 +14,6 @@ from vocagnolm.cli.score import ScoreCommand
 from vocagnolm.errors import MissingExtraError, ScoreError, StoreError, UsageError
 from vocagnolm.score import RayCluster, Share, score_corpus
 from vocagnolm.score import plan as plan_module
-from vocagnolm.score.actor import ScoringActor
 from vocagnolm.score.plan import (
     PLAN_FILE,
     CorpusSource,
@@ -23,7 +22,7 @@ from vocagnolm.score.plan import (
     load_plan,
     make_plan,
 )
-from vocagnolm.score.queue import ShardQueue
+from vocagnolm.score.ray_driver import ScoringActor, ShardQueue
 from vocagnolm.score.work import Worker
 
 

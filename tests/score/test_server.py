@@ -22,9 +22,9 @@ from vocagnolm import LossStore
 from vocagnolm.cli import app
 from vocagnolm.errors import ScoreError, StoreError, UsageError
 from vocagnolm.score import Server, Share, score_corpus
-from vocagnolm.score.actor import ScoringActor
 from vocagnolm.score.cluster import worker_resources
 from vocagnolm.score.plan import PLAN_FILE, CorpusSource, TeacherSource, describe, make_plan
+from vocagnolm.score.ray_driver import ScoringActor
 from vocagnolm.score.server import exchange
 from vocagnolm.store import verify_store
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.errors import BusyError, StoreError, UsageError
-from vocagnolm.locks import folder_lock
+from vocagnolm.files import folder_lock
 from vocagnolm.score import Share, score_corpus
 from vocagnolm.store import LossStore, verify_store
 from vocagnolm.store import writer as store_writer

@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.errors import ScoreError
-from vocagnolm.model import compiled, nll, open_model
+from vocagnolm.model import nll, open_model
+from vocagnolm.model import runtime as compiled
 from vocagnolm.model.nll import NllModel, RowScores
 from vocagnolm.score import score_corpus
+from vocagnolm.score.run import Times
 from vocagnolm.score.teacher import LocalTeacher
-from vocagnolm.score.times import Times
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 

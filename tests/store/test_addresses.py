@@ -1,5 +1,5 @@
 """An address that no code serves is refused by every command, before anything is written. What is
-served is tried in tests/places."""
+served is tried in tests/storage."""
 
 from pathlib import Path
 
@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.errors import UsageError
-from vocagnolm.files import local_path, write_text
-from vocagnolm.locks import folder_lock
+from vocagnolm.files import folder_lock, local_path, write_text
 from vocagnolm.recipe.load import recipe_from_dict
 from vocagnolm.store import LossStore
 

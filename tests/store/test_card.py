@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.errors import AddressError, StoreError, UsageError
-from vocagnolm.places import Folder
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score import score_corpus
+from vocagnolm.storage import Folder
 from vocagnolm.store import LossStore, inspect_store, verify_store
 from vocagnolm.store.card import store_card
 

@@ -12,7 +12,7 @@ from vocagnolm.data.corpus import open_corpus
 from vocagnolm.data.teachers import best_shares, compare_stores
 from vocagnolm.errors import StoreError
 from vocagnolm.store import LossStore
-from vocagnolm.store.rank import document_bits, rank_documents
+from vocagnolm.store.analysis import document_bits, rank_documents
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vocagnolm.store.strength import CLEARLY_BETTER, teacher_warning
+from vocagnolm.store.analysis import CLEARLY_BETTER, teacher_warning
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from training_kit import recipe_dict
 
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train import check
-from vocagnolm.train.advice import room_left, slow_arithmetic
+from vocagnolm.train.arguments import room_left, slow_arithmetic
 from vocagnolm.train.schedule import plan_schedule
 from vocagnolm.train.student import build_student, choose_attention
 

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from vocagnolm.alignment import align, carry, stretch_losses, stretches
 from vocagnolm.chat import shared_text, trained_ranges, trained_tokens
-from vocagnolm.data.blocks import Blocks
+from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.data.guidance import tiling
-from vocagnolm.data.order import TrainingOrder
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError, StoreError
 from vocagnolm.model import open_model

@@ -12,14 +12,13 @@ from chat_kit import make_chat_lab
 from training_kit import LLAMA, built_trainer, documents, recipe_dict, write_corpus, write_store
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from vocagnolm.data.blocks import Blocks
-from vocagnolm.data.order import TrainingOrder
+from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score import ScoreSettings, score_corpus
 from vocagnolm.train.check import check
-from vocagnolm.train.metrics_file import read_metrics
+from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.run import train
 
 pytestmark = pytest.mark.slow

@@ -14,8 +14,7 @@ from training_kit import recipe_dict, run_processes
 from vocagnolm.errors import TrainingError
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train.checkpoint import MARKER, newest_complete
-from vocagnolm.train.folder import read_run
-from vocagnolm.train.metrics_file import read_metrics
+from vocagnolm.train.folder import read_metrics, read_run
 from vocagnolm.train.run import train
 
 SCOPES = [
@@ -165,7 +164,7 @@ def train_with_a_slow_disk(tree: dict) -> None:
 
 
 def die_before_the_mark(tree: dict, step: int) -> None:
-    from vocagnolm.train import saving
+    from vocagnolm.train import checkpoint as saving
 
     original = saving.mark_complete
 

@@ -12,7 +12,7 @@ import numpy as np
 from training_kit import free_port, recipe_dict, run_processes
 
 from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.train.metrics_file import read_metrics
+from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.run import train
 
 STEPS = 24

@@ -10,8 +10,7 @@ from vocagnolm.errors import RecipeError, TrainingError
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train import micro_batch, schedule
 from vocagnolm.train.check import check
-from vocagnolm.train.folder import read_run
-from vocagnolm.train.metrics_file import read_metrics
+from vocagnolm.train.folder import read_metrics, read_run
 from vocagnolm.train.micro_batch import choose, find_micro_batch
 from vocagnolm.train.run import train
 

@@ -10,8 +10,7 @@ from training_kit import recipe_dict
 from transformers import AutoModelForCausalLM
 
 from vocagnolm.alignment import Alignment, align, carry, load_tokenizer
-from vocagnolm.data.blocks import Blocks
-from vocagnolm.data.order import TrainingOrder
+from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.objective import ObjectiveConfig
 from vocagnolm.train.collate import BlockCollator
 from vocagnolm.train.online import OnlineTeacher, TeacherView, _whole_characters, teacher_view

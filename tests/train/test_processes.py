@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from training_kit import recipe_dict, run_processes
 
 from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.train.metrics_file import read_metrics
+from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.run import train
 
 OBJECTIVES = [
@@ -73,7 +73,7 @@ def test_ddp_equals_one_process(lab, tmp_path, one_process):
 def train_sharded(trees: list[dict]) -> None:
     from torch.distributed.tensor import DTensor
 
-    from vocagnolm.train import saving as module
+    from vocagnolm.train import checkpoint as module
 
     train_all(trees[:1])
     original = module.full_state_dict

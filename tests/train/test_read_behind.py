@@ -13,7 +13,7 @@ from vocagnolm.objective.selection import ScoredBatch
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train import run
 from vocagnolm.train.collate import token_counts
-from vocagnolm.train.metrics_file import read_metrics
+from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.trainer import GuidedTrainer
 
 FUSED = {"name": "adamw_torch_fused", "learning_rate": 3e-3, "min_learning_rate": 3e-4}

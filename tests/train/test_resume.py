@@ -24,7 +24,7 @@ from vocagnolm.train.checkpoint import (
     newest_complete,
     prune_checkpoints,
 )
-from vocagnolm.train.metrics_file import MetricsFile, read_metrics
+from vocagnolm.train.folder import MetricsFile, read_metrics
 from vocagnolm.train.run import train
 
 # about 100 blocks, 8 a step: the second epoch begins in step 13 or so

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.errors import BlocksError
-from vocagnolm.train import run, times
+from vocagnolm.train import console as times
+from vocagnolm.train import run
+from vocagnolm.train.console import Clock, Times
 from vocagnolm.train.folder import read_run
-from vocagnolm.train.times import Clock, Times
 
 
 @pytest.fixture

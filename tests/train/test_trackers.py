@@ -14,7 +14,7 @@ from vocagnolm.alignment import load_tokenizer
 from vocagnolm.errors import RecipeError
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train.check import check
-from vocagnolm.train.metrics_file import MetricsFile
+from vocagnolm.train.folder import MetricsFile
 from vocagnolm.train.run import train
 from vocagnolm.train.tracked import selected_text
 from vocagnolm.train.trackers import keep_in_run, tracker_problems

@@ -11,15 +11,14 @@ import torch.nn.functional as F
 from training_kit import LLAMA, recipe_dict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from vocagnolm.data.blocks import Blocks
-from vocagnolm.data.order import TrainingOrder
+from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.errors import TrainingError, UsageError
 from vocagnolm.model.lm_head import last_hidden
 from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, Targets
 from vocagnolm.recipe import load_recipe, recipe_from_dict
 from vocagnolm.train.collate import BlockCollator
+from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.forward import MicroBatch, install_guided_forward
-from vocagnolm.train.metrics_file import read_metrics
 from vocagnolm.train.run import train
 from vocagnolm.train.student import compile_layers
 

@@ -15,13 +15,14 @@ from vocagnolm.alignment.measures import (
     Granularity,
     Overlap,
     Shares,
+    VocabularyOverlap,
     character_spans,
     chunk_overlap,
     granularity,
     shares,
     token_overlap,
+    vocabulary_overlap,
 )
-from vocagnolm.alignment.overlap import VocabularyOverlap, vocabulary_overlap
 from vocagnolm.alignment.stretch import (
     KINDS,
     Stretches,

@@ -1,19 +1,299 @@
 """Any Hugging Face tokenizer, made ready for spans: a private copy with one fixed policy."""
 
 import hashlib
+import mmap
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
 from vocagnolm.alignment.alignment import TokenSpans
-from vocagnolm.alignment.frame import Frame, frame_of, read_frame, refuse_code
-from vocagnolm.alignment.gguf_file import gguf_tokenizer
-from vocagnolm.alignment.sentencepiece import read_sentencepiece
 from vocagnolm.alignment.spans import Spanner
-from vocagnolm.errors import TokenizerError
+from vocagnolm.alignment.vocabulary import SPACE_MARK
+from vocagnolm.errors import MissingExtraError, TokenizerError
+from vocagnolm.files import parse_json
+
+_SPECIAL_NAMES = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """As the files beside a tokenizer say it."""
+
+    bos_id: int | None = None
+    """Put before a text where the tokenizer's own template puts nothing."""
+    eos_id: int | None = None
+    """Ends a document."""
+    template: str | None = None
+    """The chat template, in Jinja."""
+    special_tokens: tuple[tuple[str, str], ...] = ()
+    """`bos_token`, `eos_token`, ... by name: a template may print them."""
+
+
+def read_frame(tokenizer: Tokenizer, folder: Path) -> Frame:
+    """`tokenizer_config.json` first, `config.json` for the end where that says nothing."""
+    settings = _read(folder / "tokenizer_config.json")
+    bos = _id(tokenizer, settings.get("bos_token")) if settings.get("add_bos_token") else None
+    eos = _id(tokenizer, settings.get("eos_token"))
+    if eos is None:
+        eos = _read(folder / "config.json").get("eos_token_id")
+        if isinstance(eos, list):
+            eos = eos[0] if eos else None
+    named = {**_read(folder / "special_tokens_map.json"), **settings}
+    return Frame(
+        bos, eos if isinstance(eos, int) else None, read_template(folder), _special_tokens(named)
+    )
+
+
+def read_template(folder: Path) -> str | None:
+    """The chat template of a folder: a file of its own, or a key of the configuration."""
+    path = folder / "chat_template.jinja"
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if (found := _default_template(_read(folder / name).get("chat_template"))) is not None:
+            return found
+    return None
+
+
+def _default_template(value: Any) -> str | None:
+    """Of several, the one called default."""
+    if isinstance(value, list):
+        value = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+    if isinstance(value, dict):
+        value = value.get("default", next(iter(value.values()), None))
+    return value if isinstance(value, str) else None
+
+
+def _special_tokens(named: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    found = {}
+    for name in _SPECIAL_NAMES:
+        token = named.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None and str(token):
+            found[name] = str(token)
+    return tuple(found.items())
+
+
+def refuse_code(folder: Path) -> None:
+    """A tokenizer that is made by Python code of its own: that code is not run, and what
+    tokenizer.json says need not be what it does."""
+    named = _read(folder / "tokenizer_config.json").get("auto_map")
+    if isinstance(named, dict) and named.get("AutoTokenizer"):
+        raise TokenizerError(
+            f"{folder} needs Python code of its own for its tokenizer (auto_map in "
+            "tokenizer_config.json), which is not run. Read that code; if tokenizer.json stands "
+            "for itself, pass that file, or --trust-remote-code to `score` or `evaluate`"
+        )
+
+
+def frame_of(transformers_tokenizer: Any) -> Frame:
+    """The same for a tokenizer object of transformers."""
+    adds_bos = getattr(transformers_tokenizer, "add_bos_token", False)
+    bos = getattr(transformers_tokenizer, "bos_token_id", None) if adds_bos else None
+    eos = getattr(transformers_tokenizer, "eos_token_id", None)
+    named = getattr(transformers_tokenizer, "special_tokens_map", None)
+    return Frame(
+        bos if isinstance(bos, int) else None,
+        eos if isinstance(eos, int) else None,
+        template=_default_template(getattr(transformers_tokenizer, "chat_template", None)),
+        special_tokens=_special_tokens(named if isinstance(named, dict) else {}),
+    )
+
+
+def _id(tokenizer: Tokenizer, token: Any) -> int | None:
+    if isinstance(token, dict):  # an AddedToken written out
+        token = token.get("content")
+    return tokenizer.token_to_id(token) if isinstance(token, str) else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(
+            f"{path} cannot be read as JSON ({error}). It says which tokens begin and end a text: "
+            "get it again from where the tokenizer came from"
+        ) from None
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} holds a {type(content).__name__}, expected a JSON object")
+    return content
+
+
+# ---- GGUF files ----
+
+
+_BOOL, _STRING = 7, 8
+# Metadata stand before the weights; the largest vocabularies take 20 MiB.
+_HEADER_BYTES = 128 * 2**20
+
+
+def gguf_tokenizer(path: Path) -> Any:
+    """As a tokenizer of transformers."""
+    if not path.is_file():
+        raise TokenizerError(f"{path} does not exist")
+    if find_spec("gguf") is None:
+        raise MissingExtraError("gguf", "gguf", f"reading {path.name}")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name, trust_remote_code=False
+        )
+    except Exception as error:  # of many kinds; all mean: no tokenizer in there
+        raise TokenizerError(f"{path} has no tokenizer that can be read: {error}") from None
+    # transformers passes over what the file says of the tokens around a text; without its first
+    # token Gemma predicts every other one far worse
+    for side, otherwise in (("bos", _is_sentencepiece(path)), ("eos", False)):
+        wanted = metadata(path, f"tokenizer.ggml.add_{side}_token")
+        wanted = otherwise if wanted is None else bool(wanted)
+        if wanted != getattr(tokenizer, f"add_{side}_token"):
+            setattr(tokenizer, f"add_{side}_token", wanted)
+    return tokenizer
+
+
+def _is_sentencepiece(path: Path) -> bool:
+    """Then a text begins with the token for its beginning, where the file does not say."""
+    return metadata(path, "tokenizer.ggml.model") == "llama"
+
+
+def metadata(path: Path, key: str) -> bool | str | None:
+    """A truth value or a text under a key, found by the key's bytes: package gguf makes an object
+    of every token before it can say anything, which takes it tens of seconds."""
+    name = struct.pack("<Q", len(key)) + key.encode()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        place = content.find(name, 0, _HEADER_BYTES)
+        if place < 0:
+            return None
+        place += len(name)
+        (kind,) = struct.unpack_from("<I", content, place)
+        if kind == _BOOL:
+            return bool(content[place + 4])
+        if kind == _STRING:
+            (size,) = struct.unpack_from("<Q", content, place + 4)
+            return content[place + 12 : place + 12 + size].decode()
+    return None
+
+
+# ---- SentencePiece files ----
+
+
+_UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
+_CONTROL, _USER_DEFINED = 3, 4  # SentencePiece.Type
+_PROBES = (
+    "Probability, Uncertainty",
+    " two  spaces\nand a line, 12,345.678 x",
+    "Naïve café ½ 東京 👩‍👧 \\frac{1}{2}",
+)
+
+
+def read_sentencepiece(path: Path) -> Tokenizer:
+    """Convert the model file; refuse it when the result does not give SentencePiece's own ids."""
+    try:
+        from sentencepiece import SentencePieceProcessor
+        from sentencepiece import sentencepiece_model_pb2 as schema
+    except ImportError:
+        raise MissingExtraError(
+            "sentencepiece", "sentencepiece", "Reading a SentencePiece tokenizer.model"
+        ) from None
+    proto = schema.ModelProto()  # type: ignore[attr-defined]
+    try:
+        proto.ParseFromString(path.read_bytes())
+        processor = SentencePieceProcessor(model_proto=path.read_bytes())
+    except Exception as error:  # protobuf's and SentencePiece's errors share no useful base
+        raise TokenizerError(
+            f"{path} is not a SentencePiece model: {error}. Expected a tokenizer.json or a "
+            "SentencePiece tokenizer.model"
+        ) from None
+    tokenizer = _convert(proto, path)
+    for probe in _PROBES:
+        expected = processor.encode(probe)
+        found = tokenizer.encode(probe, add_special_tokens=False).ids
+        if expected != found:
+            raise TokenizerError(
+                f"{path} cannot be converted exactly: for {probe!r} SentencePiece gives "
+                f"{expected}, the converted tokenizer {found}. Pass the model's tokenizer.json"
+            )
+    return tokenizer
+
+
+def _convert(proto: Any, path: Path) -> Tokenizer:
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    spec = proto.trainer_spec
+    model: models.Model
+    if spec.model_type == _BPE:
+        vocabulary = {piece: index for index, (piece, _) in enumerate(pieces)}
+        model = models.BPE(
+            vocabulary,
+            _merges(pieces, vocabulary),
+            unk_token=spec.unk_piece,
+            fuse_unk=True,
+            byte_fallback=spec.byte_fallback,
+        )
+    elif spec.model_type == _UNIGRAM:
+        model = models.Unigram(pieces, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
+    else:
+        raise TokenizerError(
+            f"{path} is a SentencePiece model of type {spec.model_type}; only BPE and Unigram "
+            "models can be converted"
+        )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = _normaliser(proto.normalizer_spec)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    added = [
+        AddedToken(piece.piece, normalized=False, special=piece.type == _CONTROL)
+        for piece in proto.pieces
+        if piece.type in (_CONTROL, _USER_DEFINED)
+    ]
+    tokenizer.add_tokens([token for token in added if not token.special])
+    tokenizer.add_special_tokens([token for token in added if token.special])
+    return tokenizer
+
+
+def _merges(pieces: list[tuple[str, float]], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """SentencePiece BPE joins the pair with the best-scored result: every way to cut a piece into
+    two pieces is a merge of that piece's rank."""
+    merges = []
+    for piece, score in pieces:
+        cuts = [
+            (vocabulary[piece[:i]], vocabulary[piece[i:]], piece[:i], piece[i:])
+            for i in range(1, len(piece))
+            if piece[:i] in vocabulary and piece[i:] in vocabulary
+        ]
+        merges += [(-score, left, right) for _, _, left, right in sorted(cuts)]
+    merges.sort(key=lambda merge: merge[0])  # stable: equal scores keep the order of the pieces
+    return [(left, right) for _, left, right in merges]
+
+
+def _normaliser(spec: Any) -> normalizers.Normalizer:
+    steps: list[normalizers.Normalizer] = []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE_MARK))
+    steps.append(normalizers.Replace(" ", SPACE_MARK))
+    return normalizers.Sequence(steps)
+
+
+# ---- tokenizers, ready for spans ----
+
 
 # What two loaders of one tokenizer must agree on: words, white space, digits, marks, accents,
 # emoji, CJK, bytes outside any vocabulary, LaTeX.

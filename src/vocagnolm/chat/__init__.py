@@ -9,8 +9,7 @@ from vocagnolm.chat.messages import Message, Refused, conversation_of, messages_
 from vocagnolm.chat.render import Rendering, render
 from vocagnolm.chat.survey import Survey, survey
 from vocagnolm.chat.template import ChatTemplate, template_of
-from vocagnolm.chat.tokens import ChatTokenizer
-from vocagnolm.chat.trained import TrainOn, trained_ranges, trained_tokens
+from vocagnolm.chat.tokens import ChatTokenizer, TrainOn, trained_ranges, trained_tokens
 
 __all__ = [
     "ChatTemplate",

@@ -105,7 +105,7 @@ def template_of(
 
 
 def _read_given(given: str) -> str:
-    from vocagnolm.alignment.frame import read_template
+    from vocagnolm.alignment.tokenizer import read_template
 
     path = Path(given)
     if path.is_dir():

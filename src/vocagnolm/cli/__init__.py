@@ -15,15 +15,13 @@ from vocagnolm import __version__
 from vocagnolm.cli import recipe, store
 from vocagnolm.cli.align import align
 from vocagnolm.cli.check import check
+from vocagnolm.cli.common import DEBUG_VARIABLE, end, showing_copies, showing_warnings
 from vocagnolm.cli.compare import compare
 from vocagnolm.cli.demo import demo
-from vocagnolm.cli.ending import DEBUG_VARIABLE, end
 from vocagnolm.cli.evaluate import evaluate
 from vocagnolm.cli.installed import AllCommands
 from vocagnolm.cli.prepare import prepare
-from vocagnolm.cli.progress import showing_copies
 from vocagnolm.cli.push import push
-from vocagnolm.cli.quiet import showing_warnings
 from vocagnolm.cli.report import report
 from vocagnolm.cli.score import ScoreCommand, score
 from vocagnolm.cli.train import train

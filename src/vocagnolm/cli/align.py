@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from vocagnolm.cli.choices import STUDENT_TEMPLATE_HELP, TEACHER_TEMPLATE_HELP
+from vocagnolm.cli.common import STUDENT_TEMPLATE_HELP, TEACHER_TEMPLATE_HELP
 
 
 def align(

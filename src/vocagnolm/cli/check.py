@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from vocagnolm.cli.choices import RECIPE_HELP
+from vocagnolm.cli.common import RECIPE_HELP
 
 
 def check(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vocagnolm.cli.choices import (
+from vocagnolm.cli.common import (
     CORPUS_HELP,
     FORMAT_HELP,
     SPLIT_HELP,
@@ -54,7 +54,7 @@ def compare(
     from vocagnolm.chat import ChatTokenizer, survey, template_of
     from vocagnolm.chat.survey import readable_by
     from vocagnolm.data.corpus import open_corpus
-    from vocagnolm.data.left_out import LeftOut, read_texts
+    from vocagnolm.data.skipped import LeftOut, read_texts
     from vocagnolm.pair import SAMPLE
     from vocagnolm.pair import compare as run
 

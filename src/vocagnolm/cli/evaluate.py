@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vocagnolm.cli.choices import (
+from vocagnolm.cli.common import (
     CORPUS_HELP,
     SPLIT_HELP,
     TEMPLATE_HELP,
@@ -17,9 +17,9 @@ from vocagnolm.cli.choices import (
     Device,
     Dtype,
     Split,
+    progress,
+    quiet_libraries,
 )
-from vocagnolm.cli.progress import progress
-from vocagnolm.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from vocagnolm.evaluate.run import Progress
@@ -92,7 +92,7 @@ def evaluate(
     as_json: bool = typer.Option(False, "--json", help="Print the scores as one JSON object."),
 ) -> None:
     """Score a model: few-shot chain of thought on the math suite, bits per byte on text."""
-    from vocagnolm.data.left_out import LeftOut
+    from vocagnolm.data.skipped import LeftOut
     from vocagnolm.evaluate.compare import format_table, scores_table
     from vocagnolm.evaluate.run import evaluate as evaluate_model
     from vocagnolm.evaluate.settings import Engine, Questions

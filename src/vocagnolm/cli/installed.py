@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from vocagnolm.cli.ending import Commands
+from vocagnolm.cli.common import Commands
 
 GROUP = "vocagnolm.commands"
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vocagnolm.cli.choices import RECIPE_HELP
-from vocagnolm.cli.progress import progress
+from vocagnolm.cli.common import RECIPE_HELP, progress
 
 if TYPE_CHECKING:
     from vocagnolm.data.packing import PackingSummary

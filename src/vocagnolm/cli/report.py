@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vocagnolm.cli.quiet import quiet_libraries
+from vocagnolm.cli.common import quiet_libraries
 
 
 def report(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from vocagnolm.cli.choices import (
+from vocagnolm.cli.common import (
     CORPUS_HELP,
     FORMAT_HELP,
     SPLIT_HELP,
@@ -22,10 +22,10 @@ from vocagnolm.cli.choices import (
     Format,
     ScoreDtype,
     Split,
+    progress,
+    quiet_libraries,
     template_options,
 )
-from vocagnolm.cli.progress import progress
-from vocagnolm.cli.quiet import quiet_libraries
 from vocagnolm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def score(
         raise UsageError(f"--{error}.") from None
 
     from vocagnolm.score import RayCluster, ScoreSettings, Server, Share, score_corpus
-    from vocagnolm.store.strength import teacher_warning
+    from vocagnolm.store.analysis import teacher_warning
 
     settings = ScoreSettings(
         device=device.value,
@@ -311,7 +311,7 @@ def _print(summary: "ScoreSummary") -> None:
     if store["nonfinite"]:
         typer.echo(f"NaN or infinity from the teacher: {store['nonfinite']:,} tokens, masked")
     if store["skipped"]:
-        from vocagnolm.data.left_out import LeftOut
+        from vocagnolm.data.skipped import LeftOut
 
         places = store["skipped_documents"]
         for line in LeftOut(store["skipped"], store["skipped_reasons"], places).lines():

@@ -90,7 +90,7 @@ def card_command(
     """Write the store's card: what `hf upload` needs to publish it as a dataset of the hub."""
     from vocagnolm.errors import UsageError
     from vocagnolm.files import write_text
-    from vocagnolm.places import place_of, scheme_of
+    from vocagnolm.storage import place_of, scheme_of
     from vocagnolm.store.card import CARD, PARQUET_FOLDER, store_card
     from vocagnolm.store.reader import require_complete
 
@@ -143,7 +143,7 @@ def compare_command(
     )
     found = compare_stores(stores, read, sources=named, limit=limit_documents, examples=examples)
     if plot is not None:
-        from vocagnolm.report.store_figure import document_scatter
+        from vocagnolm.plots import document_scatter
 
         document_scatter(found, plot)
         typer.echo(f"wrote {plot}", err=True)
@@ -164,8 +164,8 @@ def rank_command(
     as_json: bool = _JSON,
 ) -> None:
     """Which documents the teacher reads most easily, or gains most on over a reference model."""
+    from vocagnolm.store.analysis import rank_documents
     from vocagnolm.store.export import export_ranks
-    from vocagnolm.store.rank import rank_documents
 
     ranks = rank_documents(store, against)
     if out is not None:

@@ -6,7 +6,7 @@ import time
 
 import typer
 
-from vocagnolm.cli.choices import RECIPE_HELP
+from vocagnolm.cli.common import RECIPE_HELP
 
 
 def train(
@@ -49,6 +49,6 @@ def train(
             f"of all {last['nll_all']:.4f}, kept {last['kept_share']:.1%}"
         )
     if summary["times"] is not None:
-        from vocagnolm.train.times import Times
+        from vocagnolm.train.console import Times
 
         typer.echo(str(Times(**summary["times"])))

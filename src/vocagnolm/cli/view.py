@@ -6,8 +6,7 @@ from typing import Any
 
 import typer
 
-from vocagnolm.cli.choices import STUDENT_TEMPLATE_HELP, TEACHER_TEMPLATE_HELP
-from vocagnolm.cli.quiet import quiet_libraries
+from vocagnolm.cli.common import STUDENT_TEMPLATE_HELP, TEACHER_TEMPLATE_HELP, quiet_libraries
 
 
 def view(

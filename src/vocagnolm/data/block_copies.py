@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.data.bins import Bins
 from vocagnolm.data.blocks import MANIFEST, Blocks, block_count, read_manifest
 from vocagnolm.data.identity import blocks_place
+from vocagnolm.data.packing import Bins
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import json_bytes, json_digest, move_folder, parse_json
-from vocagnolm.places import Folder, Place
-from vocagnolm.places.copies import Wanted, cache_folder, copy_files, tell
 from vocagnolm.recipe import Recipe
+from vocagnolm.storage import Folder, Place
+from vocagnolm.storage.copies import Wanted, cache_folder, copy_files, tell
 
 SETTINGS = "settings.json"
 _THREADS = 8

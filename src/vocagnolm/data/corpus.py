@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.chat.messages import Format, Refused, conversation_of, format_of, shared_text
-from vocagnolm.data.remote import remote_files
 from vocagnolm.data.sources import (
     JSONL_SUFFIXES,
     TEXT_SUFFIXES,
@@ -27,6 +26,7 @@ from vocagnolm.data.sources import (
     Source,
     Split,
     TextFile,
+    remote_files,
 )
 from vocagnolm.errors import CorpusError
 from vocagnolm.files import address_of, local_path

@@ -8,14 +8,47 @@ from typing import Any
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.data.corpus import Corpus, open_corpus
-from vocagnolm.data.separators import separator_ids
 from vocagnolm.data.targets import common_alternatives
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import differences, json_digest
-from vocagnolm.places import Place, place_of, require_place
 from vocagnolm.recipe import Recipe
+from vocagnolm.storage import Place, place_of, require_place
 from vocagnolm.store import LossStore
 from vocagnolm.store.format import identity_digest
+
+
+def separator_ids(
+    tokenizer: TextTokenizer, bos: str | None, eos: str | None
+) -> tuple[tuple[int, ...], int | None]:
+    """Ids for `data.bos` and `data.eos`: a token, `auto`, or None. `auto` is what the tokenizer
+    puts there itself, in scoring, training and evaluation alike; a conversation's template says
+    itself where it begins and ends."""
+    if bos == "auto":
+        before = tokenizer.prefix_ids
+    else:
+        before = () if bos is None else (_id_of(tokenizer, bos, "data.bos"),)
+    if eos != "auto":
+        return before, None if eos is None else _id_of(tokenizer, eos, "data.eos")
+    if isinstance(tokenizer, ChatTokenizer):
+        return before, None
+    if tokenizer.eos_id is None:
+        raise BlocksError(
+            f"data.eos is auto, but {tokenizer.name} does not say which token ends a document (no "
+            "eos_token in tokenizer_config.json, no eos_token_id in config.json). "
+            "Name it in the recipe, or set data.eos to null for none."
+        )
+    return before, tokenizer.eos_id
+
+
+def _id_of(tokenizer: TextTokenizer, token: str, where: str) -> int:
+    index = tokenizer.id_of(token)
+    if index is None:
+        raise BlocksError(f"{where} is {token!r}, which {tokenizer.name} does not have.")
+    return index
+
+
+# ---- identities ----
+
 
 # A corpus up to here is read again when only its date has changed.
 LARGEST_READ_AGAIN_BYTES = 2 * 10**9

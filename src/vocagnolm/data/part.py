@@ -13,12 +13,11 @@ from safetensors.numpy import save
 
 from vocagnolm.alignment import TextTokenizer, TokenSpans
 from vocagnolm.chat import ChatTokenizer, TrainOn, trained_ranges
-from vocagnolm.data.choice import Chosen
 from vocagnolm.data.corpus import document_hash
 from vocagnolm.data.guidance import GuidancePlan
-from vocagnolm.data.lookup import Lookup
 from vocagnolm.data.packing import PackingSummary, Part, pack_documents
 from vocagnolm.data.targets import TargetsPlan
+from vocagnolm.data.teachers import Chosen, Lookup
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import file_digest, parse_json, write_bytes
 from vocagnolm.store import LossStore

@@ -21,7 +21,6 @@ from vocagnolm.data.blocks import (
     damaged_parts,
     read_manifest,
 )
-from vocagnolm.data.choice import chosen_documents
 from vocagnolm.data.corpus import Corpus
 from vocagnolm.data.guidance import GuidancePlan
 from vocagnolm.data.identity import (
@@ -29,6 +28,7 @@ from vocagnolm.data.identity import (
     blocks_place,
     described_inputs,
     recipe_corpus,
+    separator_ids,
     student_chat,
     student_tokenizer,
     unmet_needs,
@@ -42,10 +42,12 @@ from vocagnolm.data.part import (
     part_name,
     summarise,
 )
-from vocagnolm.data.separators import separator_ids
 from vocagnolm.data.targets import targets_plan
+from vocagnolm.data.teachers import chosen_documents
 from vocagnolm.errors import BlocksError, RecipeError
 from vocagnolm.files import (
+    LOCK_FILE,
+    folder_lock,
     is_leftover,
     json_digest,
     read_json,
@@ -53,9 +55,8 @@ from vocagnolm.files import (
     remove_leftovers,
     write_json,
 )
-from vocagnolm.locks import LOCK_FILE, folder_lock
-from vocagnolm.places import Folder, Place
 from vocagnolm.recipe import Recipe
+from vocagnolm.storage import Folder, Place
 from vocagnolm.store import LossStore
 from vocagnolm.workers import WorkerPool
 

@@ -27,7 +27,7 @@ from vocagnolm.chat import ChatTokenizer
 from vocagnolm.data.guidance import Laid, LaidTeacher
 from vocagnolm.errors import BlocksError, WriteError
 from vocagnolm.files import write_bytes
-from vocagnolm.places.copies import cache_folder
+from vocagnolm.storage.copies import cache_folder
 from vocagnolm.store import LossStore
 from vocagnolm.store.format import encode_vocabulary
 from vocagnolm.store.reader import SCORE_WITH_ALTERNATIVES

@@ -14,9 +14,63 @@ from numpy.typing import NDArray
 from vocagnolm.alignment import stretch_losses, stretches
 from vocagnolm.data.corpus import Corpus, Document, document_hash
 from vocagnolm.data.guidance import TeacherLosses, end_to_end, tiling
-from vocagnolm.data.lookup import Lookup
 from vocagnolm.errors import StoreError
+from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
+from vocagnolm.store.analysis import best, difference_of, document_bits
+
+
+class Lookup:
+    """Finds documents of a corpus in a store: by their number where the store was made from this
+    very corpus, otherwise by content, through an index of all its documents."""
+
+    def __init__(self, store: LossStore, corpus_fingerprint: str | None):
+        self.store = store
+        self._by_number = store.made_from(corpus_fingerprint)
+
+    def place(self, number: int, document_hash: bytes) -> int | None:
+        """Index in the store of the document that has this number in the corpus."""
+        if self._by_number:
+            place = self.store.place_of(number)
+            if place is None or self.store.document_hash(place) == document_hash:
+                return place
+        return self.store.find(document_hash)
+
+
+# ---- which documents ----
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Kept documents by the first eight bytes of their hashes, sorted."""
+
+    keys: NDArray[np.uint64]
+
+    def __contains__(self, document_hash: bytes) -> bool:
+        key = np.frombuffer(document_hash, "<u8", count=1)[0]
+        place = int(np.searchsorted(self.keys, key))
+        return place < len(self.keys) and bool(self.keys[place] == key)
+
+
+def chosen_documents(recipe: Recipe) -> Chosen | None:
+    """None: all of them. Documents that the teacher has not scored are not among the chosen."""
+    plan = recipe.corpus.keep_documents
+    if plan is None:
+        return None
+    store = recipe.stores[0]
+    if plan.by == "difference":
+        assert plan.against is not None  # see Recipe.store_problems
+        bits, score = difference_of(store, plan.against)
+    else:
+        bits = document_bits(LossStore.open(store))
+        score = -bits.bits_per_byte
+        if plan.by == "random":
+            score = np.random.default_rng(recipe.run.seed).random(len(bits))
+    return Chosen(np.sort(bits.keys[best(score, bits.bytes, plan.share)]))
+
+
+# ---- teachers side by side ----
+
 
 APART_NATS = 1.0
 _BATCH_DOCUMENTS = 256

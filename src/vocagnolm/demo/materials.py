@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from vocagnolm.demo import corpus, students
-from vocagnolm.demo.answers import NEW_TOKENS
+from vocagnolm.demo.students import NEW_TOKENS
 from vocagnolm.evaluate.render import Request, write_requests
 
 TASK = "gsm8k"  # how its answers are read: "The answer is 7."

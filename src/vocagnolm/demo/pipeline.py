@@ -19,7 +19,7 @@ from rich.table import Table
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students, verdict
-from vocagnolm.demo.problems import Problem
+from vocagnolm.demo.corpus import Problem
 from vocagnolm.pair import compare
 from vocagnolm.recipe import Recipe
 from vocagnolm.report.html import write_page

@@ -2,14 +2,69 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.demo.problems import Problem
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from vocagnolm.demo.corpus import Problem
+from vocagnolm.demo.make import END
 from vocagnolm.files import write_json
 from vocagnolm.recipe import Recipe, recipe_from_dict
+
+NEW_TOKENS = 48
+_ANSWER = re.compile(r"The answer is (-?\d+)\.")
+
+
+def read_answer(output: str) -> int | None:
+    """The number of the first "The answer is N."; None where there is none."""
+    found = _ANSWER.search(output)
+    return int(found.group(1)) if found else None
+
+
+@torch.inference_mode()
+def solve(folder: Path, problems: Sequence[Problem], batch: int = 128) -> list[int | None]:
+    """Greedy answers of the model in `folder`."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.padding_side = "left"
+    # the shipped models are stored in half precision, which a CPU computes slowly
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    ).eval()
+    # prompts of like length together: less padding
+    order = sorted(range(len(problems)), key=lambda at: len(problems[at].prompt))
+    answers: list[int | None] = [None] * len(problems)
+    for start in range(0, len(order), batch):
+        chosen = order[start : start + batch]
+        # in training every document stands behind an end token
+        prompts = [END + problems[at].prompt for at in chosen]
+        inputs = tokenizer(prompts, padding=True, return_tensors="pt", add_special_tokens=False)
+        outputs = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=tokenizer.convert_tokens_to_ids(END),
+            pad_token_id=tokenizer.convert_tokens_to_ids(END),
+        )
+        new = outputs[:, inputs["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+        for at, text in zip(chosen, texts, strict=True):
+            answers[at] = read_answer(text)
+    return answers
+
+
+def exact_share(answers: Sequence[int | None], problems: Sequence[Problem]) -> float:
+    right = sum(a == p.answer for a, p in zip(answers, problems, strict=True))
+    return right / len(problems)
+
+
+# ---- students ----
+
 
 METHODS = ("cpt", "random", "guided", "distill")
 ALTERNATIVES = 4
@@ -79,7 +134,7 @@ def recipe_of(
 
 def score(teacher: Path, corpus: Path, store: Path, alternatives: int | str = 0) -> float:
     """The teacher reads the corpus once; its bits per byte."""
-    from vocagnolm.demo.tokenizers import END
+    from vocagnolm.demo.make import END
     from vocagnolm.score import ScoreSettings, score_corpus
 
     settings = ScoreSettings(device="cpu", context=512, bos=END, alternatives=alternatives)
@@ -109,7 +164,6 @@ def train_and_measure(
 def measure(model: Path, held_out: Path, problems: Sequence[Problem]) -> dict[str, float]:
     """Bits per byte of clean held-out text, and the share of held-out problems that the model
     solves with exactly the right number."""
-    from vocagnolm.demo.answers import exact_share, solve
     from vocagnolm.evaluate.bits import bits_per_byte
     from vocagnolm.model import open_model
 

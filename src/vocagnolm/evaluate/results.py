@@ -20,6 +20,7 @@ from vocagnolm.errors import EvaluationError
 from vocagnolm.evaluate.suite import TASKS, Protocol, average_stderrs, averages
 from vocagnolm.files import (
     append_lines,
+    folder_lock,
     local_path,
     parse_json,
     read_json,
@@ -29,7 +30,6 @@ from vocagnolm.files import (
     write_json,
     write_text,
 )
-from vocagnolm.locks import folder_lock
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 from vocagnolm.chat.messages import is_conversation, readable
-from vocagnolm.data.left_out import LeftOut
+from vocagnolm.data.skipped import LeftOut
 from vocagnolm.data.sources import Split
 from vocagnolm.evaluate.conditions import task_conditions, text_conditions
 from vocagnolm.evaluate.graders.grading import grade

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vocagnolm.errors import UsageError
-from vocagnolm.model.compiled import find_layers
+from vocagnolm.model.runtime import find_layers
 from vocagnolm.objective.rows import Transform, row_operations
 from vocagnolm.objective.two_phase import SeeRows
 

@@ -1,19 +1,56 @@
 """From a causal language model to its decoder and its head, with a probe: architectures end in many
 ways, and a silent difference would score or train another model."""
 
+import contextlib
+import functools
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
-from vocagnolm.model.positions import one_document_a_row
+from vocagnolm.errors import ModelError
 from vocagnolm.model.sharding import VocabularyPart, held_here
 from vocagnolm.objective.head import Head
 from vocagnolm.objective.rows import Transform
+
+_KNOWN = ContextVar("rows hold one document each", default=False)
+_SEARCH = "find_packed_sequence_indices"
+
+
+@contextlib.contextmanager
+def one_document_a_row() -> Iterator[None]:
+    """transformers looks through the positions of every batch for a second document, also through
+    those that it has made itself, and the host waits for the device's answer before it can launch
+    the first layer. Inside this context the answer is known: there is none."""
+    _teach_transformers()
+    token = _KNOWN.set(True)
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
+
+
+@functools.cache
+def _teach_transformers() -> None:
+    search: Any = getattr(masking_utils, _SEARCH, None)
+    if search is None:  # another version, which has its own way
+        return
+
+    @functools.wraps(search)
+    def unless_known(position_ids: Any) -> Any:
+        return None if _KNOWN.get() else search(position_ids)
+
+    setattr(masking_utils, _SEARCH, unless_known)
+
+
+# ---- decoder and head ----
+
 
 _PROBE_TOKENS = 16
 # what configurations call the factor on the logits, and the power with which they mean it:
@@ -150,3 +187,59 @@ def separates_documents(model: PreTrainedModel) -> bool:
     # half precision may round otherwise in another place of a batch; leaking is far larger
     tolerance = 1e-5 if model.dtype == torch.float32 else 1e-2
     return bool((one - two).abs().max() <= tolerance * one.abs().max())
+
+
+# ---- mixtures of experts ----
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """Of the router's logits of all layers."""
+
+    function: Callable[..., Tensor]
+    experts: int
+    experts_per_token: int
+    weight: float
+    """The model's own coefficient beside the cross entropy."""
+
+    def __call__(self, router_logits: tuple[Tensor, ...]) -> Tensor:
+        loss: Tensor = self.function(router_logits, self.experts, self.experts_per_token)
+        return self.weight * loss
+
+
+def router_loss_of(model: PreTrainedModel, wanted: bool | None = None) -> RouterLoss | None:
+    """The router loss that transformers adds to this model's own loss; None for models without
+    experts, and where it is not wanted. `wanted` None: as the configuration says, whose
+    `output_router_logits` turns it on in transformers too."""
+    config: Any = model.config.get_text_config()
+    if wanted is None:
+        wanted = bool(getattr(config, "output_router_logits", False))
+    weight = getattr(config, "router_aux_loss_coef", getattr(config, "aux_loss_coef", None))
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    if not wanted or not weight:
+        return None
+    experts: Any = getattr(model, "num_experts", None)
+    per_token: Any = getattr(model, "num_experts_per_tok", None)
+    if function is None or experts is None or per_token is None:
+        raise ModelError(
+            f"{type(model).__name__} has a router loss that is not known here. "
+            "Set train.router_loss to false to train without it."
+        )
+    loss = RouterLoss(function, experts, per_token, float(weight))
+    _require_same(model, loss)
+    return loss
+
+
+@torch.no_grad()
+def _require_same(model: PreTrainedModel, loss: RouterLoss) -> None:
+    ids = torch.arange(1, 9, device=model.device)[None]
+    training = model.training
+    model.eval()
+    own = model(input_ids=ids, use_cache=False, output_router_logits=True).aux_loss
+    ours = loss(run_decoder(model, ids, output_router_logits=True).router_logits)
+    model.train(training)
+    if not torch.allclose(loss.weight * own, ours, rtol=1e-2, atol=1e-6):
+        raise ModelError(
+            f"{type(model).__name__} computes its router loss in a way that is not known here. "
+            "Set train.router_loss to false to train without it."
+        )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vocagnolm.alignment import (
     Alignment,
@@ -13,12 +14,58 @@ from vocagnolm.alignment import (
     TokenSpans,
     VocabularyOverlap,
     align_batch,
+    shares,
+    token_overlap,
     vocabulary_overlap,
 )
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.errors import CorpusError
-from vocagnolm.pair.fit import measure_fit
 from vocagnolm.pair.sample import SAMPLE, STRESS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Shares are of the student's tokens; the overlaps are means over its mapped ones, None where
+    there is none."""
+
+    student_tokens: int
+    teacher_tokens: int
+    one_to_one: float
+    one_to_many: float
+    many_to_one: float
+    unmapped: float
+    ios: float | None
+    iou: float | None
+
+
+def measure_fit(
+    ours: Sequence[NDArray[np.int64]],
+    theirs: Sequence[NDArray[np.int64]],
+    alignments: Sequence[Alignment],
+) -> Fit:
+    """Spans of the same texts under both tokenisations, and their alignments."""
+    counts = [shares(alignment) for alignment in alignments]
+    covers = [token_overlap(*one) for one in zip(ours, theirs, alignments, strict=True)]
+    tokens = max(sum(count.tokens for count in counts), 1)
+    return Fit(
+        student_tokens=sum(len(spans) for spans in ours),
+        teacher_tokens=sum(len(spans) for spans in theirs),
+        one_to_one=sum(count.one_to_one for count in counts) / tokens,
+        one_to_many=sum(count.one_to_many for count in counts) / tokens,
+        many_to_one=sum(count.many_to_one for count in counts) / tokens,
+        unmapped=sum(count.unmapped for count in counts) / tokens,
+        ios=_mean([cover.ios for cover in covers]),
+        iou=_mean([cover.iou for cover in covers]),
+    )
+
+
+def _mean(parts: Sequence[NDArray[np.float64]]) -> float | None:
+    values = np.concatenate([*parts, np.zeros(0)])
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
+
+
+# ---- the preflight: what to expect of a student and a teacher before anything is computed ----
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import yaml
 from vocagnolm.errors import RecipeError
 from vocagnolm.files import local_path
 from vocagnolm.methods import METHODS, Method
-from vocagnolm.places import require_place
 from vocagnolm.recipe.schema import YAML_SUFFIXES, Schema, apply_override, build, read_tree
 from vocagnolm.recipe.sections import (
     CorpusSection,
@@ -24,6 +23,7 @@ from vocagnolm.recipe.sections import (
     TrainSection,
 )
 from vocagnolm.recipe.shipped import shipped_recipe
+from vocagnolm.storage import require_place
 
 
 class Recipe(Schema):

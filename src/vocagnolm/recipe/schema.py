@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import core_schema
 
 from vocagnolm.errors import UsageError
 
@@ -47,7 +46,7 @@ class OneOf:
     table: Collection[str]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        return core_schema.no_info_after_validator_function(self._known, handler(source))
+        return AfterValidator(self._known).__get_pydantic_core_schema__(source, handler)
 
     def _known(self, name: str) -> str:
         if name not in self.table:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from vocagnolm.alignment import Alignment, TextTokenizer, TokenSpans, vocabulary_overlap
 from vocagnolm.chat import ChatTokenizer
-from vocagnolm.pair.fit import measure_fit
+from vocagnolm.pair.preflight import measure_fit
 from vocagnolm.report.page_data import Preflight
 
 

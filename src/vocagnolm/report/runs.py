@@ -14,13 +14,12 @@ from vocagnolm.evaluate.results import Evaluation, read_results
 from vocagnolm.evaluate.suite import AVERAGES, TASKS
 from vocagnolm.files import json_digest, local_path, parse_json
 from vocagnolm.recipe.schema import parse_yaml
-from vocagnolm.report.environment import environment
 from vocagnolm.report.html import write_page
 from vocagnolm.report.kept import statistics
 from vocagnolm.report.page_data import Measure, Page, ResultGroup, Results, Run
-from vocagnolm.report.sample import Sample, has_sample, read_sample
-from vocagnolm.report.settings import setting_names
-from vocagnolm.train.names import with_current_names
+from vocagnolm.report.sampling import Sample, has_sample, read_sample
+from vocagnolm.report.settings import environment, setting_names
+from vocagnolm.train.folder import with_current_names
 
 CURVE_POINTS = 100
 """A curve on a page has no more points than this; longer ones are means over equal bins."""

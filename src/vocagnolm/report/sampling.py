@@ -1,8 +1,9 @@
 """Make the selection sample of a run: the finished student reads some documents of its corpus
 beside the teachers' stored losses, and the run's own rule selects."""
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,19 +17,92 @@ from vocagnolm.chat import ChatTokenizer
 from vocagnolm.data.corpus import Corpus, Document, document_hash
 from vocagnolm.data.guidance import tiling
 from vocagnolm.data.identity import recipe_corpus, student_chat
-from vocagnolm.data.lookup import Lookup
 from vocagnolm.data.targets import common_alternatives, target_table
+from vocagnolm.data.teachers import Lookup
 from vocagnolm.errors import TemplateError, VocagnolmError
+from vocagnolm.files import parse_json, write_text
 from vocagnolm.recipe import Recipe, load_recipe
-from vocagnolm.report.expected import Expected, with_alternatives
-from vocagnolm.report.naming import student_name
-from vocagnolm.report.page_data import Passage, Preflight, TeacherRow
-from vocagnolm.report.passage import teacher_row, token_row
+from vocagnolm.report.page_data import (
+    FORMAT_VERSION,
+    Passage,
+    Preflight,
+    Selection,
+    TeacherRow,
+    TokenRow,
+    plain,
+)
+from vocagnolm.report.passage import Expected, teacher_row, token_row, with_alternatives
 from vocagnolm.report.preflight import preflight
-from vocagnolm.report.sample import Sample, SampleError, save_sample
+from vocagnolm.report.settings import student_name
 from vocagnolm.report.view import model_scorer, only_answers
 from vocagnolm.report.weights import weigh_passages
 from vocagnolm.store import LossStore
+
+SAMPLE_FILE = "tokens.json"
+
+
+class SampleError(VocagnolmError):
+    """A selection sample cannot be read or made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    passages: list[Passage] = field(default_factory=list)
+    selection: Selection | None = None
+    preflight: list[Preflight] = field(default_factory=list)
+
+
+def save_sample(sample: Sample, run: str | Path) -> Path:
+    """Write `tokens.json` into a run folder, whole or not at all."""
+    path = Path(run) / SAMPLE_FILE
+    content = json.dumps({"format": FORMAT_VERSION, **plain(sample)}, separators=(",", ":"))
+    write_text(path, content)
+    return path
+
+
+def has_sample(run: str | Path) -> bool:
+    """Whether there is a sample of today's form; older ones showed another rule's selection."""
+    path = Path(run) / SAMPLE_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, RecursionError):
+        return True  # damaged: `read_sample` says so
+    older = isinstance(content, dict) and isinstance(content.get("format"), int)
+    return not (older and content["format"] < FORMAT_VERSION)
+
+
+def read_sample(run: str | Path) -> Sample:
+    path = Path(run) / SAMPLE_FILE
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+        if content.get("format") != FORMAT_VERSION:
+            raise SampleError(
+                f"{path} has format {content.get('format')!r}, this program reads "
+                f"{FORMAT_VERSION}. Remove it: `vocagnolm report --html` makes it again"
+            )
+        return Sample(
+            passages=[_read_passage(entry) for entry in content.get("passages", [])],
+            selection=Selection(**content["selection"]) if "selection" in content else None,
+            preflight=[Preflight(**entry) for entry in content.get("preflight", [])],
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise SampleError(
+            f"{path} is no selection sample ({error}). Remove it and make it again"
+        ) from None
+
+
+def _read_passage(entry: dict[str, Any]) -> Passage:
+    rows = {
+        "student": TokenRow(**entry["student"]),
+        "teachers": [TeacherRow(**row) for row in entry.get("teachers", [])],
+    }
+    return Passage(**{**entry, **rows})
+
+
+# ---- making it ----
+
 
 PASSAGE_TOKENS = 600
 """Short documents are joined to passages of about so many student tokens."""

@@ -1,14 +1,63 @@
 """Which runs are seeds of one setting, and what sets the others apart."""
 
 import contextlib
+import os
+import platform
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import VocagnolmError
-from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.recipe import Recipe, recipe_from_dict
 from vocagnolm.recipe.schema import parse_yaml
 from vocagnolm.train.folder import RUNTIME_KEYS, read_run
+
+PACKAGES = ("vocagnolm", "torch", "transformers", "tokenizers", "accelerate", "numpy")
+
+
+def environment() -> dict[str, str]:
+    found = {"python": platform.python_version(), "system": platform.system()}
+    if machine := platform.machine():
+        found["machine"] = f"{machine}, {os.cpu_count()} cores"
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+# ---- names of models ----
+
+
+# `train` leaves its models under these names, which say nothing outside the run folder
+_OF_A_RUN = ("model", "start")
+
+
+def model_name(source: str | Path) -> str:
+    """A hub id as it is; a folder or file by its own name, and a run's model by its run."""
+    path = Path(source)
+    if not path.exists() and not path.is_absolute():
+        return str(source)
+    path = Path(os.path.abspath(path))
+    in_a_run = path.name in _OF_A_RUN or path.name.startswith("checkpoint-")
+    for folder in path.parents[:2]:
+        if in_a_run and (folder / "recipe.yaml").is_file():
+            return folder.name
+    return path.name
+
+
+def student_name(recipe: Recipe) -> str:
+    """The student that a run began with."""
+    if recipe.student.model is not None:
+        return model_name(recipe.student.model)
+    kind = (recipe.student.config or {}).get("model_type", "model")
+    return f"{kind} from scratch"
+
+
+# ---- settings of runs ----
+
 
 # what a seed of one setting may differ in
 _OF_A_SEED = frozenset({"run.seed", "run.folder", "run.save_every"}) | RUNTIME_KEYS

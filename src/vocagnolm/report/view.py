@@ -20,12 +20,11 @@ from vocagnolm.alignment import (
 from vocagnolm.alternatives import Alternatives, AlternativesSpec
 from vocagnolm.chat import ChatTokenizer, TrainOn, trained_ranges, trained_tokens
 from vocagnolm.errors import UsageError
-from vocagnolm.report.environment import environment
 from vocagnolm.report.kept import statistics
-from vocagnolm.report.naming import model_name
 from vocagnolm.report.page_data import Page, Passage, Selection, TeacherRow
 from vocagnolm.report.passage import teacher_row, token_row
 from vocagnolm.report.preflight import preflight
+from vocagnolm.report.settings import environment, model_name
 from vocagnolm.report.weights import add_guidance, weigh_passages
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ def _with_expected(
     if packed is None:
         return row
     from vocagnolm.data.targets import target_table
-    from vocagnolm.report.expected import Expected, with_alternatives
+    from vocagnolm.report.passage import Expected, with_alternatives
 
     student, teacher = ours.side.tokenizer, theirs.side.tokenizer
     ends = [one for one in (_base(teacher).eos_id, _turn(teacher)) if one is not None]
@@ -300,7 +299,7 @@ def _side(side: str, tokenizer: str | None, model: str | None, template: Templat
         )
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, check=model is not None)
     if model is not None:
-        from vocagnolm.report.expected import SHOWN
+        from vocagnolm.report.passage import SHOWN
 
         shown = SHOWN if side == "teacher" else 0
         return Side(*model_scorer(model, loaded, template, alternatives=shown), model_name(model))

@@ -110,7 +110,7 @@ class Connection:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Done:
         """Score these shards; those that are set aside are an error in the end."""
-        from vocagnolm.score.crew import Crew
+        from vocagnolm.score.ray_driver import Crew
 
         assert digest is not None
         resources = worker_resources(plan.settings)

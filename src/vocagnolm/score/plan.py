@@ -19,11 +19,11 @@ from vocagnolm.data.corpus import Corpus, files_of_folder, open_corpus
 from vocagnolm.errors import CorpusError, StoreError, UsageError
 from vocagnolm.files import address_of
 from vocagnolm.model.load import ModelFiles, open_model
-from vocagnolm.places import place_of
 from vocagnolm.processes import Ranks
 from vocagnolm.score.server import ServerTeacher
 from vocagnolm.score.settings import ScoreSettings, Server
 from vocagnolm.score.teacher import LocalTeacher, Teacher
+from vocagnolm.storage import place_of
 from vocagnolm.store.format import encode_vocabulary
 from vocagnolm.store.writer import StoreWriter
 
@@ -248,7 +248,7 @@ class _PlanReader(pickle.Unpickler):
 
     _ours = (
         "vocagnolm.data.corpus",
-        "vocagnolm.data.remote",
+        "vocagnolm.data.sources",
         "vocagnolm.data.sources",
         "vocagnolm.score.plan",
         "vocagnolm.score.settings",

@@ -14,11 +14,11 @@ from vocagnolm.chat.messages import Format
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import UsageError
-from vocagnolm.model.compiled import compiling_seconds
-from vocagnolm.places import require_place
+from vocagnolm.model.runtime import compiling_seconds
 from vocagnolm.processes import Ranks, running_ranks, running_teams
+from vocagnolm.progress import Seconds
 from vocagnolm.score.cluster import RayCluster
-from vocagnolm.score.finish import finish, finish_share
+from vocagnolm.score.partition import Share, team_size
 from vocagnolm.score.plan import (
     CorpusSource,
     Plan,
@@ -29,12 +29,27 @@ from vocagnolm.score.plan import (
     shared_corpus,
 )
 from vocagnolm.score.settings import ScoreSettings, Server
-from vocagnolm.score.sharding import team_size
-from vocagnolm.score.share import Share
 from vocagnolm.score.teacher import Teacher
-from vocagnolm.score.times import Times
-from vocagnolm.score.work import Done, Progress, Scored, Worker
+from vocagnolm.score.work import Done, Progress, Scored, Worker, finish, finish_share
+from vocagnolm.storage import require_place
 from vocagnolm.store.writer import StoreWriter, store_lock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times(Seconds):
+    start: float = 0.0
+    """Imports, opening the teacher, counting and hashing the corpus, looking at the store."""
+    loading: float = 0.0
+    """The weights and a first pass through them, while the first shard is tokenised; on a cluster,
+    until a worker scores."""
+    compiling: float = 0.0
+    scoring: float = 0.0
+    """Reading and writing shards included."""
+    finishing: float = 0.0
+    """Waiting for other processes, writing the manifest, reading the store through."""
+
+
+# ---- score ----
 
 
 @dataclass(frozen=True)

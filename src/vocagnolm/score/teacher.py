@@ -17,11 +17,9 @@ from vocagnolm.alternatives import MOST_IDS, NOTHING, AlternativesSpec, Vocabula
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.errors import ScoreError, TilingError, UsageError
 from vocagnolm.model import fp8
-from vocagnolm.model.compiled import import_compiler_meanwhile
 from vocagnolm.model.load import ModelFiles
-from vocagnolm.model.nll import NllModel, TokenScores
-from vocagnolm.model.threads import torch_threads
-from vocagnolm.model.windows import LENGTH_STEP
+from vocagnolm.model.nll import LENGTH_STEP, NllModel, TokenScores
+from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.score.settings import (
     CPU_BATCH_TOKENS,
     CUDA_BATCH_TOKENS,

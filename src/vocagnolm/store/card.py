@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from vocagnolm.places import Place
+from vocagnolm.storage import Place
 from vocagnolm.store.check import inspect_store
 
 CARD = "README.md"

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from vocagnolm.errors import StoreError
-from vocagnolm.places import Place, place_of
+from vocagnolm.storage import Place, place_of
 from vocagnolm.store.format import (
     HISTOGRAM_STEP_NATS,
     MANIFEST_FILE,
     PARTIAL_MANIFEST_FILE,
+    RECORD_FOLDER,
     SHARD_FOLDER,
     VOCABULARY_FILE,
     ShardFile,
@@ -24,13 +25,13 @@ from vocagnolm.store.format import (
     identity_digest,
     read_about,
     read_manifest,
+    read_records,
     read_shard,
     shard_name,
     shard_names,
     vocabulary_damage,
 )
 from vocagnolm.store.reader import require_complete
-from vocagnolm.store.records import RECORD_FOLDER, read_records
 
 MOST_SKIPPED_SHOWN = 100
 _THREADS = 16

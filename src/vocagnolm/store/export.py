@@ -8,7 +8,7 @@ import numpy as np
 from vocagnolm import files
 from vocagnolm.alternatives import Alternatives
 from vocagnolm.errors import MissingExtraError, StoreError
-from vocagnolm.store.rank import Ranks
+from vocagnolm.store.analysis import Ranks
 from vocagnolm.store.reader import LossStore
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary
 from vocagnolm.errors import StoreError
-from vocagnolm.places import Folder, Place, place_of
-from vocagnolm.places.copies import Wanted, cache_folder, copy_files
+from vocagnolm.storage import Folder, Place, place_of
+from vocagnolm.storage.copies import Wanted, cache_folder, copy_files
 from vocagnolm.store.format import (
     HASH_BYTES,
     MANIFEST_FILE,
@@ -39,7 +39,7 @@ class LossStore:
     `store.alternatives(i)` what else the teacher would have said, where the store holds that.
 
     Opening reads the manifest alone; shards are mapped when first used. Those at an address are
-    copied to a local folder before, once (`vocagnolm.places.copies`). May be sent to worker
+    copied to a local folder before, once (`vocagnolm.storage.copies`). May be sent to worker
     processes: they map the files themselves.
     """
 

@@ -16,42 +16,82 @@ goes on from that.
 import contextlib
 import json
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vocagnolm import files
 from vocagnolm.errors import PlaceWarning, StoreError
-from vocagnolm.locks import LOCK_FILE
-from vocagnolm.places import place_of
-from vocagnolm.places.bucket import PROBE
+from vocagnolm.files import LOCK_FILE
+from vocagnolm.storage import place_of
+from vocagnolm.storage.bucket import PROBE
 from vocagnolm.store.format import (
     FORMAT_NAME,
     MANIFEST_FILE,
     PARTIAL_MANIFEST_FILE,
+    RECORD_FOLDER,
     SHARD_FOLDER,
     VOCABULARY_FILE,
     Shard,
+    ShardRecord,
     add_statistics,
     encode_shard,
     identity_digest,
     parse_shard,
     read_manifest,
+    read_records,
     read_shard,
+    record_bytes,
+    record_name,
+    record_of,
     shard_name,
     shard_names,
     version_of,
     vocabulary_damage,
 )
-from vocagnolm.store.measured import told, with_values_of
-from vocagnolm.store.records import (
-    RECORD_FOLDER,
-    ShardRecord,
-    read_records,
-    record_bytes,
-    record_name,
-    record_of,
-)
+
+_DECIMALS = 4
+
+
+def measured(values: Sequence[float], tolerance: float) -> dict[str, Any]:
+    return {"tolerance": tolerance, "measured": [round(value, _DECIMALS) for value in values]}
+
+
+def apart(found: Sequence[float], ours: Sequence[float]) -> float:
+    """How far two measurements are from each other, on the mean of their values."""
+    if len(found) != len(ours):
+        return float("inf")
+    pairs = zip(found, ours, strict=True)
+    return sum(abs(a - b) for a, b in pairs) / max(1, len(found))
+
+
+def with_values_of(found: Any, ours: Any) -> Any:
+    """`ours`, with what `found` has measured wherever the two agree."""
+    if not (isinstance(found, Mapping) and isinstance(ours, Mapping)):
+        return ours
+    if _is_measured(found) and _is_measured(ours):
+        tolerance = ours["tolerance"]
+        same = tolerance == found["tolerance"]
+        near = same and apart(found["measured"], ours["measured"]) <= tolerance
+        return found if near else ours
+    return {key: with_values_of(found.get(key), value) for key, value in ours.items()}
+
+
+def told(name: str, found: Any, ours: Any) -> str | None:
+    """How far two measurements of the name are apart, in words; None: it is something else."""
+    both = isinstance(found, list) and isinstance(ours, list)
+    if not both or name.rpartition(".")[2] != "measured" or len(found) != len(ours):
+        return None
+    return f"{apart(found, ours):.3f} apart on the mean of {len(ours)} values, more than allowed"
+
+
+def _is_measured(value: Mapping[str, Any]) -> bool:
+    return isinstance(value.get("measured"), list) and "tolerance" in value
+
+
+# ---- the writer ----
+
 
 # A share that comes while another one writes the manifest waits so long.
 _FINISHING_SECONDS = 60.0

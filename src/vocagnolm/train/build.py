@@ -6,14 +6,13 @@ from transformers import PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer, token_texts
 from vocagnolm.alternatives import AlternativesSpec
-from vocagnolm.data.blocks import Blocks
+from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.data.identity import (
     student_chat,
     student_tokenizer,
     teacher_chat,
     teacher_tokenizer,
 )
-from vocagnolm.data.order import TrainingOrder
 from vocagnolm.data.targets import TargetsPlan, target_table
 from vocagnolm.errors import TrainingError
 from vocagnolm.model import ModelFiles, open_model

@@ -4,33 +4,308 @@ Findings are collected, not raised one by one: a user mends a recipe once. What 
 is refused here.
 """
 
+import contextlib
 import math
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from vocagnolm.alignment import TextTokenizer
-from vocagnolm.chat import ChatTokenizer
-from vocagnolm.data.corpus import Corpus
-from vocagnolm.data.identity import student_chat, student_tokenizer
-from vocagnolm.data.separators import separator_ids
-from vocagnolm.errors import TrainingError
-from vocagnolm.recipe import Recipe
-from vocagnolm.store.strength import teacher_warning
-from vocagnolm.train.advice import slow_arithmetic
-from vocagnolm.train.arguments import training_arguments
-from vocagnolm.train.check_data import (
-    check_blocks,
-    check_conversations,
-    check_corpus,
-    check_stores,
-    check_teacher,
+from vocagnolm.chat import ChatTokenizer, survey
+from vocagnolm.data.block_copies import opened_count
+from vocagnolm.data.blocks import MANIFEST, read_manifest
+from vocagnolm.data.corpus import Corpus, document_hash
+from vocagnolm.data.identity import (
+    block_settings,
+    blocks_place,
+    recipe_corpus,
+    separator_ids,
+    stale_files,
+    student_chat,
+    student_tokenizer,
+    teacher_chat,
+    teacher_tokenizer,
+    unmet_needs,
 )
-from vocagnolm.train.check_report import CheckReport, Found
+from vocagnolm.data.targets import common_alternatives
+from vocagnolm.data.teachers import best_shares
+from vocagnolm.errors import TrainingError, VocagnolmError
+from vocagnolm.files import address_of
+from vocagnolm.recipe import Recipe
+from vocagnolm.store import LossStore
+from vocagnolm.store.analysis import best_store, teacher_warning
+from vocagnolm.train.arguments import objective_config, slow_arithmetic, training_arguments
 from vocagnolm.train.checkpoint import newest_complete
 from vocagnolm.train.folder import found_micro_batch, read_run, refuse_other_run
-from vocagnolm.train.schedule import Schedule, plan_schedule
-from vocagnolm.train.static import static_problems
+from vocagnolm.train.schedule import Schedule, check_batch, plan_schedule
+from vocagnolm.train.trackers import tracker_problems
+from vocagnolm.train.vocabulary import refuse_other_vocabulary
+
+
+@dataclass
+class CheckReport:
+    """What was found. `ready` is the verdict; `plan` holds facts by name."""
+
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    plan: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ready(self) -> bool:
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ready": self.ready,
+            "problems": self.problems,
+            "warnings": self.warnings,
+            "plan": self.plan,
+        }
+
+    def problem(self, line: str) -> None:
+        if line not in self.problems:
+            self.problems.append(line)
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """What goes wrong inside is a problem of the report."""
+        try:
+            yield
+        except VocagnolmError as error:
+            self.problem(str(error))
+
+
+@dataclass
+class Found:
+    """What the recipe's names stand for on this machine; None where something is wrong with it, or
+    where there is nothing to find."""
+
+    tokenizer: TextTokenizer | None = None
+    parameters: int | None = None
+    corpus: Corpus | None = None
+    store: LossStore | None = None
+    """The best of several."""
+    manifest: dict[str, Any] | None = None
+    schedule: Schedule | None = None
+    blocks: int | None = None
+
+
+# ---- what a recipe reads ----
+
+
+# Beyond this a corpus is not read through by a mere check.
+LARGEST_CORPUS_READ_BYTES = 2 * 10**9
+# Conversations that are rendered to see what the templates do to them.
+SURVEYED = 200
+
+
+def check_corpus(recipe: Recipe, report: CheckReport) -> Corpus | None:
+    if not recipe.corpus.files:
+        return None
+    local = [Path(name) for name in recipe.corpus.files if Path(name).exists()]
+    size = sum(
+        p.stat().st_size for path in local for p in ([path] if path.is_file() else path.rglob("*"))
+    )
+    facts = report.plan["corpus"] = {"files": recipe.corpus.files, "bytes_on_disk": size}
+    if any(address_of(name) for name in recipe.corpus.files):
+        facts["read"] = "at an address: not copied for a check"
+        return None
+    if size > LARGEST_CORPUS_READ_BYTES:
+        facts["read"] = "too large to read through in a check"
+        return None
+    corpus = recipe_corpus(recipe)
+    facts["documents"] = len(corpus)
+    return corpus
+
+
+def check_stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> LossStore | None:
+    if not recipe.stores:
+        return None
+    stores = [LossStore.open(path) for path in recipe.stores]
+    facts: list[dict[str, Any]] = [
+        {
+            "path": str(store.path),
+            "teacher": store.teacher_name,
+            "documents": store.manifest["totals"]["documents"],
+            "tokens": store.manifest["totals"]["tokens"],
+            "bits_per_byte": store.bits_per_byte,
+            **({"alternatives": str(kept)} if (kept := store.kept_alternatives) else {}),
+        }
+        for store in stores
+    ]
+    if recipe.needs_targets and not recipe.teacher.online:
+        common_alternatives(stores, recipe.objective.alternatives)
+    if len(stores) == 1:
+        report.plan["store"] = facts[0]
+    else:
+        report.plan["stores"] = facts
+        for about, share in zip(facts, best_shares(stores) or [], strict=False):
+            about["best_share"] = share
+    wanted = recipe.teacher.model
+    names = {Path(store.teacher_name).name for store in stores}
+    if wanted is not None and Path(wanted).name not in names:
+        report.warnings.append(
+            f"the store is of teacher {', '.join(sorted(names))}, the recipe names {wanted}."
+        )
+    if corpus is not None and not any(_made_from(store, corpus) for store in stores):
+        absent = _absent(stores, corpus)
+        if absent is not None and recipe.data.missing == "error":
+            report.problem(
+                f"the store was made from another corpus: it lacks {absent}. Score the recipe's "
+                "corpus, or set data.missing to drop or keep."
+            )
+        else:
+            report.warnings.append(
+                "the store was made from another corpus than the recipe's; documents are looked up "
+                f"by content, and those not in it follow data.missing = {recipe.data.missing}."
+            )
+    return best_store(stores)
+
+
+def _made_from(store: LossStore, corpus: Corpus) -> bool:
+    return store.corpus_fingerprint in (None, corpus.fingerprint)
+
+
+def _absent(stores: list[LossStore], corpus: Corpus) -> str | None:
+    """The place of a document that no store holds, among the corpus's first hundred."""
+    for document in corpus.read(0, 100):
+        if document.text is None:
+            continue
+        digest = document_hash(document.text)
+        if all(store.find(digest) is None for store in stores):
+            return str(document.place)
+    return None
+
+
+def check_teacher(recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer | None) -> None:
+    same_vocabulary = recipe.method.one_vocabulary
+    if recipe.teacher_tokenizer is None:
+        if same_vocabulary:
+            report.warnings.append(
+                f"objective.method {recipe.objective.method} presupposes one vocabulary; set "
+                "teacher.model or teacher.tokenizer so that it can be checked."
+            )
+        return
+    if not (same_vocabulary or recipe.needs_online_teacher):
+        return
+    teacher = teacher_tokenizer(recipe)
+    report.plan["teacher_tokenizer"] = {
+        "name": teacher.name,
+        "vocabulary": teacher.vocabulary_size,
+    }
+    if same_vocabulary and tokenizer is not None:
+        refuse_other_vocabulary(tokenizer.vocabulary, teacher.vocabulary)
+
+
+def check_conversations(recipe: Recipe, report: CheckReport, found: Found) -> None:
+    """What the two templates make of the corpus."""
+    if found.corpus is None or not isinstance(found.tokenizer, ChatTokenizer):
+        return
+    texts = [d.text for d in found.corpus.read(0, SURVEYED) if d.text is not None]
+    sides = {"student": found.tokenizer}
+    if recipe.teacher_tokenizer is not None:
+        # with a store the teacher itself need not be here
+        with contextlib.suppress(*(() if recipe.needs_online_teacher else (VocagnolmError,))):
+            sides["teacher"] = teacher_chat(recipe, teacher_tokenizer(recipe))
+    for side, tokenizer in sides.items():
+        seen = survey(tokenizer, texts)
+        facts = seen.to_dict()
+        report.plan[f"{side}_template"] = {
+            "template": facts["template"],
+            "conversations": seen.conversations,
+            "refused": sum(seen.refused.values()),
+        }
+        report.warnings += [f"{side} {line}" for line in seen.warnings()]
+        if texts and sum(seen.refused.values()) == len(texts):
+            report.problem(
+                f"{side}: the template of {tokenizer.name} refuses every conversation "
+                f"({next(iter(seen.refused))})."
+            )
+
+
+def check_blocks(recipe: Recipe, report: CheckReport, found: Found) -> dict[str, Any] | None:
+    """The manifest of prepared blocks."""
+    if recipe.data.blocks is None or found.tokenizer is None:
+        return None
+    folder = blocks_place(recipe)
+    if not folder.has(MANIFEST):
+        report.plan["blocks"] = {"prepared": False, "next": "vocagnolm prepare RECIPE"}
+        return None
+    manifest = read_manifest(folder)
+    if manifest["settings"].get("conversations") and found.corpus is None:
+        found.tokenizer = student_chat(recipe, found.tokenizer)
+    wanted = block_settings(recipe, found.tokenizer, found.corpus)
+    unmet = unmet_needs(manifest, recipe, wanted, found.corpus) or stale_files(manifest, recipe)
+    for line in unmet:
+        report.problem(f"{folder} does not belong to this recipe: {line}")
+    summary, guided = manifest["summary"], manifest["settings"]["guidance"]
+    found.blocks, bins = opened_count(recipe, manifest)
+    report.plan["blocks"] = {
+        "prepared": True,
+        "blocks": found.blocks,
+        "tokens": manifest["tokens"],
+        "mapped_share": summary["mapped_share"] if guided else None,
+        "one_to_one_share": summary["one_to_one_share"] if guided else None,
+        "target_shares": summary.get("target_shares"),
+        "conversations": None if bins is None else bins.words(recipe.data.block_size + 1),
+    }
+    return manifest
+
+
+# ---- what contradicts itself ----
+
+
+def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
+    """What contradicts itself in the recipe, whatever is on the disk."""
+    problems = []
+    student, objective = recipe.student, recipe.objective
+    if (student.model is None) == (student.config is None):
+        problems.append("student: give either `model` or `config`.")
+    if recipe.student_tokenizer is None:
+        problems.append("student.tokenizer is needed when the student is made from a config.")
+    for name, value in (
+        ("corpus.files", recipe.corpus.files),
+        ("data.blocks", recipe.data.blocks),
+        ("run.folder", recipe.run.folder),
+    ):
+        if not value:
+            problems.append(f"{name} is not set.")
+    if recipe.needs_online_teacher and recipe.teacher.model is None:
+        problems.append(f"objective.method {objective.method} needs teacher.model, online.")
+    if recipe.needs_guidance and not recipe.teacher.online and not recipe.stores:
+        problems.append(
+            f"objective.method {objective.method} needs store.path (see `vocagnolm score`) or "
+            "teacher.online: true."
+        )
+    problems += recipe.store_problems()
+    if objective.entropy_keep is not None and not recipe.teacher.online:
+        problems.append(
+            "objective.entropy_keep needs teacher.online: true; a loss store holds no entropy."
+        )
+    if recipe.optimizer.min_learning_rate > recipe.optimizer.learning_rate:
+        problems.append("optimizer.min_learning_rate is above optimizer.learning_rate.")
+    for package, extra, wanted in (
+        ("peft", "peft", recipe.lora.rank > 0),
+        ("liger_kernel", "liger", recipe.train.liger),
+    ):
+        if wanted and find_spec(package) is None:
+            problems.append(f"the package {package} is missing: pip install 'vocagnolm[{extra}]'")
+    problems += tracker_problems(recipe.run.report_to)
+    try:
+        check_batch(recipe, processes)
+    except VocagnolmError as error:
+        problems.append(str(error))
+    try:
+        objective_config(recipe)
+    except VocagnolmError as error:
+        problems.append(str(error))
+    return problems
+
+
+# ---- the check ----
 
 
 def check(recipe: Recipe, *, processes: int = 1, measure: bool = True) -> CheckReport:

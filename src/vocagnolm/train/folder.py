@@ -1,5 +1,6 @@
 """A run folder: one recipe, one set of blocks. No torch."""
 
+import json
 import platform
 from dataclasses import asdict
 from importlib.metadata import version
@@ -8,11 +9,64 @@ from typing import Any
 
 from vocagnolm import __version__
 from vocagnolm.errors import TrainingError
-from vocagnolm.files import is_leftover, read_json, write_json, write_text
-from vocagnolm.locks import LOCK_FILE
+from vocagnolm.files import (
+    LOCK_FILE,
+    append_lines,
+    is_leftover,
+    parse_json,
+    read_json,
+    write_json,
+    write_text,
+)
 from vocagnolm.recipe import Recipe, load_recipe, recipe_difference
-from vocagnolm.train.metrics_file import read_metrics
 from vocagnolm.train.schedule import Schedule
+
+# before 0.2.0 -> now, in metrics.jsonl: runs of that time stay readable
+_BEFORE = {"loss_selected": "nll_kept", "loss_all": "nll_all", "selected_share": "kept_share"}
+
+
+def with_current_names(record: dict[str, Any]) -> dict[str, Any]:
+    return {_BEFORE.get(name, name): value for name, value in record.items()}
+
+
+# ---- metrics.jsonl ----
+
+
+class MetricsFile:
+    """`metrics.jsonl`: appended a line a step, cut back to the checkpoint on resume."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def resume_at(self, step: int) -> None:
+        """Drop what was written after `step`, and a line that a kill left half-written."""
+        if not self.path.exists():
+            return
+        kept = [json.dumps(r) + "\n" for r in read_metrics(self.path) if r["step"] <= step]
+        write_text(self.path, "".join(kept))
+
+    def append(self, record: dict[str, Any]) -> None:
+        append_lines(self.path, json.dumps(record) + "\n", sync=False)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file; what is no record (a last line cut short) ends it."""
+    records: list[dict[str, Any]] = []
+    if not path.is_file():
+        return records
+    for line in path.read_bytes().splitlines():
+        try:
+            record = parse_json(line)
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            break
+        records.append(with_current_names(record))
+    return records
+
+
+# ---- the folder ----
+
 
 # Keys that change nothing of what is trained: a run may go on with others.
 RUNTIME_KEYS = frozenset(

@@ -15,8 +15,14 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from vocagnolm.errors import TrainingError
-from vocagnolm.model.experts import RouterLoss, router_loss_of
-from vocagnolm.model.lm_head import HeadForm, head_form, run_decoder, separates_documents
+from vocagnolm.model.lm_head import (
+    HeadForm,
+    RouterLoss,
+    head_form,
+    router_loss_of,
+    run_decoder,
+    separates_documents,
+)
 from vocagnolm.objective import (
     Decided,
     Implementation,

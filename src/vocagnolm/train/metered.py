@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from vocagnolm.errors import TrainingError
-from vocagnolm.model.arriving import Moment
+from vocagnolm.model.runtime import Moment
 from vocagnolm.objective.ranks import Ranks
+from vocagnolm.train.checkpoint import CheckpointedTrainer
+from vocagnolm.train.console import Requests
 from vocagnolm.train.metrics import DataWait, StepMeter, Totals
-from vocagnolm.train.saving import CheckpointedTrainer
-from vocagnolm.train.signals import Requests
 
 StepListener = Callable[[dict[str, Any]], None]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocagnolm.model.arriving import Arriving, Moment
+from vocagnolm.model.runtime import Arriving, Moment
 from vocagnolm.objective import Targets
 from vocagnolm.objective.ranks import Ranks
 from vocagnolm.objective.statistics import BINS, SUMS, measures

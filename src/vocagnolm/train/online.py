@@ -28,9 +28,8 @@ from vocagnolm.alignment import (
 from vocagnolm.alignment.alignment import Aggregation
 from vocagnolm.alternatives import NOTHING, AlternativesSpec
 from vocagnolm.chat import ChatTokenizer
-from vocagnolm.data.blocks import Block
+from vocagnolm.data.blocks import Block, TrainingOrder
 from vocagnolm.data.guidance import Laid, LaidTeacher, cut_stretches, unbroken
-from vocagnolm.data.order import TrainingOrder
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.data.targets import TargetsPlan, carry_targets
 from vocagnolm.model.alternatives import AlternativeChoice

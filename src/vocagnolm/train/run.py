@@ -41,22 +41,27 @@ from vocagnolm.errors import (
 from vocagnolm.files import (
     address_of,
     as_write_error,
+    folder_lock,
     remove_leftovers,
     whole_folder,
 )
-from vocagnolm.locks import folder_lock
-from vocagnolm.model.compiled import import_compiler_meanwhile
+from vocagnolm.model.runtime import import_compiler_meanwhile
 from vocagnolm.processes import Ranks
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
-from vocagnolm.store.strength import best_store, teacher_warning
-from vocagnolm.train.advice import room_left, slow_arithmetic
-from vocagnolm.train.arguments import training_arguments, uses_accelerator
+from vocagnolm.store.analysis import best_store, teacher_warning
+from vocagnolm.train.arguments import (
+    room_left,
+    slow_arithmetic,
+    training_arguments,
+    uses_accelerator,
+)
 from vocagnolm.train.build import build_trainer
 from vocagnolm.train.card import model_card
 from vocagnolm.train.checkpoint import Resumable, newest_complete
-from vocagnolm.train.console import Console
+from vocagnolm.train.console import Clock, Console, Requests, listening
 from vocagnolm.train.folder import (
+    MetricsFile,
     begin_run,
     found_micro_batch,
     note_in_run,
@@ -66,16 +71,12 @@ from vocagnolm.train.folder import (
     run_summary,
 )
 from vocagnolm.train.forward import causal_lm_of
-from vocagnolm.train.launcher import is_main, refuse_lone_process, world_size
 from vocagnolm.train.metrics import flops_per_token, peak_flops
-from vocagnolm.train.metrics_file import MetricsFile
 from vocagnolm.train.micro_batch import find_micro_batch
+from vocagnolm.train.parallel import is_main, refuse_lone_process, sharding_group, world_size
 from vocagnolm.train.schedule import Schedule, plan_schedule
-from vocagnolm.train.sharding import sharding_group
-from vocagnolm.train.signals import Requests, listening
 from vocagnolm.train.strength import measure_strength
 from vocagnolm.train.student import add_lora, build_student, save_tokenizer
-from vocagnolm.train.times import Clock
 from vocagnolm.train.tracked import start_trackers
 from vocagnolm.train.trackers import tracker_problems
 from vocagnolm.train.trainer import GuidedTrainer

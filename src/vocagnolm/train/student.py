@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from vocagnolm.alignment.gguf_file import gguf_tokenizer
+from vocagnolm.alignment.tokenizer import gguf_tokenizer
 from vocagnolm.errors import MissingExtraError, TrainingError
-from vocagnolm.model.compiled import find_layers, prepare_compiler
 from vocagnolm.model.load import DTYPES, load_causal_lm
+from vocagnolm.model.runtime import find_layers, prepare_compiler
 from vocagnolm.recipe import LoraSection, Recipe
 from vocagnolm.train.arguments import uses_accelerator
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from vocagnolm.model.threads import torch_threads
+from vocagnolm.model.runtime import torch_threads
 from vocagnolm.objective import (
     Decided,
     Implementation,

@@ -13,7 +13,7 @@ import numpy as np
 from vocagnolm.errors import ScoreError
 from vocagnolm.score.server.engines import Engine
 from vocagnolm.score.teacher import TokenizedDocument
-from vocagnolm.store.measured import apart, measured
+from vocagnolm.store.writer import apart, measured
 
 TOLERANCE = 0.05
 """Nats that a token's loss may differ, on the mean of a probe."""

@@ -10,8 +10,7 @@ import numpy as np
 from vocagnolm.alternatives import NOTHING, Vocabulary
 from vocagnolm.errors import ScoreError, UsageError
 from vocagnolm.model.load import ModelFiles
-from vocagnolm.model.nll import TokenScores
-from vocagnolm.model.windows import Batch, plan_batches
+from vocagnolm.model.nll import Batch, TokenScores, plan_batches
 from vocagnolm.score.server.engines import open_engine
 from vocagnolm.score.server.exchange import Exchange
 from vocagnolm.score.server.probe import TEXTS, Probe, require_same_tokens

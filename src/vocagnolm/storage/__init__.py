@@ -1,0 +1,60 @@
+"""Where stores and blocks live: a folder of this machine, or a bucket behind an address.
+
+A place knows a few steps, of which each happens as a whole or not at all; the protocols of stores
+and blocks are made of these steps alone, and are the same for folders and buckets.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vocagnolm.errors import UsageError
+from vocagnolm.files import address_of
+from vocagnolm.storage.backend import HUB_SCHEME, Folder, Place, hub_folder
+from vocagnolm.storage.bucket import BUCKET_SCHEMES, Bucket
+
+__all__ = ["BACKENDS", "Backend", "Bucket", "Folder", "Place", "place_of", "require_place"]
+__all__ += ["scheme_of"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What serves the addresses of one scheme."""
+
+    open: Callable[[str], Place]
+    """The place of an address."""
+    writable: bool = True
+
+
+BACKENDS: dict[str, Backend] = {
+    **{scheme: Backend(Bucket) for scheme in BUCKET_SCHEMES},
+    HUB_SCHEME: Backend(lambda address: Folder(hub_folder(address)), writable=False),
+}
+"""By scheme: `s3` of `s3://bucket/x`. What has no scheme is a folder of this machine."""
+
+
+def scheme_of(path: str | Path) -> str | None:
+    """`s3` of `s3://bucket/x`; None for a local path."""
+    address = address_of(path)
+    return None if address is None else address.partition(":")[0].lower()
+
+
+def require_place(path: str | Path, *, hub: bool = False) -> None:
+    """Refuse an address that no code serves. `hub`: a dataset of the hub will do too."""
+    scheme = scheme_of(path)
+    known = [name for name, backend in BACKENDS.items() if backend.writable or hub]
+    if scheme is not None and scheme not in known:
+        raise UsageError(
+            f"{address_of(path)} is an address of a kind that cannot be used here. Known are local "
+            f"folders and {', '.join(f'{name}://' for name in known)}."
+        )
+
+
+def place_of(path: str | Path) -> Place:
+    """A bucket for an address, the copy that `huggingface_hub` keeps for a dataset of the hub, a
+    folder for all else."""
+    require_place(path, hub=True)
+    address = address_of(path)
+    if address is None:
+        return Folder(Path(path))
+    return BACKENDS[scheme_of(path) or ""].open(address)

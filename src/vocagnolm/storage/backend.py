@@ -1,0 +1,178 @@
+"""The steps that every storage knows, and the storages that are folders: of this machine, or copies
+that `huggingface_hub` keeps."""
+
+import contextlib
+import mmap
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from vocagnolm import files
+from vocagnolm.errors import AddressError, WriteError
+from vocagnolm.files import folder_lock
+
+
+class Place(Protocol):
+    """Files by name (`manifest.json`, `shards/000000.safetensors`). `str(place)` is its path or
+    address."""
+
+    def files(self, *folders: str) -> dict[str, int]:
+        """Name -> bytes of the files here and in these folders, in one look. Other folders stand
+        there under their names alone. Empty where there is nothing yet."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file now."""
+
+    def read(self, name: str) -> memoryview:
+        """The whole file; FileNotFoundError where there is none."""
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """These bytes, or those that there are; FileNotFoundError where there is no file."""
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file whole, unless the name is taken: False then, and nothing is changed. In a
+        bucket also True where these very bytes stand there: the answer to our own request may have
+        been lost."""
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file whole, in the place of one that may be there."""
+
+    def remove(self, *names: str) -> None:
+        """Files that are not there are no error."""
+
+    def tidy(self, *folders: str) -> None:
+        """Remove what killed processes left here and in these folders, and folders that have
+        become empty."""
+
+    def try_writing(self) -> str | None:
+        """Before the first write: an error where nothing can be written, a warning where of two
+        writers not the first one counts."""
+
+    def lock(
+        self, advice: str, *, shared: bool = False, patience: float = 0.0
+    ) -> AbstractContextManager[None]:
+        """Keep others from writing, where the place can; `create` is what keeps it whole."""
+
+    def shown(self, name: str) -> str:
+        """A file's path or address, for messages."""
+
+
+# ---- a folder of this machine ----
+
+
+class Folder:
+    """Steps as `vocagnolm.files` makes them: on the disk before a name is given."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def shown(self, name: str) -> str:
+        return str(self.path / name)
+
+    def files(self, *folders: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        try:
+            with os.scandir(self.path) as entries:
+                for entry in entries:
+                    inside = entry.name in folders and entry.is_dir()
+                    found |= self._inside(entry.name) if inside else _named(entry, entry.name)
+        except FileNotFoundError:
+            return {}
+        except NotADirectoryError:
+            raise WriteError(f"{self.path} is a file; a folder is needed here.") from None
+        return found
+
+    def _inside(self, folder: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        with os.scandir(self.path / folder) as entries:
+            for entry in entries:
+                found |= _named(entry, f"{folder}/{entry.name}")
+        return found
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
+    def read(self, name: str) -> memoryview:
+        with open(self.path / name, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:  # which cannot be mapped
+                return memoryview(b"")
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        with open(self.path / name, "rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    def create(self, name: str, content: bytes) -> bool:
+        return files.create_bytes(self.path / name, content)
+
+    def put(self, name: str, content: bytes) -> None:
+        files.write_bytes(self.path / name, content)
+
+    def remove(self, *names: str) -> None:
+        for name in names:
+            files.remove(self.path / name)
+
+    def tidy(self, *folders: str) -> None:
+        files.remove_leftovers(self.path)
+        for name in folders:
+            files.remove_leftovers(self.path / name)
+            with contextlib.suppress(OSError):  # not there, or not empty
+                (self.path / name).rmdir()
+
+    def try_writing(self) -> str | None:
+        return None
+
+    def lock(
+        self, advice: str, *, shared: bool = False, patience: float = 0.0
+    ) -> contextlib.AbstractContextManager[None]:
+        return folder_lock(self.path, advice, shared=shared, patience=patience)
+
+
+def _named(entry: os.DirEntry[str], name: str) -> dict[str, int]:
+    with contextlib.suppress(FileNotFoundError):  # removed at this moment
+        return {name: 0 if entry.is_dir() else entry.stat().st_size}
+    return {}
+
+
+# ---- a store that was published as a dataset of the Hugging Face hub ----
+
+
+HUB_SCHEME = "hf"
+
+
+def hub_folder(address: str) -> Path:
+    """Where `huggingface_hub` keeps its copy of `hf://datasets/OWNER/NAME[@REVISION][/FOLDER]`;
+    what is not there is fetched, and checked by it."""
+    repository, revision, inside = _parts(address)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    prefix = f"{inside}/" if inside else ""
+    try:
+        folder = snapshot_download(
+            repository,
+            repo_type="dataset",
+            revision=revision,
+            allow_patterns=[f"{prefix}manifest.json", f"{prefix}shards/*"],
+        )
+    except Exception as error:  # network, rights, a name that is wrong: a dozen kinds
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise AddressError(
+            f"{address} cannot be had from the hub: {reason.rstrip('.')}. Check the name, and log "
+            "in with `hf auth login` where the dataset is not public."
+        ) from None
+    return Path(folder) / inside
+
+
+def _parts(address: str) -> tuple[str, str | None, str]:
+    kind, *names = address.rstrip("/").partition("://")[2].split("/")
+    if kind != "datasets" or len(names) < 2 or not all(names):
+        raise AddressError(f"{address}: expected hf://datasets/OWNER/NAME, with @REVISION or not.")
+    name, _, revision = names[1].partition("@")
+    return f"{names[0]}/{name}", revision or None, "/".join(names[2:])

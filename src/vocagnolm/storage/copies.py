@@ -1,0 +1,103 @@
+"""Local copies of files that stand behind an address: made once, checked, reused."""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from vocagnolm import files
+from vocagnolm.errors import AddressError
+from vocagnolm.files import folder_lock
+from vocagnolm.storage.backend import Place
+
+CACHE_VARIABLE = "VOCAGNOLM_CACHE"
+_THREADS = 8
+_FOR_EVER = 7 * 24 * 3600.0  # another process of this machine copies: its copy is ours
+
+Listener = Callable[[str, Path, int, int], None]
+"""Called with what is copied, where to, and bytes: done and all."""
+_listeners: list[Listener] = []
+
+
+def cache_folder() -> Path:
+    """Of this user on this machine: $VOCAGNOLM_CACHE, or vocagnolm in the user's cache folder."""
+    if given := os.environ.get(CACHE_VARIABLE):
+        return files.local_path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "vocagnolm"
+
+
+@contextlib.contextmanager
+def told(listener: Listener) -> Iterator[None]:
+    """Who is told how far copying is: the command line."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def tell(what: str, folder: Path, done: int, total: int) -> None:
+    for listener in _listeners:
+        listener(what, folder, done, total)
+
+
+@contextlib.contextmanager
+def copying(folder: Path) -> Iterator[None]:
+    """One process of a machine copies, the others wait for it."""
+    advice = "It copies files there; wait for its end."
+    with folder_lock(folder, advice, patience=_FOR_EVER):
+        yield
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A file of a place, as its manifest lists it."""
+
+    name: str
+    size: int | None
+    sha256: str | None
+
+    def wrong(self, content: bytes | memoryview) -> str | None:
+        if self.size is not None and len(content) != self.size:
+            return f"{len(content):,} bytes, the manifest says {self.size:,}"
+        if self.sha256 is not None and hashlib.sha256(content).hexdigest() != self.sha256:
+            return "its bytes do not match the checksum in the manifest"
+        return None
+
+    def is_in(self, folder: Path) -> bool:
+        try:
+            size = (folder / self.name).stat().st_size
+        except FileNotFoundError:
+            return False
+        return self.size in (None, size)
+
+
+def copy_files(place: Place, wanted: Sequence[Wanted], folder: Path, mend: str) -> None:
+    """Copies of these files in a local folder. What is copied is checked against its checksum; what
+    is there already is known by its size, and its readers check it. `mend`: what to do about a
+    file that is damaged where it comes from."""
+    if all(one.is_in(folder) for one in wanted):
+        return
+    with copying(folder), ThreadPoolExecutor(_THREADS) as pool:
+        absent = [one for one in wanted if not one.is_in(folder)]
+        total = sum(one.size or 0 for one in absent)
+        done = 0
+        for size in pool.map(lambda one: _copy(place, one, folder, mend), absent):
+            done += size
+            tell(str(place), folder, done, max(total, done))
+
+
+def _copy(place: Place, one: Wanted, folder: Path, mend: str) -> int:
+    shown = place.shown(one.name)
+    try:
+        content = place.read(one.name)
+    except FileNotFoundError:
+        raise AddressError(f"{shown} is missing, and the manifest lists it. {mend}") from None
+    if problem := one.wrong(content):
+        raise AddressError(f"{shown} is damaged: {problem}. {mend}")
+    files.write_bytes(folder / one.name, bytes(content))
+    return len(content)

@@ -1,0 +1,179 @@
+"""What a store says of documents and of its teacher: ranks by bits per byte or by difference, and
+whether the teacher is worth following. No model."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vocagnolm.errors import StoreError
+from vocagnolm.store.reader import LossStore
+
+
+@dataclass(frozen=True)
+class DocumentBits:
+    """One entry a document of the store."""
+
+    index: NDArray[np.int64]
+    """Place in the corpus."""
+    hashes: NDArray[np.uint8]
+    """[D, 16]"""
+    bytes: NDArray[np.int64]
+    bits_per_byte: NDArray[np.float64]
+    """NaN where no token was scored."""
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def keys(self) -> NDArray[np.uint64]:
+        """First eight bytes of each hash."""
+        return np.ascontiguousarray(self.hashes[:, :8]).view("<u8").ravel()
+
+
+def document_bits(store: LossStore) -> DocumentBits:
+    """Reads the whole store once."""
+    parts = []
+    for shard in store.shards():
+        columns = shard.columns
+        ends = np.cumsum(columns["token_count"], dtype=np.int64)
+        starts = np.concatenate([[0], ends[:-1]])
+        nll = columns["nll"].astype(np.float64)
+        known = np.isfinite(nll)
+        width = columns["token_bytes"].astype(np.int64)
+        nats = _sums(np.where(known, nll, 0.0), starts, ends)
+        covered = _sums(np.where(known, width, 0).astype(np.float64), starts, ends)
+        bits = np.full(len(ends), np.nan)
+        np.divide(nats / math.log(2), covered, out=bits, where=covered > 0)
+        parts.append(
+            (
+                columns["document_index"].astype(np.int64),
+                columns["document_hash"],
+                _sums(width.astype(np.float64), starts, ends).astype(np.int64),
+                bits,
+            )
+        )
+    return DocumentBits(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _sums(
+    values: NDArray[np.float64], starts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    return np.asarray(total[ends] - total[starts])
+
+
+def difference(teacher: DocumentBits, reference: DocumentBits) -> NDArray[np.float64]:
+    """How many bits per byte the reference needs more than the teacher (arXiv 2410.17215); NaN for
+    documents that the reference's store lacks."""
+    if not len(reference):
+        return np.full(len(teacher), np.nan)
+    order = np.argsort(reference.keys, kind="stable")
+    keys = reference.keys[order]
+    place = np.minimum(np.searchsorted(keys, teacher.keys), len(keys) - 1)
+    found = keys[place] == teacher.keys
+    return np.where(found, reference.bits_per_byte[order][place] - teacher.bits_per_byte, np.nan)
+
+
+def difference_of(store: str | Path, against: str | Path) -> tuple[DocumentBits, NDArray[Any]]:
+    """Two stores by their folders; refused where they have nothing in common."""
+    bits = document_bits(LossStore.open(store))
+    found = difference(bits, document_bits(LossStore.open(against)))
+    if np.isnan(found).all():
+        raise StoreError(
+            f"{against} and {store} have no document in common: they are stores of other corpora. "
+            "Documents are known by their text."
+        )
+    return bits, found
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The documents of a store, the best first; what has no score comes last."""
+
+    documents: DocumentBits
+    difference: NDArray[np.float64] | None
+    order: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def by(self) -> str:
+        return "bits_per_byte" if self.difference is None else "difference"
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        columns: dict[str, NDArray[Any]] = {
+            "rank": np.arange(1, len(self) + 1),
+            "document": self.documents.index[self.order],
+            "bytes": self.documents.bytes[self.order],
+            "bits_per_byte": self.documents.bits_per_byte[self.order],
+        }
+        if self.difference is not None:
+            columns["difference"] = self.difference[self.order]
+        return columns
+
+    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
+        part = {name: column[start:stop].tolist() for name, column in self.columns().items()}
+        return [
+            {name: None if value != value else value for name, value in zip(part, row, strict=True)}
+            for row in zip(*part.values(), strict=True)
+        ]
+
+
+def rank_documents(store: str | Path, against: str | Path | None = None) -> Ranks:
+    """By the teacher's bits per byte, fewest first, or by how much the reference needs more."""
+    if against is None:
+        bits = document_bits(LossStore.open(store))
+        return Ranks(bits, None, _best_first(-bits.bits_per_byte))
+    bits, found = difference_of(store, against)
+    return Ranks(bits, found, _best_first(found))
+
+
+def _best_first(score: NDArray[np.float64]) -> NDArray[np.int64]:
+    return np.argsort(np.where(np.isnan(score), np.inf, -score), kind="stable")
+
+
+def best(score: NDArray[np.float64], widths: NDArray[np.int64], share: float) -> NDArray[np.int64]:
+    """The best documents that together hold this share of the text, at least one; ties go to the
+    earlier one, what has no score is never among them."""
+    order = _best_first(score)
+    held = np.cumsum(widths[order], dtype=np.float64)
+    count = int(np.searchsorted(held, share * held[-1] * (1 - 1e-12))) + 1
+    chosen = order[:count]
+    return chosen[~np.isnan(score[chosen])]
+
+
+# ---- strength of a teacher ----
+
+
+CLEARLY_BETTER = 0.97
+"""A teacher is clearly better when its bits per byte are below this share of the student's."""
+
+
+def teacher_warning(teacher_bits: float | None, student_bits: float | None) -> str | None:
+    """What to tell the user about a teacher whose bits per byte on the corpus are not clearly
+    below the student's; None where it is, or where one of the two is not known."""
+    if teacher_bits is None or student_bits is None:
+        return None
+    if teacher_bits <= CLEARLY_BETTER * student_bits:
+        return None
+    return (
+        f"the teacher has {teacher_bits:.3f} bits per byte on its corpus, the student "
+        f"{student_bits:.3f}: a teacher that is not clearly better than the student did harm in "
+        "our experiments. Compare them on clean text too: on a corpus that is partly wrong, a good "
+        "teacher may look weak."
+    )
+
+
+def best_store(stores: Sequence[LossStore]) -> LossStore:
+    """Of the teacher with the fewest bits per byte."""
+
+    def bits(store: LossStore) -> float:
+        return math.inf if store.bits_per_byte is None else store.bits_per_byte
+
+    return min(stores, key=bits)
