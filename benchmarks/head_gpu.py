@@ -30,11 +30,11 @@ from vocagnolm.objective import (
     ObjectiveConfig,
     Targets,
     objective_loss,
-    products,
     student_nll,
     two_phase,
 )
-from vocagnolm.objective.rows import Implementation
+from vocagnolm.objective import head as products
+from vocagnolm.objective.head import Implementation
 
 SHAPES = {"TinyLlama": (2048, 32000), "Llama-3.2-1B": (2048, 128256), "Qwen2.5-0.5B": (896, 151936)}
 TIME_TARGET, MEMORY_TARGET = 0.80, 0.15

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from vocagnolm.model.fp8 import rounded_rows, scaled_product
 from vocagnolm.objective import Head, two_phase
-from vocagnolm.objective.products import product
-from vocagnolm.objective.rows import Implementation, RowLosses, row_operations
+from vocagnolm.objective.head import Implementation, RowLosses, product, row_operations
 
 CHUNK_BYTES = 512 << 20
 

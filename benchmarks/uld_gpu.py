@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from measure import arguments, clean, peak_gib, report, side_by_side
 
-from vocagnolm.objective.wasserstein import by_counting, by_sorting
+from vocagnolm.objective.distill import by_counting, by_sorting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAIRS = {"SmolLM2 x Qwen2.5": (49152, 151936), "TinyLlama x Qwen2.5-Math": (32000, 152064)}

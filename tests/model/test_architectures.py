@@ -9,8 +9,8 @@ from vocagnolm.errors import ModelError, TrainingError
 from vocagnolm.model.lm_head import head_form, last_hidden, router_loss_of, separates_documents
 from vocagnolm.objective import ObjectiveConfig, Targets
 from vocagnolm.train.collate import BlockCollator
-from vocagnolm.train.forward import MicroBatch, install_guided_forward, require_separation
 from vocagnolm.train.online import OnlineTeacher
+from vocagnolm.train.trainer import MicroBatch, install_guided_forward, require_separation
 
 IDS = torch.randint(3, 160, (2, 20), generator=torch.Generator().manual_seed(2))
 

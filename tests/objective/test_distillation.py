@@ -15,8 +15,7 @@ from vocagnolm.objective import (
     objective_loss,
     two_phase,
 )
-from vocagnolm.objective.distill import kl_rows
-from vocagnolm.objective.wasserstein import by_counting, by_sorting, wasserstein_rows
+from vocagnolm.objective.distill import by_counting, by_sorting, kl_rows, wasserstein_rows
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,11 @@ from vocagnolm.objective import (
     ObjectiveOutput,
     Targets,
     objective_loss,
-    products,
     student_nll,
     token_losses,
     two_phase,
 )
+from vocagnolm.objective import head as products
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from objective.problems import problem, soft_targets, some_stretches
 
-from vocagnolm.objective import ObjectiveConfig, objective_loss, rows, two_phase
-from vocagnolm.objective.rows import SoftRows, Transform
+from vocagnolm.objective import ObjectiveConfig, objective_loss, two_phase
+from vocagnolm.objective import head as rows
+from vocagnolm.objective.head import SoftRows, Transform
 
 triton_rows = pytest.importorskip("vocagnolm.objective.triton_rows", exc_type=ImportError)
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":

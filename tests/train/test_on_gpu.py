@@ -8,7 +8,7 @@ from vocagnolm.errors import TrainingError
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train import micro_batch, run
 from vocagnolm.train.folder import read_metrics
-from vocagnolm.train.forward import causal_lm_of
+from vocagnolm.train.trainer import causal_lm_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

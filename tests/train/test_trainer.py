@@ -18,9 +18,9 @@ from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, Targets
 from vocagnolm.recipe import load_recipe, recipe_from_dict
 from vocagnolm.train.collate import BlockCollator
 from vocagnolm.train.folder import read_metrics
-from vocagnolm.train.forward import MicroBatch, install_guided_forward
 from vocagnolm.train.run import train
 from vocagnolm.train.student import compile_layers
+from vocagnolm.train.trainer import MicroBatch, install_guided_forward
 
 STEPS = 5
 TOKENS = STEPS * 8 * 32

@@ -23,7 +23,7 @@ from vocagnolm.alternatives import (
     AlternativesSpec,
 )
 from vocagnolm.model.sharding import VocabularyPart
-from vocagnolm.objective.rows import Transform
+from vocagnolm.objective.head import Transform
 from vocagnolm.objective.selection import mixed_bits
 
 # Columns that are looked at together: the likeliest K tokens lie in the K groups with the largest

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vocagnolm.errors import UsageError
 from vocagnolm.model.runtime import find_layers
-from vocagnolm.objective.rows import Transform, row_operations
+from vocagnolm.objective.head import Transform, row_operations
 from vocagnolm.objective.two_phase import SeeRows
 
 HEAD_TOO = True

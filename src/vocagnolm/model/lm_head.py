@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from vocagnolm.errors import ModelError
 from vocagnolm.model.sharding import VocabularyPart, held_here
-from vocagnolm.objective.head import Head
-from vocagnolm.objective.rows import Transform
+from vocagnolm.objective.head import Head, Transform
 
 _KNOWN = ContextVar("rows hold one document each", default=False)
 _SEARCH = "find_packed_sequence_indices"

@@ -19,8 +19,7 @@ from vocagnolm.model.lm_head import head_form, last_hidden
 from vocagnolm.model.runtime import Arriving, compile_layers
 from vocagnolm.model.sharding import VocabularyPart
 from vocagnolm.objective import IGNORE_INDEX, two_phase
-from vocagnolm.objective.head import Head
-from vocagnolm.objective.rows import TORCH_ROWS, RowLosses, Transform, row_operations
+from vocagnolm.objective.head import TORCH_ROWS, Head, RowLosses, Transform, row_operations
 
 # Row lengths are rounded up to this, which wastes 1-2 % and keeps attention kernels on their fast
 # path.

@@ -13,10 +13,9 @@ from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS
 from vocagnolm.objective.batch import IGNORE_INDEX, Decided, Targets, Teacher
 from vocagnolm.objective.config import ObjectiveConfig, Pairing
 from vocagnolm.objective.distill import DISTANCES
-from vocagnolm.objective.head import Head
+from vocagnolm.objective.head import Head, Implementation
 from vocagnolm.objective.loss import objective_loss, student_nll, token_losses
 from vocagnolm.objective.output import ObjectiveOutput
-from vocagnolm.objective.rows import Implementation
 from vocagnolm.objective.selection import RANKINGS, Counts, ScoredBatch, count_kept, select
 from vocagnolm.objective.weighting import WEIGHTINGS, StepWeights, weigh_step
 

@@ -9,18 +9,17 @@ from vocagnolm.objective import reference, two_phase
 from vocagnolm.objective.batch import IGNORE_INDEX, Decided, Targets, Teacher
 from vocagnolm.objective.config import ObjectiveConfig
 from vocagnolm.objective.distill import distil, distil_reference
-from vocagnolm.objective.head import Head
-from vocagnolm.objective.output import ObjectiveOutput
-from vocagnolm.objective.ranks import Ranks
-from vocagnolm.objective.rows import (
+from vocagnolm.objective.head import (
     TORCH_ROWS,
+    Head,
     Implementation,
     RowLosses,
     RowOperations,
     SoftRows,
     row_operations,
 )
-from vocagnolm.objective.selection import ScoredBatch, filled_guidance, select_batches
+from vocagnolm.objective.output import ObjectiveOutput
+from vocagnolm.objective.selection import Ranks, ScoredBatch, filled_guidance, select_batches
 from vocagnolm.objective.weighting import FlatTargets
 
 

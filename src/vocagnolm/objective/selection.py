@@ -13,12 +13,113 @@ from fractions import Fraction
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from vocagnolm.objective.batch import Targets
-from vocagnolm.objective.comparison import FIXED_POINT, compared, fixed_point
 from vocagnolm.objective.config import ObjectiveConfig
-from vocagnolm.objective.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process group, or one process on its own."""
+
+    size: int = 1
+    rank: int = 0
+    group: "dist.ProcessGroup | None" = None
+
+    @classmethod
+    def of(cls, group: "dist.ProcessGroup | None" = None) -> "Ranks":
+        """The given group, the default one, or a single process."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        return cls(dist.get_world_size(group), dist.get_rank(group), group)
+
+    def sum(self, value: Tensor) -> Tensor:
+        return self._reduce(value, "SUM")
+
+    def max(self, value: Tensor) -> Tensor:
+        return self._reduce(value, "MAX")
+
+    def gather(self, value: Tensor) -> Tensor:
+        """[size, *value.shape]; every rank gives the same shape."""
+        if self.size == 1:
+            return value[None]
+        parts = [torch.empty_like(value) for _ in range(self.size)]
+        dist.all_gather(parts, value.contiguous(), group=self.group)
+        return torch.stack(parts)
+
+    def _reduce(self, value: Tensor, operation: str) -> Tensor:
+        if self.size == 1:
+            return value
+        value = value.clone()
+        dist.all_reduce(value, op=getattr(dist.ReduceOp, operation), group=self.group)
+        return value
+
+
+# ---- what is compared ----
+
+
+# Sums that decide are taken in integers (1 / 2^20 nats), because a float sum depends on the order
+# and so on the device and on how a batch is split.
+FIXED_POINT = float(1 << 20)
+LARGEST_NATS = 1e6
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Per token [B, T]: the two losses that are compared, of the token or of its stretch."""
+
+    own_BT: Tensor
+    teacher_BT: Tensor
+    """NaN where unmapped."""
+    first_BT: Tensor | None
+    """By stretch: position of the stretch's first token. Equal for its tokens alone."""
+
+
+def compared(nll_BT: Tensor, targets: Targets, teacher_BT: Tensor | None = None) -> Compared:
+    """`teacher_BT`: the guidance with its gaps filled (`unmapped: mean`)."""
+    assert targets.guidance_BT is not None
+    teacher = targets.guidance_BT.float() if teacher_BT is None else teacher_BT
+    stretch = targets.stretch_BT
+    if stretch is None:
+        return Compared(nll_BT, teacher, None)
+    B, T = stretch.shape
+    mapped = targets.mapped_BT
+    rows = torch.arange(B, device=stretch.device)[:, None] * T
+    own = stretch_losses(nll_BT.flatten(), (stretch + rows).flatten(), mapped.flatten(), B * T)
+    position = torch.arange(T, device=stretch.device).expand(B, T)
+    # unmapped tokens stand for themselves, wherever they lie
+    first = torch.full_like(stretch, T).scatter_reduce(
+        1, stretch, torch.where(mapped, position, T), "amin"
+    )
+    return Compared(
+        own.view(B, T), teacher, torch.where(mapped, first.gather(1, stretch), position)
+    )
+
+
+def stretch_losses(nll_N: Tensor, stretch_N: Tensor, mapped_N: Tensor, stretches: int) -> Tensor:
+    """Each token's stretch's loss; an unmapped token's own."""
+    if nll_N.dtype == torch.float64:
+        values, back = torch.where(mapped_N, nll_N, 0.0), 1.0
+    else:
+        values, back = torch.where(mapped_N, fixed_point(nll_N), 0), FIXED_POINT
+    sums = torch.zeros(stretches, dtype=values.dtype, device=values.device)
+    sums = sums.scatter_add(0, stretch_N, values)
+    tokens = torch.zeros(stretches, dtype=torch.int64, device=values.device)
+    tokens = tokens.scatter_add(0, stretch_N, mapped_N.long())
+    whole = (sums.double() / back).to(nll_N.dtype).gather(0, stretch_N)
+    # a stretch of one token is that token, to the last bit
+    return torch.where(mapped_N & (tokens.gather(0, stretch_N) > 1), whole, nll_N)
+
+
+def fixed_point(nats: Tensor) -> Tensor:
+    limited = nats.float().nan_to_num(nan=LARGEST_NATS).clamp(-LARGEST_NATS, LARGEST_NATS)
+    return (limited * FIXED_POINT).round().long()
+
+
+# ---- the choice ----
+
 
 Count = TypeVar("Count", int, Tensor)
 Counts = Sequence[tuple[int, int]]

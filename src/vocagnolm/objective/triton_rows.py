@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocagnolm.objective.rows import RowLosses, RowOperations, SoftRows, Transform
+from vocagnolm.objective.head import RowLosses, RowOperations, SoftRows, Transform
 
 _BLOCK = 4096
 _WARPS = 8

@@ -23,9 +23,16 @@ import torch
 from torch import Tensor
 
 from vocagnolm.objective.config import compute_dtype
-from vocagnolm.objective.head import Head
-from vocagnolm.objective.products import accumulate, needs_width, product
-from vocagnolm.objective.rows import RowLosses, RowOperations, SoftRows, Transform
+from vocagnolm.objective.head import (
+    Head,
+    RowLosses,
+    RowOperations,
+    SoftRows,
+    Transform,
+    accumulate,
+    needs_width,
+    product,
+)
 
 _MIB = 1 << 20
 # Half precision on a CPU: rows of the weight that are converted to float32 at a time, and tokens

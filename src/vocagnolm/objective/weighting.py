@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from vocagnolm.objective.batch import Targets
-from vocagnolm.objective.comparison import stretch_losses
 from vocagnolm.objective.config import ObjectiveConfig
-from vocagnolm.objective.ranks import Ranks
-from vocagnolm.objective.selection import ScoredBatch, filled_guidance, select_batches
+from vocagnolm.objective.selection import (
+    Ranks,
+    ScoredBatch,
+    filled_guidance,
+    select_batches,
+    stretch_losses,
+)
 
 # Below this a loss is rounding: nothing is left to reduce, and 1 / S must stay finite.
 _SMALLEST_NATS = 1e-4

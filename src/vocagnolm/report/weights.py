@@ -47,9 +47,7 @@ def weigh_passages(
     import torch
 
     from vocagnolm.objective import weigh_step
-    from vocagnolm.objective.comparison import compared
-    from vocagnolm.objective.ranks import Ranks
-    from vocagnolm.objective.selection import filled_guidance
+    from vocagnolm.objective.selection import Ranks, compared, filled_guidance
 
     # a micro-batch of the page is one text; the run's hold more, which compete with each other
     scope = config.scope if config.scope == "sequence" else "global"

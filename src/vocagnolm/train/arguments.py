@@ -6,11 +6,25 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from vocagnolm.errors import RecipeError
+from vocagnolm.errors import RecipeError, TrainingError
 from vocagnolm.methods import METHODS
 from vocagnolm.objective import ObjectiveConfig
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.schedule import Schedule
+
+
+def refuse_other_vocabulary(student: dict[str, int], teacher: dict[str, int]) -> None:
+    """kld and rho1 presuppose one vocabulary; the teacher may have more tokens (Llemma's 16)."""
+    other = [token for token, index in student.items() if teacher.get(token) != index]
+    if other:
+        raise TrainingError(
+            f"This method needs one vocabulary, but {len(other):,} of the student's "
+            f"{len(student):,} tokens are not the teacher's (for example {other[0]!r}). "
+            "Use method guided or uld."
+        )
+
+
+# ---- arguments ----
 
 
 def objective_config(recipe: Recipe) -> ObjectiveConfig:

@@ -17,13 +17,12 @@ from vocagnolm.data.targets import TargetsPlan, target_table
 from vocagnolm.errors import TrainingError
 from vocagnolm.model import ModelFiles, open_model
 from vocagnolm.recipe import Recipe
-from vocagnolm.train.arguments import objective_config, uses_accelerator
+from vocagnolm.train.arguments import objective_config, refuse_other_vocabulary, uses_accelerator
 from vocagnolm.train.collate import BlockCollator
 from vocagnolm.train.online import OnlineTeacher, TeacherView
 from vocagnolm.train.schedule import Schedule
 from vocagnolm.train.student import add_lora, build_student, choose_attention, compile_layers
 from vocagnolm.train.trainer import GuidedTrainer
-from vocagnolm.train.vocabulary import refuse_other_vocabulary
 
 ONLINE_ALTERNATIVES = 4
 

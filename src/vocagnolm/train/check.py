@@ -37,12 +37,16 @@ from vocagnolm.files import address_of
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
 from vocagnolm.store.analysis import best_store, teacher_warning
-from vocagnolm.train.arguments import objective_config, slow_arithmetic, training_arguments
+from vocagnolm.train.arguments import (
+    objective_config,
+    refuse_other_vocabulary,
+    slow_arithmetic,
+    training_arguments,
+)
 from vocagnolm.train.checkpoint import newest_complete
 from vocagnolm.train.folder import found_micro_batch, read_run, refuse_other_run
 from vocagnolm.train.schedule import Schedule, check_batch, plan_schedule
 from vocagnolm.train.trackers import tracker_problems
-from vocagnolm.train.vocabulary import refuse_other_vocabulary
 
 
 @dataclass
@@ -497,9 +501,9 @@ def _run(recipe: Recipe, report: CheckReport, manifest: dict[str, Any] | None) -
 
 def _weights(recipe: Recipe, report: CheckReport, found: Found) -> None:
     """What only the student's weights can tell."""
-    from vocagnolm.train.forward import require_separation, understood_head
     from vocagnolm.train.strength import measure_strength
     from vocagnolm.train.student import build_student
+    from vocagnolm.train.trainer import require_separation, understood_head
 
     has_weights = recipe.student.model is not None
     apart = recipe.data.document_mask or isinstance(found.tokenizer, ChatTokenizer)

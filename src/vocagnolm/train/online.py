@@ -42,7 +42,7 @@ from vocagnolm.objective import (
     Teacher,
     token_losses,
 )
-from vocagnolm.objective.rows import RowLosses, Transform
+from vocagnolm.objective.head import RowLosses, Transform
 
 
 class TeacherView:

@@ -70,16 +70,15 @@ from vocagnolm.train.folder import (
     run_folder,
     run_summary,
 )
-from vocagnolm.train.forward import causal_lm_of
-from vocagnolm.train.metrics import flops_per_token, peak_flops
 from vocagnolm.train.micro_batch import find_micro_batch
 from vocagnolm.train.parallel import is_main, refuse_lone_process, sharding_group, world_size
 from vocagnolm.train.schedule import Schedule, plan_schedule
+from vocagnolm.train.step_metrics import flops_per_token, peak_flops
 from vocagnolm.train.strength import measure_strength
 from vocagnolm.train.student import add_lora, build_student, save_tokenizer
 from vocagnolm.train.tracked import start_trackers
 from vocagnolm.train.trackers import tracker_problems
-from vocagnolm.train.trainer import GuidedTrainer
+from vocagnolm.train.trainer import GuidedTrainer, causal_lm_of
 
 
 def train(
