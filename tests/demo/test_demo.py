@@ -164,6 +164,36 @@ def test_one_thing_is_changed_at_a_time_and_shown(tmp_path, capsys) -> None:
     assert "| tokens, thousands | plain pretraining |" in capsys.readouterr().out
 
 
+def test_rules_of_distillation_differ_in_the_objective_or_in_the_teacher(tmp_path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    rules = script("demo_distill")
+    recipes = {name: rules.recipe_of(tmp_path, name, 4e-3, 0) for name in rules.RULES}
+    told = [
+        (recipe.objective.model_dump_json(), recipe.store.path, rules.RULES[name].targets)
+        for name, recipe in recipes.items()
+    ]
+    assert len(set(told)) == len(told)
+    # blocks are shared where a prepared column serves both, and nowhere else
+    of = {name: recipe.data.blocks for name, recipe in recipes.items()}
+    assert of["half"] == of["one"] == of["shuffled"] == of["quarter"]
+    assert len({of[name] for name in ("half", "k1", "k16", "drawn", "starts", "own", "cpt")}) == 7
+    rows = [
+        {
+            "row": name,
+            "label": rule.label,
+            "learning_rate": 4e-3,
+            "tuning": {},
+            "exact": [50.0 + place, 51.0 + place],
+            "clean": [0.23, 0.24],
+        }
+        for place, (name, rule) in enumerate(rules.RULES.items())
+    ]
+    rules.write_results(tmp_path, rows)
+    said = capsys.readouterr().out
+    assert "| distilled, mix 0.5 | 0.004 | 54.5 ± 0.7 | +4.0 ± 0.0 | 0.2350 ± 0.0071 |" in said
+    assert (tmp_path / "demo-distill.svg").exists()
+
+
 def test_teachers_are_compared_by_their_own_measures(tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib")
     compared = script("demo_teachers")
