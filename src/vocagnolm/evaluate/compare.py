@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from vocagnolm.evaluate.conditions import OF_THE_QUESTIONS, differing
 from vocagnolm.evaluate.results import Evaluation, open_run
+from vocagnolm.evaluate.settings import OF_THE_QUESTIONS, differing
 from vocagnolm.evaluate.suite import AVERAGE_TITLES, AVERAGES, TASKS
 from vocagnolm.files import json_digest
 from vocagnolm.statistics import mcnemar_exact, mean_error, sign_flip_p

@@ -11,11 +11,17 @@ from typing import Any, Unpack
 from vocagnolm.chat.messages import is_conversation, readable
 from vocagnolm.data.skipped import LeftOut
 from vocagnolm.data.sources import Split
-from vocagnolm.evaluate.conditions import task_conditions, text_conditions
 from vocagnolm.evaluate.graders.grading import grade
 from vocagnolm.evaluate.render import Request
 from vocagnolm.evaluate.results import Answer, Evaluation, Record, RunFolder, score_records
-from vocagnolm.evaluate.settings import Engine, Keywords, Questions, grouped
+from vocagnolm.evaluate.settings import (
+    Engine,
+    Keywords,
+    Questions,
+    grouped,
+    task_conditions,
+    text_conditions,
+)
 from vocagnolm.files import local_path
 
 # part of a run's identity: answers made by another version of the loop may differ

@@ -7,10 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vocagnolm.alignment import Alignment, TargetTable, TeacherTokens, carry_alternatives
+from vocagnolm.alignment import (
+    Alignment,
+    TargetTable,
+    TeacherTokens,
+    TextTokenizer,
+    TokenSpans,
+    carry_alternatives,
+    vocabulary_overlap,
+)
 from vocagnolm.alignment.alignment import as_spans
 from vocagnolm.alternatives import Alternatives, Vocabulary
-from vocagnolm.report.page_data import TeacherRow, TokenRow
+from vocagnolm.chat import ChatTokenizer
+from vocagnolm.pair.preflight import measure_fit
+from vocagnolm.report.page_data import Preflight, TeacherRow, TokenRow
 
 TOKEN_TEXT_LIMIT = 400
 """Characters of one token that the page keeps. A tokenizer can make one token of a megabyte."""
@@ -184,3 +194,60 @@ def _target(table: TargetTable, index: int, p: float) -> tuple[str | None, float
         return _END, round(p, 4)
     spelled = table.student.bytes_of(index) or b""
     return spelled.decode("utf-8", "surrogateescape"), round(p, 4)
+
+
+# ---- the pair's part of a page ----
+
+
+def preflight(
+    names: tuple[str, str],
+    student: TextTokenizer,
+    teacher: TextTokenizer | None,
+    ours: Sequence[TokenSpans],
+    theirs: Sequence[NDArray[np.int64]],
+    alignments: Sequence[Alignment],
+    *,
+    exact: bool,
+) -> Preflight:
+    """How the pair fits on these texts. A store needs no teacher's tokenizer; where there is one,
+    the vocabularies are compared."""
+    base = student
+    if isinstance(student, ChatTokenizer):  # what a template prints is neither mapped nor unmapped
+        base, ours, alignments = student.base, *_with_text(ours, alignments)
+    fit = measure_fit([one.spans for one in ours], theirs, alignments)
+    found = Preflight(
+        student=names[0],
+        teacher=names[1],
+        student_vocabulary=student.vocabulary_size,
+        text_bytes=sum(one.n_bytes for one in ours),
+        exact=exact,
+        **vars(fit),
+    )
+    if teacher is None:
+        return found
+    if isinstance(teacher, ChatTokenizer):
+        teacher = teacher.base
+    overlap = vocabulary_overlap(base, teacher)
+    return dataclasses.replace(
+        found,
+        teacher_vocabulary=teacher.vocabulary_size,
+        overlap_raw=overlap.raw,
+        overlap_marks=overlap.marks,
+        overlap_bytes=overlap.bytes,
+    )
+
+
+def _with_text(
+    ours: Sequence[TokenSpans], alignments: Sequence[Alignment]
+) -> tuple[list[TokenSpans], list[Alignment]]:
+    held = [one.token_bytes > 0 for one in ours]
+    return (
+        [
+            TokenSpans(one.ids[here], one.spans[here], one.n_bytes, one.lost_bytes)
+            for one, here in zip(ours, held, strict=True)
+        ],
+        [
+            Alignment(one.first[here], one.last[here])
+            for one, here in zip(alignments, held, strict=True)
+        ],
+    )

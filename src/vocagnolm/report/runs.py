@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from vocagnolm.errors import VocagnolmError
-from vocagnolm.evaluate.conditions import marks
 from vocagnolm.evaluate.results import Evaluation, read_results
+from vocagnolm.evaluate.settings import marks
 from vocagnolm.evaluate.suite import AVERAGES, TASKS
 from vocagnolm.files import json_digest, local_path, parse_json
 from vocagnolm.recipe.schema import parse_yaml

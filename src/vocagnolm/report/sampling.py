@@ -31,8 +31,7 @@ from vocagnolm.report.page_data import (
     TokenRow,
     plain,
 )
-from vocagnolm.report.passage import Expected, teacher_row, token_row, with_alternatives
-from vocagnolm.report.preflight import preflight
+from vocagnolm.report.passage import Expected, preflight, teacher_row, token_row, with_alternatives
 from vocagnolm.report.settings import student_name
 from vocagnolm.report.view import model_scorer, only_answers
 from vocagnolm.report.weights import weigh_passages

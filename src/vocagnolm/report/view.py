@@ -22,8 +22,7 @@ from vocagnolm.chat import ChatTokenizer, TrainOn, trained_ranges, trained_token
 from vocagnolm.errors import UsageError
 from vocagnolm.report.kept import statistics
 from vocagnolm.report.page_data import Page, Passage, Selection, TeacherRow
-from vocagnolm.report.passage import teacher_row, token_row
-from vocagnolm.report.preflight import preflight
+from vocagnolm.report.passage import preflight, teacher_row, token_row
 from vocagnolm.report.settings import environment, model_name
 from vocagnolm.report.weights import add_guidance, weigh_passages
 

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from vocagnolm.evaluate import grade
-from vocagnolm.evaluate.graders.latex import canonical_math
-from vocagnolm.evaluate.graders.math_answer import extract_math
+from vocagnolm.evaluate.graders.answers import extract_math
+from vocagnolm.evaluate.graders.math import canonical_math
 from vocagnolm.evaluate.graders.numbers import number_in_words, parse_number
 
 PIECES = [

@@ -4,13 +4,16 @@ import re
 from dataclasses import dataclass
 
 from vocagnolm.evaluate.graders import paper
-from vocagnolm.evaluate.graders.choice_answer import extract_choice
+from vocagnolm.evaluate.graders.answers import (
+    extract_choice,
+    extract_math,
+    extract_number,
+    extract_text,
+    same_text,
+)
 from vocagnolm.evaluate.graders.clauses import clauses, delatex
-from vocagnolm.evaluate.graders.latex import same_math
-from vocagnolm.evaluate.graders.math_answer import extract_math
-from vocagnolm.evaluate.graders.number_answer import extract_number
+from vocagnolm.evaluate.graders.math import same_math
 from vocagnolm.evaluate.graders.numbers import Number, parse_number, same_number
-from vocagnolm.evaluate.graders.text_answer import extract_text, same_text
 from vocagnolm.evaluate.suite import Protocol, Task, check_protocol, task_named
 
 

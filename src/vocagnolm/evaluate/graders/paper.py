@@ -10,9 +10,8 @@ import re
 from fractions import Fraction
 
 from vocagnolm.evaluate.graders.clauses import LONGEST_ANSWER, closing_braces
-from vocagnolm.evaluate.graders.latex import canonical_math, same_base
+from vocagnolm.evaluate.graders.math import canonical_math, same_base, verify_latex
 from vocagnolm.evaluate.graders.numbers import NUMBER_WORD, number_in_words
-from vocagnolm.evaluate.graders.verifier import verify_latex
 
 _TOLERANCE = Fraction(1, 10**4)  # relative
 _LONGEST_NUMBER = 200  # digits
