@@ -199,7 +199,8 @@ def write_results(out: Path, rows: list[dict[str, Any]]) -> None:
     title = "Rules of distillation in the demo's setting"
     table = {"study": "demo-distill", "title": title, "rows": rows}
     (out / "demo-distill.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    series = {"mix": ["quarter", "half", "one"], "controls": ["own", "shuffled", "smoothed"]}
+    series = {"mix": ["quarter", "half", "one"]}
+    series |= {name: [name] for name in ("own", "shuffled", "smoothed")}
     plan = FigurePlan(kind="frontier", reference="cpt", series=series)
     draw(table, plan, out / "demo-distill.svg")
 

@@ -85,7 +85,7 @@ def _draw_frontier(
 ) -> Path:
     """Up is more right answers, left is fewer bits per byte: what lies beside both of the
     reference's lines, above and to the left, is better in both."""
-    matplotlib, figure, axes = new_figure(8.4, 5.4)
+    matplotlib, figure, axes = new_figure(10.0, 5.0)
     bits = {name: [one["mean"] for one in rows[name]["bits_per_byte"].values()] for name in values}
     places = {name: sum(found) / len(found) for name, found in bits.items() if found}
     if plan.reference in places:
@@ -97,13 +97,18 @@ def _draw_frontier(
         shown = [name for name in names if name in places]
         curve = ([places[name] for name in shown], [values[name][0] for name in shown])
         axes.plot(*curve, color=COLOURS[at % len(COLOURS)], linewidth=1, zorder=0.8)
-    for name, x in places.items():
+    for number, (name, x) in enumerate(places.items(), 1):
         mean, spread = values[name]
         colour = COLOURS[of[name] % len(COLOURS)] if name in of else SOFT
-        axes.errorbar(x, mean, _known(spread), marker="o", markersize=5, capsize=2, color=colour)
-        beside = {"xytext": (6, 4), "textcoords": "offset points", "fontsize": 7.5, "color": INK}
-        axes.annotate(rows[name]["label"], (x, mean), **beside)
-    axes.margins(x=0.2, y=0.1)
+        line = {"color": colour, "linewidth": 0.8, "zorder": 0.6}
+        axes.errorbar(x, mean, _known(spread), capsize=2, alpha=0.5, **line)
+        label = f"{number}  {rows[name]['label']}"
+        axes.plot(x, mean, marker="o", markersize=11, color=colour, linestyle="", label=label)
+        text = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
+        axes.annotate(str(number), (x, mean), **text)
+    axes.margins(x=0.06, y=0.08)
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "handlelength": 0}
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, markerscale=0, **beside)
     axes.set_xlabel("bits per byte, mean over held-out texts", color=SOFT)
     axes.set_ylabel(f"{_unit(plan.measure)}\n(mean and spread over seeds)", color=SOFT)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
