@@ -33,8 +33,7 @@ from vocagnolm.objective import (
     student_nll,
     two_phase,
 )
-from vocagnolm.objective import head as products
-from vocagnolm.objective.head import Implementation
+from vocagnolm.objective.head import Implementation, fp32_output, fused_accumulation
 
 SHAPES = {"TinyLlama": (2048, 32000), "Llama-3.2-1B": (2048, 128256), "Qwen2.5-0.5B": (896, 151936)}
 TIME_TARGET, MEMORY_TARGET = 0.80, 0.15
@@ -292,8 +291,8 @@ def check_features() -> None:
     device = torch.empty(0, device=DEVICE).device
     print(
         f"features agree with fp64 full logits; products of bf16 into fp32: "
-        f"{products.fp32_output(device, torch.bfloat16)}, with accumulation: "
-        f"{products.fused_accumulation(device, torch.bfloat16)}",
+        f"{fp32_output(device, torch.bfloat16)}, with accumulation: "
+        f"{fused_accumulation(device, torch.bfloat16)}",
         file=sys.stderr,
     )
 

@@ -8,7 +8,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
-from vocagnolm.cli.installed import GROUP
+from vocagnolm.cli.common import GROUP
 
 BROUGHT = '''
 import typer

@@ -19,7 +19,7 @@ from vocagnolm.objective import (
     token_losses,
     two_phase,
 )
-from vocagnolm.objective import head as products
+from vocagnolm.objective import head as head_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -195,7 +195,7 @@ def wide_products(monkeypatch):
     def accumulate(a, b, *, out):
         return out.add_(a.float() @ b.float())
 
-    monkeypatch.setattr(products, "fp32_output", lambda device, dtype: True)
+    monkeypatch.setattr(head_module, "fp32_output", lambda device, dtype: True)
     monkeypatch.setattr(two_phase, "product", product)
     monkeypatch.setattr(two_phase, "accumulate", accumulate)
 

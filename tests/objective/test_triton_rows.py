@@ -7,8 +7,7 @@ import pytest
 import torch
 from objective.problems import problem, soft_targets, some_stretches
 
-from vocagnolm.objective import ObjectiveConfig, objective_loss, two_phase
-from vocagnolm.objective import head as rows
+from vocagnolm.objective import ObjectiveConfig, head, objective_loss, two_phase
 from vocagnolm.objective.head import SoftRows, Transform
 
 triton_rows = pytest.importorskip("vocagnolm.objective.triton_rows", exc_type=ImportError)
@@ -29,13 +28,13 @@ def test_kernels_equal_their_torch_twins(dtype, N, V, bias, softcap, scale):
     x = x[:, :V]  # rows that do not follow each other in memory
     labels = torch.randint(0, V, (N,), device=DEVICE)
     transform = Transform(torch.randn(V, device=DEVICE) if bias else None, softcap, scale)
-    slow = rows.losses(x.clone(), labels, transform, True)
+    slow = head.losses(x.clone(), labels, transform, True)
     fast = triton_rows.losses(x, labels, transform, True)
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     atol = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     for soft in (None, _soft(N, V, 1), _soft(N, V, 5)):
-        expected = rows.gradient_(x.clone(), labels, slow.lse_N, transform, soft)
+        expected = head.gradient_(x.clone(), labels, slow.lse_N, transform, soft)
         own = x.clone()
         given = triton_rows.gradient_(own, labels, slow.lse_N, transform, soft)
         assert given.data_ptr() == own.data_ptr()

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.errors import ScoreError
-from vocagnolm.model import nll, open_model
-from vocagnolm.model import runtime as compiled
+from vocagnolm.model import nll, open_model, runtime
 from vocagnolm.model.nll import NllModel, RowScores
 from vocagnolm.score import score_corpus
 from vocagnolm.score.run import Times
@@ -128,7 +127,7 @@ def test_compiled_graphs_are_kept_in_the_user_s_cache(tmp_path, monkeypatch, giv
     monkeypatch.setenv(VARIABLE, default_cache_dir() if given == "torch" else str(tmp_path))
     if given is None:
         monkeypatch.delenv(VARIABLE)
-    compiled.prepare_compiler()
+    runtime.prepare_compiler()
     own = str(tmp_path / "cache" / "compiled")
     assert os.environ[VARIABLE] == (str(tmp_path) if given == "user" else own)
 
@@ -137,5 +136,5 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VOCAGNOLM_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setenv(VARIABLE, default_cache_dir())
-    compiled.prepare_compiler()
+    runtime.prepare_compiler()
     assert os.environ[VARIABLE] == default_cache_dir()

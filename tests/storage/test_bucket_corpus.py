@@ -10,7 +10,7 @@ import pytest
 from bucket_kit import BUCKET, CuttingProxy
 from score.teacher_kit import SETTINGS, ArithmeticTeacher, store_bytes, write_corpus
 
-from vocagnolm.data import sources as remote
+from vocagnolm.data import sources
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.errors import CorpusError, MissingExtraError, UsageError
 from vocagnolm.score import score_corpus
@@ -43,9 +43,9 @@ def test_folder_pattern_and_file_are_what_they_are_locally(corpus, address):
 
 def test_a_file_is_copied_once_and_again_when_it_changes(corpus, address, monkeypatch):
     copied = []
-    real = remote.RemoteFile._copy
+    real = sources.RemoteFile._copy
     monkeypatch.setattr(
-        remote.RemoteFile, "_copy", lambda f, path: copied.append(f.name) or real(f, path)
+        sources.RemoteFile, "_copy", lambda f, path: copied.append(f.name) or real(f, path)
     )
     for _ in range(2):
         open_corpus(f"{address}/a.jsonl")

@@ -164,16 +164,16 @@ def train_with_a_slow_disk(tree: dict) -> None:
 
 
 def die_before_the_mark(tree: dict, step: int) -> None:
-    from vocagnolm.train import checkpoint as saving
+    from vocagnolm.train import checkpoint
 
-    original = saving.mark_complete
+    original = checkpoint.mark_complete
 
     def mark_complete(checkpoint, number, world_size):
         if number == step:
             os.kill(os.getpid(), signal.SIGKILL)
         original(checkpoint, number, world_size)
 
-    saving.mark_complete = mark_complete
+    checkpoint.mark_complete = mark_complete
     train_until(0, [tree])
 
 

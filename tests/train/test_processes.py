@@ -73,16 +73,16 @@ def test_ddp_equals_one_process(lab, tmp_path, one_process):
 def train_sharded(trees: list[dict]) -> None:
     from torch.distributed.tensor import DTensor
 
-    from vocagnolm.train import checkpoint as module
+    from vocagnolm.train import checkpoint
 
     train_all(trees[:1])
-    original = module.full_state_dict
+    original = checkpoint.full_state_dict
 
     def looked_at(model):
         assert all(isinstance(p, DTensor) for p in model.parameters()), "not sharded"
         return original(model)
 
-    module.full_state_dict = looked_at
+    checkpoint.full_state_dict = looked_at
     train_all(trees[1:])
 
 

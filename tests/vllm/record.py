@@ -50,6 +50,8 @@ def main(url):
         corpus = write_served_corpus(Path(folder) / "corpus.jsonl")
         settings = dataclasses.replace(SERVER_SETTINGS, alternatives=RECORDED_ALTERNATIVES)
         score_corpus(teacher, corpus, f"{folder}/s", settings=settings, server=url)
+    for model in rest["models"]["data"]:
+        model["root"] = model["id"]  # instead of a path of the machine
     lines = [f"{json.dumps(key)}: {json.dumps(choice)}" for key, choice in choices.items()]
     RECORDING.write_text(
         json.dumps(rest)[:-1]

@@ -35,6 +35,8 @@ from vocagnolm.alignment.vocabulary import (
 )
 from vocagnolm.errors import TilingError
 
+# ---- normalised text ----
+
 
 @dataclass(frozen=True)
 class NormalisedText:

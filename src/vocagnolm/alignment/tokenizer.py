@@ -18,6 +18,8 @@ from vocagnolm.alignment.vocabulary import SPACE_MARK
 from vocagnolm.errors import MissingExtraError, TokenizerError
 from vocagnolm.files import parse_json
 
+# ---- what stands before and after a text ----
+
 _SPECIAL_NAMES = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )

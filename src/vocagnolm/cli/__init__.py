@@ -1,9 +1,9 @@
 """The command line: parse, call one function, print.
 
 Every command lives in the file of its name, or in another package that is installed beside this one
-(`installed`: `study` is such a command). Those files import nothing heavy at the top, so
-that `vocagnolm --help` starts at once; the work is imported when a command runs. Results go to
-stdout, progress and messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a fault of
+(`study` is such a command). Those files import nothing heavy at the top, so that `vocagnolm --help`
+starts at once; the work is imported when a command runs. Results go to stdout, progress and
+messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a fault of
 the program, 130 interrupted, 143 stopped by SIGTERM.
 """
 
@@ -15,11 +15,10 @@ from vocagnolm import __version__
 from vocagnolm.cli import recipe, store
 from vocagnolm.cli.align import align
 from vocagnolm.cli.check import check
-from vocagnolm.cli.common import DEBUG_VARIABLE, end, showing_copies, showing_warnings
+from vocagnolm.cli.common import DEBUG_VARIABLE, AllCommands, end, showing_copies, showing_warnings
 from vocagnolm.cli.compare import compare
 from vocagnolm.cli.demo import demo
 from vocagnolm.cli.evaluate import evaluate
-from vocagnolm.cli.installed import AllCommands
 from vocagnolm.cli.prepare import prepare
 from vocagnolm.cli.push import push
 from vocagnolm.cli.report import report

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from vocagnolm import __version__
 from vocagnolm.errors import VocagnolmError
@@ -167,6 +168,40 @@ class Commands(TyperGroup):
             raise Interrupted(f"Interrupted: {kept}") from None
         except EOFError as error:  # not of a user at a prompt: of a file that ends too early
             raise RuntimeError(f"a file ended too early: {error}") from error
+
+
+GROUP = "vocagnolm.commands"
+
+
+class AllCommands(Commands):
+    """The root command: our own commands, and after them those that installed packages bring, as
+    Typer applications behind entry points of the group `vocagnolm.commands` (`study` is one). The
+    packages are looked through only when all commands are shown, or when the one that is asked for
+    is not among our own: the other commands do not wait for that."""
+
+    _looked = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        self._add_installed()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            self._add_installed()
+        return super().get_command(ctx, cmd_name)
+
+    def _add_installed(self) -> None:
+        if self._looked:
+            return
+        self._looked = True
+        from importlib.metadata import entry_points
+
+        found = typer.Typer(add_completion=False)
+        for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+            found.add_typer(entry.load(), name=entry.name)
+        if found.registered_groups:
+            for name, command in getattr(get_command(found), "commands", {}).items():
+                self.commands.setdefault(name, command)
 
 
 def end(error: BaseException) -> NoReturn:

@@ -16,6 +16,8 @@ from vocagnolm.storage import Place, place_of, require_place
 from vocagnolm.store import LossStore
 from vocagnolm.store.format import identity_digest
 
+# ---- separators ----
+
 
 def separator_ids(
     tokenizer: TextTokenizer, bos: str | None, eos: str | None

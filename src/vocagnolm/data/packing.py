@@ -31,6 +31,8 @@ from vocagnolm.data.guidance import (
 )
 from vocagnolm.data.targets import TargetsPlan, carry_targets
 
+# ---- whole conversations into blocks ----
+
 
 @dataclass(frozen=True)
 class Bins:

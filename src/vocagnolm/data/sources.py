@@ -23,6 +23,8 @@ from vocagnolm.files import parse_json, whole_file
 from vocagnolm.storage import scheme_of
 from vocagnolm.storage.copies import cache_folder, copying, tell
 
+# ---- files at an address ----
+
 # scheme -> the package that fsspec needs for it
 PACKAGES = {
     "s3": "s3fs",

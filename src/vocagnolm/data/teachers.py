@@ -19,6 +19,8 @@ from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
 from vocagnolm.store.analysis import best, difference_of, document_bits
 
+# ---- where a store has a document ----
+
 
 class Lookup:
     """Finds documents of a corpus in a store: by their number where the store was made from this

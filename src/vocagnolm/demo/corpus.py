@@ -15,6 +15,8 @@ from typing import Any
 
 from vocagnolm.files import whole_file
 
+# ---- problems ----
+
 
 def words(text: str) -> list[str]:
     return text.split()

@@ -25,6 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vocagnolm.demo.corpus import START_SEED, clean_document, junk_document, wrong_document
 from vocagnolm.files import write_json
 
+# ---- tokenizers ----
+
 TEACHER_VOCABULARY = 768
 STUDENT_VOCABULARY = 640
 END = "</s>"

@@ -16,6 +16,8 @@ from vocagnolm.demo.make import END
 from vocagnolm.files import write_json
 from vocagnolm.recipe import Recipe, recipe_from_dict
 
+# ---- answers ----
+
 NEW_TOKENS = 48
 _ANSWER = re.compile(r"The answer is (-?\d+)\.")
 

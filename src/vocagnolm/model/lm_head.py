@@ -18,6 +18,8 @@ from vocagnolm.errors import ModelError
 from vocagnolm.model.sharding import VocabularyPart, held_here
 from vocagnolm.objective.head import Head, Transform
 
+# ---- positions ----
+
 _KNOWN = ContextVar("rows hold one document each", default=False)
 _SEARCH = "find_packed_sequence_indices"
 

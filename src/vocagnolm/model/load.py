@@ -21,6 +21,8 @@ from vocagnolm.files import parse_json
 from vocagnolm.model.fp8 import require_fp8, to_fp8
 from vocagnolm.model.sharding import fewest_parts, loaded_bytes, loading_options, require_divisible
 
+# ---- quantised weights ----
+
 # what config.json calls the kind: {module: what pip calls it}
 _PACKAGES = {
     "aqlm": {"aqlm": "aqlm"},

@@ -21,6 +21,8 @@ from vocagnolm.model.sharding import VocabularyPart
 from vocagnolm.objective import IGNORE_INDEX, two_phase
 from vocagnolm.objective.head import TORCH_ROWS, Head, RowLosses, Transform, row_operations
 
+# ---- windows ----
+
 # Row lengths are rounded up to this, which wastes 1-2 % and keeps attention kernels on their fast
 # path.
 LENGTH_STEP = 64

@@ -54,7 +54,8 @@ def check_tables() -> None:
         )
         if key is not None
     ]
-    named += [("objective.weighting", name, WEIGHTINGS) for name in CHOOSABLE_WEIGHTINGS[1:]]
+    graded = [name for name in CHOOSABLE_WEIGHTINGS if name != "top_k"]  # which is a choice
+    named += [("objective.weighting", name, WEIGHTINGS) for name in graded]
     for who, key, table in named:
         if key not in table:
             raise LookupError(f"{who} names '{key}', and there are only: {', '.join(table)}")

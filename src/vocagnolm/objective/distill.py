@@ -27,6 +27,8 @@ from vocagnolm.objective.config import KlDirection, ObjectiveConfig, compute_dty
 from vocagnolm.objective.head import TORCH_ROWS, Head
 from vocagnolm.objective.reference import token_nll
 
+# ---- the Wasserstein distance of sorted rows ----
+
 _MANTISSA_BITS = 9
 _STEPS = 1 << _MANTISSA_BITS
 _OCTAVES = 32

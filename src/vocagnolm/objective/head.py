@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+# ---- rows of logits ----
+
 Implementation = Literal["auto", "reference", "chunked", "fused"]
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from vocagnolm.objective.batch import Targets
 from vocagnolm.objective.selection import compared
 
+# ---- sums of a batch ----
+
 SUMS = ("nll", "nll_kept", "kept", "weight", "predicted", "mapped")
 QUANTILES = (0.1, 0.5, 0.9)
 # The excess in a histogram: quantiles of a step are those of all its tokens, to this width.

@@ -19,6 +19,8 @@ from torch import Tensor
 from vocagnolm.objective.batch import Targets
 from vocagnolm.objective.config import ObjectiveConfig
 
+# ---- ranks ----
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -241,7 +243,7 @@ class Ranked:
 Ranking = Callable[[ScoredBatch, Tensor | None, Tensor, ObjectiveConfig, int], Ranked]
 
 
-def by_excess(
+def rank_by_excess(
     batch: ScoredBatch, guidance: Tensor | None, index_B: Tensor, config: ObjectiveConfig, step: int
 ) -> Ranked:
     """Student's loss minus the teacher's, of the token or of its stretch."""
@@ -249,19 +251,23 @@ def by_excess(
     return Ranked(float_key(both.own_BT - both.teacher_BT), both.first_BT)
 
 
-def by_loss(
+def rank_by_loss(
     batch: ScoredBatch, guidance: Tensor | None, index_B: Tensor, config: ObjectiveConfig, step: int
 ) -> Ranked:
     return Ranked(float_key(batch.nll_BT))
 
 
-def by_chance(
+def rank_by_chance(
     batch: ScoredBatch, guidance: Tensor | None, index_B: Tensor, config: ObjectiveConfig, step: int
 ) -> Ranked:
     return Ranked(random_key(index_B, batch.nll_BT.shape[1], config.seed, step))
 
 
-RANKINGS: dict[str, Ranking] = {"excess": by_excess, "loss": by_loss, "chance": by_chance}
+RANKINGS: dict[str, Ranking] = {
+    "excess": rank_by_excess,
+    "loss": rank_by_loss,
+    "chance": rank_by_chance,
+}
 """By what tokens are ranked, as rows of `METHODS` name it."""
 
 

@@ -37,6 +37,8 @@ from vocagnolm.report.view import model_scorer, only_answers
 from vocagnolm.report.weights import weigh_passages
 from vocagnolm.store import LossStore
 
+# ---- the sample in its file ----
+
 SAMPLE_FILE = "tokens.json"
 
 

@@ -34,6 +34,8 @@ from vocagnolm.score.work import Done, Progress, Scored, Worker, finish, finish_
 from vocagnolm.storage import require_place
 from vocagnolm.store.writer import StoreWriter, store_lock
 
+# ---- seconds ----
+
 
 @dataclass(frozen=True, kw_only=True)
 class Times(Seconds):

@@ -21,6 +21,8 @@ from vocagnolm.store.check import inspect_store
 from vocagnolm.store.format import HASH_BYTES, Shard, narrowest_unsigned, to_float16
 from vocagnolm.store.writer import StoreWriter, store_lock
 
+# ---- a shard ----
+
 
 @dataclass(frozen=True)
 class PreparedShard:

@@ -51,6 +51,8 @@ from vocagnolm.store.format import (
     vocabulary_damage,
 )
 
+# ---- what is measured ----
+
 _DECIMALS = 4
 
 

@@ -12,6 +12,8 @@ from vocagnolm.objective import ObjectiveConfig
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.schedule import Schedule
 
+# ---- vocabularies ----
+
 
 def refuse_other_vocabulary(student: dict[str, int], teacher: dict[str, int]) -> None:
     """kld and rho1 presuppose one vocabulary; the teacher may have more tokens (Llemma's 16)."""

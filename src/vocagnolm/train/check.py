@@ -48,6 +48,8 @@ from vocagnolm.train.folder import found_micro_batch, read_run, refuse_other_run
 from vocagnolm.train.schedule import Schedule, check_batch, plan_schedule
 from vocagnolm.train.trackers import tracker_problems
 
+# ---- what is reported ----
+
 
 @dataclass
 class CheckReport:

@@ -14,6 +14,8 @@ from vocagnolm.model.runtime import compiling_seconds
 from vocagnolm.progress import Pace, Seconds, clock_time
 from vocagnolm.train.schedule import Schedule
 
+# ---- signals ----
+
 
 class Requests:
     """Set by signals, read between two steps."""

@@ -21,6 +21,8 @@ from vocagnolm.files import (
 from vocagnolm.recipe import Recipe, load_recipe, recipe_difference
 from vocagnolm.train.schedule import Schedule
 
+# ---- names ----
+
 # before 0.2.0 -> now, in metrics.jsonl: runs of that time stay readable
 _BEFORE = {"loss_selected": "nll_kept", "loss_all": "nll_all", "selected_share": "kept_share"}
 

@@ -38,6 +38,8 @@ from vocagnolm.train.collate import BlockCollator, batch_targets
 from vocagnolm.train.online import OnlineTeacher
 from vocagnolm.train.step_metrics import MeteredTrainer
 
+# ---- the forward pass ----
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
