@@ -11,19 +11,21 @@ python runs/laptop_data.py out/laptop
 vocagnolm prepare laptop-teacher
 vocagnolm train laptop-teacher
 
-# 3. the teacher reads the corpus once and leaves a loss store
+# 3. the teacher reads the corpus once and leaves a store of its losses and likeliest tokens
 vocagnolm score --teacher out/laptop/teacher/model --corpus out/laptop/corpus.jsonl \
-    --out out/laptop/store
+    --out out/laptop/store --alternatives 4
 
-# 4. student tokens with their guidance
+# 4. student tokens with the teacher's targets
 vocagnolm prepare laptop
 
-# 5. guided, and plain pretraining for comparison: the same blocks, one word changed
+# 5. distilled, guided, and plain pretraining for comparison: the same blocks, one word changed
 vocagnolm check laptop
 vocagnolm train laptop
-vocagnolm train laptop --set objective.method=cpt --set run.folder=out/laptop/cpt
+for method in guided cpt; do
+    vocagnolm train laptop --set "objective.method=$method" --set "run.folder=out/laptop/$method"
+done
 
-# 6. bits per byte on clean text that neither has seen
-for run in guided cpt; do
+# 6. bits per byte on clean text that none of them has seen
+for run in distilled guided cpt; do
     vocagnolm evaluate "out/laptop/$run/model" --text out/laptop/held-out.txt
 done
