@@ -4,7 +4,7 @@ rule has its own best rate, chosen on problems that are used for nothing else.
     python runs/demo_distill.py [--seeds 5] [--out out/demo-distill]
 
 Prints a table, and leaves it with a figure in the folder (protocol and results:
-docs/log/distillation.md). 128 runs, about 40 minutes on two cores; what is finished is not done
+research/distillation.md). 128 runs, about 40 minutes on two cores; what is finished is not done
 again.
 """
 

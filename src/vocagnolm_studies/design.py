@@ -314,7 +314,7 @@ def _placed(value: Any, materials: str | Path | None, origin: Path) -> Any:
         if materials is None:
             raise StudyError(
                 f"{origin} needs models and texts: give their folder with --materials "
-                "(docs/log/miniature-protocols.md says what it must hold)."
+                "(research/miniature-protocols.md says what it must hold)."
             )
         return str(Path(materials) / value.removeprefix("MATERIALS/"))
     return value

@@ -47,7 +47,7 @@ def run_study(
     if materials is not None and not Path(materials).is_dir():
         raise StudyError(
             f"There is no folder {materials} (--materials). It holds the models and texts of the "
-            "study: docs/log/miniature-protocols.md says how it is filled."
+            "study: research/miniature-protocols.md says how it is filled."
         )
     study = load_study(source, overrides, materials=materials)
     home = StudyTasks(study, folder)

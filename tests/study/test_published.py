@@ -1,4 +1,4 @@
-"""The numbers of docs/results can be made again, from the runs that are kept beside them."""
+"""The numbers of research/results can be made again, from the runs that are kept beside them."""
 
 import json
 import tarfile
@@ -9,7 +9,7 @@ import pytest
 
 from vocagnolm_studies.run import run_study
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
+RESULTS = Path(__file__).parents[2] / "research" / "results"
 
 
 def numbers(value: Any, where: str = "") -> dict[str, Any]:
