@@ -45,9 +45,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback
 
-from vocagnolm.model.lm_head import head_form, run_decoder
-from vocagnolm.model.runtime import find_layers, prepare_compiler
-from vocagnolm.objective import Decided, ObjectiveConfig, Targets, objective_loss, two_phase
+from vocagnolm.model.runtime import find_layers, head_form, prepare_compiler, run_decoder
+from vocagnolm.objective import Decided, ObjectiveConfig, Targets, objective_loss
+from vocagnolm.objective import loss as loss_module
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -68,13 +68,13 @@ def in_range(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def marked_head() -> Iterator[None]:
     """Both phases of the head as ranges."""
-    usual = two_phase.token_losses, two_phase.summed_loss
-    two_phase.token_losses = in_range(HEAD_1, usual[0])
-    two_phase.summed_loss = in_range(HEAD_2, usual[1])
+    usual = loss_module.row_losses, loss_module.summed_loss
+    loss_module.row_losses = in_range(HEAD_1, usual[0])
+    loss_module.summed_loss = in_range(HEAD_2, usual[1])
     try:
         yield
     finally:
-        two_phase.token_losses, two_phase.summed_loss = usual
+        loss_module.row_losses, loss_module.summed_loss = usual
 
 
 class _Profiled(TrainerCallback):

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 from vocagnolm.errors import UsageError
 from vocagnolm.model import NllModel, fp8, load, open_model
 from vocagnolm.model.fp8 import Fp8Linear, head_to_fp8, rounded_rows, to_fp8
-from vocagnolm.model.lm_head import last_hidden
-from vocagnolm.model.runtime import compile_layers
+from vocagnolm.model.runtime import compile_layers, last_hidden
 from vocagnolm.pair.sample import SAMPLE
 from vocagnolm.score import LocalTeacher, score_corpus
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective.problems import NAN, obvious_k, obvious_selection
 
+from vocagnolm.alignment.alignment import chunk_bounds
 from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select, weigh_step
-from vocagnolm.objective.selection import Ranks, float_key, kept, kth_largest, random_key
+from vocagnolm.objective.selection import float_key, kept, kth_largest, random_key
+from vocagnolm.processes import Ranks
 
 # multiples of 1/8: exact in fp32, and they tie often
 nats = st.integers(-40, 40).map(lambda n: n / 8)
@@ -151,6 +154,17 @@ def test_chunks_are_equal_up_to_one_token(T, n):
     config = ObjectiveConfig(method="chunk", chunk_choice="random", n_chunks=n, keep=0.01)
     assert int(select(batch, config).sum()) in (T // n, -(-T // n), 1)
     assert select(batch, replace(config, keep=1.0)).all()
+
+
+@pytest.mark.parametrize(("T", "n"), [(17, 4), (31, 16), (5, 8), (12, 5)])
+def test_chunks_are_those_of_the_teachers_losses(T, n):
+    """Every chunk that the alignment cuts is kept whole, and is alone kept where it exceeds most."""
+    for first, last in pairwise(chunk_bounds(T, n).tolist()):
+        nll = [[float(first <= t < last) for t in range(T)]]
+        batch = scored(nll, [[0.0] * T], [[True] * T])
+        config = ObjectiveConfig(method="chunk", n_chunks=n, keep=0.01)
+        if first < last:
+            assert select(batch, config).float().tolist() == nll
 
 
 @pytest.mark.parametrize("scope", ["sequence", "batch", "global"])

@@ -16,9 +16,9 @@ from vocagnolm.objective import (
     Targets,
     objective_loss,
     select,
-    two_phase,
     weigh_step,
 )
+from vocagnolm.objective import head as head_module
 
 nats = st.integers(-40, 40).map(lambda n: n / 8)  # exact in fp32, and they tie often
 
@@ -186,7 +186,7 @@ def obvious_weights(nll: Tensor, targets: Targets, config: ObjectiveConfig) -> T
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
 @pytest.mark.parametrize("keys", GRADED, ids=lambda k: "-".join(map(str, k.values())))
 def test_graded_weights_and_gradients_in_float64(keys, impl, monkeypatch):
-    monkeypatch.setattr(two_phase, "_chunk_bytes", lambda device, exact: 1)
+    monkeypatch.setattr(head_module, "_chunk_bytes", lambda device, exact: 1)
     config = ObjectiveConfig(**keys)
     given_ = problem(dtype=torch.float64)
     targets = some_stretches(given_)

@@ -22,7 +22,7 @@ from vocagnolm.alternatives import (
     STEPS_PER_NAT,
     AlternativesSpec,
 )
-from vocagnolm.model.sharding import VocabularyPart
+from vocagnolm.model.runtime import VocabularyPart
 from vocagnolm.objective.head import Transform
 from vocagnolm.objective.selection import mixed_bits
 

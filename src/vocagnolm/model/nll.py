@@ -15,11 +15,24 @@ from vocagnolm.alternatives import NOTHING, AlternativesSpec
 from vocagnolm.errors import ModelError
 from vocagnolm.model.alternatives import AlternativeChoice
 from vocagnolm.model.fp8 import Fp8Linear, head_to_fp8
-from vocagnolm.model.lm_head import head_form, last_hidden
-from vocagnolm.model.runtime import Arriving, compile_layers
-from vocagnolm.model.sharding import VocabularyPart
-from vocagnolm.objective import IGNORE_INDEX, two_phase
-from vocagnolm.objective.head import TORCH_ROWS, Head, RowLosses, Transform, row_operations
+from vocagnolm.model.runtime import (
+    HostCopy,
+    VocabularyPart,
+    compile_layers,
+    head_form,
+    last_hidden,
+)
+from vocagnolm.objective.head import (
+    IGNORE_INDEX,
+    TORCH_ROWS,
+    Head,
+    RowLosses,
+    SeeRows,
+    Transform,
+    Workspace,
+    row_losses,
+    row_operations,
+)
 
 # ---- windows ----
 
@@ -151,7 +164,7 @@ def token_scores(
     seeds_N: Tensor | None = None,
 ) -> RowScores:
     """The same, with the alternatives at every place; `seeds_N`: for those that are drawn."""
-    work = two_phase.Workspace.of(
+    work = Workspace.of(
         hidden_ND,
         head,
         row_operations("auto", hidden_ND),
@@ -162,7 +175,7 @@ def token_scores(
         chunk = _tile_tokens(head.weight.shape[0], hidden_ND.is_cuda)
     choice, see = _choosing(alternatives, hidden_ND, seeds_N, work.transform)
     local = labels_N if part is None else part.local(labels_N)
-    losses = two_phase.token_losses(work, local, chunk=chunk, see=see)
+    losses = row_losses(work, local, chunk=chunk, see=see)
     nll = losses.nll_N
     if part is not None:
         nll = part.combine(losses.nll_N, losses.lse_N, labels_N)
@@ -171,7 +184,7 @@ def token_scores(
 
 def _choosing(
     spec: AlternativesSpec | None, rows: Tensor, seeds_N: Tensor | None, transform: Transform
-) -> tuple[AlternativeChoice | None, two_phase.SeeRows | None]:
+) -> tuple[AlternativeChoice | None, SeeRows | None]:
     """What collects the alternatives of so many rows, and what is to be shown the logits."""
     if spec is None:
         return None, None
@@ -268,12 +281,12 @@ class NllModel:
             )
         self.warm_up()
         batches = self.plan([len(ids) for ids in documents])
-        arriving: list[tuple[Arriving, Arriving | None]] = []
+        arriving: list[tuple[HostCopy, HostCopy | None]] = []
         for batch in batches:
             if len(arriving) >= _BATCHES_AHEAD:
                 arriving[-_BATCHES_AHEAD][0].numpy()
             nll, packed = self.batch_scores(batch, documents)
-            arriving.append((Arriving(nll), None if packed is None else Arriving(packed)))
+            arriving.append((HostCopy(nll), None if packed is None else HostCopy(packed)))
             if on_tokens is not None:
                 on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
         counts = [len(ids) for ids in documents]
@@ -282,7 +295,7 @@ class NllModel:
     def _placed(
         self,
         batches: Sequence[Batch],
-        arriving: Sequence[tuple[Arriving, Arriving | None]],
+        arriving: Sequence[tuple[HostCopy, HostCopy | None]],
         counts: Sequence[int],
     ) -> list[TokenScores]:
         kept = self.alternatives
@@ -395,7 +408,7 @@ class NllModel:
         shape = (self._full_rows + 1, max(2, self.context // 2))
         zeros = torch.zeros(shape, dtype=torch.int64, device=self.model.device)
         positions = torch.arange(zeros.numel(), device=self.model.device)
-        Arriving(self.rows_scores(zeros, positions, zeros.flatten(), positions).nll_N).numpy()
+        HostCopy(self.rows_scores(zeros, positions, zeros.flatten(), positions).nll_N).numpy()
 
 
 def _document_seed(ids: np.ndarray) -> int:
@@ -419,7 +432,7 @@ def losses_through_logits(
     labels_BT: Tensor,
     position_ids_BT: Tensor | None = None,
     with_entropy: bool = False,
-    see: two_phase.SeeRows | None = None,
+    see: SeeRows | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(nll, entropy or None) [B, T] for heads that are not understood: a row at a time through the
     model's own logits; 0 where the label is ignored. `see` is shown every row."""

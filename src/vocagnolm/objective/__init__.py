@@ -10,14 +10,20 @@
 
 from vocagnolm.errors import ObjectiveError
 from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS
-from vocagnolm.objective.batch import IGNORE_INDEX, Decided, Targets, Teacher
-from vocagnolm.objective.config import ObjectiveConfig, Pairing
 from vocagnolm.objective.distill import DISTANCES
-from vocagnolm.objective.head import Head, Implementation
-from vocagnolm.objective.loss import objective_loss, student_nll, token_losses
-from vocagnolm.objective.output import ObjectiveOutput
-from vocagnolm.objective.selection import RANKINGS, Counts, ScoredBatch, count_kept, select
-from vocagnolm.objective.weighting import WEIGHTINGS, StepWeights, weigh_step
+from vocagnolm.objective.head import IGNORE_INDEX, Head, Implementation
+from vocagnolm.objective.inputs import Decided, ObjectiveConfig, Pairing, Targets, Teacher
+from vocagnolm.objective.loss import ObjectiveOutput, objective_loss, student_nll, token_losses
+from vocagnolm.objective.selection import (
+    RANKINGS,
+    WEIGHTINGS,
+    Counts,
+    ScoredBatch,
+    StepWeights,
+    count_kept,
+    select,
+    weigh_step,
+)
 
 __all__ = [
     "IGNORE_INDEX",

@@ -14,18 +14,26 @@ Shape letters: N tokens, V rows of the student's head, U rows of the teacher's.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vocagnolm.errors import ObjectiveError
-from vocagnolm.objective import two_phase
-from vocagnolm.objective.batch import IGNORE_INDEX, Teacher
-from vocagnolm.objective.config import KlDirection, ObjectiveConfig, compute_dtype
-from vocagnolm.objective.head import TORCH_ROWS, Head
-from vocagnolm.objective.reference import token_nll
+from vocagnolm.objective.head import (
+    IGNORE_INDEX,
+    TORCH_ROWS,
+    Head,
+    Wanted,
+    Workspace,
+    attach,
+    backward_chunks,
+    compute_dtype,
+    isolated,
+    token_nll,
+)
+from vocagnolm.objective.inputs import KlDirection, ObjectiveConfig, Teacher
 
 # ---- the Wasserstein distance of sorted rows ----
 
@@ -116,12 +124,8 @@ NEGLIGIBLE_MASS = 0.01
 """Mean probability the teacher may have on rows that the student lacks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Distilled:
-    total: Tensor
-    """Sum over tokens, with gradient."""
-    nll_BT: Tensor
-    stats: dict[str, Tensor] = field(default_factory=dict)
+# (sum over tokens, with gradient; nll [B, T]; for the log)
+Distilled = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 def common_rows(head: Head, teacher: Teacher, config: ObjectiveConfig) -> int:
@@ -211,13 +215,13 @@ def distil(
 ) -> Distilled:
     """Chunk by chunk, gradients made in the forward pass."""
     measure = _distance(config)
-    wanted = two_phase.Wanted.of(hidden_BTD, head)
+    wanted = Wanted.of(hidden_BTD, head)
     hidden_ND = hidden_BTD.flatten(0, 1)
     index_K = (labels_BT.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
     labels_K = labels_BT.flatten()[index_K]
     place_K = _teacher_places(teacher, labels_BT)[index_K]
-    with two_phase.isolated(hidden_ND) as dtype:
-        work = two_phase.Workspace.of(hidden_ND.index_select(0, index_K), head, TORCH_ROWS, dtype)
+    with isolated(hidden_ND) as dtype:
+        work = Workspace.of(hidden_ND.index_select(0, index_K), head, TORCH_ROWS, dtype)
         teacher_logits = _logits_of(teacher)
         nll_K = torch.empty(len(index_K), dtype=work.wide, device=hidden_ND.device)
         distance_K, dropped_K = torch.zeros_like(nll_K), torch.zeros_like(nll_K)
@@ -241,16 +245,16 @@ def distil(
 
         # both models' logits, probabilities, sorted copies and places are alive at once
         rows_alive = 4 * (head.weight.shape[0] + teacher.rows)
-        gradients = two_phase.backward_chunks(
+        gradients = backward_chunks(
             work, wanted, gradient_of_rows, exact=True, logits_per_token=rows_alive
         )
         total = nll_K.sum() + config.distill_weight * distance_K.sum()
         nll_N = torch.zeros(labels_BT.numel(), dtype=nll_K.dtype, device=nll_K.device)
         nll_BT = nll_N.index_copy_(0, index_K, nll_K).view(labels_BT.shape)
-    if wanted.anything:
-        total = two_phase.attach(total, gradients, hidden_ND, head, index_K)
+    if any(wanted):
+        total = attach(total, gradients, hidden_ND, head, index_K)
     stats = _stats(distance_K, dropped_K, place_K >= 0, config)
-    return Distilled(total=total, nll_BT=nll_BT, stats=stats)
+    return total, nll_BT, stats
 
 
 def distil_reference(
@@ -273,7 +277,7 @@ def distil_reference(
     stats = _stats(distance.detach(), dropped, everywhere, config)
     n_valid = (labels_BT != IGNORE_INDEX).sum().clamp(min=1)
     stats["aligned_share"] = keep.numel() / n_valid
-    return Distilled(total=total, nll_BT=nll_BT.detach(), stats=stats)
+    return total, nll_BT.detach(), stats
 
 
 def _logits_of(teacher: Teacher) -> Callable[[Tensor], Tensor]:
@@ -282,7 +286,7 @@ def _logits_of(teacher: Teacher) -> Callable[[Tensor], Tensor]:
     if teacher.head is None:
         return lambda index: flat.index_select(0, index).float()
     dtype = compute_dtype(teacher.hidden)
-    return two_phase.Workspace.of(flat, teacher.head, TORCH_ROWS, dtype).logits
+    return Workspace.of(flat, teacher.head, TORCH_ROWS, dtype).logits
 
 
 def _teacher_places(teacher: Teacher, labels_BT: Tensor) -> Tensor:

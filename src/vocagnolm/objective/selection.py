@@ -1,10 +1,16 @@
-"""Which tokens are chosen.
+"""From losses to weights: which tokens count in the loss, and how much.
 
-Every rule is reduced to one 64-bit integer per candidate, `order = rank key << 32 | ~position`:
-larger is better, and no two candidates are equal, so that "top k" has one answer whatever the
-device, the batch shape or the number of ranks. Ties in the score go to the lower position.
+A selection gives 0 and 1. It is reduced to one 64-bit integer per candidate, `order = rank key <<
+32 | ~position`: larger is better, and no two candidates are equal, so that "top k" has one answer
+whatever the device, the batch shape or the number of ranks. Ties in the score go to the lower
+position. A new ranking is one function in `RANKINGS`, named by a row of `METHODS`.
 
-Shape letters: B sequences, T positions, U units of a sequence (tokens, or chunks).
+A weighting looks at one stretch (or token) at a time, at its loss S under the student and T under
+the teacher; no gradient flows through a weight. A new weighting is one function in `WEIGHTINGS`
+and its name in `methods.CHOOSABLE_WEIGHTINGS`.
+
+Shape letters: B sequences, T positions, U units of a sequence (tokens, or chunks), N tokens in a
+row.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,51 +19,11 @@ from fractions import Fraction
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from vocagnolm.objective.batch import Targets
-from vocagnolm.objective.config import ObjectiveConfig
-
-# ---- ranks ----
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """A process group, or one process on its own."""
-
-    size: int = 1
-    rank: int = 0
-    group: "dist.ProcessGroup | None" = None
-
-    @classmethod
-    def of(cls, group: "dist.ProcessGroup | None" = None) -> "Ranks":
-        """The given group, the default one, or a single process."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return cls()
-        return cls(dist.get_world_size(group), dist.get_rank(group), group)
-
-    def sum(self, value: Tensor) -> Tensor:
-        return self._reduce(value, "SUM")
-
-    def max(self, value: Tensor) -> Tensor:
-        return self._reduce(value, "MAX")
-
-    def gather(self, value: Tensor) -> Tensor:
-        """[size, *value.shape]; every rank gives the same shape."""
-        if self.size == 1:
-            return value[None]
-        parts = [torch.empty_like(value) for _ in range(self.size)]
-        dist.all_gather(parts, value.contiguous(), group=self.group)
-        return torch.stack(parts)
-
-    def _reduce(self, value: Tensor, operation: str) -> Tensor:
-        if self.size == 1:
-            return value
-        value = value.clone()
-        dist.all_reduce(value, op=getattr(dist.ReduceOp, operation), group=self.group)
-        return value
-
+from vocagnolm.methods import chunk_bound
+from vocagnolm.objective.inputs import ObjectiveConfig, Targets
+from vocagnolm.processes import Ranks
 
 # ---- what is compared ----
 
@@ -66,6 +32,8 @@ class Ranks:
 # and so on the device and on how a batch is split.
 FIXED_POINT = float(1 << 20)
 LARGEST_NATS = 1e6
+# Below this a loss is rounding: nothing is left to reduce, and 1 / S must stay finite.
+_SMALLEST_NATS = 1e-4
 
 
 @dataclass(frozen=True)
@@ -285,9 +253,9 @@ def _select_chunks(
     keys, pools, layouts = [], [], []
     for batch, given, candidate, seq in zip(batches, guidance, candidates, index, strict=True):
         B, T = candidate.shape
-        n = config.n_chunks
-        # position t lies in chunk floor(t * n / T): n chunks, equal up to one token
-        chunk_T = torch.arange(T, device=candidate.device) * n // T
+        n, device = config.n_chunks, candidate.device
+        starts = chunk_bound(torch.arange(n, device=device), T, n)
+        chunk_T = torch.searchsorted(starts, torch.arange(T, device=device), right=True) - 1
         layout = chunk_T.expand(B, T)
         layouts.append(layout)
         zeros = torch.zeros(B, n, dtype=torch.int64, device=candidate.device)
@@ -360,7 +328,7 @@ def _sequence_indices(
     if config.scope == "global":
         by_rank = ranks.gather(torch.tensor(sizes, device=device)).tolist()
     else:  # no message for a local scope: assume equal shapes, only random choices depend on it
-        by_rank = [sizes] * ranks.size
+        by_rank = [sizes] * ranks.count
     indices, first = [], 0
     for m, batch in enumerate(batches):
         start = first + sum(of_rank[m] for of_rank in by_rank[: ranks.rank])
@@ -481,3 +449,171 @@ def mixed_bits(x: Tensor) -> Tensor:
 
 def _signed(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+# ---- the weights ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWeights:
+    """The weights of one optimiser step, seen from one rank."""
+
+    weights: list[Tensor]
+    """fp32 [B, T] for each of this rank's micro-batches."""
+    denominator: Tensor
+    """What to divide the summed loss by, over all ranks and micro-batches."""
+
+
+@torch.no_grad()
+def weigh_step(
+    batches: Sequence[ScoredBatch],
+    config: ObjectiveConfig,
+    *,
+    step: int = 0,
+    group: "torch.distributed.ProcessGroup | None" = None,
+) -> StepWeights:
+    """Weights of a whole optimiser step: all micro-batches of this rank, with scope global together
+    with those of all other ranks. Every rank must call it, with equally many micro-batches."""
+    if not batches:
+        raise ValueError("weigh_step needs at least one micro-batch")
+    ranks = Ranks.of(group)
+    if config.graded:
+        rules = weight_rules([b.targets for b in batches], config, ranks)
+        pairs = zip(rules, batches, strict=True)
+        weights = [rule.weights(b.nll_BT.flatten()).view(b.nll_BT.shape) for rule, b in pairs]
+    else:
+        weights = [chosen.float() for chosen in select_batches(batches, config, step, ranks)]
+    if config.normalise == "all":
+        counts = [b.valid_BT.sum() for b in batches]
+    else:
+        counts = [w.double().sum() if config.graded else (w != 0).sum() for w in weights]
+    return StepWeights(weights=weights, denominator=ranks.sum(torch.stack(counts).sum()))
+
+
+def weight_rules(
+    batches: Sequence[Targets], config: ObjectiveConfig, ranks: Ranks
+) -> list["WeightRule"]:
+    """One for each micro-batch, for weightings that every stretch decides for itself."""
+    rules = []
+    for targets, teacher_BT in zip(batches, filled_guidance(batches, config, ranks), strict=True):
+        if teacher_BT is None:
+            raise ValueError(f"method {config.method} needs guidance_BT, got None")
+        valid, mapped = targets.valid_BT, targets.mapped_BT
+        stretch = torch.arange(valid.numel(), device=valid.device)
+        if config.by_stretch:
+            if targets.stretch_BT is None:
+                raise ValueError("compare stretch needs stretch_BT, got None")
+            begins = torch.ones_like(mapped)
+            begins[:, 1:] = targets.stretch_BT[:, 1:] != targets.stretch_BT[:, :-1]
+            stretch = begins.flatten().long().cumsum(0) - 1
+        compared = valid if config.unmapped == "mean" else mapped
+        columns = (column.flatten() for column in (valid, mapped, compared, teacher_BT, stretch))
+        rules.append(WeightRule(config, *columns))
+    return rules
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """A weighting, and what it reads of tokens in a row besides their losses. Any run of tokens
+    that cuts no stretch can be weighed by itself."""
+
+    config: ObjectiveConfig
+    valid_N: Tensor
+    mapped_N: Tensor
+    compared_N: Tensor
+    """Tokens whose loss is held against the teacher's: the mapped, and with `unmapped: mean` the
+    others too, each for itself."""
+    teacher_N: Tensor
+    stretch_N: Tensor
+    """int64, ascending; equal for the tokens of a stretch."""
+
+    def __getitem__(self, rows: slice | Tensor) -> "WeightRule":
+        columns = (self.valid_N, self.mapped_N, self.compared_N, self.teacher_N, self.stretch_N)
+        return WeightRule(self.config, *(column[rows] for column in columns))
+
+    @property
+    def _begins_N(self) -> Tensor:
+        """Where a stretch begins."""
+        begins = torch.ones_like(self.valid_N)
+        begins[1:] = self.stretch_N[1:] != self.stretch_N[:-1]
+        return begins
+
+    @property
+    def _number_N(self) -> Tensor:
+        return self._begins_N.long().cumsum(0) - 1
+
+    def _losses(self, nll_N: Tensor) -> Tensor:
+        """The student's loss of every token's stretch."""
+        return stretch_losses(nll_N, self._number_N, self.mapped_N, len(nll_N))
+
+    def _everywhere(self, compared: Tensor | float) -> Tensor:
+        """These values where tokens are compared, and what all others count."""
+        rest = 0.0 if self.config.unmapped == "exclude" else 1.0
+        return torch.where(self.valid_N, torch.where(self.compared_N, compared, rest), 0.0)
+
+    @torch.no_grad()
+    def weights(self, nll_N: Tensor) -> Tensor:
+        assert self.config.graded_by is not None
+        weighting = WEIGHTINGS[self.config.graded_by]
+        found = weighting(self._losses(nll_N), self.teacher_N.to(nll_N.dtype), self.config)
+        # a loss that is not a number must reach the total, be seen and stop the run
+        return torch.where(self.valid_N & torch.isnan(nll_N), 1.0, self._everywhere(found))
+
+    def weights_of(self, part: slice, nll_N: Tensor) -> Tensor:
+        """Of some of the tokens; `nll_N` holds only theirs."""
+        return self[part].weights(nll_N)
+
+    def cut_chunks(self, ends: list[int]) -> list[int]:
+        """Ends of chunks, moved so that no stretch is cut."""
+        if not self.config.by_stretch or len(ends) < 2:
+            return ends
+        position = torch.arange(len(self.valid_N), device=self.valid_N.device)
+        began = torch.where(self._begins_N, position, 0).cummax(0).values
+        inner = began[torch.tensor(ends[:-1], device=position.device)].tolist()
+        return sorted({*(end for end in inner if end > 0), ends[-1]})
+
+    @torch.no_grad()
+    def likelihood_loss(self, nll_N: Tensor) -> tuple[Tensor, Tensor]:
+        """alm: (the loss of which `likelihood_weights` are the derivative, the mean over stretches
+        of tau times the divergence)."""
+        compared, number, tau = self.compared_N, self._number_N, self.config.temperature
+        tokens = torch.zeros_like(nll_N).scatter_add(0, number, compared.to(nll_N.dtype))
+        tokens = tokens.gather(0, number)[compared]
+        own = self._losses(nll_N)[compared].clamp(min=_SMALLEST_NATS)
+        teacher = self.teacher_N[compared].to(nll_N.dtype)
+        a, not_a = torch.exp(-teacher / tau), -torch.expm1(-teacher / tau)
+        not_b = -torch.expm1(-own / tau)
+        kl = a * (own - teacher) / tau + torch.special.xlogy(not_a, not_a / not_b)
+        # every token of a stretch carries its part
+        distance, stretches = tau * (kl / tokens).sum(), (1 / tokens).sum()
+        cross_entropy = (nll_N * self._everywhere(self.config.cross_entropy)).sum()
+        loss = self.config.distill_weight * distance + cross_entropy
+        return loss, distance / stretches.clamp(min=1)
+
+
+def reducible_weights(own: Tensor, teacher: Tensor, config: ObjectiveConfig) -> Tensor:
+    """The share of the student's loss that the teacher shows to be reducible."""
+    share = (1.0 - teacher / own.clamp(min=_SMALLEST_NATS)).clamp(min=0.0)
+    return config.floor + (1.0 - config.floor) * share
+
+
+def likelihood_weights(own: Tensor, teacher: Tensor, config: ObjectiveConfig) -> Tensor:
+    """Approximate Likelihood Matching (arXiv 2503.20083) as a weight: with a = p_T^(1/tau) and
+    b = p_S^(1/tau) of a stretch, the derivative by S of tau * KL(Bernoulli(a) || Bernoulli(b)) is
+    (a - b) / (1 - b) = 1 - (1 - a) / (1 - b), the same for all its tokens; negative where the
+    student is surer than the teacher. The factor tau makes lambda weigh the same for every tau."""
+    tau = config.temperature
+    surprise = torch.expm1(-teacher / tau) / torch.expm1(-own.clamp(min=_SMALLEST_NATS) / tau)
+    pull = 1.0 - surprise
+    if config.positive:
+        pull = pull.clamp(min=0.0)
+    return config.cross_entropy + config.distill_weight * pull
+
+
+# (student's loss, teacher's loss, config) of tokens in a row, or of their stretches -> weights
+Weighting = Callable[[Tensor, Tensor, ObjectiveConfig], Tensor]
+WEIGHTINGS: dict[str, Weighting] = {
+    "reducible": reducible_weights,
+    "likelihood": likelihood_weights,
+}
+"""What tokens count where none is left out: by `objective.weighting`, or by a row of `METHODS`."""
