@@ -166,6 +166,7 @@ def running_ranks() -> Iterator[Ranks]:
 def running_teams(choose: Callable[[int], int]) -> Iterator[Ranks]:
     """The same for models that several processes hold together. `choose` is called in the leading
     process: from the number of processes on its machine to the number that make a team."""
+    from torch.distributed import distributed_c10d
     from torch.distributed.rendezvous import rendezvous
 
     if _world_size() == 1:
@@ -175,7 +176,7 @@ def running_teams(choose: Callable[[int], int]) -> Iterator[Ranks]:
         raise ValueError("teams are groups of their own: do not initialise torch.distributed")
     _take_gpu()
     store, rank, count = next(rendezvous("env://"))
-    everyone = TeamRanks(rank, count, store=dist.PrefixStore("vocagnolm", store))
+    everyone = TeamRanks(rank, count, store=distributed_c10d.PrefixStore("vocagnolm", store))
     timeout = _ERROR_TIMEOUT
     try:
         size = everyone.decide(lambda: choose(int(os.environ.get("LOCAL_WORLD_SIZE", str(count)))))
@@ -183,7 +184,7 @@ def running_teams(choose: Callable[[int], int]) -> Iterator[Ranks]:
         if size > 1:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                store=dist.PrefixStore(f"team {ranks.team}", store),
+                store=distributed_c10d.PrefixStore(f"team {ranks.team}", store),
                 rank=rank % size,
                 world_size=size,
                 timeout=_TIMEOUT,

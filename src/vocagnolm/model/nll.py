@@ -15,13 +15,7 @@ from vocagnolm.alternatives import NOTHING, AlternativesSpec
 from vocagnolm.errors import ModelError
 from vocagnolm.model.alternatives import AlternativeChoice
 from vocagnolm.model.fp8 import Fp8Linear, head_to_fp8
-from vocagnolm.model.runtime import (
-    HostCopy,
-    VocabularyPart,
-    compile_layers,
-    head_form,
-    last_hidden,
-)
+from vocagnolm.model.runtime import HostCopy, VocabularyPart, compile_layers, head_form, last_hidden
 from vocagnolm.objective.head import (
     IGNORE_INDEX,
     TORCH_ROWS,
@@ -82,12 +76,7 @@ def cut_windows(document: int, tokens: int, *, room: int, stride: int) -> list[W
 
 
 def plan_batches(
-    token_counts: Sequence[int],
-    *,
-    context: int,
-    stride: int,
-    prefix_tokens: int,
-    batch_tokens: int,
+    token_counts: Sequence[int], *, context: int, stride: int, prefix_tokens: int, batch_tokens: int
 ) -> list[Batch]:
     """Batches of about `batch_tokens` tokens in rows of similar length, longest first (so that a
     lack of memory shows at once). `prefix_tokens` beginning-of-text tokens stand before every
@@ -257,9 +246,7 @@ class NllModel:
         )
 
     def document_nll(
-        self,
-        documents: Sequence[np.ndarray],
-        on_tokens: Callable[[int], None] | None = None,
+        self, documents: Sequence[np.ndarray], on_tokens: Callable[[int], None] | None = None
     ) -> list[np.ndarray]:
         """float32 nll in nats for the token ids of every document; NaN where there is no context.
         `on_tokens` is told how many tokens are under way, batch by batch."""
@@ -267,9 +254,7 @@ class NllModel:
 
     @torch.inference_mode()
     def start(
-        self,
-        documents: Sequence[np.ndarray],
-        on_tokens: Callable[[int], None] | None = None,
+        self, documents: Sequence[np.ndarray], on_tokens: Callable[[int], None] | None = None
     ) -> Callable[[], list[TokenScores]]:
         """The same in two steps: when this returns, the last batches are on their way through the
         device, and the function it returns waits for them, in any thread."""
@@ -352,11 +337,7 @@ class NllModel:
         )
 
     def rows_scores(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        labels: Tensor,
-        seeds: Tensor | None = None,
+        self, input_ids: Tensor, positions: Tensor, labels: Tensor, seeds: Tensor | None = None
     ) -> RowScores:
         """Of `labels` [N] as predicted at the flat `positions` [N] of `input_ids` [B, T]; `seeds`
         [N] for alternatives that are drawn."""

@@ -207,17 +207,11 @@ class HeadForm:
     def head(self, model: PreTrainedModel, vocabulary_size: int | None = None) -> Head:
         """Where several processes hold the model together: the rows of this one."""
         linear: Any = model.get_output_embeddings()
-        weight, bias = (
-            tensor.to_local() if _is_split(model, tensor) else tensor
-            for tensor in (linear.weight, getattr(linear, "bias", None))
-        )
-        return Head(
-            weight=weight,
-            bias=bias,
-            softcap=self.softcap,
-            scale=self.scale,
-            vocabulary_size=vocabulary_size,
-        )
+        form: dict[str, Any] = {"softcap": self.softcap, "scale": self.scale}
+        for name in ("weight", "bias"):
+            tensor: Any = getattr(linear, name, None)
+            form[name] = tensor.to_local() if _is_split(model, tensor) else tensor
+        return Head(**form, vocabulary_size=vocabulary_size)
 
     def transform(self, bias: Tensor | None) -> Transform:
         """From the products of a head that has no plain weight."""

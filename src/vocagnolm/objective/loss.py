@@ -163,7 +163,7 @@ def _in_chunks(
     """In one phase where the losses of all tokens are not needed to know what a token counts."""
     labels_BT, nll_BT = targets.labels_BT, decided.nll_BT
     hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten().clamp(min=0)
-    losses, weigh_rows = None, None
+    losses: RowLosses | None = None
     if rule is not None:
         # A stretch's weights are known as soon as its logits are: no token passes the head twice.
         # Its tokens stay together, also those that end up at 0.
@@ -183,15 +183,11 @@ def _in_chunks(
     index_K = found.squeeze(1)
     rule_K = None if rule is None else rule[index_K]
     soft_K = None if soft is None else soft[index_K]
-    if rule_K is not None:
-        weigh_rows = rule_K.weights_of
-    elif weights_BT.dtype != torch.bool and config.graded:
+    together = soft_K.share if rule_K is None and soft_K is not None else rule_K
+    weigh_rows = None if rule_K is None else rule_K.weights_of
+    if rule is None and config.graded and weights_BT.dtype != torch.bool:
         weights_K = weights_BT.flatten()[index_K]
-
-        def weigh_rows(part: slice, nll: Tensor) -> Tensor:
-            return weights_K[part].to(nll.dtype)
-
-    together = rule_K or (soft_K and soft_K.share)
+        weigh_rows = lambda part, nll: weights_K[part].to(nll.dtype)  # noqa: E731
     summed = summed_loss(
         hidden_ND,
         head,
@@ -340,11 +336,7 @@ def _where_valid(value_N: Tensor, labels_BT: Tensor) -> Tensor:
 
 
 def _phase_one(
-    hidden_ND: Tensor,
-    head: Head,
-    labels_N: Tensor,
-    rows: RowOperations,
-    with_entropy: bool = False,
+    hidden_ND: Tensor, head: Head, labels_N: Tensor, rows: RowOperations, with_entropy: bool = False
 ) -> RowLosses:
     with isolated(hidden_ND) as dtype:
         work = Workspace.of(hidden_ND, head, rows, dtype)

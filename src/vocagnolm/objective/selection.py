@@ -16,7 +16,7 @@ row.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ LARGEST_NATS = 1e6
 _SMALLEST_NATS = 1e-4
 
 
-@dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """Per token [B, T]: the two losses that are compared, of the token or of its stretch."""
 
     own_BT: Tensor
@@ -60,12 +59,10 @@ def compared(nll_BT: Tensor, targets: Targets, teacher_BT: Tensor | None = None)
     own = stretch_losses(nll_BT.flatten(), (stretch + rows).flatten(), mapped.flatten(), B * T)
     position = torch.arange(T, device=stretch.device).expand(B, T)
     # unmapped tokens stand for themselves, wherever they lie
-    first = torch.full_like(stretch, T).scatter_reduce(
-        1, stretch, torch.where(mapped, position, T), "amin"
-    )
-    return Compared(
-        own.view(B, T), teacher, torch.where(mapped, first.gather(1, stretch), position)
-    )
+    first = torch.where(mapped, position, T)
+    first = torch.full_like(stretch, T).scatter_reduce(1, stretch, first, "amin")
+    first = torch.where(mapped, first.gather(1, stretch), position)
+    return Compared(own.view(B, T), teacher, first)
 
 
 def stretch_losses(nll_N: Tensor, stretch_N: Tensor, mapped_N: Tensor, stretches: int) -> Tensor:
@@ -161,44 +158,61 @@ def select_batches(
     guidance = filled_guidance([b.targets for b in batches], config, ranks)
     candidates = [b.valid_BT if config.unmapped == "mean" else b.mapped_BT for b in batches]
     index = _sequence_indices(batches, config, ranks)
-    if config.rule.unit == "chunk":
-        chosen = _select_chunks(batches, guidance, candidates, index, config, step, ranks)
-    else:
-        chosen = _select_tokens(batches, guidance, candidates, index, config, step, ranks)
+    parts = [_Part(*part) for part in zip(batches, guidance, index, candidates, strict=True)]
+    select_units = _select_chunks if config.rule.unit == "chunk" else _select_tokens
+    chosen = select_units(parts, config, step, ranks)
     if config.unmapped == "include":
         return [c | (b.valid_BT & ~b.mapped_BT) for c, b in zip(chosen, batches, strict=True)]
     return chosen
 
 
+class _Part(NamedTuple):
+    """A micro-batch, and what of it competes."""
+
+    batch: ScoredBatch
+    guidance_BT: Tensor | None
+    index_B: Tensor
+    candidate_BT: Tensor
+
+
+class _Units(NamedTuple):
+    """What competes in a micro-batch, tokens or chunks: [B, U]."""
+
+    key: Tensor
+    candidate: Tensor
+    pool: Tensor
+    """The share that is kept is one of these."""
+    index_B: Tensor
+    together: Tensor | None = None
+    """Units that are chosen together share a number, the first position of their stretch, and a
+    key; None: each for itself."""
+
+    @property
+    def position(self) -> Tensor:
+        own = torch.arange(self.key.shape[1], device=self.key.device).expand(self.key.shape)
+        return own if self.together is None else self.together
+
+
 def _select_tokens(
-    batches: Sequence[ScoredBatch],
-    guidance: list[Tensor | None],
-    candidates: list[Tensor],
-    index: list[Tensor],
-    config: ObjectiveConfig,
-    step: int,
-    ranks: Ranks,
+    parts: list[_Part], config: ObjectiveConfig, step: int, ranks: Ranks
 ) -> list[Tensor]:
-    pools = candidates
+    candidates = [part.candidate_BT for part in parts]
     if config.entropy_keep is not None:
-        certainty = []
-        for batch in batches:
+        certain = []
+        for batch, _, index, pool in parts:
             if batch.targets.entropy_BT is None:
                 raise ValueError("entropy_keep needs entropy_BT, the reference model's entropy")
-            certainty.append(float_key(-batch.targets.entropy_BT))
-        candidates = _top(certainty, pools, pools, index, config.entropy_keep, config, ranks)
+            certain.append(_Units(float_key(-batch.targets.entropy_BT), pool, pool, index))
+        candidates = _top(certain, config.entropy_keep, config, ranks)
     assert config.rule.ranking is not None
-    ranking = RANKINGS[config.rule.ranking]
-    ranked = [
-        ranking(batch, given, seq, config, step)
-        for batch, given, seq in zip(batches, guidance, index, strict=True)
-    ]
-    keys, units = [one.key_BT for one in ranked], [one.unit_BT for one in ranked]
-    return _top(keys, candidates, pools, index, config.keep, config, ranks, units)
+    ranking, units = RANKINGS[config.rule.ranking], []
+    for (batch, guidance, index, pool), candidate in zip(parts, candidates, strict=True):
+        ranked = ranking(batch, guidance, index, config, step)
+        units.append(_Units(ranked.key_BT, candidate, pool, index, ranked.unit_BT))
+    return _top(units, config.keep, config, ranks)
 
 
-@dataclass(frozen=True)
-class Ranked:
+class Ranked(NamedTuple):
     """Of one micro-batch."""
 
     key_BT: Tensor
@@ -240,39 +254,28 @@ RANKINGS: dict[str, Ranking] = {
 
 
 def _select_chunks(
-    batches: Sequence[ScoredBatch],
-    guidance: list[Tensor | None],
-    candidates: list[Tensor],
-    index: list[Tensor],
-    config: ObjectiveConfig,
-    step: int,
-    ranks: Ranks,
+    parts: list[_Part], config: ObjectiveConfig, step: int, ranks: Ranks
 ) -> list[Tensor]:
     """Whole chunks, by the mean excess of their candidate tokens. Only candidates of a chosen
     chunk are selected here; the unmapped follow their own strategy."""
-    keys, pools, layouts = [], [], []
-    for batch, given, candidate, seq in zip(batches, guidance, candidates, index, strict=True):
-        B, T = candidate.shape
-        n, device = config.n_chunks, candidate.device
+    units, layouts, n = [], [], config.n_chunks
+    for batch, guidance, index, candidate in parts:
+        (B, T), device = candidate.shape, candidate.device
         starts = chunk_bound(torch.arange(n, device=device), T, n)
         chunk_T = torch.searchsorted(starts, torch.arange(T, device=device), right=True) - 1
-        layout = chunk_T.expand(B, T)
-        layouts.append(layout)
-        zeros = torch.zeros(B, n, dtype=torch.int64, device=candidate.device)
+        layout, zeros = chunk_T.expand(B, T), torch.zeros(B, n, dtype=torch.int64, device=device)
         count = zeros.scatter_add(1, layout, candidate.long())
-        pools.append(count > 0)
         if config.chunk_choice == "random":
-            keys.append(random_key(seq, n, config.seed, step))
+            key = random_key(index, n, config.seed, step)
         else:
-            assert given is not None
-            excess = fixed_point(batch.nll_BT - _share_of_stretch(given, batch.targets))
+            assert guidance is not None
+            excess = fixed_point(batch.nll_BT - _share_of_stretch(guidance, batch.targets))
             total = zeros.scatter_add(1, layout, torch.where(candidate, excess, 0))
-            keys.append(float_key(total / count.clamp(min=1)))
-    chosen = _top(keys, pools, pools, index, config.keep, config, ranks)
-    return [
-        c & picked.gather(1, layout)
-        for c, picked, layout in zip(candidates, chosen, layouts, strict=True)
-    ]
+            key = float_key(total / count.clamp(min=1))
+        units.append(_Units(key, count > 0, count > 0, index))
+        layouts.append(layout)
+    chosen = zip(parts, _top(units, config.keep, config, ranks), layouts, strict=True)
+    return [part.candidate_BT & picked.gather(1, layout) for part, picked, layout in chosen]
 
 
 def _share_of_stretch(guidance_BT: Tensor, targets: Targets) -> Tensor:
@@ -295,19 +298,14 @@ def filled_guidance(
     totals, counts = [], []
     for batch, guidance in zip(batches, given, strict=True):
         assert guidance is not None
-        if batch.teacher_sums_B2 is not None:
-            rows = (
-                fixed_point(batch.teacher_sums_B2[:, :1]),
-                batch.teacher_sums_B2[:, 1:].long(),
-            )
+        if batch.teacher_sums_B2 is None:
+            count = batch.mapped_BT.sum(1, keepdim=True)
+            total = torch.where(batch.mapped_BT, fixed_point(guidance), 0).sum(1, keepdim=True)
         else:
-            mapped = batch.mapped_BT
-            fixed = torch.where(mapped, fixed_point(guidance), 0)
-            rows = fixed.sum(1, keepdim=True), mapped.sum(1, keepdim=True)
-        if config.scope != "sequence":
-            rows = rows[0].sum(), rows[1].sum()
-        totals.append(rows[0])
-        counts.append(rows[1])
+            count = batch.teacher_sums_B2[:, 1:].long()
+            total = fixed_point(batch.teacher_sums_B2[:, :1])
+        totals.append(total if config.scope == "sequence" else total.sum())
+        counts.append(count if config.scope == "sequence" else count.sum())
     if config.scope == "global":
         both = ranks.sum(torch.stack([torch.stack(totals).sum(), torch.stack(counts).sum()]))
         totals, counts = [both[0]] * len(batches), [both[1]] * len(batches)
@@ -340,63 +338,38 @@ def _sequence_indices(
     return indices
 
 
-def _top(
-    keys: list[Tensor],
-    candidates: list[Tensor],
-    pools: list[Tensor],
-    index: list[Tensor],
-    keep: float,
-    config: ObjectiveConfig,
-    ranks: Ranks,
-    units: Sequence[Tensor | None] | None = None,
-) -> list[Tensor]:
-    """The best `keep` of each pool's size, taken among the candidates; bool [B, U] each. `units`:
-    what is chosen together shares a number (and a key): the first position of its stretch. The
-    last unit is taken whole, so that a little more than `keep` may be chosen."""
-    units = units or [None] * len(keys)
-    places = [_places(key, unit) for key, unit in zip(keys, units, strict=True)]
+def _top(parts: list[_Units], keep: float, config: ObjectiveConfig, ranks: Ranks) -> list[Tensor]:
+    """The best `keep` of each pool's size, taken among the candidates; bool [B, U] each. Of units
+    that are chosen together the last are taken whole: a little more than `keep` may be chosen."""
     if config.scope == "global":
-        return _top_global(keys, candidates, pools, places, index, keep, ranks)
+        return _top_global(parts, keep, ranks)
     chosen = []
-    for key, candidate, pool, place in zip(keys, candidates, pools, places, strict=True):
-        shape = key.shape
+    for units in parts:
+        shape, position = units.key.shape, units.position
         if config.scope == "batch":
-            row = torch.arange(shape[0], device=key.device)[:, None]
-            place, shape = place + row * key.shape[1], torch.Size((1, key.numel()))
-        order = _order(key.reshape(shape), candidate.reshape(shape), place.reshape(shape))
-        k = kept(pool.reshape(shape).sum(1), keep).minimum(candidate.reshape(shape).sum(1))
+            row = torch.arange(shape[0], device=position.device)[:, None]
+            position, shape = position + row * shape[1], torch.Size((1, shape.numel()))
+        key, candidate, pool = (t.reshape(shape) for t in (units.key, units.candidate, units.pool))
+        order = _order(key, candidate, position.reshape(shape))
+        k = kept(pool.sum(1), keep).minimum(candidate.sum(1))
         ranked = order.sort(dim=1, descending=True).values
         threshold = ranked.gather(1, (k - 1).clamp(min=0)[:, None])
-        chosen.append(((order >= threshold) & (k > 0)[:, None]).view(key.shape))
+        chosen.append(((order >= threshold) & (k > 0)[:, None]).view(units.key.shape))
     return chosen
 
 
-def _places(key: Tensor, unit: Tensor | None) -> Tensor:
-    own = torch.arange(key.shape[1], device=key.device).expand(key.shape)
-    return own if unit is None else unit
-
-
-def _top_global(
-    keys: list[Tensor],
-    candidates: list[Tensor],
-    pools: list[Tensor],
-    places: list[Tensor],
-    index: list[Tensor],
-    keep: float,
-    ranks: Ranks,
-) -> list[Tensor]:
-    width = ranks.max(torch.tensor(max(key.shape[1] for key in keys), device=keys[0].device))
-    orders = []
-    for key, candidate, place, sequence in zip(keys, candidates, places, index, strict=True):
-        orders.append(_order(key, candidate, sequence[:, None] * width + place))
-    pool = ranks.sum(torch.stack([p.sum() for p in pools]).sum())
-    available = ranks.sum(torch.stack([c.sum() for c in candidates]).sum())
+def _top_global(parts: list[_Units], keep: float, ranks: Ranks) -> list[Tensor]:
+    widest = torch.tensor(max(u.key.shape[1] for u in parts), device=parts[0].key.device)
+    width = ranks.max(widest)
+    orders = [_order(u.key, u.candidate, u.index_B[:, None] * width + u.position) for u in parts]
+    pool = ranks.sum(torch.stack([u.pool.sum() for u in parts]).sum())
+    available = ranks.sum(torch.stack([u.candidate.sum() for u in parts]).sum())
     k = int(kept(pool, keep).minimum(available))
     if k == 0:
-        return [torch.zeros_like(c) for c in candidates]
-    flat = torch.cat([o[c] for o, c in zip(orders, candidates, strict=True)])
+        return [torch.zeros_like(u.candidate) for u in parts]
+    flat = torch.cat([order[u.candidate] for order, u in zip(orders, parts, strict=True)])
     threshold = kth_largest(flat, k, ranks)
-    return [o >= threshold for o in orders]
+    return [order >= threshold for order in orders]
 
 
 def kth_largest(values: Tensor, k: int, ranks: Ranks) -> int:
