@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from faults_kit import LONG
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective.problems import NAN, Problem, obvious_k, problem, some_stretches
@@ -91,7 +92,7 @@ def obvious_choice(nll, guidance, valid, number, config) -> list[list[bool]]:
     return chosen
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300 if LONG else 50, deadline=None)
 @given(
     stretched(),
     st.sampled_from([0.0, 0.25, 0.4, 0.7, 1.0]),
@@ -107,7 +108,7 @@ def test_stretches_are_chosen_whole_by_their_excess(batch, keep, unmapped, scope
         assert whole.weights[0].bool().tolist() == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40 if LONG else 20, deadline=None)
 @given(stretched())
 def test_a_step_is_the_same_step_however_it_is_split(batch):
     config = ObjectiveConfig(compare="stretch", scope="global")

@@ -48,6 +48,10 @@ class Window:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def scored(self, prefix: int) -> slice:
+        """The tokens that are scored: a window's first only where a prefix stands before it."""
+        return slice(max(self.first_scored, self.start + (prefix == 0)), self.stop)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -249,7 +253,7 @@ class NllModel:
         self, documents: Sequence[np.ndarray], on_tokens: Callable[[int], None] | None = None
     ) -> list[np.ndarray]:
         """float32 nll in nats for the token ids of every document; NaN where there is no context.
-        `on_tokens` is told how many tokens are under way, batch by batch."""
+        `on_tokens` is called with the number of tokens of every batch that is started."""
         return [scores.nll for scores in self.start(documents, on_tokens)()]
 
     @torch.inference_mode()
@@ -266,21 +270,21 @@ class NllModel:
             )
         self.warm_up()
         batches = self.plan([len(ids) for ids in documents])
-        arriving: list[tuple[HostCopy, HostCopy | None]] = []
+        copies: list[tuple[HostCopy, HostCopy | None]] = []
         for batch in batches:
-            if len(arriving) >= _BATCHES_AHEAD:
-                arriving[-_BATCHES_AHEAD][0].numpy()
+            if len(copies) >= _BATCHES_AHEAD:
+                copies[-_BATCHES_AHEAD][0].numpy()
             nll, packed = self.batch_scores(batch, documents)
-            arriving.append((HostCopy(nll), None if packed is None else HostCopy(packed)))
+            copies.append((HostCopy(nll), None if packed is None else HostCopy(packed)))
             if on_tokens is not None:
                 on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
         counts = [len(ids) for ids in documents]
-        return lambda: self._placed(batches, arriving, counts)
+        return lambda: self._collect(batches, copies, counts)
 
-    def _placed(
+    def _collect(
         self,
         batches: Sequence[Batch],
-        arriving: Sequence[tuple[HostCopy, HostCopy | None]],
+        copies: Sequence[tuple[HostCopy, HostCopy | None]],
         counts: Sequence[int],
     ) -> list[TokenScores]:
         kept = self.alternatives
@@ -291,25 +295,19 @@ class NllModel:
             )
             for count in counts
         ]
-        for batch, (losses, others) in zip(batches, arriving, strict=True):
+        for batch, (losses, others) in zip(batches, copies, strict=True):
             nll = losses.numpy()
             packed = None if others is None else others.numpy().view(np.uint32)
-            at = 0
+            first = 0
             for window in batch.windows:
-                first = max(window.first_scored, window.start + self._first_target)
-                place = slice(first, window.stop)
-                rows = slice(at, at + window.stop - first)
+                scored = window.scored(len(self.prefix_ids))
+                rows = slice(first, first + scored.stop - scored.start)
                 scores = found[window.document]
-                scores.nll[place] = nll[rows]
+                scores.nll[scored] = nll[rows]
                 if packed is not None and scores.alternatives is not None:
-                    scores.alternatives[place] = packed[rows]
-                at = rows.stop
+                    scores.alternatives[scored] = packed[rows]
+                first = rows.stop
         return found
-
-    @property
-    def _first_target(self) -> int:
-        """A window's first token has a predecessor only where a prefix stands before it."""
-        return 0 if self.prefix_ids else 1
 
     def batch_scores(self, batch: Batch, documents: Sequence[np.ndarray]) -> RowScores:
         """Of the scored tokens of a batch, window after window, on the model's device."""
@@ -319,15 +317,14 @@ class NllModel:
         positions, labels, seeds = [], [], []
         drawn = self.alternatives is not None and self.alternatives.sampled
         for row, window in enumerate(batch.windows):
-            ids = documents[window.document]
+            ids, scored = documents[window.document], window.scored(prefix)
+            targets = np.arange(scored.start, scored.stop)
             input_ids[row, prefix : prefix + len(window)] = ids[window.start : window.stop]
-            first = max(window.first_scored, window.start + self._first_target)
             # the hidden state before a token predicts it
-            before = row * batch.row_tokens + prefix - window.start - 1
-            positions.append(np.arange(first, window.stop) + before)
-            labels.append(ids[first : window.stop])
+            positions.append(targets + row * batch.row_tokens + prefix - window.start - 1)
+            labels.append(ids[scored])
             if drawn:
-                seeds.append(_document_seed(ids) + np.arange(first, window.stop))
+                seeds.append(_document_seed(ids) + targets)
         device = self.model.device
         return self.rows_scores(
             _sent(input_ids, device),
@@ -417,7 +414,7 @@ def losses_through_logits(
 ) -> tuple[Tensor, Tensor | None]:
     """(nll, entropy or None) [B, T] for heads that are not understood: a row at a time through the
     model's own logits; 0 where the label is ignored. `see` is shown every row."""
-    nll, entropy = [], []
+    found: list[RowLosses] = []
     for row, labels in enumerate(labels_BT):
         one = slice(row, row + 1)
         where = {} if position_ids_BT is None else {"position_ids": position_ids_BT[one]}
@@ -425,7 +422,7 @@ def losses_through_logits(
         losses = TORCH_ROWS.losses(logits, labels.clamp(min=0), Transform(), with_entropy)
         if see is not None:
             see(row * len(labels), (row + 1) * len(labels), logits, losses)
-        nll.append(torch.where(labels >= 0, losses.nll_N, 0.0))
-        entropy.append(losses.entropy_N)
-    found = [e for e in entropy if e is not None]
-    return torch.stack(nll), torch.stack(found) if found else None
+        found.append(losses)
+    nll = torch.where(labels_BT >= 0, torch.stack([losses.nll_N for losses in found]), 0.0)
+    entropy = [losses.entropy_N for losses in found if losses.entropy_N is not None]
+    return nll, torch.stack(entropy) if entropy else None

@@ -50,20 +50,16 @@ __all__ = [
 
 def check_tables() -> None:
     """Refuse a method or a weighting that is named and does nothing."""
+    tables = {"ranking": RANKINGS, "weighting": WEIGHTINGS, "distance": DISTANCES}
     named = [
-        (f"method {name}", key, table)
+        (f"method {name}", getattr(method, field), table)
         for name, method in METHODS.items()
-        for key, table in (
-            (method.ranking, RANKINGS),
-            (method.weighting, WEIGHTINGS),
-            (method.distance, DISTANCES),
-        )
-        if key is not None
+        for field, table in tables.items()
     ]
     graded = [name for name in CHOOSABLE_WEIGHTINGS if name != "top_k"]  # which is a choice
     named += [("objective.weighting", name, WEIGHTINGS) for name in graded]
     for who, key, table in named:
-        if key not in table:
+        if key is not None and key not in table:
             raise LookupError(f"{who} names '{key}', and there are only: {', '.join(table)}")
 
 

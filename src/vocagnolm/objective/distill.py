@@ -205,16 +205,12 @@ DISTANCES: dict[str, Distance] = {
 """As rows of `METHODS` name them."""
 
 
-def _distance(config: ObjectiveConfig) -> Distance:
-    assert config.rule.distance is not None
-    return DISTANCES[config.rule.distance]
-
-
 def distil(
     hidden_BTD: Tensor, head: Head, labels_BT: Tensor, teacher: Teacher, config: ObjectiveConfig
 ) -> Distilled:
     """Chunk by chunk, gradients made in the forward pass."""
-    measure = _distance(config)
+    assert config.rule.distance is not None
+    measure, rows = DISTANCES[config.rule.distance], common_rows(head, teacher, config)
     wanted = Wanted.of(hidden_BTD, head)
     hidden_ND = hidden_BTD.flatten(0, 1)
     index_K = (labels_BT.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
@@ -235,7 +231,6 @@ def distil(
             gradient.scatter_add_(1, target, torch.full_like(lse, -1.0))
             aligned = (place_K[a:b] >= 0).nonzero().squeeze(1)
             teacher_z = teacher_logits(place_K[a:b][aligned])
-            rows = common_rows(head, teacher, config)
             distance, by_z, dropped = measure.rows(z[aligned], teacher_z, rows, config)
             if dropped is not None:
                 dropped_K[a:b][aligned] = dropped.to(nll_K.dtype)
@@ -271,7 +266,8 @@ def distil_reference(
         q = F.softmax(chosen.float() if teacher.head is None else teacher.head.logits(chosen), -1)
     rows = common_rows(head, teacher, config)
     dropped = q[:, rows:].sum(-1)
-    distance = _distance(config).reference(z, q, rows, config)
+    assert config.rule.distance is not None
+    distance = DISTANCES[config.rule.distance].reference(z, q, rows, config)
     total = nll_BT.sum() + config.distill_weight * distance.sum()
     everywhere = torch.ones_like(keep, dtype=torch.bool)
     stats = _stats(distance.detach(), dropped, everywhere, config)

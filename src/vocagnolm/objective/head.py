@@ -65,10 +65,8 @@ class Transform:
 
     def at(self, x_NV: Tensor, columns_NK: Tensor) -> Tensor:
         """Logits of some columns of each row [N, K]."""
-        picked = x_NV.gather(1, columns_NK)
-        z = picked if picked.dtype == torch.float64 else picked.float()
         bias = None if self.bias is None else self.bias[columns_NK]
-        return Transform(bias, self.softcap, self.scale)(z)
+        return replace(self, bias=bias)(x_NV.gather(1, columns_NK))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +100,7 @@ class Head:
         if self.weight.dim() != 2:
             raise ValueError(f"Head.weight must be [vocabulary, hidden], got {self.weight.shape}")
         if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
-            raise ValueError(
-                f"Head.bias must be [{self.weight.shape[0]}], got {list(self.bias.shape)}"
-            )
+            raise ValueError(f"Head.bias must be [{len(self.weight)}], got {list(self.bias.shape)}")
         if self.softcap is not None and self.softcap <= 0:
             raise ValueError(f"Head.softcap must be positive or None, got {self.softcap}")
 
@@ -149,12 +145,15 @@ def soft_distance(
 
 def weighted_sum(logits_BTV: Tensor, labels_BT: Tensor, weights_BT: Tensor) -> Tensor:
     """Sum of the nll of the tokens, each as often as it counts."""
-    labels = torch.where(weights_BT != 0, labels_BT, IGNORE_INDEX).flatten()
-    flat = logits_BTV.flatten(0, 1)
+    labels_BT = torch.where(weights_BT != 0, labels_BT, IGNORE_INDEX)
     if ((weights_BT == 0) | (weights_BT == 1)).all():
-        return F.cross_entropy(flat, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    losses = F.cross_entropy(flat, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    return (losses * weights_BT.flatten()).sum()
+        return F.cross_entropy(
+            logits_BTV.flatten(0, 1),
+            labels_BT.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+        )
+    return (token_nll(logits_BTV, labels_BT) * weights_BT).sum()
 
 
 # ---- rows of logits ----
@@ -355,7 +354,7 @@ class Workspace:
         widen: bool = True,
     ) -> "Workspace":
         """`widen`: in float32 where the device has no other way to fp32-accurate logits; without
-        it only `token_losses` can be asked for, which then converts the weight strip by strip."""
+        it only `row_losses` can be asked for, which then converts the weight strip by strip."""
         if widen and needs_width(hidden_ND.device, dtype):
             dtype = torch.float32
         bias = None if head.bias is None else head.bias.detach().to(accumulation_dtype(dtype))
@@ -499,8 +498,7 @@ def backward_chunks(
     how many logits the caller holds at a time, if not just the products. `weights_K`: what each
     token counts, known once its chunk is through; applied to the narrow side of the products."""
     hidden, weight = work.hidden_ND, work.weight_VD
-    (n, _), v = hidden.shape, weight.shape[0]
-    wide = work.wide
+    (n, _), v, wide = hidden.shape, weight.shape[0], work.wide
     logit_dtype = wide if exact else hidden.dtype
     token_bytes = logit_dtype.itemsize * (logits_per_token or v)
     size = max(1, min(n, work.chunk_tokens(token_bytes, exact=exact)))
@@ -510,9 +508,7 @@ def backward_chunks(
     weight_dtype = hidden.dtype if narrow else wide
     out = Gradients(
         torch.empty_like(hidden) if wanted.hidden else None,
-        torch.empty(weight.shape, dtype=weight_dtype, device=hidden.device)
-        if wanted.weight
-        else None,
+        weight.new_empty(weight.shape, dtype=weight_dtype) if wanted.weight else None,
         torch.zeros(v, dtype=wide, device=hidden.device) if wanted.bias else None,
     )
     if n == 0 and out.weight_VD is not None:

@@ -187,7 +187,11 @@ def _in_chunks(
     weigh_rows = None if rule_K is None else rule_K.weights_of
     if rule is None and config.graded and weights_BT.dtype != torch.bool:
         weights_K = weights_BT.flatten()[index_K]
-        weigh_rows = lambda part, nll: weights_K[part].to(nll.dtype)  # noqa: E731
+
+        def decided_weights(part: slice, nll: Tensor) -> Tensor:
+            return weights_K[part].to(nll.dtype)
+
+        weigh_rows = decided_weights
     summed = summed_loss(
         hidden_ND,
         head,
