@@ -129,7 +129,7 @@ def loaded_bytes(files: tuple[Path, ...], dtype: torch.dtype) -> int:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
 # The fingerprint reads this many evenly spaced blocks of every weight file: a 140 GB model is
-# told from its fine-tuned sister in a second.
+# distinguished from its fine-tuned version in a second.
 _FINGERPRINT_BLOCKS = 1024
 _FINGERPRINT_BLOCK_BYTES = 16 * 1024
 _HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
@@ -178,10 +178,10 @@ class ModelFiles:
     def end_ids(self) -> tuple[int, ...]:
         """Tokens with which the model ends what it writes, as its files say."""
         generation = self.folder / "generation_config.json"
-        told = [self.tokenizer.eos_id, self.config.get_text_config().eos_token_id]
+        named = [self.tokenizer.eos_id, self.config.get_text_config().eos_token_id]
         if self.gguf_file is None and generation.is_file():
-            told.append(parse_json(generation.read_text(encoding="utf-8")).get("eos_token_id"))
-        flat = [one for value in told for one in (value if isinstance(value, list) else [value])]
+            named.append(parse_json(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+        flat = [one for value in named for one in (value if isinstance(value, list) else [value])]
         return tuple(sorted({index for index in flat if isinstance(index, int)}))
 
     def describe(self) -> dict[str, Any]:

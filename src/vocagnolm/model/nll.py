@@ -156,7 +156,7 @@ def token_scores(
     alternatives: AlternativesSpec | None = None,
     seeds_N: Tensor | None = None,
 ) -> RowScores:
-    """The same, with the alternatives at every place; `seeds_N`: for those that are drawn."""
+    """The same, with the alternatives at every position; `seeds_N`: for those that are drawn."""
     work = Workspace.of(
         hidden_ND,
         head,

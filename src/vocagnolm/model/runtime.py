@@ -120,7 +120,7 @@ def separates_documents(model: PreTrainedModel) -> bool:
     except TypeError:  # it takes no positions at all
         return False
     one, two = one.float(), two.float()
-    # half precision may round otherwise in another place of a batch; leaking is far larger
+    # half precision may round otherwise elsewhere in a batch; leaking is far larger
     tolerance = 1e-5 if model.dtype == torch.float32 else 1e-2
     return bool((one - two).abs().max() <= tolerance * one.abs().max())
 

@@ -4,9 +4,11 @@
     output = objective_loss(hidden_BTD, Head(weight=...), targets, ObjectiveConfig())
     output.loss.backward()
 
-`objective_loss` is the door; the two-pass form for scope global over accumulation steps is
+`objective_loss` is the entry point; the two-pass form for scope global over accumulation steps is
 `student_nll` -> `weigh_step` -> `objective_loss(..., decided=Decided(...))`.
 """
+
+from typing import Any
 
 from vocagnolm.errors import ObjectiveError
 from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS
@@ -50,7 +52,11 @@ __all__ = [
 
 def check_tables() -> None:
     """Refuse a method or a weighting that is named and does nothing."""
-    tables = {"ranking": RANKINGS, "weighting": WEIGHTINGS, "distance": DISTANCES}
+    tables: dict[str, dict[str, Any]] = {
+        "ranking": RANKINGS,
+        "weighting": WEIGHTINGS,
+        "distance": DISTANCES,
+    }
     named = [
         (f"method {name}", getattr(method, field), table)
         for name, method in METHODS.items()

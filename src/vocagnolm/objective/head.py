@@ -160,7 +160,7 @@ def weighted_sum(logits_BTV: Tensor, labels_BT: Tensor, weights_BT: Tensor) -> T
 
 
 class SoftRows(NamedTuple):
-    """Tokens that take part of the label's place in a row's target: with weights c, the target is
+    """Tokens that share a row's target with the label: with weights c, the target is
     `(1 - sum c) * label + sum_k c_k * token_k`."""
 
     ids_NK: Tensor
@@ -478,8 +478,8 @@ class Wanted(NamedTuple):
 # (first, last, raw products of these tokens) -> d loss / d products, maybe in the same memory
 GradientOfRows = Callable[[int, int, Tensor], Tensor]
 # (which of the K tokens, their losses) -> their weights, or their targets beside the label
-Weigh = Callable[[slice, Tensor], Tensor]
-Soften = Callable[[slice, Tensor], SoftRows]
+WeighRows = Callable[[slice, Tensor], Tensor]
+SoftenRows = Callable[[slice, Tensor], SoftRows]
 CutChunks = Callable[[list[int]], list[int]]
 
 
@@ -559,8 +559,8 @@ def summed_loss(
     rows: RowOperations,
     losses: RowLosses | None,
     *,
-    weigh: Weigh | None = None,
-    soften: Soften | None = None,
+    weigh: WeighRows | None = None,
+    soften: SoftenRows | None = None,
     cut_chunks: CutChunks | None = None,
 ) -> Summed:
     """Phase 2, of the tokens `index_K`. `losses` are phase 1's, for all N tokens; None: this is the

@@ -210,7 +210,7 @@ class Targets:
     soft_p_BTK: Tensor | None = None
     """Their probabilities; what they leave of 1 is the label's."""
     sequence_index_B: Tensor | None = None
-    """int64: place of each sequence in the whole batch of the optimiser step. It breaks ties and
+    """int64: index of each sequence in the whole batch of the optimiser step. It breaks ties and
     feeds random choices. None: micro-batch by micro-batch, rank by rank, row by row, which is
     the order in which accelerate deals batches to ranks."""
 
@@ -281,7 +281,7 @@ class Decided:
     """The losses that it was decided by: phase 1 is then left out."""
     kept: int | None = None
     """How many tokens of this micro-batch count, where that is known without its losses
-    (`count_kept`): then nobody waits for the device to say so."""
+    (`count_kept`): then the host does not wait for the device."""
     micro_batches: int = 1
     """Micro-batches of the step on all ranks, for what is a mean over them."""
 

@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from vocagnolm.objective.head import (
     RowLosses,
     RowOperations,
     SoftRows,
+    WeighRows,
     Workspace,
     isolated,
     row_losses,
@@ -66,7 +66,7 @@ def objective_loss(
         length: `Targets.from_rows`.
     config: the method; guided, 40 % kept, where it is left out.
     step: for methods that draw at random; give every call of a run another number (optimiser
-        step * accumulation + micro-batch), or the sequences' places in `targets`.
+        step * accumulation + micro-batch), or the sequences' indices in `targets`.
     teacher: for kld and uld.
     decided: what the micro-batches of a step share, see below.
     impl: `reference` holds full logits, `chunked` is torch on any device, `fused` uses Triton on
@@ -121,16 +121,10 @@ def objective_loss(
     return _output(total, nll_BT, weights_BT, targets, config, decided, stats, ranks)
 
 
-class _Found(NamedTuple):
-    total: Tensor
-    """The weighted sum of the losses, with gradient."""
-    nll_BT: Tensor
-    weights_BT: Tensor
-    above_BT: Tensor | None
-    """With soft targets: what each loss is above the label's nll."""
-
-
 Weigh = Callable[[Tensor], Tensor]
+# (the weighted sum of the losses, with gradient; nll; weights; with soft targets what each loss is
+# above the label's nll)
+_Found = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def _with_full_logits(
@@ -146,7 +140,7 @@ def _with_full_logits(
         shape = (*nll_BT.shape, -1)
         above_BT = soft_distance(logits_BTV, labels_BT, ids_NK.view(shape), weights_NK.view(shape))
         total = total + (above_BT * weights_BT).sum()
-    return _Found(total, nll_BT, weights_BT, above_BT)
+    return total, nll_BT, weights_BT, above_BT
 
 
 def _in_chunks(
@@ -184,7 +178,7 @@ def _in_chunks(
     rule_K = None if rule is None else rule[index_K]
     soft_K = None if soft is None else soft[index_K]
     together = soft_K.share if rule_K is None and soft_K is not None else rule_K
-    weigh_rows = None if rule_K is None else rule_K.weights_of
+    weigh_rows: WeighRows | None = None if rule_K is None else rule_K.weights_of
     if rule is None and config.graded and weights_BT.dtype != torch.bool:
         weights_K = weights_BT.flatten()[index_K]
 
@@ -211,12 +205,10 @@ def _in_chunks(
 
     if rule is not None and summed.weights_K is not None:
         weights_BT = everywhere(summed.weights_K)
-    return _Found(
-        summed.total,
-        everywhere(summed.nll_K) if nll_BT is None else nll_BT,
-        weights_BT,
-        None if summed.distance_K is None else everywhere(summed.distance_K),
-    )
+    if nll_BT is None:
+        nll_BT = everywhere(summed.nll_K)
+    above_BT = None if summed.distance_K is None else everywhere(summed.distance_K)
+    return summed.total, nll_BT, weights_BT, above_BT
 
 
 @dataclass(frozen=True)
@@ -400,8 +392,8 @@ def batch_sums(nll_BT: Tensor, weights_BT: Tensor, targets: Targets) -> Tensor:
     if targets.guidance_BT is not None:
         both = compared(nll_BT, targets)
         excess = (both.own_BT - both.teacher_BT).nan_to_num(0.0)
-        place = ((excess + _REACH_NATS) / _STEP_NATS).round().clamp(0, BINS - 1).long()
-        histogram = histogram.scatter_add(0, place.flatten(), mapped.flatten().float())
+        bins = ((excess + _REACH_NATS) / _STEP_NATS).round().clamp(0, BINS - 1).long()
+        histogram = histogram.scatter_add(0, bins.flatten(), mapped.flatten().float())
     return torch.cat([sums, histogram])
 
 
@@ -419,8 +411,8 @@ def measures(sums: list[float]) -> dict[str, float]:
     below = list(itertools.accumulate(sums[len(SUMS) :]))
     if below[-1]:
         for q in QUANTILES:
-            place = bisect.bisect_right(below, round(q * (below[-1] - 1)))
-            found[f"excess_p{round(100 * q)}"] = place * _STEP_NATS - _REACH_NATS
+            index = bisect.bisect_right(below, round(q * (below[-1] - 1)))
+            found[f"excess_p{round(100 * q)}"] = index * _STEP_NATS - _REACH_NATS
     return found
 
 
@@ -446,7 +438,7 @@ class ObjectiveOutput:
     @cached_property
     def sums(self) -> Tensor:
         """What a log needs of this micro-batch, in sums that add up over micro-batches and ranks
-        (`objective.statistics`); on the device, no waiting."""
+        (`measures`); on the device, no waiting."""
         return batch_sums(self.nll_BT, self.weights_BT, self.targets)
 
     @cached_property

@@ -383,10 +383,10 @@ def kth_largest(values: Tensor, k: int, ranks: Ranks) -> int:
             above = (unsigned >> (shift + 16)) & ((1 << (48 - shift)) - 1)
             digit = digit[above == prefix]
         from_top = ranks.sum(torch.bincount(digit, minlength=1 << 16)).flip(0).cumsum(0).cpu()
-        place = int(torch.searchsorted(from_top, k))
-        if place > 0:
-            k -= int(from_top[place - 1])
-        prefix = (prefix << 16) | (0xFFFF - place)
+        index = int(torch.searchsorted(from_top, k))
+        if index > 0:
+            k -= int(from_top[index - 1])
+        prefix = (prefix << 16) | (0xFFFF - index)
     return prefix - (1 << 63)
 
 
