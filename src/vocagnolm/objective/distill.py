@@ -269,11 +269,8 @@ def distil_reference(
     assert config.rule.distance is not None
     distance = DISTANCES[config.rule.distance].reference(z, q, rows, config)
     total = nll_BT.sum() + config.distill_weight * distance.sum()
-    everywhere = torch.ones_like(keep, dtype=torch.bool)
-    stats = _stats(distance.detach(), dropped, everywhere, config)
-    n_valid = (labels_BT != IGNORE_INDEX).sum().clamp(min=1)
-    stats["aligned_share"] = keep.numel() / n_valid
-    return total, nll_BT.detach(), stats
+    aligned = teacher_N[labels_BT.flatten() != IGNORE_INDEX] >= 0
+    return total, nll_BT.detach(), _stats(distance.detach(), dropped, aligned, config)
 
 
 def _logits_of(teacher: Teacher) -> Callable[[Tensor], Tensor]:

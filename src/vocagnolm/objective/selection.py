@@ -181,7 +181,7 @@ class _Units(NamedTuple):
     key: Tensor
     candidate: Tensor
     pool: Tensor
-    """The share that is kept is one of these."""
+    """`keep` is a share of these."""
     index_B: Tensor
     together: Tensor | None = None
     """Units that are chosen together share a number, the first position of their stretch, and a
@@ -213,7 +213,7 @@ def _select_tokens(
 
 
 class Ranked(NamedTuple):
-    """Of one micro-batch."""
+    """What a ranking says of one micro-batch."""
 
     key_BT: Tensor
     """int64 of 32 bits, larger is better (`float_key`, `random_key`)."""
