@@ -50,7 +50,7 @@ from vocagnolm.alignment.targets import spell
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, pack
 from vocagnolm.model import ModelFiles, open_model
 from vocagnolm.model.alternatives import AlternativeChoice
-from vocagnolm.model.lm_head import head_form, last_hidden
+from vocagnolm.model.runtime import head_form, last_hidden
 from vocagnolm.objective.head import TORCH_ROWS, Head, SoftRows, Transform
 from vocagnolm.score.teacher import teacher_vocabulary
 

@@ -31,8 +31,8 @@ from vocagnolm.objective import (
     Targets,
     objective_loss,
     student_nll,
-    two_phase,
 )
+from vocagnolm.objective import head as head_module
 from vocagnolm.objective.head import Implementation, fp32_output, fused_accumulation
 
 SHAPES = {"TinyLlama": (2048, 32000), "Llama-3.2-1B": (2048, 128256), "Qwen2.5-0.5B": (896, 151936)}
@@ -257,8 +257,8 @@ def add_ratios(rows: list[dict[str, Any]]) -> None:
 def check_features() -> None:
     """Bias, soft cap, scale and odd shapes on this device, several chunks, against full logits in
     fp64: a benchmark of a wrong result would be worthless."""
-    usual = two_phase._chunk_bytes
-    two_phase._chunk_bytes = lambda device, exact: 1  # type: ignore[assignment]
+    usual = head_module._chunk_bytes
+    head_module._chunk_bytes = lambda device, exact: 1  # type: ignore[assignment]
     g = torch.Generator(device=DEVICE).manual_seed(1)
     make = partial(torch.randn, device=DEVICE, generator=g)
     labels = torch.randint(0, 5003, (2, 77), device=DEVICE, generator=g)
@@ -287,7 +287,7 @@ def check_features() -> None:
             worst = max(relative(a, b.float()) for a, b in zip(*results, strict=True))
             limit = 1e-5 if dtype == torch.float32 else 3e-2
             assert worst < limit, f"{dtype}, soft cap {softcap}: relative error {worst:.1e}"
-    two_phase._chunk_bytes = usual
+    head_module._chunk_bytes = usual
     device = torch.empty(0, device=DEVICE).device
     print(
         f"features agree with fp64 full logits; products of bf16 into fp32: "
@@ -311,7 +311,7 @@ def main() -> None:
     if given.chunk_mib:
         first, second = (int(x) << 20 for x in given.chunk_mib.split(","))
         budget = {True: first, False: second}
-        two_phase._chunk_bytes = lambda device, exact: budget[exact]  # type: ignore[assignment]
+        head_module._chunk_bytes = lambda device, exact: budget[exact]  # type: ignore[assignment]
     rows = []
     for name, (d, v) in SHAPES.items():
         if given.only and given.only != name:

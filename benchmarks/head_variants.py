@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from vocagnolm.model.fp8 import rounded_rows, scaled_product
-from vocagnolm.objective import Head, two_phase
+from vocagnolm.objective import Head
+from vocagnolm.objective import head as head_module
 from vocagnolm.objective.head import Implementation, RowLosses, product, row_operations
 
 CHUNK_BYTES = 512 << 20
@@ -55,7 +56,7 @@ def _fp8(choice: Choice) -> Variant:
         with torch.no_grad():
             index = choice.choose(fp8_losses(hidden, weight, choice), forced)
         head = Head(weight=weight)
-        summed = two_phase.summed_loss(hidden, head, choice.labels, index, rows, None)
+        summed = head_module.summed_loss(hidden, head, choice.labels, index, rows, None)
         return summed.total / len(index)
 
     return call
@@ -63,7 +64,7 @@ def _fp8(choice: Choice) -> Variant:
 
 def fp8_losses(hidden: Tensor, weight: Tensor, choice: Choice) -> Tensor:
     rows = row_operations(choice.impl, hidden)
-    transform = two_phase.Workspace.of(
+    transform = head_module.Workspace.of(
         hidden[:1], Head(weight=weight), rows, hidden.dtype
     ).transform
     rounded = compiled_rounding() if hidden.is_cuda else rounded_rows
@@ -90,8 +91,8 @@ def _kept(choice: Choice, made: torch.dtype | None, kept: torch.dtype | None) ->
     def call(hidden: Tensor, weight: Tensor, forced: Tensor | None) -> Tensor:
         rows = row_operations(choice.impl, hidden)
         head = Head(weight=weight)
-        with two_phase.isolated(hidden) as dtype:
-            work = two_phase.Workspace.of(hidden, head, rows, dtype)
+        with head_module.isolated(hidden) as dtype:
+            work = head_module.Workspace.of(hidden, head, rows, dtype)
             logits, losses = _phase_one(work, choice.labels, made or work.wide, kept)
             index = choice.choose(losses.nll_N, forced)
             labels, chosen = (
@@ -103,18 +104,18 @@ def _kept(choice: Choice, made: torch.dtype | None, kept: torch.dtype | None) ->
             )
             del logits
             g = g.to(work.hidden_ND.dtype)
-            gradients = two_phase.Gradients(
+            gradients = head_module.Gradients(
                 g @ work.weight_VD, g.t() @ work.hidden_ND.index_select(0, index), None
             )
             del g
         total = chosen.nll_N.sum()
-        return two_phase.attach(total, gradients, hidden, head, index) / len(index)
+        return head_module.attach(total, gradients, hidden, head, index) / len(index)
 
     return call
 
 
 def _phase_one(
-    work: two_phase.Workspace, labels: Tensor, made: torch.dtype, kept: torch.dtype | None
+    work: head_module.Workspace, labels: Tensor, made: torch.dtype, kept: torch.dtype | None
 ) -> tuple[Tensor, RowLosses]:
     hidden, weight = work.hidden_ND, work.weight_VD
     made = made if hidden.is_cuda else hidden.dtype

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from measure import GIB, arguments, clean, report, synchronise
@@ -45,9 +46,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback
 
-from vocagnolm.model.lm_head import head_form, run_decoder
-from vocagnolm.model.runtime import find_layers, prepare_compiler
-from vocagnolm.objective import Decided, ObjectiveConfig, Targets, objective_loss, two_phase
+from vocagnolm.model.runtime import find_layers, head_form, prepare_compiler, run_decoder
+from vocagnolm.objective import Decided, ObjectiveConfig, Targets, objective_loss
+from vocagnolm.objective import head as head_module
+from vocagnolm.objective import loss as loss_module
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -68,13 +70,12 @@ def in_range(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def marked_head() -> Iterator[None]:
     """Both phases of the head as ranges."""
-    usual = two_phase.token_losses, two_phase.summed_loss
-    two_phase.token_losses = in_range(HEAD_1, usual[0])
-    two_phase.summed_loss = in_range(HEAD_2, usual[1])
-    try:
+    with mock.patch.multiple(
+        loss_module,
+        row_losses=in_range(HEAD_1, head_module.row_losses),
+        summed_loss=in_range(HEAD_2, head_module.summed_loss),
+    ):
         yield
-    finally:
-        two_phase.token_losses, two_phase.summed_loss = usual
 
 
 class _Profiled(TrainerCallback):

@@ -19,8 +19,7 @@ from vocagnolm.evaluate.graders.grading import grade
 from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
 from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select, weigh_step
 from vocagnolm.objective.distill import DISTANCES
-from vocagnolm.objective.selection import RANKINGS
-from vocagnolm.objective.weighting import WEIGHTINGS
+from vocagnolm.objective.selection import RANKINGS, WEIGHTINGS
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.storage import BACKENDS
 from vocagnolm.store import LossStore
@@ -62,7 +61,7 @@ RANKINGS["ease"] = by_ease
 """
 A_WEIGHTING = """
 from vocagnolm.methods import CHOOSABLE_WEIGHTINGS
-from vocagnolm.objective.weighting import WEIGHTINGS
+from vocagnolm.objective.selection import WEIGHTINGS
 
 CHOOSABLE_WEIGHTINGS.append("squared")
 WEIGHTINGS["squared"] = lambda own, teacher, config: (own - teacher).square()

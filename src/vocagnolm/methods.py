@@ -1,14 +1,14 @@
 """The methods of training: what each needs of a teacher, and what it is called. No torch.
 
 A method is a row of `METHODS`. A row names what the objective does, by keys of three tables:
-`objective.selection.RANKINGS` (which tokens are kept), `objective.weighting.WEIGHTINGS` (what each
+`objective.selection.RANKINGS` (which tokens are kept), `objective.selection.WEIGHTINGS` (what each
 counts) and `objective.distill.DISTANCES` (how far two distributions are apart). Everything else
 asks the row; a row that names what is in no table is an error when `vocagnolm.objective` is
 imported or the method is used.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,3 +99,9 @@ METHODS: dict[str, Method] = {
 }
 CHOOSABLE_WEIGHTINGS: list[str] = ["top_k", "reducible"]
 """What `objective.weighting` may be: `top_k`, a choice among tokens, or a name of `WEIGHTINGS`."""
+
+
+def chunk_bound(chunk: Any, length: int, n_chunks: int) -> Any:
+    """Where a chunk of a sequence begins, and the one before it ends: `n_chunks` chunks whose
+    lengths differ by at most one token. `chunk` is a number, or a NumPy array or tensor of them."""
+    return chunk * length // n_chunks

@@ -11,32 +11,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import rendezvous
+from torch import Tensor
 
 from vocagnolm.errors import VocagnolmError
 
 # Ranks wait for the slowest at the end; shards may differ by hours.
-_PATIENCE = datetime.timedelta(days=30)
-# Of the leading process, which may serve the store, with others that heard of an error.
-_FAREWELL = datetime.timedelta(seconds=10)
+_TIMEOUT = datetime.timedelta(days=30)
+# After an error, the leading process waits this long for the others: it may serve the store.
+_ERROR_TIMEOUT = datetime.timedelta(seconds=10)
 # torchrun's store takes no value over 8 MiB.
 _PIECE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
 class Ranks:
-    rank: int
-    count: int
+    """The processes of a run, seen from one of them."""
+
+    rank: int = 0
+    count: int = 1
     team_size: int = 1
     """Processes that hold one model together."""
+    group: "dist.ProcessGroup | None" = None
+    """Whose processes these are; None: the default group's."""
 
     @classmethod
-    def of_group(cls) -> "Ranks":
-        """The group that is running, or this process alone."""
+    def of(cls, group: "dist.ProcessGroup | None" = None) -> "Ranks":
+        """The given group, the default one, or this process alone."""
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(0, 1)
-        return cls(dist.get_rank(), dist.get_world_size())
+            return cls()
+        return cls(dist.get_rank(group), dist.get_world_size(group), group=group)
 
     @property
     def leads(self) -> bool:
@@ -65,14 +68,14 @@ class Ranks:
                     raise
                 outcome = (None, error)
         if self.count > 1:
-            outcome = self._told(outcome)
+            outcome = self._broadcast(outcome)
         result, failure = outcome
         if failure is not None:
             raise failure
         return result
 
-    def _told(self, message: Any) -> Any:
-        """The leading process's message, to all."""
+    def _broadcast(self, message: Any) -> Any:
+        """The leading process's message, in every process."""
         carried = [message]
         dist.broadcast_object_list(carried, src=0)
         return carried[0]
@@ -81,17 +84,38 @@ class Ranks:
         if self.count > 1:
             dist.barrier()
 
+    def sum(self, value: Tensor) -> Tensor:
+        return self._reduce(value, "SUM")
+
+    def max(self, value: Tensor) -> Tensor:
+        return self._reduce(value, "MAX")
+
+    def gather(self, value: Tensor) -> Tensor:
+        """[count, *value.shape]; every rank gives the same shape."""
+        if self.count == 1:
+            return value[None]
+        parts = [torch.empty_like(value) for _ in range(self.count)]
+        dist.all_gather(parts, value.contiguous(), group=self.group)
+        return torch.stack(parts)
+
+    def _reduce(self, value: Tensor, operation: str) -> Tensor:
+        if self.count == 1:
+            return value
+        value = value.clone()
+        dist.all_reduce(value, op=getattr(dist.ReduceOp, operation), group=self.group)
+        return value
+
 
 @dataclass(frozen=True)
 class TeamRanks(Ranks):
     """Every `team_size` processes are a group of torch.distributed by themselves, because
-    transformers splits a model over all processes of a group. What concerns all teams goes through
+    transformers splits a model over all processes of a group. Messages between teams go through
     the key-value store that torchrun serves."""
 
     store: Any = None
     _steps: Iterator[int] = field(default_factory=itertools.count)
 
-    def _told(self, message: Any) -> Any:
+    def _broadcast(self, message: Any) -> Any:
         key = f"message {next(self._steps)}"
         if not self.leads:
             return pickle.loads(self._read(key))
@@ -103,37 +127,36 @@ class TeamRanks(Ranks):
         return message
 
     def _read(self, key: str) -> bytes:
-        self.store.wait([key], _PATIENCE)
+        self.store.wait([key], _TIMEOUT)
         return b"".join(self.store.get(f"{key} {n}") for n in range(int(self.store.get(key))))
 
     def wait_for_all(self) -> None:
         key = f"barrier {next(self._steps)}"
-        if self.store.add(f"{key} came", 1) == self.count:
+        if self.store.add(f"{key} reached", 1) == self.count:
             self.store.set(key, "all")
-        self.store.wait([key], _PATIENCE)
+        self.store.wait([key], _TIMEOUT)
 
-    def part(self, patience: datetime.timedelta) -> None:
+    def leave(self, timeout: datetime.timedelta) -> None:
         """The leading process leaves last: it may serve the store."""
-        self.store.set(f"gone {self.rank}", "")
+        self.store.set(f"left {self.rank}", "")
         if self.leads:
-            self.store.wait([f"gone {rank}" for rank in range(self.count)], patience)
+            self.store.wait([f"left {rank}" for rank in range(self.count)], timeout)
 
 
 @contextlib.contextmanager
 def running_ranks() -> Iterator[Ranks]:
-    """The ranks as torchrun tells them through the environment. A group that the caller has
-    already made is used and left alone."""
-    count = _started_together()
-    if count == 1:
-        yield Ranks(0, 1)
+    """The processes that torchrun has started, as the environment says. A group that the caller
+    has already made is used and left alone."""
+    if _world_size() == 1:
+        yield Ranks()
         return
     _take_gpu()
     ours = not dist.is_initialized()
     if ours:
         # gloo: a few small messages, and it needs no GPU
-        dist.init_process_group("gloo", timeout=_PATIENCE)
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size())
+        yield Ranks.of()
     finally:
         if ours:
             dist.destroy_process_group()
@@ -141,18 +164,20 @@ def running_ranks() -> Iterator[Ranks]:
 
 @contextlib.contextmanager
 def running_teams(choose: Callable[[int], int]) -> Iterator[Ranks]:
-    """The same for models that several processes hold together. `choose` is asked in the leading
-    process how many make a team, and told how many there are on its machine."""
-    count = _started_together()
-    if count == 1:
-        yield Ranks(0, 1, choose(1))
+    """The same for models that several processes hold together. `choose` is called in the leading
+    process: from the number of processes on its machine to the number that make a team."""
+    from torch.distributed import distributed_c10d
+    from torch.distributed.rendezvous import rendezvous
+
+    if _world_size() == 1:
+        yield Ranks(team_size=choose(1))
         return
     if dist.is_initialized():
         raise ValueError("teams are groups of their own: do not initialise torch.distributed")
     _take_gpu()
     store, rank, count = next(rendezvous("env://"))
     everyone = TeamRanks(rank, count, store=distributed_c10d.PrefixStore("vocagnolm", store))
-    farewell = _FAREWELL
+    timeout = _ERROR_TIMEOUT
     try:
         size = everyone.decide(lambda: choose(int(os.environ.get("LOCAL_WORLD_SIZE", str(count)))))
         ranks = replace(everyone, team_size=size)
@@ -162,18 +187,18 @@ def running_teams(choose: Callable[[int], int]) -> Iterator[Ranks]:
                 store=distributed_c10d.PrefixStore(f"team {ranks.team}", store),
                 rank=rank % size,
                 world_size=size,
-                timeout=_PATIENCE,
+                timeout=_TIMEOUT,
             )
         yield ranks
-        farewell = _PATIENCE
+        timeout = _TIMEOUT
     finally:
         with contextlib.suppress(dist.DistError):
-            everyone.part(farewell)
+            everyone.leave(timeout)
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _started_together() -> int:
+def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

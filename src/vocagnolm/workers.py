@@ -12,8 +12,8 @@ from typing import Any
 
 class WorkerPool(ProcessPoolExecutor):
     """Spawned processes (forking after a tokenizer's threads have started can deadlock). Ctrl-C
-    reaches every process of a terminal: the command alone answers it, its workers hear of nothing,
-    not even while they start, and end with it, whatever ends it."""
+    reaches every process of a terminal: only the command handles it. Its workers ignore it, also
+    while they start, and end when the command ends, however that happens."""
 
     def __init__(self, workers: int, start: Callable[..., None] | None = None, *given: Any):
         """`start` is called with `given` in every worker before its first task."""
@@ -22,7 +22,7 @@ class WorkerPool(ProcessPoolExecutor):
         )
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        # Workers are started here, and inherit what is blocked; the command hears it afterwards.
+        # Workers are started here and inherit the blocked signal; the command gets it afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             return super().submit(fn, *args, **kwargs)

@@ -55,7 +55,7 @@ def kept_by_source(
     import torch
 
     from vocagnolm.model import open_model
-    from vocagnolm.model.lm_head import head_form, last_hidden
+    from vocagnolm.model.runtime import head_form, last_hidden
     from vocagnolm.objective import ScoredBatch, student_nll, weigh_step
     from vocagnolm.train.arguments import objective_config
     from vocagnolm.train.collate import BlockCollator, batch_targets

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from architectures import ARCHITECTURES, LEAKING, SEPARATING, tiny
 
 from vocagnolm.errors import ModelError, TrainingError
-from vocagnolm.model.lm_head import head_form, last_hidden, router_loss_of, separates_documents
+from vocagnolm.model.runtime import head_form, last_hidden, router_loss_of, separates_documents
 from vocagnolm.objective import ObjectiveConfig, Targets
 from vocagnolm.train.collate import BlockCollator
 from vocagnolm.train.online import OnlineTeacher

@@ -13,14 +13,14 @@ from vocagnolm.objective import (
     ObjectiveError,
     Teacher,
     objective_loss,
-    two_phase,
 )
+from vocagnolm.objective import head as head_module
 from vocagnolm.objective.distill import by_counting, by_sorting, kl_rows, wasserstein_rows
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(two_phase, "_chunk_bytes", lambda device, exact: 1)
+    monkeypatch.setattr(head_module, "_chunk_bytes", lambda device, exact: 1)
 
 
 def run(p: Problem, config: ObjectiveConfig, impl: str):

@@ -17,7 +17,6 @@ from vocagnolm.objective import (
     objective_loss,
     student_nll,
     token_losses,
-    two_phase,
 )
 from vocagnolm.objective import head as head_module
 
@@ -38,7 +37,7 @@ TRANSFORMS = [{}, {"bias": True}, {"softcap": 5.0}, {"bias": True, "softcap": 4.
 @pytest.fixture
 def small_chunks(monkeypatch):
     """A budget of a few tokens, so that every loop runs more than once."""
-    monkeypatch.setattr(two_phase, "_chunk_bytes", lambda device, exact: 1)
+    monkeypatch.setattr(head_module, "_chunk_bytes", lambda device, exact: 1)
 
 
 def run(
@@ -196,8 +195,8 @@ def wide_products(monkeypatch):
         return out.add_(a.float() @ b.float())
 
     monkeypatch.setattr(head_module, "fp32_output", lambda device, dtype: True)
-    monkeypatch.setattr(two_phase, "product", product)
-    monkeypatch.setattr(two_phase, "accumulate", accumulate)
+    monkeypatch.setattr(head_module, "product", product)
+    monkeypatch.setattr(head_module, "accumulate", accumulate)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -207,7 +206,7 @@ def wide_products(monkeypatch):
 def test_low_precision_with_wide_products(
     dtype, chunk_bytes, transform, method, wide_products, monkeypatch
 ):
-    monkeypatch.setattr(two_phase, "_chunk_bytes", lambda device, exact: chunk_bytes)
+    monkeypatch.setattr(head_module, "_chunk_bytes", lambda device, exact: chunk_bytes)
     p = problem(3, 40, 16, 101, dtype=dtype, **transform)
     fast, leaves = run(p, ObjectiveConfig(method=method), "chunked")
     exact = problem(3, 40, 16, 101, dtype=dtype, **transform)

@@ -1,5 +1,6 @@
 """Scope global over two processes: the selection and the loss of one process."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,14 @@ def loss(x: dict[str, torch.Tensor], rows: slice, config: ObjectiveConfig):
     return output.loss.detach(), weight.grad
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+def work(rank: int, folder: Path) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(minutes=2),
+    )
     x, results = data(), []
     for config in CONFIGS:
         # two micro-batches of two sequences a rank, dealt as accelerate deals them
@@ -81,14 +87,18 @@ def worker(rank: int, folder: str) -> None:
                 "loss": loss(x, slice(4 * rank, 4 * rank + 4), config),
             }
         )
-    torch.save(results, Path(folder) / f"{rank}.pt")
+    torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, (str(folder),), nprocs=2)
+    other = mp.get_context("spawn").Process(target=work, args=(1, folder))
+    other.start()
+    work(0, folder)
+    other.join()
+    assert other.exitcode == 0
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

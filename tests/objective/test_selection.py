@@ -2,15 +2,19 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
+from faults_kit import LONG
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective.problems import NAN, obvious_k, obvious_selection
 
+from vocagnolm.alignment.alignment import chunk_bounds
 from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select, weigh_step
-from vocagnolm.objective.selection import Ranks, float_key, kept, kth_largest, random_key
+from vocagnolm.objective.selection import float_key, kept, kth_largest, random_key
+from vocagnolm.processes import Ranks
 
 # multiples of 1/8: exact in fp32, and they tie often
 nats = st.integers(-40, 40).map(lambda n: n / 8)
@@ -37,7 +41,7 @@ def scored(nll: list, guidance: list | None, valid: list) -> ScoredBatch:
     return ScoredBatch(targets, torch.tensor(nll))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300 if LONG else 50, deadline=None)
 @given(
     batches(),
     st.sampled_from([0.0, 0.1, 0.25, 0.4, 0.5, 0.7, 1.0]),
@@ -53,7 +57,7 @@ def test_matches_the_definition(batch, keep, unmapped, scope):
         assert whole.weights[0].bool().tolist() == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if LONG else 25, deadline=None)
 @given(batches(), st.sampled_from(["sequence", "batch"]))
 def test_mean_lets_the_unmapped_compete(batch, scope):
     # one mapped value: every mean is exact in fp32, so that the definition's ties are ours
@@ -153,6 +157,17 @@ def test_chunks_are_equal_up_to_one_token(T, n):
     assert select(batch, replace(config, keep=1.0)).all()
 
 
+@pytest.mark.parametrize(("T", "n"), [(17, 4), (31, 16), (5, 8), (12, 5)])
+def test_chunks_are_those_of_the_teachers_losses(T, n):
+    """Every chunk that the alignment cuts is kept whole, and alone, where it exceeds most."""
+    for first, last in pairwise(chunk_bounds(T, n).tolist()):
+        nll = [[float(first <= t < last) for t in range(T)]]
+        batch = scored(nll, [[0.0] * T], [[True] * T])
+        config = ObjectiveConfig(method="chunk", n_chunks=n, keep=0.01)
+        if first < last:
+            assert select(batch, config).float().tolist() == nll
+
+
 @pytest.mark.parametrize("scope", ["sequence", "batch", "global"])
 def test_the_unmapped_compete_with_the_mean_of_the_teachers_own_tokens(scope):
     """Ten teacher tokens of 0.1 nats behind one student token of 1 nat: the mean over teacher
@@ -184,7 +199,7 @@ def test_no_teacher_ranks_by_the_student_s_loss():
     assert select(batch, config).tolist() == [[False, True, False]]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80 if LONG else 40, deadline=None)
 @given(st.lists(st.integers(-(2**63) + 1, 2**63 - 1), min_size=1, max_size=40), st.data())
 def test_radix_select_is_the_kth_largest(values, data):
     k = data.draw(st.integers(1, len(values)))

@@ -16,6 +16,7 @@ from vocagnolm.objective import (
     student_nll,
     weigh_step,
 )
+from vocagnolm.objective import head as head_module
 from vocagnolm.objective.distill import kl_rows
 
 DISTILL = ObjectiveConfig(method="distill", mix=0.7)
@@ -182,8 +183,6 @@ def test_a_mix_by_what_is_left_to_learn(impl):
 
 
 def test_chunks_of_the_head_do_not_matter(monkeypatch):
-    from vocagnolm.objective import two_phase
-
     given = problem(B=4, T=90)
     stretches = soft_targets(given, targets=some_stretches(given))
     for config in (
@@ -193,7 +192,7 @@ def test_chunks_of_the_head_do_not_matter(monkeypatch):
     ):
         results = []
         for size in (64 << 20, 8 << 10):
-            monkeypatch.setattr(two_phase, "_chunk_bytes", lambda *_, size=size: size)
+            monkeypatch.setattr(head_module, "_chunk_bytes", lambda *_, size=size: size)
             ours = given.fresh()
             output = objective_loss(ours.hidden, ours.head, stretches, config, impl="chunked")
             output.loss.backward()

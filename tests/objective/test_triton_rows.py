@@ -7,7 +7,7 @@ import pytest
 import torch
 from objective.problems import problem, soft_targets, some_stretches
 
-from vocagnolm.objective import ObjectiveConfig, head, objective_loss, two_phase
+from vocagnolm.objective import ObjectiveConfig, head, objective_loss
 from vocagnolm.objective.head import SoftRows, Transform
 
 triton_rows = pytest.importorskip("vocagnolm.objective.triton_rows", exc_type=ImportError)
@@ -72,7 +72,7 @@ RULES = [
 @pytest.mark.parametrize("options", [{}, {"bias": True, "softcap": 4.0, "scale": 0.5}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_head_equals_chunked(keys, options, dtype, monkeypatch):
-    monkeypatch.setattr(two_phase, "_chunk_bytes", lambda device, exact: 1)
+    monkeypatch.setattr(head, "_chunk_bytes", lambda device, exact: 1)
     results = []
     for impl in ("chunked", "fused"):
         p = problem(dtype=dtype, device=DEVICE, **options).fresh()

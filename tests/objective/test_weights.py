@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from faults_kit import LONG
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective.problems import NAN, Problem, obvious_k, problem, some_stretches
@@ -16,9 +17,9 @@ from vocagnolm.objective import (
     Targets,
     objective_loss,
     select,
-    two_phase,
     weigh_step,
 )
+from vocagnolm.objective import head as head_module
 
 nats = st.integers(-40, 40).map(lambda n: n / 8)  # exact in fp32, and they tie often
 
@@ -91,7 +92,7 @@ def obvious_choice(nll, guidance, valid, number, config) -> list[list[bool]]:
     return chosen
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300 if LONG else 50, deadline=None)
 @given(
     stretched(),
     st.sampled_from([0.0, 0.25, 0.4, 0.7, 1.0]),
@@ -107,7 +108,7 @@ def test_stretches_are_chosen_whole_by_their_excess(batch, keep, unmapped, scope
         assert whole.weights[0].bool().tolist() == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40 if LONG else 20, deadline=None)
 @given(stretched())
 def test_a_step_is_the_same_step_however_it_is_split(batch):
     config = ObjectiveConfig(compare="stretch", scope="global")
@@ -186,7 +187,7 @@ def obvious_weights(nll: Tensor, targets: Targets, config: ObjectiveConfig) -> T
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
 @pytest.mark.parametrize("keys", GRADED, ids=lambda k: "-".join(map(str, k.values())))
 def test_graded_weights_and_gradients_in_float64(keys, impl, monkeypatch):
-    monkeypatch.setattr(two_phase, "_chunk_bytes", lambda device, exact: 1)
+    monkeypatch.setattr(head_module, "_chunk_bytes", lambda device, exact: 1)
     config = ObjectiveConfig(**keys)
     given_ = problem(dtype=torch.float64)
     targets = some_stretches(given_)

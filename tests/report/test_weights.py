@@ -49,15 +49,17 @@ def expected(passages: list[Passage], config: ObjectiveConfig) -> list[list[floa
         guidance.append(by_stretch if config.by_stretch else carried)
         number.append(found.number)
         nll.append([0.0, *one.student.nll[1:]])
+    first = int(config.rule.unit == "chunk")  # chunks are cut among the predicted tokens
     labels = torch.zeros(len(passages), 40, dtype=torch.int64)
     labels[:, 0] = -100
     targets = Targets(
-        labels_BT=labels,
-        guidance_BT=torch.tensor(np.array(guidance), dtype=torch.float32),
+        labels_BT=labels[:, first:],
+        guidance_BT=torch.tensor(np.array(guidance), dtype=torch.float32)[:, first:],
         stretch_BT=torch.tensor(np.array(number)) if config.by_stretch else None,
     )
-    batch = ScoredBatch(targets, torch.tensor(nll, dtype=torch.float32))
-    return weigh_step([batch], config).weights[0].tolist()
+    batch = ScoredBatch(targets, torch.tensor(nll, dtype=torch.float32)[:, first:])
+    weights = weigh_step([batch], config).weights[0].tolist()
+    return [[0.0] * first + row for row in weights]
 
 
 @pytest.mark.parametrize(

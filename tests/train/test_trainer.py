@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.errors import TrainingError, UsageError
-from vocagnolm.model.lm_head import last_hidden
+from vocagnolm.model.runtime import last_hidden
 from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, Targets
 from vocagnolm.recipe import load_recipe, recipe_from_dict
 from vocagnolm.train.collate import BlockCollator

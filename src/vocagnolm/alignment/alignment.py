@@ -11,6 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from vocagnolm.methods import chunk_bound
+
 IntArray = NDArray[np.int64]
 Aggregation = Literal["max", "mean", "sum"]
 AGGREGATIONS: tuple[Aggregation, ...] = ("max", "mean", "sum")
@@ -255,4 +257,5 @@ def chunk_align(n_student: int, n_teacher: int, n_chunks: int) -> Alignment:
 
 def chunk_bounds(n_tokens: int, n_chunks: int) -> IntArray:
     """Where `n_chunks` equal chunks begin, and the end: lengths differ by at most one token."""
-    return np.arange(n_chunks + 1, dtype=np.int64) * n_tokens // n_chunks
+    bounds: IntArray = chunk_bound(np.arange(n_chunks + 1, dtype=np.int64), n_tokens, n_chunks)
+    return bounds

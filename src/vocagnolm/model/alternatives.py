@@ -22,7 +22,7 @@ from vocagnolm.alternatives import (
     STEPS_PER_NAT,
     AlternativesSpec,
 )
-from vocagnolm.model.sharding import VocabularyPart
+from vocagnolm.model.runtime import VocabularyPart
 from vocagnolm.objective.head import Transform
 from vocagnolm.objective.selection import mixed_bits
 
@@ -90,8 +90,8 @@ class AlternativeChoice:
         ids_NPK = gathered(self.ids_NK + part.first)
         lse = lse_NP.logsumexp(dim=1)
         if not self.spec.sampled:
-            values, place = values_NPK.flatten(1).topk(self.spec.count)
-            return values, ids_NPK.flatten(1).gather(1, place), lse
+            values, index = values_NPK.flatten(1).topk(self.spec.count)
+            return values, ids_NPK.flatten(1).gather(1, index), lse
         # which process's draw counts is drawn by what its rows weigh
         assert self.seeds_N is not None
         uniform = uniform_numbers(~self.seeds_N, self.spec.count)
@@ -119,25 +119,25 @@ def by_groups(z_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     beyond = groups * _GROUP  # columns of no whole group: all are looked at
     if beyond < v:
         inside = torch.cat([inside, z_NV[:, beyond:]], dim=1)
-    values, place = _largest(inside, count)
-    group = chosen.gather(1, (place // _GROUP).clamp(max=count - 1))
-    column = group * _GROUP + place % _GROUP
-    return values, torch.where(place < count * _GROUP, column, beyond + place - count * _GROUP)
+    values, index = _largest(inside, count)
+    group = chosen.gather(1, (index // _GROUP).clamp(max=count - 1))
+    column = group * _GROUP + index % _GROUP
+    return values, torch.where(index < count * _GROUP, column, beyond + index - count * _GROUP)
 
 
 def _largest(x_NM: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`topk` of a tensor that nobody needs afterwards. A few of a short row are sooner found one
+    """`topk` of a tensor that is not needed afterwards. A few of a short row are sooner found one
     after the other than by a GPU's search."""
     if count > _ONE_BY_ONE:
         found, where = x_NM.topk(count)
         return found, where
-    values, places = [], []
+    values, indices = [], []
     for _ in range(count):
-        value, place = x_NM.max(dim=1, keepdim=True)
+        value, index = x_NM.max(dim=1, keepdim=True)
         values.append(value)
-        places.append(place)
-        x_NM.scatter_(1, place, float("-inf"))
-    return torch.cat(values, dim=1), torch.cat(places, dim=1)
+        indices.append(index)
+        x_NM.scatter_(1, index, float("-inf"))
+    return torch.cat(values, dim=1), torch.cat(indices, dim=1)
 
 
 def drawn(z_NV: Tensor, lse_N: Tensor, uniform_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,10 +155,10 @@ def drawn(z_NV: Tensor, lse_N: Tensor, uniform_NK: Tensor) -> tuple[Tensor, Tens
     before = F.pad(upto, (1, 0)).gather(1, group)
     inside = p_NGC.gather(1, group[:, :, None].expand(*group.shape, _GROUP)).double().cumsum(-1)
     left = (wanted - before)[:, :, None].contiguous()
-    place = torch.searchsorted(inside, left, right=True)[:, :, 0]
+    index = torch.searchsorted(inside, left, right=True)[:, :, 0]
     # where rounding passes over the last of them
     last = torch.searchsorted(inside, inside[:, :, -1:].contiguous())[:, :, 0]
-    ids = group * _GROUP + torch.minimum(place, last)
+    ids = group * _GROUP + torch.minimum(index, last)
     return z_NV.gather(1, ids), ids
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from vocagnolm.errors import UsageError
 from vocagnolm.model.runtime import find_layers
-from vocagnolm.objective.head import Transform, row_operations
-from vocagnolm.objective.two_phase import SeeRows
+from vocagnolm.objective.head import SeeRows, Transform, row_operations
 
 HEAD_TOO = True
 """Whether `--dtype fp8` means the head's product as well as the decoder's: a head in bfloat16 buys

@@ -7,7 +7,10 @@ user asks for it.
 
 import hashlib
 import importlib.util
+import json
 import logging
+import math
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,6 @@ from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.errors import MissingExtraError, ModelError, UsageError
 from vocagnolm.files import parse_json
 from vocagnolm.model.fp8 import require_fp8, to_fp8
-from vocagnolm.model.sharding import fewest_parts, loaded_bytes, loading_options, require_divisible
 
 # ---- quantised weights ----
 
@@ -68,13 +70,66 @@ def require_packages(name: str, config: Any, device: torch.device) -> None:
         )
 
 
+# ---- a model over several GPUs ----
+
+# One model over several GPUs of a machine, by the plan that transformers has for its architecture:
+# every process holds a part of each matrix, and all of them pass through it together.
+# Of a GPU's memory: the rest is for activations, logits and what torch itself takes.
+_ROOM_FOR_WEIGHTS = 0.85
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+def possible_sizes(name: str, config: Any) -> list[int]:
+    """Into how many parts a model can be split: whole attention heads to each."""
+    text = config.get_text_config()
+    if not getattr(text, "base_model_tp_plan", None):
+        raise UsageError(
+            f"--shard-teacher: transformers has no tensor-parallel plan for {name} "
+            f"({text.model_type}), so it cannot be split over GPUs. Leave --shard-teacher out: one "
+            "GPU must hold all of it."
+        )
+    heads = [value for key in _HEADS if isinstance(value := getattr(text, key, None), int)]
+    common = math.gcd(*heads)
+    return [size for size in range(1, common + 1) if common % size == 0]
+
+
+def fewest_parts(name: str, config: Any, weight_bytes: int, memory_bytes: int) -> int:
+    """As few GPUs of so much memory as hold the weights."""
+    possible = possible_sizes(name, config)
+    needed = weight_bytes / (memory_bytes * _ROOM_FOR_WEIGHTS)
+    for size in possible:
+        if size >= needed:
+            return size
+    raise UsageError(
+        f"--shard-teacher auto: {name} has {weight_bytes / 2**30:,.0f} GiB of weights, which "
+        f"{possible[-1]} GPUs of {memory_bytes / 2**30:,.0f} GiB do not hold, and it cannot be "
+        "split into more parts. Use larger GPUs, or weights that are quantised."
+    )
+
+
+def loaded_bytes(files: tuple[Path, ...], dtype: torch.dtype) -> int:
+    """What the weights of safetensors files take in memory, floating-point ones in `dtype`."""
+    total = 0
+    for path in files:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            tensors = json.loads(file.read(length))
+        tensors.pop("__metadata__", None)
+        for about in tensors.values():
+            first, last = about["data_offsets"]
+            width = _FLOATS.get(about["dtype"])
+            total += (last - first) * dtype.itemsize // width if width else last - first
+    return total
+
+
 # ---- loading ----
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
 # The fingerprint reads this many evenly spaced blocks of every weight file: a 140 GB model is
-# told from its fine-tuned sister in a second.
+# distinguished from its fine-tuned version in a second.
 _FINGERPRINT_BLOCKS = 1024
 _FINGERPRINT_BLOCK_BYTES = 16 * 1024
 _HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
@@ -123,10 +178,10 @@ class ModelFiles:
     def end_ids(self) -> tuple[int, ...]:
         """Tokens with which the model ends what it writes, as its files say."""
         generation = self.folder / "generation_config.json"
-        told = [self.tokenizer.eos_id, self.config.get_text_config().eos_token_id]
+        named = [self.tokenizer.eos_id, self.config.get_text_config().eos_token_id]
         if self.gguf_file is None and generation.is_file():
-            told.append(parse_json(generation.read_text(encoding="utf-8")).get("eos_token_id"))
-        flat = [one for value in told for one in (value if isinstance(value, list) else [value])]
+            named.append(parse_json(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+        flat = [one for value in named for one in (value if isinstance(value, list) else [value])]
         return tuple(sorted({index for index in flat if isinstance(index, int)}))
 
     def describe(self) -> dict[str, Any]:
@@ -147,7 +202,13 @@ class ModelFiles:
                 f"--shard-teacher: {self.name} is a GGUF file, which is loaded whole. Use the "
                 "model's safetensors, or leave --shard-teacher out."
             )
-        require_divisible(self.name, self.config, shards)
+        possible, text = possible_sizes(self.name, self.config), self.config.get_text_config()
+        if shards not in possible:
+            heads = ", ".join(f"{getattr(text, key)} {key}" for key in _HEADS if hasattr(text, key))
+            raise UsageError(
+                f"--shard-teacher {shards}: the heads of {self.name} ({heads}) cannot be shared by "
+                f"{shards} GPUs. Use one of {', '.join(map(str, possible))}."
+            )
 
     def fewest_shards(self) -> int:
         """As few GPUs of this machine as hold the weights; 1 on a CPU."""
@@ -168,7 +229,13 @@ class ModelFiles:
         else:
             options |= {"use_safetensors": True, "trust_remote_code": self.trust_remote_code}
         if shards > 1:
-            options |= loading_options(shards)
+            if importlib.util.find_spec("transformers.distributed.mixin") is None:
+                raise ModelError(
+                    "--shard-teacher needs a newer transformers: pip install --upgrade transformers"
+                )
+            from transformers.distributed.configuration_utils import DistributedConfig
+
+            options["distributed_config"] = DistributedConfig(tp_size=shards)
         elif self.device.type == "cuda":
             options["device_map"] = {"": self.device}
         try:
@@ -214,22 +281,27 @@ def open_model(
 
     `dtype="auto"`: float32 on a CPU; on a GPU the checkpoint's own half precision, else bfloat16.
     """
-    torch_device = resolve_device(device)
-    path = Path(source)
-    if path.suffix.lower() == ".gguf":
-        return _open_gguf(path, torch_device, dtype)
-    name = path.resolve().name if path.is_dir() else str(source)
-    from_hub = not path.is_dir()
-    if from_hub:
-        path, revision = _from_hub(str(source), revision, trust_remote_code, weights)
-    files = _weight_files(path, name if from_hub else None) if weights else []
-    config = _load_config(path, trust_remote_code)
-    require_packages(name, config, torch_device)
-    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    tokenizer.name = name
+    torch_device, path = resolve_device(device), Path(source)
+    gguf_file = path.name if path.suffix.lower() == ".gguf" else None
+    if gguf_file is not None:
+        config, files, name, revision = _gguf_config(path), [path], path.name, None
+        tokenizer, path, trust_remote_code = load_tokenizer(path), path.parent, False
+    else:
+        hub_id = None if path.is_dir() else str(source)
+        name = hub_id or path.resolve().name
+        if hub_id is not None:
+            path, revision = _from_hub(hub_id, revision, trust_remote_code, weights)
+        files = _weight_files(path, hub_id) if weights else []
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            raise ModelError(_loading_message(path, error)) from error
+        require_packages(name, config, torch_device)
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        tokenizer.name = name
     return ModelFiles(
         folder=path,
-        gguf_file=None,
+        gguf_file=gguf_file,
         weight_files=tuple(files),
         config=config,
         tokenizer=tokenizer,
@@ -284,30 +356,17 @@ def weights_fingerprint(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _open_gguf(path: Path, device: torch.device, dtype: str) -> ModelFiles:
+def _gguf_config(path: Path) -> Any:
     if not path.is_file():
         raise ModelError(f"{path} does not exist.")
     if importlib.util.find_spec("gguf") is None:
         raise MissingExtraError("gguf", "gguf", f"reading {path.name}")
     try:
-        config = AutoConfig.from_pretrained(
+        return AutoConfig.from_pretrained(
             str(path.parent), gguf_file=path.name, trust_remote_code=False
         )
     except Exception as error:
         raise ModelError(f"{path} cannot be read as a GGUF model: {error}") from error
-    tokenizer = load_tokenizer(path)
-    return ModelFiles(
-        folder=path.parent,
-        gguf_file=path.name,
-        weight_files=(path,),
-        config=config,
-        tokenizer=tokenizer,
-        name=path.name,
-        revision=None,
-        device=device,
-        dtype=resolve_dtype(dtype, device, config),
-        fp8=dtype == "fp8",
-    )
 
 
 def _from_hub(
@@ -337,37 +396,26 @@ def _from_hub(
     return Path(folder), Path(folder).name
 
 
-def _weight_files(folder: Path, hub_id: str | None = None) -> list[Path]:
+def _weight_files(folder: Path, hub_id: str | None) -> list[Path]:
+    name = hub_id or str(folder)
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{hub_id or folder} has no config.json: it is not a model folder.")
+        raise ModelError(f"{name} has no config.json: it is not a model folder.")
     files = sorted(folder.glob("model*.safetensors"))
-    if not files and hub_id is not None:
+    if files:
+        return files
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+    if hub_id is None and not pickled:
         raise ModelError(
-            f"{hub_id} has no safetensors weights on the hub; pickled files can run code when they "
-            "are opened and are not loaded. Often a pull request on the model's page adds "
-            "safetensors: give its number as the revision, refs/pr/N. Or convert the model once "
-            "with save_pretrained(folder) where you trust it, and pass the folder."
+            f"{name} has no safetensors weights. Expected model.safetensors or "
+            "model-00001-of-0000N.safetensors."
         )
-    if not files:
-        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
-        raise ModelError(
-            f"{folder} has no safetensors weights"
-            + (
-                f", only {', '.join(pickled[:3])}: pickled files can run code when they are opened "
-                "and are not loaded. Convert the model once with "
-                "save_pretrained(folder, safe_serialization=True) where you trust it."
-                if pickled
-                else ". Expected model.safetensors or model-00001-of-0000N.safetensors."
-            )
-        )
-    return files
-
-
-def _load_config(folder: Path, trust_remote_code: bool) -> Any:
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise ModelError(_loading_message(folder, error)) from error
+    found = " on the hub" if hub_id else f", only {', '.join(pickled[:3])}"
+    hint = "Often a pull request there adds them: give it as the revision, refs/pr/N. Or convert"
+    raise ModelError(
+        f"{name} has no safetensors weights{found}: pickled files can run code when they are "
+        f"opened and are not loaded. {hint if hub_id else 'Convert'} the model once with "
+        "save_pretrained(folder) where you trust it, and pass the folder."
+    )
 
 
 def _loading_message(folder: Path, error: Exception) -> str:

@@ -15,11 +15,18 @@ from vocagnolm.alternatives import NOTHING, AlternativesSpec
 from vocagnolm.errors import ModelError
 from vocagnolm.model.alternatives import AlternativeChoice
 from vocagnolm.model.fp8 import Fp8Linear, head_to_fp8
-from vocagnolm.model.lm_head import head_form, last_hidden
-from vocagnolm.model.runtime import Arriving, compile_layers
-from vocagnolm.model.sharding import VocabularyPart
-from vocagnolm.objective import IGNORE_INDEX, two_phase
-from vocagnolm.objective.head import TORCH_ROWS, Head, RowLosses, Transform, row_operations
+from vocagnolm.model.runtime import HostCopy, VocabularyPart, compile_layers, head_form, last_hidden
+from vocagnolm.objective.head import (
+    IGNORE_INDEX,
+    TORCH_ROWS,
+    Head,
+    RowLosses,
+    SeeRows,
+    Transform,
+    Workspace,
+    row_losses,
+    row_operations,
+)
 
 # ---- windows ----
 
@@ -40,6 +47,10 @@ class Window:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    def scored(self, prefix: int) -> slice:
+        """The tokens that are scored: a window's first only where a prefix stands before it."""
+        return slice(max(self.first_scored, self.start + (prefix == 0)), self.stop)
 
 
 @dataclass(frozen=True)
@@ -69,12 +80,7 @@ def cut_windows(document: int, tokens: int, *, room: int, stride: int) -> list[W
 
 
 def plan_batches(
-    token_counts: Sequence[int],
-    *,
-    context: int,
-    stride: int,
-    prefix_tokens: int,
-    batch_tokens: int,
+    token_counts: Sequence[int], *, context: int, stride: int, prefix_tokens: int, batch_tokens: int
 ) -> list[Batch]:
     """Batches of about `batch_tokens` tokens in rows of similar length, longest first (so that a
     lack of memory shows at once). `prefix_tokens` beginning-of-text tokens stand before every
@@ -150,8 +156,8 @@ def token_scores(
     alternatives: AlternativesSpec | None = None,
     seeds_N: Tensor | None = None,
 ) -> RowScores:
-    """The same, with the alternatives at every place; `seeds_N`: for those that are drawn."""
-    work = two_phase.Workspace.of(
+    """The same, with the alternatives at every position; `seeds_N`: for those that are drawn."""
+    work = Workspace.of(
         hidden_ND,
         head,
         row_operations("auto", hidden_ND),
@@ -162,7 +168,7 @@ def token_scores(
         chunk = _tile_tokens(head.weight.shape[0], hidden_ND.is_cuda)
     choice, see = _choosing(alternatives, hidden_ND, seeds_N, work.transform)
     local = labels_N if part is None else part.local(labels_N)
-    losses = two_phase.token_losses(work, local, chunk=chunk, see=see)
+    losses = row_losses(work, local, chunk=chunk, see=see)
     nll = losses.nll_N
     if part is not None:
         nll = part.combine(losses.nll_N, losses.lse_N, labels_N)
@@ -171,7 +177,7 @@ def token_scores(
 
 def _choosing(
     spec: AlternativesSpec | None, rows: Tensor, seeds_N: Tensor | None, transform: Transform
-) -> tuple[AlternativeChoice | None, two_phase.SeeRows | None]:
+) -> tuple[AlternativeChoice | None, SeeRows | None]:
     """What collects the alternatives of so many rows, and what is to be shown the logits."""
     if spec is None:
         return None, None
@@ -244,19 +250,15 @@ class NllModel:
         )
 
     def document_nll(
-        self,
-        documents: Sequence[np.ndarray],
-        on_tokens: Callable[[int], None] | None = None,
+        self, documents: Sequence[np.ndarray], on_tokens: Callable[[int], None] | None = None
     ) -> list[np.ndarray]:
         """float32 nll in nats for the token ids of every document; NaN where there is no context.
-        `on_tokens` is told how many tokens are under way, batch by batch."""
+        `on_tokens` is called with the number of tokens of every batch that is started."""
         return [scores.nll for scores in self.start(documents, on_tokens)()]
 
     @torch.inference_mode()
     def start(
-        self,
-        documents: Sequence[np.ndarray],
-        on_tokens: Callable[[int], None] | None = None,
+        self, documents: Sequence[np.ndarray], on_tokens: Callable[[int], None] | None = None
     ) -> Callable[[], list[TokenScores]]:
         """The same in two steps: when this returns, the last batches are on their way through the
         device, and the function it returns waits for them, in any thread."""
@@ -268,21 +270,21 @@ class NllModel:
             )
         self.warm_up()
         batches = self.plan([len(ids) for ids in documents])
-        arriving: list[tuple[Arriving, Arriving | None]] = []
+        copies: list[tuple[HostCopy, HostCopy | None]] = []
         for batch in batches:
-            if len(arriving) >= _BATCHES_AHEAD:
-                arriving[-_BATCHES_AHEAD][0].numpy()
+            if len(copies) >= _BATCHES_AHEAD:
+                copies[-_BATCHES_AHEAD][0].numpy()
             nll, packed = self.batch_scores(batch, documents)
-            arriving.append((Arriving(nll), None if packed is None else Arriving(packed)))
+            copies.append((HostCopy(nll), None if packed is None else HostCopy(packed)))
             if on_tokens is not None:
                 on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
         counts = [len(ids) for ids in documents]
-        return lambda: self._placed(batches, arriving, counts)
+        return lambda: self._collect(batches, copies, counts)
 
-    def _placed(
+    def _collect(
         self,
         batches: Sequence[Batch],
-        arriving: Sequence[tuple[Arriving, Arriving | None]],
+        copies: Sequence[tuple[HostCopy, HostCopy | None]],
         counts: Sequence[int],
     ) -> list[TokenScores]:
         kept = self.alternatives
@@ -293,25 +295,19 @@ class NllModel:
             )
             for count in counts
         ]
-        for batch, (losses, others) in zip(batches, arriving, strict=True):
+        for batch, (losses, others) in zip(batches, copies, strict=True):
             nll = losses.numpy()
             packed = None if others is None else others.numpy().view(np.uint32)
-            at = 0
+            first = 0
             for window in batch.windows:
-                first = max(window.first_scored, window.start + self._first_target)
-                place = slice(first, window.stop)
-                rows = slice(at, at + window.stop - first)
+                scored = window.scored(len(self.prefix_ids))
+                rows = slice(first, first + scored.stop - scored.start)
                 scores = found[window.document]
-                scores.nll[place] = nll[rows]
+                scores.nll[scored] = nll[rows]
                 if packed is not None and scores.alternatives is not None:
-                    scores.alternatives[place] = packed[rows]
-                at = rows.stop
+                    scores.alternatives[scored] = packed[rows]
+                first = rows.stop
         return found
-
-    @property
-    def _first_target(self) -> int:
-        """A window's first token has a predecessor only where a prefix stands before it."""
-        return 0 if self.prefix_ids else 1
 
     def batch_scores(self, batch: Batch, documents: Sequence[np.ndarray]) -> RowScores:
         """Of the scored tokens of a batch, window after window, on the model's device."""
@@ -321,15 +317,14 @@ class NllModel:
         positions, labels, seeds = [], [], []
         drawn = self.alternatives is not None and self.alternatives.sampled
         for row, window in enumerate(batch.windows):
-            ids = documents[window.document]
+            ids, scored = documents[window.document], window.scored(prefix)
+            targets = np.arange(scored.start, scored.stop)
             input_ids[row, prefix : prefix + len(window)] = ids[window.start : window.stop]
-            first = max(window.first_scored, window.start + self._first_target)
             # the hidden state before a token predicts it
-            before = row * batch.row_tokens + prefix - window.start - 1
-            positions.append(np.arange(first, window.stop) + before)
-            labels.append(ids[first : window.stop])
+            positions.append(targets + row * batch.row_tokens + prefix - window.start - 1)
+            labels.append(ids[scored])
             if drawn:
-                seeds.append(_document_seed(ids) + np.arange(first, window.stop))
+                seeds.append(_document_seed(ids) + targets)
         device = self.model.device
         return self.rows_scores(
             _sent(input_ids, device),
@@ -339,11 +334,7 @@ class NllModel:
         )
 
     def rows_scores(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        labels: Tensor,
-        seeds: Tensor | None = None,
+        self, input_ids: Tensor, positions: Tensor, labels: Tensor, seeds: Tensor | None = None
     ) -> RowScores:
         """Of `labels` [N] as predicted at the flat `positions` [N] of `input_ids` [B, T]; `seeds`
         [N] for alternatives that are drawn."""
@@ -395,7 +386,7 @@ class NllModel:
         shape = (self._full_rows + 1, max(2, self.context // 2))
         zeros = torch.zeros(shape, dtype=torch.int64, device=self.model.device)
         positions = torch.arange(zeros.numel(), device=self.model.device)
-        Arriving(self.rows_scores(zeros, positions, zeros.flatten(), positions).nll_N).numpy()
+        HostCopy(self.rows_scores(zeros, positions, zeros.flatten(), positions).nll_N).numpy()
 
 
 def _document_seed(ids: np.ndarray) -> int:
@@ -419,11 +410,11 @@ def losses_through_logits(
     labels_BT: Tensor,
     position_ids_BT: Tensor | None = None,
     with_entropy: bool = False,
-    see: two_phase.SeeRows | None = None,
+    see: SeeRows | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(nll, entropy or None) [B, T] for heads that are not understood: a row at a time through the
     model's own logits; 0 where the label is ignored. `see` is shown every row."""
-    nll, entropy = [], []
+    found: list[RowLosses] = []
     for row, labels in enumerate(labels_BT):
         one = slice(row, row + 1)
         where = {} if position_ids_BT is None else {"position_ids": position_ids_BT[one]}
@@ -431,7 +422,7 @@ def losses_through_logits(
         losses = TORCH_ROWS.losses(logits, labels.clamp(min=0), Transform(), with_entropy)
         if see is not None:
             see(row * len(labels), (row + 1) * len(labels), logits, losses)
-        nll.append(torch.where(labels >= 0, losses.nll_N, 0.0))
-        entropy.append(losses.entropy_N)
-    found = [e for e in entropy if e is not None]
-    return torch.stack(nll), torch.stack(found) if found else None
+        found.append(losses)
+    nll = torch.where(labels_BT >= 0, torch.stack([losses.nll_N for losses in found]), 0.0)
+    entropy = [losses.entropy_N for losses in found if losses.entropy_N is not None]
+    return nll, torch.stack(entropy) if entropy else None

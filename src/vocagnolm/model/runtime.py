@@ -1,69 +1,306 @@
-"""How models run: threads, numbers on their way from a device, compiled layers."""
+"""How a causal language model runs: its decoder and its head, the loss of its routers, compiled
+layers, and copies from a device to the host.
+
+The form of a head is found with a probe: architectures end in many ways, and a silent difference
+would score or train another model.
+"""
 
 import contextlib
+import functools
 import importlib
+import itertools
+import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel, masking_utils
 
+from vocagnolm.errors import ModelError
+from vocagnolm.objective.head import Head, Transform
 from vocagnolm.storage.copies import cache_folder
 
+# ---- the decoder ----
 
-@contextmanager
-def torch_threads(count: int | None) -> Iterator[None]:
-    """None: as many as before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+_KNOWN = ContextVar("rows hold one document each", default=False)
+_SEARCH = "find_packed_sequence_indices"
+
+
+@contextlib.contextmanager
+def one_document_a_row() -> Iterator[None]:
+    """transformers looks through the positions of every batch for a second document, also through
+    those that it has made itself, and the host waits for the device's answer before it can launch
+    the first layer. Inside this context the answer is known: there is none."""
+    _teach_transformers()
+    token = _KNOWN.set(True)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        _KNOWN.reset(token)
 
 
-# ---- numbers on their way ----
+@functools.cache
+def _teach_transformers() -> None:
+    search: Any = getattr(masking_utils, _SEARCH, None)
+    if search is None:  # another version, which has its own way
+        return
+
+    @functools.wraps(search)
+    def unless_known(position_ids: Any) -> Any:
+        return None if _KNOWN.get() else search(position_ids)
+
+    setattr(masking_utils, _SEARCH, unless_known)
 
 
-class Moment:
-    """When the work that is queued now is done: on a GPU a mark in its queue, which takes no time
-    and is not waited for; elsewhere, where nothing is queued, the time of day."""
-
-    def __init__(self, device: torch.device):
-        self._seconds = time.perf_counter()
-        self._mark: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._mark = torch.cuda.Event(enable_timing=True, blocking=True)
-            self._mark.record(torch.cuda.current_stream(device))
-
-    def wait(self) -> None:
-        if self._mark is not None:
-            self._mark.synchronize()
-
-    def seconds_since(self, earlier: "Moment") -> float:
-        if self._mark is not None and earlier._mark is not None:
-            return float(earlier._mark.elapsed_time(self._mark)) / 1000
-        return self._seconds - earlier._seconds
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The part that ends in hidden states. Llama 4's text model does not name it as its base."""
+    base = model.base_model
+    if base is not model:
+        return base
+    return next(part for part in model.children() if isinstance(part, PreTrainedModel))
 
 
-class Arriving:
-    """From a GPU to pinned memory, behind the work that is queued; other devices are waited for."""
+def run_decoder(
+    model: PreTrainedModel,
+    input_ids_BT: Tensor,
+    position_ids_BT: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """The decoder's outputs. Positions that start again mark documents: most architectures of
+    transformers then keep attention inside each of them (`separates_documents` finds out). No
+    attention mask: rows may be padded on the right only."""
+    if position_ids_BT is not None:
+        options["position_ids"] = position_ids_BT
+    with one_document_a_row() if position_ids_BT is None else contextlib.nullcontext():
+        return decoder_of(model)(input_ids=input_ids_BT, use_cache=False, **options)
 
-    def __init__(self, values: Tensor):
-        self._here = values.to("cpu", non_blocking=values.is_cuda)
-        self.moment = Moment(values.device)
 
-    def numpy(self) -> np.ndarray[Any, Any]:
-        """Waits for these numbers, and for nothing after them."""
-        self.moment.wait()
-        return self._here.numpy()
+def last_hidden(
+    model: PreTrainedModel, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None
+) -> Tensor:
+    """Hidden states after the final norm [B, T, D]."""
+    hidden: Tensor = run_decoder(model, input_ids_BT, position_ids_BT).last_hidden_state
+    return hidden
+
+
+@contextlib.contextmanager
+def _probing(model: PreTrainedModel) -> Iterator[None]:
+    """In evaluation mode, without gradients; afterwards as before."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def separates_documents(model: PreTrainedModel) -> bool:
+    """Whether positions that start again keep a document from seeing the one before it: two
+    documents, the first exchanged, must leave the second's hidden states alone."""
+    first, other, second = _probe_ids(model, 3, seed=1)[:, None]
+    positions = torch.arange(_PROBE_TOKENS, device=model.device).repeat(2)[None]
+    try:
+        with _probing(model):
+            one, two = (
+                last_hidden(model, torch.cat([before, second], 1), positions)[:, _PROBE_TOKENS:]
+                for before in (first, other)
+            )
+    except TypeError:  # it takes no positions at all
+        return False
+    one, two = one.float(), two.float()
+    # half precision may round otherwise elsewhere in a batch; leaking is far larger
+    tolerance = 1e-5 if model.dtype == torch.float32 else 1e-2
+    return bool((one - two).abs().max() <= tolerance * one.abs().max())
+
+
+# ---- the head ----
+
+_PROBE_TOKENS = 16
+# what configurations call the factor on the logits, and the power with which they mean it:
+# Granite divides by logits_scaling, HyperCLOVA X multiplies
+_SCALES = {
+    "logit_scale": (1,),
+    "lm_head_multiplier": (1,),
+    "logits_scaling": (-1, 1),
+    "logits_mup_width_multiplier": (-1,),
+}
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The rows of a head that this process holds, where several hold the model together."""
+
+    first: int
+    rows: int
+    rows_each: int
+    """Of every process but the last."""
+    device: torch.device
+    group: Any
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "VocabularyPart | None":
+        head: Any = model.get_output_embeddings()
+        weight = head.weight
+        if not _is_split(model, weight):
+            return None
+        if weight.placements != (Shard(0),):
+            raise ValueError(f"a head that is split as {weight.placements} is not known")
+        mesh = weight.device_mesh
+        rows_each = -(-weight.shape[0] // mesh.size())
+        here = weight.to_local()
+        first = mesh.get_local_rank() * rows_each
+        return cls(first, here.shape[0], rows_each, here.device, mesh.get_group())
+
+    @property
+    def columns(self) -> slice:
+        """Of logits for the whole vocabulary."""
+        return slice(self.first, self.first + self.rows)
+
+    def local(self, labels_N: Tensor) -> Tensor:
+        """Labels as rows of this part; those of others become any row."""
+        return (labels_N - self.first).clamp(0, self.rows - 1)
+
+    def combine(self, nll_N: Tensor, lse_N: Tensor, labels_N: Tensor) -> Tensor:
+        """nll over the whole vocabulary, from each process's own over its rows."""
+        own = torch.stack([nll_N, lse_N])
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, own, group=self.group)
+        nll_PN, lse_PN = torch.stack(parts, dim=1).unbind()
+        owner_1N = (labels_N // self.rows_each)[None]
+        beside_N = lse_PN.logsumexp(dim=0) - lse_PN.gather(0, owner_1N)[0]
+        nll: Tensor = nll_PN.gather(0, owner_1N)[0] + beside_N
+        return nll
+
+    def all_agree(self, opinion: bool) -> bool:
+        """Every process must go the same way, or they would wait for each other."""
+        vote = torch.tensor(float(opinion), device=self.device)
+        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self.group)
+        return bool(vote > 0)
+
+
+def _is_split(model: PreTrainedModel, parameter: Any) -> bool:
+    """Whether this process holds a part of it by a tensor-parallel plan; FSDP has DTensors too."""
+    return (getattr(model, "tp_size", None) or 1) > 1 and isinstance(parameter, DTensor)
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """How a model's logits come from its last linear layer: known once, while the layer's weights
+    change (and are gathered anew under FSDP)."""
+
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def head(self, model: PreTrainedModel, vocabulary_size: int | None = None) -> Head:
+        """Where several processes hold the model together: the rows of this one."""
+        linear: Any = model.get_output_embeddings()
+        form: dict[str, Any] = {"softcap": self.softcap, "scale": self.scale}
+        for name in ("weight", "bias"):
+            tensor: Any = getattr(linear, name, None)
+            form[name] = tensor.to_local() if _is_split(model, tensor) else tensor
+        return Head(**form, vocabulary_size=vocabulary_size)
+
+    def transform(self, bias: Tensor | None) -> Transform:
+        """From the products of a head that has no plain weight."""
+        return Transform(None if bias is None else bias.float(), self.softcap, self.scale)
+
+
+def head_form(model: PreTrainedModel) -> HeadForm | None:
+    """The form of head that gives the model's own logits on a few tokens; None where weight, bias,
+    scale and soft cap do not explain them."""
+    ids = _probe_ids(model, 1, seed=0)
+    tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
+    no_usual_decoder = (AttributeError, RuntimeError, TypeError, StopIteration, ValueError)
+    with _probing(model), contextlib.suppress(*no_usual_decoder):
+        part = VocabularyPart.of(model)
+        own = model(input_ids=ids, use_cache=False).logits.float()
+        own = own if part is None else own[..., part.columns]
+        hidden = last_hidden(model, ids)
+        largest = own.abs().max().clamp(min=1e-6)
+        for form in _candidates(model.config.get_text_config()):
+            ours = form.head(model).logits(hidden).float()
+            fits = own.shape == ours.shape and (own - ours).abs().max() <= tolerance * largest
+            if fits if part is None else part.all_agree(bool(fits)):
+                return form
+    return None
+
+
+def _probe_ids(model: PreTrainedModel, count: int, *, seed: int) -> Tensor:
+    """[count, _PROBE_TOKENS]"""
+    rows = model.get_output_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, rows, (count, _PROBE_TOKENS), generator=generator).to(model.device)
+
+
+def _candidates(config: Any) -> Iterator[HeadForm]:
+    softcap = next((value for name in _SOFTCAPS if (value := _number(config, name))), None)
+    found = [(_number(config, name), powers) for name, powers in _SCALES.items()]
+    factors = [[value**power for power in powers] for value, powers in found if value]
+    for chosen in itertools.product(*factors):
+        yield HeadForm(softcap, math.prod(chosen, start=1.0))
+
+
+def _number(config: Any, name: str) -> float | None:
+    value = getattr(config, name, None)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+# ---- mixtures of experts ----
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """Of the router's logits of all layers."""
+
+    function: Callable[..., Tensor]
+    experts: int
+    experts_per_token: int
+    weight: float
+    """The model's own coefficient beside the cross entropy."""
+
+    def __call__(self, router_logits: tuple[Tensor, ...]) -> Tensor:
+        loss: Tensor = self.function(router_logits, self.experts, self.experts_per_token)
+        return self.weight * loss
+
+
+def router_loss_of(model: PreTrainedModel, wanted: bool | None = None) -> RouterLoss | None:
+    """The router loss that transformers adds to this model's own loss; None for models without
+    experts, and where it is not wanted. `wanted` None: as the configuration says, whose
+    `output_router_logits` turns it on in transformers too."""
+    config: Any = model.config.get_text_config()
+    if wanted is None:
+        wanted = bool(getattr(config, "output_router_logits", False))
+    weight = getattr(config, "router_aux_loss_coef", getattr(config, "aux_loss_coef", None))
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    if not wanted or not weight:
+        return None
+    experts: Any = getattr(model, "num_experts", None)
+    per_token: Any = getattr(model, "num_experts_per_tok", None)
+    if function is not None and experts is not None and per_token is not None:
+        loss = RouterLoss(function, experts, per_token, float(weight))
+        ids = torch.arange(1, 9, device=model.device)[None]
+        with _probing(model):
+            own = model(input_ids=ids, use_cache=False, output_router_logits=True).aux_loss
+            ours = loss(run_decoder(model, ids, output_router_logits=True).router_logits)
+        if torch.allclose(loss.weight * own, ours, rtol=1e-2, atol=1e-6):
+            return loss
+    raise ModelError(
+        f"{type(model).__name__} computes its router loss in a way that is not known here. "
+        "Set train.router_loss to false to train without it."
+    )
 
 
 # ---- torch.compile ----
@@ -75,22 +312,20 @@ _GRAPHS_ALLOWED = 64
 _GRAPH_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
+# The same twice on purpose: torch keeps its graphs by code object, and these two must not share.
 def _full_layer(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return forward(layer, *args, **kwargs)
 
 
 def _other_layer(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # The same as above on purpose: torch keeps its graphs by code object, and these two must not
-    # share theirs.
     return forward(layer, *args, **kwargs)
 
 
 def prepare_compiler() -> None:
     """Before the first graph is made, by whoever compiles. Graphs are kept in the user's cache
     folder, where the next start finds them, instead of torch's own choice, a temporary one."""
-    torch._dynamo.config.recompile_limit = max(
-        _GRAPHS_ALLOWED, torch._dynamo.config.recompile_limit
-    )
+    settings = torch._dynamo.config
+    settings.recompile_limit = max(_GRAPHS_ALLOWED, settings.recompile_limit)
     # torch writes its own choice into the environment when it is imported
     if os.environ.get(_GRAPH_FOLDER, default_cache_dir()) != default_cache_dir():
         return
@@ -122,22 +357,14 @@ def compile_layers(model: nn.Module, full_shape: tuple[int, int], **options: Any
     prepare_compiler()
     full = torch.compile(_full_layer, dynamic=False, **options)
     other = torch.compile(_other_layer, dynamic=True, **options)
+
+    def forward(layer: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        run = full if tuple(hidden.shape[:2]) == full_shape else other
+        return run(layer, type(layer).forward, hidden, *args, **kwargs)
+
     for layer in layers:
-        layer.forward = partial(_dispatch, full, other, full_shape, layer)
+        layer.forward = functools.partial(forward, layer)
     return True
-
-
-def _dispatch(
-    full: Callable[..., Any],
-    other: Callable[..., Any],
-    full_shape: tuple[int, int],
-    layer: nn.Module,
-    hidden: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    run = full if tuple(hidden.shape[:2]) == full_shape else other
-    return run(layer, type(layer).forward, hidden, *args, **kwargs)
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList | None:
@@ -148,3 +375,51 @@ def find_layers(model: nn.Module) -> nn.ModuleList | None:
     config: Any = model.config
     expected = getattr(config.get_text_config(), "num_hidden_layers", None)
     return longest if longest is not None and len(longest) == expected else None
+
+
+# ---- threads, and copies from a device to the host ----
+
+
+@contextlib.contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """None: as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Moment:
+    """When the work that is queued now is done: on a GPU a mark in its queue, which takes no time
+    and is not waited for; elsewhere, where nothing is queued, the time of day."""
+
+    def __init__(self, device: torch.device):
+        self._seconds = time.perf_counter()
+        self._mark: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._mark = torch.cuda.Event(enable_timing=True, blocking=True)
+            self._mark.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        if self._mark is not None:
+            self._mark.synchronize()
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        if self._mark is not None and earlier._mark is not None:
+            return float(earlier._mark.elapsed_time(self._mark)) / 1000
+        return self._seconds - earlier._seconds
+
+
+class HostCopy:
+    """From a GPU to pinned memory, behind the work that is queued; other devices are waited for."""
+
+    def __init__(self, values: Tensor):
+        self._here = values.to("cpu", non_blocking=values.is_cuda)
+        self.moment = Moment(values.device)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Waits for these numbers, and for nothing after them."""
+        self.moment.wait()
+        return self._here.numpy()

@@ -4,20 +4,28 @@
     output = objective_loss(hidden_BTD, Head(weight=...), targets, ObjectiveConfig())
     output.loss.backward()
 
-`objective_loss` is the door; the two-pass form for scope global over accumulation steps is
+`objective_loss` is the entry point; the two-pass form for scope global over accumulation steps is
 `student_nll` -> `weigh_step` -> `objective_loss(..., decided=Decided(...))`.
 """
 
+from typing import Any
+
 from vocagnolm.errors import ObjectiveError
 from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS
-from vocagnolm.objective.batch import IGNORE_INDEX, Decided, Targets, Teacher
-from vocagnolm.objective.config import ObjectiveConfig, Pairing
 from vocagnolm.objective.distill import DISTANCES
-from vocagnolm.objective.head import Head, Implementation
-from vocagnolm.objective.loss import objective_loss, student_nll, token_losses
-from vocagnolm.objective.output import ObjectiveOutput
-from vocagnolm.objective.selection import RANKINGS, Counts, ScoredBatch, count_kept, select
-from vocagnolm.objective.weighting import WEIGHTINGS, StepWeights, weigh_step
+from vocagnolm.objective.head import IGNORE_INDEX, Head, Implementation
+from vocagnolm.objective.inputs import Decided, ObjectiveConfig, Pairing, Targets, Teacher
+from vocagnolm.objective.loss import ObjectiveOutput, objective_loss, student_nll, token_losses
+from vocagnolm.objective.selection import (
+    RANKINGS,
+    WEIGHTINGS,
+    Counts,
+    ScoredBatch,
+    StepWeights,
+    count_kept,
+    select,
+    weigh_step,
+)
 
 __all__ = [
     "IGNORE_INDEX",
@@ -44,20 +52,20 @@ __all__ = [
 
 def check_tables() -> None:
     """Refuse a method or a weighting that is named and does nothing."""
+    tables: dict[str, dict[str, Any]] = {
+        "ranking": RANKINGS,
+        "weighting": WEIGHTINGS,
+        "distance": DISTANCES,
+    }
     named = [
-        (f"method {name}", key, table)
+        (f"method {name}", getattr(method, field), table)
         for name, method in METHODS.items()
-        for key, table in (
-            (method.ranking, RANKINGS),
-            (method.weighting, WEIGHTINGS),
-            (method.distance, DISTANCES),
-        )
-        if key is not None
+        for field, table in tables.items()
     ]
     graded = [name for name in CHOOSABLE_WEIGHTINGS if name != "top_k"]  # which is a choice
     named += [("objective.weighting", name, WEIGHTINGS) for name in graded]
     for who, key, table in named:
-        if key not in table:
+        if key is not None and key not in table:
             raise LookupError(f"{who} names '{key}', and there are only: {', '.join(table)}")
 
 

@@ -14,18 +14,26 @@ Shape letters: N tokens, V rows of the student's head, U rows of the teacher's.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vocagnolm.errors import ObjectiveError
-from vocagnolm.objective import two_phase
-from vocagnolm.objective.batch import IGNORE_INDEX, Teacher
-from vocagnolm.objective.config import KlDirection, ObjectiveConfig, compute_dtype
-from vocagnolm.objective.head import TORCH_ROWS, Head
-from vocagnolm.objective.reference import token_nll
+from vocagnolm.objective.head import (
+    IGNORE_INDEX,
+    TORCH_ROWS,
+    Head,
+    Wanted,
+    Workspace,
+    attach,
+    backward_chunks,
+    compute_dtype,
+    isolated,
+    token_nll,
+)
+from vocagnolm.objective.inputs import KlDirection, ObjectiveConfig, Teacher
 
 # ---- the Wasserstein distance of sorted rows ----
 
@@ -44,28 +52,28 @@ def wasserstein_rows(z_NV: Tensor, teacher_NU: Tensor) -> tuple[Tensor, Tensor]:
     q = F.softmax(teacher_NU, dim=-1)
     large = p.shape[1] + q.shape[1] > 2 * _BINS and p.dtype == q.dtype == torch.float32
     distance, by_p = (by_counting if large else by_sorting)(p, q)
-    # p is not needed any more: the softmax's Jacobian in its place
+    # p is not needed any more: overwrite it by the softmax's Jacobian
     return distance, by_p.sub_((by_p * p).sum(-1, keepdim=True)).mul_(p)
 
 
 def by_sorting(p_NV: Tensor, q_NU: Tensor) -> tuple[Tensor, Tensor]:
     """(distance, its gradient by p)."""
     q = q_NU.sort(dim=-1, descending=True).values
-    ranked, place = p_NV.sort(dim=-1, descending=True)
+    ranked, index = p_NV.sort(dim=-1, descending=True)
     v, u = ranked.shape[1], q.shape[1]
     beyond = q[:, v:].sum(-1) if u > v else 0.0
     if u < v:
         q = F.pad(q, (0, v - u))
     difference = ranked - q[:, :v]
     distance = difference.abs().sum(-1) + beyond
-    return distance, torch.empty_like(p_NV).scatter_(1, place, difference.sign())
+    return distance, torch.empty_like(p_NV).scatter_(1, index, difference.sign())
 
 
 def by_counting(p_NV: Tensor, q_NU: Tensor) -> tuple[Tensor, Tensor]:
     """The same for float32 probabilities, without sorting them. Probabilities that fall into one
     bin share its mean gradient."""
-    place = _bins(p_NV)
-    in_bin = _histogram(place)
+    index = _bins(p_NV)
+    in_bin = _histogram(index)
     p_from = _at_least(in_bin)
     q_from = _at_least(_histogram(_bins(q_NU)))
     values = _values(p_NV.device)
@@ -77,7 +85,7 @@ def by_counting(p_NV: Tensor, q_NU: Tensor) -> tuple[Tensor, Tensor]:
     larger = (p_from - torch.maximum(q_from, p_above)).clamp_(min=0)
     smaller = (torch.minimum(q_above, p_from) - p_above).clamp_(min=0)
     sign = (larger - smaller).div_(in_bin.clamp_(min=1))
-    return distance, F.pad(sign, (0, _SPARE)).gather(1, place)
+    return distance, F.pad(sign, (0, _SPARE)).gather(1, index)
 
 
 def _bins(probability: Tensor) -> Tensor:
@@ -85,15 +93,15 @@ def _bins(probability: Tensor) -> Tensor:
     integers with the same bits, so exponent and first bits of the mantissa number the bins."""
     shift = 23 - _MANTISSA_BITS
     rounded = (probability.view(torch.int32) + (1 << (shift - 1))) >> shift
-    place = rounded - ((127 - _OCTAVES) << _MANTISSA_BITS)
-    column = torch.arange(place.shape[1], device=place.device, dtype=torch.int32)
-    return torch.where(place >= 0, place, _BINS + column % _SPARE).long()
+    index = rounded - ((127 - _OCTAVES) << _MANTISSA_BITS)
+    column = torch.arange(index.shape[1], device=index.device, dtype=torch.int32)
+    return torch.where(index >= 0, index, _BINS + column % _SPARE).long()
 
 
-def _histogram(place: Tensor) -> Tensor:
-    counts = torch.zeros(len(place), _BINS + _SPARE, device=place.device)
-    one = counts.new_ones(()).expand(place.shape)
-    return counts.scatter_add_(1, place, one)[:, :_BINS]
+def _histogram(index: Tensor) -> Tensor:
+    counts = torch.zeros(len(index), _BINS + _SPARE, device=index.device)
+    one = counts.new_ones(()).expand(index.shape)
+    return counts.scatter_add_(1, index, one)[:, :_BINS]
 
 
 def _at_least(counts: Tensor) -> Tensor:
@@ -116,12 +124,8 @@ NEGLIGIBLE_MASS = 0.01
 """Mean probability the teacher may have on rows that the student lacks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Distilled:
-    total: Tensor
-    """Sum over tokens, with gradient."""
-    nll_BT: Tensor
-    stats: dict[str, Tensor] = field(default_factory=dict)
+# (sum over tokens, with gradient; nll [B, T]; for the log)
+Distilled = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 def common_rows(head: Head, teacher: Teacher, config: ObjectiveConfig) -> int:
@@ -201,23 +205,19 @@ DISTANCES: dict[str, Distance] = {
 """As rows of `METHODS` name them."""
 
 
-def _distance(config: ObjectiveConfig) -> Distance:
-    assert config.rule.distance is not None
-    return DISTANCES[config.rule.distance]
-
-
 def distil(
     hidden_BTD: Tensor, head: Head, labels_BT: Tensor, teacher: Teacher, config: ObjectiveConfig
 ) -> Distilled:
     """Chunk by chunk, gradients made in the forward pass."""
-    measure = _distance(config)
-    wanted = two_phase.Wanted.of(hidden_BTD, head)
+    assert config.rule.distance is not None
+    measure, rows = DISTANCES[config.rule.distance], common_rows(head, teacher, config)
+    wanted = Wanted.of(hidden_BTD, head)
     hidden_ND = hidden_BTD.flatten(0, 1)
     index_K = (labels_BT.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
     labels_K = labels_BT.flatten()[index_K]
-    place_K = _teacher_places(teacher, labels_BT)[index_K]
-    with two_phase.isolated(hidden_ND) as dtype:
-        work = two_phase.Workspace.of(hidden_ND.index_select(0, index_K), head, TORCH_ROWS, dtype)
+    teacher_K = _teacher_index(teacher, labels_BT)[index_K]
+    with isolated(hidden_ND) as dtype:
+        work = Workspace.of(hidden_ND.index_select(0, index_K), head, TORCH_ROWS, dtype)
         teacher_logits = _logits_of(teacher)
         nll_K = torch.empty(len(index_K), dtype=work.wide, device=hidden_ND.device)
         distance_K, dropped_K = torch.zeros_like(nll_K), torch.zeros_like(nll_K)
@@ -229,9 +229,8 @@ def distil(
             nll_K[a:b] = (lse - z.gather(1, target)).squeeze(1)
             gradient = torch.exp(z - lse)
             gradient.scatter_add_(1, target, torch.full_like(lse, -1.0))
-            aligned = (place_K[a:b] >= 0).nonzero().squeeze(1)
-            teacher_z = teacher_logits(place_K[a:b][aligned])
-            rows = common_rows(head, teacher, config)
+            aligned = (teacher_K[a:b] >= 0).nonzero().squeeze(1)
+            teacher_z = teacher_logits(teacher_K[a:b][aligned])
             distance, by_z, dropped = measure.rows(z[aligned], teacher_z, rows, config)
             if dropped is not None:
                 dropped_K[a:b][aligned] = dropped.to(nll_K.dtype)
@@ -239,18 +238,18 @@ def distil(
             gradient.index_add_(0, aligned, by_z.to(z.dtype), alpha=config.distill_weight)
             return work.transform.chain(gradient, z)
 
-        # both models' logits, probabilities, sorted copies and places are alive at once
+        # both models' logits, probabilities, sorted copies and indices are alive at once
         rows_alive = 4 * (head.weight.shape[0] + teacher.rows)
-        gradients = two_phase.backward_chunks(
+        gradients = backward_chunks(
             work, wanted, gradient_of_rows, exact=True, logits_per_token=rows_alive
         )
         total = nll_K.sum() + config.distill_weight * distance_K.sum()
         nll_N = torch.zeros(labels_BT.numel(), dtype=nll_K.dtype, device=nll_K.device)
         nll_BT = nll_N.index_copy_(0, index_K, nll_K).view(labels_BT.shape)
-    if wanted.anything:
-        total = two_phase.attach(total, gradients, hidden_ND, head, index_K)
-    stats = _stats(distance_K, dropped_K, place_K >= 0, config)
-    return Distilled(total=total, nll_BT=nll_BT, stats=stats)
+    if any(wanted):
+        total = attach(total, gradients, hidden_ND, head, index_K)
+    stats = _stats(distance_K, dropped_K, teacher_K >= 0, config)
+    return total, nll_BT, stats
 
 
 def distil_reference(
@@ -259,21 +258,19 @@ def distil_reference(
     """Full logits of both models and autograd."""
     z_BTV = head.logits(hidden_BTD)
     nll_BT = token_nll(z_BTV, labels_BT)
-    place_N = _teacher_places(teacher, labels_BT)
-    keep = ((place_N >= 0) & (labels_BT.flatten() != IGNORE_INDEX)).nonzero().squeeze(1)
+    teacher_N = _teacher_index(teacher, labels_BT)
+    keep = ((teacher_N >= 0) & (labels_BT.flatten() != IGNORE_INDEX)).nonzero().squeeze(1)
     z = z_BTV.flatten(0, 1)[keep]
     with torch.no_grad():
-        chosen = teacher.hidden.flatten(0, 1)[place_N[keep]]
+        chosen = teacher.hidden.flatten(0, 1)[teacher_N[keep]]
         q = F.softmax(chosen.float() if teacher.head is None else teacher.head.logits(chosen), -1)
     rows = common_rows(head, teacher, config)
     dropped = q[:, rows:].sum(-1)
-    distance = _distance(config).reference(z, q, rows, config)
+    assert config.rule.distance is not None
+    distance = DISTANCES[config.rule.distance].reference(z, q, rows, config)
     total = nll_BT.sum() + config.distill_weight * distance.sum()
-    everywhere = torch.ones_like(keep, dtype=torch.bool)
-    stats = _stats(distance.detach(), dropped, everywhere, config)
-    n_valid = (labels_BT != IGNORE_INDEX).sum().clamp(min=1)
-    stats["aligned_share"] = keep.numel() / n_valid
-    return Distilled(total=total, nll_BT=nll_BT.detach(), stats=stats)
+    aligned = teacher_N[labels_BT.flatten() != IGNORE_INDEX] >= 0
+    return total, nll_BT.detach(), _stats(distance.detach(), dropped, aligned, config)
 
 
 def _logits_of(teacher: Teacher) -> Callable[[Tensor], Tensor]:
@@ -282,10 +279,10 @@ def _logits_of(teacher: Teacher) -> Callable[[Tensor], Tensor]:
     if teacher.head is None:
         return lambda index: flat.index_select(0, index).float()
     dtype = compute_dtype(teacher.hidden)
-    return two_phase.Workspace.of(flat, teacher.head, TORCH_ROWS, dtype).logits
+    return Workspace.of(flat, teacher.head, TORCH_ROWS, dtype).logits
 
 
-def _teacher_places(teacher: Teacher, labels_BT: Tensor) -> Tensor:
+def _teacher_index(teacher: Teacher, labels_BT: Tensor) -> Tensor:
     """Row of the teacher's flattened hidden states for each student token, -1 where none."""
     B, U = teacher.hidden.shape[:2]
     if labels_BT.shape[0] != B:

@@ -1,26 +1,42 @@
-"""The door: one loss for every method."""
+"""The loss of every method: `objective_loss`, and what it gives back."""
 
-from dataclasses import dataclass, replace
+import bisect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from vocagnolm.objective import reference, two_phase
-from vocagnolm.objective.batch import IGNORE_INDEX, Decided, Targets, Teacher
-from vocagnolm.objective.config import ObjectiveConfig
 from vocagnolm.objective.distill import distil, distil_reference
 from vocagnolm.objective.head import (
+    IGNORE_INDEX,
     TORCH_ROWS,
     Head,
     Implementation,
     RowLosses,
     RowOperations,
     SoftRows,
+    WeighRows,
+    Workspace,
+    isolated,
+    row_losses,
     row_operations,
+    soft_distance,
+    summed_loss,
+    token_nll,
+    weighted_sum,
 )
-from vocagnolm.objective.output import ObjectiveOutput
-from vocagnolm.objective.selection import Ranks, ScoredBatch, filled_guidance, select_batches
-from vocagnolm.objective.weighting import FlatTargets
+from vocagnolm.objective.inputs import Decided, ObjectiveConfig, Targets, Teacher
+from vocagnolm.objective.selection import (
+    ScoredBatch,
+    WeightRule,
+    compared,
+    select_batches,
+    weight_rules,
+)
+from vocagnolm.processes import Ranks
 
 
 def objective_loss(
@@ -34,7 +50,7 @@ def objective_loss(
     decided: Decided | None = None,
     impl: Implementation = "auto",
     group: "torch.distributed.ProcessGroup | None" = None,
-) -> ObjectiveOutput:
+) -> "ObjectiveOutput":
     """Loss of one micro-batch, with gradient for the hidden states and the head.
 
         hidden = model.model(ids[:, :-1]).last_hidden_state
@@ -50,7 +66,7 @@ def objective_loss(
         length: `Targets.from_rows`.
     config: the method; guided, 40 % kept, where it is left out.
     step: for methods that draw at random; give every call of a run another number (optimiser
-        step * accumulation + micro-batch), or the sequences' places in `targets`.
+        step * accumulation + micro-batch), or the sequences' indices in `targets`.
     teacher: for kld and uld.
     decided: what the micro-batches of a step share, see below.
     impl: `reference` holds full logits, `chunked` is torch on any device, `fused` uses Triton on
@@ -72,160 +88,127 @@ def objective_loss(
     config = config or ObjectiveConfig()
     decided = decided or Decided()
     _check(hidden_BTD, head, targets, decided)
+    ranks = Ranks.of(group)
     if config.rule.distribution and config.distill_weight > 0:
         if teacher is None:
             raise ValueError(f"method {config.method} needs an online teacher, got teacher=None")
         function = distil_reference if impl == "reference" else distil
-        done = function(hidden_BTD, head, targets.labels_BT, teacher, config)
-        weights = targets.valid_BT.float()
-        return _output(done.total, done.nll_BT, weights, targets, config, decided, done.stats)
-    ranks = Ranks.of(group)
+        total, nll_BT, stats = function(hidden_BTD, head, targets.labels_BT, teacher, config)
+        return _output(total, nll_BT, targets.valid_BT, targets, config, decided, stats, ranks)
+    rule = None  # where every stretch decides what its own tokens count
     if config.graded and decided.weights_BT is None:
-        return _graded(hidden_BTD, head, targets, config, decided, impl, ranks)
-    return _chosen(hidden_BTD, head, targets, config, decided, impl, step, ranks)
+        (rule,) = weight_rules([targets], config, ranks)
+    soft = _soft_targets(targets, config, ranks)
+
+    def weigh(losses_BT: Tensor) -> Tensor:
+        if decided.weights_BT is not None:
+            return torch.where(targets.valid_BT, decided.weights_BT, 0)
+        if rule is not None:
+            return rule.weights(losses_BT.flatten()).view(losses_BT.shape)
+        return select_batches([ScoredBatch(targets, losses_BT)], config, step, ranks)[0]
+
+    if impl == "reference":
+        found = _with_full_logits(hidden_BTD, head, targets, weigh, soft)
+    else:
+        rows = row_operations(impl, hidden_BTD)
+        found = _in_chunks(hidden_BTD, head, targets, config, decided, rows, weigh, rule, soft)
+    total, nll_BT, weights_BT, above_BT = found
+    stats = _soft_stats(above_BT, nll_BT, weights_BT, targets)
+    if rule is not None and config.graded_by == "likelihood":
+        # the weights are the derivative of this value
+        value, stats["distill_loss"] = rule.likelihood_loss(nll_BT.flatten())
+        total = total + (value.to(total.dtype) - total).detach()
+    return _output(total, nll_BT, weights_BT, targets, config, decided, stats, ranks)
 
 
-def _chosen(
+Weigh = Callable[[Tensor], Tensor]
+# (the weighted sum of the losses, with gradient; nll; weights; with soft targets what each loss is
+# above the label's nll)
+_Found = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def _with_full_logits(
+    hidden_BTD: Tensor, head: Head, targets: Targets, weigh: Weigh, soft: "_Soft | None"
+) -> _Found:
+    """The reference."""
+    logits_BTV, labels_BT, above_BT = head.logits(hidden_BTD), targets.labels_BT, None
+    nll_BT = token_nll(logits_BTV, labels_BT).detach()
+    weights_BT = weigh(nll_BT)
+    total = weighted_sum(logits_BTV, labels_BT, weights_BT)
+    if soft is not None:
+        ids_NK, weights_NK = soft.rows(slice(None), nll_BT.flatten())
+        shape = (*nll_BT.shape, -1)
+        above_BT = soft_distance(logits_BTV, labels_BT, ids_NK.view(shape), weights_NK.view(shape))
+        total = total + (above_BT * weights_BT).sum()
+    return total, nll_BT, weights_BT, above_BT
+
+
+def _in_chunks(
     hidden_BTD: Tensor,
     head: Head,
     targets: Targets,
     config: ObjectiveConfig,
     decided: Decided,
-    impl: Implementation,
-    step: int,
-    ranks: Ranks,
-) -> ObjectiveOutput:
-    """Weights that are decided already, or a choice of tokens."""
+    rows: RowOperations,
+    weigh: Weigh,
+    rule: WeightRule | None,
+    soft: "_Soft | None",
+) -> _Found:
+    """In one phase where the losses of all tokens are not needed to know what a token counts."""
     labels_BT, nll_BT = targets.labels_BT, decided.nll_BT
-
-    def choose(losses_BT: Tensor) -> Tensor:
-        if decided.weights_BT is not None:
-            return torch.where(targets.valid_BT, decided.weights_BT, 0)
-        return select_batches([ScoredBatch(targets, losses_BT)], config, step, ranks)[0]
-
-    soft = _soft_targets(targets, config, ranks)
-    if impl == "reference":
-        logits = head.logits(hidden_BTD)
-        nll_BT = reference.token_nll(logits, labels_BT).detach()
-        weights_BT = choose(nll_BT)
-        total = reference.weighted_sum(logits, labels_BT, weights_BT)
-        above_BT = _soft_reference(logits, targets, nll_BT, soft)
-        if above_BT is not None:
-            total = total + (above_BT * weights_BT).sum()
-        stats = _soft_stats(above_BT, nll_BT, weights_BT, targets)
-        return _output(total, nll_BT, weights_BT.float(), targets, config, decided, stats, ranks)
     hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten().clamp(min=0)
-    rows = row_operations(impl, hidden_BTD)
     losses: RowLosses | None = None
-    if config.selects_all and decided.weights_BT is None:
-        weights_BT = choose(targets.valid_BT.float())  # whatever the losses are: one phase
+    if rule is not None:
+        # A stretch's weights are known as soon as its logits are: no token passes the head twice.
+        # Its tokens stay together, also those that end up at 0.
+        nll_BT, counted_BT = None, targets.valid_BT
+    elif config.selects_all and decided.weights_BT is None:
+        weights_BT = weigh(targets.valid_BT.float())  # whatever the losses are
+        counted_BT = weights_BT != 0
     else:
         if nll_BT is None:
             losses = _phase_one(hidden_ND, head, labels_N, rows)
             nll_BT = _where_valid(losses.nll_N, labels_BT)
-        weights_BT = choose(nll_BT)
-    index_K = _places(weights_BT != 0, decided.kept)
-    weigh = None
-    if weights_BT.dtype != torch.bool and config.graded:
-        weigh = _Known(weights_BT.flatten()[index_K])
-    soften = None if soft is None else soft[index_K]
-    summed = two_phase.summed_loss(hidden_ND, head, labels_N, index_K, rows, losses, weigh, soften)
+        weights_BT = weigh(nll_BT)
+        counted_BT = weights_BT != 0
+    # how many count, only the device knows unless `decided` says
+    mask_N = counted_BT.flatten()
+    found = mask_N.nonzero() if decided.kept is None else mask_N.nonzero_static(size=decided.kept)
+    index_K = found.squeeze(1)
+    rule_K = None if rule is None else rule[index_K]
+    soft_K = None if soft is None else soft[index_K]
+    together = soft_K.share if rule_K is None and soft_K is not None else rule_K
+    weigh_rows: WeighRows | None = None if rule_K is None else rule_K.weights_of
+    if rule is None and config.graded and weights_BT.dtype != torch.bool:
+        weights_K = weights_BT.flatten()[index_K]
+
+        def decided_weights(part: slice, nll: Tensor) -> Tensor:
+            return weights_K[part].to(nll.dtype)
+
+        weigh_rows = decided_weights
+    summed = summed_loss(
+        hidden_ND,
+        head,
+        labels_N,
+        index_K,
+        rows,
+        losses,
+        weigh=weigh_rows,
+        soften=None if soft_K is None else soft_K.rows,
+        cut_chunks=None if together is None else together.cut_chunks,
+    )
+
+    def everywhere(values_K: Tensor) -> Tensor:
+        """In their positions, 0 elsewhere."""
+        whole = torch.zeros(labels_BT.numel(), dtype=values_K.dtype, device=values_K.device)
+        return whole.index_copy_(0, index_K, values_K.detach()).view(labels_BT.shape)
+
+    if rule is not None and summed.weights_K is not None:
+        weights_BT = everywhere(summed.weights_K)
     if nll_BT is None:
-        nll_BT = _scattered(summed.nll_K, index_K, labels_BT)
-    above_BT = _scattered_or_none(summed.distance_K, index_K, labels_BT)
-    stats = _soft_stats(above_BT, nll_BT, weights_BT, targets)
-    return _output(summed.total, nll_BT, weights_BT.float(), targets, config, decided, stats, ranks)
-
-
-def _graded(
-    hidden_BTD: Tensor,
-    head: Head,
-    targets: Targets,
-    config: ObjectiveConfig,
-    decided: Decided,
-    impl: Implementation,
-    ranks: Ranks,
-) -> ObjectiveOutput:
-    """Weights that each stretch decides for itself, in one phase: they are known as soon as the
-    logits of its tokens are, so that no token passes the head twice."""
-    labels_BT = targets.labels_BT
-    (teacher_BT,) = filled_guidance([targets], config, ranks)
-    flat = FlatTargets.of(targets, teacher_BT, config)
-    soft = _soft_targets(targets, config, ranks)
-    if impl == "reference":
-        logits = head.logits(hidden_BTD)
-        nll_BT = reference.token_nll(logits, labels_BT).detach()
-        weights_BT = flat.weights(nll_BT.flatten(), config).view(labels_BT.shape)
-        total = reference.weighted_sum(logits, labels_BT, weights_BT)
-        above_BT = _soft_reference(logits, targets, nll_BT, soft)
-        if above_BT is not None:
-            total = total + (above_BT * weights_BT).sum()
-    else:
-        # the tokens of a stretch stay together: all of them, also those that end up at 0
-        index_K = _places(targets.valid_BT, decided.kept)
-        summed = two_phase.summed_loss(
-            hidden_BTD.flatten(0, 1),
-            head,
-            labels_BT.flatten().clamp(min=0),
-            index_K,
-            row_operations(impl, hidden_BTD),
-            None,
-            _ByRule(flat[index_K], config),
-            None if soft is None else soft[index_K],
-        )
-        assert summed.weights_K is not None
-        total = summed.total
-        nll_BT = _scattered(summed.nll_K, index_K, labels_BT)
-        weights_BT = _scattered(summed.weights_K, index_K, labels_BT)
-        above_BT = _scattered_or_none(summed.distance_K, index_K, labels_BT)
-    stats = _soft_stats(above_BT, nll_BT, weights_BT, targets)
-    if config.graded_by == "likelihood":
-        # the weights are its derivative; its value is this
-        nll_N = nll_BT.flatten()
-        distance, stretches = flat.distance(nll_N, config)
-        stats["distill_loss"] = distance / stretches.clamp(min=1)
-        value = config.distill_weight * distance + (nll_N * _entropy_part(flat, config)).sum()
-        total = total + (value.to(total.dtype) - total).detach()
-    return _output(total, nll_BT, weights_BT.float(), targets, config, decided, stats, ranks)
-
-
-def _entropy_part(flat: FlatTargets, config: ObjectiveConfig) -> Tensor:
-    """alm: what the cross entropy of each token counts beside the distance."""
-    rest = 0.0 if config.unmapped == "exclude" else 1.0
-    part = torch.where(flat.compared_N, config.cross_entropy, rest)
-    return torch.where(flat.valid_N, part, 0.0)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """Weights that were decided before."""
-
-    weights_K: Tensor
-
-    def rows(self, a: int, b: int, nll: Tensor) -> Tensor:
-        return self.weights_K[a:b].to(nll.dtype)
-
-    def cut(self, ends: list[int]) -> list[int]:
-        return ends
-
-
-@dataclass(frozen=True)
-class _ByRule:
-    """Weights by the rule, from the losses of whole stretches."""
-
-    flat: FlatTargets
-    config: ObjectiveConfig
-
-    def rows(self, a: int, b: int, nll: Tensor) -> Tensor:
-        return self.flat[a:b].weights(nll, self.config)
-
-    def cut(self, ends: list[int]) -> list[int]:
-        if not self.config.by_stretch or len(ends) < 2:
-            return ends
-        place = torch.arange(len(self.flat), device=self.flat.valid_N.device)
-        began = torch.where(self.flat.begins_N, place, 0).cummax(0).values
-        inner = began[torch.tensor(ends[:-1], device=place.device)].tolist()
-        return sorted({*(end for end in inner if end > 0), ends[-1]})
+        nll_BT = everywhere(summed.nll_K)
+    above_BT = None if summed.distance_K is None else everywhere(summed.distance_K)
+    return summed.total, nll_BT, weights_BT, above_BT
 
 
 @dataclass(frozen=True)
@@ -236,21 +219,18 @@ class _Soft:
     ids_NK: Tensor
     p_NK: Tensor
     mix: float
-    share: _ByRule | None
+    share: WeightRule | None
     """What of the mix a token gets, by its loss."""
 
     def __getitem__(self, index: Tensor) -> "_Soft":
-        share = None if self.share is None else _ByRule(self.share.flat[index], self.share.config)
+        share = None if self.share is None else self.share[index]
         return _Soft(self.ids_NK[index], self.p_NK[index], self.mix, share)
 
-    def rows(self, a: int, b: int, nll: Tensor) -> SoftRows:
-        weights = self.p_NK[a:b].to(nll.dtype) * self.mix
+    def rows(self, part: slice, nll: Tensor) -> SoftRows:
+        weights = self.p_NK[part].to(nll.dtype) * self.mix
         if self.share is not None:
-            weights = weights * self.share.rows(a, b, nll)[:, None]
-        return SoftRows(self.ids_NK[a:b].long(), weights)
-
-    def cut(self, ends: list[int]) -> list[int]:
-        return ends if self.share is None else self.share.cut(ends)
+            weights = weights * self.share.weights_of(part, nll)[:, None]
+        return SoftRows(self.ids_NK[part].long(), weights)
 
 
 def _soft_targets(targets: Targets, config: ObjectiveConfig, ranks: Ranks) -> _Soft | None:
@@ -262,22 +242,9 @@ def _soft_targets(targets: Targets, config: ObjectiveConfig, ranks: Ranks) -> _S
         raise ValueError(f"method {config.method} needs soft_ids_BTK and soft_p_BTK, got None")
     share = None
     if config.mix_by == "reducible":
-        rule = replace(config, weighting="reducible", floor=0.0, unmapped="exclude")
-        (teacher_BT,) = filled_guidance([targets], rule, ranks)
-        share = _ByRule(FlatTargets.of(targets, teacher_BT, rule), rule)
+        by_loss = replace(config, weighting="reducible", floor=0.0, unmapped="exclude")
+        (share,) = weight_rules([targets], by_loss, ranks)
     return _Soft(ids.flatten(0, 1), p.flatten(0, 1), config.mix, share)
-
-
-def _soft_reference(
-    logits_BTV: Tensor, targets: Targets, nll_BT: Tensor, soft: _Soft | None
-) -> Tensor | None:
-    if soft is None:
-        return None
-    found = soft.rows(0, nll_BT.numel(), nll_BT.flatten())
-    shape = (*nll_BT.shape, -1)
-    return reference.soft_distance(
-        logits_BTV, targets.labels_BT, found.ids_NK.view(shape), found.weights_NK.view(shape)
-    )
 
 
 @torch.no_grad()
@@ -304,16 +271,16 @@ def _output(
     targets: Targets,
     config: ObjectiveConfig,
     decided: Decided,
-    stats: dict[str, Tensor] | None = None,
-    ranks: Ranks | None = None,
-) -> ObjectiveOutput:
-    denominator = decided.denominator
+    stats: dict[str, Tensor],
+    ranks: Ranks,
+) -> "ObjectiveOutput":
+    weights_BT, denominator = weights_BT.float(), decided.denominator
     if denominator is None:
         counted = targets.valid_BT
         if config.normalise == "selected":
             counted = weights_BT if config.graded else weights_BT != 0
         denominator = counted.sum()
-        if ranks is not None and config.scope == "global":
+        if config.scope == "global":
             denominator = ranks.sum(denominator)
     divisor = torch.as_tensor(denominator, device=total.device).to(total.dtype)
     return ObjectiveOutput(
@@ -322,25 +289,8 @@ def _output(
         weights_BT=weights_BT,
         denominator=divisor,
         targets=targets,
-        distill_stats=stats or {},
+        distill_stats=stats,
     )
-
-
-def _places(mask_BT: Tensor, count: int | None) -> Tensor:
-    """Where the mask is set. How often, only the device knows unless it is told."""
-    mask_N = mask_BT.flatten()
-    found = mask_N.nonzero() if count is None else mask_N.nonzero_static(size=count)
-    return found.squeeze(1)
-
-
-def _scattered(values_K: Tensor, index_K: Tensor, like_BT: Tensor) -> Tensor:
-    """Values of some tokens in their places, 0 elsewhere."""
-    whole = torch.zeros(like_BT.numel(), dtype=values_K.dtype, device=values_K.device)
-    return whole.index_copy_(0, index_K, values_K.detach()).view(like_BT.shape)
-
-
-def _scattered_or_none(values_K: Tensor | None, index_K: Tensor, like_BT: Tensor) -> Tensor | None:
-    return None if values_K is None else _scattered(values_K, index_K, like_BT)
 
 
 @torch.no_grad()
@@ -382,15 +332,11 @@ def _where_valid(value_N: Tensor, labels_BT: Tensor) -> Tensor:
 
 
 def _phase_one(
-    hidden_ND: Tensor,
-    head: Head,
-    labels_N: Tensor,
-    rows: RowOperations,
-    with_entropy: bool = False,
+    hidden_ND: Tensor, head: Head, labels_N: Tensor, rows: RowOperations, with_entropy: bool = False
 ) -> RowLosses:
-    with two_phase.isolated(hidden_ND) as dtype:
-        work = two_phase.Workspace.of(hidden_ND, head, rows, dtype)
-        return two_phase.token_losses(work, labels_N, with_entropy=with_entropy)
+    with isolated(hidden_ND) as dtype:
+        work = Workspace.of(hidden_ND, head, rows, dtype)
+        return row_losses(work, labels_N, with_entropy=with_entropy)
 
 
 def _check(
@@ -415,3 +361,92 @@ def _check(
             "Head.weight is a sharded DTensor; call the objective inside the forward of the "
             "FSDP root module, where the parameters are gathered, or pass a gathered tensor"
         )
+
+
+# ---- what comes out ----
+
+SUMS = ("nll", "nll_kept", "kept", "weight", "predicted", "mapped")
+QUANTILES = (0.1, 0.5, 0.9)
+# The excess in a histogram: quantiles of a step are those of all its tokens, to this width.
+_STEP_NATS = 0.02
+_REACH_NATS = 20.0
+BINS = round(2 * _REACH_NATS / _STEP_NATS) + 1
+
+
+@torch.no_grad()
+def batch_sums(nll_BT: Tensor, weights_BT: Tensor, targets: Targets) -> Tensor:
+    """float32 [len(SUMS) + BINS] on the device; counts are exact to 16 M tokens."""
+    kept = weights_BT != 0
+    mapped = targets.mapped_BT if targets.guidance_BT is not None else torch.zeros_like(kept)
+    sums = torch.stack(
+        [
+            torch.where(targets.valid_BT, nll_BT, 0.0).sum(),
+            torch.where(kept, nll_BT, 0.0).sum(),
+            kept.sum(),
+            weights_BT.sum(),
+            targets.valid_BT.sum(),
+            mapped.sum(),
+        ]
+    ).float()
+    histogram = torch.zeros(BINS, device=nll_BT.device)
+    if targets.guidance_BT is not None:
+        both = compared(nll_BT, targets)
+        excess = (both.own_BT - both.teacher_BT).nan_to_num(0.0)
+        bins = ((excess + _REACH_NATS) / _STEP_NATS).round().clamp(0, BINS - 1).long()
+        histogram = histogram.scatter_add(0, bins.flatten(), mapped.flatten().float())
+    return torch.cat([sums, histogram])
+
+
+def measures(sums: list[float]) -> dict[str, float]:
+    """The measures of all tokens behind the sums."""
+    total = dict(zip(SUMS, sums, strict=False))
+    predicted = max(total["predicted"], 1.0)
+    found = {
+        "nll_kept": total["nll_kept"] / max(total["kept"], 1.0),
+        "nll_all": total["nll"] / predicted,
+        "kept_share": total["kept"] / predicted,
+        "weight_share": total["weight"] / predicted,
+        "mapped_share": total["mapped"] / predicted,
+    }
+    below = list(itertools.accumulate(sums[len(SUMS) :]))
+    if below[-1]:
+        for q in QUANTILES:
+            index = bisect.bisect_right(below, round(q * (below[-1] - 1)))
+            found[f"excess_p{round(100 * q)}"] = index * _STEP_NATS - _REACH_NATS
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOutput:
+    """`loss` carries the gradient; everything else is detached."""
+
+    loss: Tensor
+    nll_BT: Tensor
+    """Student nll in nats, fp32; 0 where the label is ignored."""
+    weights_BT: Tensor
+    """fp32: what each token counts in the loss; 0 and 1 where tokens are selected."""
+    denominator: Tensor
+    """What the summed loss was divided by; 0 when nothing was there."""
+    targets: Targets
+    distill_stats: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def selected_BT(self) -> Tensor:
+        """bool: tokens that are trained on."""
+        return self.weights_BT != 0
+
+    @cached_property
+    def sums(self) -> Tensor:
+        """What a log needs of this micro-batch, in sums that add up over micro-batches and ranks
+        (`measures`); on the device, no waiting."""
+        return batch_sums(self.nll_BT, self.weights_BT, self.targets)
+
+    @cached_property
+    def stats(self) -> dict[str, float]:
+        """For the training log: nll_kept, nll_all, kept_share, weight_share, mapped_share, with
+        guidance excess_p10, excess_p50, excess_p90; distill, kld, uld and alm add distill_loss,
+        distill target_mass, kld and uld aligned_share, kld teacher_dropped_mass. Reading it waits
+        for the device."""
+        return measures(self.sums.tolist()) | {
+            name: float(value) for name, value in self.distill_stats.items()
+        }

@@ -1,63 +1,29 @@
-"""Which tokens are chosen.
+"""From losses to weights: which tokens count in the loss, and how much.
 
-Every rule is reduced to one 64-bit integer per candidate, `order = rank key << 32 | ~position`:
-larger is better, and no two candidates are equal, so that "top k" has one answer whatever the
-device, the batch shape or the number of ranks. Ties in the score go to the lower position.
+A selection gives 0 and 1. It is reduced to one 64-bit integer per candidate, `order = rank key <<
+32 | ~position`: larger is better, and no two candidates are equal, so that "top k" has one answer
+whatever the device, the batch shape or the number of ranks. Ties in the score go to the lower
+position. A new ranking is one function in `RANKINGS`, named by a row of `METHODS`.
 
-Shape letters: B sequences, T positions, U units of a sequence (tokens, or chunks).
+A weighting looks at one stretch (or token) at a time, at its loss S under the student and T under
+the teacher; no gradient flows through a weight. A new weighting is one function in `WEIGHTINGS`
+and its name in `methods.CHOOSABLE_WEIGHTINGS`.
+
+Shape letters: B sequences, T positions, U units of a sequence (tokens, or chunks), N tokens in a
+row.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from vocagnolm.objective.batch import Targets
-from vocagnolm.objective.config import ObjectiveConfig
-
-# ---- ranks ----
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """A process group, or one process on its own."""
-
-    size: int = 1
-    rank: int = 0
-    group: "dist.ProcessGroup | None" = None
-
-    @classmethod
-    def of(cls, group: "dist.ProcessGroup | None" = None) -> "Ranks":
-        """The given group, the default one, or a single process."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return cls()
-        return cls(dist.get_world_size(group), dist.get_rank(group), group)
-
-    def sum(self, value: Tensor) -> Tensor:
-        return self._reduce(value, "SUM")
-
-    def max(self, value: Tensor) -> Tensor:
-        return self._reduce(value, "MAX")
-
-    def gather(self, value: Tensor) -> Tensor:
-        """[size, *value.shape]; every rank gives the same shape."""
-        if self.size == 1:
-            return value[None]
-        parts = [torch.empty_like(value) for _ in range(self.size)]
-        dist.all_gather(parts, value.contiguous(), group=self.group)
-        return torch.stack(parts)
-
-    def _reduce(self, value: Tensor, operation: str) -> Tensor:
-        if self.size == 1:
-            return value
-        value = value.clone()
-        dist.all_reduce(value, op=getattr(dist.ReduceOp, operation), group=self.group)
-        return value
-
+from vocagnolm.methods import chunk_bound
+from vocagnolm.objective.inputs import ObjectiveConfig, Targets
+from vocagnolm.processes import Ranks
 
 # ---- what is compared ----
 
@@ -66,10 +32,11 @@ class Ranks:
 # and so on the device and on how a batch is split.
 FIXED_POINT = float(1 << 20)
 LARGEST_NATS = 1e6
+# Below this a loss is rounding: nothing is left to reduce, and 1 / S must stay finite.
+_SMALLEST_NATS = 1e-4
 
 
-@dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """Per token [B, T]: the two losses that are compared, of the token or of its stretch."""
 
     own_BT: Tensor
@@ -92,12 +59,10 @@ def compared(nll_BT: Tensor, targets: Targets, teacher_BT: Tensor | None = None)
     own = stretch_losses(nll_BT.flatten(), (stretch + rows).flatten(), mapped.flatten(), B * T)
     position = torch.arange(T, device=stretch.device).expand(B, T)
     # unmapped tokens stand for themselves, wherever they lie
-    first = torch.full_like(stretch, T).scatter_reduce(
-        1, stretch, torch.where(mapped, position, T), "amin"
-    )
-    return Compared(
-        own.view(B, T), teacher, torch.where(mapped, first.gather(1, stretch), position)
-    )
+    first = torch.where(mapped, position, T)
+    first = torch.full_like(stretch, T).scatter_reduce(1, stretch, first, "amin")
+    first = torch.where(mapped, first.gather(1, stretch), position)
+    return Compared(own.view(B, T), teacher, first)
 
 
 def stretch_losses(nll_N: Tensor, stretch_N: Tensor, mapped_N: Tensor, stretches: int) -> Tensor:
@@ -193,45 +158,62 @@ def select_batches(
     guidance = filled_guidance([b.targets for b in batches], config, ranks)
     candidates = [b.valid_BT if config.unmapped == "mean" else b.mapped_BT for b in batches]
     index = _sequence_indices(batches, config, ranks)
-    if config.rule.unit == "chunk":
-        chosen = _select_chunks(batches, guidance, candidates, index, config, step, ranks)
-    else:
-        chosen = _select_tokens(batches, guidance, candidates, index, config, step, ranks)
+    parts = [_Part(*part) for part in zip(batches, guidance, index, candidates, strict=True)]
+    select_units = _select_chunks if config.rule.unit == "chunk" else _select_tokens
+    chosen = select_units(parts, config, step, ranks)
     if config.unmapped == "include":
         return [c | (b.valid_BT & ~b.mapped_BT) for c, b in zip(chosen, batches, strict=True)]
     return chosen
 
 
+class _Part(NamedTuple):
+    """A micro-batch, and what of it competes."""
+
+    batch: ScoredBatch
+    guidance_BT: Tensor | None
+    index_B: Tensor
+    candidate_BT: Tensor
+
+
+class _Units(NamedTuple):
+    """What competes in a micro-batch, tokens or chunks: [B, U]."""
+
+    key: Tensor
+    candidate: Tensor
+    pool: Tensor
+    """`keep` is a share of these."""
+    index_B: Tensor
+    together: Tensor | None = None
+    """Units that are chosen together share a number, the first position of their stretch, and a
+    key; None: each for itself."""
+
+    @property
+    def position(self) -> Tensor:
+        own = torch.arange(self.key.shape[1], device=self.key.device).expand(self.key.shape)
+        return own if self.together is None else self.together
+
+
 def _select_tokens(
-    batches: Sequence[ScoredBatch],
-    guidance: list[Tensor | None],
-    candidates: list[Tensor],
-    index: list[Tensor],
-    config: ObjectiveConfig,
-    step: int,
-    ranks: Ranks,
+    parts: list[_Part], config: ObjectiveConfig, step: int, ranks: Ranks
 ) -> list[Tensor]:
-    pools = candidates
+    candidates = [part.candidate_BT for part in parts]
     if config.entropy_keep is not None:
-        certainty = []
-        for batch in batches:
+        certain = []
+        for batch, _, index, pool in parts:
             if batch.targets.entropy_BT is None:
                 raise ValueError("entropy_keep needs entropy_BT, the reference model's entropy")
-            certainty.append(float_key(-batch.targets.entropy_BT))
-        candidates = _top(certainty, pools, pools, index, config.entropy_keep, config, ranks)
+            certain.append(_Units(float_key(-batch.targets.entropy_BT), pool, pool, index))
+        candidates = _top(certain, config.entropy_keep, config, ranks)
     assert config.rule.ranking is not None
-    ranking = RANKINGS[config.rule.ranking]
-    ranked = [
-        ranking(batch, given, seq, config, step)
-        for batch, given, seq in zip(batches, guidance, index, strict=True)
-    ]
-    keys, units = [one.key_BT for one in ranked], [one.unit_BT for one in ranked]
-    return _top(keys, candidates, pools, index, config.keep, config, ranks, units)
+    ranking, units = RANKINGS[config.rule.ranking], []
+    for (batch, guidance, index, pool), candidate in zip(parts, candidates, strict=True):
+        ranked = ranking(batch, guidance, index, config, step)
+        units.append(_Units(ranked.key_BT, candidate, pool, index, ranked.unit_BT))
+    return _top(units, config.keep, config, ranks)
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """Of one micro-batch."""
+class Ranked(NamedTuple):
+    """What a ranking says of one micro-batch."""
 
     key_BT: Tensor
     """int64 of 32 bits, larger is better (`float_key`, `random_key`)."""
@@ -272,39 +254,28 @@ RANKINGS: dict[str, Ranking] = {
 
 
 def _select_chunks(
-    batches: Sequence[ScoredBatch],
-    guidance: list[Tensor | None],
-    candidates: list[Tensor],
-    index: list[Tensor],
-    config: ObjectiveConfig,
-    step: int,
-    ranks: Ranks,
+    parts: list[_Part], config: ObjectiveConfig, step: int, ranks: Ranks
 ) -> list[Tensor]:
     """Whole chunks, by the mean excess of their candidate tokens. Only candidates of a chosen
     chunk are selected here; the unmapped follow their own strategy."""
-    keys, pools, layouts = [], [], []
-    for batch, given, candidate, seq in zip(batches, guidance, candidates, index, strict=True):
-        B, T = candidate.shape
-        n = config.n_chunks
-        # position t lies in chunk floor(t * n / T): n chunks, equal up to one token
-        chunk_T = torch.arange(T, device=candidate.device) * n // T
-        layout = chunk_T.expand(B, T)
-        layouts.append(layout)
-        zeros = torch.zeros(B, n, dtype=torch.int64, device=candidate.device)
+    units, layouts, n = [], [], config.n_chunks
+    for batch, guidance, index, candidate in parts:
+        (B, T), device = candidate.shape, candidate.device
+        starts = chunk_bound(torch.arange(n, device=device), T, n)
+        chunk_T = torch.searchsorted(starts, torch.arange(T, device=device), right=True) - 1
+        layout, zeros = chunk_T.expand(B, T), torch.zeros(B, n, dtype=torch.int64, device=device)
         count = zeros.scatter_add(1, layout, candidate.long())
-        pools.append(count > 0)
         if config.chunk_choice == "random":
-            keys.append(random_key(seq, n, config.seed, step))
+            key = random_key(index, n, config.seed, step)
         else:
-            assert given is not None
-            excess = fixed_point(batch.nll_BT - _share_of_stretch(given, batch.targets))
+            assert guidance is not None
+            excess = fixed_point(batch.nll_BT - _share_of_stretch(guidance, batch.targets))
             total = zeros.scatter_add(1, layout, torch.where(candidate, excess, 0))
-            keys.append(float_key(total / count.clamp(min=1)))
-    chosen = _top(keys, pools, pools, index, config.keep, config, ranks)
-    return [
-        c & picked.gather(1, layout)
-        for c, picked, layout in zip(candidates, chosen, layouts, strict=True)
-    ]
+            key = float_key(total / count.clamp(min=1))
+        units.append(_Units(key, count > 0, count > 0, index))
+        layouts.append(layout)
+    chosen = zip(parts, _top(units, config.keep, config, ranks), layouts, strict=True)
+    return [part.candidate_BT & picked.gather(1, layout) for part, picked, layout in chosen]
 
 
 def _share_of_stretch(guidance_BT: Tensor, targets: Targets) -> Tensor:
@@ -327,19 +298,14 @@ def filled_guidance(
     totals, counts = [], []
     for batch, guidance in zip(batches, given, strict=True):
         assert guidance is not None
-        if batch.teacher_sums_B2 is not None:
-            rows = (
-                fixed_point(batch.teacher_sums_B2[:, :1]),
-                batch.teacher_sums_B2[:, 1:].long(),
-            )
+        if batch.teacher_sums_B2 is None:
+            count = batch.mapped_BT.sum(1, keepdim=True)
+            total = torch.where(batch.mapped_BT, fixed_point(guidance), 0).sum(1, keepdim=True)
         else:
-            mapped = batch.mapped_BT
-            fixed = torch.where(mapped, fixed_point(guidance), 0)
-            rows = fixed.sum(1, keepdim=True), mapped.sum(1, keepdim=True)
-        if config.scope != "sequence":
-            rows = rows[0].sum(), rows[1].sum()
-        totals.append(rows[0])
-        counts.append(rows[1])
+            count = batch.teacher_sums_B2[:, 1:].long()
+            total = fixed_point(batch.teacher_sums_B2[:, :1])
+        totals.append(total if config.scope == "sequence" else total.sum())
+        counts.append(count if config.scope == "sequence" else count.sum())
     if config.scope == "global":
         both = ranks.sum(torch.stack([torch.stack(totals).sum(), torch.stack(counts).sum()]))
         totals, counts = [both[0]] * len(batches), [both[1]] * len(batches)
@@ -360,7 +326,7 @@ def _sequence_indices(
     if config.scope == "global":
         by_rank = ranks.gather(torch.tensor(sizes, device=device)).tolist()
     else:  # no message for a local scope: assume equal shapes, only random choices depend on it
-        by_rank = [sizes] * ranks.size
+        by_rank = [sizes] * ranks.count
     indices, first = [], 0
     for m, batch in enumerate(batches):
         start = first + sum(of_rank[m] for of_rank in by_rank[: ranks.rank])
@@ -372,63 +338,38 @@ def _sequence_indices(
     return indices
 
 
-def _top(
-    keys: list[Tensor],
-    candidates: list[Tensor],
-    pools: list[Tensor],
-    index: list[Tensor],
-    keep: float,
-    config: ObjectiveConfig,
-    ranks: Ranks,
-    units: Sequence[Tensor | None] | None = None,
-) -> list[Tensor]:
-    """The best `keep` of each pool's size, taken among the candidates; bool [B, U] each. `units`:
-    what is chosen together shares a number (and a key): the first position of its stretch. The
-    last unit is taken whole, so that a little more than `keep` may be chosen."""
-    units = units or [None] * len(keys)
-    places = [_places(key, unit) for key, unit in zip(keys, units, strict=True)]
+def _top(parts: list[_Units], keep: float, config: ObjectiveConfig, ranks: Ranks) -> list[Tensor]:
+    """The best `keep` of each pool's size, taken among the candidates; bool [B, U] each. Of units
+    that are chosen together the last are taken whole: a little more than `keep` may be chosen."""
     if config.scope == "global":
-        return _top_global(keys, candidates, pools, places, index, keep, ranks)
+        return _top_global(parts, keep, ranks)
     chosen = []
-    for key, candidate, pool, place in zip(keys, candidates, pools, places, strict=True):
-        shape = key.shape
+    for units in parts:
+        shape, position = units.key.shape, units.position
         if config.scope == "batch":
-            row = torch.arange(shape[0], device=key.device)[:, None]
-            place, shape = place + row * key.shape[1], torch.Size((1, key.numel()))
-        order = _order(key.reshape(shape), candidate.reshape(shape), place.reshape(shape))
-        k = kept(pool.reshape(shape).sum(1), keep).minimum(candidate.reshape(shape).sum(1))
+            row = torch.arange(shape[0], device=position.device)[:, None]
+            position, shape = position + row * shape[1], torch.Size((1, shape.numel()))
+        key, candidate, pool = (t.reshape(shape) for t in (units.key, units.candidate, units.pool))
+        order = _order(key, candidate, position.reshape(shape))
+        k = kept(pool.sum(1), keep).minimum(candidate.sum(1))
         ranked = order.sort(dim=1, descending=True).values
         threshold = ranked.gather(1, (k - 1).clamp(min=0)[:, None])
-        chosen.append(((order >= threshold) & (k > 0)[:, None]).view(key.shape))
+        chosen.append(((order >= threshold) & (k > 0)[:, None]).view(units.key.shape))
     return chosen
 
 
-def _places(key: Tensor, unit: Tensor | None) -> Tensor:
-    own = torch.arange(key.shape[1], device=key.device).expand(key.shape)
-    return own if unit is None else unit
-
-
-def _top_global(
-    keys: list[Tensor],
-    candidates: list[Tensor],
-    pools: list[Tensor],
-    places: list[Tensor],
-    index: list[Tensor],
-    keep: float,
-    ranks: Ranks,
-) -> list[Tensor]:
-    width = ranks.max(torch.tensor(max(key.shape[1] for key in keys), device=keys[0].device))
-    orders = []
-    for key, candidate, place, sequence in zip(keys, candidates, places, index, strict=True):
-        orders.append(_order(key, candidate, sequence[:, None] * width + place))
-    pool = ranks.sum(torch.stack([p.sum() for p in pools]).sum())
-    available = ranks.sum(torch.stack([c.sum() for c in candidates]).sum())
+def _top_global(parts: list[_Units], keep: float, ranks: Ranks) -> list[Tensor]:
+    widest = torch.tensor(max(u.key.shape[1] for u in parts), device=parts[0].key.device)
+    width = ranks.max(widest)
+    orders = [_order(u.key, u.candidate, u.index_B[:, None] * width + u.position) for u in parts]
+    pool = ranks.sum(torch.stack([u.pool.sum() for u in parts]).sum())
+    available = ranks.sum(torch.stack([u.candidate.sum() for u in parts]).sum())
     k = int(kept(pool, keep).minimum(available))
     if k == 0:
-        return [torch.zeros_like(c) for c in candidates]
-    flat = torch.cat([o[c] for o, c in zip(orders, candidates, strict=True)])
+        return [torch.zeros_like(u.candidate) for u in parts]
+    flat = torch.cat([order[u.candidate] for order, u in zip(orders, parts, strict=True)])
     threshold = kth_largest(flat, k, ranks)
-    return [o >= threshold for o in orders]
+    return [order >= threshold for order in orders]
 
 
 def kth_largest(values: Tensor, k: int, ranks: Ranks) -> int:
@@ -442,10 +383,10 @@ def kth_largest(values: Tensor, k: int, ranks: Ranks) -> int:
             above = (unsigned >> (shift + 16)) & ((1 << (48 - shift)) - 1)
             digit = digit[above == prefix]
         from_top = ranks.sum(torch.bincount(digit, minlength=1 << 16)).flip(0).cumsum(0).cpu()
-        place = int(torch.searchsorted(from_top, k))
-        if place > 0:
-            k -= int(from_top[place - 1])
-        prefix = (prefix << 16) | (0xFFFF - place)
+        index = int(torch.searchsorted(from_top, k))
+        if index > 0:
+            k -= int(from_top[index - 1])
+        prefix = (prefix << 16) | (0xFFFF - index)
     return prefix - (1 << 63)
 
 
@@ -481,3 +422,171 @@ def mixed_bits(x: Tensor) -> Tensor:
 
 def _signed(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+# ---- the weights ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWeights:
+    """The weights of one optimiser step, seen from one rank."""
+
+    weights: list[Tensor]
+    """fp32 [B, T] for each of this rank's micro-batches."""
+    denominator: Tensor
+    """What to divide the summed loss by, over all ranks and micro-batches."""
+
+
+@torch.no_grad()
+def weigh_step(
+    batches: Sequence[ScoredBatch],
+    config: ObjectiveConfig,
+    *,
+    step: int = 0,
+    group: "torch.distributed.ProcessGroup | None" = None,
+) -> StepWeights:
+    """Weights of a whole optimiser step: all micro-batches of this rank, with scope global together
+    with those of all other ranks. Every rank must call it, with equally many micro-batches."""
+    if not batches:
+        raise ValueError("weigh_step needs at least one micro-batch")
+    ranks = Ranks.of(group)
+    if config.graded:
+        rules = weight_rules([b.targets for b in batches], config, ranks)
+        pairs = zip(rules, batches, strict=True)
+        weights = [rule.weights(b.nll_BT.flatten()).view(b.nll_BT.shape) for rule, b in pairs]
+    else:
+        weights = [chosen.float() for chosen in select_batches(batches, config, step, ranks)]
+    if config.normalise == "all":
+        counts = [b.valid_BT.sum() for b in batches]
+    else:
+        counts = [w.double().sum() if config.graded else (w != 0).sum() for w in weights]
+    return StepWeights(weights=weights, denominator=ranks.sum(torch.stack(counts).sum()))
+
+
+def weight_rules(
+    batches: Sequence[Targets], config: ObjectiveConfig, ranks: Ranks
+) -> list["WeightRule"]:
+    """One for each micro-batch, for weightings that every stretch decides for itself."""
+    rules = []
+    for targets, teacher_BT in zip(batches, filled_guidance(batches, config, ranks), strict=True):
+        if teacher_BT is None:
+            raise ValueError(f"method {config.method} needs guidance_BT, got None")
+        valid, mapped = targets.valid_BT, targets.mapped_BT
+        stretch = torch.arange(valid.numel(), device=valid.device)
+        if config.by_stretch:
+            if targets.stretch_BT is None:
+                raise ValueError("compare stretch needs stretch_BT, got None")
+            begins = torch.ones_like(mapped)
+            begins[:, 1:] = targets.stretch_BT[:, 1:] != targets.stretch_BT[:, :-1]
+            stretch = begins.flatten().long().cumsum(0) - 1
+        compared = valid if config.unmapped == "mean" else mapped
+        columns = (column.flatten() for column in (valid, mapped, compared, teacher_BT, stretch))
+        rules.append(WeightRule(config, *columns))
+    return rules
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """A weighting, and what it reads of tokens in a row besides their losses. Any run of tokens
+    that cuts no stretch can be weighed by itself."""
+
+    config: ObjectiveConfig
+    valid_N: Tensor
+    mapped_N: Tensor
+    compared_N: Tensor
+    """Tokens whose loss is held against the teacher's: the mapped, and with `unmapped: mean` the
+    others too, each for itself."""
+    teacher_N: Tensor
+    stretch_N: Tensor
+    """int64, ascending; equal for the tokens of a stretch."""
+
+    def __getitem__(self, rows: slice | Tensor) -> "WeightRule":
+        columns = (self.valid_N, self.mapped_N, self.compared_N, self.teacher_N, self.stretch_N)
+        return WeightRule(self.config, *(column[rows] for column in columns))
+
+    @property
+    def _begins_N(self) -> Tensor:
+        """Where a stretch begins."""
+        begins = torch.ones_like(self.valid_N)
+        begins[1:] = self.stretch_N[1:] != self.stretch_N[:-1]
+        return begins
+
+    @property
+    def _number_N(self) -> Tensor:
+        return self._begins_N.long().cumsum(0) - 1
+
+    def _losses(self, nll_N: Tensor) -> Tensor:
+        """The student's loss of every token's stretch."""
+        return stretch_losses(nll_N, self._number_N, self.mapped_N, len(nll_N))
+
+    def _everywhere(self, compared: Tensor | float) -> Tensor:
+        """These values where tokens are compared, and what all others count."""
+        rest = 0.0 if self.config.unmapped == "exclude" else 1.0
+        return torch.where(self.valid_N, torch.where(self.compared_N, compared, rest), 0.0)
+
+    @torch.no_grad()
+    def weights(self, nll_N: Tensor) -> Tensor:
+        assert self.config.graded_by is not None
+        weighting = WEIGHTINGS[self.config.graded_by]
+        found = weighting(self._losses(nll_N), self.teacher_N.to(nll_N.dtype), self.config)
+        # a loss that is not a number must reach the total, be seen and stop the run
+        return torch.where(self.valid_N & torch.isnan(nll_N), 1.0, self._everywhere(found))
+
+    def weights_of(self, part: slice, nll_N: Tensor) -> Tensor:
+        """Of some of the tokens; `nll_N` holds only theirs."""
+        return self[part].weights(nll_N)
+
+    def cut_chunks(self, ends: list[int]) -> list[int]:
+        """Ends of chunks, moved so that no stretch is cut."""
+        if not self.config.by_stretch or len(ends) < 2:
+            return ends
+        position = torch.arange(len(self.valid_N), device=self.valid_N.device)
+        began = torch.where(self._begins_N, position, 0).cummax(0).values
+        inner = began[torch.tensor(ends[:-1], device=position.device)].tolist()
+        return sorted({*(end for end in inner if end > 0), ends[-1]})
+
+    @torch.no_grad()
+    def likelihood_loss(self, nll_N: Tensor) -> tuple[Tensor, Tensor]:
+        """alm: (the loss of which `likelihood_weights` are the derivative, the mean over stretches
+        of tau times the divergence)."""
+        compared, number, tau = self.compared_N, self._number_N, self.config.temperature
+        tokens = torch.zeros_like(nll_N).scatter_add(0, number, compared.to(nll_N.dtype))
+        tokens = tokens.gather(0, number)[compared]
+        own = self._losses(nll_N)[compared].clamp(min=_SMALLEST_NATS)
+        teacher = self.teacher_N[compared].to(nll_N.dtype)
+        a, not_a = torch.exp(-teacher / tau), -torch.expm1(-teacher / tau)
+        not_b = -torch.expm1(-own / tau)
+        kl = a * (own - teacher) / tau + torch.special.xlogy(not_a, not_a / not_b)
+        # every token of a stretch carries its part
+        distance, stretches = tau * (kl / tokens).sum(), (1 / tokens).sum()
+        cross_entropy = (nll_N * self._everywhere(self.config.cross_entropy)).sum()
+        loss = self.config.distill_weight * distance + cross_entropy
+        return loss, distance / stretches.clamp(min=1)
+
+
+def reducible_weights(own: Tensor, teacher: Tensor, config: ObjectiveConfig) -> Tensor:
+    """The share of the student's loss that the teacher shows to be reducible."""
+    share = (1.0 - teacher / own.clamp(min=_SMALLEST_NATS)).clamp(min=0.0)
+    return config.floor + (1.0 - config.floor) * share
+
+
+def likelihood_weights(own: Tensor, teacher: Tensor, config: ObjectiveConfig) -> Tensor:
+    """Approximate Likelihood Matching (arXiv 2503.20083) as a weight: with a = p_T^(1/tau) and
+    b = p_S^(1/tau) of a stretch, the derivative by S of tau * KL(Bernoulli(a) || Bernoulli(b)) is
+    (a - b) / (1 - b) = 1 - (1 - a) / (1 - b), the same for all its tokens; negative where the
+    student is surer than the teacher. The factor tau makes lambda weigh the same for every tau."""
+    tau = config.temperature
+    surprise = torch.expm1(-teacher / tau) / torch.expm1(-own.clamp(min=_SMALLEST_NATS) / tau)
+    pull = 1.0 - surprise
+    if config.positive:
+        pull = pull.clamp(min=0.0)
+    return config.cross_entropy + config.distill_weight * pull
+
+
+# (student's loss, teacher's loss, config) of tokens in a row, or of their stretches -> weights
+Weighting = Callable[[Tensor, Tensor, ObjectiveConfig], Tensor]
+WEIGHTINGS: dict[str, Weighting] = {
+    "reducible": reducible_weights,
+    "likelihood": likelihood_weights,
+}
+"""What tokens count where none is left out: by `objective.weighting`, or by a row of `METHODS`."""

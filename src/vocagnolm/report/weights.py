@@ -47,7 +47,8 @@ def weigh_passages(
     import torch
 
     from vocagnolm.objective import weigh_step
-    from vocagnolm.objective.selection import Ranks, compared, filled_guidance
+    from vocagnolm.objective.selection import compared, filled_guidance
+    from vocagnolm.processes import Ranks
 
     # a micro-batch of the page is one text; the run's hold more, which compete with each other
     scope = config.scope if config.scope == "sequence" else "global"
@@ -57,12 +58,14 @@ def weigh_passages(
     filled = filled_guidance([batch.targets for batch in batches], config, Ranks.of())
     weighed = []
     for passage, batch, teacher, weight in zip(passages, batches, filled, weights, strict=True):
+        before = (len(passage.student.text) - batch.nll_BT.shape[1], 0)  # not in the batch
         if teacher is not None and batch.targets.guidance_BT is not None:
-            given = batch.targets.guidance_BT[0].numpy()
+            given = np.pad(batch.targets.guidance_BT[0].numpy(), before, constant_values=np.nan)
             own = compared(batch.nll_BT, batch.targets, teacher).own_BT
             own = own.double().masked_fill(~batch.mapped_BT, torch.nan)
-            passage = _with_guidance(passage, given, own[0].numpy())
-        column = np.round(weight[0].double().numpy(), 4)
+            losses = np.pad(own[0].numpy(), before, constant_values=np.nan)
+            passage = _with_guidance(passage, given, losses)
+        column = np.pad(np.round(weight[0].double().numpy(), 4), before)
         weighed.append(dataclasses.replace(passage, weights=column.tolist()))
     return weighed, describe(config, weighed, aggregation, how, alternatives)
 
@@ -137,7 +140,8 @@ def _threshold(passages: Sequence[Passage]) -> float | None:
 def _scored(
     passage: Passage, config: "ObjectiveConfig", aggregation: Aggregation, how: Combine
 ) -> "ScoredBatch":
-    """The passage as a micro-batch of one sequence."""
+    """The passage as a micro-batch of one sequence. For chunks, without a first token that nothing
+    predicts: they are cut among the predicted tokens, as in training."""
     import torch
 
     from vocagnolm.objective import IGNORE_INDEX, Targets
@@ -158,8 +162,10 @@ def _scored(
         known = theirs[0].nll[np.isfinite(theirs[0].nll)]
         sums = np.array([[known.sum(), len(known)]])
 
+    first = int(config.rule.unit == "chunk" and len(target) > 0 and not target[0])
+
     def row(values: NDArray[np.generic] | None, dtype: torch.dtype) -> torch.Tensor | None:
-        return None if values is None else torch.as_tensor(values, dtype=dtype)[None]
+        return None if values is None else torch.as_tensor(values[first:], dtype=dtype)[None]
 
     labels = row(np.where(target, 0, IGNORE_INDEX), torch.int64)
     losses = row(np.where(target, nll, 0.0), torch.float32)

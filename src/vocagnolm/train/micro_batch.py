@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vocagnolm.errors import TrainingError
-from vocagnolm.objective.selection import Ranks
+from vocagnolm.processes import Ranks
 from vocagnolm.train.schedule import first_micro_batch
 from vocagnolm.train.trainer import GuidedTrainer
 

@@ -33,8 +33,8 @@ from vocagnolm.data.guidance import Laid, LaidTeacher, cut_stretches, unbroken
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.data.targets import TargetsPlan, carry_targets
 from vocagnolm.model.alternatives import AlternativeChoice
-from vocagnolm.model.lm_head import head_form, last_hidden
 from vocagnolm.model.nll import losses_through_logits, token_scores
+from vocagnolm.model.runtime import head_form, last_hidden
 from vocagnolm.objective import (
     IGNORE_INDEX,
     ObjectiveConfig,

@@ -141,7 +141,7 @@ def _train(run: Run, *, quiet: bool, restart: bool) -> dict[str, Any]:
     schedule = plan_schedule(recipe, len(blocks), world_size(), known)
     console = Console(schedule, quiet=quiet, log_every=recipe.run.log_every)
     arguments = training_arguments(recipe, schedule)  # also starts torch.distributed
-    resumed: Resumable = Ranks.of_group().decide(lambda: _where_to_resume(folder, console, restart))
+    resumed: Resumable = Ranks.of().decide(lambda: _where_to_resume(folder, console, restart))
     metrics = MetricsFile(folder / "metrics.jsonl")
     if is_main():
         begin_run(folder, recipe, schedule, blocks.manifest["fingerprint"])
@@ -205,7 +205,7 @@ def _train(run: Run, *, quiet: bool, restart: bool) -> dict[str, Any]:
         )
     clock.end("training")
     save_result(trainer, recipe, schedule, run)
-    Ranks.of_group().wait_for_all()
+    Ranks.of().wait_for_all()
     return run_summary(folder)
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from vocagnolm.errors import TrainingError
-from vocagnolm.model.runtime import Arriving, Moment
+from vocagnolm.model.runtime import HostCopy, Moment
 from vocagnolm.objective import Targets
-from vocagnolm.objective.output import BINS, SUMS, measures
-from vocagnolm.objective.selection import Ranks
+from vocagnolm.objective.loss import BINS, SUMS, measures
+from vocagnolm.processes import Ranks
 from vocagnolm.train.checkpoint import CheckpointedTrainer
 from vocagnolm.train.console import Requests
 
@@ -61,7 +61,7 @@ class StepMeter:
             torch.cat([row, *(means[name].float()[None] for name in names)])
             for row, means in zip(self._rows, self._means, strict=True)
         ]
-        count = len(rows) * ranks.size
+        count = len(rows) * ranks.count
         # fp64 where there is one: the sum must not depend on how a step is split
         stacked = torch.stack(rows)
         total = (stacked if stacked.is_mps else stacked.double()).sum(0)
@@ -75,7 +75,7 @@ class Totals:
     """The totals of a step, on their way to the host."""
 
     def __init__(self, total: Tensor, count: int, means: Sequence[str], further: Sequence[str]):
-        self._values = Arriving(total)
+        self._values = HostCopy(total)
         self._count, self._means, self._further = count, means, further
 
     @property
@@ -254,8 +254,8 @@ class MeteredTrainer(CheckpointedTrainer):
             **measured,
             "tokens": tokens * made.number,
             "tokens_per_second": tokens / seconds,
-            "data_wait_share": min(1.0, waited / ranks.size / seconds),
-            "processes": ranks.size,
+            "data_wait_share": min(1.0, waited / ranks.count / seconds),
+            "processes": ranks.count,
             "learning_rate": made.learning_rate,
         }
         if self.on_step is not None and self.is_world_process_zero():

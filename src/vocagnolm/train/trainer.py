@@ -11,15 +11,15 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, TrainingArguments
 
 from vocagnolm.errors import TrainingError
-from vocagnolm.model.lm_head import (
+from vocagnolm.model.runtime import (
     HeadForm,
     RouterLoss,
     head_form,
     router_loss_of,
     run_decoder,
     separates_documents,
+    torch_threads,
 )
-from vocagnolm.model.runtime import torch_threads
 from vocagnolm.objective import (
     Decided,
     Implementation,
@@ -33,7 +33,7 @@ from vocagnolm.objective import (
     student_nll,
     weigh_step,
 )
-from vocagnolm.objective.selection import Ranks
+from vocagnolm.processes import Ranks
 from vocagnolm.train.collate import BlockCollator, batch_targets
 from vocagnolm.train.online import OnlineTeacher
 from vocagnolm.train.step_metrics import MeteredTrainer
