@@ -96,10 +96,10 @@ class _Profiled(TrainerCallback):
 
 
 def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, Any]]:
-    from vocagnolm.train.arguments import training_arguments
     from vocagnolm.train.build import build_trainer
+
     from vocagnolm.train.run import open_blocks
-    from vocagnolm.train.schedule import plan_schedule
+    from vocagnolm.train.settings import plan_schedule, training_arguments
 
     warm_up = 2 if given.smoke else 8
     settings = {

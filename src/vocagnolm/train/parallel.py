@@ -16,7 +16,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
@@ -119,10 +119,9 @@ def share(
 
 
 def accumulating(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-    """Around a micro-batch: processes exchange their gradients after the last one of a step."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-    elif isinstance(model, DistributedDataParallel) and not last:
+    """Around a micro-batch: with DDP processes exchange their gradients after the last one of a
+    step; with FSDP after each, so that no process holds more than its shard of them."""
+    if isinstance(model, DistributedDataParallel) and not last:
         return model.no_sync()
     return contextlib.nullcontext()
 

@@ -151,9 +151,12 @@ def train(
         student = None if loading is None else loading.result()
         refuse_other_run(folder, recipe, found, blocks.manifest["fingerprint"])
         requests = held.enter_context(listening())
+        schedule = plan_schedule(recipe, len(blocks), world_size(), found_micro_batch(folder))
+        arguments = training_arguments(recipe, schedule)
+        arguments.device  # noqa: B018  (starts torch.distributed)
         if recipe.train.parallel != "ddp":
             held.enter_context(sharding_group(accelerator=uses_accelerator(recipe)))
-        run = Run(recipe, folder, blocks, tokenizer, requests, clock)
+        run = Run(recipe, folder, blocks, tokenizer, schedule, arguments, requests, clock)
         # Beside a GPU the CPU does small things, such as pinning a batch, and waking its
         # threads takes longer than the work: 6 ms an operation were measured.
         held.enter_context(torch_threads(1 if uses_accelerator(recipe) else None))
@@ -169,6 +172,8 @@ class Run:
     blocks: Blocks
     tokenizer: TextTokenizer
     """The student's."""
+    schedule: Schedule
+    arguments: TrainingArguments
     requests: Requests
     clock: Clock
 
@@ -178,17 +183,14 @@ def _train(
 ) -> dict[str, Any]:
     """`student`: None where each process loads its own, for its shards."""
     recipe, folder, clock = run.recipe, run.folder, run.clock
-    known = found_micro_batch(folder)
-    schedule = plan_schedule(recipe, len(run.blocks), world_size(), known)
+    known, schedule = found_micro_batch(folder), run.schedule
     console = Console(schedule, quiet=quiet, log_every=recipe.run.log_every)
-    arguments = training_arguments(recipe, schedule)
-    arguments.device  # noqa: B018  (starts torch.distributed)
     resumed: Resumable = Ranks.of_group().decide(lambda: _where_to_resume(folder, console, restart))
     metrics = MetricsFile(folder / "metrics.jsonl")
     if is_main():
         begin_run(folder, recipe, schedule, run.blocks.manifest["fingerprint"])
         metrics.resume_at(resumed.step)
-    loop = build_loop(recipe, run.blocks, schedule, arguments, run.tokenizer, student)
+    loop = build_loop(recipe, run.blocks, schedule, run.arguments, run.tokenizer, student)
     clock.end("loading")
     if recipe.train.micro_batch == "auto" and known is None:
         found = find_micro_batch(loop, schedule.batch_blocks // schedule.world_size)

@@ -196,7 +196,7 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
             )
         if name not in FURTHER_ARGUMENTS:
             raise RecipeError(
-                f"train.arguments.{name} has no meaning here. It may set: "
+                f"train.arguments.{name} is decided by the program, or means nothing to it. Known: "
                 f"{', '.join(sorted(FURTHER_ARGUMENTS))}."
             )
 
