@@ -141,7 +141,7 @@ def test_a_step_does_not_wait(lab, tmp_path, objective):
 
         setattr(loop, name, call)
 
-    for name in ("sent", "forward", "clip_gradients", "check_finite", "end_step"):
+    for name in ("next_batch", "forward", "clip_gradients", "check_finite", "end_step"):
         watch(name)
     loop.run()
     assert loop.step == 6

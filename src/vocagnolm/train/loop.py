@@ -92,7 +92,7 @@ class TrainingLoop:
         if checkpoint is not None:
             self.checkpoints.load_random_numbers(checkpoint, step)
         while self.step < self.schedule.steps and not self.stopped:
-            self._step([self._next(batches) for _ in range(self.schedule.accumulation)])
+            self._step([self.next_batch(batches) for _ in range(self.schedule.accumulation)])
         self.checkpoints.wait()
         if self.trackers is not None:
             self.trackers.end()
@@ -159,7 +159,7 @@ class TrainingLoop:
                 first = step * self.schedule.batch_blocks + place * size
                 yield list(range(first, first + size))
 
-    def _next(self, batches: Iterator[Batch]) -> Batch:
+    def next_batch(self, batches: Iterator[Batch]) -> Batch:
         began = time.perf_counter()
         batch = next(batches)
         self._waited += time.perf_counter() - began

@@ -1,6 +1,6 @@
 """What a recipe's sections mean on this machine: steps, batches, the objective, the optimizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import get_parameter_names
 
 from vocagnolm.errors import RecipeError
-from vocagnolm.methods import METHODS
 from vocagnolm.objective import ObjectiveConfig
 from vocagnolm.recipe import Recipe
 
@@ -101,31 +100,12 @@ def first_micro_batch(share: int) -> int:
 
 
 def objective_config(recipe: Recipe) -> ObjectiveConfig:
+    """The section `objective`, with what the method itself decides."""
     section = recipe.objective
+    names = [one.name for one in fields(ObjectiveConfig) if hasattr(section, one.name)]
+    given = {name: getattr(section, name) for name in names}
     try:
-        return ObjectiveConfig(
-            method=section.method,
-            compare=section.compare,
-            weighting=section.weighting,
-            floor=section.floor,
-            keep=METHODS[section.method].keep if section.keep is None else section.keep,
-            mix=section.mix,
-            mix_end=section.mix_end,
-            mix_hold=section.mix_hold,
-            mix_by=section.mix_by,
-            unmapped=section.unmapped,
-            scope=section.scope,
-            normalise=section.normalise,
-            distill_weight=section.distill_weight,
-            cross_entropy=section.cross_entropy,
-            temperature=section.temperature,
-            positive=section.positive,
-            kl_direction=section.kl_direction,
-            entropy_keep=section.entropy_keep,
-            n_chunks=section.n_chunks,
-            chunk_choice=section.chunk_choice,
-            seed=recipe.run.seed,
-        )
+        return ObjectiveConfig(**given, seed=recipe.run.seed)
     except ValueError as error:
         raise RecipeError(f"objective: {error}") from error
 
