@@ -14,8 +14,7 @@ from vocagnolm.alignment import load_tokenizer
 from vocagnolm.errors import RecipeError
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train.check import check
-from vocagnolm.train.folder import MetricsFile
-from vocagnolm.train.metrics import selected_text, tracker_problems
+from vocagnolm.train.metrics import MetricsFile, selected_text, tracker_problems
 from vocagnolm.train.run import train
 
 

@@ -284,7 +284,7 @@ def test_the_result_is_an_ordinary_model_folder(lab, tmp_path):
         assert fact in card
     assert not list(folder.glob("*.bin")) and (folder / "model.safetensors").is_file()
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
-        *("checkpoints", "metrics.jsonl", "model", "recipe.yaml", "run.json")
+        *("metrics.jsonl", "model", "recipe.yaml", "run.json")
     ]
 
 

@@ -8,7 +8,7 @@ import contextlib
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -77,12 +77,7 @@ class CheckReport:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "ready": self.ready,
-            "problems": self.problems,
-            "warnings": self.warnings,
-            "plan": self.plan,
-        }
+        return {"ready": self.ready, **asdict(self)}
 
     def problem(self, line: str) -> None:
         if line not in self.problems:
@@ -313,14 +308,11 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
         if wanted and find_spec(package) is None:
             problems.append(f"the package {package} is missing: pip install 'vocagnolm[{extra}]'")
     problems += tracker_problems(recipe.run.report_to)
-    try:
-        check_batch(recipe, processes)
-    except VocagnolmError as error:
-        problems.append(str(error))
-    try:
-        objective_config(recipe)
-    except VocagnolmError as error:
-        problems.append(str(error))
+    for work in (lambda: check_batch(recipe, processes), lambda: objective_config(recipe)):
+        try:
+            work()
+        except VocagnolmError as error:
+            problems.append(str(error))
     return problems
 
 

@@ -210,7 +210,7 @@ class Checkpoints:
             _load_shards(checkpoint, state)
         else:
             _load_weights(checkpoint, state.model)
-            place = device if self.ranks.count > 1 else "cpu"
+            place = device if self.ranks.count > 1 and device.type != "cpu" else "cpu"
             state.optimizer.load_state_dict(_load(checkpoint / _OPTIMIZER, place))
         state.scheduler.load_state_dict(_load(checkpoint / _SCHEDULER))
         if (checkpoint / _SCALER).is_file():

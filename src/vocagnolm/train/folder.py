@@ -1,6 +1,5 @@
 """A run folder: one recipe, one set of blocks; its files, and the card of its model. No torch."""
 
-import json
 import platform
 from dataclasses import asdict
 from importlib.metadata import version
@@ -13,7 +12,6 @@ from vocagnolm.chat.survey import template_words
 from vocagnolm.errors import TrainingError
 from vocagnolm.files import (
     LOCK_FILE,
-    append_lines,
     is_leftover,
     parse_json,
     read_json,
@@ -36,23 +34,6 @@ def with_current_names(record: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---- metrics.jsonl ----
-
-
-class MetricsFile:
-    """`metrics.jsonl`: appended a line a step, cut back to the checkpoint on resume."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def resume_at(self, step: int) -> None:
-        """Drop what was written after `step`, and a line that a kill left half-written."""
-        if not self.path.exists():
-            return
-        kept = [json.dumps(r) + "\n" for r in read_metrics(self.path) if r["step"] <= step]
-        write_text(self.path, "".join(kept))
-
-    def append(self, record: dict[str, Any]) -> None:
-        append_lines(self.path, json.dumps(record) + "\n", sync=False)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -2,15 +2,15 @@
 
 One optimizer step: the next micro-batches are sent to the device, what they need to know of each
 other is decided over all of them, each is passed forward and backward, gradients are clipped,
-optimizer and scheduler step, the measures are on their way to the host; now and then a checkpoint.
-The host never waits for a GPU in between: it reads the measures of a step when the next one is
-under way.
+optimizer and scheduler step, the measures are read; now and then a checkpoint is saved. The host
+never waits for a GPU in between: it reads the measures of a step when the next one is under way.
 """
 
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from vocagnolm.objective.selection import Ranks
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.checkpoint import Checkpoints, TrainingState
 from vocagnolm.train.metrics import MadeStep, StepMeter, Trackers, require_finite
-from vocagnolm.train.parallel import Requests, accumulating, share
+from vocagnolm.train.parallel import Requests, share
 from vocagnolm.train.settings import Schedule, build_optimizer, objective_config
 from vocagnolm.train.student import BlockCollator, GuidedStudent, MicroBatch, batch_targets
 from vocagnolm.train.teacher import OnlineTeacher
@@ -73,8 +73,7 @@ class TrainingLoop:
             student.to(self.device)
         if teacher is not None:
             teacher.to(self.device)
-        on_gpu = self.device.type == "cuda"
-        self.read_behind = int(on_gpu) if read_behind is None else read_behind
+        self.read_behind = int(self.device.type == "cuda") if read_behind is None else read_behind
         self.step = 0
         """Steps that were made, though the device may still be at the last of them."""
         self.stopped = False
@@ -110,6 +109,7 @@ class TrainingLoop:
             scheduler_specific_kwargs={"min_lr": optimizer.min_learning_rate},
         )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.arguments.fp16)
+        self.state = TrainingState(self.student.model, self.optimizer, self.scheduler, self.scaler)
         self.checkpoints = Checkpoints(
             Path(run.folder or ".") / "checkpoints",
             keep=run.keep_checkpoints,
@@ -118,7 +118,7 @@ class TrainingLoop:
         )
         self.step, self.stopped = step, False
         if checkpoint is not None:
-            self.checkpoints.load(checkpoint, self._state(), self.device)
+            self.checkpoints.load(checkpoint, self.state, self.device)
         self.model.train()
         if hasattr(self.optimizer, "train"):  # those that need no schedule
             self.optimizer.train()
@@ -129,9 +129,6 @@ class TrainingLoop:
         self.gradient_norm: Tensor | None = None
         if self.trackers is not None:
             self.trackers.begin()
-
-    def _state(self) -> TrainingState:
-        return TrainingState(self.student.model, self.optimizer, self.scheduler, self.scaler)
 
     # ---- batches ----
 
@@ -178,7 +175,7 @@ class TrainingLoop:
         plan = plan_step(batches, self.objective, self.score, step=self.step, teacher=self.teacher)
         config = self.objective.at(self.step / max(1, self.schedule.steps - 1))
         for number, (batch, (targets, decided)) in enumerate(zip(batches, plan, strict=True)):
-            with accumulating(self.model, last=number + 1 == len(batches)):
+            with self._exchange(last=number + 1 == len(batches)):
                 output = self.forward(batch, targets, config, decided)
                 # DDP and FSDP average gradients over ranks, and the denominator counts all of them
                 self.scaler.scale(output["loss"] * self.ranks.size).backward()
@@ -224,6 +221,12 @@ class TrainingLoop:
         wanted = self.arguments.fp16 or (self.recipe.train.bf16 and not self.sharded)
         return torch.autocast(self.device.type, half, enabled=wanted)
 
+    def _exchange(self, *, last: bool) -> Any:
+        """With DDP processes exchange gradients after the last micro-batch of a step; with FSDP
+        after each, so that none holds more than its shard of them."""
+        whole = not self.sharded and self.ranks.size > 1
+        return self.model.no_sync() if whole and not last else nullcontext()
+
     def clip_gradients(self) -> None:
         self.scaler.unscale_(self.optimizer)
         longest = self.recipe.optimizer.max_grad_norm or math.inf
@@ -251,10 +254,10 @@ class TrainingLoop:
     def end_step(self, learning_rate: float) -> None:
         """The step's measures are on their way. Read are those of steps before, and all where
         something depends on them."""
-        asked = {"stop": self.requests.stop, "save": self.requests.save}
-        made = self._meter.finish(self.step, learning_rate, **asked, waited=self._waited)
-        self._waited = 0.0
+        stop, save, waited = self.requests.stop, self.requests.save, self._waited
+        made = self._meter.finish(self.step, learning_rate, stop=stop, save=save, waited=waited)
         self._unread.append(made)
+        self._waited = 0.0
         last = self.step == self.schedule.steps
         every = self.recipe.run.save_every
         saves = every > 0 and (last or self.step % every == 0)
@@ -262,7 +265,7 @@ class TrainingLoop:
         saves |= self._read(0 if saves or logs or last else self.read_behind)
         if saves:
             self._read(0)
-            self.checkpoints.save(self.step, self._state())
+            self.checkpoints.save(self.step, self.state)
             self._last_moment = Moment(self.device)  # writing is no part of the next step
             if self.trackers is not None:
                 self.trackers.saved()

@@ -1,12 +1,12 @@
 """What a run reports: measures of a step, lines on stderr, trackers, and where its time went."""
 
 import html
+import json
 import math
 import os
 import sys
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,13 +19,14 @@ from transformers.integrations import integration_utils
 
 from vocagnolm.alignment import TextTokenizer
 from vocagnolm.errors import TrainingError
-from vocagnolm.files import read_json, write_json
+from vocagnolm.files import append_lines, read_json, write_json, write_text
 from vocagnolm.model.runtime import Arriving, Moment, compiling_seconds
 from vocagnolm.objective import IGNORE_INDEX, Targets
 from vocagnolm.objective.output import BINS, SUMS, measures
 from vocagnolm.objective.selection import Ranks
 from vocagnolm.progress import Pace, Seconds, clock_time
 from vocagnolm.recipe import Recipe
+from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.settings import Schedule
 
 # ---- the measures of a step ----
@@ -65,52 +66,46 @@ class StepMeter:
         total = (stacked if stacked.is_mps else stacked.double()).sum(0)
         further = [total.new_full((1,), float(value)) for value in sums.values()]
         total = ranks.sum(torch.cat([total, *further]))
-        count = len(rows) * ranks.size
         made = MadeStep(
-            step, learning_rate, self.losses, self._has_guidance, total, count, names, list(sums)
+            number=step,
+            learning_rate=learning_rate,
+            losses=self.losses,
+            has_guidance=self._has_guidance,
+            values=Arriving(total),
+            micro_batches=len(rows) * ranks.size,
+            names=(names, list(sums)),
         )
         self.losses, self._rows, self._means = [], [], []
         return made
 
 
+@dataclass(frozen=True, kw_only=True)
 class MadeStep:
     """An optimizer step that the device may still be at, its totals on their way to the host."""
 
-    def __init__(
-        self,
-        number: int,
-        learning_rate: float,
-        losses: list[tuple[Tensor, Tensor | None]],
-        has_guidance: bool,
-        total: Tensor,
-        count: int,
-        means: Sequence[str],
-        further: Sequence[str],
-    ):
-        self.number, self.learning_rate, self.losses = number, learning_rate, losses
-        self._has_guidance, self._count = has_guidance, count
-        self._means, self._further = means, further
-        self._values = Arriving(total)
+    number: int
+    learning_rate: float
+    losses: list[tuple[Tensor, Tensor | None]]
+    has_guidance: bool
+    values: Arriving
+    micro_batches: int
+    names: tuple[list[str], list[str]]
+    """Of the means over micro-batches, and of what was summed beside the measures."""
 
     @property
     def ended(self) -> Moment:
-        return self._values.moment
+        return self.values.moment
 
     def read(self) -> dict[str, Any]:
         """Measures as plain numbers; waits for the step, and for nothing after it."""
-        values = self._values.numpy().tolist()
+        values = self.values.numpy().tolist()
         end = 2 + len(SUMS) + BINS
-        means = zip(self._means, values[end:], strict=False)
-        found = {
-            "loss": values[0],
-            "tokens": values[1],
-            **measures(values[2:end]),
-            **{name: value / self._count for name, value in means},
-            **dict(zip(self._further, values[end + len(self._means) :], strict=True)),
-        }
-        if not self._has_guidance:
-            found["mapped_share"] = None
-        return found
+        means, sums = self.names
+        found = {"loss": values[0], "tokens": values[1], **measures(values[2:end])}
+        for name, value in zip(means, values[end:], strict=False):
+            found[name] = value / self.micro_batches
+        found |= zip(sums, values[end + len(means) :], strict=True)
+        return found if self.has_guidance else {**found, "mapped_share": None}
 
 
 def require_finite(step: int, losses: list[tuple[Tensor, Tensor | None]], rank: int) -> None:
@@ -160,7 +155,24 @@ def flops_per_token(model: Any, block_size: int) -> float:
     return 6.0 * parameters + 12.0 * config.num_hidden_layers * config.hidden_size * block_size
 
 
-# ---- progress on stderr ----
+# ---- metrics.jsonl and progress on stderr ----
+
+
+class MetricsFile:
+    """`metrics.jsonl`: appended a line a step, cut back to the checkpoint on resume."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def resume_at(self, step: int) -> None:
+        """Drop what was written after `step`, and a line that a kill left half-written."""
+        if not self.path.exists():
+            return
+        kept = [json.dumps(r) + "\n" for r in read_metrics(self.path) if r["step"] <= step]
+        write_text(self.path, "".join(kept))
+
+    def append(self, record: dict[str, Any]) -> None:
+        append_lines(self.path, json.dumps(record) + "\n", sync=False)
 
 
 class Console:

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -116,14 +115,6 @@ def share(
     given = {name: value for name, value in options.items() if value is not None}
     ids = None if device.type == "cpu" else [device.index]
     return DistributedDataParallel(student, device_ids=ids, **given)
-
-
-def accumulating(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-    """Around a micro-batch: with DDP processes exchange their gradients after the last one of a
-    step; with FSDP after each, so that no process holds more than its shard of them."""
-    if isinstance(model, DistributedDataParallel) and not last:
-        return model.no_sync()
-    return contextlib.nullcontext()
 
 
 def _mesh(device: torch.device, *, within_machines: bool) -> Any:

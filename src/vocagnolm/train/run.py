@@ -64,7 +64,6 @@ from vocagnolm.store.analysis import best_store, teacher_warning
 from vocagnolm.train.check import measure_strength
 from vocagnolm.train.checkpoint import Resumable, newest_complete
 from vocagnolm.train.folder import (
-    MetricsFile,
     begin_run,
     found_micro_batch,
     model_card,
@@ -78,6 +77,7 @@ from vocagnolm.train.loop import TrainingLoop
 from vocagnolm.train.metrics import (
     Clock,
     Console,
+    MetricsFile,
     Trackers,
     flops_per_token,
     peak_flops,
@@ -154,6 +154,7 @@ def train(
         schedule = plan_schedule(recipe, len(blocks), world_size(), found_micro_batch(folder))
         arguments = training_arguments(recipe, schedule)
         arguments.device  # noqa: B018  (starts torch.distributed)
+        transformers.utils.logging.set_verbosity(arguments.get_process_log_level())
         if recipe.train.parallel != "ddp":
             held.enter_context(sharding_group(accelerator=uses_accelerator(recipe)))
         run = Run(recipe, folder, blocks, tokenizer, schedule, arguments, requests, clock)
@@ -198,7 +199,7 @@ def _train(
         schedule = plan_schedule(recipe, len(run.blocks), schedule.world_size, micro_batch)
         loop.schedule = console.schedule = schedule
         if is_main():
-            note_in_run(folder, schedule=asdict(schedule), found_micro_batch=found.to_dict())
+            note_in_run(folder, schedule=asdict(schedule), found_micro_batch=asdict(found))
             console.say(str(found))
     if is_main():
         if resumed.step == 0 and recipe.student.model is not None:
@@ -548,9 +549,6 @@ class FoundMicroBatch:
     tried: list[Tried]
     """By the leading process."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def __str__(self) -> str:
         tried = ", ".join(map(str, self.tried))
         return f"micro-batch {self.micro_batch}, found in {self.seconds:,.1f} s ({tried})"
@@ -591,7 +589,7 @@ def find_micro_batch(loop: TrainingLoop, share: int) -> FoundMicroBatch:
         room = _room_of_optimizer(loop) if on_gpu else None
         found, tried = choose(share, lambda blocks: _tokens_per_second(loop, blocks))
         del room
-    agreed = -int(Ranks.of().max(torch.tensor(-found, device=device)))
+    agreed = -int(loop.ranks.max(torch.tensor(-found, device=device)))
     if agreed == 0:
         raise TrainingError(
             "train.micro_batch: auto has found no room for a single block on "

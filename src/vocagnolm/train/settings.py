@@ -122,7 +122,7 @@ def uses_accelerator(recipe: Recipe) -> bool:
 FURTHER_ARGUMENTS = frozenset(
     {
         *("adam_epsilon", "optim_args", "optim_target_modules", "neftune_noise_alpha"),
-        *("fp16", "tf32", "full_determinism", "torch_empty_cache_steps"),
+        *("fp16", "tf32", "full_determinism"),
         *("ddp_backend", "ddp_timeout", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
         *("ddp_static_graph", "dataloader_prefetch_factor", "dataloader_persistent_workers"),
         *("dataloader_multiprocessing_context", "log_level", "logging_first_step", "run_name"),
