@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from faults_kit import LONG
 from safetensors.torch import load_file
 from training_kit import recipe_dict, run_processes, stop_after
 
@@ -22,6 +23,8 @@ SCOPES = [
     {"method": "guided", "scope": "batch", "normalise": "all"},
     {"method": "random", "scope": "sequence", "normalise": "selected"},
 ]
+if not LONG:
+    SCOPES = SCOPES[:2]
 STEPS = 8
 
 

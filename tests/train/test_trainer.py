@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from faults_kit import LONG
 from training_kit import LLAMA, recipe_dict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
@@ -107,19 +108,19 @@ def test_keeping_everything_is_plain_pretraining(lab, tmp_path):
     "objective",
     [
         {"method": "guided", "scope": "global", "normalise": "selected"},
+        {"method": "distill", "keep": 0.4, "scope": "global", "normalise": "selected"},
+        {"method": "distill", "mix_by": "reducible", "scope": "sequence", "keep": 0.6},
         {"method": "guided", "scope": "sequence", "unmapped": "mean"},
         {"method": "random", "scope": "global"},
         {"method": "chunk", "scope": "sequence", "normalise": "selected", "n_chunks": 5},
-        {"method": "no_teacher", "scope": "global"},
         {"method": "guided", "compare": "stretch", "scope": "global", "normalise": "selected"},
-        {"method": "guided", "weighting": "reducible", "compare": "stretch"},
         {"method": "guided", "weighting": "reducible", "normalise": "selected"},
         {"method": "alm", "scope": "sequence"},
+        {"method": "no_teacher", "scope": "global"},
+        {"method": "guided", "weighting": "reducible", "compare": "stretch"},
         {"method": "distill", "mix": 1.0, "mix_end": 0.2},
-        {"method": "distill", "keep": 0.4, "scope": "global", "normalise": "selected"},
         {"method": "distill", "weighting": "reducible", "compare": "stretch"},
-        {"method": "distill", "mix_by": "reducible", "scope": "sequence", "keep": 0.6},
-    ],
+    ][: None if LONG else 9],
     ids=lambda o: "-".join(map(str, o.values())),
 )
 def test_one_batch_of_eight_equals_eight_of_one(lab, tmp_path, objective):
@@ -134,7 +135,6 @@ def test_one_batch_of_eight_equals_eight_of_one(lab, tmp_path, objective):
     [
         ({"method": "chunk", "chunk_choice": "random"}, {}, None),
         ({"method": "chunk", "scope": "global", "normalise": "selected"}, {}, "store"),
-        ({"method": "rho1"}, {"model": "twin", "online": True}, None),
         ({"method": "rho1", "entropy_keep": 0.8}, {"model": "twin", "online": True}, None),
         ({"method": "guided"}, {"model": "other", "online": True}, None),
         ({"method": "chunk"}, {"model": "other", "online": True}, None),
@@ -142,10 +142,7 @@ def test_one_batch_of_eight_equals_eight_of_one(lab, tmp_path, objective):
         ({"method": "guided", "compare": "stretch"}, {"model": "other", "online": True}, None),
         ({"method": "chunk", "compare": "stretch"}, {"model": "other", "online": True}, None),
         ({"method": "chunk", "compare": "stretch"}, {}, "store"),
-        ({"method": "guided", "weighting": "reducible"}, {}, "store"),
         ({"method": "alm"}, {"model": "other", "online": True}, None),
-        ({"method": "alm"}, {}, "store"),
-        ({"method": "distill"}, {}, "store"),
         ({"method": "distill"}, {"model": "other", "online": True}, None),
         ({"method": "distill", "compare": "stretch"}, {"model": "other", "online": True}, None),
         ({"method": "kld"}, {"model": "twin"}, None),
@@ -153,7 +150,7 @@ def test_one_batch_of_eight_equals_eight_of_one(lab, tmp_path, objective):
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
-def test_every_method_trains(lab, tmp_path, objective, teacher, store):
+def test_methods_train_in_other_ways_than_the_pinned_ones(lab, tmp_path, objective, teacher, store):
     if "model" in teacher:
         teacher = {**teacher, "model": str(lab / teacher["model"])}
     records = run(

@@ -164,7 +164,8 @@ def check_stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> 
         report.warnings.append(
             f"the store is of teacher {', '.join(sorted(names))}, the recipe names {wanted}."
         )
-    if corpus is not None and not any(_made_from(store, corpus) for store in stores):
+    made_from = {store.corpus_fingerprint for store in stores}
+    if corpus is not None and not made_from & {None, corpus.fingerprint}:
         absent = _absent(stores, corpus)
         if absent is not None and recipe.data.missing == "error":
             report.problem(
@@ -177,10 +178,6 @@ def check_stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> 
                 f"by content, and those not in it follow data.missing = {recipe.data.missing}."
             )
     return best_store(stores)
-
-
-def _made_from(store: LossStore, corpus: Corpus) -> bool:
-    return store.corpus_fingerprint in (None, corpus.fingerprint)
 
 
 def _absent(stores: list[LossStore], corpus: Corpus) -> str | None:
@@ -514,7 +511,11 @@ def _weights(recipe: Recipe, report: CheckReport, found: Found) -> None:
     if found.tokenizer is not None and found.store is not None and found.corpus is not None:
         strength = measure_strength(student, found.tokenizer, found.store, found.corpus)
         if strength is not None:
-            report.plan["strength"] = strength.to_dict()
+            report.plan["strength"] = {
+                "teacher_bits_per_byte": strength.teacher,
+                "student_bits_per_byte": strength.student,
+                "documents": strength.documents,
+            }
             _warn_of_teacher(report, strength.teacher, strength.student)
 
 
@@ -541,13 +542,6 @@ class Strength:
     teacher: float
     student: float
     documents: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "teacher_bits_per_byte": self.teacher,
-            "student_bits_per_byte": self.student,
-            "documents": self.documents,
-        }
 
 
 def measure_strength(

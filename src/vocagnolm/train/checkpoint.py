@@ -40,6 +40,7 @@ from transformers.trainer_pt_utils import safe_globals
 from vocagnolm.errors import TrainingError
 from vocagnolm.files import as_write_error, file_digests, read_json, remove, sync_tree, write_json
 from vocagnolm.processes import Ranks
+from vocagnolm.recipe import RunSection
 
 MARKER = "complete.json"
 _NAME = re.compile(r"checkpoint-(\d+)$")
@@ -138,8 +139,10 @@ class TrainingState:
 class Checkpoints:
     """Saves and loads the state of a run. All processes must call it alike."""
 
-    def __init__(self, folder: Path, *, keep: int, sharded: bool, seed: int):
-        self.folder, self.keep, self.sharded, self.seed = folder, keep, sharded, seed
+    def __init__(self, run: RunSection, *, sharded: bool):
+        assert run.folder is not None
+        self.folder, self.sharded = Path(run.folder) / "checkpoints", sharded
+        self.keep, self.seed = run.keep_checkpoints, run.seed
         self.ranks = Ranks.of_group()
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None

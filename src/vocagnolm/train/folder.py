@@ -87,14 +87,6 @@ def read_run(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def refuse_strangers(folder: Path) -> None:
-    """A folder that is not empty must be a run of ours."""
-    if not folder.is_dir() or (folder / "recipe.yaml").is_file():
-        return
-    if any(p.name != LOCK_FILE and not is_leftover(p.name) for p in folder.iterdir()):
-        raise TrainingError(f"{folder} is not empty and not a run. Choose another run.folder.")
-
-
 def refuse_other_run(
     folder: Path,
     recipe: Recipe,
@@ -103,8 +95,12 @@ def refuse_other_run(
 ) -> None:
     """A run folder belongs to one recipe and the very `blocks` (their fingerprint) it has begun
     with. The number of processes may change: a step is the same step however it is split."""
-    refuse_strangers(folder)
-    if not (folder / "recipe.yaml").is_file() or not has_begun(folder):
+    if not (folder / "recipe.yaml").is_file():
+        files = folder.iterdir() if folder.is_dir() else iter(())
+        if any(p.name != LOCK_FILE and not is_leftover(p.name) for p in files):
+            raise TrainingError(f"{folder} is not empty and not a run. Choose another run.folder.")
+        return
+    if not has_begun(folder):
         return
     difference = recipe_difference(load_recipe(folder / "recipe.yaml"), recipe, RUNTIME_KEYS)
     others = blocks is not None and found.get("blocks") not in (None, blocks)

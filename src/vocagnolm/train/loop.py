@@ -97,7 +97,7 @@ class TrainingLoop:
             self.trackers.end()
 
     def _begin(self, checkpoint: Path | None, step: int) -> None:
-        optimizer, run = self.recipe.optimizer, self.recipe.run
+        optimizer = self.recipe.optimizer
         bf16, parallel = self.recipe.train.bf16, self.recipe.train.parallel
         self.model = share(self.student, parallel, self.arguments, bf16=bf16)
         self.optimizer = build_optimizer(self.student.model, self.arguments)
@@ -110,12 +110,7 @@ class TrainingLoop:
         )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.arguments.fp16)
         self.state = TrainingState(self.student.model, self.optimizer, self.scheduler, self.scaler)
-        self.checkpoints = Checkpoints(
-            Path(run.folder or ".") / "checkpoints",
-            keep=run.keep_checkpoints,
-            sharded=self.sharded,
-            seed=run.seed,
-        )
+        self.checkpoints = Checkpoints(self.recipe.run, sharded=self.sharded)
         self.step, self.stopped = step, False
         if checkpoint is not None:
             self.checkpoints.load(checkpoint, self.state, self.device)
@@ -175,7 +170,10 @@ class TrainingLoop:
         plan = plan_step(batches, self.objective, self.score, step=self.step, teacher=self.teacher)
         config = self.objective.at(self.step / max(1, self.schedule.steps - 1))
         for number, (batch, (targets, decided)) in enumerate(zip(batches, plan, strict=True)):
-            with self._exchange(last=number + 1 == len(batches)):
+            # gradients are exchanged after the last micro-batch; with FSDP after each, so that no
+            # process holds more than its shard of them
+            only_here = self.ranks.size > 1 and not self.sharded and number + 1 < len(batches)
+            with self.model.no_sync() if only_here else nullcontext():
                 output = self.forward(batch, targets, config, decided)
                 # DDP and FSDP average gradients over ranks, and the denominator counts all of them
                 self.scaler.scale(output["loss"] * self.ranks.size).backward()
@@ -220,12 +218,6 @@ class TrainingLoop:
         half = torch.float16 if self.arguments.fp16 else torch.bfloat16
         wanted = self.arguments.fp16 or (self.recipe.train.bf16 and not self.sharded)
         return torch.autocast(self.device.type, half, enabled=wanted)
-
-    def _exchange(self, *, last: bool) -> Any:
-        """With DDP processes exchange gradients after the last micro-batch of a step; with FSDP
-        after each, so that none holds more than its shard of them."""
-        whole = not self.sharded and self.ranks.size > 1
-        return self.model.no_sync() if whole and not last else nullcontext()
 
     def clip_gradients(self) -> None:
         self.scaler.unscale_(self.optimizer)

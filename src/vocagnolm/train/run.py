@@ -160,7 +160,7 @@ def train(
         run = Run(recipe, folder, blocks, tokenizer, schedule, arguments, requests, clock)
         # Beside a GPU the CPU does small things, such as pinning a batch, and waking its
         # threads takes longer than the work: 6 ms an operation were measured.
-        held.enter_context(torch_threads(1 if uses_accelerator(recipe) else None))
+        held.enter_context(torch_threads(1 if arguments.device.type == "cuda" else None))
         return _train(run, student, quiet=quiet, restart=restart)
 
 
@@ -461,10 +461,13 @@ def _online_teacher(
         raise TrainingError(
             f"Method {recipe.objective.method} needs an online teacher: set teacher.model."
         )
+    dtype = recipe.teacher.dtype
+    if dtype == "auto":  # half precision beside a student on an accelerator
+        dtype = "bfloat16" if uses_accelerator(recipe) else "float32"
     files = open_model(
         recipe.teacher.model,
         device="cpu",
-        dtype=_teacher_dtype(recipe),
+        dtype=dtype,
         revision=recipe.teacher.revision,
     )
     tokenizer = teacher_tokenizer(recipe)
@@ -513,13 +516,6 @@ def _online_targets(
         inside=recipe.objective.inside,
         weights=(1.0,),
     )
-
-
-def _teacher_dtype(recipe: Recipe) -> str:
-    """auto: half precision beside a student on an accelerator, float32 on a CPU."""
-    if recipe.teacher.dtype != "auto":
-        return recipe.teacher.dtype
-    return "bfloat16" if uses_accelerator(recipe) else "float32"
 
 
 # ---- train.micro_batch: auto ----
@@ -586,7 +582,11 @@ def find_micro_batch(loop: TrainingLoop, share: int) -> FoundMicroBatch:
     device = loop.device
     on_gpu = device.type == "cuda"
     with torch.random.fork_rng([device] if on_gpu else []):
-        room = _room_of_optimizer(loop) if on_gpu else None
+        # a step needs more than the passes: AdamW's two moments, and the buckets in which several
+        # processes exchange their gradients
+        copies = (2 + (loop.ranks.size > 1)) * on_gpu
+        trained = [p for p in loop.model.parameters() if p.requires_grad]
+        room = [torch.empty_like(p) for p in trained for _ in range(copies)]
         found, tried = choose(share, lambda blocks: _tokens_per_second(loop, blocks))
         del room
     agreed = -int(loop.ranks.max(torch.tensor(-found, device=device)))
@@ -631,12 +631,3 @@ def try_pass(loop: TrainingLoop, batch: dict[str, Any]) -> None:
     loop.model.train()
     decided = Decided(denominator=targets.valid_BT.sum(), kept=kept)
     loop.forward(batch, targets, config, decided)["loss"].backward()
-
-
-def _room_of_optimizer(loop: TrainingLoop) -> list[torch.Tensor]:
-    """What a step needs beside the passes: AdamW's two moments, and the buckets in which several
-    processes exchange their gradients."""
-    model: Any = loop.model
-    copies = 2 + (loop.ranks.size > 1)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [torch.empty_like(p) for p in trained for _ in range(copies)]

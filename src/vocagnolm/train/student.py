@@ -67,7 +67,8 @@ def build_student(recipe: Recipe) -> PreTrainedModel:
         if Path(section.model).suffix.lower() == ".gguf":
             forget_quantisation(model)
     elif section.config is not None:
-        model = model_from_config(section.config, DTYPES[section.dtype])
+        config = model_config(section.config)
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[section.dtype])
     else:
         raise TrainingError("The recipe names no student: set student.model or student.config.")
     if section.attention not in (None, "auto"):
@@ -105,11 +106,6 @@ def model_config(settings: dict[str, Any]) -> Any:
         return AutoConfig.for_model(kind, **settings)
     except (ValueError, KeyError) as error:
         raise TrainingError(f"student.config: {error}") from error
-
-
-def model_from_config(settings: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(settings), dtype=dtype)
-    return model
 
 
 def add_lora(model: PreTrainedModel, section: LoraSection) -> nn.Module:
