@@ -107,11 +107,11 @@ def _recipe(task: dict[str, Any], contestant: Contestant) -> Any:
 
 
 def _train_ours(task: dict[str, Any], contestant: Contestant) -> None:
-    from vocagnolm.train import build, run, student
+    from vocagnolm.train import run, student
 
     if task["compile_mode"]:
         changed = partial(student.compile_layers, mode=task["compile_mode"])
-        setattr(build, "compile_layers", changed)  # noqa: B010
+        setattr(run, "compile_layers", changed)  # noqa: B010
     run.train(_recipe(task, contestant), quiet=True)
 
 

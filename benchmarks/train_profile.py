@@ -5,7 +5,7 @@
         [--json] [--smoke]
 
 The students of `train_gpu.py`: SmolLM2-135M's shape at 32 x 2,048 tokens and TinyLlama at
-8 x 2,048, fp32 weights, bf16 autocast. The profile is of `vocagnolm train` itself (its Trainer,
+8 x 2,048, fp32 weights, bf16 autocast. The profile is of `vocagnolm train` itself (its loop,
 blocks and metrics) over a few steps behind the warm-up; `gaps` is time in which no kernel runs.
 --documents profiles with `data.document_mask`: the names of the kernels tell which attention that
 ends in. --trace keeps the profile's trace there, for a viewer of traces.
@@ -44,7 +44,6 @@ from students import (
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import TrainerCallback
 
 from vocagnolm.model.runtime import find_layers, head_form, prepare_compiler, run_decoder
 from vocagnolm.objective import Decided, ObjectiveConfig, Targets, objective_loss
@@ -78,7 +77,7 @@ def marked_head() -> Iterator[None]:
         yield
 
 
-class _Profiled(TrainerCallback):
+class _Profiled:
     """Profiles some steps behind the warm-up."""
 
     def __init__(self, warm_up: int, steps: int, trace: Path):
@@ -86,21 +85,20 @@ class _Profiled(TrainerCallback):
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if CUDA else [])]
         self.profiler = profile(activities=kinds)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.warm_up:
+    def after(self, step: int) -> None:
+        if step == self.warm_up:
             synchronise()
             self.profiler.__enter__()
-        if state.global_step == self.warm_up + self.steps:
+        if step == self.warm_up + self.steps:
             synchronise()
             self.profiler.__exit__(None, None, None)
             self.profiler.export_chrome_trace(str(self.trace))
 
 
 def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, Any]]:
-    from vocagnolm.train.arguments import training_arguments
-    from vocagnolm.train.build import build_trainer
-    from vocagnolm.train.run import open_blocks
-    from vocagnolm.train.schedule import plan_schedule
+    from vocagnolm.data.identity import student_tokenizer
+    from vocagnolm.train.run import build_loop, open_blocks
+    from vocagnolm.train.settings import plan_schedule, training_arguments
 
     warm_up = 2 if given.smoke else 8
     settings = {
@@ -119,13 +117,14 @@ def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, 
     recipe = random_blocks(shape, lab, (warm_up + steps + 1) * shape.step_tokens + 1, settings)
     blocks = open_blocks(recipe)
     schedule = plan_schedule(recipe, len(blocks))
-    trainer = build_trainer(recipe, blocks, schedule, training_arguments(recipe, schedule))
-    trainer.add_callback(_Profiled(warm_up, steps, lab / "trace.json"))
-    trainer.get_batch_samples = in_range(DATA, trainer.get_batch_samples)  # type: ignore[method-assign]
-    accelerator: Any = trainer.accelerator
-    accelerator.clip_grad_norm_ = in_range(CLIPPING, accelerator.clip_grad_norm_)
+    arguments, tokenizer = training_arguments(recipe, schedule), student_tokenizer(recipe)
+    loop: Any = build_loop(recipe, blocks, schedule, arguments, tokenizer)
+    watch, end_step = _Profiled(warm_up, steps, lab / "trace.json"), loop.end_step
+    loop.end_step = lambda rate: (end_step(rate), watch.after(loop.step))
+    loop.next_batch = in_range(DATA, loop.next_batch)
+    loop.clip_gradients = in_range(CLIPPING, loop.clip_gradients)
     with marked_head():
-        trainer.train()
+        loop.run()
     if given.trace:
         kept = Path(given.trace) / f"{shape.name}.json.gz"
         kept.write_bytes(gzip.compress((lab / "trace.json").read_bytes(), 1))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from vocagnolm import Head, ObjectiveConfig, objective_loss
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.train import BlockCollator
-from vocagnolm.train.collate import batch_targets
+from vocagnolm.train.student import batch_targets
 
 STEPS, ROWS, LENGTH = 30, 8, 128
 

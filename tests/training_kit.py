@@ -172,16 +172,34 @@ def make_lab(folder: Path, count: int = 60, alternatives: int = 0) -> list[str]:
     return texts
 
 
-def built_trainer(settings: dict[str, Any]) -> Any:
+def built_loop(settings: dict[str, Any]) -> Any:
     """As `vocagnolm train` builds it, not trained yet."""
+    from vocagnolm.data.identity import student_tokenizer
     from vocagnolm.recipe import recipe_from_dict
-    from vocagnolm.train import arguments, build, parallel, run, schedule
+    from vocagnolm.train import parallel, run
+    from vocagnolm.train.settings import plan_schedule, training_arguments
 
     recipe = recipe_from_dict(settings)
     blocks = run.open_blocks(recipe)
-    plan = schedule.plan_schedule(recipe, len(blocks), parallel.world_size())
-    given = arguments.training_arguments(recipe, plan)
-    return build.build_trainer(recipe, blocks, plan, given)
+    plan = plan_schedule(recipe, len(blocks), parallel.world_size())
+    arguments = training_arguments(recipe, plan)
+    arguments.device  # noqa: B018  (starts torch.distributed)
+    return run.build_loop(recipe, blocks, plan, arguments, student_tokenizer(recipe))
+
+
+def stop_after(step: int, error: BaseException) -> Any:
+    """Patches the loop: it ends in this error after that step. Returns the original method."""
+    from vocagnolm.train.loop import TrainingLoop
+
+    original = TrainingLoop.end_step
+
+    def end_step(self: Any, learning_rate: float) -> None:
+        original(self, learning_rate)
+        if self.step == step:
+            raise error
+
+    TrainingLoop.end_step = end_step  # type: ignore[method-assign]
+    return original
 
 
 def run_processes(

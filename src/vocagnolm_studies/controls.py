@@ -57,10 +57,9 @@ def kept_by_source(
     from vocagnolm.model import open_model
     from vocagnolm.model.runtime import head_form, last_hidden
     from vocagnolm.objective import ScoredBatch, student_nll, weigh_step
-    from vocagnolm.train.arguments import objective_config
-    from vocagnolm.train.collate import BlockCollator, batch_targets
     from vocagnolm.train.run import open_blocks
-    from vocagnolm.train.schedule import check_batch
+    from vocagnolm.train.settings import check_batch, objective_config
+    from vocagnolm.train.student import BlockCollator, batch_targets
 
     blocks = open_blocks(recipe)
     rows = check_batch(recipe, 1)

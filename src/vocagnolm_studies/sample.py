@@ -21,7 +21,7 @@ from vocagnolm.errors import CorpusError, StudyError
 from vocagnolm.model import ModelFiles, NllModel
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.store import LossStore
-from vocagnolm.train.collate import BlockCollator
+from vocagnolm.train.student import BlockCollator
 
 # Documents are read in rounds, each in the order of the files (compressed ones cannot seek), each
 # twice as long as the one before.

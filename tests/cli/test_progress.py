@@ -76,8 +76,8 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("seconds", "lines"), [("0", 6), ("1000", 2)])
 def test_slow_steps_of_a_run_are_told_between_the_lines(seconds, lines, monkeypatch, capsys):
-    from vocagnolm.train.console import Console
-    from vocagnolm.train.schedule import Schedule
+    from vocagnolm.train.metrics import Console
+    from vocagnolm.train.settings import Schedule
 
     monkeypatch.setenv(VARIABLE, seconds)
     values = dict.fromkeys(Schedule.__dataclass_fields__, 1) | {"steps": 6}

@@ -101,16 +101,16 @@ def train_all(trees) -> None:
 def stop_one_rank(tree) -> None:
     """Only one of two processes hears the signal; both act, after the same step."""
     from vocagnolm.errors import StoppedError
-    from vocagnolm.train.trainer import GuidedTrainer
+    from vocagnolm.train.loop import TrainingLoop
 
-    end_step = GuidedTrainer.end_step
+    end_step = TrainingLoop.end_step
 
-    def signalled(self, control):
-        if self.state.global_step == 2 and os.environ["RANK"] == "1":
+    def signalled(self, learning_rate):
+        if self.step == 2 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
-        end_step(self, control)
+        end_step(self, learning_rate)
 
-    GuidedTrainer.end_step = signalled
+    TrainingLoop.end_step = signalled
     with pytest.raises(StoppedError, match="after step 2 of 3"):
         train_all([tree])
 

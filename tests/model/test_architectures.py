@@ -8,9 +8,13 @@ from architectures import ARCHITECTURES, LEAKING, SEPARATING, tiny
 from vocagnolm.errors import ModelError, TrainingError
 from vocagnolm.model.runtime import head_form, last_hidden, router_loss_of, separates_documents
 from vocagnolm.objective import ObjectiveConfig, Targets
-from vocagnolm.train.collate import BlockCollator
-from vocagnolm.train.online import OnlineTeacher
-from vocagnolm.train.trainer import MicroBatch, install_guided_forward, require_separation
+from vocagnolm.train.student import (
+    BlockCollator,
+    GuidedStudent,
+    MicroBatch,
+    require_separation,
+)
+from vocagnolm.train.teacher import OnlineTeacher
 
 IDS = torch.randint(3, 160, (2, 20), generator=torch.Generator().manual_seed(2))
 
@@ -57,10 +61,9 @@ def test_a_mixture_of_experts_learns_to_balance_them(name):
     model, own = tiny(name, **settings).train(), tiny(name, **settings).train()
     expected = own(input_ids=IDS, labels=IDS).loss
     expected.backward()
-    install_guided_forward(model)
     batch = BlockCollator()([{"input_ids": row} for row in IDS.numpy()])
-    output = model(
-        micro_batch=MicroBatch(
+    output = GuidedStudent(model)(
+        MicroBatch(
             input_ids_BT=IDS,  # the last position is routed too, though it predicts nothing here
             targets=Targets(labels_BT=F.pad(batch["labels"], (0, 1), value=-100)),
             config=ObjectiveConfig(method="cpt"),

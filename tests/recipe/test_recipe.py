@@ -140,7 +140,7 @@ def test_sections_are_small():
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_recipes_are_valid(name):
     from vocagnolm.train.check import static_problems
-    from vocagnolm.train.schedule import plan_schedule
+    from vocagnolm.train.settings import plan_schedule
 
     recipe = load_recipe(name)
     processes = 32 if name in PAPER else 1

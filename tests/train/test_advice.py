@@ -8,8 +8,7 @@ from training_kit import recipe_dict
 
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train import check
-from vocagnolm.train.arguments import room_left, slow_arithmetic
-from vocagnolm.train.schedule import plan_schedule
+from vocagnolm.train.settings import plan_schedule, room_left, slow_arithmetic
 from vocagnolm.train.student import build_student, choose_attention
 
 GIB = 2**30

@@ -23,9 +23,9 @@ from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score import LocalTeacher, ScoreSettings, score_corpus
 from vocagnolm.store import LossStore
 from vocagnolm.train.check import check
-from vocagnolm.train.collate import BlockCollator
-from vocagnolm.train.online import OnlineTeacher, TeacherView
 from vocagnolm.train.run import train
+from vocagnolm.train.student import BlockCollator
+from vocagnolm.train.teacher import OnlineTeacher, TeacherView
 
 SETTINGS = ScoreSettings(device="cpu", shard_documents=16)
 SIZE = 160

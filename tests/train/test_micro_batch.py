@@ -4,15 +4,16 @@ import math
 
 import pytest
 import torch
-from training_kit import built_trainer, recipe_dict, run_processes
+from training_kit import built_loop, recipe_dict, run_processes, stop_after
 
 from vocagnolm.errors import RecipeError, TrainingError
 from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.train import micro_batch, schedule
+from vocagnolm.train import run
 from vocagnolm.train.check import check
 from vocagnolm.train.folder import read_metrics, read_run
-from vocagnolm.train.micro_batch import choose, find_micro_batch
-from vocagnolm.train.run import train
+from vocagnolm.train.loop import TrainingLoop
+from vocagnolm.train.run import choose, find_micro_batch, train
+from vocagnolm.train.settings import check_batch
 
 
 def rates(measured):
@@ -53,13 +54,13 @@ def tree(lab, folder, **sections):
 
 @pytest.mark.parametrize("scope", ["batch", "global"])
 def test_a_measurement_leaves_nothing_behind(lab, tmp_path, scope):
-    trainer = built_trainer(tree(lab, tmp_path / "run", objective={"scope": scope}))
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    loop = built_loop(tree(lab, tmp_path / "run", objective={"scope": scope}))
+    before = {name: value.clone() for name, value in loop.model.state_dict().items()}
     state = torch.get_rng_state()
-    found = find_micro_batch(trainer, 16)
+    found = find_micro_batch(loop, 16)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None for p in trainer.model.parameters())
-    after = trainer.model.state_dict()
+    assert all(p.grad is None for p in loop.model.parameters())
+    after = loop.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert found.micro_batch in (8, 16) and found.seconds > 0
     assert [entry.micro_batch for entry in found.tried] == [8, 16]
@@ -67,38 +68,39 @@ def test_a_measurement_leaves_nothing_behind(lab, tmp_path, scope):
 
 
 def test_no_room_is_no_end_unless_there_is_none_at_all(lab, tmp_path, monkeypatch):
-    trainer = built_trainer(tree(lab, tmp_path / "run"))
-    original, limit = trainer.try_pass, [4]
+    loop = built_loop(tree(lab, tmp_path / "run"))
+    original, limit = run.try_pass, [4]
 
-    def try_pass(batch):
+    def try_pass(loop, batch):
         if len(batch["labels"]) > limit[0]:
             raise torch.OutOfMemoryError("no")
-        original(batch)
+        original(loop, batch)
 
-    monkeypatch.setattr(trainer, "try_pass", try_pass)
-    found = find_micro_batch(trainer, 16)
+    monkeypatch.setattr(run, "try_pass", try_pass)
+    found = find_micro_batch(loop, 16)
     assert found.micro_batch == 4 and "8: no room, 4: " in str(found)
     limit[0] = 0
     with pytest.raises(TrainingError, match="no room for a single block"):
-        find_micro_batch(trainer, 16)
+        find_micro_batch(loop, 16)
 
 
 def fake_rates(monkeypatch, measured):
-    monkeypatch.setattr(micro_batch, "_tokens_per_second", lambda _, blocks: measured.get(blocks))
+    monkeypatch.setattr(run, "_tokens_per_second", lambda _, blocks: measured.get(blocks))
 
 
 def test_a_run_finds_its_micro_batch_once_and_is_that_run(lab, tmp_path, capsys, monkeypatch):
     """The run equals the one that was told the number; a resumed one does not measure again."""
     fake_rates(monkeypatch, {8: 100.0, 16: 110.0})
     settings = tree(lab, tmp_path / "auto")
-    stop_after(monkeypatch, 3)
+    monkeypatch.setattr(TrainingLoop, "end_step", TrainingLoop.end_step)  # undone below
+    stop_after(3, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         train(recipe_from_dict(settings))
     told = capsys.readouterr().err
     assert "micro-batch 16, found in " in told and "8: 100 tokens/s, 16: 110 tokens/s" in told
     assert "(1 x 16 blocks on 1 process)" in told
     monkeypatch.undo()
-    monkeypatch.setattr(micro_batch, "_tokens_per_second", None)  # would fail
+    monkeypatch.setattr(run, "_tokens_per_second", None)  # would fail
     assert check(recipe_from_dict(settings)).plan["schedule"]["micro_batch"] == 16
     train(recipe_from_dict(settings), quiet=True)
     about = read_run(tmp_path / "auto")
@@ -111,19 +113,6 @@ def test_a_run_finds_its_micro_batch_once_and_is_that_run(lab, tmp_path, capsys,
     auto, number = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("auto", "given"))
     for name in ("loss", "nll_kept", "kept_share", "excess_p50"):
         assert [r[name] for r in auto] == [r[name] for r in number]
-
-
-def stop_after(monkeypatch, step):
-    from vocagnolm.train.trainer import GuidedTrainer
-
-    original = GuidedTrainer.end_step
-
-    def end_step(self, control):
-        original(self, control)
-        if self.state.global_step == step:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(GuidedTrainer, "end_step", end_step)
 
 
 def test_a_real_run(lab, tmp_path):
@@ -140,7 +129,7 @@ def train_unequal(settings):
     import os
 
     table = {8: 100.0} if os.environ["RANK"] == "0" else {4: 50.0}
-    micro_batch._tokens_per_second = lambda _, blocks: table.get(blocks)
+    run._tokens_per_second = lambda _, blocks: table.get(blocks)
     train(recipe_from_dict(settings), quiet=True)
 
 
@@ -168,4 +157,4 @@ def test_what_check_says_of_it(lab, tmp_path):
     sharded = tree(lab, tmp_path / "run")
     sharded["train"]["parallel"] = "fsdp2"
     with pytest.raises(RecipeError, match="Give a number"):
-        schedule.check_batch(recipe_from_dict(sharded), 1)
+        check_batch(recipe_from_dict(sharded), 1)

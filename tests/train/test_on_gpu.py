@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from training_kit import LLAMA, built_trainer, recipe_dict
+from training_kit import LLAMA, built_loop, recipe_dict
 
 from vocagnolm.errors import TrainingError
 from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.train import micro_batch, run
+from vocagnolm.train import run
 from vocagnolm.train.folder import read_metrics
-from vocagnolm.train.trainer import causal_lm_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -81,28 +80,28 @@ def test_documents_apart_by_flex_attention(lab, tmp_path):
         run.train(recipe_from_dict(settings), quiet=True)
         settings["run"]["folder"] = str(tmp_path / "other")
         expected = "flex_attention" if attention else "sdpa"
-        assert causal_lm_of(built_trainer(settings).model).config._attn_implementation == expected
+        assert built_loop(settings).student.causal_lm.config._attn_implementation == expected
         records = read_metrics(tmp_path / str(attention) / "metrics.jsonl")
         found[attention] = [r["loss"] for r in records]
     assert found["auto"] == pytest.approx(found[None], rel=1e-3)
 
 
 def test_a_loss_that_is_not_finite_is_passed_over(lab, tmp_path):
-    trainer = built_trainer(tree(lab, tmp_path / "run", optimizer={"name": "adamw_torch_fused"}))
-    assert trainer.read_behind == 1
+    loop = built_loop(tree(lab, tmp_path / "run", optimizer={"name": "adamw_torch_fused"}))
+    assert loop.read_behind == 1
     before = {}
 
     def broken(module, inputs, output):
-        if trainer.state.global_step == 1 and module.training and not before:
-            before.update({k: v.clone() for k, v in trainer.model.state_dict().items()})
+        if loop.step == 1 and module.training and not before:
+            before.update({k: v.clone() for k, v in loop.student.state_dict().items()})
             output["loss"] = output["loss"] * torch.nan
         return output
 
-    trainer.model.register_forward_hook(broken)
+    loop.student.register_forward_hook(broken)
     with pytest.raises(TrainingError, match="nan in step 2, micro-batch 0 of rank 0"):
-        trainer.train()
-    assert trainer.state.global_step == 3
-    after = trainer.model.state_dict()
+        loop.run()
+    assert loop.step == 3
+    after = loop.student.state_dict()
     assert before and all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -118,7 +117,7 @@ def test_a_loss_that_is_not_finite_is_passed_over(lab, tmp_path):
 )
 def test_a_step_does_not_wait(lab, tmp_path, objective):
     """By CUDA's own account, from the first pass to the end of the step."""
-    trainer = built_trainer(
+    loop = built_loop(
         tree(
             lab,
             tmp_path / "run",
@@ -129,10 +128,10 @@ def test_a_step_does_not_wait(lab, tmp_path, objective):
     )
 
     def watch(name):
-        method = getattr(trainer, name)
+        method = getattr(loop, name)
 
         def call(*args, **kwargs):
-            if trainer.state.global_step in (0, 3, 4, 5):  # the first; saved, logged, the last
+            if loop.step in (0, 3, 4, 5):  # the first; saved, logged, the last
                 return method(*args, **kwargs)
             torch.cuda.set_sync_debug_mode("error")
             try:
@@ -140,18 +139,12 @@ def test_a_step_does_not_wait(lab, tmp_path, objective):
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        setattr(trainer, name, call)
+        setattr(loop, name, call)
 
-    for name in (
-        "get_batch_samples",
-        "training_step",
-        "_clip_grad_norm",
-        "check_finite",
-        "end_step",
-    ):
+    for name in ("next_batch", "forward", "clip_gradients", "check_finite", "end_step"):
         watch(name)
-    trainer.train()
-    assert trainer.state.global_step == 6
+    loop.run()
+    assert loop.step == 6
 
 
 def test_a_micro_batch_that_has_no_room(lab, tmp_path):
@@ -163,15 +156,15 @@ def test_a_micro_batch_that_has_no_room(lab, tmp_path):
         student={"config": wide},
         train={"batch_blocks": 64, "micro_batch": "auto", "tokens": 2 * 64 * 32},
     )
-    trainer = built_trainer(settings)
+    loop = built_loop(settings)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    weights = sum(p.nbytes for p in trainer.model.parameters())
+    weights = sum(p.nbytes for p in loop.model.parameters())
     # gradients and AdamW's moments as well, and what a few blocks need
     room = torch.cuda.memory_reserved() + 3 * weights + (160 << 20)
     torch.cuda.set_per_process_memory_fraction(room / total)
     try:
-        found = micro_batch.find_micro_batch(trainer, 64)
+        found = run.find_micro_batch(loop, 64)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert any(tried.tokens_per_second is None for tried in found.tried), str(found)

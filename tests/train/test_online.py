@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from vocagnolm.alignment import Alignment, align, carry, load_tokenizer
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.objective import ObjectiveConfig
-from vocagnolm.train.collate import BlockCollator
-from vocagnolm.train.online import OnlineTeacher, TeacherView, _whole_characters, teacher_view
+from vocagnolm.train.student import BlockCollator
+from vocagnolm.train.teacher import OnlineTeacher, TeacherView, _whole_characters, teacher_view
 
 
 @pytest.fixture(scope="module")

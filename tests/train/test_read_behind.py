@@ -5,16 +5,16 @@ import functools
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_kit import built_trainer, recipe_dict, run_processes
+from training_kit import built_loop, recipe_dict, run_processes
 
 from vocagnolm.errors import TrainingError
 from vocagnolm.objective import ObjectiveConfig, Targets, count_kept, select
 from vocagnolm.objective.selection import ScoredBatch
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train import run
-from vocagnolm.train.collate import token_counts
 from vocagnolm.train.folder import read_metrics
-from vocagnolm.train.trainer import GuidedTrainer
+from vocagnolm.train.loop import TrainingLoop
+from vocagnolm.train.student import token_counts
 
 FUSED = {"name": "adamw_torch_fused", "learning_rate": 3e-3, "min_learning_rate": 3e-4}
 
@@ -30,18 +30,18 @@ def tree(lab, folder, **sections):
 
 
 def train_behind(settings, behind):
-    original = run.GuidedTrainer
-    run.GuidedTrainer = functools.partial(original, read_behind=behind)
+    original = run.TrainingLoop
+    run.TrainingLoop = functools.partial(original, read_behind=behind)
     try:
         run.train(recipe_from_dict(settings), quiet=True)
     finally:
-        run.GuidedTrainer = original
+        run.TrainingLoop = original
 
 
-def built(settings, read_behind) -> GuidedTrainer:
-    trainer = built_trainer(settings)
-    trainer.read_behind = read_behind
-    return trainer
+def built(settings, read_behind) -> TrainingLoop:
+    loop = built_loop(settings)
+    loop.read_behind = read_behind
+    return loop
 
 
 def measured(folder):
@@ -65,62 +65,62 @@ def test_reading_behind_changes_no_record_and_no_weight(lab, tmp_path, name):
 
 
 def test_steps_are_read_behind_and_all_before_a_checkpoint_or_a_log(lab, tmp_path):
-    trainer = built(tree(lab, tmp_path / "run"), read_behind=2)
+    loop = built(tree(lab, tmp_path / "run"), read_behind=2)
     seen = []
-    trainer.on_step = lambda record: seen.append((record["step"], trainer.state.global_step))
-    trainer.train()
+    loop.on_step = lambda record: seen.append((record["step"], loop.step))
+    loop.run()
     # 4: a checkpoint, 5: a log, 6: the last
     assert seen == [(1, 3), (2, 4), (3, 4), (4, 4), (5, 5), (6, 6)]
 
 
-def break_step(trainer, step, factor=torch.nan):
+def break_step(loop, step, factor=torch.nan):
     """The loss of this step's second micro-batch is no number, and so are its gradients. Gives
     the weights before it, in time."""
     before, calls = {}, []
 
     def broken(module, inputs, output):
-        if trainer.state.global_step == step - 1 and module.training:
+        if loop.step == step - 1 and module.training:
             calls.append(1)
             if len(calls) == 2:
-                before.update({k: v.clone() for k, v in trainer.model.state_dict().items()})
+                before.update({k: v.clone() for k, v in loop.student.state_dict().items()})
                 output["loss"] = output["loss"] * factor
         return output
 
-    trainer.model.register_forward_hook(broken)
+    loop.student.register_forward_hook(broken)
     return before
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "adamw_torch"])
 @pytest.mark.parametrize("behind", [0, 2])
 def test_a_loss_that_is_not_finite_never_changes_the_weights(lab, tmp_path, name, behind):
-    trainer = built(tree(lab, tmp_path / "run", optimizer={"name": name}), read_behind=behind)
-    before = break_step(trainer, 2)
+    loop = built(tree(lab, tmp_path / "run", optimizer={"name": name}), read_behind=behind)
+    before = break_step(loop, 2)
     with pytest.raises(TrainingError, match=r"nan in step 2, micro-batch 1 of rank 0, blocks \["):
-        trainer.train()
-    assert_untouched(trainer, before)
-    # where the optimizer can pass over a step, the host has gone on
+        loop.run()
+    assert_untouched(loop, before)
+    # where the optimizer can skip a step, the host has gone on
     waits = behind == 0 or name == "adamw_torch"
-    assert trainer.state.global_step == (1 if waits else 4)
+    assert loop.step == (1 if waits else 4)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
-def assert_untouched(trainer, before):
-    after = trainer.model.state_dict()
+def assert_untouched(loop, before):
+    after = loop.student.state_dict()
     assert before and all(torch.equal(before[name], after[name]) for name in before)
-    steps = {float(state["step"]) for state in trainer.optimizer.state.values()}
+    steps = {float(state["step"]) for state in loop.optimizer.state.values()}
     assert steps == {1.0}
 
 
 def break_one_rank(settings):
-    trainer = built(settings, read_behind=2)
-    here = trainer.args.process_index == 1
-    before = break_step(trainer, 2, torch.nan if here else 1.0)
+    loop = built(settings, read_behind=2)
+    here = loop.ranks.rank == 1
+    before = break_step(loop, 2, torch.nan if here else 1.0)
     expected = r"nan in step 2, micro-batch 1 of rank 1, blocks \["
     if not here:
         expected = "nan in step 2: another rank says where"
     with pytest.raises(TrainingError, match=expected):
-        trainer.train()
-    assert_untouched(trainer, before)
+        loop.run()
+    assert_untouched(loop, before)
 
 
 def test_all_ranks_leave_their_weights_alone(lab, tmp_path):
@@ -173,28 +173,25 @@ class NoWaiting(TorchDispatchMode):
     ids=lambda o: "-".join(map(str, o.values())),
 )
 def test_a_step_never_waits_for_the_device(lab, tmp_path, objective):
-    trainer = built(
-        tree(lab, tmp_path / "run", objective=objective),
-        read_behind=1,
-    )
+    loop = built(tree(lab, tmp_path / "run", objective=objective), read_behind=1)
     watched = []
 
     def watch(name):
-        method = getattr(trainer, name)
+        method = getattr(loop, name)
 
         def call(*args, **kwargs):
             watched.append(name)
-            if trainer.state.global_step in (0, 4, 5):  # caches are filled; saved, logged, the last
+            if loop.step in (0, 4, 5):  # caches are filled; saved, logged, the last
                 return method(*args, **kwargs)
             with NoWaiting():
                 return method(*args, **kwargs)
 
-        setattr(trainer, name, call)
+        setattr(loop, name, call)
 
-    for name in ("_plan_step", "training_step", "_clip_grad_norm", "check_finite", "end_step"):
+    for name in ("_step", "end_step"):  # the whole of a step
         watch(name)
-    trainer.train()
-    assert trainer.state.global_step == 6 and len(set(watched)) == 5
+    loop.run()
+    assert loop.step == 6 and len(set(watched)) == 2
 
 
 @pytest.mark.parametrize("unmapped", ["include", "exclude", "mean"])

@@ -24,7 +24,8 @@ from vocagnolm.train.checkpoint import (
     newest_complete,
     prune_checkpoints,
 )
-from vocagnolm.train.folder import MetricsFile, read_metrics
+from vocagnolm.train.folder import read_metrics
+from vocagnolm.train.metrics import MetricsFile
 from vocagnolm.train.run import train
 
 # about 100 blocks, 8 a step: the second epoch begins in step 13 or so

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.errors import BlocksError
-from vocagnolm.train import console, run
-from vocagnolm.train.console import Clock, Times
+from vocagnolm.train import metrics, run
 from vocagnolm.train.folder import read_run
+from vocagnolm.train.metrics import Clock, Times
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def test_the_command_tells_them(recipe, tmp_path):
 
 def test_the_clock_tells_compiling_apart_and_counts_what_came_before(monkeypatch):
     now, compiled = [100.0], [0.0]
-    monkeypatch.setattr(console.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(console, "compiling_seconds", lambda: compiled[0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(metrics, "compiling_seconds", lambda: compiled[0])
     clock = Clock(earlier=7.0)
     now[0] += 3
     clock.end("start")

@@ -9,15 +9,13 @@ from training_kit import fresh_process, recipe_dict
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
-import vocagnolm.train.trackers as trackers
+import vocagnolm.train.metrics as trackers
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.errors import RecipeError
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train.check import check
-from vocagnolm.train.folder import MetricsFile
+from vocagnolm.train.metrics import MetricsFile, selected_text, tracker_problems
 from vocagnolm.train.run import train
-from vocagnolm.train.tracked import selected_text
-from vocagnolm.train.trackers import keep_in_run, tracker_problems
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
@@ -40,15 +38,6 @@ def test_names_of_trackers(monkeypatch):
     # the folder that wandb leaves in the current directory is no package
     monkeypatch.setattr(trackers, "find_spec", lambda package: SimpleNamespace(origin=None))
     assert len(tracker_problems(["wandb"])) == 1
-
-
-def test_tensorboard_writes_into_the_run(tmp_path):
-    ours, told = (TensorBoardCallback.__new__(TensorBoardCallback) for _ in range(2))
-    ours.logging_dir, told.logging_dir = None, "/elsewhere"  # by TENSORBOARD_LOGGING_DIR
-    trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[ours, told]))
-    keep_in_run(trainer, tmp_path)
-    assert ours.logging_dir == str(tmp_path / "tensorboard")
-    assert told.logging_dir == "/elsewhere"
 
 
 def test_settings_that_transformers_refuses_are_one_message(lab, tmp_path):

@@ -49,6 +49,6 @@ def train(
             f"of all {last['nll_all']:.4f}, kept {last['kept_share']:.1%}"
         )
     if summary["times"] is not None:
-        from vocagnolm.train.console import Times
+        from vocagnolm.train.metrics import Times
 
         typer.echo(str(Times(**summary["times"])))

@@ -127,7 +127,7 @@ def compute_sample(
 ) -> Sample:
     """Documents drawn at random, with the losses of the run's model (or another `model`, for
     example the start of training) and of the teachers' stores."""
-    from vocagnolm.train.arguments import objective_config
+    from vocagnolm.train.settings import objective_config
 
     folder = Path(run)
     recipe = load_recipe(folder / "recipe.yaml")

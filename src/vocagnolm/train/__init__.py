@@ -1,19 +1,20 @@
-"""Training a student by any method of the objective, on Hugging Face's Trainer."""
+"""Training a student by any method of the objective: `train` runs a recipe, `loop.py` is its loop;
+`GuidedTrainer` is the same objective in Hugging Face's Trainer."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vocagnolm.train.collate import BlockCollator
-    from vocagnolm.train.online import OnlineTeacher
     from vocagnolm.train.run import train
+    from vocagnolm.train.student import BlockCollator
+    from vocagnolm.train.teacher import OnlineTeacher
     from vocagnolm.train.trainer import GuidedTrainer
 
-# loaded on first use: `schedule` and `check` are read without torch
+# loaded on first use: `folder` is read without torch
 _PUBLIC = {
-    "BlockCollator": "vocagnolm.train.collate",
+    "BlockCollator": "vocagnolm.train.student",
     "GuidedTrainer": "vocagnolm.train.trainer",
-    "OnlineTeacher": "vocagnolm.train.online",
+    "OnlineTeacher": "vocagnolm.train.teacher",
     "train": "vocagnolm.train.run",
 }
 

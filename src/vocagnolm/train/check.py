@@ -8,10 +8,14 @@ import contextlib
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer
 from vocagnolm.chat import ChatTokenizer, survey
@@ -34,19 +38,28 @@ from vocagnolm.data.targets import common_alternatives
 from vocagnolm.data.teachers import best_shares
 from vocagnolm.errors import TrainingError, VocagnolmError
 from vocagnolm.files import address_of
+from vocagnolm.model import NllModel
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
 from vocagnolm.store.analysis import best_store, teacher_warning
-from vocagnolm.train.arguments import (
+from vocagnolm.train.checkpoint import newest_complete
+from vocagnolm.train.folder import found_micro_batch, read_run, refuse_other_run
+from vocagnolm.train.metrics import tracker_problems
+from vocagnolm.train.settings import (
+    Schedule,
+    check_batch,
     objective_config,
-    refuse_other_vocabulary,
+    plan_schedule,
     slow_arithmetic,
     training_arguments,
 )
-from vocagnolm.train.checkpoint import newest_complete
-from vocagnolm.train.folder import found_micro_batch, read_run, refuse_other_run
-from vocagnolm.train.schedule import Schedule, check_batch, plan_schedule
-from vocagnolm.train.trackers import tracker_problems
+from vocagnolm.train.student import (
+    build_student,
+    model_config,
+    require_separation,
+    understood_head,
+)
+from vocagnolm.train.teacher import refuse_other_vocabulary
 
 # ---- what is reported ----
 
@@ -64,12 +77,7 @@ class CheckReport:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "ready": self.ready,
-            "problems": self.problems,
-            "warnings": self.warnings,
-            "plan": self.plan,
-        }
+        return {"ready": self.ready, **asdict(self)}
 
     def problem(self, line: str) -> None:
         if line not in self.problems:
@@ -156,7 +164,8 @@ def check_stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> 
         report.warnings.append(
             f"the store is of teacher {', '.join(sorted(names))}, the recipe names {wanted}."
         )
-    if corpus is not None and not any(_made_from(store, corpus) for store in stores):
+    made_from = {store.corpus_fingerprint for store in stores}
+    if corpus is not None and not made_from & {None, corpus.fingerprint}:
         absent = _absent(stores, corpus)
         if absent is not None and recipe.data.missing == "error":
             report.problem(
@@ -169,10 +178,6 @@ def check_stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> 
                 f"by content, and those not in it follow data.missing = {recipe.data.missing}."
             )
     return best_store(stores)
-
-
-def _made_from(store: LossStore, corpus: Corpus) -> bool:
-    return store.corpus_fingerprint in (None, corpus.fingerprint)
 
 
 def _absent(stores: list[LossStore], corpus: Corpus) -> str | None:
@@ -300,14 +305,11 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
         if wanted and find_spec(package) is None:
             problems.append(f"the package {package} is missing: pip install 'vocagnolm[{extra}]'")
     problems += tracker_problems(recipe.run.report_to)
-    try:
-        check_batch(recipe, processes)
-    except VocagnolmError as error:
-        problems.append(str(error))
-    try:
-        objective_config(recipe)
-    except VocagnolmError as error:
-        problems.append(str(error))
+    for work in (lambda: check_batch(recipe, processes), lambda: objective_config(recipe)):
+        try:
+            work()
+        except VocagnolmError as error:
+            problems.append(str(error))
     return problems
 
 
@@ -362,9 +364,6 @@ def _tokenizer(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> Te
 
 def _student(recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer | None) -> int | None:
     """The number of parameters, from the configuration alone."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     config = _config(recipe)
     if config is None:
         return None
@@ -390,10 +389,6 @@ def _student(recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer | Non
 
 
 def _config(recipe: Recipe) -> Any:
-    from transformers import AutoConfig
-
-    from vocagnolm.train.student import model_config
-
     source = recipe.student.model
     if source is None:
         return None if recipe.student.config is None else model_config(recipe.student.config)
@@ -503,10 +498,6 @@ def _run(recipe: Recipe, report: CheckReport, manifest: dict[str, Any] | None) -
 
 def _weights(recipe: Recipe, report: CheckReport, found: Found) -> None:
     """What only the student's weights can tell."""
-    from vocagnolm.train.strength import measure_strength
-    from vocagnolm.train.student import build_student
-    from vocagnolm.train.trainer import require_separation, understood_head
-
     has_weights = recipe.student.model is not None
     apart = recipe.data.document_mask or isinstance(found.tokenizer, ChatTokenizer)
     if not has_weights and not apart:
@@ -520,7 +511,11 @@ def _weights(recipe: Recipe, report: CheckReport, found: Found) -> None:
     if found.tokenizer is not None and found.store is not None and found.corpus is not None:
         strength = measure_strength(student, found.tokenizer, found.store, found.corpus)
         if strength is not None:
-            report.plan["strength"] = strength.to_dict()
+            report.plan["strength"] = {
+                "teacher_bits_per_byte": strength.teacher,
+                "student_bits_per_byte": strength.student,
+                "documents": strength.documents,
+            }
             _warn_of_teacher(report, strength.teacher, strength.student)
 
 
@@ -528,3 +523,93 @@ def _warn_of_teacher(report: CheckReport, teacher: float | None, student: float 
     warning = teacher_warning(teacher, student)
     if warning is not None:
         report.warnings.append(warning)
+
+
+# ---- is the teacher better than the student? ----
+
+
+# Arithmetic that may be spent on it, and the tokens that are read at least and at most.
+_CPU_OPERATIONS = 1e12
+_GPU_OPERATIONS = 1e14
+_TOKENS = (256, 20_000)
+_CANDIDATES = 64
+
+
+@dataclass(frozen=True)
+class Strength:
+    """Bits per byte of the same documents."""
+
+    teacher: float
+    student: float
+    documents: int
+
+
+def measure_strength(
+    model: PreTrainedModel, tokenizer: TextTokenizer, store: LossStore, corpus: Corpus
+) -> Strength | None:
+    """None where no document of the store is in the corpus."""
+    operations = _GPU_OPERATIONS if model.device.type == "cuda" else _CPU_OPERATIONS
+    budget = int(np.clip(operations / (2 * model.num_parameters()), *_TOKENS))
+    places, texts = _sample(tokenizer, store, corpus, budget)
+    if not texts:
+        return None
+    spans = tokenizer.spans_batch(texts)
+    config: Any = model.config.get_text_config()
+    context = min(1024, getattr(config, "max_position_embeddings", None) or 1024)
+    prefix = tokenizer.prefix_ids
+    training = model.training
+    scorer = NllModel(
+        model.eval(),
+        context=context,
+        stride=max(1, context // 8),
+        batch_tokens=context,
+        prefix_ids=prefix,
+    )
+    with torch.inference_mode():
+        student = scorer.document_nll([one.ids for one in spans])
+    if isinstance(tokenizer, ChatTokenizer):  # a template's own tokens hold no text
+        for one, nll in zip(spans, student, strict=True):
+            nll[one.token_bytes == 0] = np.nan
+    model.train(training)
+    return Strength(
+        teacher=_bits([store[place] for place in places]),
+        student=_bits([(s.token_bytes, nll) for s, nll in zip(spans, student, strict=True)]),
+        documents=len(texts),
+    )
+
+
+def _sample(
+    tokenizer: TextTokenizer, store: LossStore, corpus: Corpus, budget: int
+) -> tuple[list[int], list[str]]:
+    """Documents evenly spread over the store, up to so many student tokens (at least one)."""
+    places: list[int] = []
+    texts: list[str] = []
+    step = max(1, len(store) // _CANDIDATES)
+    for place in range(step // 2, len(store), step):
+        index = store.document_index(place)
+        for document in corpus.read(index, index + 1):
+            text = document.text
+            if text is None or document_hash(text) != store.document_hash(place):
+                continue
+            if isinstance(tokenizer, ChatTokenizer) and isinstance(
+                tokenizer.outcomes([text])[0], str
+            ):
+                continue
+            tokens = len(tokenizer.spans(text))
+            if tokens <= budget or not places:
+                places.append(place)
+                texts.append(text)
+                budget -= tokens
+        if budget <= 0:
+            break
+    return places, texts
+
+
+def _bits(documents: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Bits over bytes of the tokens that have a loss."""
+    nats = covered = 0.0
+    for token_bytes, nll in documents:
+        known = np.isfinite(nll)
+        nats += float(nll[known].sum(dtype=np.float64))
+        covered += float(np.asarray(token_bytes)[known].sum())
+    return nats / math.log(2) / max(covered, 1.0)

@@ -1,35 +1,46 @@
-"""Checkpoints that are known to be whole.
+"""Checkpoints that are known to be complete.
 
-A checkpoint is many files, and a kill may come between any two; a disk may also forget a bit. So a
+A checkpoint is many files, and a kill may come between any two; a disk may also lose a bit. So a
 marker with every file's size and checksum is written last, and only marked folders whose files
 agree with it are resumed from. Only folders with a marker of ours are ever removed.
+
+```
+checkpoint-N/model.safetensors  optimizer.pt          the whole student, by the first process
+checkpoint-N/parts/             instead of both: the shards, each by its process (FSDP)
+checkpoint-N/scheduler.pt       rng_state[_RANK].pth  scaler.pt (fp16)
+checkpoint-N/complete.json      the marker
+```
 """
 
+import random
 import re
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType
-from torch import nn
-from transformers import Trainer, set_seed
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from transformers import set_seed
+from transformers.trainer_pt_utils import safe_globals
 
 from vocagnolm.errors import TrainingError
 from vocagnolm.files import as_write_error, file_digests, read_json, remove, sync_tree, write_json
-from vocagnolm.train.parallel import (
-    ShardWriter,
-    clear,
-    full_state_dict,
-    has_parts,
-    load_optimizer,
-    load_weights,
-    refuse_unsharded,
-    shard_on_cpu,
-    shard_within_machines,
-)
+from vocagnolm.processes import Ranks
+from vocagnolm.recipe import RunSection
 
 MARKER = "complete.json"
 _NAME = re.compile(r"checkpoint-(\d+)$")
@@ -54,11 +65,6 @@ def mark_complete(checkpoint: Path, step: int, world_size: int) -> None:
         for path, digest in zip(paths, file_digests(paths), strict=True)
     }
     write_json(checkpoint / MARKER, {"step": step, "world_size": world_size, "files": files})
-
-
-def unmark(checkpoint: Path) -> None:
-    """A damaged checkpoint is about to be written again: its old marker must not vouch for it."""
-    (checkpoint / MARKER).unlink(missing_ok=True)
 
 
 def damage(checkpoint: Path, *, read: bool = True) -> str | None:
@@ -112,124 +118,180 @@ def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return [(int(match.group(1)), path) for match, path in named if match]
 
 
-# ---- checkpoints of the Trainer ----
+# ---- what a checkpoint holds ----
 
 
-_SCHEDULER = "scheduler.pt"
+PARTS = "parts"
+_OPTIMIZER, _SCHEDULER, _SCALER = "optimizer.pt", "scheduler.pt", "scaler.pt"
 
 
-class CheckpointedTrainer(Trainer):
-    def __init__(
-        self, *, keep_checkpoints: int | None = None, within_machines: bool = False, **kwargs: Any
-    ):
-        """`keep_checkpoints`: the newest so many; None: all. `within_machines`: with FSDP, shard
-        within each machine and keep their copies alike."""
-        self.keep_checkpoints = keep_checkpoints
-        self.within_machines = within_machines
-        self._shards = ShardWriter()
-        super().__init__(**kwargs)
+@dataclass
+class TrainingState:
+    """What changes from step to step."""
 
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        asked_for_fsdp = getattr(self.args, "fsdp_plugin_args", None) is not None
-        if asked_for_fsdp and self.accelerator.distributed_type == DistributedType.MULTI_CPU:
-            shard_on_cpu(self.accelerator, self.args.fsdp_plugin_args)
-            self.is_fsdp_enabled = True
-        if self.is_fsdp_enabled and self.within_machines:
-            shard_within_machines(self.accelerator)
+    model: Any
+    """The student that is saved: a transformers or peft model, its weights perhaps sharded."""
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: torch.amp.GradScaler
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not self.is_fsdp_enabled:
-            super().save_model(output_dir, _internal_call)
-            return
-        if _internal_call:  # of a checkpoint, which gets its parts
-            return
-        # the Trainer's own gathering leaves sharded tensors behind on a CPU
-        model: Any = self.model
-        state_dict = full_state_dict(model)
-        if self.args.should_save:
-            self._save(output_dir, state_dict=state_dict)
 
-    def gathered_weights(self) -> dict[str, Any] | None:
-        """All weights where they are sharded, else None. All ranks must call it."""
-        model: Any = self.model
-        return full_state_dict(model) if self.is_fsdp_enabled else None
+class Checkpoints:
+    """Saves and loads the state of a run. All processes must call it alike."""
 
-    def save_merged(self, folder: Path, state_dict: dict[str, Any] | None) -> None:
-        """The trained student as an ordinary model folder, adapters merged."""
-        model: Any = self.accelerator.unwrap_model(self.model)
-        if hasattr(model, "merge_and_unload"):
-            model = model.merge_and_unload()
-        model.save_pretrained(folder, state_dict=state_dict)
+    def __init__(self, run: RunSection, *, sharded: bool):
+        assert run.folder is not None
+        self.folder, self.sharded = Path(run.folder) / "checkpoints", sharded
+        self.keep, self.seed = run.keep_checkpoints, run.seed
+        self.ranks = Ranks.of()
+        self._group: dist.ProcessGroup | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        assert self.args.output_dir is not None
-        step = self.state.global_step
-        checkpoint = Path(self.args.output_dir) / f"checkpoint-{step}"
-        self.finish_saving()
-        if self.args.should_save:
-            unmark(checkpoint)
-            clear(checkpoint)
-        self._wait_for_all()  # nothing is written before that
+    def save(self, step: int, state: TrainingState) -> None:
+        """Shards are copied at once and written in the background, anything else now."""
+        self.wait()
+        checkpoint = self.folder / f"checkpoint-{step}"
         with as_write_error(f"the checkpoint of step {step}"):
-            super()._save_checkpoint(model, trial)
-            if self.is_fsdp_enabled:
-                sharded: Any = self.model
-                self._shards.begin(
-                    checkpoint, sharded, self.optimizer, lambda: self._complete(checkpoint, step)
-                )
+            if self.ranks.leads:
+                _clear(checkpoint)
+            self.ranks.wait_for_all()  # nothing is written before that
+            _save_random_numbers(checkpoint, self.ranks)
+            if self.ranks.leads:
+                torch.save(state.scheduler.state_dict(), checkpoint / _SCHEDULER)
+                if state.scaler.is_enabled():
+                    torch.save(state.scaler.state_dict(), checkpoint / _SCALER)
+            if self.sharded:
+                self._save_shards(checkpoint, step, state)
                 return
-        self._wait_for_all()  # every rank has written its part
+            if self.ranks.leads:
+                # the names of the running model, which some architectures do not save under
+                names = (
+                    {} if hasattr(state.model, "peft_config") else {"save_original_format": False}
+                )
+                state.model.save_pretrained(checkpoint, **names)
+                torch.save(state.optimizer.state_dict(), checkpoint / _OPTIMIZER)
+        self.ranks.wait_for_all()  # every process has written its part
         self._complete(checkpoint, step)
 
-    def _wait_for_all(self) -> None:
-        if dist.is_initialized():
-            dist.barrier()
+    def _save_shards(self, checkpoint: Path, step: int, state: TrainingState) -> None:
+        if self._group is None or self._thread is None:
+            # the thread's messages must not mix with those of the training
+            self._group = dist.new_group(backend="gloo")
+            self._thread = ThreadPoolExecutor(1, "checkpoint")
+        shards = {
+            "model": get_model_state_dict(state.model),
+            "optimizer": get_optimizer_state_dict(state.model, state.optimizer),
+        }
+        writer = FileSystemWriter(checkpoint / PARTS)
+        written = async_save(shards, storage_writer=writer, process_group=self._group)
+        self._pending = self._thread.submit(self._finish, written, checkpoint, step)
+
+    def _finish(self, written: Any, checkpoint: Path, step: int) -> None:
+        """In each process once its part is on the disk; in the first, once all of them are."""
+        with as_write_error(checkpoint.name):
+            try:
+                written.result()
+            except CheckpointException as error:
+                reasons = [failure[0] for failure in error.failures.values()]
+                raise OSError(str(reasons[0] if reasons else error)) from error
+            self._complete(checkpoint, step)
 
     def _complete(self, checkpoint: Path, step: int) -> None:
-        if not self.args.should_save:
-            return
-        mark_complete(checkpoint, step, self.args.world_size)
-        if self.keep_checkpoints is not None:
-            prune_checkpoints(checkpoint.parent, self.keep_checkpoints)
+        if self.ranks.leads:
+            mark_complete(checkpoint, step, self.ranks.count)
+            prune_checkpoints(self.folder, self.keep)
 
-    def finish_saving(self) -> None:
-        """Until the newest checkpoint is whole; a sharded one is written in the background."""
-        self._shards.wait()
+    def wait(self) -> None:
+        """Until the checkpoint that was begun is complete; raises its error, if there was one."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.is_fsdp_enabled:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        if self.args.should_save:
-            scheduler: Any = self.lr_scheduler
-            torch.save(scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+    def load(self, checkpoint: Path, state: TrainingState, device: torch.device) -> None:
+        if self.sharded:
+            _load_shards(checkpoint, state)
+        else:
+            _load_weights(checkpoint, state.model)
+            place = device if self.ranks.count > 1 and device.type != "cpu" else "cpu"
+            state.optimizer.load_state_dict(_load(checkpoint / _OPTIMIZER, place))
+        state.scheduler.load_state_dict(_load(checkpoint / _SCHEDULER))
+        if (checkpoint / _SCALER).is_file():
+            state.scaler.load_state_dict(_load(checkpoint / _SCALER))
 
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
-        if self.is_fsdp_enabled and has_parts(resume_from_checkpoint):
-            sharded: Any = self.model
-            load_weights(Path(resume_from_checkpoint), sharded)
-            return
-        if self.is_fsdp_enabled:
-            refuse_unsharded(resume_from_checkpoint)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (self.is_fsdp_enabled and has_parts(checkpoint)):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        sharded: Any = self.model
-        scheduler: Any = self.lr_scheduler
-        load_optimizer(Path(checkpoint), sharded, self.optimizer)
-        scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
+    def load_random_numbers(self, checkpoint: Path, step: int) -> None:
         """Where there were fewer processes, or another number of them and one now, a process finds
         no state of its own: it must not draw what it or another has drawn before."""
-        if checkpoint is not None:
-            drawn = self.args.seed + 1_000_003 * self.state.global_step
-            set_seed((drawn + self.args.process_index) % 2**32)
-        super()._load_rng_state(checkpoint)
+        set_seed((self.seed + 1_000_003 * step + self.ranks.rank) % 2**32)
+        path = checkpoint / _random_numbers(self.ranks)
+        if not path.is_file():
+            return
+        with safe_globals():
+            found = _load(path)
+        random.setstate(found["python"])
+        np.random.set_state(found["numpy"])
+        torch.set_rng_state(found["cpu"])
+        if "cuda" in found and torch.cuda.is_available():
+            cuda = found["cuda"]  # older versions: of every device
+            here = cuda if isinstance(cuda, torch.Tensor) else cuda[torch.cuda.current_device()]
+            torch.cuda.set_rng_state(here)
+
+
+def _random_numbers(ranks: Ranks) -> str:
+    return "rng_state.pth" if ranks.count == 1 else f"rng_state_{ranks.rank}.pth"
+
+
+def _save_random_numbers(checkpoint: Path, ranks: Ranks) -> None:
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    torch.save(states, checkpoint / _random_numbers(ranks))
+
+
+def _clear(checkpoint: Path) -> None:
+    """Remove what a killed run of perhaps another number of processes has left of it, and the
+    marker of a damaged one, which must not vouch for what follows."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint / PARTS, ignore_errors=True)
+    for path in checkpoint.glob("rng_state*.pth"):
+        path.unlink()
+
+
+def _load(path: Path, device: torch.device | str = "cpu") -> Any:
+    return torch.load(path, map_location=device, weights_only=True)
+
+
+def _load_weights(checkpoint: Path, model: Any) -> None:
+    if hasattr(model, "peft_config"):
+        model.load_adapter(str(checkpoint), model.active_adapters[0], is_trainable=True)
+        return
+    weights: dict[str, Any] = {}
+    for path in checkpoint.glob("model*.safetensors"):
+        weights |= load_file(path)
+    _, unexpected = model.load_state_dict(weights, strict=False)  # tied ones are saved once
+    if unexpected or not weights:
+        raise TrainingError(
+            f"{checkpoint} does not hold the weights of this student ({len(unexpected)} unknown "
+            "names). It may be of an older version; go on with that one, or use --restart."
+        )
+
+
+def _load_shards(checkpoint: Path, state: TrainingState) -> None:
+    if (checkpoint / _OPTIMIZER).is_file():  # a run of one process was once not sharded
+        raise TrainingError(
+            f"{checkpoint} was written by one process of an older version, without sharding. Set "
+            "train.parallel to ddp in the run's recipe.yaml and in yours to go on with it."
+        )
+    reader = FileSystemReader(checkpoint / PARTS)
+    shards = {
+        "model": get_model_state_dict(state.model),
+        "optimizer": get_optimizer_state_dict(state.model, state.optimizer),
+    }
+    load(shards, storage_reader=reader)
+    set_model_state_dict(state.model, shards["model"])
+    set_optimizer_state_dict(state.model, state.optimizer, shards["optimizer"])

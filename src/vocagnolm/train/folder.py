@@ -1,17 +1,17 @@
-"""A run folder: one recipe, one set of blocks. No torch."""
+"""A run folder: one recipe, one set of blocks; its files, and the card of its model. No torch."""
 
-import json
 import platform
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vocagnolm import __version__
+from vocagnolm.chat import ChatTemplate
+from vocagnolm.chat.survey import template_words
 from vocagnolm.errors import TrainingError
 from vocagnolm.files import (
     LOCK_FILE,
-    append_lines,
     is_leftover,
     parse_json,
     read_json,
@@ -19,7 +19,9 @@ from vocagnolm.files import (
     write_text,
 )
 from vocagnolm.recipe import Recipe, load_recipe, recipe_difference
-from vocagnolm.train.schedule import Schedule
+
+if TYPE_CHECKING:  # it comes with torch
+    from vocagnolm.train.settings import Schedule
 
 # ---- names ----
 
@@ -32,23 +34,6 @@ def with_current_names(record: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---- metrics.jsonl ----
-
-
-class MetricsFile:
-    """`metrics.jsonl`: appended a line a step, cut back to the checkpoint on resume."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def resume_at(self, step: int) -> None:
-        """Drop what was written after `step`, and a line that a kill left half-written."""
-        if not self.path.exists():
-            return
-        kept = [json.dumps(r) + "\n" for r in read_metrics(self.path) if r["step"] <= step]
-        write_text(self.path, "".join(kept))
-
-    def append(self, record: dict[str, Any]) -> None:
-        append_lines(self.path, json.dumps(record) + "\n", sync=False)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -102,14 +87,6 @@ def read_run(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def refuse_strangers(folder: Path) -> None:
-    """A folder that is not empty must be a run of ours."""
-    if not folder.is_dir() or (folder / "recipe.yaml").is_file():
-        return
-    if any(p.name != LOCK_FILE and not is_leftover(p.name) for p in folder.iterdir()):
-        raise TrainingError(f"{folder} is not empty and not a run. Choose another run.folder.")
-
-
 def refuse_other_run(
     folder: Path,
     recipe: Recipe,
@@ -118,8 +95,12 @@ def refuse_other_run(
 ) -> None:
     """A run folder belongs to one recipe and the very `blocks` (their fingerprint) it has begun
     with. The number of processes may change: a step is the same step however it is split."""
-    refuse_strangers(folder)
-    if not (folder / "recipe.yaml").is_file() or not has_begun(folder):
+    if not (folder / "recipe.yaml").is_file():
+        files = folder.iterdir() if folder.is_dir() else iter(())
+        if any(p.name != LOCK_FILE and not is_leftover(p.name) for p in files):
+            raise TrainingError(f"{folder} is not empty and not a run. Choose another run.folder.")
+        return
+    if not has_begun(folder):
         return
     difference = recipe_difference(load_recipe(folder / "recipe.yaml"), recipe, RUNTIME_KEYS)
     others = blocks is not None and found.get("blocks") not in (None, blocks)
@@ -140,7 +121,7 @@ def has_begun(folder: Path) -> bool:
     return any(path.exists() for path in made)
 
 
-def begin_run(folder: Path, recipe: Recipe, schedule: Schedule, blocks: str) -> None:
+def begin_run(folder: Path, recipe: Recipe, schedule: "Schedule", blocks: str) -> None:
     """Or go on with it, perhaps with another number of processes."""
     begun = has_begun(folder)
     if not begun or not (folder / "recipe.yaml").exists():
@@ -191,3 +172,89 @@ def run_summary(folder: Path, *, already: bool = False) -> dict[str, Any]:
         "times": None if already else about.get("times"),
         "seconds_to_first_step": None if already else about.get("seconds_to_first_step"),
     }
+
+
+# ---- the model card ----
+
+
+def model_card(
+    recipe: Recipe,
+    schedule: "Schedule",
+    store_teacher: str | None,
+    final: dict[str, Any],
+    template: ChatTemplate | None = None,
+) -> str:
+    """README.md of the model folder. `template`: the one in which conversations were read."""
+    method = recipe.objective.method
+    base = recipe.student.model or "random weights"
+    rows = {
+        "method": f"`{method}`: {recipe.method.label}",
+        "student": f"`{base}`" + (" with LoRA, merged" if recipe.lora.rank else ""),
+        "teacher": _teacher(recipe, store_teacher),
+        "corpus": ", ".join(f"`{name}`" for name in recipe.corpus.files) or "not stated",
+        "tokens": f"{schedule.tokens:,} in {schedule.steps:,} steps of "
+        f"{schedule.tokens_per_step:,} (blocks of {schedule.block_size:,})",
+        "epochs": f"{schedule.epochs:.3g}",
+        "learning rate": f"{recipe.optimizer.learning_rate:g} to "
+        f"{recipe.optimizer.min_learning_rate:g}, cosine, "
+        f"{recipe.optimizer.warmup_steps} warm-up steps",
+        "seed": str(recipe.run.seed),
+    }
+    if template is not None:
+        words = template_words(template.origin)
+        options = f" with {dict(template.options)}" if template.options else ""
+        rows["conversations"] = f"trained on: {recipe.data.train_on}; {words}{options}"
+    if recipe.method.selects:
+        o = recipe.objective
+        rows["selection"] = (
+            f"keep {o.keep:g}, aggregation {o.aggregation}, unmapped {o.unmapped}, "
+            f"scope {o.scope}, normalised by {o.normalise}"
+        )
+    if recipe.needs_targets:
+        o = recipe.objective
+        end = "" if o.mix_end is None else f" to {o.mix_end:g}"
+        rows["distillation"] = f"mix {o.mix:g}{end}, by {o.mix_by}; alternatives " + (
+            "all of the store's" if o.alternatives is None else f"{o.alternatives} a token"
+        )
+    if final:
+        rows["last step"] = (
+            f"loss {final['loss']:.4f}; nll of the kept tokens {final['nll_kept']:.4f}, of all "
+            f"{final['nll_all']:.4f}; kept {final['kept_share']:.1%}"
+        )
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    yaml = recipe.to_yaml()
+    name = Path(recipe.run.folder or "student").name
+    hub_base = base if base.count("/") == 1 and not base.startswith((".", "/", "~")) else None
+    header = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- vocagnolm\n"
+    header += f"base_model: {hub_base}\n" if hub_base else ""
+    return f"""{header}---
+
+# {name}
+
+Trained with vocagnolm {__version__}.
+
+| | |
+| --- | --- |
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+```
+
+## Recipe
+
+```yaml
+{yaml}```
+"""
+
+
+def _teacher(recipe: Recipe, store_teacher: str | None) -> str:
+    if recipe.needs_online_teacher:
+        return f"`{recipe.teacher.model}`, online"
+    if not recipe.needs_guidance:
+        return "none"
+    name = store_teacher or recipe.teacher.model
+    paths = ", ".join(f"`{path}`" for path in recipe.stores)
+    return f"`{name}`, through the loss store{'s' * (len(recipe.stores) > 1)} {paths}"

@@ -10,27 +10,36 @@ RUN/tensorboard/     where run.report_to names tensorboard
 ```
 """
 
+import math
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import PreTrainedModel, PrinterCallback, ProgressCallback
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.integrations.neftune import neftune_post_forward_hook
 
+from vocagnolm.alignment import TextTokenizer, token_texts
+from vocagnolm.alternatives import AlternativesSpec
 from vocagnolm.data.block_copies import local_blocks
-from vocagnolm.data.blocks import Blocks, damaged_parts
+from vocagnolm.data.blocks import Blocks, TrainingOrder, damaged_parts
 from vocagnolm.data.identity import (
     block_settings,
     recipe_corpus,
     stale_files,
     student_chat,
     student_tokenizer,
+    teacher_chat,
+    teacher_tokenizer,
     unmet_needs,
 )
+from vocagnolm.data.targets import TargetsPlan, target_table
 from vocagnolm.errors import (
     BlocksError,
     RecipeError,
@@ -45,40 +54,66 @@ from vocagnolm.files import (
     remove_leftovers,
     whole_folder,
 )
-from vocagnolm.model.runtime import import_compiler_meanwhile
+from vocagnolm.model import ModelFiles, open_model
+from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
+from vocagnolm.objective import Decided, count_kept
 from vocagnolm.processes import Ranks
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
 from vocagnolm.store.analysis import best_store, teacher_warning
-from vocagnolm.train.arguments import (
-    room_left,
-    slow_arithmetic,
-    training_arguments,
-    uses_accelerator,
-)
-from vocagnolm.train.build import build_trainer
-from vocagnolm.train.card import model_card
+from vocagnolm.train.check import measure_strength
 from vocagnolm.train.checkpoint import Resumable, newest_complete
-from vocagnolm.train.console import Clock, Console, Requests, listening
 from vocagnolm.train.folder import (
-    MetricsFile,
     begin_run,
     found_micro_batch,
+    model_card,
     note_in_run,
     read_run,
     refuse_other_run,
     run_folder,
     run_summary,
 )
-from vocagnolm.train.micro_batch import find_micro_batch
-from vocagnolm.train.parallel import is_main, refuse_lone_process, sharding_group, world_size
-from vocagnolm.train.schedule import Schedule, plan_schedule
-from vocagnolm.train.step_metrics import flops_per_token, peak_flops
-from vocagnolm.train.strength import measure_strength
-from vocagnolm.train.student import add_lora, build_student, save_tokenizer
-from vocagnolm.train.tracked import start_trackers
-from vocagnolm.train.trackers import tracker_problems
-from vocagnolm.train.trainer import GuidedTrainer, causal_lm_of
+from vocagnolm.train.loop import TrainingLoop
+from vocagnolm.train.metrics import (
+    Clock,
+    Console,
+    MetricsFile,
+    Trackers,
+    flops_per_token,
+    peak_flops,
+    tracker_problems,
+)
+from vocagnolm.train.parallel import (
+    Requests,
+    full_state_dict,
+    is_main,
+    listening,
+    refuse_lone_process,
+    sharding_group,
+    world_size,
+)
+from vocagnolm.train.settings import (
+    Schedule,
+    first_micro_batch,
+    objective_config,
+    plan_schedule,
+    room_left,
+    slow_arithmetic,
+    training_arguments,
+    uses_accelerator,
+)
+from vocagnolm.train.student import (
+    BlockCollator,
+    GuidedStudent,
+    add_lora,
+    batch_targets,
+    build_student,
+    choose_attention,
+    compile_layers,
+    require_separation,
+    save_tokenizer,
+)
+from vocagnolm.train.teacher import OnlineTeacher, TeacherView, refuse_other_vocabulary
 
 
 def train(
@@ -107,19 +142,26 @@ def train(
             return run_summary(folder, already=True)
         if recipe.train.compile:
             import_compiler_meanwhile()
+        tokenizer = student_tokenizer(recipe)
         with ThreadPoolExecutor(1) as loader:  # the student, while the blocks are read
             whole = recipe.train.parallel == "ddp"
             loading = loader.submit(build_student, recipe) if whole else None
-            blocks = open_blocks(recipe, verify=is_main())
+            blocks = open_blocks(recipe, tokenizer, verify=is_main())
             clock.end("start")
         student = None if loading is None else loading.result()
-        fingerprint = blocks.manifest["fingerprint"]
-        refuse_other_run(folder, recipe, found, fingerprint)
+        refuse_other_run(folder, recipe, found, blocks.manifest["fingerprint"])
         requests = held.enter_context(listening())
+        schedule = plan_schedule(recipe, len(blocks), world_size(), found_micro_batch(folder))
+        arguments = training_arguments(recipe, schedule)
+        arguments.device  # noqa: B018  (starts torch.distributed)
+        transformers.utils.logging.set_verbosity(arguments.get_process_log_level())
         if recipe.train.parallel != "ddp":
             held.enter_context(sharding_group(accelerator=uses_accelerator(recipe)))
-        run = Run(recipe, folder, blocks, student, requests, clock)
-        return _train(run, quiet=quiet, restart=restart)
+        run = Run(recipe, folder, blocks, tokenizer, schedule, arguments, requests, clock)
+        # Beside a GPU the CPU does small things, such as pinning a batch, and waking its
+        # threads takes longer than the work: 6 ms an operation were measured.
+        held.enter_context(torch_threads(1 if arguments.device.type == "cuda" else None))
+        return _train(run, student, quiet=quiet, restart=restart)
 
 
 @dataclass(frozen=True)
@@ -129,26 +171,44 @@ class Run:
     recipe: Recipe
     folder: Path
     blocks: Blocks
-    student: PreTrainedModel | None
-    """None: still to be loaded."""
+    tokenizer: TextTokenizer
+    """The student's."""
+    schedule: Schedule
+    arguments: TrainingArguments
     requests: Requests
     clock: Clock
 
 
-def _train(run: Run, *, quiet: bool, restart: bool) -> dict[str, Any]:
-    recipe, folder, blocks, clock = run.recipe, run.folder, run.blocks, run.clock
-    known = found_micro_batch(folder)
-    schedule = plan_schedule(recipe, len(blocks), world_size(), known)
+def _train(
+    run: Run, student: PreTrainedModel | None, *, quiet: bool, restart: bool
+) -> dict[str, Any]:
+    """`student`: None where each process loads its own, for its shards."""
+    recipe, folder, clock = run.recipe, run.folder, run.clock
+    known, schedule = found_micro_batch(folder), run.schedule
     console = Console(schedule, quiet=quiet, log_every=recipe.run.log_every)
-    arguments = training_arguments(recipe, schedule)  # also starts torch.distributed
     resumed: Resumable = Ranks.of().decide(lambda: _where_to_resume(folder, console, restart))
     metrics = MetricsFile(folder / "metrics.jsonl")
     if is_main():
-        begin_run(folder, recipe, schedule, blocks.manifest["fingerprint"])
+        begin_run(folder, recipe, schedule, run.blocks.manifest["fingerprint"])
         metrics.resume_at(resumed.step)
-    trainer = build_trainer(recipe, blocks, schedule, arguments, run.student)
+    loop = build_loop(recipe, run.blocks, schedule, run.arguments, run.tokenizer, student)
     clock.end("loading")
-    mfu_of = _mfu(trainer, schedule)
+    if recipe.train.micro_batch == "auto" and known is None:
+        found = find_micro_batch(loop, schedule.batch_blocks // schedule.world_size)
+        micro_batch = found.micro_batch
+        schedule = plan_schedule(recipe, len(run.blocks), schedule.world_size, micro_batch)
+        loop.schedule = console.schedule = schedule
+        if is_main():
+            note_in_run(folder, schedule=asdict(schedule), found_micro_batch=asdict(found))
+            console.say(str(found))
+    if is_main():
+        if resumed.step == 0 and recipe.student.model is not None:
+            _warn_of_teacher(run, loop, console)
+        if advice := slow_arithmetic(recipe):
+            console.say(f"warning: {advice}")
+        loop.trackers = _trackers(run, loop, resumed.step)
+    clock.end("measuring")
+    mfu_of = _mfu(loop)
 
     def on_step(record: dict[str, Any]) -> None:
         record["mfu"] = mfu_of(record["tokens_per_second"])
@@ -159,38 +219,14 @@ def _train(run: Run, *, quiet: bool, restart: bool) -> dict[str, Any]:
                 console.say(advice)
         console.step(record)
 
-    def choose_micro_batch() -> None:
-        nonlocal schedule
-        share = schedule.batch_blocks // schedule.world_size
-        found = find_micro_batch(trainer, share)
-        schedule = plan_schedule(recipe, len(blocks), schedule.world_size, found.micro_batch)
-        trainer.split_steps(schedule.micro_batch, schedule.accumulation)
-        if is_main():
-            note_in_run(folder, schedule=asdict(schedule), found_micro_batch=found.to_dict())
-            console.say(str(found))
-            console.schedule = schedule
-            console.start(resumed.step)
-        clock.end("measuring")
-
-    if recipe.train.micro_batch == "auto" and known is None:
-        trainer.before_training = choose_micro_batch
-    trainer.on_step, trainer.requests = on_step, run.requests
-    for callback in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(callback)
-    start_trackers(trainer, recipe, folder, resumed.step)
+    loop.on_step, loop.requests = on_step, run.requests
     if is_main():
-        if trainer.before_training is None:
-            console.start(resumed.step)
-        if resumed.step == 0 and recipe.student.model is not None:
-            _warn_of_teacher(recipe, trainer, console)
-        if advice := slow_arithmetic(recipe):
-            console.say(f"warning: {advice}")
-    clock.end("measuring")
+        console.start(resumed.step)
     try:
-        trainer.train(resume_from_checkpoint=str(resumed.path) if resumed.path else None)
+        loop.run(resumed.path, resumed.step)
     except BaseException as error:
         with suppress(Exception):
-            trainer.finish_saving()  # a checkpoint that was begun before the error still counts
+            loop.checkpoints.wait()  # a checkpoint that was begun before the error still counts
         if (reason := _lost_connection(error)) is not None:
             raise TrainingError(
                 f"The run has lost the connection to another process ({reason}). The newest "
@@ -198,13 +234,13 @@ def _train(run: Run, *, quiet: bool, restart: bool) -> dict[str, Any]:
                 "--max-restarts N starts them again by itself, or run the same command again."
             ) from error
         raise
-    if trainer.stopped and trainer.state.global_step < schedule.steps:
+    if loop.stopped and loop.step < schedule.steps:
         raise StoppedError(
-            f"stopped as asked after step {trainer.state.global_step:,} of {schedule.steps:,}; a "
-            "checkpoint is written. Run the same command again: it goes on from there."
+            f"stopped as asked after step {loop.step:,} of {schedule.steps:,}; a checkpoint is "
+            "written. Run the same command again: it goes on from there."
         )
     clock.end("training")
-    save_result(trainer, recipe, schedule, run)
+    save_result(run, loop)
     Ranks.of().wait_for_all()
     return run_summary(folder)
 
@@ -233,9 +269,10 @@ def _where_to_resume(folder: Path, console: Console, restart: bool) -> Resumable
     return resumed
 
 
-def _warn_of_teacher(recipe: Recipe, trainer: GuidedTrainer, console: Console) -> None:
+def _warn_of_teacher(run: Run, loop: TrainingLoop, console: Console) -> None:
     """Measured on this machine if corpus and store are here."""
-    if not (recipe.needs_guidance and recipe.stores) or trainer.is_fsdp_enabled:
+    recipe = run.recipe
+    if not (recipe.needs_guidance and recipe.stores) or loop.sharded:
         return
     student = recipe.student.bits_per_byte
     elsewhere = any(address_of(path) for path in (*recipe.stores, *recipe.corpus.files))
@@ -249,14 +286,13 @@ def _warn_of_teacher(recipe: Recipe, trainer: GuidedTrainer, console: Console) -
     store = best_store(stores)
     teacher = store.bits_per_byte
     if corpus is not None:
-        model = causal_lm_of(trainer.accelerator.unwrap_model(trainer.model))
-        tokenizer = student_tokenizer(recipe)
+        tokenizer = run.tokenizer
         if corpus.conversations:
             tokenizer = student_chat(recipe, tokenizer)
         # its shapes are not those of training: nothing is compiled for them
         eager = torch.compiler.set_stance("force_eager") if recipe.train.compile else nullcontext()
         with eager:
-            strength = measure_strength(model, tokenizer, store, corpus)
+            strength = measure_strength(loop.student.causal_lm, tokenizer, store, corpus)
         if strength is None:
             return
         teacher, student = strength.teacher, strength.student
@@ -269,9 +305,12 @@ def _warn_of_teacher(recipe: Recipe, trainer: GuidedTrainer, console: Console) -
         console.say(f"warning: {warning}")
 
 
-def open_blocks(recipe: Recipe, *, verify: bool = False) -> Blocks:
-    """The recipe's blocks; refused where they were made for or from something else. `verify`: read
-    them through once, and look at the files they were made from."""
+def open_blocks(
+    recipe: Recipe, tokenizer: TextTokenizer | None = None, *, verify: bool = False
+) -> Blocks:
+    """The recipe's blocks; refused where they were made for or from something else. `tokenizer`:
+    the student's, where it is loaded already. `verify`: read them through once, and look at the
+    files they were made from."""
     folder = local_blocks(recipe)
     stored = recipe.needs_guidance and not recipe.needs_online_teacher
     by_chunks = stored and recipe.method.unit == "chunk" and not recipe.needs_stretches
@@ -283,7 +322,7 @@ def open_blocks(recipe: Recipe, *, verify: bool = False) -> Blocks:
         teacher_sums=stored and recipe.objective.unmapped == "mean",
         targets=stored and recipe.needs_targets,
     )
-    tokenizer = student_tokenizer(recipe)
+    tokenizer = tokenizer or student_tokenizer(recipe)
     if blocks.conversations:
         tokenizer = student_chat(recipe, tokenizer)
     wanted = block_settings(recipe, tokenizer, None)
@@ -308,45 +347,287 @@ def open_blocks(recipe: Recipe, *, verify: bool = False) -> Blocks:
     return blocks
 
 
-def save_result(trainer: GuidedTrainer, recipe: Recipe, schedule: Schedule, run: Run) -> None:
+def save_result(run: Run, loop: TrainingLoop) -> None:
     """The model folder appears by rename, then the run is finished."""
-    folder, blocks = run.folder, run.blocks
-    state_dict = trainer.gathered_weights()
-    if not trainer.is_world_process_zero():
+    recipe, folder, blocks = run.recipe, run.folder, run.blocks
+    model: Any = loop.student.model
+    state_dict = full_state_dict(model) if loop.sharded else None
+    if not is_main():
         return
-    with as_write_error("the model"), whole_folder(folder / "model") as model:
-        if state_dict is not None and recipe.lora.rank:
-            _merged_apart(recipe, state_dict).save_pretrained(model)
+    with as_write_error("the model"), whole_folder(folder / "model") as target:
+        if recipe.lora.rank:
+            adapted = model if state_dict is None else _with_weights(recipe, state_dict)
+            adapted.merge_and_unload().save_pretrained(target)
         else:
-            trainer.save_merged(model, state_dict)
-        save_tokenizer(recipe, model)
+            model.save_pretrained(target, state_dict=state_dict)
+        save_tokenizer(recipe, target)
         template = None
         if blocks.conversations:
-            template = student_chat(recipe, student_tokenizer(recipe)).template
-            (model / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+            template = student_chat(recipe, run.tokenizer).template
+            (target / "chat_template.jinja").write_text(template.source, encoding="utf-8")
         teacher = blocks.manifest.get("teacher")
-        card = model_card(recipe, schedule, teacher, trainer.last_record, template)
-        (model / "README.md").write_text(card, encoding="utf-8")
+        card = model_card(recipe, loop.schedule, teacher, loop.last_record, template)
+        (target / "README.md").write_text(card, encoding="utf-8")
     run.clock.end("finishing")
     times, first_step = asdict(run.clock.times), run.clock.first_step
     note_in_run(folder, finished=True, times=times, seconds_to_first_step=first_step)
 
 
-def _merged_apart(recipe: Recipe, state_dict: dict[str, Any]) -> Any:
+def _with_weights(recipe: Recipe, state_dict: dict[str, Any]) -> Any:
     """One process alone cannot merge adapters into weights of which it holds a shard."""
     student: Any = add_lora(build_student(recipe), recipe.lora)
     student.load_state_dict(state_dict)
-    return student.merge_and_unload()
+    return student
 
 
-def _mfu(trainer: GuidedTrainer, schedule: Schedule) -> Any:
-    peak = peak_flops(trainer.args.device)
+def _trackers(run: Run, loop: TrainingLoop, step: int) -> Trackers | None:
+    if not loop.arguments.report_to:
+        return None
+    model = loop.student.model
+    trackers = Trackers(
+        loop.arguments, run.recipe, run.folder, run.tokenizer, model=model, step=step
+    )
+    trackers.shows_texts &= not loop.objective.selects_all
+    return trackers
+
+
+def _mfu(loop: TrainingLoop) -> Callable[[float], float | None]:
+    peak = peak_flops(loop.device)
     if peak is None:
         return lambda rate: None
-    model: Any = trainer.model
-    config = model.config.get_text_config()
-    parameters = sum(p.numel() for p in model.parameters())
-    per_token = flops_per_token(
-        parameters, config.num_hidden_layers, config.hidden_size, schedule.block_size
+    share = flops_per_token(loop.student.model, loop.schedule.block_size) / peak
+    return lambda rate: rate * share / loop.schedule.world_size
+
+
+# ---- from a recipe to a loop ----
+
+
+ONLINE_ALTERNATIVES = 4
+
+
+def build_loop(
+    recipe: Recipe,
+    blocks: Blocks,
+    schedule: Schedule,
+    arguments: TrainingArguments,
+    tokenizer: TextTokenizer,
+    student: PreTrainedModel | None = None,
+) -> TrainingLoop:
+    """`student`: where it is loaded already."""
+    student = student or build_student(recipe)
+    embeddings: Any = student.get_input_embeddings()
+    rows, largest = embeddings.weight.shape[0], max(tokenizer.vocabulary.values())
+    if largest >= rows:
+        raise TrainingError(
+            f"The student has {rows:,} embedding rows, its tokenizer has ids up to {largest:,}. "
+            "They do not belong together."
+        )
+    model = add_lora(student, recipe.lora)
+    documents = recipe.data.document_mask or blocks.conversations
+    order: Any = TrainingOrder(blocks, schedule.steps * schedule.batch_blocks, recipe.run.seed)
+    teacher = None
+    if recipe.needs_online_teacher:
+        teacher, order = _online_teacher(recipe, order, tokenizer)
+    guided = GuidedStudent(model, router_loss=recipe.train.router_loss)
+    if documents:
+        require_separation(student, "The student")
+        if teacher is not None:
+            require_separation(teacher.model, "The teacher")
+    collator = BlockCollator(documents)
+    loop = TrainingLoop(
+        guided, order, recipe, schedule, arguments, collator=collator, teacher=teacher
     )
-    return lambda rate: rate * per_token / (peak * schedule.world_size)
+    # after the probes of the head, which have another shape
+    choose_attention(student, recipe, documents=documents)
+    if recipe.train.compile:
+        compile_layers(student)
+    if recipe.train.liger:
+        from transformers.integrations.liger import apply_liger_kernel
+
+        # its fused loss would replace the objective's
+        apply_liger_kernel(model, {"fused_linear_cross_entropy": False, "cross_entropy": False})
+    if recipe.train.gradient_checkpointing:
+        student.gradient_checkpointing_enable({"use_reentrant": False})
+    if arguments.neftune_noise_alpha is not None:
+        embeddings.neftune_noise_alpha = arguments.neftune_noise_alpha
+        embeddings.register_forward_hook(neftune_post_forward_hook)
+    return loop
+
+
+def _online_teacher(
+    recipe: Recipe, order: TrainingOrder, student: TextTokenizer
+) -> tuple[OnlineTeacher, Any]:
+    if recipe.teacher.model is None:
+        raise TrainingError(
+            f"Method {recipe.objective.method} needs an online teacher: set teacher.model."
+        )
+    dtype = recipe.teacher.dtype
+    if dtype == "auto":  # half precision beside a student on an accelerator
+        dtype = "bfloat16" if uses_accelerator(recipe) else "float32"
+    files = open_model(
+        recipe.teacher.model,
+        device="cpu",
+        dtype=dtype,
+        revision=recipe.teacher.revision,
+    )
+    tokenizer = teacher_tokenizer(recipe)
+    targets = None
+    if recipe.needs_targets:
+        targets = _online_targets(recipe, order, files, student, tokenizer)
+    teacher = OnlineTeacher(
+        files.load(),
+        config=objective_config(recipe),
+        aggregation=recipe.objective.aggregation,
+        targets=targets,
+    )
+    if not recipe.needs_block_text:
+        refuse_other_vocabulary(student.vocabulary, tokenizer.vocabulary)
+        return teacher, order
+    if order.blocks.conversations:
+        tokenizer = teacher_chat(recipe, tokenizer)
+    view = TeacherView(
+        order,
+        tokenizer,
+        tokenizer.prefix_ids,
+        pairing=recipe.objective.pairing,
+        by_stretch=recipe.needs_stretches,
+        with_text=recipe.needs_targets,
+    )
+    return teacher, view
+
+
+def _online_targets(
+    recipe: Recipe,
+    order: TrainingOrder,
+    files: ModelFiles,
+    student: TextTokenizer,
+    teacher: TextTokenizer,
+) -> TargetsPlan:
+    """As from a store: the same table, the same rounding."""
+    ends = set(files.end_ids)
+    if order.blocks.conversations:
+        student = student_chat(recipe, student)
+        turn = teacher_chat(recipe, teacher).end_of_turn
+        ends |= set() if turn is None else {turn}
+    eos = order.blocks.manifest["settings"]["eos"]
+    return TargetsPlan(
+        tables=(target_table(student, token_texts(teacher, ends), eos),),
+        spec=AlternativesSpec(recipe.objective.alternatives or ONLINE_ALTERNATIVES),
+        inside=recipe.objective.inside,
+        weights=(1.0,),
+    )
+
+
+# ---- train.micro_batch: auto ----
+
+
+WORTH = 1.03
+"""A micro-batch that is larger must be faster by this, or its memory is not worth it."""
+_PASSES = 3
+
+
+@dataclass(frozen=True)
+class Tried:
+    micro_batch: int
+    tokens_per_second: float | None
+    """None: out of memory."""
+
+    def __str__(self) -> str:
+        rate = self.tokens_per_second
+        return f"{self.micro_batch}: " + ("no room" if rate is None else f"{rate:,.0f} tokens/s")
+
+
+@dataclass(frozen=True)
+class FoundMicroBatch:
+    micro_batch: int
+    seconds: float
+    """What it cost to find out."""
+    tried: list[Tried]
+    """By the leading process."""
+
+    def __str__(self) -> str:
+        tried = ", ".join(map(str, self.tried))
+        return f"micro-batch {self.micro_batch}, found in {self.seconds:,.1f} s ({tried})"
+
+
+def choose(share: int, measure: Callable[[int], float | None]) -> tuple[int, list[Tried]]:
+    """Of the numbers that divide `share`, the blocks of a process in a step: twice as many as
+    before, as long as that pays. `measure` gives tokens per second, None where they do not fit.
+    0 where not even one does."""
+    fitting = [n for n in range(1, share + 1) if share % n == 0]
+    size = first_micro_batch(share)
+    tried = [Tried(size, measure(size))]
+    while tried[-1].tokens_per_second is None:
+        smaller = [n for n in fitting if n <= size // 2]
+        if not smaller:
+            return 0, tried
+        size = smaller[-1]
+        tried.append(Tried(size, measure(size)))
+    if len(tried) > 1:
+        return size, tried
+    while larger := [n for n in fitting if n >= 2 * size]:
+        rate = tried[-1].tokens_per_second
+        tried.append(Tried(larger[0], measure(larger[0])))
+        new = tried[-1].tokens_per_second
+        if rate is None or new is None or new < WORTH * rate:
+            break
+        size = larger[0]
+    return size, tried
+
+
+def find_micro_batch(loop: TrainingLoop, share: int) -> FoundMicroBatch:
+    """Before the first step. Weights and random numbers stay as they are; all ranks take the
+    smallest that one of them has found."""
+    began = time.perf_counter()
+    device = loop.device
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_gpu else []):
+        # a step needs more than the passes: AdamW's two moments, and the buckets in which several
+        # processes exchange their gradients
+        copies = (2 + (loop.ranks.count > 1)) * on_gpu
+        trained = [p for p in loop.model.parameters() if p.requires_grad]
+        room = [torch.empty_like(p) for p in trained for _ in range(copies)]
+        found, tried = choose(share, lambda blocks: _tokens_per_second(loop, blocks))
+        del room
+    agreed = -int(loop.ranks.max(torch.tensor(-found, device=device)))
+    if agreed == 0:
+        raise TrainingError(
+            "train.micro_batch: auto has found no room for a single block on "
+            + ("this process's device" if found == 0 else "another process's device")
+            + ". Use gradient_checkpointing, lora, a shorter data.block_size or parallel: fsdp2."
+        )
+    return FoundMicroBatch(agreed, time.perf_counter() - began, tried)
+
+
+def _tokens_per_second(loop: TrainingLoop, blocks: int) -> float | None:
+    model: Any = loop.model
+    best = math.inf
+    try:
+        batch = loop.sent(loop.collator([loop.blocks[place] for place in range(blocks)]))
+        for _ in range(1 + _PASSES):  # the first one compiles, and fills the gradients
+            began = time.perf_counter()
+            try_pass(loop, batch)
+            if loop.device.type == "cuda":
+                torch.cuda.synchronize(loop.device)
+            best = min(best, time.perf_counter() - began)
+        return float(batch["labels"].numel() / best)
+    except (torch.OutOfMemoryError, MemoryError):
+        return None
+    finally:
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+
+
+def try_pass(loop: TrainingLoop, batch: dict[str, Any]) -> None:
+    """Forward and backward of a micro-batch by itself, before the training. Nothing is left of it
+    but gradients, and no other rank takes part."""
+    config = loop.objective
+    if config.scope == "global":
+        config = replace(config, scope="batch")
+    if loop.teacher is not None and not loop.teacher.distils:
+        batch = {**batch, **loop.teacher.guide(batch), "counts": None}
+    targets = batch_targets(batch)
+    kept = count_kept(batch.get("counts"), config)
+    loop.model.train()
+    decided = Decided(denominator=targets.valid_BT.sum(), kept=kept)
+    loop.forward(batch, targets, config, decided)["loss"].backward()

@@ -1,19 +1,44 @@
-"""The student: loaded from a folder, the hub or a GGUF file, or made from a configuration."""
+"""The student: how it is loaded, what it reads (blocks become batches), how its loss is made."""
 
 import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from vocagnolm.alignment.tokenizer import gguf_tokenizer
+from vocagnolm.data.blocks import Block
 from vocagnolm.errors import MissingExtraError, TrainingError
 from vocagnolm.model.load import DTYPES, load_causal_lm
-from vocagnolm.model.runtime import find_layers, prepare_compiler
+from vocagnolm.model.runtime import (
+    HeadForm,
+    RouterLoss,
+    find_layers,
+    head_form,
+    prepare_compiler,
+    router_loss_of,
+    run_decoder,
+    separates_documents,
+)
+from vocagnolm.objective import (
+    IGNORE_INDEX,
+    Counts,
+    Decided,
+    Implementation,
+    ObjectiveConfig,
+    Targets,
+    Teacher,
+    objective_loss,
+    student_nll,
+)
 from vocagnolm.recipe import LoraSection, Recipe
-from vocagnolm.train.arguments import uses_accelerator
+from vocagnolm.train.settings import uses_accelerator
 
 # Rows and columns of a mask are taken together in squares of this size.
 _FLEX_TILE = 128
@@ -33,6 +58,7 @@ TOKENIZER_FILES = (
 def build_student(recipe: Recipe) -> PreTrainedModel:
     """The student on the CPU, its weights ready to train."""
     section = recipe.student
+    set_seed(recipe.run.seed)  # random weights, and later those of adapters
     if section.model is not None:
         if section.config is not None:
             raise TrainingError("Give either student.model or student.config, not both.")
@@ -42,8 +68,8 @@ def build_student(recipe: Recipe) -> PreTrainedModel:
         if Path(section.model).suffix.lower() == ".gguf":
             forget_quantisation(model)
     elif section.config is not None:
-        set_seed(recipe.run.seed)
-        model = model_from_config(section.config, DTYPES[section.dtype])
+        config = model_config(section.config)
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[section.dtype])
     else:
         raise TrainingError("The recipe names no student: set student.model or student.config.")
     if section.attention not in (None, "auto"):
@@ -81,11 +107,6 @@ def model_config(settings: dict[str, Any]) -> Any:
         return AutoConfig.for_model(kind, **settings)
     except (ValueError, KeyError) as error:
         raise TrainingError(f"student.config: {error}") from error
-
-
-def model_from_config(settings: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(settings), dtype=dtype)
-    return model
 
 
 def add_lora(model: PreTrainedModel, section: LoraSection) -> nn.Module:
@@ -142,3 +163,227 @@ def save_tokenizer(recipe: Recipe, folder: Path) -> None:
     for name in TOKENIZER_FILES:
         if (path / name).is_file():
             shutil.copyfile(path / name, folder / name)
+
+
+# ---- blocks become batches ----
+
+
+class BlockCollator:
+    """Stacks blocks of N tokens into batches of N - 1 positions: position t reads token t and
+    predicts token t + 1, and everything but `input_ids` and `position_ids` belongs to the token
+    that is predicted.
+
+    `document_mask`: positions count from each document's start, which makes transformers keep
+    attention inside it, and the first token of a document is not predicted from the one before.
+    Tokens of conversations that are not `trained` on are read and not predicted.
+    """
+
+    def __init__(self, document_mask: bool = False):
+        self.document_mask = document_mask
+
+    def __call__(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        ids = np.stack([block["input_ids"] for block in blocks])
+        labels = ids[:, 1:].copy()
+        batch: dict[str, Any] = {"input_ids": torch.from_numpy(ids[:, :-1].copy())}
+        if self.document_mask:
+            document = np.stack([block["document"] for block in blocks])
+            labels[document[:, 1:] != document[:, :-1]] = IGNORE_INDEX
+            batch["position_ids"] = torch.from_numpy(positions_in_document(document[:, :-1]))
+        if "trained" in blocks[0]:
+            labels[~np.stack([block["trained"] for block in blocks])[:, 1:]] = IGNORE_INDEX
+        batch["labels"] = torch.from_numpy(labels)
+        for name in ("guidance", "stretch", "target_ids", "target_p"):
+            if name in blocks[0]:
+                batch[name] = _predicted(blocks, name)
+        batch["counts"] = token_counts(batch)
+        for name in ("block", "teacher_sums"):
+            if name in blocks[0]:
+                batch[name] = torch.from_numpy(np.stack([block[name] for block in blocks]))
+        if "teacher_ids" in blocks[0]:
+            batch.update(self._teacher(blocks))
+        return batch
+
+    def _teacher(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        """The teacher's view of the same text, padded on the right (causal: the pad is unseen)."""
+        width = max(len(block["teacher_ids"]) for block in blocks)
+        document = _padded(blocks, "teacher_document", width)
+        view: dict[str, Any] = {
+            "teacher_ids": torch.from_numpy(_padded(blocks, "teacher_ids", width).clip(min=0)),
+            "teacher_range": _predicted(blocks, "teacher_range"),
+            "teacher_pair": _predicted(blocks, "teacher_pair"),
+        }
+        if "teacher_stretch" in blocks[0]:
+            view["teacher_stretch"] = torch.from_numpy(_padded(blocks, "teacher_stretch", width))
+        if "laid" in blocks[0]:
+            view["laid"] = [block["laid"] for block in blocks]
+        if "teacher_counts" in blocks[0]:
+            view["teacher_counts"] = torch.from_numpy(_padded(blocks, "teacher_counts", width) > 0)
+        # what a teacher token is predicted from must be of its own document where those are apart
+        follows = document >= 0
+        follows[:, 0] = False
+        if self.document_mask:
+            follows[:, 1:] &= document[:, 1:] == document[:, :-1]
+            view["teacher_position_ids"] = torch.from_numpy(positions_in_document(document))
+        view["teacher_follows"] = torch.from_numpy(follows)
+        return view
+
+
+def batch_targets(batch: dict[str, Any], sequence_index_B: Tensor | None = None) -> Targets:
+    """What the objective is given of a batch."""
+    return Targets(
+        labels_BT=batch["labels"],
+        guidance_BT=batch.get("guidance"),
+        entropy_BT=batch.get("entropy"),
+        stretch_BT=batch.get("stretch"),
+        teacher_sums_B2=batch.get("teacher_sums"),
+        soft_ids_BTK=batch.get("target_ids"),
+        soft_p_BTK=batch.get("target_p"),
+        sequence_index_B=sequence_index_B,
+    )
+
+
+def token_counts(batch: dict[str, Any]) -> Counts:
+    """Counted here, as plain numbers: on a device they would have to be waited for."""
+    targets = batch_targets(batch)
+    counted = torch.stack([targets.valid_BT.sum(1), targets.mapped_BT.sum(1)], dim=1)
+    return [(predicted, mapped) for predicted, mapped in counted.tolist()]
+
+
+def _predicted(blocks: Sequence[Block], name: str) -> Tensor:
+    """A column of the blocks without its first token, which is read and not predicted."""
+    return torch.from_numpy(np.stack([block[name] for block in blocks])[:, 1:].copy())
+
+
+def _padded(blocks: Sequence[Block], name: str, width: int) -> NDArray[np.int64]:
+    """Rows of a column of the teacher's tokens, filled up with -1."""
+    rows = np.full((len(blocks), width), -1, np.int64)
+    for row, block in zip(rows, blocks, strict=True):
+        row[: len(block[name])] = block[name]
+    return rows
+
+
+def positions_in_document(document_BT: np.ndarray) -> np.ndarray:
+    """0, 1, 2, ... within each run of equal document numbers."""
+    index = np.arange(document_BT.shape[1])[None]
+    new = np.ones(document_BT.shape, bool)
+    new[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
+    start = np.maximum.accumulate(np.where(new, index, 0), axis=1)
+    return index - start
+
+
+# ---- the forward pass ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One call of the guided forward: what the student reads, and how its loss is made."""
+
+    input_ids_BT: Tensor
+    position_ids_BT: Tensor | None = None
+    targets: Targets
+    config: ObjectiveConfig
+    step: int = 0
+    teacher: Teacher | None = None
+    decided: Decided = field(default_factory=Decided)
+    only_nll: bool = False
+    """First pass of a selection over several micro-batches: nll alone, without gradient."""
+    impl: Implementation = "auto"
+
+    @classmethod
+    def of(
+        cls, batch: dict[str, Any], targets: Targets, config: ObjectiveConfig, **more: Any
+    ) -> "MicroBatch":
+        return cls(
+            input_ids_BT=batch["input_ids"],
+            position_ids_BT=batch.get("position_ids"),
+            targets=targets,
+            config=config,
+            **more,
+        )
+
+
+class GuidedStudent(nn.Module):
+    """A causal LM, or its peft wrapper, whose forward takes a `MicroBatch` and gives its loss: the
+    module that DDP and FSDP wrap."""
+
+    def __init__(self, model: nn.Module, *, router_loss: bool | None = None):
+        """`router_loss`: whether a mixture of experts also learns to balance them; None: as its
+        configuration says."""
+        super().__init__()
+        self.model = model
+        self.form = understood_head(self.causal_lm)
+        self.router = router_loss_of(self.causal_lm, router_loss)
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        return causal_lm_of(self.model)
+
+    def forward(self, batch: MicroBatch) -> dict[str, Any]:
+        return guided_forward(self.causal_lm, self.form, self.router, batch)
+
+
+def understood_head(model: PreTrainedModel) -> HeadForm:
+    """The student's head, which the objective reads directly."""
+    form = head_form(model)
+    if form is None:
+        raise TrainingError(
+            f"{type(model).__name__} makes its logits in a way that is not known here (weight, "
+            "bias, scale and soft cap of the head do not explain them). "
+            "Please report the architecture."
+        )
+    return form
+
+
+def causal_lm_of(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a peft wrapper, or the model itself."""
+    unwrap: Any = getattr(model, "get_base_model", None)
+    inner = model if unwrap is None else unwrap()
+    if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
+        raise TrainingError(
+            f"{type(inner).__name__} is not a causal language model of transformers with a head. "
+            "Load the student with AutoModelForCausalLM."
+        )
+    if hasattr(inner.get_output_embeddings(), "base_layer"):
+        raise TrainingError(
+            "An adapter sits on the language-model head, which the objective reads directly. "
+            "Leave the head out of lora.targets."
+        )
+    return inner
+
+
+def require_separation(model: PreTrainedModel, who: str) -> None:
+    """For `document_mask`: not every architecture keeps packed documents apart."""
+    if not separates_documents(model):
+        raise TrainingError(
+            f"{who} ({type(model).__name__}) lets a document see the one packed before it: its "
+            "architecture knows no positions that start again. Set data.document_mask to false, "
+            "or use another model."
+        )
+
+
+def guided_forward(
+    model: PreTrainedModel, form: HeadForm, router: RouterLoss | None, batch: MicroBatch
+) -> dict[str, Any]:
+    options = {} if router is None or batch.only_nll else {"output_router_logits": True}
+    decoded = run_decoder(model, batch.input_ids_BT, batch.position_ids_BT, **options)
+    hidden, head = decoded.last_hidden_state, form.head(model)
+    if batch.only_nll:
+        return {"nll": student_nll(hidden, head, batch.targets.labels_BT, impl=batch.impl)}
+    output = objective_loss(
+        hidden,
+        head,
+        batch.targets,
+        batch.config,
+        step=batch.step,
+        teacher=batch.teacher,
+        decided=batch.decided,
+        impl=batch.impl,
+    )
+    loss, means = output.loss, dict(output.distill_stats)
+    if router is not None:
+        balance = router(decoded.router_logits)
+        loss = loss + balance / batch.decided.micro_batches
+        means["router_loss"] = balance.detach()
+    # a plain dictionary: the only shape in which FSDP finds the tensors that its hooks hang on
+    weights = output.weights_BT.detach()
+    return {"loss": loss, "sums": output.sums, "means": means, "weights": weights}

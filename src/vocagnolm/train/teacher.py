@@ -32,6 +32,7 @@ from vocagnolm.data.blocks import Block, TrainingOrder
 from vocagnolm.data.guidance import Laid, LaidTeacher, cut_stretches, unbroken
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.data.targets import TargetsPlan, carry_targets
+from vocagnolm.errors import TrainingError
 from vocagnolm.model.alternatives import AlternativeChoice
 from vocagnolm.model.nll import losses_through_logits, token_scores
 from vocagnolm.model.runtime import head_form, last_hidden
@@ -43,6 +44,17 @@ from vocagnolm.objective import (
     token_losses,
 )
 from vocagnolm.objective.head import RowLosses, Transform
+
+
+def refuse_other_vocabulary(student: dict[str, int], teacher: dict[str, int]) -> None:
+    """kld and rho1 presuppose one vocabulary; the teacher may have more tokens (Llemma's 16)."""
+    other = [token for token, index in student.items() if teacher.get(token) != index]
+    if other:
+        raise TrainingError(
+            f"This method needs one vocabulary, but {len(other):,} of the student's "
+            f"{len(student):,} tokens are not the teacher's (for example {other[0]!r}). "
+            "Use method guided or uld."
+        )
 
 
 class TeacherView:

@@ -1,0 +1,288 @@
+"""What a recipe's sections mean on this machine: steps, batches, the objective, the optimizer."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import get_parameter_names
+
+from vocagnolm.errors import RecipeError
+from vocagnolm.objective import ObjectiveConfig
+from vocagnolm.recipe import Recipe
+
+# ---- steps and batches ----
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a recipe turns blocks into optimizer steps on so many processes."""
+
+    steps: int
+    batch_blocks: int
+    micro_batch: int
+    accumulation: int
+    world_size: int
+    block_size: int
+    blocks: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_blocks * self.block_size
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.tokens_per_step
+
+    @property
+    def epochs(self) -> float:
+        return self.steps * self.batch_blocks / self.blocks
+
+
+def plan_schedule(
+    recipe: Recipe, blocks: int, world_size: int = 1, found: int | None = None
+) -> Schedule:
+    """Whole steps only: the rest of a last, incomplete batch is left out. `found`: the micro-batch
+    that `auto` stands for, where it is known; else the one that is tried first."""
+    train = recipe.train
+    micro_batch = check_batch(recipe, world_size, found)
+    per_step = train.batch_blocks * recipe.data.block_size
+    if train.tokens is not None:
+        steps = train.tokens // per_step
+        asked = f"train.tokens = {train.tokens:,}"
+    else:
+        steps = int(train.epochs * blocks) // train.batch_blocks
+        asked = f"train.epochs = {train.epochs:g} of {blocks:,} blocks"
+    if steps < 1:
+        raise RecipeError(
+            f"{asked} is less than one step of {train.batch_blocks:,} blocks "
+            f"({per_step:,} tokens). Lower train.batch_blocks or train longer."
+        )
+    return Schedule(
+        steps=steps,
+        batch_blocks=train.batch_blocks,
+        micro_batch=micro_batch,
+        accumulation=train.batch_blocks // (micro_batch * world_size),
+        world_size=world_size,
+        block_size=recipe.data.block_size,
+        blocks=blocks,
+    )
+
+
+def check_batch(recipe: Recipe, world_size: int, found: int | None = None) -> int:
+    """The micro-batch; `found` is what `auto` stands for."""
+    train = recipe.train
+    micro_batch = train.micro_batch
+    if micro_batch == "auto":
+        if train.parallel != "ddp":
+            raise RecipeError(
+                f"train.micro_batch: auto measures with the whole model in each process, which "
+                f"train.parallel: {train.parallel} does not have. Give a number."
+            )
+        micro_batch = found or first_micro_batch(train.batch_blocks // world_size)
+    if train.batch_blocks % (micro_batch * world_size):
+        raise RecipeError(
+            f"train.batch_blocks = {train.batch_blocks} is not a multiple of train.micro_batch x "
+            f"processes = {micro_batch} x {world_size}. Change one of them."
+        )
+    return micro_batch
+
+
+def first_micro_batch(share: int) -> int:
+    """The one that `auto` tries first: the largest up to the default that divides the blocks of a
+    process in a step."""
+    return max((n for n in range(1, 9) if share % n == 0 and n <= share), default=1)
+
+
+# ---- the objective ----
+
+
+def objective_config(recipe: Recipe) -> ObjectiveConfig:
+    """The section `objective`, with what the method itself decides."""
+    section = recipe.objective
+    names = [one.name for one in fields(ObjectiveConfig) if hasattr(section, one.name)]
+    given = {name: getattr(section, name) for name in names}
+    try:
+        return ObjectiveConfig(**given, seed=recipe.run.seed)
+    except ValueError as error:
+        raise RecipeError(f"objective: {error}") from error
+
+
+# ---- the device, and what transformers knows by name ----
+
+
+def uses_accelerator(recipe: Recipe) -> bool:
+    """What `train.device: auto` means, everywhere: the accelerator if there is one."""
+    return recipe.train.device != "cpu" and torch.accelerator.is_available()
+
+
+# Arguments of transformers that `train.arguments` may set; those that the recipe has a key for.
+FURTHER_ARGUMENTS = frozenset(
+    {
+        *("adam_epsilon", "optim_args", "optim_target_modules", "neftune_noise_alpha"),
+        *("fp16", "tf32", "full_determinism"),
+        *("ddp_backend", "ddp_timeout", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+        *("ddp_static_graph", "dataloader_prefetch_factor", "dataloader_persistent_workers"),
+        *("dataloader_multiprocessing_context", "log_level", "logging_first_step", "run_name"),
+        *("project", "trackio_space_id"),
+    }
+)
+_RECIPE_KEYS = {
+    "output_dir": "run.folder",
+    "max_steps": "train.tokens",
+    "num_train_epochs": "train.epochs",
+    "per_device_train_batch_size": "train.micro_batch",
+    "auto_find_batch_size": "train.micro_batch",
+    "gradient_accumulation_steps": "train.batch_blocks",
+    "learning_rate": "optimizer.learning_rate",
+    "lr_scheduler_kwargs": "optimizer.min_learning_rate",
+    "warmup_steps": "optimizer.warmup_steps",
+    "warmup_ratio": "optimizer.warmup_steps",
+    "optim": "optimizer.name",
+    "weight_decay": "optimizer.weight_decay",
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "max_grad_norm": "optimizer.max_grad_norm",
+    "bf16": "train.bf16",
+    "gradient_checkpointing": "train.gradient_checkpointing",
+    "use_liger_kernel": "train.liger",
+    "use_cpu": "train.device",
+    "seed": "run.seed",
+    "data_seed": "run.seed",
+    "logging_steps": "run.log_every",
+    "report_to": "run.report_to",
+    "save_strategy": "run.save_every",
+    "save_steps": "run.save_every",
+    "save_total_limit": "run.keep_checkpoints",
+    "dataloader_num_workers": "train.loader_workers",
+    "fsdp": "train.parallel",
+    "fsdp_config": "train.parallel",
+    "torch_compile": "train.compile",
+}
+
+
+def refuse_arguments(arguments: dict[str, Any]) -> None:
+    """`train.arguments` is for what the recipe has no key for: summary and card report the keys.
+    Nor is it for secrets: the recipe is copied into the run and the card."""
+    for name in arguments:
+        if name in _RECIPE_KEYS:
+            raise RecipeError(f"train.arguments.{name}: set {_RECIPE_KEYS[name]} instead.")
+        if name.endswith(("token", "key", "password", "secret")):
+            raise RecipeError(
+                f"train.arguments.{name}: a recipe is copied into the run and the model card, and "
+                "must not hold secrets. Log in with `hf auth login`, or set HF_TOKEN."
+            )
+        if name not in FURTHER_ARGUMENTS:
+            raise RecipeError(
+                f"train.arguments.{name} is decided by the program, or means nothing to it. Known: "
+                f"{', '.join(sorted(FURTHER_ARGUMENTS))}."
+            )
+
+
+def training_arguments(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
+    """What transformers' optimizers and trackers read of a run. Its device starts
+    torch.distributed. The loop reads the recipe itself."""
+    optimizer, train, run = recipe.optimizer, recipe.train, recipe.run
+    assert run.folder is not None
+    refuse_arguments(train.arguments)
+    on_gpu = uses_accelerator(recipe) and torch.cuda.is_available()
+    # on a GPU in one kernel, which can also skip a step whose loss is not finite
+    fused = on_gpu and optimizer.name == "adamw_torch"
+    settings: dict[str, Any] = {
+        "output_dir": str(Path(run.folder) / "checkpoints"),
+        "max_steps": schedule.steps,
+        "per_device_train_batch_size": schedule.micro_batch,
+        "gradient_accumulation_steps": schedule.accumulation,
+        "optim": "adamw_torch_fused" if fused else optimizer.name,
+        "learning_rate": optimizer.learning_rate,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": optimizer.min_learning_rate},
+        "warmup_steps": optimizer.warmup_steps,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "bf16": train.bf16,
+        "use_cpu": not uses_accelerator(recipe),
+        "seed": run.seed,
+        "logging_steps": run.log_every,
+        "report_to": run.report_to or "none",
+        **train.arguments,
+    }
+    try:
+        return TrainingArguments(**settings)
+    except (TypeError, ValueError, ImportError) as error:  # bf16 without the hardware, a name
+        raise RecipeError(f"transformers refuses the recipe's settings: {error}") from error
+
+
+# Weight decay pulls matrices towards 0, not norms and biases; as transformers' Trainer groups them.
+_NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+
+def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
+    """Any optimizer that transformers knows by name."""
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups: Any = [
+        {
+            "params": [p for name, p in trained if (name in decayed) == decays],
+            "weight_decay": arguments.weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
+    ]
+    try:
+        make, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    except (ValueError, ImportError) as error:
+        raise RecipeError(f"optimizer.name {arguments.optim}: {error}") from error
+    if "lomo" in arguments.optim:
+        raise RecipeError(f"optimizer.name {arguments.optim} steps inside the backward pass.")
+    for name in ("params", "model", "optimizer_dict"):  # optimizers that group by themselves
+        groups = options.pop(name, groups)
+    optimizer: torch.optim.Optimizer
+    if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)):
+        optimizer = make()(model, **options)  # a factory that reads the whole model
+        return optimizer
+    optimizer = make(groups, **options)
+    if options.get("optim_bits") == 8:  # embeddings need more
+        from bitsandbytes.optim import GlobalOptimManager
+
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                manager = GlobalOptimManager.get_instance()
+                manager.register_module_override(module, "weight", {"optim_bits": 32})
+    return optimizer
+
+
+# ---- advice ----
+
+
+ROOM = 0.4
+"""Of the device's memory: whoever takes less may have room for twice as many blocks at a time."""
+
+
+def slow_arithmetic(recipe: Recipe) -> str | None:
+    on_gpu = uses_accelerator(recipe) and torch.cuda.is_available()
+    if not on_gpu or recipe.train.bf16 or recipe.student.dtype != "float32":
+        return None
+    if not torch.cuda.is_bf16_supported():
+        return None
+    return (
+        "train.bf16 is false: float32 arithmetic leaves the fast units of this GPU unused. Set "
+        "train.bf16: true; the weights stay float32."
+    )
+
+
+def room_left(schedule: Schedule) -> str | None:
+    """After a step: small micro-batches of a small student keep the host busy and a GPU waiting."""
+    if schedule.accumulation == 1 or not torch.cuda.is_initialized():
+        return None
+    taken = torch.cuda.max_memory_reserved()
+    whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    if taken > ROOM * whole:
+        return None
+    return (
+        f"{schedule.micro_batch} blocks at a time take {taken / 2**30:,.1f} of "
+        f"{whole / 2**30:,.1f} GiB: train.micro_batch: auto finds out whether more are faster"
+    )
