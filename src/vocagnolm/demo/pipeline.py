@@ -22,9 +22,8 @@ from vocagnolm.demo import corpus, students, verdict
 from vocagnolm.demo.corpus import Problem
 from vocagnolm.pair import compare
 from vocagnolm.recipe import Recipe
-from vocagnolm.report.html import write_page
-from vocagnolm.report.runs import report_page
-from vocagnolm.report.sampling import write_sample
+from vocagnolm.report import report_page, write_page
+from vocagnolm.report.runs import write_sample
 from vocagnolm.workers import WorkerPool
 
 console = Console(highlight=False)

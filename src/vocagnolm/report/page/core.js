@@ -4,7 +4,7 @@ const page = JSON.parse(document.getElementById("data").textContent);
 for (const name of ["passages", "preflight", "runs", "notes"]) page[name] = page[name] || [];
 page.environment = page.environment || {};
 for (const passage of page.passages) passage.teachers = passage.teachers || [];
-for (const run of page.runs) for (const name of ["curves", "facts", "environment"]) run[name] = run[name] || {};
+for (const run of page.runs) for (const name of ["loss", "facts", "environment"]) run[name] = run[name] || (name === "loss" ? [] : {});
 
 function h(tag, props, ...children) {
   const element = document.createElement(tag);
@@ -120,7 +120,6 @@ const spoken = (text) => Array.from(text.slice(0, 80)).map((c) => (HIDDEN.test(c
 
 const COLOUR_COUNT = 6;
 const seriesClass = (at) => at % COLOUR_COUNT;
-const DASHES = ["", "7 4", "2 4", "10 3 2 3", "5 2", "1 3"];
 
 function section(id, title, caption) {
   const element = h("section", { id, "aria-labelledby": id + "-title" }, h("h2", { id: id + "-title" }, title));
