@@ -51,9 +51,9 @@ function lineChart(series, { label, unit }) {
     root.append(svg("text", { class: "axis-name", x: 0, y: 11 }, unit));
     for (const s of series) {
       const edge = [...s.points.map((p) => [x(p[0]), y(p[3])]), ...s.points.map((p) => [x(p[0]), y(p[2])]).reverse()];
-      root.append(svg("path", { class: `band f${seriesClass(s.colour)}`, d: line(edge) + "Z" }));
+      root.append(svg("path", { class: `band f${colourOf(s.colour)}`, d: line(edge) + "Z" }));
     }
-    for (const s of series) root.append(svg("path", { class: `series s${seriesClass(s.colour)}`, d: line(s.points.map((p) => [x(p[0]), y(p[1])])) }));
+    for (const s of series) root.append(svg("path", { class: `series s${colourOf(s.colour)}`, d: line(s.points.map((p) => [x(p[0]), y(p[1])])) }));
     const cursor = svg("line", { class: "cursor", x1: 0, x2: 0, y1: top, y2: height - bottom, visibility: "hidden" });
     root.append(cursor);
     root.addEventListener("pointermove", (event) => {
@@ -126,8 +126,8 @@ function dotPlot(measure, groups, at) {
       root.append(svg("text", { class: "name", x: 0, y: y - 3 }, name, svg("title", {}, group.name)));
       root.append(svg("text", { class: "summary", x: 0, y: y + 12 }, summaries[row]));
       const range = interval(group, at);
-      if (range) root.append(svg("line", { class: `interval s${seriesClass(row)}`, x1: x(range[0]), x2: x(range[1]), y1: y, y2: y }, svg("title", {}, `95 %: ${range.map((v) => fixed(v, measure.digits)).join(" to ")}`)));
-      for (const v of known) root.append(svg("circle", { class: `f${seriesClass(row)}`, cx: x(v), cy: y, r: 5, opacity: 0.72 }));
+      if (range) root.append(svg("line", { class: `interval s${colourOf(group.name)}`, x1: x(range[0]), x2: x(range[1]), y1: y, y2: y }, svg("title", {}, `95 %: ${range.map((v) => fixed(v, measure.digits)).join(" to ")}`)));
+      for (const v of known) root.append(svg("circle", { class: `f${colourOf(group.name)}`, cx: x(v), cy: y, r: 5, opacity: 0.72 }));
       if (known.length > 1) { const m = mean(known); root.append(svg("line", { class: "mean", x1: x(m), x2: x(m), y1: y - 11, y2: y + 11 })); }
     });
     return root;
@@ -163,7 +163,7 @@ const STUDENT = [12.71, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26];
 function interval(group, at) {
   const values = group.values[at].filter(isNumber);
   const s = plusMinus(group, at);
-  if (s === null) return null;
+  if (!s) return null; // all wrong or all right: the error says nothing
   const half = values.length > 1 ? ((STUDENT[values.length - 2] || 2) * s) / Math.sqrt(values.length) : 1.96 * s;
   return [mean(values) - half, mean(values) + half];
 }

@@ -71,20 +71,19 @@ function selectionSection() {
 function curvesSection() {
   const runs = page.runs.filter((run) => run.loss.length > 1);
   if (runs.length < 2) return null;
-  const settingOf = (run) => run.setting || run.method || run.name;
   const settings = [...new Set(runs.map(settingOf))];
   // one line for each setting with its seeds as a band; of one setting alone, a line for each run
   const groups = settings.length > 1 ? settings.map((name) => [name, runs.filter((run) => settingOf(run) === name)]) : runs.map((run) => [run.name, [run]]);
-  const series = groups.map(([name, members], colour) => {
+  const series = groups.map(([name, members]) => {
     const values = new Map();
     for (const run of members) for (const [step, value] of run.loss) values.set(step, [...(values.get(step) || []), value]);
     const points = [...values].sort((a, b) => a[0] - b[0]).map(([step, all]) => [step, mean(all), Math.min(...all), Math.max(...all)]);
-    return { name: members.length > 1 ? `${name} (n = ${members.length})` : name, colour, points };
+    return { name: members.length > 1 ? `${name} (n = ${members.length})` : name, colour: name, points };
   });
   const binned = Math.max(...runs.map((run) => run.steps_per_point || 1));
   const caption = ["The mean loss over all tokens of a step, kept or not.", runs.length > series.length ? "A band spans the seeds of a setting." : null, binned > 1 ? `Every point is the mean of up to ${binned} steps.` : null];
   const element = section("curves", "Training, side by side", caption.filter(Boolean).join(" "));
-  const key = (colour) => svg("svg", { width: 30, height: 8, "aria-hidden": "true" }, svg("line", { class: `series s${seriesClass(colour)}`, x1: 1, x2: 29, y1: 4, y2: 4 }));
+  const key = (colour) => svg("svg", { width: 30, height: 8, "aria-hidden": "true" }, svg("line", { class: `series s${colourOf(colour)}`, x1: 1, x2: 29, y1: 4, y2: 4 }));
   element.append(h("div", { class: "keys" }, series.map((s) => h("span", {}, key(s.colour), s.name))), lineChart(series, { label: "Loss over all tokens", unit: "nats per token" }));
   return element;
 }
