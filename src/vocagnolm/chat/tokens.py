@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from vocagnolm.alignment import TextTokenizer, TokenSpans
-from vocagnolm.alignment.vocabulary import BYTE_FALLBACK
+from vocagnolm.alignment.spans import BYTE_FALLBACK
 from vocagnolm.chat.messages import Message, Refused, messages_of, shared_text, split_answer
 from vocagnolm.chat.render import Rendering, render
 from vocagnolm.chat.template import ChatTemplate

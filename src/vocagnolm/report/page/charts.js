@@ -118,7 +118,7 @@ function dotPlot(measure, groups, at) {
     const height = top + step * groups.length + bottom;
     const x = (v) => label + ((Math.max(x0, Math.min(x1, v)) - x0) / (x1 - x0)) * (width - label - 14);
     const root = svg("svg", { width, height, role: "img", "aria-label": `${measure.name} by setting, one dot per seed: ${groups.map((g, i) => `${g.name} ${summaries[i]}`).join("; ").slice(0, 900)}` });
-    for (const { at: v, label: text } of ticks(x0, x1, Math.max(2, (width - label) / 90))) root.append(svg("line", { class: "axis", x1: x(v), x2: x(v), y1: top, y2: height - bottom }), svg("text", { x: x(v), y: height - 6, "text-anchor": "middle" }, text));
+    for (const { at: v, label: text } of ticks(x0, x1, Math.max(3, (width - label) / 90))) root.append(svg("line", { class: "axis", x1: x(v), x2: x(v), y1: top, y2: height - bottom }), svg("text", { x: x(v), y: height - 6, "text-anchor": "middle" }, text));
     groups.forEach((group, row) => {
       const y = top + step * (row + 0.5);
       const known = group.values[at].filter(isNumber);
