@@ -5,12 +5,14 @@ import itertools
 import random
 import re
 import sys
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from faults_kit import LONG
 from typer.testing import CliRunner
 
 from vocagnolm.alignment import align, load_tokenizer, shares
@@ -122,7 +124,28 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_the_demo_runs_from_end_to_end(tmp_path, capsys) -> None:
+class InThisProcess:
+    """In place of a pool of processes, which take longer to start than these students to train."""
+
+    def __init__(self, workers: int):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def submit(self, job, *arguments) -> Future:
+        future = Future()
+        future.set_result(job(*arguments))
+        return future
+
+
+def test_the_demo_runs_from_end_to_end(tmp_path, capsys, monkeypatch) -> None:
+    if not LONG:
+        monkeypatch.setattr(pipeline, "WorkerPool", InThisProcess)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
     budget = students.Budget(tokens=4096, documents=300, problems=10, seeds=1)
     pipeline.run_demo(tmp_path, budget)
     said = " ".join(capsys.readouterr().out.split())  # a terminal may wrap anywhere
