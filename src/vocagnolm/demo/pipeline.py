@@ -143,7 +143,6 @@ def make_page(
         subtitle="The demo: a small student goes on learning from a noisy web of math problems.",
         results=dataclasses.replace(results, note=note),
     )
-    page = dataclasses.replace(page, recipe=recipes["guided", 0].to_yaml())
     return write_page(page, out / "report.html")
 
 

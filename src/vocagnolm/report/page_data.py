@@ -69,7 +69,6 @@ class Passage:
     """What each token counts in the loss: 1 where it is kept and 0 where not, or a grade."""
     breaks: list[int] | None = None
     """Where another document begins: indices of student tokens."""
-    note: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +212,6 @@ class Page:
     preflight: list[Preflight] = field(default_factory=list)
     results: Results | None = None
     runs: list[Run] = field(default_factory=list)
-    recipe: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 

@@ -68,18 +68,13 @@ def read_run(folder: str | Path, name: str | None = None, setting: str | None = 
     # where a resumed run wrote a step again, the later line counts
     steps = {record["step"]: record for record in run_folder.read_metrics(metrics_file)}
     loss, per_point = _loss_curve([steps[step] for step in sorted(steps)])
-    facts = {}
-    if steps:
-        last = steps[max(steps)]
-        facts = {
-            label: form.format(last[key])
-            for label, key, form in (
-                ("steps", "step", "{:,}"),
-                ("tokens", "tokens", "{:,.0f}"),
-                ("last loss", "loss", "{:.4f}"),
-            )
-            if isinstance(last.get(key), int | float)
-        }
+    last = steps[max(steps)] if steps else {}
+    forms = {
+        "steps": ("step", "{:,}"),
+        "tokens": ("tokens", "{:,.0f}"),
+        "last loss": ("loss", "{:.4f}"),
+    }
+    versions = _about(path).get("versions")
     return Run(
         name=name or path.name,
         method=(read_setting(path) or {}).get("objective.method"),
@@ -87,8 +82,14 @@ def read_run(folder: str | Path, name: str | None = None, setting: str | None = 
         loss=loss,
         steps_per_point=per_point,
         recipe=recipe_file.read_text("utf-8", "replace") if recipe_file.is_file() else None,
-        environment={str(k): str(v) for k, v in _about(path).get("versions", {}).items()},
-        facts=facts,
+        environment={str(k): str(v) for k, v in versions.items()}
+        if isinstance(versions, dict)
+        else {},
+        facts={
+            name: form.format(last[key])
+            for name, (key, form) in forms.items()
+            if isinstance(last.get(key), int | float)
+        },
     )
 
 

@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from vocagnolm.objective.selection import ScoredBatch
 
 
-def add_guidance(
-    passage: Passage, *, aggregation: Aggregation = "max", how: Combine = "min"
-) -> Passage:
+def add_guidance(passage: Passage, *, aggregation: Aggregation = "max") -> Passage:
     """The passage with its teachers' losses carried to the student's tokens, and the excess where
     the student's losses are known."""
     if not _scored_teachers(passage):
         return passage
-    guidance = _carried(passage, *_lay(passage), aggregation, how)
+    guidance = _carried(passage, *_lay(passage), aggregation, "min")
     return _with_guidance(passage, guidance, _losses(passage))
 
 

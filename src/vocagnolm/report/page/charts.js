@@ -101,6 +101,12 @@ function histogram(data, threshold) {
   });
 }
 
+function heapAtZero({ edges, kept, dropped }) {
+  const counts = kept.map((k, i) => k + dropped[i]);
+  const zero = counts.findIndex((_, i) => edges[i] <= 0 && edges[i + 1] > 0);
+  return zero >= 0 && counts.every((count, i) => i === zero || 2 * count < counts[zero]);
+}
+
 // One row per group: every seed a dot, the mean a bar, its 95 % interval a line.
 function dotPlot(measure, groups, at) {
   const values = groups.flatMap((g) => g.values[at].filter(isNumber));

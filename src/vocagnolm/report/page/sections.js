@@ -21,6 +21,7 @@ function resultsSection() {
   const caption = [
     most > 1 ? "± is the standard deviation over n seeds." : null,
     asked ? `${most > 1 ? "With one seed it" : "± "} is the standard error over questions.`.replace("  ", " ") : null,
+    results.groups.some((g) => results.measures.some((_, at) => interval(g, at))) ? "In the plots a line is the 95 % interval of the mean." : null,
     best.some(Boolean) ? "Bold: better than all others by more than the 95 % intervals allow." : null,
   ].filter(Boolean).join(" ");
   element.append(h("div", { class: "card table", vars: { "margin-top": "1.1rem" } }, h("table", {},
@@ -59,7 +60,7 @@ function selectionSection() {
   if (stats.excess) {
     grid.append(h("div", { class: "card" }, h("h3", {}, isNumber(rule.threshold) ? "Excess and the threshold" : "Excess"),
       h("p", { class: "keys" }, ["kept", "dropped"].map((name) => h("span", {}, svg("svg", { width: 14, height: 10 }, svg("rect", { class: "bar-" + name, width: 14, height: 10, rx: 2 })), name))),
-      histogram(stats.excess, rule.threshold)));
+      histogram(stats.excess, rule.threshold), heapAtZero(stats.excess) ? h("p", { class: "small" }, "The heap at zero: tokens that both models find equally easy, most of them almost certain to both.") : null));
   }
   grid.append(rankedList("Most often kept", guided ? "Tokens the student is told to learn: kept / seen." : "Kept / seen.", stats.most_kept));
   grid.append(rankedList("Most often dropped", guided ? "Tokens it knows already, or the teacher cannot predict either: kept / seen." : "Kept / seen.", stats.most_dropped));
@@ -122,14 +123,13 @@ function recipeSection() {
   const runs = page.runs.filter((run) => run.recipe || Object.keys(run.facts).length);
   const rule = page.selection ? Object.fromEntries(Object.entries(page.selection).filter(([k]) => !["graded", "guided", "label"].includes(k)).map(([k, v]) => [k.replaceAll("_", " "), typeof v === "number" ? short(v) : v])) : {};
   const environments = page.runs.filter((run) => Object.keys(run.environment).length);
-  if (!runs.length && !page.recipe && !Object.keys(page.environment).length && !environments.length && !Object.keys(rule).length) return null;
+  if (!runs.length && !Object.keys(page.environment).length && !environments.length && !Object.keys(rule).length) return null;
   const element = section("recipe", "Recipe and environment", "Enough to run it again.");
   const grid = h("div", { class: "grid" });
   if (Object.keys(rule).length) grid.append(h("div", { class: "card" }, h("h3", {}, "Selection rule"), facts(rule)));
   if (Object.keys(page.environment).length) grid.append(h("div", { class: "card" }, h("h3", {}, "This page was made with"), facts(page.environment)));
   element.append(grid);
   const folded = h("div", { class: "card", vars: { "margin-top": "1.1rem" } });
-  if (page.recipe) folded.append(h("details", { open: true }, h("summary", {}, "Recipe"), h("pre", {}, page.recipe)));
   for (const run of page.runs) {
     if (!run.recipe && !Object.keys(run.facts).length && !Object.keys(run.environment).length) continue;
     folded.append(h("details", { open: page.runs.length === 1 }, h("summary", {}, run.name),
