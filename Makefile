@@ -34,7 +34,7 @@ coverage: $(INSTALLED)
 faults: $(INSTALLED)
 	VOCAGNOLM_FAULTS=long $(BIN)/python -m pytest --timeout=3600 tests/faults \
 		tests/score/test_score_crash.py tests/cli/test_ending.py tests/train/test_processes.py \
-		tests/model/test_fp8.py tests/objective/test_selection.py tests/objective/test_weights.py
+		tests/model/test_fp8.py tests/objective/test_selection.py tests/objective/test_weights.py tests/demo
 
 # benchmarks for a GPU with tiny models on a CPU, from end to end: some minutes
 smoke: $(INSTALLED)

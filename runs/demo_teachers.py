@@ -12,7 +12,6 @@ what is finished is not done again.
 
 import argparse
 import json
-import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -26,7 +25,7 @@ from tokenizers import Tokenizer
 from vocagnolm import statistics
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, make, students
-from vocagnolm.demo.verdict import mean_and_spread
+from vocagnolm.demo.pipeline import mean_and_spread
 from vocagnolm.recipe import Recipe
 from vocagnolm.workers import WorkerPool
 from vocagnolm_studies.design import FigurePlan
@@ -70,7 +69,7 @@ def make_teacher(out: Path, name: str) -> dict[str, float]:
     result has the higher loss."""
     students.one_thread()
     folder = out / "teachers" / name
-    make.make_model(TEACHERS[name], folder / "model", math.inf)
+    make.make_model(TEACHERS[name], folder / "model")
     bits = students.score(folder / "model", out / "corpus.jsonl", folder / "store")
     for rule in RULES:
         prepare(recipe_of(out, name, rule, 0))

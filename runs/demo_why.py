@@ -24,7 +24,7 @@ from vocagnolm import statistics
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students
 from vocagnolm.demo.corpus import Problem
-from vocagnolm.demo.verdict import mean_and_spread
+from vocagnolm.demo.pipeline import mean_and_spread
 from vocagnolm.recipe import Recipe
 from vocagnolm.workers import WorkerPool
 from vocagnolm_studies.design import FigurePlan, PanelPlan

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
-from vocagnolm.alignment.vocabulary import byte_of_character
+from vocagnolm.alignment.spans import byte_of_character
 
 PACKAGES = Path(sys.prefix) / "tokenizer-packages"
 

@@ -5,19 +5,20 @@ import itertools
 import random
 import re
 import sys
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from faults_kit import LONG
 from typer.testing import CliRunner
 
 from vocagnolm.alignment import align, load_tokenizer, shares
 from vocagnolm.cli import app
-from vocagnolm.demo import corpus, students, verdict
+from vocagnolm.demo import corpus, pipeline, students
 from vocagnolm.demo.corpus import draw_problem
-from vocagnolm.demo.pipeline import run_demo
 from vocagnolm.demo.students import exact_share, read_answer
 from vocagnolm_studies.run import run_study
 
@@ -101,15 +102,18 @@ def measured(guided: list[float], control: list[float]) -> dict[str, list[dict[s
     ],
 )
 def test_the_verdict_says_what_the_numbers_say(guided, control, words) -> None:
-    text = verdict.verdict(measured(guided, control))
+    text = pipeline.verdict(measured(guided, control))
     assert words in text
     assert text.startswith("By exact answers, guidance (")
 
 
 def test_the_results_keep_every_seed() -> None:
-    results = verdict.results_of(measured([0.6, 0.7], [0.5, 0.4]))
-    assert results.groups[1].values[0] == [60.0, 70.0]
-    assert verdict.mean_and_spread([1.0, 2.0], 1) == "1.5 ± 0.7"
+    start = [{"exact": 0.2, "bits_per_byte": 0.9}]
+    results = pipeline.results_of({"start": start} | measured([0.6, 0.7], [0.5, 0.4]), 101)
+    assert [group.name for group in results.groups] == ["start", "cpt", "guided"]
+    assert results.groups[2].values[0] == [60.0, 70.0]
+    assert results.groups[0].errors[0] == [pytest.approx(4.0)]  # over the problems
+    assert pipeline.mean_and_spread([1.0, 2.0], 1) == "1.5 ± 0.7"
 
 
 def script(name: str) -> ModuleType:
@@ -120,16 +124,37 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_the_demo_runs_from_end_to_end(tmp_path, capsys) -> None:
+class InThisProcess:
+    """In place of a pool of processes, which take longer to start than these students to train."""
+
+    def __init__(self, workers: int):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def submit(self, job, *arguments) -> Future:
+        future = Future()
+        future.set_result(job(*arguments))
+        return future
+
+
+def test_the_demo_runs_from_end_to_end(tmp_path, capsys, monkeypatch) -> None:
+    if not LONG:
+        monkeypatch.setattr(pipeline, "WorkerPool", InThisProcess)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
     budget = students.Budget(tokens=4096, documents=300, problems=10, seeds=1)
-    run_demo(tmp_path, budget)
+    pipeline.run_demo(tmp_path, budget)
     said = " ".join(capsys.readouterr().out.split())  # a terminal may wrap anywhere
     assert "By exact answers, guidance (" in said and "By exact answers, distillation (" in said
     page = (tmp_path / "report.html").read_text()
     assert "Does a teacher with another vocabulary help?" in page
     runs = sorted(folder.name for folder in (tmp_path / "runs").iterdir())
     assert runs == ["cpt-0", "distill-0", "guided-0", "random-0"]
-    run_demo(tmp_path, budget)  # again: everything is there
+    pipeline.run_demo(tmp_path, budget)  # again: everything is there
 
 
 def test_one_thing_is_changed_at_a_time_and_shown(tmp_path, capsys) -> None:

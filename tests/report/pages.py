@@ -15,7 +15,6 @@ from vocagnolm.alignment import (
     token_texts,
 )
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, pack
-from vocagnolm.report.kept import statistics
 from vocagnolm.report.page_data import (
     Measure,
     Page,
@@ -26,8 +25,8 @@ from vocagnolm.report.page_data import (
     Run,
     Selection,
 )
-from vocagnolm.report.passage import Expected, teacher_row, token_row, with_alternatives
-from vocagnolm.report.weights import add_guidance, weigh_passages
+from vocagnolm.report.passage import Reading, make_passage, teacher_row, token_row
+from vocagnolm.report.selection import add_guidance, statistics, weigh_passages
 
 TEXT = "Probability, Uncertainty.\n"
 STUDENT_TOKENS = ["Pro", "b", "ability", ",", " Un", "certain", "ty", ".", "\n"]
@@ -88,8 +87,8 @@ def known_page() -> Page:
             verdict="Guidance helped in this run.",
         ),
         runs=[
-            Run(name="cpt-0", method="cpt", curves={"loss": steps}, recipe="objective:\n"),
-            Run(name="guided-0", method="guided", curves={"loss": steps, "nll_all": steps}),
+            Run(name="cpt-0", method="cpt", loss=steps, recipe="objective:\n"),
+            Run(name="guided-0", method="guided", loss=steps),
         ],
         environment={"python": "3"},
     )
@@ -115,15 +114,23 @@ def distilled_page() -> Page:
     ids = [[0] * 4, [teacher.vocabulary[token] for token in expected]]
     nll = np.array([[np.nan] * 4, [0.5, 1.5, 2.5, 3.0]])
     given = Alternatives(pack(np.array(ids), nll, np.array([[False] * 4, [True] + [False] * 3])))
-    row = teacher_row(
-        token_row("teacher", text, theirs.spans, nll=[np.nan, 0.5]), align(ours, theirs)
+    passage = make_passage(
+        "t",
+        text,
+        Reading(name="student", spans=ours.spans, ids=ours.ids, nll=np.array([np.nan, 0.25, 2.0])),
+        [
+            Reading(
+                name="teacher",
+                spans=theirs.spans,
+                nll=np.array([np.nan, 0.5]),
+                alternatives=given,
+                table=TargetTable(student, token_texts(teacher, []), None),
+            )
+        ],
+        begins=np.zeros(1, np.int64),
     )
-    table = TargetTable(student, token_texts(teacher, []), None)
-    known = Expected(table, given, np.zeros(1, np.int64))
-    row = with_alternatives(row, known, ours.ids, ours.spans, theirs.spans, text)
-    read = token_row("student", text, ours.spans, ours.ids, [np.nan, 0.25, 2.0])
     passages, rule = select_passages(
-        [Passage(title="t", student=read, teachers=[row])],
+        [passage],
         alternatives=AlternativesSpec(4),
         method="distill",
     )
@@ -156,7 +163,8 @@ def hostile_page() -> Page:
         subtitle="<svg onload='window.broken=5'>",
         passages=[passage],
         runs=[
-            Run(name="<i>run</i>", curves={"loss": [(1.0, 2.0), (2.0, 1.0)]}, recipe="</pre><b>x")
+            Run(name="<i>run</i>", loss=[(1.0, 2.0), (2.0, 1.0)], recipe="</pre><b>x"),
+            Run(name="<i>two</i>", loss=[(1.0, 2.0), (2.0, 1.0)]),
         ],
         environment={"<u>": "</script>"},
         notes=["@@data@@ and ${title}"],

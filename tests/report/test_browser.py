@@ -24,11 +24,10 @@ from report.pages import (
 )
 
 from vocagnolm.alignment import align
-from vocagnolm.report import html
-from vocagnolm.report.html import write_page
-from vocagnolm.report.kept import statistics
-from vocagnolm.report.page_data import Page, Passage, ResultGroup, Run
+from vocagnolm.report import page_data
+from vocagnolm.report.page_data import Page, Passage, ResultGroup, Run, write_page
 from vocagnolm.report.passage import teacher_row, token_row
+from vocagnolm.report.selection import statistics
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = [
@@ -113,11 +112,15 @@ def test_every_part_is_there(visit) -> None:
     sections = page.eval_on_selector_all("section", "all => all.map(s => s.id)")
     assert sections == ["results", "tokens", "selection", "curves", "pair", "recipe"]
     assert "Guidance helped in this run." in page.inner_text("#results")
-    assert page.locator("#curves path.series").count() == 3
+    assert page.locator("#curves path.series").count() == 2
     assert "6.32 %" in page.inner_text("#pair")
     table = page.inner_text("#results table")
     assert "1.25 ± 0.07" in table and "1.05 ± 0.07" in table
-    assert page.inner_text("#results td.best >> nth=0").startswith("1.05")
+    assert page.locator("#results td.best").count() == 0  # two seeds: within the error
+    assert page.locator("#headline dt").all_inner_texts() == ["cpt", "guided"]
+    assert page.locator("#headline dd").all_inner_texts()[1].split() == [
+        *("1.05", "0.41", "to", "1.69"),  # 12.71 * 0.0707 / sqrt(2)
+    ]
 
 
 def test_hover_shows_the_teacher_tokens_and_the_numbers(visit) -> None:
@@ -335,6 +338,8 @@ def test_hostile_text_stays_inert_and_visible(visit) -> None:
     assert texts[10] == "🙂"
     one.token(9).click()
     assert "10,000,000 long" in page.inner_text(".inspector")
+    assert "<i>two</i>" in page.inner_text("#curves .keys")
+    page.locator("#recipe summary").first.click()
     assert "</pre><b>x" in page.inner_text("#recipe")
     assert "@@data@@ and ${title}" in page.inner_text("main")
 
@@ -423,16 +428,49 @@ def test_cards_and_tables_carry_n_and_spread(visit) -> None:
     rows = [row.split() for row in shown.locator("#results tbody tr").all_inner_texts()]
     assert rows[0][:2] == ["cpt", "2"]
     assert shown.inner_text("#results tbody tr:nth-child(3)").split()[-3:] == ["0.30", "±", "0.02"]
-    told = shown.locator("#results .told").all_text_contents()
-    assert told[:2] == ["1.25 ± 0.07, n = 2", "1.05 ± 0.07, n = 2"]
-    assert told[2] == "1.40, n = 1"  # nothing is known of its spread
+    seen = shown.locator("#results .summary").all_text_contents()
+    assert seen[:2] == ["1.25 ± 0.07, n = 2", "1.05 ± 0.07, n = 2"]
+    assert seen[2] == "1.40, n = 1"  # nothing is known of its spread
     assert "standard error over questions" in shown.inner_text("#results caption")
-    assert set(shown.locator("#curves .axis-name").all_text_contents()) >= {"step", "nats"}
+    assert shown.locator("#results .interval").count() == 5  # nothing is known of one
+    axes = shown.locator("#curves .axis-name").all_text_contents()
+    assert axes == ["step", "nats per token"]
 
 
-def test_seeds_of_one_setting_share_a_colour(visit) -> None:
+def with_values(*groups: tuple[list[float], list[float | None] | None]) -> Page:
+    page = known_page()
+    assert page.results is not None
+    found = [
+        ResultGroup(name=f"g{at}", values=[values], errors=None if errors is None else [errors])
+        for at, (values, errors) in enumerate(groups)
+    ]
+    measures = [dataclasses.replace(page.results.measures[0], digits=4)]
+    return Page(
+        title="t", results=dataclasses.replace(page.results, measures=measures, groups=found)
+    )
+
+
+def test_only_what_is_beyond_the_error_is_bold(visit) -> None:
+    far = visit(with_values(([1.0, 1.01, 1.02], None), ([2.0, 2.01, 2.02], None))).page
+    assert far.locator("#results td.best").all_inner_texts() == ["1.0100 ± 0.0100"]
+    assert "Bold" in far.inner_text("#results caption")
+    near = visit(with_values(([1.0, 1.1, 1.2], None), ([1.05, 1.15, 1.25], None))).page
+    assert near.locator("#results td.best").count() == 0
+    asked = visit(with_values(([1.0], [0.01]), ([1.5], [0.02]))).page
+    assert asked.locator("#results td.best").count() == 1
+    unknown = visit(with_values(([3.4183], None), ([3.4186], None))).page
+    assert unknown.locator("#results td.best, #results .interval").count() == 0
+
+
+def test_marks_on_an_axis_differ(visit) -> None:
+    page = visit(with_values(([3.4183], [1e-5]), ([3.4186], [1e-5]))).page
+    marks = page.locator("#results svg text[text-anchor=middle]").all_text_contents()
+    assert len(marks) > 2 and len(set(marks)) == len(marks)
+
+
+def test_seeds_of_one_setting_are_one_line(visit) -> None:
     runs = [
-        Run(name=name, method="guided", setting=setting, curves={"loss": [(1.0, 2.0), (2.0, 1.0)]})
+        Run(name=name, method="guided", setting=setting, loss=[(1.0, 2.0), (2.0, 1.0)])
         for name, setting in (
             ("a", "guided · keep 0.4"),
             ("b", "guided · keep 0.8"),
@@ -441,7 +479,10 @@ def test_seeds_of_one_setting_share_a_colour(visit) -> None:
     ]
     page = visit(Page(title="t", runs=runs)).page
     keys = page.locator("#curves .keys > span").all_inner_texts()
-    assert keys == ["guided · keep 0.4 (n = 2)", "guided · keep 0.8 (n = 1)"]
+    assert keys == ["guided · keep 0.4 (n = 2)", "guided · keep 0.8"]
+    assert page.locator("#curves path.series").count() == 2
+    alone = visit(Page(title="t", runs=runs[:1])).page
+    assert alone.locator("#curves").count() == 0  # a tracker draws that
 
 
 def test_a_section_is_added_as_a_function_and_a_row(visit, monkeypatch) -> None:
@@ -453,10 +494,11 @@ def test_a_section_is_added_as_a_function_and_a_row(visit, monkeypatch) -> None:
     }
     SECTIONS.notes = ["Notes", notesSection];
     """
-    monkeypatch.setattr(html, "SCRIPTS", (*html.SCRIPTS[:-1], "notes.js", html.SCRIPTS[-1]))
-    shipped = html._resource
+    *before, last = page_data.SCRIPTS
+    monkeypatch.setattr(page_data, "SCRIPTS", (*before, "notes.js", last))
+    shipped = page_data._resource
     monkeypatch.setattr(
-        html, "_resource", lambda name: added if name == "notes.js" else shipped(name)
+        page_data, "_resource", lambda name: added if name == "notes.js" else shipped(name)
     )
     opened = visit(known_page())
     assert opened.page.locator("#notes p").last.inner_text() == "nothing"

@@ -18,10 +18,16 @@ from report.pages import (
 )
 
 from vocagnolm.alignment import Alignment
-from vocagnolm.report.html import inert_json, render_page, write_page
-from vocagnolm.report.kept import KINDS, statistics, token_kinds
-from vocagnolm.report.page_data import Page, Passage, to_json
+from vocagnolm.report.page_data import (
+    Page,
+    Passage,
+    inert_json,
+    render_page,
+    to_json,
+    write_page,
+)
 from vocagnolm.report.passage import TOKEN_TEXT_LIMIT, teacher_row, token_row
+from vocagnolm.report.selection import KINDS, statistics, token_kinds
 
 
 def data_of(html: str) -> dict:

@@ -13,8 +13,17 @@ from vocagnolm.cli import app
 from vocagnolm.errors import EvaluationError, UsageError
 from vocagnolm.pair import SAMPLE, figures
 from vocagnolm.report.page_data import plain
-from vocagnolm.report.runs import CURVE_POINTS, RunError, read_run, report_page
-from vocagnolm.report.sampling import SAMPLE_FILE, Sample, SampleError, read_sample, save_sample
+from vocagnolm.report.runs import (
+    CURVE_POINTS,
+    SAMPLE_FILE,
+    RunError,
+    Sample,
+    SampleError,
+    read_run,
+    read_sample,
+    report_page,
+    save_sample,
+)
 from vocagnolm_studies import figures as study_figures
 from vocagnolm_studies.granularity import granularity_study
 
@@ -30,41 +39,36 @@ def make_run(folder: Path, method: str = "guided", steps: int = 20) -> Path:
     return folder
 
 
-def test_a_run_folder_becomes_curves_and_facts(tmp_path) -> None:
+def test_a_run_folder_becomes_its_loss_and_facts(tmp_path) -> None:
     run = read_run(make_run(tmp_path / "guided-0"))
     assert (run.name, run.method) == ("guided-0", "guided")
-    assert run.curves["loss"][0] == (1.0, 8.0)
-    assert set(run.curves) == {"loss", "nll_all"}
-    assert run.facts["tokens"] == "1,280"
+    assert run.loss[0] == (1.0, 9.0)  # of all tokens
+    assert run.facts == {"steps": "20", "tokens": "1,280", "last loss": "0.4000"}
 
 
-def test_a_run_of_before_has_the_curves_of_today(tmp_path) -> None:
+def test_a_run_of_before_has_the_loss_of_today(tmp_path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "loss": 1.0, "loss_selected": 3.0, "loss_all": 2.0, "selected_share": 0.4}\n'
         '{"step": 2, "loss": 1.0, "nll_kept": 2.0, "nll_all": 1.0, "kept_share": 0.5}\n'
     )
-    curves = read_run(tmp_path).curves
-    assert curves["nll_kept"] == [(1.0, 3.0), (2.0, 2.0)]
-    assert curves["nll_all"] == [(1.0, 2.0), (2.0, 1.0)]
-    assert curves["kept_share"] == [(1.0, 0.4), (2.0, 0.5)]
+    assert read_run(tmp_path).loss == [(1.0, 2.0), (2.0, 1.0)]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 1.0}\n')
+    assert read_run(tmp_path).loss == [(1.0, 3.0), (2.0, 1.0)]
 
 
 def test_long_curves_are_means_of_bins(tmp_path) -> None:
     run = read_run(make_run(tmp_path / "long", steps=1000))
-    assert len(run.curves["loss"]) <= CURVE_POINTS
-    assert run.steps_per_point == 10
-    expected = sum(8 / step for step in range(1, 11)) / 10
-    assert run.curves["loss"][0][1] == pytest.approx(expected, rel=1e-4)
+    assert len(run.loss) <= CURVE_POINTS
+    assert run.steps_per_point == 20
+    expected = sum(9 / step for step in range(1, 21)) / 20
+    assert run.loss[0][1] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_crash_and_a_resume_leave_readable_metrics(tmp_path) -> None:
     folder = make_run(tmp_path / "run", steps=3)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "loss": 7.0, "nll_all": 7.0}\n{"step": 4, "lo')
-    assert read_run(folder).curves["loss"][-1] == (3.0, 7.0)
-    (folder / "metrics.jsonl").write_text('{"step": 1\n{"step": 2, "loss": 1}\n')
-    with pytest.raises(RunError, match="line 1: not JSON"):
-        read_run(folder)
+    assert read_run(folder).loss[-1] == (3.0, 7.0)
 
 
 def test_what_is_no_run_is_refused(tmp_path) -> None:
@@ -118,11 +122,17 @@ def test_the_command_writes_a_page_and_says_why_it_has_no_text(tmp_path) -> None
     assert "no selection sample could be made" in out.read_text()
 
 
-@pytest.mark.parametrize("content", ["{", '{"format": 99}', '{"format": 1, "passages": [{}]}'])
+@pytest.mark.parametrize("content", ["{", '{"format": 99}', '{"format": 2, "passages": [{}]}'])
 def test_a_damaged_sample_is_named(tmp_path, content: str) -> None:
     (tmp_path / SAMPLE_FILE).write_text(content)
     with pytest.raises(SampleError, match=SAMPLE_FILE):
         read_sample(tmp_path)
+
+
+def test_a_sample_of_an_older_form_is_made_again(tmp_path) -> None:
+    assert read_sample(tmp_path) is None
+    (tmp_path / SAMPLE_FILE).write_text('{"format": 1, "passages": [{}]}')
+    assert read_sample(tmp_path) is None
 
 
 def test_figures_are_drawn(tmp_path) -> None:

@@ -9,8 +9,14 @@ import pytest
 from vocagnolm.alignment import align, carry, load_tokenizer
 from vocagnolm.pair import SAMPLE
 from vocagnolm.recipe import load_recipe, recipe_from_dict
-from vocagnolm.report.runs import report_page, write_report
-from vocagnolm.report.sampling import PASSAGE_TOKENS, SampleError, compute_sample, write_sample
+from vocagnolm.report.runs import (
+    PASSAGE_TOKENS,
+    SampleError,
+    compute_sample,
+    report_page,
+    write_report,
+    write_sample,
+)
 from vocagnolm.score import ScoreSettings, score_corpus
 from vocagnolm.store import LossStore
 

@@ -11,9 +11,9 @@ from vocagnolm.alignment import align, carry, stretch_losses, stretches
 from vocagnolm.alternatives import AlternativesSpec
 from vocagnolm.objective import ObjectiveConfig, Targets, weigh_step
 from vocagnolm.objective.selection import ScoredBatch
-from vocagnolm.report.kept import statistics
 from vocagnolm.report.page_data import Passage
 from vocagnolm.report.passage import teacher_row, token_row
+from vocagnolm.report.selection import statistics
 
 WORDS = ["pro", "bab", "il", "ity", " of", " a", "n", " e", "vent", "."]
 

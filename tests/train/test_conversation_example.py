@@ -11,7 +11,7 @@ from evaluation_kit import ROWS, write_rows
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
-from vocagnolm.report.sampling import compute_sample
+from vocagnolm.report.runs import compute_sample
 
 
 def run(*arguments: object) -> str:

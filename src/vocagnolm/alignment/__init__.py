@@ -2,14 +2,21 @@
 
 from vocagnolm.alignment.alignment import (
     AGGREGATIONS,
+    KINDS,
     Aggregation,
     Alignment,
+    Stretches,
     TokenSpans,
     align,
     align_batch,
     carry,
     chunk_align,
     chunk_bounds,
+    kinds,
+    stretch_alignment,
+    stretch_losses,
+    stretches,
+    whole_sums,
 )
 from vocagnolm.alignment.measures import (
     Granularity,
@@ -22,15 +29,6 @@ from vocagnolm.alignment.measures import (
     shares,
     token_overlap,
     vocabulary_overlap,
-)
-from vocagnolm.alignment.stretch import (
-    KINDS,
-    Stretches,
-    kinds,
-    stretch_alignment,
-    stretch_losses,
-    stretches,
-    whole_sums,
 )
 from vocagnolm.alignment.targets import (
     SoftTargets,

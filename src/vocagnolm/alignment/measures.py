@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vocagnolm.alignment.alignment import Alignment, IntArray, Spans, as_spans, chunk_bounds
+from vocagnolm.alignment.spans import SPACE_MARK
 from vocagnolm.alignment.tokenizer import TextTokenizer
-from vocagnolm.alignment.vocabulary import SPACE_MARK
 
 Unit = Literal["bytes", "characters"]
 FloatArray = NDArray[np.float64]
@@ -147,17 +147,14 @@ def granularity(
     `documents` holds (student spans, teacher spans, alignment) per document.
     """
     points = []
-    for n in n_chunks:
-        overlaps = [chunk_overlap(student, teacher, n) for student, teacher, _ in documents]
-        points.append(_point(n, overlaps))
-    points.append(_point(None, [token_overlap(s, t, alignment) for s, t, alignment in documents]))
+    for n in (*n_chunks, None):
+        found = [
+            token_overlap(*one) if n is None else chunk_overlap(*one[:2], n) for one in documents
+        ]
+        iou = np.concatenate([np.zeros(0), *(one.iou for one in found)])
+        ios = np.concatenate([np.zeros(0), *(one.ios for one in found)])
+        points.append(Granularity(n_chunks=n, iou=_mean(iou), ios=_mean(ios)))
     return points
-
-
-def _point(n_chunks: int | None, overlaps: list[Overlap]) -> Granularity:
-    iou = np.concatenate([overlap.iou for overlap in overlaps] or [np.zeros(0)])
-    ios = np.concatenate([overlap.ios for overlap in overlaps] or [np.zeros(0)])
-    return Granularity(n_chunks=n_chunks, iou=_mean(iou), ios=_mean(ios))
 
 
 # ---- overlap of vocabularies ----
@@ -180,22 +177,14 @@ class VocabularyOverlap:
 def vocabulary_overlap(student: TextTokenizer, teacher: TextTokenizer) -> VocabularyOverlap:
     ours, theirs = set(student.vocabulary), set(teacher.vocabulary)
     shared = len(ours & theirs)
+    marked = [{token.replace("Ġ", SPACE_MARK) for token in tokens} for tokens in (ours, theirs)]
+    texts = [
+        {one.bytes_of(index) for index in one.vocabulary.values()} - {None}
+        for one in (student, teacher)
+    ]
     return VocabularyOverlap(
         raw=shared / max(len(theirs), 1),
-        marks=_share({_one_mark(t) for t in ours}, {_one_mark(t) for t in theirs}),
-        bytes=_share(_texts(student), _texts(teacher)),
+        marks=len(marked[0] & marked[1]) / max(len(marked[1]), 1),
+        bytes=len(texts[0] & texts[1]) / max(len(texts[1]), 1),
         shared_raw=shared,
     )
-
-
-def _share(ours: set[str] | set[bytes], theirs: set[str] | set[bytes]) -> float:
-    return len(ours & theirs) / max(len(theirs), 1)
-
-
-def _one_mark(token: str) -> str:
-    return token.replace("Ġ", SPACE_MARK)
-
-
-def _texts(tokenizer: TextTokenizer) -> set[bytes]:
-    entries = (tokenizer.bytes_of(index) for index in tokenizer.vocabulary.values())
-    return {entry for entry in entries if entry is not None}

@@ -4,17 +4,16 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
 
 from vocagnolm.alignment.alignment import Alignment, TokenSpans, align
 from vocagnolm.alignment.measures import Shares, shares, token_overlap
 from vocagnolm.alignment.tokenizer import TextTokenizer
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class AlignedText:
             self.student_tokens.spans, self.teacher_tokens.spans, self.alignment
         )
         counts = self.shares
+        kinds = ("mapped", "unmapped", "one_to_one", "one_to_many", "many_to_one")
         return {
             "text": self.text,
             "student": [
@@ -53,11 +53,7 @@ class AlignedText:
             ],
             "teacher": _rows(self.teacher, self.teacher_tokens),
             "summary": {
-                "mapped": counts.mapped,
-                "unmapped": counts.unmapped,
-                "one_to_one": counts.one_to_one,
-                "one_to_many": counts.one_to_many,
-                "many_to_one": counts.many_to_one,
+                **{kind: getattr(counts, kind) for kind in kinds},
                 "ios": _number(overlap.mean_ios),
                 "iou": _number(overlap.mean_iou),
                 "student_lost_bytes": self.student_tokens.lost_bytes,
@@ -108,36 +104,29 @@ def _cells(pair: AlignedText) -> list[tuple[slice, slice]]:
     ]
 
 
-def draw(pair: AlignedText, console: "Console | None" = None) -> None:
+def draw(pair: AlignedText, console: Console | None = None) -> None:
     """Print the two rows, cell under cell, wrapped to the terminal, and a line of counts."""
-    from rich.cells import cell_len
-    from rich.console import Console
-    from rich.text import Text
-
     console = console or Console()
-    encoded = pair.text.encode()
-    ours_shown = pair.student.shown(pair.text, pair.student_tokens)
-    theirs_shown = pair.teacher.shown(pair.text, pair.teacher_tokens)
-    label = max(len("student"), len("teacher")) + 2
-    top, bottom, width = _new_row("student", label), _new_row("teacher", label), label
-    for ours, theirs in _cells(pair):
-        styles = _styles(pair, ours)
-        upper = _row_text(pair.student_tokens.spans[ours], encoded, styles, ours_shown[ours])
-        count = theirs.stop - theirs.start
-        style = "green" if count == ours.stop - ours.start == 1 else "yellow"
-        style = "blue" if count == 1 and ours.stop - ours.start > 1 else style
-        spans = pair.teacher_tokens.spans[theirs]
-        lower = _row_text(spans, encoded, [style] * count, theirs_shown[theirs])
-        cell = max(cell_len(upper.plain), cell_len(lower.plain))
-        upper.append(" " * (cell - cell_len(upper.plain)))
-        lower.append(" " * (cell - cell_len(lower.plain)))
-        if width + cell + 1 > console.width and width > label:
-            _flush(console, top, bottom)
-            top, bottom, width = _new_row("", label), _new_row("", label), label
-        top.append("│", "dim").append(upper)
-        bottom.append("│", "dim").append(lower)
-        width += cell + 1
-    _flush(console, top, bottom)
+    sides = ((pair.student, pair.student_tokens), (pair.teacher, pair.teacher_tokens))
+    shown = [tokenizer.shown(pair.text, tokens) for tokenizer, tokens in sides]
+    label = len("student") + 2
+    rows, width = [_new_row("student", label), _new_row("teacher", label)], label
+    for cell in _cells(pair):
+        ours, theirs = (part.stop - part.start for part in cell)
+        below = "green" if ours == theirs == 1 else "blue" if theirs == 1 < ours else "yellow"
+        styles = [_styles(pair, cell[0]), [below] * theirs]
+        texts = [
+            _row_text(tokens.spans[part], pair.text.encode(), style, names[part])
+            for (_, tokens), part, style, names in zip(sides, cell, styles, shown, strict=True)
+        ]
+        widest = max(cell_len(text.plain) for text in texts)
+        if width + widest + 1 > console.width and width > label:
+            _flush(console, rows)
+            rows, width = [_new_row("", label), _new_row("", label)], label
+        for row, text in zip(rows, texts, strict=True):
+            row.append("│", "dim").append(text).append(" " * (widest - cell_len(text.plain)))
+        width += widest + 1
+    _flush(console, rows)
     counts = pair.shares
     console.print(
         Text(
@@ -147,10 +136,7 @@ def draw(pair: AlignedText, console: "Console | None" = None) -> None:
             style="dim",
         )
     )
-    for tokenizer, tokens in (
-        (pair.student, pair.student_tokens),
-        (pair.teacher, pair.teacher_tokens),
-    ):
+    for tokenizer, tokens in sides:
         if tokens.lost_bytes:
             console.print(
                 f"{tokenizer.name} covers {tokens.n_bytes - tokens.lost_bytes} of "
@@ -171,30 +157,21 @@ def _styles(pair: AlignedText, tokens: slice) -> list[str]:
 
 def _row_text(
     spans: np.ndarray, encoded: bytes, styles: list[str], shown: Sequence[str | None]
-) -> "Text":
-    from rich.text import Text
-
-    row = Text()
-    for i, ((start, end), style, name) in enumerate(
-        zip(spans.tolist(), styles, shown, strict=True)
-    ):
-        if i:
-            row.append("╎", "dim")
+) -> Text:
+    parts = []
+    for (start, end), style, name in zip(spans.tolist(), styles, shown, strict=True):
         if name is not None:  # a chat template's own; the end of a turn keeps its colour
-            row.append(visible(name.encode()), style if start < end else "dim")
-            continue
-        row.append(visible(encoded[start:end]) or "∅", style)
-    return row
+            parts.append(Text(visible(name.encode()), style if start < end else "dim"))
+        else:
+            parts.append(Text(visible(encoded[start:end]) or "∅", style))
+    return Text("╎", "dim").join(parts)
 
 
-def _new_row(name: str, width: int) -> "Text":
-    from rich.text import Text
-
+def _new_row(name: str, width: int) -> Text:
     return Text(name.ljust(width), style="dim", no_wrap=True, overflow="ignore")
 
 
-def _flush(console: "Console", top: "Text", bottom: "Text") -> None:
-    for row in (top, bottom):
-        row.append("│", "dim")
-        console.print(row, crop=False, soft_wrap=True)
+def _flush(console: Console, rows: Sequence[Text]) -> None:
+    for row in rows:
+        console.print(row.append("│", "dim"), crop=False, soft_wrap=True)
     console.print()

@@ -1,4 +1,4 @@
-"""Token ids with their spans in the UTF-8 bytes of a text.
+"""The bytes behind every id of a vocabulary, and token ids with their spans in the bytes of a text.
 
 Three ways, from fast to forgiving. Each is taken only where it is right:
 
@@ -15,6 +15,7 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -24,16 +25,139 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE
 
 from vocagnolm.alignment.alignment import IntArray, TokenSpans
-from vocagnolm.alignment.vocabulary import (
-    SPACE_MARK,
-    bytes_of_token,
-    describe,
-    description_of,
-    only_marks_spaces,
-    plain_normaliser,
-    token_bytes_table,
-)
 from vocagnolm.errors import TilingError
+
+# ---- what a vocabulary's entries stand for ----
+
+SPACE_MARK = "\u2581"  # ▁, how SentencePiece writes a space
+BYTE_FALLBACK = {f"<0x{value:02X}>": bytes([value]) for value in range(256)}
+
+
+@cache
+def byte_of_character() -> dict[str, int]:
+    """The byte-level alphabet of GPT-2: printable Latin-1 bytes stand for themselves, the other
+    bytes are written as the characters from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [value for value in range(256) if value not in printable]
+    alphabet = {chr(value): value for value in printable}
+    return alphabet | {chr(0x100 + i): value for i, value in enumerate(rest)}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What matters of a `tokenizer.json` for finding the bytes of its tokens."""
+
+    model: str
+    byte_level: bool
+    space_marks: bool
+    byte_fallback: bool
+    inner_prefix: str
+    """Written before a token inside a word (`##`); no text."""
+    word_suffix: str
+    """Written after the last token of a word (`</w>`); no text."""
+    lossy_normaliser: bool
+    """The normaliser removes text on purpose (accents, control characters, outer white space)."""
+
+    @property
+    def joins(self) -> bool:
+        """Tokens, one behind the other, spell the text: no word is cut off from its white space."""
+        return not (self.inner_prefix or self.word_suffix or self.model == "WordPiece")
+
+    @property
+    def kind(self) -> str:
+        if self.model in ("BPE", "Unigram") and self.byte_level:
+            return f"byte-level {self.model}"
+        if self.model in ("BPE", "Unigram") and self.space_marks:
+            return f"SentencePiece {self.model}"
+        return self.model
+
+
+def components(section: dict[str, Any] | None, parts: str) -> list[dict[str, Any]]:
+    """The flat list of steps of a normaliser or pre-tokeniser, whatever the nesting."""
+    if section is None:
+        return []
+    if section["type"] == "Sequence":
+        return [step for part in section[parts] for step in components(part, parts)]
+    return [section]
+
+
+def is_mark_step(step: dict[str, Any]) -> bool:
+    """A normaliser step that only writes space marks: `Prepend ▁`, `Replace ' ' by ▁`."""
+    if step["type"] == "Prepend":
+        return bool(step["prepend"] == SPACE_MARK)
+    if step["type"] == "Replace":
+        return bool(step["content"] == SPACE_MARK and step["pattern"] == {"String": " "})
+    return False
+
+
+def only_marks_spaces(description: dict[str, Any]) -> bool:
+    """Whether a BPE model reads the whole text as one word, behind a mark and with spaces marked:
+    `Prepend ▁`, `Replace ' ' by ▁` and nothing else (Llama-2, Mistral)."""
+    steps = components(description.get("normalizer"), "normalizers")
+    return bool(
+        [step["type"] for step in steps] == ["Prepend", "Replace"]
+        and all(is_mark_step(step) for step in steps)
+        and description.get("pre_tokenizer") is None
+        and description["model"].get("type") == "BPE"
+    )
+
+
+def describe(description: dict[str, Any]) -> Pipeline:
+    model = description["model"]
+    normalisers = components(description.get("normalizer"), "normalizers")
+    pre_tokenisers = components(description.get("pre_tokenizer"), "pretokenizers")
+    steps = [*normalisers, *pre_tokenisers]
+    types = {step["type"] for step in steps}
+    return Pipeline(
+        model=model.get("type") or "BPE",
+        byte_level="ByteLevel" in types,
+        space_marks="Metaspace" in types or any(is_mark_step(step) for step in normalisers),
+        byte_fallback=bool(model.get("byte_fallback")),
+        inner_prefix=model.get("continuing_subword_prefix") or "",
+        word_suffix=model.get("end_of_word_suffix") or "",
+        lossy_normaliser=bool(types & {"StripAccents", "BertNormalizer", "Strip", "Nmt"}),
+    )
+
+
+def bytes_of_token(token: str, pipeline: Pipeline) -> bytes | None:
+    """The text of one vocabulary entry, None where it has none (an entry of no known form).
+
+    Space marks become spaces, so a literal `▁` of the text reads as a space here.
+    """
+    if pipeline.byte_fallback and token in BYTE_FALLBACK:
+        return BYTE_FALLBACK[token]
+    token = token.removeprefix(pipeline.inner_prefix).removesuffix(pipeline.word_suffix)
+    if pipeline.byte_level:
+        alphabet = byte_of_character()
+        try:
+            return bytes(alphabet[character] for character in token)
+        except KeyError:
+            return None
+    if pipeline.space_marks:
+        token = token.replace(SPACE_MARK, " ")
+    try:
+        return token.encode()
+    except UnicodeEncodeError:
+        return None
+
+
+def token_bytes_table(tokenizer: Tokenizer, pipeline: Pipeline) -> list[bytes | None]:
+    """The bytes behind every id, added tokens literally; None for an id that nothing holds."""
+    entries = tokenizer.get_vocab(with_added_tokens=True)
+    table: list[bytes | None] = [None] * (max(entries.values(), default=-1) + 1)
+    for token, index in entries.items():
+        table[index] = bytes_of_token(token, pipeline)
+    for index, added in tokenizer.get_added_tokens_decoder().items():
+        table[index] = added.content.encode(errors="replace")
+    return table
+
+
+def plain_normaliser(description: dict[str, Any]) -> dict[str, Any] | None:
+    """The normaliser without its mark steps: what really changes the text; None if nothing does."""
+    steps = components(description.get("normalizer"), "normalizers")
+    steps = [step for step in steps if not is_mark_step(step) and step["type"] != "ByteLevel"]
+    return {"type": "Sequence", "normalizers": steps} if steps else None
+
 
 # ---- normalised text ----
 
@@ -65,39 +189,23 @@ class Normaliser:
         self._lossy = lossy
         self._characters: Tokenizer | None = None
         if normaliser is not None:
-            self._characters = Tokenizer.from_str(
-                json.dumps(
-                    {
-                        "version": "1.0",
-                        "added_tokens": [],
-                        "normalizer": normaliser,
-                        "model": {
-                            "type": "BPE",
-                            "vocab": {"?": 0},
-                            "merges": [],
-                            "unk_token": "?",
-                            "fuse_unk": False,
-                        },
-                    }
-                )
-            )
+            unknown = {"unk_token": "?", "fuse_unk": False}
+            model = {"type": "BPE", "vocab": {"?": 0}, "merges": [], **unknown}
+            description = {"version": "1.0", "added_tokens": [], "normalizer": normaliser}
+            self._characters = Tokenizer.from_str(json.dumps({**description, "model": model}))
 
     def __call__(self, text: str) -> NormalisedText:
-        if self._characters is None or self._unchanged(text):
-            characters, starts, ends = text, np.arange(len(text)), np.arange(1, len(text) + 1)
-        else:
+        characters, starts, ends = text, np.arange(len(text)), np.arange(1, len(text) + 1)
+        if self._characters is not None:
             assert self._characters.normalizer is not None
             characters = self._characters.normalizer.normalize_str(text)
+        if self._characters is not None and characters != text:
             offsets = self._characters.encode(text, add_special_tokens=False).offsets
             assert len(offsets) == len(characters)
             starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
         if self._space_marks:
             characters = characters.replace(SPACE_MARK, " ")
         return _trace(text, characters, starts, ends, self._lossy)
-
-    def _unchanged(self, text: str) -> bool:
-        assert self._characters is not None and self._characters.normalizer is not None
-        return bool(self._characters.normalizer.normalize_str(text) == text)
 
 
 def byte_positions(text: str) -> IntArray:
@@ -165,20 +273,15 @@ class Spanner:
     set apart, because it may trim the offsets (`trim_offsets`); it is asked only for a template."""
 
     def __init__(self, tokenizer: Tokenizer):
-        description = description_of(tokenizer)
+        description: dict[str, Any] = json.loads(tokenizer.to_str())
         self._tokenizer = tokenizer
         self._post_processor = tokenizer.post_processor
         self._decoder = tokenizer.decoder
         tokenizer.post_processor = None
         tokenizer.decoder = None
         self.pipeline = describe(description)
-        self.token_bytes = token_bytes_table(tokenizer, self.pipeline)
-        self._pieces = np.array(self.token_bytes, object)
-        lengths = [-1 if entry is None else len(entry) for entry in self.token_bytes]
-        self._lengths = np.array(lengths or [0], np.int64)
+        self._tabulate(token_bytes_table(tokenizer, self.pipeline))
         self._single_bytes = frozenset(e[0] for e in self.token_bytes if e and len(e) == 1)
-        self._added = frozenset(tokenizer.get_added_tokens_decoder())
-        self._is_added = _marked(self._added, len(self._lengths))
         self._segmented = False
         self._marks_alone = only_marks_spaces(description)
         if isinstance(tokenizer.model, BPE) and hasattr(tokenizer.model, "_resize_cache"):
@@ -189,6 +292,16 @@ class Spanner:
             space_marks=self.pipeline.space_marks,
             lossy=self.pipeline.lossy_normaliser,
         )
+
+    def _tabulate(self, token_bytes: list[bytes | None]) -> None:
+        """What is looked up by id."""
+        self.token_bytes = token_bytes
+        self._pieces = np.array(token_bytes, object)
+        lengths = [-1 if entry is None else len(entry) for entry in token_bytes]
+        self._lengths = np.array(lengths or [0], np.int64)
+        self._added = frozenset(self._tokenizer.get_added_tokens_decoder())
+        self._is_added = np.zeros(len(self._lengths), bool)
+        self._is_added[[index for index in self._added if index < len(lengths)]] = True
 
     def as_json(self) -> str:
         """The tokenizer as it was taken over, post-processor and decoder included."""
@@ -205,18 +318,12 @@ class Spanner:
         other._tokenizer = tokenizer
         other._post_processor = other._decoder = None
         other._bare = other._bare_of(tokenizer)
-        other.token_bytes = [*self.token_bytes]
-        other._pieces = self._pieces.copy()
-        other._lengths = self._lengths.copy()
-        other._added = frozenset(tokenizer.get_added_tokens_decoder())
-        other._is_added = _marked(other._added, len(self._lengths))
-        for index in self._added - other._added:
-            own = bytes_of_token(tokenizer.id_to_token(index) or "", self.pipeline)
-            other.token_bytes[index] = other._pieces[index] = own
-            other._lengths[index] = -1 if own is None else len(own)
+        entries = [*self.token_bytes]
+        for index in self._added - frozenset(tokenizer.get_added_tokens_decoder()):
+            entries[index] = bytes_of_token(tokenizer.id_to_token(index) or "", self.pipeline)
         for index, name in names.items():
-            other.token_bytes[index] = other._pieces[index] = name
-            other._lengths[index] = len(name)
+            entries[index] = name
+        other._tabulate(entries)
         return other
 
     def spans(self, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
@@ -411,12 +518,6 @@ class Spanner:
         widened = offsets.copy()
         widened[gap, 0] -= 1
         return widened
-
-
-def _marked(ids: frozenset[int], size: int) -> NDArray[np.bool_]:
-    table = np.zeros(size, bool)
-    table[[index for index in ids if index < size]] = True
-    return table
 
 
 def _in_template(tokens: TokenSpans, encoding: Encoding) -> TokenSpans:

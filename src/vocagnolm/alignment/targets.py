@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from vocagnolm.alignment.alignment import Alignment, IntArray
+from vocagnolm.alignment.spans import components
 from vocagnolm.alignment.tokenizer import TextTokenizer
-from vocagnolm.alignment.vocabulary import components
 from vocagnolm.alternatives import FOLLOWS_BIT, ID_SHIFT, NOTHING, Alternatives, Vocabulary
 
 # Tokens of a text, or of texts on one axis, on which it is measured what became of alternatives.
@@ -36,10 +36,14 @@ UNSPELLED, FIRST_OF_SEVERAL, EXACT, FOLLOWING = range(4)
 def token_texts(tokenizer: TextTokenizer, ends: Iterable[int]) -> Vocabulary:
     """What every token of a tokenizer spells; special tokens spell nothing. `ends`: those that end
     a text or a turn."""
+    return Vocabulary.of(_entries(tokenizer), ends, _has_dummy_space(tokenizer))
+
+
+def _entries(tokenizer: TextTokenizer) -> list[bytes | None]:
+    """By id; None for tokens that are no text."""
     control = tokenizer.control_ids
     size = max(tokenizer.vocabulary.values(), default=-1) + 1
-    entries = [None if n in control else tokenizer.bytes_of(n) for n in range(size)]
-    return Vocabulary.of(entries, ends, _has_dummy_space(tokenizer))
+    return [None if n in control else tokenizer.bytes_of(n) for n in range(size)]
 
 
 def _has_dummy_space(tokenizer: TextTokenizer) -> bool:
@@ -57,10 +61,7 @@ class Speller:
 
     def __init__(self, student: TextTokenizer):
         self._tokenizer = _without_beginning(student)
-        control = student.control_ids
-        size = max(student.vocabulary.values(), default=-1) + 1
-        self.texts = [None if n in control else student.bytes_of(n) for n in range(size)]
-        """By the student's ids; None for tokens that are no text."""
+        self.texts = _entries(student)
         self.dummy_space = _has_dummy_space(student)
         self._ids = {text: n for n, text in reversed([*enumerate(self.texts)]) if text}
         self._longest = max(map(len, self._ids), default=0)
@@ -217,10 +218,7 @@ class TargetTable:
     @cached_property
     def student_lengths(self) -> NDArray[np.int32]:
         """Bytes of the student's tokens, by id; control tokens are no text."""
-        size = max(self.student.vocabulary.values(), default=-1) + 1
-        lengths = np.array([len(self.student.bytes_of(n) or b"") for n in range(size)], np.int32)
-        lengths[list(self.student.control_ids)] = 0
-        return lengths
+        return np.array([len(entry or b"") for entry in _entries(self.student)], np.int32)
 
 
 # ---- from alternatives to targets ----

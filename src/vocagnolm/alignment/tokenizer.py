@@ -13,8 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
 from vocagnolm.alignment.alignment import TokenSpans
-from vocagnolm.alignment.spans import Spanner
-from vocagnolm.alignment.vocabulary import SPACE_MARK
+from vocagnolm.alignment.spans import SPACE_MARK, Spanner
 from vocagnolm.errors import MissingExtraError, TokenizerError
 from vocagnolm.files import parse_json
 
@@ -79,13 +78,13 @@ def _default_template(value: Any) -> str | None:
 
 
 def _special_tokens(named: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    found = {}
-    for name in _SPECIAL_NAMES:
-        token = named.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None and str(token):
-            found[name] = str(token)
-    return tuple(found.items())
+    found = {name: _content(named.get(name)) for name in _SPECIAL_NAMES}
+    return tuple((name, str(token)) for name, token in found.items() if str(token or ""))
+
+
+def _content(token: Any) -> Any:
+    """A token's text, of an AddedToken that is written out too."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def refuse_code(folder: Path) -> None:
@@ -115,9 +114,8 @@ def frame_of(transformers_tokenizer: Any) -> Frame:
 
 
 def _id(tokenizer: Tokenizer, token: Any) -> int | None:
-    if isinstance(token, dict):  # an AddedToken written out
-        token = token.get("content")
-    return tokenizer.token_to_id(token) if isinstance(token, str) else None
+    content = _content(token)
+    return tokenizer.token_to_id(content) if isinstance(content, str) else None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -158,18 +156,15 @@ def gguf_tokenizer(path: Path) -> Any:
     except Exception as error:  # of many kinds; all mean: no tokenizer in there
         raise TokenizerError(f"{path} has no tokenizer that can be read: {error}") from None
     # transformers passes over what the file says of the tokens around a text; without its first
-    # token Gemma predicts every other one far worse
-    for side, otherwise in (("bos", _is_sentencepiece(path)), ("eos", False)):
+    # token Gemma predicts every other one far worse. Where the file does not say, a SentencePiece
+    # model has the token for a text's beginning
+    usual = {"bos": metadata(path, "tokenizer.ggml.model") == "llama", "eos": False}
+    for side, otherwise in usual.items():
         wanted = metadata(path, f"tokenizer.ggml.add_{side}_token")
         wanted = otherwise if wanted is None else bool(wanted)
         if wanted != getattr(tokenizer, f"add_{side}_token"):
             setattr(tokenizer, f"add_{side}_token", wanted)
     return tokenizer
-
-
-def _is_sentencepiece(path: Path) -> bool:
-    """Then a text begins with the token for its beginning, where the file does not say."""
-    return metadata(path, "tokenizer.ggml.model") == "llama"
 
 
 def metadata(path: Path, key: str) -> bool | str | None:
@@ -238,13 +233,9 @@ def _convert(proto: Any, path: Path) -> Tokenizer:
     model: models.Model
     if spec.model_type == _BPE:
         vocabulary = {piece: index for index, (piece, _) in enumerate(pieces)}
-        model = models.BPE(
-            vocabulary,
-            _merges(pieces, vocabulary),
-            unk_token=spec.unk_piece,
-            fuse_unk=True,
-            byte_fallback=spec.byte_fallback,
-        )
+        unknown = {"unk_token": spec.unk_piece, "fuse_unk": True}
+        merges = _merges(pieces, vocabulary)
+        model = models.BPE(vocabulary, merges, byte_fallback=spec.byte_fallback, **unknown)
     elif spec.model_type == _UNIGRAM:
         model = models.Unigram(pieces, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
     else:
@@ -452,30 +443,39 @@ def load_tokenizer(
         return TextTokenizer(source, name="tokenizer", special_tokens=special_tokens)
     if not isinstance(source, str | Path):
         return _from_transformers(source, special_tokens)
-    path = Path(source)
-    if path.is_dir():
-        return _from_folder(path, special_tokens, check, trust_remote_code)
-    if path.suffix.lower() == ".gguf":
+    path, name = Path(source), ""
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
         loaded = _from_transformers(gguf_tokenizer(path), special_tokens)
         loaded.name = path.stem
         return loaded
-    if path.is_file():
-        reader = _read_json if path.suffix == ".json" else read_sentencepiece
-        return _from_file(reader(path), path.parent, _short_name(path), special_tokens)
-    return _from_hub(str(source), special_tokens, revision, check, trust_remote_code)
-
-
-def _from_file(tokenizer: Tokenizer, folder: Path, name: str, special_tokens: str) -> TextTokenizer:
-    frame = read_frame(tokenizer, folder)
+    if not path.exists():
+        path, name = _download(str(source), revision), str(source)
+    folder, of_folder = (path, True) if path.is_dir() else (path.parent, False)
+    if of_folder:
+        if not trust_remote_code:
+            refuse_code(folder)
+        path = _tokenizer_file(folder)
+    tokenizer = _read_json(path) if path.suffix == ".json" else read_sentencepiece(path)
+    frame = read_frame(tokenizer, folder)  # files that cannot be read are named before all else
+    configured = any((folder / f).is_file() for f in ("tokenizer_config.json", "config.json"))
+    if of_folder and check and configured and path.suffix == ".json":
+        _check_auto_tokenizer(tokenizer, folder)
+    # a file is called by its folder when its own name says nothing
+    generic = path.name in ("tokenizer.json", "tokenizer.model")
+    name = name or (folder.resolve().name if generic else path.stem) or path.stem
     return TextTokenizer(
         tokenizer, name=name, special_tokens=special_tokens, frame=frame, private=True
     )
 
 
-def _short_name(path: Path) -> str:
-    """A file is called by its folder when its own name says nothing."""
-    generic = path.name in ("tokenizer.json", "tokenizer.model")
-    return (path.resolve().parent.name if generic else path.stem) or path.stem
+def _tokenizer_file(folder: Path) -> Path:
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            return folder / name
+    found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    raise TokenizerError(
+        f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model, found {found}"
+    )
 
 
 def _read_json(path: Path) -> Tokenizer:
@@ -488,34 +488,8 @@ def _read_json(path: Path) -> Tokenizer:
         ) from None
 
 
-def _from_folder(
-    folder: Path, special_tokens: str, check: bool, trust_remote_code: bool
-) -> TextTokenizer:
-    name = folder.resolve().name
-    if not trust_remote_code:
-        refuse_code(folder)
-    if (folder / "tokenizer.json").is_file():
-        tokenizer = _read_json(folder / "tokenizer.json")
-        read_frame(tokenizer, folder)  # files that cannot be read are named before all else
-        if check and any((folder / f).is_file() for f in ("tokenizer_config.json", "config.json")):
-            _check_auto_tokenizer(tokenizer, folder)
-        return _from_file(tokenizer, folder, name, special_tokens)
-    if (folder / "tokenizer.model").is_file():
-        tokenizer = read_sentencepiece(folder / "tokenizer.model")
-        return _from_file(tokenizer, folder, name, special_tokens)
-    found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-    raise TokenizerError(
-        f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model, found {found}"
-    )
-
-
-def _from_hub(
-    repository: str,
-    special_tokens: str,
-    revision: str | None,
-    check: bool,
-    trust_remote_code: bool,
-) -> TextTokenizer:
+def _download(repository: str, revision: str | None) -> Path:
+    """The files of a tokenizer on the hub."""
     if repository.count("/") > 1 or repository.startswith((".", "/", "~")):
         raise TokenizerError(
             f"{repository} does not exist. Expected a folder with tokenizer.json or "
@@ -523,23 +497,15 @@ def _from_hub(
         )
     from huggingface_hub import snapshot_download
 
+    wanted = ["tokenizer*", "config.json", "special_tokens_map.json", "chat_template*"]
     try:
-        folder = snapshot_download(
-            repository,
-            revision=revision,
-            allow_patterns=[
-                *("tokenizer*", "config.json", "special_tokens_map.json", "chat_template*"),
-            ],
-        )
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
     except Exception as error:  # network, authorisation, cache: many types, one meaning here
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TokenizerError(
             f"'{repository}' is neither a file or folder here nor a tokenizer that the hub gave: "
             f"{reason.rstrip('.')}. Check the spelling, or download it and pass the folder"
         ) from None
-    loaded = _from_folder(Path(folder), special_tokens, check, trust_remote_code)
-    loaded.name = repository
-    return loaded
 
 
 def _from_transformers(source: Any, special_tokens: str) -> TextTokenizer:
@@ -580,12 +546,8 @@ def _check_auto_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         transformers_logging.set_verbosity(verbosity)
     backend = getattr(auto, "backend_tokenizer", None)
     if isinstance(backend, Tokenizer):
-        _refuse_other_ids(
-            tokenizer,
-            backend,
-            str(folder / "tokenizer.json"),
-            f"AutoTokenizer ({type(auto).__name__})",
-        )
+        name = f"AutoTokenizer ({type(auto).__name__})"
+        _refuse_other_ids(tokenizer, backend, str(folder / "tokenizer.json"), name)
 
 
 def _refuse_other_ids(file: Tokenizer, other: Tokenizer, file_name: str, other_name: str) -> None:

@@ -6,9 +6,8 @@ reads it like any other text and says which of its tokens stand for which bytes 
 """
 
 from vocagnolm.chat.messages import Message, Refused, conversation_of, messages_of, shared_text
-from vocagnolm.chat.render import Rendering, render
 from vocagnolm.chat.survey import Survey, survey
-from vocagnolm.chat.template import ChatTemplate, template_of
+from vocagnolm.chat.template import ChatTemplate, Rendering, render, template_of
 from vocagnolm.chat.tokens import ChatTokenizer, TrainOn, trained_ranges, trained_tokens
 
 __all__ = [

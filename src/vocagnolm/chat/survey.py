@@ -29,13 +29,7 @@ class Survey:
     """What the template does to contents -> conversations."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "template": self.template,
-            "conversations": self.conversations,
-            "refused": dict(self.refused),
-            "changes": dict(self.changes),
-        }
+        return {**vars(self), "refused": dict(self.refused), "changes": dict(self.changes)}
 
     def warnings(self) -> list[str]:
         total = f"of {self.conversations:,} conversations"

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from vocagnolm.alignment import TextTokenizer, TokenSpans
-from vocagnolm.alignment.vocabulary import BYTE_FALLBACK
+from vocagnolm.alignment.spans import BYTE_FALLBACK
 from vocagnolm.chat.messages import Message, Refused, messages_of, shared_text, split_answer
-from vocagnolm.chat.render import Rendering, render
-from vocagnolm.chat.template import ChatTemplate
+from vocagnolm.chat.template import ChatTemplate, Rendering, render
 from vocagnolm.errors import TemplateError
 
 _BEHIND_MARKS = 5  # marks are the control characters below
@@ -45,8 +44,10 @@ class ChatTokenizer(TextTokenizer):
         self._spanner = base._spanner.renamed(self._tokenizer, names)
         self.base = base
         self.template = template
-        self._control = re.compile("|".join(map(re.escape, _longest_first(self._alias))) or "(?!)")
-        self._control_ids = np.array(sorted(names), np.int64)
+        longest_first = sorted(self._alias, key=lambda token: (-len(token), token))
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._is_control = np.zeros(max(self.vocabulary.values(), default=0) + 1, bool)
+        self._is_control[sorted(names)] = True
 
     @property
     def fingerprint(self) -> str:
@@ -241,12 +242,6 @@ class ChatTokenizer(TextTokenizer):
         spans[at, 0] = np.where(alone, mark, spans[at, 0])
         spans[at, 1] = np.maximum(spans[at, 1], mark + 1)
 
-    @cached_property
-    def _is_control(self) -> NDArray[np.bool_]:
-        table = np.zeros(max(self.vocabulary.values(), default=0) + 1, bool)
-        table[self._control_ids] = True
-        return table
-
 
 @dataclass(frozen=True)
 class _Laid:
@@ -291,10 +286,6 @@ def _over_pieces(tokens: NDArray[np.int64], pieces: NDArray[np.int64]) -> NDArra
     spans[inside, 0] = np.maximum(starts[inside], opens[a]) - opens[a] + origin[a]
     spans[inside, 1] = np.minimum(stops[inside], shuts[b]) - opens[b] + origin[b]
     return spans
-
-
-def _longest_first(tokens: Sequence[str] | dict[str, str]) -> list[str]:
-    return sorted(tokens, key=lambda token: (-len(token), token))
 
 
 def _private(text: str, count: int) -> bool:

@@ -17,7 +17,7 @@ def demo(
     measured on held-out problems. Interrupted, it goes on where it stopped.
     """
     if materials is not None:
-        from vocagnolm.demo.materials import write_materials
+        from vocagnolm.demo.pipeline import write_materials
 
         write_materials(materials)
         typer.echo(str(materials))

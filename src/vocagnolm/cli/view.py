@@ -48,7 +48,7 @@ def view(
     kept. The page needs no network.
     """
     from vocagnolm.cli.align import read_conversations, read_utf8
-    from vocagnolm.report.html import write_page
+    from vocagnolm.report import write_page
     from vocagnolm.report.view import view_from_sources
 
     templates: dict[str, Any] = {}

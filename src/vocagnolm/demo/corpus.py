@@ -11,7 +11,6 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vocagnolm.files import whole_file
 
@@ -30,7 +29,7 @@ THINGS = words(
     "apples books coins shells stamps marbles pencils cards plums stones tickets buttons cookies "
     "flowers balloons beads"
 )
-HOLDERS = words("boxes bags baskets jars drawers crates")
+HOLDERS = ["boxes", "bags", "baskets", "jars", "drawers", "crates"]
 
 ADDING = (
     "{a} has {x} {things} and gets {y} more. How many {things} now?",
@@ -69,10 +68,8 @@ class Problem:
 
     def solution(self, result: int | None = None) -> str:
         """The worked line and the answer."""
-        value = self.answer if result is None else result
-        line = self.sum(result)
-        worked = f"$x = {line}$" if self.algebra else line
-        return f"{worked}. The answer is {value}."
+        worked = f"$x = {self.sum(result)}$" if self.algebra else self.sum(result)
+        return f"{worked}. The answer is {self.answer if result is None else result}."
 
     def text(self, result: int | None = None) -> str:
         return f"{self.prompt} {self.solution(result)}\n"
@@ -138,27 +135,25 @@ _CODE = "ABCDEFGHJKLMNPQRSTUVWXYZ0123456789"
 
 
 def clean_document(chance: random.Random) -> str:
-    return _page(chance, wrong_share=0.0)
+    return wrong_document(chance, wrong_share=0.0)
 
 
 def wrong_document(chance: random.Random, wrong_share: float = 0.8) -> str:
-    """The same pages with wrong results: nothing but the arithmetic gives them away."""
-    return _page(chance, wrong_share)
+    """A solved problem, or a worksheet with some bare sums. Wrong results are given away by nothing
+    but the arithmetic."""
 
+    def solved() -> tuple[Problem, int | None]:
+        problem = draw_problem(chance)
+        return problem, _wrong_result(problem, chance) if chance.random() < wrong_share else None
 
-def _page(chance: random.Random, wrong_share: float) -> str:
-    """A solved problem, or a worksheet with some bare sums."""
     head = _head(chance)
     if chance.random() < 0.6:
-        problem = draw_problem(chance)
-        wrong = chance.random() < wrong_share
-        return head + problem.text(_wrong_result(problem, chance) if wrong else None)
-    lines = []
-    for _ in range(chance.randint(3, 6)):
-        problem = draw_problem(chance)
-        wrong = chance.random() < wrong_share
-        lines.append(problem.sum(_wrong_result(problem, chance) if wrong else None))
-    return head + "\n".join(lines) + "\n"
+        problem, result = solved()
+        return head + problem.text(result)
+    sums = (
+        problem.sum(result) for problem, result in (solved() for _ in range(chance.randint(3, 6)))
+    )
+    return head + "\n".join(sums) + "\n"
 
 
 def _head(chance: random.Random) -> str:
@@ -203,10 +198,8 @@ _MAKERS = {CLEAN: clean_document, WRONG: wrong_document, JUNK: junk_document}
 def noisy_documents(seed: int, shares: Mapping[str, float] = SHARES) -> Iterator[tuple[str, str]]:
     """(kind, text) without end, in random order, by `shares`."""
     chance = random.Random(seed)
-    kinds = list(shares)
-    weights = list(shares.values())
     while True:
-        kind = chance.choices(kinds, weights)[0]
+        (kind,) = chance.choices(list(shares), list(shares.values()))
         yield kind, _MAKERS[kind](chance)
 
 
@@ -249,26 +242,18 @@ def write_held_out(path: Path, problems: Iterable[Problem]) -> None:
     write_jsonl(path, ((CLEAN, problem.text()) for problem in problems))
 
 
-def write_labelled(path: Path, documents: Iterable[tuple[str, str]]) -> int:
+def write_labelled(path: Path, documents: Iterable[tuple[str, str]]) -> None:
     """The solved pages, each with whether it is right, for `study selection --label correct`."""
-    return _write(
-        path,
-        (
-            {"kind": kind, "text": text, "correct": kind == CLEAN}
-            for kind, text in documents
-            if kind in (CLEAN, WRONG)
-        ),
-    )
+    solved = (document for document in documents if document[0] in (CLEAN, WRONG))
+    write_jsonl(path, solved, labelled=True)
 
 
-def write_jsonl(path: Path, documents: Iterable[tuple[str, str]]) -> int:
-    return _write(path, ({"kind": kind, "text": text} for kind, text in documents))
-
-
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    count = 0
+def write_jsonl(
+    path: Path, documents: Iterable[tuple[str, str]], *, labelled: bool = False
+) -> None:
     with whole_file(path) as file:
-        for row in rows:
+        for kind, text in documents:
+            row: dict[str, str | bool] = {"kind": kind, "text": text}
+            if labelled:
+                row["correct"] = kind == CLEAN
             file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
-            count += 1
-    return count

@@ -2,9 +2,8 @@
 
 The teacher reads rightly solved pages, and some junk, so that it knows what cannot be known.
 The start, from which every student goes on, reads pages of the same kind whose results are all
-wrong: it knows how they look, and no arithmetic. The folders
-`teacher/` and `start/` beside this file were made by this script; run again after an
-interruption, it goes on from where it stopped.
+wrong: it knows how they look, and no arithmetic. The folders `teacher/` and `start/` beside this
+file were made by this script.
 """
 
 import argparse
@@ -12,11 +11,9 @@ import itertools
 import json
 import math
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -174,28 +171,15 @@ def learning_rate(step: int, steps: int) -> float:
     return FLOOR + 0.5 * (PEAK - FLOOR) * (1 + math.cos(math.pi * place))
 
 
-def make_model(plan: Plan, folder: Path, until: float) -> bool:
-    """Train, or go on training; True when the model is there."""
+def make_model(plan: Plan, folder: Path) -> None:
+    """Train the model, unless it is there already."""
     if (folder / "model.safetensors").is_file():
-        return True
+        return
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = plan.tokenizer(itertools.islice(plan.documents(), 6000))
     model = new_model(plan, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    state_file = folder / "state.pt"
-    first = 0
-    if state_file.exists():
-        state: dict[str, Any] = torch.load(state_file, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
     for step, ids in enumerate(itertools.islice(batches(tokenizer, plan.documents()), plan.steps)):
-        if step < first:
-            continue
-        if time.monotonic() > until:
-            parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({**parts, "step": step}, state_file)
-            return False
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, plan.steps)
         loss = model(input_ids=ids, labels=ids).loss
@@ -209,20 +193,16 @@ def make_model(plan: Plan, folder: Path, until: float) -> bool:
     save_tokenizer(tokenizer, folder)
     about = {"steps": plan.steps, "tokens": plan.steps * BATCH * LENGTH}
     write_json(folder / "made.json", about)
-    state_file.unlink(missing_ok=True)
-    return True
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so long")
     parser.add_argument("--only", choices=[plan.name for plan in PLANS], help="one of the two")
     options = parser.parse_args()
-    until = time.monotonic() + 60 * options.minutes
-    plans = [plan for plan in PLANS if options.only in (None, plan.name)]
-    done = all(make_model(plan, options.folder / plan.name, until) for plan in plans)
-    print("done" if done else "stopped early: run again to go on")
+    for plan in PLANS:
+        if options.only in (None, plan.name):
+            make_model(plan, options.folder / plan.name)
 
 
 if __name__ == "__main__":

@@ -9,22 +9,25 @@ on where it stopped; remove its folder to begin again.
 import dataclasses
 import itertools
 import os
+import shutil
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from vocagnolm import statistics
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.data.prepare import prepare
-from vocagnolm.demo import corpus, students, verdict
+from vocagnolm.demo import corpus, students
 from vocagnolm.demo.corpus import Problem
+from vocagnolm.evaluate.render import Request, write_requests
 from vocagnolm.pair import compare
 from vocagnolm.recipe import Recipe
-from vocagnolm.report.html import write_page
-from vocagnolm.report.runs import report_page
-from vocagnolm.report.sampling import write_sample
+from vocagnolm.report import Measure, ResultGroup, Results, report_page, write_page
+from vocagnolm.report.runs import write_sample
 from vocagnolm.workers import WorkerPool
 
 console = Console(highlight=False)
@@ -46,9 +49,10 @@ def run_demo(out: Path, budget: students.Budget = students.Budget()) -> None:
         f"prepare: {manifest['tokens']:,} student tokens in blocks, each with its guidance and its "
         "targets"
     )
-    before, measured = train_all(recipes, held_out, problems, budget)
-    page = make_page(out, recipes, before, measured, budget)
-    print_results(before, measured)
+    measured = train_all(recipes, held_out, problems, budget)
+    results = results_of(measured, len(problems))
+    page = make_page(out, recipes, results, budget)
+    print_results(results)
     minutes, seconds = divmod(round(time.monotonic() - started), 60)
     console.print(f"[bold]{page}[/bold] shows every token. {minutes} min {seconds:02d} s in all.")
 
@@ -95,8 +99,8 @@ def train_all(
     held_out: Path,
     problems: list[Problem],
     budget: students.Budget,
-) -> tuple[dict[str, float], dict[str, list[dict[str, float]]]]:
-    """All students, as many side by side as there are cores; and the start for comparison."""
+) -> "Measured":
+    """All students, as many side by side as there are cores; and their start for comparison."""
     workers = max(1, min(os.cpu_count() or 1, 8, len(recipes)))
     done: dict[tuple[str, int], dict[str, float]] = {}
     # one thread per student, also in the libraries that read this at their start
@@ -114,28 +118,22 @@ def train_all(
                 f"train {len(done)}/{len(recipes)}: {method}, seed {seed}: "
                 f"{done[key]['exact']:.1%} exact, {done[key]['bits_per_byte']:.3f} bits per byte"
             )
-        before = first.result()
-    measured = {
+        start = first.result()
+    return {START: [start]} | {
         method: [done[method, seed] for seed in range(budget.seeds)] for method in students.METHODS
     }
-    return before, measured
 
 
 def make_page(
-    out: Path,
-    recipes: dict[tuple[str, int], Recipe],
-    before: dict[str, float],
-    measured: dict[str, list[dict[str, float]]],
-    budget: students.Budget,
+    out: Path, recipes: dict[tuple[str, int], Recipe], results: Results, budget: students.Budget
 ) -> Path:
     folders = [Path(recipe.run.folder or "") for recipe in recipes.values()]
     guided = Path(recipes["guided", 0].run.folder or "")
     # what the start of the training sees: there the selection has the most to say
     write_sample(guided, documents=60, model=students.START)
     note = (
-        f"Every student went on from the same start ({before['exact']:.1%} exact, "
-        f"{before['bits_per_byte']:.3f} bits per byte) with the same {budget.tokens:,} tokens, the "
-        f"same settings and the same order of blocks; a seed decides that order. Measured on "
+        f"Every student went on from the same start with the same {budget.tokens:,} tokens, the "
+        "same settings and the same order of blocks; a seed decides that order. Measured on "
         f"{budget.problems} problems whose questions do not occur in the corpus. A toy, and a "
         "setting chosen so that there is something to learn: see docs/limits.md."
     )
@@ -143,24 +141,123 @@ def make_page(
         folders,
         title="Does a teacher with another vocabulary help?",
         subtitle="The demo: a small student goes on learning from a noisy web of math problems.",
-        results=verdict.results_of(measured, note),
+        results=dataclasses.replace(results, note=note),
     )
-    page = dataclasses.replace(page, recipe=recipes["guided", 0].to_yaml())
     return write_page(page, out / "report.html")
 
 
-def print_results(before: dict[str, float], measured: dict[str, list[dict[str, float]]]) -> None:
-    results = verdict.results_of(measured)
+def print_results(results: Results) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("method")
     for measure in results.measures:
         table.add_column(f"{measure.name}, {measure.unit}", justify="right")
-    table.add_row("start", f"{100 * before['exact']:.1f}", f"{before['bits_per_byte']:.3f}")
     for group in results.groups:
-        cells = []
-        for values, measure in zip(group.values, results.measures, strict=True):
-            cells.append(verdict.mean_and_spread(values, measure.digits))
-        table.add_row(group.name, *cells)
+        digits = [measure.digits for measure in results.measures]
+        table.add_row(group.name, *map(mean_and_spread, group.values, digits))
     console.print()
     console.print(table)
     console.print(f"\n{results.verdict}\n")
+
+
+# ---- what the runs say, in words: paired over seeds, and honest when they say nothing ----
+
+
+START = "start"
+MEASURES = {
+    "exact": Measure(name="Exact answers", unit="%", better="higher", digits=1),
+    "bits_per_byte": Measure(name="Bits per byte", unit="clean text", better="lower", digits=3),
+}
+WITH_TEACHER = {"guided": "guidance", "distill": "distillation"}
+"""Methods that are held against the controls, and what they are called."""
+CONTROLS = {"cpt": "plain pretraining", "random": "a random choice of as many tokens"}
+Measured = Mapping[str, Sequence[Mapping[str, float]]]
+"""Method (or the start) -> one record of measures for every seed, in the same order."""
+
+
+def results_of(measured: Measured, problems: int) -> Results:
+    """A row for every method, each with its standard errors over the problems."""
+    groups = []
+    for method, records in measured.items():
+        exact = [record["exact"] for record in records]
+        errors = [100 * (share * (1 - share) / max(problems - 1, 1)) ** 0.5 for share in exact]
+        bits: list[float | None] = [record["bits_per_byte"] for record in records]
+        groups.append(
+            ResultGroup(
+                name=method,
+                values=[[100 * share for share in exact], bits],
+                errors=[list(errors), [None] * len(bits)],
+            )
+        )
+    return Results(measures=list(MEASURES.values()), groups=groups, verdict=verdict(measured))
+
+
+def verdict(measured: Measured) -> str:
+    """What has a teacher against each control, first by answers and then by bits per byte."""
+    sentences = []
+    for key, measure in MEASURES.items():
+        for method in (one for one in WITH_TEACHER if one in measured):
+            clauses = [
+                _outcome(key, measured[method], measured[control], f"than {name}")
+                for control, name in CONTROLS.items()
+                if control in measured
+            ]
+            value = _value(key, measured[method])
+            sentences.append(
+                f"By {measure.name.lower()}, {WITH_TEACHER[method]} ({value}) was "
+                f"{'; '.join(clauses)}."
+            )
+    return " ".join(sentences)
+
+
+def _outcome(
+    key: str,
+    ours: Sequence[Mapping[str, float]],
+    theirs: Sequence[Mapping[str, float]],
+    than: str,
+) -> str:
+    sign = 1 if MEASURES[key].better == "higher" else -1
+    won = sum(sign * (our[key] - their[key]) > 0 for our, their in zip(ours, theirs, strict=True))
+    n, than = len(ours), f"{than} ({_value(key, theirs)})"
+    if won == n:
+        return f"better {than} on {'the one seed' if n == 1 else f'all {n} seeds'}"
+    if won == 0:
+        return f"not better {than}{' on any seed' if n > 1 else ''}"
+    return f"better {than} on only {won} of {n} seeds, so not clearly better"
+
+
+def _value(key: str, records: Sequence[Mapping[str, float]]) -> str:
+    mean = sum(record[key] for record in records) / len(records)
+    return f"{100 * mean:.1f} %" if key == "exact" else f"{mean:.3f}"
+
+
+def mean_and_spread(values: Sequence[float | None], digits: int) -> str:
+    """Mean ± standard deviation over seeds."""
+    mean, spread = statistics.mean_and_spread([value for value in values if value is not None])
+    return f"{mean:.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")
+
+
+# ---- what `vocagnolm study run toy` needs ----
+
+
+TASK = "gsm8k"  # how its answers are read: "The answer is 7."
+
+
+def write_materials(folder: Path) -> None:
+    """The demo's corpus, models and problems in one folder."""
+    budget = students.Budget()
+    documents = corpus.corpus_documents(budget.documents)
+    problems = corpus.held_out_problems(budget.problems, documents)
+    corpus.write_jsonl(folder / "corpus.jsonl", documents)
+    corpus.write_jsonl(folder / "right.jsonl", [d for d in documents if d[0] == corpus.CLEAN])
+    corpus.write_labelled(folder / "labelled.jsonl", documents)
+    for name, texts in corpus.specialists(budget.documents).items():
+        corpus.write_jsonl(folder / f"{name}.jsonl", texts)
+    corpus.write_held_out(folder / "held-out.jsonl", problems)
+    tokens = students.NEW_TOKENS
+    requests = [
+        Request(TASK, index, one.prompt, str(one.answer), ("\nQuestion:",), tokens)
+        for index, one in enumerate(problems)
+    ]
+    write_requests(folder / "requests.jsonl", requests)
+    for model in (students.START, students.TEACHER):
+        shutil.copytree(model, folder / model.name, dirs_exist_ok=True)

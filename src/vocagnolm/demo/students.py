@@ -136,7 +136,6 @@ def recipe_of(
 
 def score(teacher: Path, corpus: Path, store: Path, alternatives: int | str = 0) -> float:
     """The teacher reads the corpus once; its bits per byte."""
-    from vocagnolm.demo.make import END
     from vocagnolm.score import ScoreSettings, score_corpus
 
     settings = ScoreSettings(device="cpu", context=512, bos=END, alternatives=alternatives)
@@ -179,8 +178,6 @@ def measure(model: Path, held_out: Path, problems: Sequence[Problem]) -> dict[st
 def one_thread() -> None:
     """Small students side by side are faster than one after the other with several threads."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import torch
-
     torch.set_num_threads(1)
     quiet()
 

@@ -1,10 +1,9 @@
 """Pages from finished runs, or from a pair and a text: one self-contained HTML file.
 
-`page_data` holds what a page shows, as plain data. `passage`, `weights`, `kept`, `runs` and
-`sample` make that data; `html` writes it into one file.
+`page_data` holds what a page shows, as plain data, and writes it into one file. `passage`,
+`selection`, `runs` and `view` make that data.
 """
 
-from vocagnolm.report.html import render_page, write_page
 from vocagnolm.report.page_data import (
     Measure,
     Page,
@@ -17,6 +16,8 @@ from vocagnolm.report.page_data import (
     Statistics,
     TeacherRow,
     TokenRow,
+    render_page,
+    write_page,
 )
 from vocagnolm.report.runs import read_run, report_page
 from vocagnolm.report.view import Side, view_page

@@ -1,4 +1,4 @@
-"""What a page shows, as plain data that becomes JSON. Any part may be missing.
+"""What a page shows, as plain data, and the one self-contained HTML file that it becomes.
 
 Tokens are kept in columns (one list per field) because a page may hold 50,000 of them. Token
 texts are slices of the document's bytes; bytes that are no UTF-8 on their own (a character split
@@ -6,11 +6,19 @@ over two tokens) are kept as lone surrogates U+DC80..U+DCFF, Python's `surrogate
 survive JSON and which the page shows as hexadecimal bytes.
 """
 
+import base64
 import dataclasses
+import hashlib
 import json
 import math
+import os
 from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
+
+from vocagnolm.files import local_path, write_text
 
 FORMAT_VERSION = 2
 
@@ -61,7 +69,6 @@ class Passage:
     """What each token counts in the loss: 1 where it is kept and 0 where not, or a grade."""
     breaks: list[int] | None = None
     """Where another document begins: indices of student tokens."""
-    note: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,19 +126,13 @@ class Preflight:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KindShare:
-    kind: str
+class Share:
+    """How much of one kind of token, or of one token, is kept."""
+
+    name: str
     tokens: int
     kept: float
     """The sum of the weights: a number of tokens, unless weights are graded."""
-    mean_excess: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenShare:
-    text: str
-    tokens: int
-    kept: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,22 +152,22 @@ class Statistics:
     tokens: int
     kept: float
     unmapped: int
-    kinds: list[KindShare]
-    most_kept: list[TokenShare]
-    most_dropped: list[TokenShare]
+    kinds: list[Share]
+    most_kept: list[Share]
+    most_dropped: list[Share]
     excess: Histogram | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run: its curves, recipe and environment."""
+    """One training run: its loss, recipe and environment."""
 
     name: str
     method: str | None = None
     setting: str | None = None
     """Equal for the runs that differ in their seed alone."""
-    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """Metric name -> (step, value); long curves are means of equal bins of steps."""
+    loss: list[tuple[float, float]] = field(default_factory=list)
+    """(step, mean loss over all tokens in nats); of a long run, means of equal bins of steps."""
     steps_per_point: int = 1
     recipe: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
@@ -211,7 +212,6 @@ class Page:
     preflight: list[Preflight] = field(default_factory=list)
     results: Results | None = None
     runs: list[Run] = field(default_factory=list)
-    recipe: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -235,3 +235,58 @@ def to_json(page: Page) -> str:
     """The page's data as compact ASCII JSON (so lone surrogates travel as escapes)."""
     content = {"format": FORMAT_VERSION, **plain(page)}
     return json.dumps(content, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+# ---- the file ----
+
+# The page may hold any text, so it is built to be inert: the data sit in a JSON block that cannot
+# end early, the script only ever sets text content, and a content security policy with hashes lets
+# nothing else run and nothing be fetched.
+
+# Order matters: later files use what earlier ones define. They become one script.
+SCRIPTS = ("core.js", "tokens.js", "inspector.js", "rows.js", "charts.js", "sections.js", "main.js")
+
+
+def _resource(name: str) -> str:
+    return files("vocagnolm.report").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def _csp_hash(content: str) -> str:
+    digest = hashlib.sha256(content.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def inert_json(data: str) -> str:
+    """JSON that can stand inside a script element: no `<`, `>` or `&` is left to the parser, and
+    no line separator that older parsers trip over. All of them can only occur inside strings."""
+    for character in "<>&\u2028\u2029":
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    return data
+
+
+def render_page(page: Page) -> str:
+    """The page as one HTML document."""
+    style = "\n" + _resource("page.css")
+    scripts = "\n".join(_resource(name) for name in SCRIPTS)
+    script = f'\n"use strict";\n(() => {{\n{scripts}\n}})();\n'
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; "
+        f"script-src {_csp_hash(script)}; style-src {_csp_hash(style)}"
+    )
+    parts = {
+        "policy": escape(policy, quote=True),
+        "title": escape(page.title),
+        "style": style,
+        "script": script,
+        "data": inert_json(to_json(page)),
+    }
+    pieces = _resource("page.html").split("@@")
+    # template text and slot names alternate; the slots' content is never scanned again
+    return "".join(parts[piece] if at % 2 else piece for at, piece in enumerate(pieces))
+
+
+def write_page(page: Page, path: str | os.PathLike[str]) -> Path:
+    """Write the page; the file appears by rename, so a reader never sees half of it."""
+    target = local_path(path)
+    write_text(target, render_page(page))
+    return target

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,6 +14,8 @@ from vocagnolm.alignment import (
     TeacherTokens,
     TextTokenizer,
     TokenSpans,
+    align,
+    align_batch,
     carry_alternatives,
     vocabulary_overlap,
 )
@@ -20,13 +23,68 @@ from vocagnolm.alignment.alignment import as_spans
 from vocagnolm.alternatives import Alternatives, Vocabulary
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.pair.preflight import measure_fit
-from vocagnolm.report.page_data import Preflight, TeacherRow, TokenRow
+from vocagnolm.report.page_data import Passage, Preflight, TeacherRow, TokenRow
 
 TOKEN_TEXT_LIMIT = 400
 """Characters of one token that the page keeps. A tokenizer can make one token of a megabyte."""
 _KEPT_AT_END = 40
 
 FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A text, or several on one axis of bytes, as one model reads it."""
+
+    name: str
+    spans: NDArray[np.int64]
+    ids: NDArray[np.integer] | None = None
+    nll: NDArray[np.floating] | None = None
+    shown: Sequence[str | None] | None = None
+    """What a token is where the text does not show it, as of a chat template."""
+    alternatives: Alternatives | None = None
+    """A teacher's, with the table by which they become targets."""
+    table: TargetTable | None = None
+
+
+def joined(parts: Sequence[Reading], begins: NDArray[np.int64]) -> Reading:
+    """Documents that lie end to end, each from its byte of `begins`, as one text."""
+    first = parts[0]
+    given = [one.alternatives for one in parts if one.alternatives is not None]
+    packed = [one.packed for one in given]
+    return dataclasses.replace(
+        first,
+        spans=np.concatenate([one.spans + at for one, at in zip(parts, begins, strict=True)]),
+        ids=None if first.ids is None else np.concatenate([one.ids for one in parts]),
+        nll=None if first.nll is None else np.concatenate([one.nll for one in parts]),
+        shown=None if first.shown is None else [name for one in parts for name in one.shown or ()],
+        alternatives=Alternatives(np.concatenate(packed), given[0].sampled) if given else None,
+    )
+
+
+def make_passage(
+    title: str,
+    text: bytes,
+    student: Reading,
+    teachers: Sequence[Reading],
+    *,
+    begins: NDArray[np.int64],
+    breaks: list[int] | None = None,
+    inside: bool = True,
+) -> Passage:
+    """One text with the student's row and the teachers'. `begins`: bytes where documents begin;
+    `inside`: alternatives have a say inside the teacher's tokens too."""
+    ours, *theirs = (
+        token_row(one.name, text, one.spans, one.ids, one.nll, one.shown)
+        for one in (student, *teachers)
+    )
+    rows = []
+    for row, teacher in zip(theirs, teachers, strict=True):
+        found = teacher_row(row, align(student.spans, teacher.spans))
+        if teacher.alternatives is not None:
+            found = with_alternatives(found, student, teacher, text, begins=begins, inside=inside)
+        rows.append(found)
+    return Passage(title=title, student=ours, teachers=rows, breaks=breaks)
 
 
 def token_row(
@@ -37,8 +95,7 @@ def token_row(
     nll: ArrayLike | None = None,
     shown: Sequence[str | None] | None = None,
 ) -> TokenRow:
-    """One tokenizer's row over `text`: what each token covers, its id and its loss. `shown`: what a
-    token is where the text does not show it, as of a chat template."""
+    """One tokenizer's row over `text`: what each token covers, its id and its loss."""
     array = as_spans(spans)
     starts, ends = array[:, 0], array[:, 1]
     if len(array) and int(ends.max()) > len(text):
@@ -61,15 +118,10 @@ def token_row(
 
 
 def _token_text(token: bytes) -> str:
-    # a character has at most four bytes, so a short token needs no look at its characters
-    if len(token) > 4 * TOKEN_TEXT_LIMIT:
-        head = token[: 4 * TOKEN_TEXT_LIMIT].decode("utf-8", "surrogateescape")
-        tail = token[-4 * _KEPT_AT_END :].decode("utf-8", "surrogateescape")
-        return f"{head[: TOKEN_TEXT_LIMIT - _KEPT_AT_END]}…{tail[-_KEPT_AT_END:]}"
     whole = token.decode("utf-8", "surrogateescape")
-    if len(whole) > TOKEN_TEXT_LIMIT:
-        return f"{whole[: TOKEN_TEXT_LIMIT - _KEPT_AT_END]}…{whole[-_KEPT_AT_END:]}"
-    return whole
+    if len(whole) <= TOKEN_TEXT_LIMIT:
+        return whole
+    return f"{whole[: TOKEN_TEXT_LIMIT - _KEPT_AT_END]}…{whole[-_KEPT_AT_END:]}"
 
 
 def rounded(values: ArrayLike, digits: int = 4) -> list[float | None]:
@@ -106,53 +158,41 @@ _LEAST = 0.001
 _END = "⏹"  # an end of text or turn, which spells nothing
 
 
-@dataclasses.dataclass(frozen=True)
-class Expected:
-    """A teacher's alternatives over a text, and the table by which they become targets."""
-
-    table: TargetTable
-    alternatives: Alternatives
-    begins: NDArray[np.int64]
-    """Bytes where documents begin."""
-
-
 def with_alternatives(
     row: TeacherRow,
-    expected: Expected,
-    ids: NDArray[np.integer],
-    spans: NDArray[np.int64],
-    teacher_spans: NDArray[np.int64],
+    student: Reading,
+    teacher: Reading,
     text: bytes,
     *,
+    begins: NDArray[np.int64],
     inside: bool = True,
 ) -> TeacherRow:
-    """The row with what the teacher expected; `ids` and `spans` are the student's tokens. All
-    alternatives decide what becomes of those that are shown."""
-    given = expected.alternatives
+    """The row with what the teacher expected. All alternatives decide what becomes of those that
+    are shown."""
+    table, given = teacher.table, teacher.alternatives
+    assert table is not None and given is not None and student.ids is not None
     found = carry_alternatives(
-        expected.table,
-        ids,
-        spans,
-        TeacherTokens(spans=teacher_spans, alternatives=given),
+        table,
+        student.ids,
+        student.spans,
+        TeacherTokens(spans=teacher.spans, alternatives=given),
         Alignment(np.array(row.first), np.array(row.last)),
         np.frombuffer(text, np.uint8),
         inside=inside,
-        begins=expected.begins,
+        begins=begins,
     )
-    shown = _shown(given, expected.table.vocabulary)
+    shown = _shown(given, table.vocabulary)
     ids_given = given.ids.tolist()
     targets: list[list[tuple[str | None, float] | None]] = []
     for token, place in enumerate(row.first):
         if place < 0 or not found.told[token]:
             targets.append([])
             continue
-        begin, start = int(teacher_spans[place, 0]), int(spans[token, 0])
+        read = text[int(teacher.spans[place, 0]) : int(student.spans[token, 0])]
         pairs = zip(found.ids[token].tolist(), found.probability[token].tolist(), strict=True)
         targets.append(
             [
-                _target(expected.table, *pair)
-                if _goes_on(expected.table.vocabulary, index, text[begin:start])
-                else None
+                _target(table, *pair) if _goes_on(table.vocabulary, index, read) else None
                 for index, pair in zip(ids_given[place][: len(shown[place])], pairs, strict=False)
             ]
         )
@@ -170,20 +210,21 @@ def _shown(given: Alternatives, vocabulary: Vocabulary) -> list[list[tuple[str, 
         for index, p, present, is_next in zip(*place, strict=True):
             if not present or p < least:
                 break
-            spelled = vocabulary[index] if index < len(vocabulary) else b""
-            name = _END if index in ends else spelled.decode("utf-8", "surrogateescape")
-            rows.append((name, round(p, 4), is_next))
+            spelled = _spelled(vocabulary, index).decode("utf-8", "surrogateescape")
+            rows.append((_END if index in ends else spelled, round(p, 4), is_next))
         found.append(rows)
     return found
 
 
+def _spelled(vocabulary: Vocabulary, index: int) -> bytes:
+    return vocabulary[index] if index < len(vocabulary) else b""
+
+
 def _goes_on(vocabulary: Vocabulary, index: int, read: bytes) -> bool:
     """Whether the bytes already read leave an alternative possible; one that ends among them is."""
-    if not read:
-        return True
-    spelled = vocabulary[index] if index < len(vocabulary) else b""
+    spelled = _spelled(vocabulary, index)
     common = min(len(spelled), len(read))
-    return common > 0 and spelled[:common] == read[:common]
+    return not read or (common > 0 and spelled[:common] == read[:common])
 
 
 def _target(table: TargetTable, index: int, p: float) -> tuple[str | None, float]:
@@ -205,49 +246,34 @@ def preflight(
     teacher: TextTokenizer | None,
     ours: Sequence[TokenSpans],
     theirs: Sequence[NDArray[np.int64]],
-    alignments: Sequence[Alignment],
     *,
     exact: bool,
 ) -> Preflight:
     """How the pair fits on these texts. A store needs no teacher's tokenizer; where there is one,
     the vocabularies are compared."""
-    base = student
+    spans = [one.spans for one in ours]
     if isinstance(student, ChatTokenizer):  # what a template prints is neither mapped nor unmapped
-        base, ours, alignments = student.base, *_with_text(ours, alignments)
-    fit = measure_fit([one.spans for one in ours], theirs, alignments)
+        spans = [one.spans[one.token_bytes > 0] for one in ours]
     found = Preflight(
         student=names[0],
         teacher=names[1],
         student_vocabulary=student.vocabulary_size,
         text_bytes=sum(one.n_bytes for one in ours),
         exact=exact,
-        **vars(fit),
+        **vars(measure_fit(spans, theirs, align_batch(spans, theirs))),
     )
     if teacher is None:
         return found
-    if isinstance(teacher, ChatTokenizer):
-        teacher = teacher.base
-    overlap = vocabulary_overlap(base, teacher)
+    overlap = vocabulary_overlap(plain_tokenizer(student), plain_tokenizer(teacher))
     return dataclasses.replace(
         found,
-        teacher_vocabulary=teacher.vocabulary_size,
+        teacher_vocabulary=plain_tokenizer(teacher).vocabulary_size,
         overlap_raw=overlap.raw,
         overlap_marks=overlap.marks,
         overlap_bytes=overlap.bytes,
     )
 
 
-def _with_text(
-    ours: Sequence[TokenSpans], alignments: Sequence[Alignment]
-) -> tuple[list[TokenSpans], list[Alignment]]:
-    held = [one.token_bytes > 0 for one in ours]
-    return (
-        [
-            TokenSpans(one.ids[here], one.spans[here], one.n_bytes, one.lost_bytes)
-            for one, here in zip(ours, held, strict=True)
-        ],
-        [
-            Alignment(one.first[here], one.last[here])
-            for one, here in zip(alignments, held, strict=True)
-        ],
-    )
+def plain_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer:
+    """The tokenizer behind a chat template, or itself."""
+    return tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer

@@ -1,36 +1,55 @@
-"""Run folders as page data: recipe, curves, and the selection sample where there is one."""
+"""Run folders as pages: their settings, evaluations and losses side by side, and the selection
+sample, for which the finished student reads some documents of its corpus beside the teachers'
+stored losses, and the run's own rule selects."""
 
+import contextlib
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vocagnolm.errors import VocagnolmError
+from vocagnolm.alignment import TargetTable, TextTokenizer, TokenSpans, load_tokenizer
+from vocagnolm.alternatives import Alternatives
+from vocagnolm.data.corpus import Corpus, Document, document_hash
+from vocagnolm.data.guidance import tiling
+from vocagnolm.data.identity import recipe_corpus, student_chat
+from vocagnolm.data.targets import common_alternatives, target_table
+from vocagnolm.data.teachers import Lookup
+from vocagnolm.errors import TemplateError, VocagnolmError
 from vocagnolm.evaluate.results import Evaluation, read_results
 from vocagnolm.evaluate.settings import marks
 from vocagnolm.evaluate.suite import AVERAGES, TASKS
-from vocagnolm.files import json_digest, local_path, parse_json
+from vocagnolm.files import json_digest, local_path, parse_json, write_text
+from vocagnolm.recipe import Recipe, load_recipe, recipe_from_dict
 from vocagnolm.recipe.schema import parse_yaml
-from vocagnolm.report.html import write_page
-from vocagnolm.report.kept import statistics
-from vocagnolm.report.page_data import Measure, Page, ResultGroup, Results, Run
-from vocagnolm.report.sampling import Sample, has_sample, read_sample
-from vocagnolm.report.settings import environment, setting_names
-from vocagnolm.train.folder import with_current_names
-
-CURVE_POINTS = 100
-"""A curve on a page has no more points than this; longer ones are means over equal bins."""
-CURVES = (
-    "nll_kept",
-    "nll_all",
-    "kept_share",
-    "mapped_share",
-    "learning_rate",
-    "tokens_per_second",
+from vocagnolm.report.page_data import (
+    FORMAT_VERSION,
+    Measure,
+    Page,
+    Passage,
+    Preflight,
+    ResultGroup,
+    Results,
+    Run,
+    Selection,
+    TeacherRow,
+    TokenRow,
+    plain,
+    write_page,
 )
+from vocagnolm.report.passage import Reading, joined, make_passage, plain_tokenizer, preflight
+from vocagnolm.report.selection import statistics, weigh_passages
+from vocagnolm.report.view import environment, model_name, model_scorer, only_answers
+from vocagnolm.store import LossStore
+from vocagnolm.train import folder as run_folder
+
+CURVE_POINTS = 50
+"""A curve on a page has no more points than this; longer ones are means over equal bins."""
 
 
 class RunError(VocagnolmError):
@@ -46,99 +65,57 @@ def read_run(folder: str | Path, name: str | None = None, setting: str | None = 
             f"{path} is not a run folder: expected recipe.yaml and metrics.jsonl in it. "
             "Give the folder that `vocagnolm train` wrote (run.folder in the recipe)"
         )
-    recipe = recipe_file.read_text("utf-8", "replace") if recipe_file.is_file() else None
-    steps = read_metrics(metrics_file) if metrics_file.is_file() else []
-    curves, per_point = training_curves(steps)
+    # where a resumed run wrote a step again, the later line counts
+    steps = {record["step"]: record for record in run_folder.read_metrics(metrics_file)}
+    loss, per_point = _loss_curve([steps[step] for step in sorted(steps)])
+    last = steps[max(steps)] if steps else {}
+    forms = {
+        "steps": ("step", "{:,}"),
+        "tokens": ("tokens", "{:,.0f}"),
+        "last loss": ("loss", "{:.4f}"),
+    }
+    versions = _about(path).get("versions")
     return Run(
         name=name or path.name,
-        method=_method(recipe),
+        method=(read_setting(path) or {}).get("objective.method"),
         setting=setting,
-        curves=curves,
+        loss=loss,
         steps_per_point=per_point,
-        recipe=recipe,
-        environment=_environment_of(path),
-        facts=_facts(steps),
+        recipe=recipe_file.read_text("utf-8", "replace") if recipe_file.is_file() else None,
+        environment={str(k): str(v) for k, v in versions.items()}
+        if isinstance(versions, dict)
+        else {},
+        facts={
+            name: form.format(last[key])
+            for name, (key, form) in forms.items()
+            if isinstance(last.get(key), int | float)
+        },
     )
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a run. A last line cut short by a crash is left out; where a resumed run
-    wrote a step again, the later line counts."""
-    steps: dict[int, dict[str, Any]] = {}
-    lines = path.read_text("utf-8", "replace").splitlines()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = parse_json(line)
-        except ValueError:
-            if number == len(lines):
-                continue
-            raise RunError(
-                f"{path}, line {number}: not JSON. Expected one object for each step; "
-                "remove the damaged line to read the rest"
-            ) from None
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            steps[record["step"]] = with_current_names(record)
-    return [steps[step] for step in sorted(steps)]
-
-
-def training_curves(
-    steps: Sequence[dict[str, Any]],
-) -> tuple[dict[str, list[tuple[float, float]]], int]:
-    """Metric -> points, and how many steps one point stands for."""
-    per_point = max(1, math.ceil(len(steps) / CURVE_POINTS))
-    curves = {}
-    # what is minimised depends on the normalisation; it stands in only where nothing better is
-    known = any("nll_kept" in record for record in steps)
-    for metric in CURVES if known else ("loss", *CURVES):
+def _loss_curve(steps: Sequence[dict[str, Any]]) -> tuple[list[tuple[float, float]], int]:
+    """The mean loss over all tokens, which methods can be compared by, and how many steps one
+    point stands for; of a run that did not write it, the loss that was minimised."""
+    for metric in ("nll_all", "loss"):
         pairs = [
             (float(record["step"]), float(record[metric]))
             for record in steps
             if isinstance(record.get(metric), int | float) and math.isfinite(record[metric])
         ]
         if len(pairs) > 1:
-            bins = [pairs[at : at + per_point] for at in range(0, len(pairs), per_point)]
-            curves[metric] = [_mean_point(points) for points in bins]
-    return curves, per_point
+            per_point = math.ceil(len(pairs) / CURVE_POINTS)
+            bins = (pairs[at : at + per_point] for at in range(0, len(pairs), per_point))
+            means = (np.mean(points, axis=0).tolist() for points in bins)
+            return [(round(step, 1), float(f"{value:.5g}")) for step, value in means], per_point
+    return [], 1
 
 
-def _mean_point(points: list[tuple[float, float]]) -> tuple[float, float]:
-    step, value = np.mean(np.array(points), axis=0)
-    return round(float(step), 1), float(f"{value:.5g}")
-
-
-def _method(recipe: str | None) -> str | None:
-    if recipe is None:
-        return None
+def _about(run: Path) -> dict[str, Any]:
+    """run.json; empty where an older run, or one of another program, has none that can be read."""
     try:
-        content = parse_yaml(recipe)
-    except ValueError:
-        return None
-    objective = content.get("objective") if isinstance(content, dict) else None
-    method = objective.get("method") if isinstance(objective, dict) else None
-    return str(method) if method else None
-
-
-def _environment_of(run: Path) -> dict[str, str]:
-    """The versions that `train` wrote into run.json."""
-    try:
-        content = parse_json((run / "run.json").read_text(encoding="utf-8"))
-        return {str(name): str(value) for name, value in content["versions"].items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return {}  # an older run, or one of another program: the page does without
-
-
-def _facts(steps: Sequence[dict[str, Any]]) -> dict[str, str]:
-    if not steps:
+        return run_folder.read_run(run)
+    except VocagnolmError:
         return {}
-    last = steps[-1]
-    facts = {"steps": f"{last['step']:,}"}
-    if isinstance(last.get("tokens"), int | float):
-        facts["tokens"] = f"{int(last['tokens']):,}"
-    if isinstance(last.get("loss"), int | float):
-        facts["last loss"] = f"{last['loss']:.4f}"
-    return facts
 
 
 def report_page(
@@ -149,7 +126,7 @@ def report_page(
     results: Results | None = None,
     notes: Sequence[str] = (),
 ) -> Page:
-    """The page for finished runs: their evaluations and curves side by side, and the text of the
+    """The page for finished runs: their evaluations and losses side by side, and the text of the
     first run that has a selection sample."""
     folders = [Path(run) for run in runs]
     if not folders:
@@ -157,7 +134,7 @@ def report_page(
     names = _names(folders)
     settings = setting_names(folders, names)
     read = [read_run(*one) for one in zip(folders, names, settings, strict=True)]
-    sample = next((s for s in map(_sample_of, folders) if s is not None), None) or Sample()
+    sample = next(filter(None, map(read_sample, folders)), Sample())
     return Page(
         title=title or (read[0].name if len(read) == 1 else f"{len(read)} runs, side by side"),
         subtitle=subtitle,
@@ -178,72 +155,78 @@ def write_report(
     """`vocagnolm report --html`: makes a selection sample when no run has one yet. Where that
     cannot be done (no store, no model, a corpus that has moved) the page says why."""
     folders = [Path(run) for run in runs]
-    notes = []
-    if sample_documents and not any(has_sample(folder) for folder in folders):
-        note = _make_sample(folders, sample_documents)
-        if note is not None:
-            notes.append(note)
+    notes: list[str] = []
+    if sample_documents and not any(read_sample(folder) for folder in folders):
+        for folder in sorted(folders, key=lambda one: read_run(one).method != "guided"):
+            try:
+                write_sample(folder, documents=sample_documents)
+                notes = []
+                break
+            except VocagnolmError as error:
+                notes = [
+                    f"The page shows no text, because no selection sample could be made: {error}"
+                ]
     return write_page(report_page(folders, notes=notes), html)
 
 
-def _make_sample(folders: Sequence[Path], documents: int) -> str | None:
-    """Try the guided runs first; the reason of the last failure when all fail."""
-    from vocagnolm.report.sampling import write_sample
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names, with as many parents as it takes to tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for depth in range(1, max(len(p) for p in parts) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return ["/".join(p[-2:]) for p in parts]
 
-    guided_first = sorted(folders, key=lambda folder: read_run(folder).method != "guided")
-    reason = None
-    for folder in guided_first:
-        try:
-            write_sample(folder, documents=documents)
-            return None
-        except VocagnolmError as error:
-            reason = str(error)
-    return f"The page shows no text, because no selection sample could be made: {reason}"
+
+# ---- evaluations ----
 
 
 def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results | None:
     """What `vocagnolm evaluate` left in the runs: a column for each task, a row for each setting
     with its seeds. Scores made under other conditions have a column of their own, named after what
     differs. None when no run was evaluated."""
-    evaluations = [_evaluation(folder) for folder in folders]
-    scores: list[dict[str, _Score]] = [{} for _ in folders]
+    scores: list[dict[str, tuple[float, float | None]]] = [{} for _ in folders]
+    measures: dict[str, Measure] = {}
+    evaluations = dict(enumerate(map(_evaluation, folders)))
     for task in (*TASKS, *AVERAGES, "bits_per_byte"):
-        held = [(at, one) for at, one in enumerate(evaluations) if _score(one, task) is not None]
-        apart = marks([_conditions(one, task) for _, one in held])
-        for (at, one), mark in zip(held, apart, strict=True):
-            score = _score(one, task)
-            assert score is not None
-            scores[at][f"{task} ({mark})" if mark else task] = score
-    names = list(dict.fromkeys(name for one in scores for name in one))
-    if not names:
+        held = {
+            at: score
+            for at, one in evaluations.items()
+            if one is not None and (score := _score(one, task)) is not None
+        }
+        apart = marks([_conditions(evaluations[at], task) for at in held])
+        names = [f"{task} ({mark})" if mark else task for mark in apart]
+        for name, (at, score) in zip(names, held.items(), strict=True):
+            scores[at][name] = score
+        for name in sorted(set(names)):
+            measures[name] = (
+                Measure(
+                    name=name.replace("bits_per_byte", "bits per byte"), better="lower", digits=4
+                )
+                if task == "bits_per_byte"
+                else Measure(name=name, unit="%", digits=1)
+            )
+    if not measures:
         return None
-    names.sort(key=_place)
-    rows = list(dict.fromkeys(run.setting or run.name for run in runs))
-    groups = []
-    for row in rows:
-        mine = [s for s, run in zip(scores, runs, strict=True) if (run.setting or run.name) == row]
-        table = [[s.get(name, _Score()) for s in mine] for name in names]
-        groups.append(
+    groups: dict[str, list[dict[str, tuple[float, float | None]]]] = {}
+    for run, found in zip(runs, scores, strict=True):
+        groups.setdefault(run.setting or run.name, []).append(found)
+    tables = {
+        row: [[found.get(name, (None, None)) for found in seeds] for name in measures]
+        for row, seeds in groups.items()
+    }
+    return Results(
+        measures=list(measures.values()),
+        groups=[
             ResultGroup(
                 name=row,
-                values=[[score.value for score in seeds] for seeds in table],
-                errors=[[score.error for score in seeds] for seeds in table],
+                values=[[value for value, _ in seeds] for seeds in table],
+                errors=[[error for _, error in seeds] for seeds in table],
             )
-        )
-    measures = [
-        Measure(name=name.replace("bits_per_byte", "bits per byte"), better="lower", digits=4)
-        if name.startswith("bits_per_byte")
-        else Measure(name=name, unit="%", digits=1)
-        for name in names
-    ]
-    return Results(measures=measures, groups=groups)
-
-
-@dataclass(frozen=True)
-class _Score:
-    value: float | None = None
-    error: float | None = None
-    """Standard error over questions."""
+            for row, table in tables.items()
+        ],
+    )
 
 
 def _evaluation(folder: Path) -> Evaluation | None:
@@ -253,18 +236,17 @@ def _evaluation(folder: Path) -> Evaluation | None:
         return None
 
 
-def _score(evaluation: Evaluation | None, name: str) -> _Score | None:
-    """Of a task, an average or the text; None where it was not measured."""
-    if evaluation is None:
-        return None
+def _score(evaluation: Evaluation, name: str) -> tuple[float, float | None] | None:
+    """Of a task, an average or the text, with its standard error over questions; None where it was
+    not measured."""
     if name == "bits_per_byte":
         bits = evaluation.bits_per_byte
-        return None if bits is None else _Score(bits)
+        return None if bits is None else (bits, None)
     if name in AVERAGES:
         mean = evaluation.averages()[name]
-        return None if mean is None else _Score(mean, evaluation.average_stderrs()[name])
+        return None if mean is None else (mean, evaluation.average_stderrs()[name])
     task = evaluation.tasks.get(name)
-    return None if task is None else _Score(task.score, task.stderr)
+    return None if task is None else (task.score, task.stderr)
 
 
 def _conditions(evaluation: Evaluation | None, name: str) -> dict[str, Any]:
@@ -282,20 +264,341 @@ def _conditions(evaluation: Evaluation | None, name: str) -> dict[str, Any]:
     }
 
 
-def _place(column: str) -> tuple[int, str]:
-    order = [*TASKS, *AVERAGES, "bits_per_byte"]
-    return order.index(column.partition(" ")[0]), column
+# ---- which runs are seeds of one setting, and what sets the others apart ----
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names, with as many parents as it takes to tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    for depth in range(1, max(len(p) for p in parts) + 1):
-        names = ["/".join(p[-depth:]) for p in parts]
-        if len(set(names)) == len(names):
-            return names
-    return ["/".join(p[-2:]) for p in parts]
+# what a seed of one setting may differ in
+_OF_A_SEED = frozenset({"run.seed", "run.folder", "run.save_every"}) | run_folder.RUNTIME_KEYS
+_NAMED = 3
+"""Differing keys that a name holds; where there are more it says how many."""
+_VALUE_LIMIT = 32
+
+Setting = dict[str, Any]
+"""`section.key` to value, of all that decides what is trained, but for the seed."""
 
 
-def _sample_of(folder: Path) -> Sample | None:
-    return read_sample(folder) if has_sample(folder) else None
+def read_setting(run: Path) -> Setting | None:
+    """None where the folder has no recipe that can be read."""
+    try:
+        content = parse_yaml((run / "recipe.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict):
+        return None
+    with contextlib.suppress(VocagnolmError):  # of another version: its own words are compared
+        content = recipe_from_dict(content).to_dict()
+    flat: Setting = {}
+    for section, value in content.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{section}.{key}": one for key, one in value.items()}
+        else:
+            flat[section] = value
+    # the blocks' fingerprint: equal recipes may have read other data
+    blocks = _about(run).get("blocks")
+    if isinstance(blocks, str):
+        flat["blocks"] = blocks[:8]
+    return {key: value for key, value in flat.items() if key not in _OF_A_SEED}
+
+
+def setting_names(runs: Sequence[Path], names: Sequence[str]) -> list[str]:
+    """A name for each run's setting; equal for the seeds of one. Settings of one method are told
+    apart by what differs among them: `guided · objective.keep 0.4`. A run without a recipe is a
+    setting of its own, under its own name."""
+    settings = [read_setting(run) for run in runs]
+    known: list[tuple[Setting | None, str]] = []
+    result = []
+    for setting, name in zip(settings, names, strict=True):
+        found = next((label for other, label in known if setting and other == setting), None)
+        if found is None:
+            found = name if setting is None else _label(setting, settings) or name
+            if found in (label for _, label in known):  # long values look alike in the short
+                found = f"{found} · {name}"
+            known.append((setting, found))
+        result.append(found)
+    return result
+
+
+def _label(setting: Setting, settings: Sequence[Setting | None]) -> str | None:
+    method = setting.get("objective.method")
+    if not method:
+        return None
+    rivals = [other for other in settings if other and other.get("objective.method") == method]
+    keys = dict.fromkeys(key for rival in rivals for key in rival)
+    differing = [key for key in keys if any(s.get(key) != setting.get(key) for s in rivals)]
+    parts = [f"{key} {_value(setting.get(key))}" for key in differing[:_NAMED]]
+    if len(differing) > _NAMED:
+        parts.append(f"{len(differing) - _NAMED} more")
+    return " · ".join([str(method), *parts])
+
+
+def _value(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= _VALUE_LIMIT else f"…{text[1 - _VALUE_LIMIT :]}"
+
+
+# ---- the selection sample ----
+
+
+SAMPLE_FILE = "tokens.json"
+PASSAGE_TOKENS = 600
+"""Short documents are joined to passages of about so many student tokens."""
+MAX_TOKENS = 50_000
+"""Student tokens on a page, over all documents of the sample."""
+
+
+class SampleError(VocagnolmError):
+    """A selection sample cannot be read or made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Passages of a run's corpus with what its rule makes of them."""
+
+    passages: list[Passage] = field(default_factory=list)
+    selection: Selection | None = None
+    preflight: list[Preflight] = field(default_factory=list)
+
+
+def write_sample(
+    run: str | Path, *, documents: int = 16, seed: int = 0, model: str | Path | None = None
+) -> Path:
+    """Compute a run's sample and leave it in its folder as `tokens.json`."""
+    return save_sample(compute_sample(run, documents=documents, seed=seed, model=model), run)
+
+
+def save_sample(sample: Sample, run: str | Path) -> Path:
+    """Write `tokens.json` into a run folder, whole or not at all."""
+    path = Path(run) / SAMPLE_FILE
+    content = json.dumps({"format": FORMAT_VERSION, **plain(sample)}, separators=(",", ":"))
+    write_text(path, content)
+    return path
+
+
+def read_sample(run: str | Path) -> Sample | None:
+    """None where there is none of today's form; older ones showed another rule's selection."""
+    path = Path(run) / SAMPLE_FILE
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+        if content["format"] < FORMAT_VERSION:
+            return None
+        if content["format"] > FORMAT_VERSION:
+            raise ValueError(f"format {content['format']}; this version reads {FORMAT_VERSION}")
+        return Sample(
+            passages=[
+                Passage(
+                    **entry
+                    | {
+                        "student": TokenRow(**entry["student"]),
+                        "teachers": [TeacherRow(**row) for row in entry.get("teachers", [])],
+                    }
+                )
+                for entry in content.get("passages", [])
+            ],
+            selection=Selection(**content["selection"]) if "selection" in content else None,
+            preflight=[Preflight(**entry) for entry in content.get("preflight", [])],
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise SampleError(
+            f"{path} is no selection sample ({error}). Remove it: `vocagnolm report --html` makes "
+            "it again"
+        ) from None
+
+
+def compute_sample(
+    run: str | Path,
+    *,
+    documents: int = 16,
+    seed: int = 0,
+    model: str | Path | None = None,
+) -> Sample:
+    """Documents drawn at random, with the losses of the run's model (or another `model`, for
+    example the start of training) and of the teachers' stores."""
+    from vocagnolm.train.settings import objective_config
+
+    folder = Path(run)
+    recipe = load_recipe(folder / "recipe.yaml")
+    _require_losses(folder, recipe)
+    student = Path(model) if model is not None else folder / "model"
+    if not student.is_dir():
+        raise SampleError(f"{student} is not there: a sample needs the trained model")
+    corpus = recipe_corpus(recipe)
+    template = partial(student_chat, recipe) if corpus.conversations else None
+    tokenizer, score = model_scorer(str(student), template=template)
+    stores = [LossStore.open(path) for path in recipe.stores]
+    spec = None
+    if recipe.needs_targets and not recipe.needs_online_teacher:
+        spec = common_alternatives(stores, recipe.objective.alternatives)
+    count = None if spec is None else spec.count
+    teachers = [_Teacher(one, corpus, _table(recipe, tokenizer, one), count) for one in stores]
+    read = _choose(corpus, teachers, tokenizer, documents, seed)
+    name = _student_name(recipe)
+    ours = []
+    for one, nll in zip(read, score([one.tokens.ids for one in read]), strict=True):
+        assert isinstance(nll, np.ndarray)
+        if corpus.conversations:
+            nll = only_answers(one.text, one.tokens, nll, recipe.data.train_on)
+        ids, spans = one.tokens.ids, one.tokens.spans
+        shown = tokenizer.shown(one.text, one.tokens)
+        ours.append(Reading(name=name, spans=spans, ids=ids, nll=nll, shown=shown))
+    passages, rule = weigh_passages(
+        [
+            _passage(read[group], ours[group], recipe.objective.inside)
+            for group in _groups([len(one.tokens) for one in read])
+        ],
+        objective_config(recipe),
+        aggregation=recipe.objective.aggregation,
+        how=recipe.store.combine or "min",
+        alternatives=spec,
+    )
+    pairs = []
+    for at, store in enumerate(stores):
+        held = [one for one in read if len(one.teachers[at].spans)]
+        pairs.append(
+            preflight(
+                (name, store.teacher_name),
+                tokenizer,
+                _teacher_tokenizer(recipe),
+                [one.tokens for one in held],
+                [one.teachers[at].spans for one in held],
+                exact=all(one.tokens.exact for one in held),
+            )
+        )
+    return Sample(passages=passages, selection=rule, preflight=pairs)
+
+
+def _require_losses(folder: Path, recipe: Recipe) -> None:
+    if recipe.objective.entropy_keep is not None:
+        raise SampleError(
+            f"{folder} selects by the reference model's entropy too (objective.entropy_keep), "
+            "which no store holds"
+        )
+    if recipe.needs_guidance and not recipe.stores:
+        raise SampleError(
+            f"{folder} has no loss store in its recipe: a sample needs the teacher's losses"
+        )
+
+
+def _student_name(recipe: Recipe) -> str:
+    """The student that a run began with."""
+    if recipe.student.model is not None:
+        return model_name(recipe.student.model)
+    return f"{(recipe.student.config or {}).get('model_type', 'model')} from scratch"
+
+
+def _table(recipe: Recipe, student: TextTokenizer, store: LossStore) -> TargetTable | None:
+    """How a store's alternatives become targets; None where it has none."""
+    if store.kept_alternatives is None:
+        return None
+    base = plain_tokenizer(student)
+    eos = base.eos_id if recipe.data.eos == "auto" else base.id_of(recipe.data.eos or "")
+    return target_table(student, store.vocabulary, eos)
+
+
+def _teacher_tokenizer(recipe: Recipe) -> TextTokenizer | None:
+    """The one that the recipe names, of its one teacher; the store itself needs none."""
+    if recipe.teacher_tokenizer is None or len(recipe.stores) > 1:
+        return None
+    with contextlib.suppress(VocagnolmError):
+        return load_tokenizer(recipe.teacher_tokenizer)
+    return None
+
+
+class _Teacher:
+    """A store's losses and alternatives (`count` of them; None: all) as a page's row."""
+
+    def __init__(
+        self, store: LossStore, corpus: Corpus, table: TargetTable | None, count: int | None
+    ):
+        self._store, self._lookup = store, Lookup(store, corpus.fingerprint)
+        self._table, self._count = table, count
+
+    def read(self, index: int, digest: bytes) -> Reading:
+        """A document; without tokens where the store lacks it."""
+        at = self._lookup.place(index, digest)
+        token_bytes, nll = np.zeros(0, np.int64), np.zeros(0, np.float32)
+        given = None
+        if at is not None:
+            token_bytes, nll = self._store[at]
+            if self._table is not None:
+                found = self._store.alternatives(at)
+                given = Alternatives(found.packed[:, : self._count], found.sampled)
+        return Reading(
+            name=self._store.teacher_name,
+            spans=tiling(token_bytes),
+            nll=nll,
+            alternatives=given,
+            table=self._table,
+        )
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A document as the student and the teachers' stores have it."""
+
+    document: Document
+    text: str
+    tokens: TokenSpans
+    teachers: list[Reading]
+
+
+def _choose(
+    corpus: Corpus,
+    teachers: Sequence[_Teacher],
+    tokenizer: TextTokenizer,
+    documents: int,
+    seed: int,
+) -> list[_Read]:
+    """Random documents that a store holds, in corpus order, up to the page's token limit; without
+    a store any document will do."""
+    chosen: list[_Read] = []
+    room = MAX_TOKENS
+    for index in np.random.default_rng(seed).permutation(len(corpus)).tolist():
+        if len(chosen) == documents:
+            break
+        document = next(corpus.read(index, index + 1))
+        if not document.text:
+            continue
+        digest = document_hash(document.text)
+        found = [teacher.read(index, digest) for teacher in teachers]
+        if teachers and not any(len(one.spans) for one in found):
+            continue
+        try:
+            tokens = tokenizer.spans(document.text)
+        except TemplateError:  # prepare left it out as well
+            continue
+        if len(tokens) <= room:
+            chosen.append(_Read(document, document.text, tokens, found))
+            room -= len(tokens)
+    if not chosen:
+        raise SampleError(
+            "no document of the corpus is in the store and short enough for a page. "
+            "Check that corpus.files and store.path of the recipe belong together"
+        )
+    return sorted(chosen, key=lambda one: one.document.index)
+
+
+def _groups(sizes: Sequence[int]) -> Iterator[slice]:
+    """Short documents are shown together: a page of fifty passages of one line is no joy."""
+    start = held = 0
+    for at, size in enumerate(sizes, 1):
+        held += size
+        if held >= PASSAGE_TOKENS or at == len(sizes):
+            yield slice(start, at)
+            start, held = at, 0
+
+
+def _passage(group: Sequence[_Read], ours: Sequence[Reading], inside: bool) -> Passage:
+    text = b"".join(one.text.encode() for one in group)
+    begins = np.cumsum([0, *(len(one.text.encode()) for one in group)])[:-1]
+    more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+    return make_passage(
+        group[0].document.place + more,
+        text,
+        joined(ours, begins),
+        [joined(parts, begins) for parts in zip(*(one.teachers for one in group), strict=True)],
+        begins=begins,
+        breaks=np.cumsum([len(one.tokens) for one in group])[:-1].tolist() or None,
+        inside=inside,
+    )

@@ -1,7 +1,11 @@
 """The page for any student, any teachers and any text, without a training run."""
 
+import os
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,21 +14,18 @@ from numpy.typing import NDArray
 from vocagnolm.alignment import (
     AGGREGATIONS,
     Aggregation,
-    Alignment,
+    TargetTable,
     TextTokenizer,
     TokenSpans,
-    align,
     load_tokenizer,
     token_texts,
 )
 from vocagnolm.alternatives import Alternatives, AlternativesSpec
 from vocagnolm.chat import ChatTokenizer, TrainOn, trained_ranges, trained_tokens
 from vocagnolm.errors import UsageError
-from vocagnolm.report.kept import statistics
-from vocagnolm.report.page_data import Page, Passage, Selection, TeacherRow
-from vocagnolm.report.passage import preflight, teacher_row, token_row
-from vocagnolm.report.settings import environment, model_name
-from vocagnolm.report.weights import add_guidance, weigh_passages
+from vocagnolm.report.page_data import Page
+from vocagnolm.report.passage import SHOWN, Reading, make_passage, plain_tokenizer, preflight
+from vocagnolm.report.selection import add_guidance, statistics, weigh_passages
 
 if TYPE_CHECKING:
     from vocagnolm.model.nll import TokenScores
@@ -53,16 +54,6 @@ class Side:
         return self.name or self.tokenizer.name
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """All texts as one side reads them."""
-
-    side: Side
-    spans: list[TokenSpans]
-    nll: Sequence[NDArray[np.float32] | None]
-    alternatives: Sequence[NDArray[np.uint32] | None]
-
-
 def view_page(
     student: Side,
     teachers: Sequence[Side],
@@ -77,15 +68,21 @@ def view_page(
     if not any(text for _, text in texts):
         raise UsageError("there is no text to show: give some with --text or --file")
     contents = [text for _, text in texts]
-    ours, *theirs = (_read(side, contents) for side in (student, *teachers))
-    alignments = [
-        [align(o.spans, t.spans) for o, t in zip(ours.spans, reading.spans, strict=True)]
-        for reading in theirs
-    ]
-    passages = [_passage(at, *texts[at], ours, theirs, alignments) for at in range(len(texts))]
+    spans = [side.tokenizer.spans_batch(contents) for side in (student, *teachers)]
+    ours, *theirs = (
+        _read(side, contents, found, student.tokenizer)
+        for side, found in zip((student, *teachers), spans, strict=True)
+    )
+    passages = []
+    for (title, text), own, *read in zip(texts, ours, *theirs, strict=True):
+        begins = np.zeros(0 if isinstance(student.tokenizer, ChatTokenizer) else 1, np.int64)
+        passages.append(make_passage(title, text.encode(), own, read, begins=begins))
     rule = None
     if student.score is not None and any(teacher.score is not None for teacher in teachers):
-        passages, rule = _select(passages, keep, aggregation, unmapped)
+        from vocagnolm.objective import ObjectiveConfig
+
+        config = ObjectiveConfig(method="guided", keep=keep, unmapped=unmapped)  # type: ignore[arg-type]
+        passages, rule = weigh_passages(passages, config, aggregation=aggregation)
     else:
         passages = [add_guidance(passage, aggregation=aggregation) for passage in passages]
     return Page(
@@ -96,34 +93,54 @@ def view_page(
         statistics=statistics(passages),
         preflight=[
             preflight(
-                (student.label, reading.side.label),
+                (student.label, teacher.label),
                 student.tokenizer,
-                reading.side.tokenizer,
-                ours.spans,
-                [one.spans for one in reading.spans],
-                aligned,
-                exact=all(one.lost_bytes == 0 for one in (*ours.spans, *reading.spans)),
+                teacher.tokenizer,
+                spans[0],
+                [one.spans for one in found],
+                exact=all(one.exact for one in (*spans[0], *found)),
             )
-            for reading, aligned in zip(theirs, alignments, strict=True)
+            for teacher, found in zip(teachers, spans[1:], strict=True)
         ],
         environment=environment(),
     )
 
 
-def _read(side: Side, texts: Sequence[str]) -> _Reading:
-    spans = side.tokenizer.spans_batch(texts)
-    nll: list[NDArray[np.float32] | None] = [None] * len(spans)
-    others: list[NDArray[np.uint32] | None] = [None] * len(spans)
-    if side.score is not None:
-        found = side.score([one.ids for one in spans])
-        nll = [one if isinstance(one, np.ndarray) else one.nll for one in found]
-        others = [None if isinstance(one, np.ndarray) else one.alternatives for one in found]
-    if isinstance(side.tokenizer, ChatTokenizer):
-        nll = [
-            None if losses is None else only_answers(text, one, losses)
-            for text, one, losses in zip(texts, spans, nll, strict=True)
-        ]
-    return _Reading(side, spans, nll, others)
+def _read(
+    side: Side, texts: Sequence[str], spans: Sequence[TokenSpans], student: TextTokenizer
+) -> list[Reading]:
+    """The texts as one side reads them, with what its model expected where it was asked."""
+    scores = [None] * len(spans) if side.score is None else side.score([one.ids for one in spans])
+    table: TargetTable | None = None
+    readings = []
+    for text, one, score in zip(texts, spans, scores, strict=True):
+        nll = score if score is None or isinstance(score, np.ndarray) else score.nll
+        packed = getattr(score, "alternatives", None)
+        if packed is not None:
+            table = table or _target_table(student, side.tokenizer)
+        if nll is not None and isinstance(side.tokenizer, ChatTokenizer):
+            nll = only_answers(text, one, nll)
+        readings.append(
+            Reading(
+                name=side.label,
+                spans=one.spans,
+                ids=one.ids,
+                nll=nll,
+                shown=side.tokenizer.shown(text, one),
+                alternatives=None if packed is None else Alternatives(packed),
+                table=table,
+            )
+        )
+    return readings
+
+
+def _target_table(student: TextTokenizer, teacher: TextTokenizer) -> TargetTable:
+    from vocagnolm.data.targets import target_table
+
+    base = plain_tokenizer(teacher)
+    turn = teacher.end_of_turn if isinstance(teacher, ChatTokenizer) else None
+    ends = [one for one in (base.eos_id, turn) if one is not None]
+    return target_table(student, token_texts(base, ends), plain_tokenizer(student).eos_id)
 
 
 def only_answers(
@@ -134,74 +151,6 @@ def only_answers(
     return np.where(trained, nll, np.float32(np.nan))
 
 
-def _passage(
-    at: int,
-    title: str,
-    text: str,
-    ours: _Reading,
-    theirs: Sequence[_Reading],
-    alignments: Sequence[Sequence[Alignment]],
-) -> Passage:
-    encoded = text.encode()
-    student, *teachers = (
-        token_row(
-            r.side.label,
-            encoded,
-            r.spans[at].spans,
-            r.spans[at].ids.tolist(),
-            r.nll[at],
-            r.side.tokenizer.shown(text, r.spans[at]),
-        )
-        for r in (ours, *theirs)
-    )
-    rows = [
-        _with_expected(teacher_row(row, aligned[at]), at, encoded, ours, reading)
-        for row, aligned, reading in zip(teachers, alignments, theirs, strict=True)
-    ]
-    return Passage(title=title, student=student, teachers=rows)
-
-
-def _with_expected(
-    row: TeacherRow, at: int, text: bytes, ours: _Reading, theirs: _Reading
-) -> TeacherRow:
-    """What the teacher expected, where its model was asked."""
-    packed = theirs.alternatives[at]
-    if packed is None:
-        return row
-    from vocagnolm.data.targets import target_table
-    from vocagnolm.report.passage import Expected, with_alternatives
-
-    student, teacher = ours.side.tokenizer, theirs.side.tokenizer
-    ends = [one for one in (_base(teacher).eos_id, _turn(teacher)) if one is not None]
-    table = target_table(student, token_texts(_base(teacher), ends), _base(student).eos_id)
-    begins = np.zeros(0 if isinstance(teacher, ChatTokenizer) else 1, np.int64)
-    return with_alternatives(
-        row,
-        Expected(table, Alternatives(packed), begins),
-        ours.spans[at].ids,
-        ours.spans[at].spans,
-        theirs.spans[at].spans,
-        text,
-    )
-
-
-def _base(tokenizer: TextTokenizer) -> TextTokenizer:
-    return tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
-
-
-def _turn(tokenizer: TextTokenizer) -> int | None:
-    return tokenizer.end_of_turn if isinstance(tokenizer, ChatTokenizer) else None
-
-
-def _select(
-    passages: Sequence[Passage], keep: float, aggregation: Aggregation, unmapped: str
-) -> tuple[list[Passage], Selection]:
-    from vocagnolm.objective import ObjectiveConfig
-
-    config = ObjectiveConfig(method="guided", keep=keep, unmapped=unmapped)  # type: ignore[arg-type]
-    return weigh_passages(passages, config, aggregation=aggregation)
-
-
 def _subtitle(student: Side, teachers: Sequence[Side]) -> str:
     sides = " ".join(
         f"{side.label}: {side.tokenizer.kind}, {side.tokenizer.vocabulary_size:,} tokens."
@@ -210,17 +159,47 @@ def _subtitle(student: Side, teachers: Sequence[Side]) -> str:
     scored = [side.label for side in teachers if side.score is not None]
     if student.score is None and not scored:
         return f"{sides} No model was run: this page shows the alignment alone."
-    if student.score is None:
-        return (
-            f"{sides} The losses are those of {' and '.join(scored)}; the student's model was not "
-            "run, so that there is no excess and nothing is selected."
-        )
-    if not scored:
-        return (
-            f"{sides} The losses are those of {student.label}; no teacher's model was run, so that "
-            "there is no excess and nothing is selected."
-        )
-    return sides
+    if student.score is not None and scored:
+        return sides
+    run, missing = (scored, "the student's") if scored else ([student.label], "no teacher's")
+    was = "was not run" if scored else "was run"
+    return (
+        f"{sides} The losses are those of {' and '.join(run)}; {missing} model {was}, so that "
+        "there is no excess and nothing is selected."
+    )
+
+
+# ---- from names ----
+
+
+def environment() -> dict[str, str]:
+    """The versions that a page was made with."""
+    found = {"python": platform.python_version(), "system": platform.system()}
+    if machine := platform.machine():
+        found["machine"] = f"{machine}, {os.cpu_count()} cores"
+    for package in ("vocagnolm", "torch", "transformers", "tokenizers", "accelerate", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+# `train` leaves its models under these names, which say nothing outside the run folder
+_OF_A_RUN = ("model", "start")
+
+
+def model_name(source: str | Path) -> str:
+    """A hub id as it is; a folder or file by its own name, and a run's model by its run."""
+    path = Path(source)
+    if not path.exists() and not path.is_absolute():
+        return str(source)
+    path = Path(os.path.abspath(path))
+    in_a_run = path.name in _OF_A_RUN or path.name.startswith("checkpoint-")
+    for folder in path.parents[:2]:
+        if in_a_run and (folder / "recipe.yaml").is_file():
+            return folder.name
+    return path.name
 
 
 def model_scorer(
@@ -298,12 +277,8 @@ def _side(side: str, tokenizer: str | None, model: str | None, template: Templat
         )
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, check=model is not None)
     if model is not None:
-        from vocagnolm.report.passage import SHOWN
-
         shown = SHOWN if side == "teacher" else 0
         return Side(*model_scorer(model, loaded, template, alternatives=shown), model_name(model))
     assert loaded is not None and tokenizer is not None
-    if template is not None:
-        loaded = template(loaded)
-    generic = loaded.name in ("model", "tokenizer")
-    return Side(loaded, name=model_name(tokenizer) if generic else loaded.name)
+    name = model_name(tokenizer) if loaded.name in ("model", "tokenizer") else loaded.name
+    return Side(loaded if template is None else template(loaded), name=name)

@@ -17,7 +17,7 @@ function ticks(low, high, wanted, smallest = 0) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
   const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
-  const label = (v) => (v === 0 ? "0" : step >= 1e4 || step < 1e-3 ? short(v) : step >= 1 ? whole(v).replace("-", MINUS) : fixed(v, digits));
+  const label = (v) => (v === 0 ? "0" : step >= 1e4 || step < 1e-9 ? short(v) : step >= 1 ? whole(v).replace("-", MINUS) : fixed(v, digits));
   const result = [];
   for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-6; k++) {
     const at = Number((k * step).toPrecision(12));
@@ -29,32 +29,31 @@ const roomFor = (marks) => 14 + 6.6 * Math.max(1, ...marks.map((mark) => mark.la
 
 const line = (points) => points.map(([x, y], at) => `${at ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 
-// series: [{ name, colour, dash, points: [[x, y], ...] }]
-function lineChart(series, { label, unit = "", range = null }) {
+// Runs of one setting as one line, their mean, over a band from the lowest to the highest.
+// series: [{ name, colour, points: [[x, mean, low, high], ...] }]
+function lineChart(series, { label, unit }) {
   const readout = h("div", { class: "readout", "aria-hidden": "true" });
   const all = series.flatMap((s) => s.points);
   const [x0, x1] = [Math.min(...all.map((p) => p[0])), Math.max(...all.map((p) => p[0]))];
-  const values = all.map((p) => p[1]).sort((a, b) => a - b);
-  let [y0, y1] = range || [values[0], values[values.length - 1]];
-  if (!range) {
-    const pad = y1 - y0 < 1e-12 ? 0.5 * (Math.abs(y0) || 1) : 0.05 * (y1 - y0);
-    [y0, y1] = [y0 >= 0 && y0 - pad < 0 ? 0 : y0 - pad, y1 + pad];
-  }
+  let [y0, y1] = [Math.min(...all.map((p) => p[2])), Math.max(...all.map((p) => p[3]))];
+  const pad = y1 - y0 < 1e-12 ? 0.5 * (Math.abs(y0) || 1) : 0.05 * (y1 - y0);
+  [y0, y1] = [y0 >= 0 && y0 - pad < 0 ? 0 : y0 - pad, y1 + pad];
 
   const canvas = chart((width) => {
     const marks = ticks(y0, y1, 4);
-    const [left, right, top, bottom, height] = [roomFor(marks), 10, unit ? 24 : 8, 40, 240];
+    const [left, right, top, bottom, height] = [roomFor(marks), 10, 24, 40, 300];
     const x = (v) => left + ((v - x0) / (x1 - x0 || 1)) * (width - left - right);
     const y = (v) => height - bottom - ((v - y0) / (y1 - y0)) * (height - top - bottom);
-    const root = svg("svg", { width, height, role: "img", "aria-label": `${label} by step${unit ? `, ${unit}` : ""}: ${series.map((s) => `${s.name} ends at ${short(s.points[s.points.length - 1][1])}`).join("; ").slice(0, 900)}` });
+    const root = svg("svg", { width, height, role: "img", "aria-label": `${label} by step, ${unit}: ${series.map((s) => `${s.name} ends at ${short(s.points[s.points.length - 1][1])}`).join("; ").slice(0, 900)}` });
     for (const { at: v, label: text } of marks) root.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: y(v), y2: y(v) }), svg("text", { x: left - 7, y: y(v) + 4, "text-anchor": "end" }, text));
     for (const { at: v, label: text } of ticks(x0, x1, Math.max(2, width / 70))) root.append(svg("text", { x: x(v), y: height - 22, "text-anchor": x(v) > width - 24 ? "end" : "middle" }, text));
     root.append(svg("text", { class: "axis-name", x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, "step"));
-    if (unit) root.append(svg("text", { class: "axis-name", x: 0, y: 11 }, unit));
+    root.append(svg("text", { class: "axis-name", x: 0, y: 11 }, unit));
     for (const s of series) {
-      const points = s.points.map(([a, b]) => [x(a), y(b)]);
-      root.append(svg("path", { class: `series s${seriesClass(s.colour)}`, "stroke-dasharray": DASHES[s.dash % DASHES.length], d: line(points), opacity: series.length > 4 ? 0.8 : 1 }));
+      const edge = [...s.points.map((p) => [x(p[0]), y(p[3])]), ...s.points.map((p) => [x(p[0]), y(p[2])]).reverse()];
+      root.append(svg("path", { class: `band f${colourOf(s.colour)}`, d: line(edge) + "Z" }));
     }
+    for (const s of series) root.append(svg("path", { class: `series s${colourOf(s.colour)}`, d: line(s.points.map((p) => [x(p[0]), y(p[1])])) }));
     const cursor = svg("line", { class: "cursor", x1: 0, x2: 0, y1: top, y2: height - bottom, visibility: "hidden" });
     root.append(cursor);
     root.addEventListener("pointermove", (event) => {
@@ -102,34 +101,52 @@ function histogram(data, threshold) {
   });
 }
 
-// One row per group: every seed a dot, the mean a bar; so the spread is seen, not told.
+function heapAtZero({ edges, kept, dropped }) {
+  const counts = kept.map((k, i) => k + dropped[i]);
+  const zero = counts.findIndex((_, i) => edges[i] <= 0 && edges[i + 1] > 0);
+  return zero >= 0 && counts.every((count, i) => i === zero || 2 * count < counts[zero]);
+}
+
+// One row per group: every seed a dot, the mean a bar, its 95 % interval a line.
 function dotPlot(measure, groups, at) {
   const values = groups.flatMap((g) => g.values[at].filter(isNumber));
-  let [x0, x1] = [Math.min(...values), Math.max(...values)];
-  const pad = 0.12 * (x1 - x0 || Math.abs(x0) || 1);
+  const ends = groups.flatMap((g) => (seedsOf(g) === 2 ? [] : interval(g, at) || [])); // that of two seeds would hide all else
+  let [x0, x1] = [Math.min(...values, ...ends), Math.max(...values, ...ends)];
+  // a difference of a thousandth does not fill the width where no interval says that it is real
+  const least = ends.length ? 0 : 0.01 * Math.max(Math.abs(x0), Math.abs(x1));
+  const pad = Math.max(0.12 * (x1 - x0), (least - (x1 - x0)) / 2, x1 > x0 ? 0 : 0.12 * (Math.abs(x0) || 1));
   [x0, x1] = [x0 - pad, x1 + pad];
   const plot = chart((width) => {
-    const told = groups.map((group) => summary(group, at, measure));
-    const label = Math.min(0.5 * width, 18 + 6.6 * Math.max(...groups.map((g) => g.name.length), ...told.map((t) => t.length)));
+    const summaries = groups.map((group) => summary(group, at, measure));
+    const label = Math.min(0.5 * width, 18 + 6.6 * Math.max(...groups.map((g) => g.name.length), ...summaries.map((t) => t.length)));
     const room = Math.floor(label / 7);
     const [top, step, bottom] = [6, 42, 24];
     const height = top + step * groups.length + bottom;
-    const x = (v) => label + ((v - x0) / (x1 - x0)) * (width - label - 14);
-    const root = svg("svg", { width, height, role: "img", "aria-label": `${measure.name} by setting, one dot per seed: ${groups.map((g, i) => `${g.name} ${told[i]}`).join("; ").slice(0, 900)}` });
-    for (const { at: v, label: text } of ticks(x0, x1, Math.max(2, (width - label) / 90))) root.append(svg("line", { class: "axis", x1: x(v), x2: x(v), y1: top, y2: height - bottom }), svg("text", { x: x(v), y: height - 6, "text-anchor": "middle" }, text));
+    const x = (v) => label + ((Math.max(x0, Math.min(x1, v)) - x0) / (x1 - x0)) * (width - label - 14);
+    const root = svg("svg", { width, height, role: "img", "aria-label": `${measure.name} by setting, one dot per seed: ${groups.map((g, i) => `${g.name} ${summaries[i]}`).join("; ").slice(0, 900)}` });
+    for (const { at: v, label: text } of ticks(x0, x1, Math.max(3, (width - label) / 90))) root.append(svg("line", { class: "axis", x1: x(v), x2: x(v), y1: top, y2: height - bottom }), svg("text", { x: x(v), y: height - 6, "text-anchor": "middle" }, text));
     groups.forEach((group, row) => {
       const y = top + step * (row + 0.5);
       const known = group.values[at].filter(isNumber);
       const name = group.name.length > room ? group.name.slice(0, room - 1) + "…" : group.name;
       root.append(svg("text", { class: "name", x: 0, y: y - 3 }, name, svg("title", {}, group.name)));
-      root.append(svg("text", { class: "told", x: 0, y: y + 12 }, told[row]));
-      for (const v of known) root.append(svg("circle", { class: `f${seriesClass(row)}`, cx: x(v), cy: y, r: 5, opacity: 0.72 }));
+      root.append(svg("text", { class: "summary", x: 0, y: y + 12 }, summaries[row]));
+      const range = interval(group, at);
+      if (range) root.append(svg("line", { class: `interval s${colourOf(group.name)}`, x1: x(range[0]), x2: x(range[1]), y1: y, y2: y }, svg("title", {}, `95 %: ${range.map((v) => fixed(v, measure.digits)).join(" to ")}`)));
+      for (const v of known) root.append(svg("circle", { class: `f${colourOf(group.name)}`, cx: x(v), cy: y, r: 5, opacity: 0.72 }));
       if (known.length > 1) { const m = mean(known); root.append(svg("line", { class: "mean", x1: x(m), x2: x(m), y1: y - 11, y2: y + 11 })); }
     });
     return root;
   });
   const arrow = measure.better === "lower" ? "lower is better" : "higher is better";
   return h("div", { class: "card" }, h("h3", {}, measure.name), h("p", { class: "small" }, [measure.unit, arrow].filter(Boolean).join(" · ")), plot);
+}
+
+const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+function deviation(values) {
+  if (values.length < 2) return null;
+  const m = mean(values);
+  return Math.sqrt(values.reduce((a, b) => a + (b - m) ** 2, 0) / (values.length - 1));
 }
 
 // Mean ± deviation over seeds, or with one seed ± the standard error over questions.
@@ -147,9 +164,22 @@ function summary(group, at, { digits = 2 }) {
   return `${fixed(mean(values), digits)}${s === null ? "" : ` ± ${fixed(s, digits)}`}, n = ${values.length}`;
 }
 
-const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
-function deviation(values) {
-  if (values.length < 2) return null;
-  const m = mean(values);
-  return Math.sqrt(values.reduce((a, b) => a + (b - m) ** 2, 0) / (values.length - 1));
+// The 95 % interval of a group's mean: Student's t over seeds, or over questions with one seed.
+const STUDENT = [12.71, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26];
+function interval(group, at) {
+  const values = group.values[at].filter(isNumber);
+  const s = plusMinus(group, at);
+  if (!s) return null; // all wrong or all right: the error says nothing
+  const half = values.length > 1 ? ((STUDENT[values.length - 2] || 2) * s) / Math.sqrt(values.length) : 1.96 * s;
+  return [mean(values) - half, mean(values) + half];
+}
+
+// The group that is better than all others by more than the two intervals, each half of their width, allow; null where none is.
+function clearWinner(groups, at, better) {
+  const known = groups.filter((g) => g.values[at].some(isNumber));
+  const sign = better === "lower" ? -1 : 1;
+  const centre = (g) => sign * mean(g.values[at].filter(isNumber));
+  const [first, ...others] = [...known].sort((a, b) => centre(b) - centre(a));
+  const half = (g) => { const range = interval(g, at); return range ? (range[1] - range[0]) / 2 : NaN; };
+  return others.length && others.every((g) => centre(first) - centre(g) > Math.hypot(half(first), half(g))) ? first : null;
 }

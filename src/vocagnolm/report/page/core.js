@@ -4,7 +4,7 @@ const page = JSON.parse(document.getElementById("data").textContent);
 for (const name of ["passages", "preflight", "runs", "notes"]) page[name] = page[name] || [];
 page.environment = page.environment || {};
 for (const passage of page.passages) passage.teachers = passage.teachers || [];
-for (const run of page.runs) for (const name of ["curves", "facts", "environment"]) run[name] = run[name] || {};
+for (const run of page.runs) for (const name of ["loss", "facts", "environment"]) run[name] = run[name] || (name === "loss" ? [] : {});
 
 function h(tag, props, ...children) {
   const element = document.createElement(tag);
@@ -118,9 +118,11 @@ function showToken(element, text, { breaks = false, open = false, spaces = false
 // The same as one string, for labels that are read aloud.
 const spoken = (text) => Array.from(text.slice(0, 80)).map((c) => (HIDDEN.test(c) ? nameOf(c.codePointAt(0)) : c === " " ? "␣" : c)).join("");
 
+// A setting has one colour on the whole page.
 const COLOUR_COUNT = 6;
-const seriesClass = (at) => at % COLOUR_COUNT;
-const DASHES = ["", "7 4", "2 4", "10 3 2 3", "5 2", "1 3"];
+const settingOf = (run) => run.setting || run.method || run.name;
+const coloured = [...new Set([...page.runs.map(settingOf), ...(page.results?.groups || []).map((group) => group.name), ...page.runs.map((run) => run.name)])];
+const colourOf = (name) => coloured.indexOf(name) % COLOUR_COUNT;
 
 function section(id, title, caption) {
   const element = h("section", { id, "aria-labelledby": id + "-title" }, h("h2", { id: id + "-title" }, title));

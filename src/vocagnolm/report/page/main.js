@@ -26,19 +26,29 @@ if (page.subtitle) {
   subtitle.hidden = false;
 }
 
+// The result first: what the settings reached. Without one, how the pair fits and what was kept.
 function headline() {
-  const pair = page.preflight[0];
-  const stats = page.statistics;
-  const items = [];
-  if (stats) items.push(page.selection?.graded ? ["mean weight of a token", fixed(stats.kept / stats.tokens)] : ["tokens kept", percent(stats.kept / stats.tokens)]);
-  if (pair && isNumber(pair.overlap_raw)) items.push(["vocabulary shared", percent(pair.overlap_raw)]);
-  if (pair && isNumber(pair.ios)) items.push(["of the text covered", percent(pair.ios)]);
-  if (pair && isNumber(pair.one_to_one)) items.push(["tokens one to one", percent(pair.one_to_one)]);
-  const shown = page.passages.reduce((sum, p) => sum + p.student.text.length, 0);
-  if (shown) items.push(["tokens on this page", whole(shown)]);
-  if (page.runs.length) items.push([page.runs.length === 1 ? "run" : "runs", whole(page.runs.length)]);
+  const { results, statistics: stats, preflight: [pair] } = page;
+  let [items, caption] = [[], ""];
+  if (results) {
+    const at = Math.max(0, results.measures.findIndex((m) => m.name.startsWith("avg")));
+    const { name, unit, digits = 2 } = results.measures[at];
+    const known = results.groups.filter((g) => g.values[at].some(isNumber));
+    const ranges = known.map((g) => interval(g, at));
+    items = known.map((g, row) => [g.name, fixed(mean(g.values[at].filter(isNumber)), digits), ranges[row] && ranges[row].map((v) => fixed(v, digits)).join(" to ")]);
+    caption = [unit ? `${name}, ${unit}` : name, ranges.some(Boolean) ? "below it the 95 % interval" : ""].filter(Boolean).join("; ");
+  } else {
+    if (stats) items.push(page.selection?.graded ? ["mean weight of a token", fixed(stats.kept / stats.tokens)] : ["tokens kept", percent(stats.kept / stats.tokens)]);
+    if (pair && isNumber(pair.overlap_raw)) items.push(["vocabulary shared", percent(pair.overlap_raw)]);
+    if (pair && isNumber(pair.ios)) items.push(["of the text covered", percent(pair.ios)]);
+    if (pair && isNumber(pair.one_to_one)) items.push(["tokens one to one", percent(pair.one_to_one)]);
+    const shown = page.passages.reduce((sum, p) => sum + p.student.text.length, 0);
+    if (shown) items.push(["tokens on this page", whole(shown)]);
+    if (page.runs.length) items.push([page.runs.length === 1 ? "run" : "runs", whole(page.runs.length)]);
+  }
   const list = document.getElementById("headline");
-  for (const [name, value] of items.slice(0, 6)) list.append(h("div", {}, h("dt", {}, name), h("dd", {}, value)));
+  if (caption) list.before(h("p", { class: "small headline-name" }, caption));
+  for (const [name, value, range] of items.slice(0, 6)) list.append(h("div", {}, h("dt", {}, name), h("dd", {}, value, range ? h("small", {}, range) : null)));
   list.hidden = !items.length;
 }
 headline();

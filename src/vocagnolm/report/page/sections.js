@@ -6,11 +6,7 @@ function resultsSection() {
   const element = section("results", "The result");
   if (results.verdict) element.append(h("p", { class: "verdict" }, results.verdict));
   element.append(h("div", { class: "grid" }, results.measures.map((m, at) => (results.groups.some((g) => g.values[at].some(isNumber)) ? dotPlot(m, results.groups, at) : null))));
-  const best = results.measures.map((m, at) => {
-    const means = results.groups.map((g) => g.values[at].filter(isNumber)).map((v) => (v.length ? mean(v) : NaN));
-    const known = means.filter(isNumber);
-    return m.better === "lower" ? Math.min(...known) : Math.max(...known);
-  });
+  const best = results.measures.map((m, at) => clearWinner(results.groups, at, m.better));
   const cell = (group, at) => {
     const values = group.values[at].filter(isNumber);
     if (!values.length) return h("td", {}, "–");
@@ -18,17 +14,18 @@ function resultsSection() {
     const s = plusMinus(group, at);
     const { digits = 2 } = results.measures[at];
     const fewer = values.length < seedsOf(group) ? `, n = ${values.length}` : "";
-    return h("td", { class: m === best[at] ? "best" : "" }, fixed(m, digits), s === null && !fewer ? null : h("span", { class: "pm" }, (s === null ? "" : ` ± ${fixed(s, digits)}`) + fewer));
+    return h("td", { class: group === best[at] ? "best" : "" }, fixed(m, digits), s === null && !fewer ? null : h("span", { class: "pm" }, (s === null ? "" : ` ± ${fixed(s, digits)}`) + fewer));
   };
   const most = Math.max(0, ...results.groups.map(seedsOf));
   const asked = results.groups.some((g) => seedsOf(g) === 1 && results.measures.some((_, at) => plusMinus(g, at) !== null));
   const caption = [
     most > 1 ? "± is the standard deviation over n seeds." : null,
     asked ? `${most > 1 ? "With one seed it" : "± "} is the standard error over questions.`.replace("  ", " ") : null,
-    most > 1 ? "The best mean is bold." : "The best value is bold.",
+    results.groups.some((g) => results.measures.some((_, at) => interval(g, at))) ? "In the plots a line is the 95 % interval of the mean." : null,
+    best.some(Boolean) ? "Bold: better than all others by more than the 95 % intervals allow." : null,
   ].filter(Boolean).join(" ");
   element.append(h("div", { class: "card table", vars: { "margin-top": "1.1rem" } }, h("table", {},
-    h("caption", {}, caption),
+    caption ? h("caption", {}, caption) : null,
     h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "setting"), h("th", { scope: "col" }, "n"), results.measures.map((m) => h("th", { scope: "col" }, m.name + (m.unit ? `, ${m.unit}` : ""))))),
     h("tbody", {}, results.groups.map((g) => h("tr", {}, h("th", { scope: "row" }, g.name), h("td", { class: "count" }, whole(seedsOf(g))), results.measures.map((_, at) => cell(g, at))))),
   )));
@@ -39,7 +36,7 @@ function resultsSection() {
 function rankedList(title, caption, tokens) {
   return h("div", { class: "card" }, h("h3", {}, title), h("p", { class: "small" }, caption),
     tokens.length
-      ? h("ol", { class: "ranked" }, tokens.map((t) => h("li", {}, showToken(h("span", { class: "tok" }), t.text, { spaces: true, limit: 40 }), h("span", { class: "num" }, `${short(t.kept)} / ${whole(t.tokens)}`))))
+      ? h("ol", { class: "ranked" }, tokens.map((t) => h("li", {}, showToken(h("span", { class: "tok" }), t.name, { spaces: true, limit: 40 }), h("span", { class: "num" }, `${short(t.kept)} / ${whole(t.tokens)}`))))
       : h("p", {}, "None occurs often enough to say."));
 }
 
@@ -53,7 +50,7 @@ function selectionSection() {
   const bars = h("div", { class: "bars" });
   for (const kind of [...stats.kinds].sort((a, b) => b.kept / b.tokens - a.kept / a.tokens)) {
     const part = kind.kept / kind.tokens;
-    bars.append(h("span", {}, kind.kind),
+    bars.append(h("span", {}, kind.name),
       h("div", { class: "track", "aria-hidden": "true" }, h("i", { class: "fill", vars: { "--w": (100 * Math.max(0, Math.min(1, part))).toFixed(2) + "%" } }), h("i", { class: "ref", vars: { "--x": (100 * Math.max(0, Math.min(1, share))).toFixed(2) + "%" } })),
       h("span", { class: "amount" }, amount(part), " ", h("small", {}, `of ${short(kind.tokens)}`)));
   }
@@ -63,7 +60,7 @@ function selectionSection() {
   if (stats.excess) {
     grid.append(h("div", { class: "card" }, h("h3", {}, isNumber(rule.threshold) ? "Excess and the threshold" : "Excess"),
       h("p", { class: "keys" }, ["kept", "dropped"].map((name) => h("span", {}, svg("svg", { width: 14, height: 10 }, svg("rect", { class: "bar-" + name, width: 14, height: 10, rx: 2 })), name))),
-      histogram(stats.excess, rule.threshold)));
+      histogram(stats.excess, rule.threshold), heapAtZero(stats.excess) ? h("p", { class: "small" }, "The heap at zero: tokens that both models find equally easy, most of them almost certain to both.") : null));
   }
   grid.append(rankedList("Most often kept", guided ? "Tokens the student is told to learn: kept / seen." : "Kept / seen.", stats.most_kept));
   grid.append(rankedList("Most often dropped", guided ? "Tokens it knows already, or the teacher cannot predict either: kept / seen." : "Kept / seen.", stats.most_dropped));
@@ -71,46 +68,24 @@ function selectionSection() {
   return element;
 }
 
-const CURVES = {
-  loss: ["Loss as minimised", "nats"],
-  nll_kept: ["Loss over kept tokens", "nats per token"],
-  nll_all: ["Loss over all tokens", "nats per token"],
-  kept_share: ["Kept share", "share of the tokens"],
-  mapped_share: ["Mapped share", "share of the tokens"],
-  learning_rate: ["Learning rate", "learning rate"],
-  tokens_per_second: ["Speed", "tokens per second"],
-};
-
+// What a tracker draws of one run is left to it; here runs are compared.
 function curvesSection() {
-  const runs = page.runs.filter((run) => Object.keys(run.curves).length);
-  if (!runs.length) return null;
-  const element = section("curves", runs.length > 1 ? "Training, side by side" : "Training");
-  // one colour per setting when there are several, dashes tell the seeds of one apart
-  const settingOf = (run) => run.setting || run.method || run.name;
-  const groups = [...new Set(runs.map(settingOf))];
-  const bySetting = groups.length > 1 || runs.length === 1;
-  const styles = runs.map((run, at) => {
-    const group = settingOf(run);
-    const earlier = runs.slice(0, at).filter((other) => settingOf(other) === group).length;
-    return bySetting ? { colour: groups.indexOf(group), dash: earlier } : { colour: at, dash: at };
+  const runs = page.runs.filter((run) => run.loss.length > 1);
+  if (runs.length < 2) return null;
+  const settings = [...new Set(runs.map(settingOf))];
+  // one line for each setting with its seeds as a band; of one setting alone, a line for each run
+  const groups = settings.length > 1 ? settings.map((name) => [name, runs.filter((run) => settingOf(run) === name)]) : runs.map((run) => [run.name, [run]]);
+  const series = groups.map(([name, members]) => {
+    const values = new Map();
+    for (const run of members) for (const [step, value] of run.loss) values.set(step, [...(values.get(step) || []), value]);
+    const points = [...values].sort((a, b) => a[0] - b[0]).map(([step, all]) => [step, mean(all), Math.min(...all), Math.max(...all)]);
+    return { name: members.length > 1 ? `${name} (n = ${members.length})` : name, colour: name, points };
   });
-  const sample = (style) => svg("svg", { width: 30, height: 8, "aria-hidden": "true" }, svg("line", { class: `series s${seriesClass(style.colour)}`, x1: 1, x2: 29, y1: 4, y2: 4, "stroke-dasharray": DASHES[style.dash % DASHES.length] }));
-  const several = bySetting && runs.length > groups.length; // then the settings are named, not each run
-  const keys = several
-    ? groups.map((group, at) => [{ colour: at, dash: 0 }, `${group} (n = ${runs.filter((run) => settingOf(run) === group).length})`])
-    : runs.map((run, at) => [styles[at], run.name.includes(settingOf(run)) ? run.name : `${run.name} (${settingOf(run)})`]);
-  element.append(h("div", { class: "keys" }, keys.map(([style, name]) => h("span", {}, sample(style), name))));
-  const grid = h("div", { class: "grid" });
-  const known = Object.keys(CURVES);
-  const metrics = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].sort((a, b) => ((known.indexOf(a) + 99) % 99) - ((known.indexOf(b) + 99) % 99));
-  for (const metric of metrics) {
-    const series = runs.map((run, at) => ({ name: run.name, ...styles[at], points: run.curves[metric] || [] })).filter((s) => s.points.length > 1);
-    const [label, unit] = CURVES[metric] || [metric.replaceAll("_", " "), ""];
-    if (series.length) grid.append(lineChart(series, { label, unit, range: metric.endsWith("_share") ? [0, 1] : null }));
-  }
-  element.append(grid);
   const binned = Math.max(...runs.map((run) => run.steps_per_point || 1));
-  if (binned > 1) element.append(h("p", { class: "small", vars: { "margin-top": ".8rem" } }, `Every point is the mean of up to ${binned} steps.`));
+  const caption = ["The mean loss over all tokens of a step, kept or not.", runs.length > series.length ? "A band spans the seeds of a setting." : null, binned > 1 ? `Every point is the mean of up to ${binned} steps.` : null];
+  const element = section("curves", "Training, side by side", caption.filter(Boolean).join(" "));
+  const key = (colour) => svg("svg", { width: 30, height: 8, "aria-hidden": "true" }, svg("line", { class: `series s${colourOf(colour)}`, x1: 1, x2: 29, y1: 4, y2: 4 }));
+  element.append(h("div", { class: "keys" }, series.map((s) => h("span", {}, key(s.colour), s.name))), lineChart(series, { label: "Loss over all tokens", unit: "nats per token" }));
   return element;
 }
 
@@ -148,14 +123,13 @@ function recipeSection() {
   const runs = page.runs.filter((run) => run.recipe || Object.keys(run.facts).length);
   const rule = page.selection ? Object.fromEntries(Object.entries(page.selection).filter(([k]) => !["graded", "guided", "label"].includes(k)).map(([k, v]) => [k.replaceAll("_", " "), typeof v === "number" ? short(v) : v])) : {};
   const environments = page.runs.filter((run) => Object.keys(run.environment).length);
-  if (!runs.length && !page.recipe && !Object.keys(page.environment).length && !environments.length && !Object.keys(rule).length) return null;
+  if (!runs.length && !Object.keys(page.environment).length && !environments.length && !Object.keys(rule).length) return null;
   const element = section("recipe", "Recipe and environment", "Enough to run it again.");
   const grid = h("div", { class: "grid" });
   if (Object.keys(rule).length) grid.append(h("div", { class: "card" }, h("h3", {}, "Selection rule"), facts(rule)));
   if (Object.keys(page.environment).length) grid.append(h("div", { class: "card" }, h("h3", {}, "This page was made with"), facts(page.environment)));
   element.append(grid);
   const folded = h("div", { class: "card", vars: { "margin-top": "1.1rem" } });
-  if (page.recipe) folded.append(h("details", { open: true }, h("summary", {}, "Recipe"), h("pre", {}, page.recipe)));
   for (const run of page.runs) {
     if (!run.recipe && !Object.keys(run.facts).length && !Object.keys(run.environment).length) continue;
     folded.append(h("details", { open: page.runs.length === 1 }, h("summary", {}, run.name),

@@ -270,10 +270,9 @@ function tokensSection() {
   const text = makeText(box);
   const key = h("div", { class: "legend" });
   const tools = h("div", { class: "tools" });
-  const note = h("p", { class: "small", hidden: true });
   const inspector = makeInspector();
   const rows = makeRows((i) => choose(i, { focus: false }));
-  element.append(tools, note, h("div", { class: "reader" }, box, inspector.element), key, rows.element);
+  element.append(tools, h("div", { class: "reader" }, box, inspector.element), key, rows.element);
 
   const modesOf = (p) => Object.keys(MODES).filter((m) => ({ excess: p.excess, student: p.student.nll, guidance: p.guidance, weight: graded() && p.weights, mapping: lead(p) })[m]);
 
@@ -334,8 +333,6 @@ function tokensSection() {
     if (!modes.includes(state.mode)) state.mode = modes[0] || "";
     text.load(passage, state.info, state.mode);
     box.scrollTop = 0;
-    note.hidden = !passage.note;
-    note.textContent = passage.note || "";
     if (!state.info.count[state.filter]) state.filter = "all";
     drawTools();
     filter(state.filter);

@@ -1,9 +1,11 @@
-"""What the tokens of a page count: the run's own rule, decided by the code that trains.
+"""What the tokens of a page count: the run's own rule, decided by the code that trains, and what it
+kept by kind of token, by token, and over the excess.
 
 Every text of a page stands for one sequence of training, all of them together for one step.
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,22 +16,21 @@ from vocagnolm.alignment import Aggregation, Alignment, carry
 from vocagnolm.alternatives import AlternativesSpec
 from vocagnolm.data.guidance import Combine, Laid, LaidTeacher, combine, stretch_guidance
 from vocagnolm.data.packing import chunk_guidance
-from vocagnolm.report.page_data import Passage, Selection, TeacherRow
+from vocagnolm.report.page_data import Histogram, Passage, Selection, Share, Statistics, TeacherRow
 from vocagnolm.report.passage import FloatArray, numbers, rounded, row_spans
+from vocagnolm.statistics import wilson_lower
 
 if TYPE_CHECKING:
     from vocagnolm.objective import ObjectiveConfig
     from vocagnolm.objective.selection import ScoredBatch
 
 
-def add_guidance(
-    passage: Passage, *, aggregation: Aggregation = "max", how: Combine = "min"
-) -> Passage:
+def add_guidance(passage: Passage, *, aggregation: Aggregation = "max") -> Passage:
     """The passage with its teachers' losses carried to the student's tokens, and the excess where
     the student's losses are known."""
-    if not has_guidance(passage):
+    if not _scored_teachers(passage):
         return passage
-    guidance = carried(passage, *lay_passage(passage), aggregation, how)
+    guidance = _carried(passage, *_lay(passage), aggregation, "min")
     return _with_guidance(passage, guidance, _losses(passage))
 
 
@@ -67,29 +68,32 @@ def weigh_passages(
             passage = _with_guidance(passage, given, losses)
         column = np.pad(np.round(weight[0].double().numpy(), 4), before)
         weighed.append(dataclasses.replace(passage, weights=column.tolist()))
-    return weighed, describe(config, weighed, aggregation, how, alternatives)
+    return weighed, _describe(config, weighed, aggregation, how, alternatives)
 
 
-def describe(
+def _describe(
     config: "ObjectiveConfig",
     passages: Sequence[Passage],
     aggregation: Aggregation,
     how: Combine,
-    alternatives: AlternativesSpec | None = None,
+    alternatives: AlternativesSpec | None,
 ) -> Selection:
     """The rule in words, as far as the method reads it."""
-    selects, chooses = config.rule.selects, config.rule.selects and not config.graded
-    guided = config.rule.guidance and not config.by_chance
-    chunks = config.rule.unit == "chunk"
-    distils = config.rule.alternatives
+    rule = config.rule
+    chooses = rule.selects and not config.graded
+    guided = rule.guidance and not config.by_chance
+    chunks = rule.unit == "chunk"
+    distils = rule.alternatives
     moves = distils and config.mix_end is not None
+    by_threshold = chooses and rule.by_excess and config.keep < 1.0
+    scope = "each text" if config.scope == "sequence" else "all texts of the page"
     return Selection(
         method=config.method,
-        label=config.rule.label + (_mixture(config, alternatives) if distils else ""),
+        label=rule.label + (_mixture(config, alternatives) if distils else ""),
         keep=config.keep if chooses else None,
         compare="stretch" if config.by_stretch else "token" if guided else None,
-        weighting=config.weighting if guided and selects else None,
-        floor=config.floor if selects and config.graded else None,
+        weighting=config.weighting if guided and rule.selects else None,
+        floor=config.floor if rule.selects and config.graded else None,
         chunks=config.n_chunks if chunks else None,
         chunk_choice=config.chunk_choice if chunks else None,
         mix=config.mix if distils else None,
@@ -100,16 +104,10 @@ def describe(
         aggregation=None if config.by_stretch or chunks else aggregation,
         guided=guided,
         combine=how if any(len(passage.teachers) > 1 for passage in passages) else None,
-        unmapped=config.unmapped if selects or config.graded else None,
-        scope=None
-        if not chooses
-        else "each text"
-        if config.scope == "sequence"
-        else "all texts of the page",
+        unmapped=config.unmapped if rule.selects or config.graded else None,
+        scope=scope if chooses else None,
         graded=config.graded,
-        threshold=_threshold(passages)
-        if chooses and config.rule.by_excess and config.keep < 1.0
-        else None,
+        threshold=_threshold(passages) if by_threshold else None,
     )
 
 
@@ -150,33 +148,30 @@ def _scored(
     nll = _losses(passage)
     target = ~np.isnan(nll)
     guidance = stretch = sums = None
-    if has_guidance(passage):
-        ours, theirs = lay_passage(passage)
+    if _scored_teachers(passage):
+        ours, theirs = _lay(passage)
         if config.by_stretch:
             guidance, goes_on = stretch_guidance(ours, theirs, how)
             stretch = np.cumsum(~goes_on) - 1
         elif config.rule.unit == "chunk" and not config.by_chance:
             guidance = _chunked(passage, target, config.n_chunks)
         else:
-            guidance = carried(passage, ours, theirs, aggregation, how)
+            guidance = _carried(passage, ours, theirs, aggregation, how)
         known = theirs[0].nll[np.isfinite(theirs[0].nll)]
         sums = np.array([[known.sum(), len(known)]])
 
     first = int(config.rule.unit == "chunk" and len(target) > 0 and not target[0])
 
-    def row(values: NDArray[np.generic] | None, dtype: torch.dtype) -> torch.Tensor | None:
-        return None if values is None else torch.as_tensor(values[first:], dtype=dtype)[None]
+    def row(values: NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(values[first:], dtype=dtype)[None]
 
-    labels = row(np.where(target, 0, IGNORE_INDEX), torch.int64)
-    losses = row(np.where(target, nll, 0.0), torch.float32)
-    assert labels is not None and losses is not None
     targets = Targets(
-        labels_BT=labels,
-        guidance_BT=row(guidance, torch.float32),
-        stretch_BT=row(stretch, torch.int64),
+        labels_BT=row(np.where(target, 0, IGNORE_INDEX), torch.int64),
+        guidance_BT=None if guidance is None else row(guidance, torch.float32),
+        stretch_BT=None if stretch is None else row(stretch, torch.int64),
         teacher_sums_B2=None if sums is None else torch.as_tensor(sums),
     )
-    return ScoredBatch(targets, losses)
+    return ScoredBatch(targets, row(np.where(target, nll, 0.0), torch.float32))
 
 
 def _chunked(passage: Passage, target: NDArray[np.bool_], n_chunks: int) -> FloatArray:
@@ -189,7 +184,7 @@ def _chunked(passage: Passage, target: NDArray[np.bool_], n_chunks: int) -> Floa
     return guidance
 
 
-def carried(
+def _carried(
     passage: Passage,
     ours: Laid,
     theirs: Sequence[LaidTeacher],
@@ -197,15 +192,14 @@ def carried(
     how: Combine,
 ) -> FloatArray:
     """The teachers' losses on the student's tokens, token by token."""
-    alignments = [Alignment(np.array(t.first), np.array(t.last)) for t in _scored_teachers(passage)]
     losses = [
-        carry(alignment, teacher.nll, aggregation)
-        for alignment, teacher in zip(alignments, theirs, strict=True)
+        carry(Alignment(np.array(row.first), np.array(row.last)), teacher.nll, aggregation)
+        for row, teacher in zip(_scored_teachers(passage), theirs, strict=True)
     ]
     return np.asarray(combine(losses, theirs, ours, how), np.float64)
 
 
-def lay_passage(passage: Passage) -> tuple[Laid, list[LaidTeacher]]:
+def _lay(passage: Passage) -> tuple[Laid, list[LaidTeacher]]:
     """The passage's rows on one axis of bytes, with a byte between two documents."""
     spans = row_spans(passage.student)
     breaks = np.array(passage.breaks or [], np.int64)
@@ -228,10 +222,6 @@ def _lay_teacher(teacher: TeacherRow, begins: NDArray[np.int64]) -> LaidTeacher:
     return LaidTeacher(spans + document[:, None], nll, bits)
 
 
-def has_guidance(passage: Passage) -> bool:
-    return bool(_scored_teachers(passage))
-
-
 def _scored_teachers(passage: Passage) -> list[TeacherRow]:
     return [teacher for teacher in passage.teachers if teacher.nll is not None]
 
@@ -244,3 +234,124 @@ def _with_guidance(passage: Passage, guidance: FloatArray, own: FloatArray) -> P
     """`own`: the student's loss that is held against it, of a token or of its stretch."""
     excess = None if passage.student.nll is None else rounded(own - guidance)
     return dataclasses.replace(passage, guidance=rounded(guidance), excess=excess)
+
+
+# ---- what was kept ----
+
+
+# First match wins, so a LaTeX command is not a word and a tag is no operator.
+_PIECES = {
+    "LaTeX commands": r"\\(?:[A-Za-z]+\*?|[^A-Za-z\s])",
+    "markup": r"""</?[A-Za-z!][^<>\n]{0,200}> | &[A-Za-z]+; | &\#\d+; | https?://\S+
+          | \*\*+ | ``+ | ^\#{1,6}(?=\s) | ^[-*](?=\s) | [{}$_`|&\#~@]""",
+    "numbers": r"\d+(?:[.,]\d+)*",
+    "words": r"[^\W\d_]+(?:['’][^\W\d_]+)*",
+    "white space": r"\s+",
+    "operators": r"[-+*/=<>^%×÷·±∓≤≥≠≈≡∼→←↔⇒⇔∈∉⊂⊆∪∩∧∨¬∀∃∑∏∫√∞∂∇−∘⊕⊗]",
+    "punctuation": r"""[][().,;:?!'"‘’“”«»…–—]""",
+}
+KINDS = (*_PIECES, "other")
+_SPACE, _OTHER = KINDS.index("white space"), KINDS.index("other")
+_PIECE = re.compile("|".join(f"({one})" for one in _PIECES.values()), re.VERBOSE | re.MULTILINE)
+
+
+def _byte_kinds(text: str) -> NDArray[np.uint8]:
+    """The kind (an index into `KINDS`) of every UTF-8 byte of a text."""
+    widths = [len(char.encode("utf-8", "surrogateescape")) for char in text]
+    offsets = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])
+    kinds = np.full(offsets[-1], _OTHER, np.uint8)
+    for match in _PIECE.finditer(text):
+        kinds[offsets[match.start()] : offsets[match.end()]] = (match.lastindex or 0) - 1
+    return kinds
+
+
+def token_kinds(tokens: Sequence[str]) -> NDArray[np.intp]:
+    """The kind of every token of a row: that of most of its bytes, white space aside.
+
+    The row is read as one text, so the `frac` after a `\\` counts as a LaTeX command.
+    """
+    lengths = np.array([len(token.encode("utf-8", "surrogateescape")) for token in tokens], int)
+    owner = np.repeat(np.arange(len(tokens)), lengths)
+    votes = np.zeros((len(tokens), len(KINDS)))
+    np.add.at(votes, (owner, _byte_kinds("".join(tokens))), 1.0)
+    votes[:, _SPACE] *= 1e-6  # white space decides only where there is nothing else
+    votes[lengths == 0, _OTHER] = 1.0
+    return np.asarray(np.argmax(votes, axis=1))
+
+
+def statistics(passages: Sequence[Passage], *, listed: int = 16) -> Statistics | None:
+    """Counts over all passages that carry weights; None when none does.
+
+    A token without a student loss is no target of training and is not counted.
+    """
+    passages = [passage for passage in passages if passage.weights is not None]
+    if not passages:
+        return None
+    texts, kinds, weights, excess = [], [], [], []
+    for passage in passages:
+        n = len(passage.student.text)
+        target = np.ones(n, bool) if passage.student.nll is None else ~np.isnan(_losses(passage))
+        texts.append(np.array(passage.student.text, object)[target])
+        kinds.append(token_kinds(passage.student.text)[target])
+        weights.append(np.array(passage.weights, float)[target])
+        excess.append(numbers(passage.excess or [None] * n)[target])
+    kind, weight, given = np.concatenate(kinds), np.concatenate(weights), np.concatenate(excess)
+    kept = np.clip(weight, 0.0, 1.0)
+    mapped = ~np.isnan(given)
+    most_kept, most_dropped = _extremes(np.concatenate(texts), kept, listed)
+    return Statistics(
+        tokens=len(weight),
+        kept=_count(weight),
+        unmapped=int((~mapped).sum()) if mapped.any() else 0,
+        kinds=[
+            Share(name=name, tokens=int((kind == at).sum()), kept=_count(weight[kind == at]))
+            for at, name in enumerate(KINDS)
+            if (kind == at).any()
+        ],
+        most_kept=most_kept,
+        most_dropped=most_dropped,
+        excess=_histogram(given[mapped], kept[mapped]) if mapped.any() else None,
+    )
+
+
+def _count(weights: NDArray[np.float64]) -> float:
+    return round(float(weights.sum()), 2)
+
+
+def _extremes(
+    texts: NDArray[np.object_], kept: NDArray[np.float64], listed: int
+) -> tuple[list[Share], list[Share]]:
+    """The tokens kept and dropped most reliably, by the lower end of Wilson's 95 % interval, so
+    that one lucky token of two does not outrank ninety of a hundred."""
+    names, index = np.unique(texts, return_inverse=True)
+    counts = np.bincount(index).astype(np.float64)
+    keeps = np.bincount(index, kept).astype(np.float64)
+
+    def best(hits: NDArray[np.float64]) -> list[Share]:
+        score = np.where(counts >= 3, wilson_lower(hits, counts), -1.0)
+        order = np.lexsort((-counts, -score))[:listed]
+        return [
+            Share(name=str(names[at]), tokens=int(counts[at]), kept=round(float(keeps[at]), 2))
+            for at in order
+            if score[at] > 0 and hits[at] * 2 >= counts[at]
+        ]
+
+    return best(keeps), best(counts - keeps)
+
+
+def _histogram(excess: NDArray[np.float64], kept: NDArray[np.float64], bins: int = 60) -> Histogram:
+    low, high = np.percentile(excess, [0.5, 99.5])
+    if high - low < 1e-6:
+        low, high = low - 0.5, high + 0.5
+    edges = np.linspace(low, high, bins + 1)
+    inside = np.clip(excess, low, high)
+
+    def counts(weights: NDArray[np.float64]) -> list[float]:
+        found, _ = np.histogram(inside, edges, weights=weights)
+        return [round(float(count), 2) for count in found]
+
+    return Histogram(
+        edges=[round(float(edge), 4) for edge in edges],
+        kept=counts(kept),
+        dropped=counts(1.0 - kept),
+    )
