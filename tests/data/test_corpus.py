@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from vocagnolm.data.corpus import document_hash, open_corpus
-from vocagnolm.data.skipped import read_texts
+from vocagnolm.data.corpus import document_hash, open_corpus, read_texts
 from vocagnolm.errors import CorpusError, MissingExtraError
 
 TEXTS = [f"document {i} " + "wörd " * (i % 7) for i in range(700)]

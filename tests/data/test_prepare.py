@@ -103,7 +103,7 @@ def test_any_number_of_workers_gives_the_same_files(lab, tmp_path):
 
 
 def _prepare_slowly(tree, delay):
-    from vocagnolm.data import part
+    from vocagnolm.data import prepare as part
 
     original = part.tokenise
 

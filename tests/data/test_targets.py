@@ -25,7 +25,7 @@ from vocagnolm.alignment import (
 from vocagnolm.alternatives import Alternatives
 from vocagnolm.chat import shared_text, trained_ranges, trained_tokens
 from vocagnolm.cli import app
-from vocagnolm.data import targets as module
+from vocagnolm.data import guidance as module
 from vocagnolm.data.blocks import Blocks
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError, RecipeError

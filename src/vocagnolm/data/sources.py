@@ -198,8 +198,6 @@ class _Unreached(_BrokenOffError, CorpusError):
 # ---- kinds of sources ----
 
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-TEXT_SUFFIXES = (".txt", ".text", ".md", ".tex")
 Split = Literal["none", "blank_line", "line"]
 """How a text file becomes documents."""
 # A place to seek to is remembered this often; between two, lines are skipped unread.

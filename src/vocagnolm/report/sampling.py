@@ -15,9 +15,8 @@ from vocagnolm.alignment import TargetTable, TextTokenizer, TokenSpans, align, l
 from vocagnolm.alternatives import Alternatives
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.data.corpus import Corpus, Document, document_hash
-from vocagnolm.data.guidance import tiling
+from vocagnolm.data.guidance import common_alternatives, target_table, tiling
 from vocagnolm.data.identity import recipe_corpus, student_chat
-from vocagnolm.data.targets import common_alternatives, target_table
 from vocagnolm.data.teachers import Lookup
 from vocagnolm.errors import TemplateError, VocagnolmError
 from vocagnolm.files import parse_json, write_text

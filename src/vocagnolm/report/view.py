@@ -168,7 +168,7 @@ def _with_expected(
     packed = theirs.alternatives[at]
     if packed is None:
         return row
-    from vocagnolm.data.targets import target_table
+    from vocagnolm.data.guidance import target_table
     from vocagnolm.report.passage import Expected, with_alternatives
 
     student, teacher = ours.side.tokenizer, theirs.side.tokenizer

@@ -7,13 +7,13 @@ from transformers import PreTrainedModel
 from vocagnolm.alignment import TextTokenizer, token_texts
 from vocagnolm.alternatives import AlternativesSpec
 from vocagnolm.data.blocks import Blocks, TrainingOrder
+from vocagnolm.data.guidance import TargetsPlan, target_table
 from vocagnolm.data.identity import (
     student_chat,
     student_tokenizer,
     teacher_chat,
     teacher_tokenizer,
 )
-from vocagnolm.data.targets import TargetsPlan, target_table
 from vocagnolm.errors import TrainingError
 from vocagnolm.model import ModelFiles, open_model
 from vocagnolm.recipe import Recipe

@@ -21,15 +21,14 @@ import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback
 
-from vocagnolm.data.block_copies import local_blocks
 from vocagnolm.data.blocks import Blocks, damaged_parts
 from vocagnolm.data.identity import (
     block_settings,
+    differing_inputs,
+    local_blocks,
     recipe_corpus,
-    stale_files,
     student_chat,
     student_tokenizer,
-    unmet_needs,
 )
 from vocagnolm.errors import (
     BlocksError,
@@ -287,9 +286,7 @@ def open_blocks(recipe: Recipe, *, verify: bool = False) -> Blocks:
     if blocks.conversations:
         tokenizer = student_chat(recipe, tokenizer)
     wanted = block_settings(recipe, tokenizer, None)
-    unmet = unmet_needs(blocks.manifest, recipe, wanted, None)
-    if verify:
-        unmet += stale_files(blocks.manifest, recipe)
+    unmet = differing_inputs(blocks.manifest, recipe, wanted, None, look=verify)
     if unmet:
         raise BlocksError(
             f"The blocks in {folder} do not belong to this recipe:\n  "
