@@ -170,7 +170,7 @@ def test_parquet_with_a_wrong_text_field(tmp_path):
         ("a.pdf", b"x", "unknown ending"),
         ("a.jsonl", b"", "no documents"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9000)[:-40], "to its end"),
-        ("a.parquet", b"PAR1", "as Parquet"),
+        ("a.parquet", b"PAR1", "cannot be read as parquet"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, name, content, message):

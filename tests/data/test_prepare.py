@@ -16,9 +16,10 @@ from vocagnolm.alignment import align, carry, load_tokenizer
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.data.identity import student_tokenizer
 from vocagnolm.data.prepare import prepare
-from vocagnolm.errors import BlocksError
+from vocagnolm.errors import BlocksError, VocagnolmWarning
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.store import LossStore
+from vocagnolm.train.run import open_blocks
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +148,55 @@ def test_other_settings_are_refused_and_named(lab, tmp_path):
     prepare(recipe_from_dict(recipe_dict(folder, data=base, objective={"method": "cpt"})))
     with pytest.raises(BlocksError, match="teacher_losses"):
         prepare(recipe_from_dict(recipe_dict(folder, data=base, objective={"method": "chunk"})))
+
+
+def test_a_recipe_that_names_another_corpus_is_refused(lab, tmp_path):
+    """By `train` too, which reads the corpus only where names or dates differ."""
+    folder, texts = lab
+    first = write_corpus(tmp_path / "first.jsonl", texts[:40])
+    other = write_corpus(tmp_path / "other.jsonl", texts[40:])
+
+    def opened(*files, **corpus):
+        given = {"files": [*map(str, files)], **corpus}
+        tree = recipe_dict(folder, corpus=given, data={"blocks": str(tmp_path / "b")})
+        return open_blocks(recipe_from_dict(tree), verify=True)
+
+    tree = recipe_dict(folder, corpus={"files": [str(first)]}, data={"blocks": str(tmp_path / "b")})
+    prepare(recipe_from_dict(tree))
+    assert len(opened(first))
+    another = r"(?s)do not belong to this recipe.*other.jsonl is new.*first.jsonl is not in it"
+    for files, message in (
+        ([other], another),
+        ([tmp_path / "elsewhere" / "other.jsonl"], another),
+        ([first, other], "other.jsonl is new"),
+    ):
+        with pytest.raises(BlocksError, match=message):
+            opened(*files)
+    with pytest.raises(BlocksError, match=r"corpus.limit_documents: None then, 7 now"):
+        opened(first, limit_documents=7)
+    with pytest.raises(BlocksError, match=r"corpus.text_field: text then, body now"):
+        opened(tmp_path / "elsewhere" / "first.jsonl", text_field="body")
+    # blocks stand for themselves: the corpus may be elsewhere, and may have got another name
+    assert len(opened(tmp_path / "elsewhere" / "first.jsonl", limit_documents=40))
+    assert len(opened(tmp_path / "elsewhere")) and len(opened("s3://bucket/first.jsonl"))
+    assert len(opened(first.rename(tmp_path / "renamed.jsonl")))
+
+
+def test_blocks_without_guidance_or_without_a_block_are_refused(lab, tmp_path):
+    folder, texts = lab
+    strangers = write_corpus(tmp_path / "c.jsonl", ["not scored at all"] * 20)
+
+    def tree(name, corpus, **data):
+        data = {"blocks": str(tmp_path / name), "missing": "keep", **data}
+        return recipe_from_dict(recipe_dict(folder, corpus={"files": [str(corpus)]}, data=data))
+
+    with pytest.raises(BlocksError, match=r"No token of .*c.jsonl has guidance: .*store holds no"):
+        prepare(tree("none", strangers))
+    few = write_corpus(tmp_path / "few.jsonl", ["not scored at all " * 9] * 20 + texts[:1])
+    with pytest.warns(VocagnolmWarning, match=r"only \d+\.\d% of the tokens have guidance"):
+        prepare(tree("few", few))
+    with pytest.raises(BlocksError, match=r"a block of 100,000 needs 100,001"):
+        prepare(tree("small", folder / "corpus.jsonl", block_size=100_000))
 
 
 def test_a_folder_with_other_things_is_left_alone(lab, tmp_path):
