@@ -18,7 +18,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import IO, Any
@@ -296,37 +296,37 @@ def read_json(
     error: type[VocagnolmError],
     mend: str,
     keys: Mapping[str, type | tuple[type, ...]] | None = None,
+    *,
+    read: Callable[[], bytes | memoryview] | None = None,
 ) -> dict[str, Any]:
     """A JSON object that has `keys` of these types, or `error` with what is wrong and how to `mend`
-    it. A file that is not there is the caller's business: FileNotFoundError."""
+    it. `read` gives the content of what is no file of this machine. A file that is not there is the
+    caller's business: FileNotFoundError, NotADirectoryError."""
     try:
-        content = Path(path).read_bytes()
-    except FileNotFoundError:
+        content = parse_json(bytes(read() if read else Path(path).read_bytes()).decode())
+    except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as failure:
         raise error(f"{path} cannot be read: {failure.strerror}. {mend}") from None
-    return checked_json(content, path, error, mend, keys)
-
-
-def checked_json(
-    text: bytes,
-    path: str | Path,
-    error: type[VocagnolmError],
-    mend: str,
-    keys: Mapping[str, type | tuple[type, ...]] | None = None,
-) -> dict[str, Any]:
-    """What was read from `path`, as `read_json` gives it."""
-    try:
-        content = parse_json(text.decode())
-    except (ValueError, RecursionError) as failure:
+    except ValueError as failure:
         raise error(f"{path} is not JSON ({failure}). {mend}") from None
     if not isinstance(content, dict):
         found = type(content).__name__
         raise error(f"{path} holds a {found}, expected a JSON object. {mend}")
-    for name, kind in (keys or {}).items():
-        if not isinstance(content.get(name), kind):
-            raise error(f"{path} is damaged: its '{name}' is {content.get(name)!r:.40}. {mend}")
+    require_keys(content, path, error, mend, keys or {})
     return content
+
+
+def require_keys(
+    found: Mapping[str, Any],
+    path: str | Path,
+    error: type[VocagnolmError],
+    mend: str,
+    keys: Mapping[str, type | tuple[type, ...]],
+) -> None:
+    for name, kind in keys.items():
+        if not isinstance(found.get(name), kind):
+            raise error(f"{path} is damaged: its '{name}' is {found.get(name)!r:.40}. {mend}")
 
 
 def file_digest(path: str | Path) -> str:

@@ -10,6 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from vocagnolm.errors import StoreError
+from vocagnolm.storage import Folder
 from vocagnolm.store import (
     LossStore,
     StoreWriter,
@@ -21,7 +22,7 @@ from vocagnolm.store.format import (
     Shard,
     encode_shard,
     narrowest_unsigned,
-    open_shard,
+    read_shard,
     shard_name,
     to_float16,
 )
@@ -322,4 +323,4 @@ def test_an_empty_shard(tmp_path):
     path = write_store(tmp_path / "s", [empty, made_shard(1, 3, 1, first=1)])
     assert verify_store(path) == []
     assert len(LossStore.open(path)) == 3
-    assert open_shard(path / shard_name(0)).about["skipped"][0]["place"] == "a:1"
+    assert read_shard(Folder(path), shard_name(0)).about["skipped"][0]["place"] == "a:1"

@@ -34,7 +34,7 @@ from safetensors import safe_open
 from vocagnolm.data.guidance import cut_stretches
 from vocagnolm.data.packing import Bins, chunk_guidance, fill_bins
 from vocagnolm.errors import BlocksError
-from vocagnolm.files import checked_json, file_digests, local_path, plain_name
+from vocagnolm.files import file_digests, local_path, plain_name, read_json
 from vocagnolm.storage import Folder, Place
 
 FORMAT_VERSION = 1
@@ -331,13 +331,12 @@ def read_manifest(folder: Path | Place) -> dict[str, Any]:
     path = place.shown(MANIFEST)
     mend = "Run: vocagnolm prepare RECIPE"
     try:
-        content = bytes(place.read(MANIFEST))
+        manifest = read_json(
+            path, BlocksError, mend, _MANIFEST_KEYS, read=lambda: place.read(MANIFEST)
+        )
     except (FileNotFoundError, NotADirectoryError):
         state = "is not complete" if place.files() else "has no blocks"
         raise BlocksError(f"{place} {state}: there is no {MANIFEST}. {mend}") from None
-    except OSError as error:
-        raise BlocksError(f"{path} cannot be read: {error.strerror}. {mend}") from None
-    manifest = checked_json(content, path, BlocksError, mend, _MANIFEST_KEYS)
     if manifest["format_version"] != FORMAT_VERSION:
         raise BlocksError(
             f"{path} has format version {manifest['format_version']}, this program reads "

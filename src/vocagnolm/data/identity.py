@@ -17,7 +17,6 @@ from vocagnolm.recipe import Recipe
 from vocagnolm.storage import Folder, Place, place_of, require_place
 from vocagnolm.storage.copies import Wanted, cache_folder, copy_files
 from vocagnolm.store import LossStore
-from vocagnolm.store.format import identity_digest
 
 # A corpus up to here is read again when only its date or its name has changed.
 LARGEST_READ_AGAIN_BYTES = 2 * 10**9
@@ -204,7 +203,7 @@ def _targets(recipe: Recipe, here: bool) -> dict[str, Any]:
 
 
 def _stores_digest(paths: list[str]) -> str:
-    digests = [identity_digest(store_identity(path)) for path in paths]
+    digests = [json_digest(store_identity(path)) for path in paths]
     return digests[0] if len(digests) == 1 else json_digest(digests)
 
 

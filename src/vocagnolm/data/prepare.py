@@ -19,6 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from vocagnolm import files
 from vocagnolm.alignment import TextTokenizer, TokenSpans
 from vocagnolm.chat import ChatTokenizer, trained_ranges
 from vocagnolm.data.blocks import (
@@ -45,21 +46,6 @@ from vocagnolm.data.identity import (
 from vocagnolm.data.packing import PackingSummary, Part, pack_documents
 from vocagnolm.data.teachers import Chosen, Lookup, chosen_documents
 from vocagnolm.errors import BlocksError, RecipeError, VocagnolmWarning
-from vocagnolm.files import (
-    LOCK_FILE,
-    checked_json,
-    differences,
-    file_digest,
-    folder_lock,
-    is_leftover,
-    json_bytes,
-    json_digest,
-    move_folder,
-    parse_json,
-    remove_leftovers,
-    write_bytes,
-    write_json,
-)
 from vocagnolm.recipe import Recipe
 from vocagnolm.storage import Folder, Place
 from vocagnolm.storage.copies import tell
@@ -101,7 +87,7 @@ def prepare(
     _refuse_strangers(place)
 
     def made_in(folder: Path) -> dict[str, Any]:
-        with folder_lock(folder, "Wait for it to end, or choose another data.blocks."):
+        with files.folder_lock(folder, "Wait for it to end, or choose another data.blocks."):
             manifest = _finished(Folder(folder), recipe, settings, corpus)
             if manifest is None:
                 _claim(Folder(folder), settings)
@@ -109,8 +95,8 @@ def prepare(
                 entries = _make_parts(corpus, folder, plan, workers, progress)
                 corpus.require_unchanged()
                 manifest = _manifest(recipe, settings, tokenizer, corpus, entries)
-                write_json(folder / MANIFEST, manifest)
-                remove_leftovers(folder)
+                files.write_json(folder / MANIFEST, manifest)
+                files.remove_leftovers(folder)
             return manifest
 
     if isinstance(place, Folder):
@@ -120,10 +106,10 @@ def prepare(
         if found is None:
             if place.has(SETTINGS):
                 _claim(place, settings)
-            folder = blocks_cache(recipe) / f"making-{json_digest(str(place))[:32]}"
+            folder = blocks_cache(recipe) / f"making-{files.json_digest(str(place))[:32]}"
             found = made_in(folder)
             _upload(folder, place, found)
-            move_folder(folder, blocks_cache(recipe) / found["fingerprint"][:32])
+            files.move_folder(folder, blocks_cache(recipe) / found["fingerprint"][:32])
         manifest = found
     if not corpus.conversations and not block_count(manifest["tokens"], recipe.data.block_size):
         raise too_few_tokens(str(place), manifest["tokens"], recipe.data.block_size)
@@ -137,7 +123,7 @@ def _refuse_strangers(place: Place) -> None:
     found = place.files()
     if SETTINGS in found or MANIFEST in found:
         return
-    if any(name != LOCK_FILE and not is_leftover(name) for name in found):
+    if any(name != files.LOCK_FILE and not files.is_leftover(name) for name in found):
         raise BlocksError(
             f"{place} is not empty and holds no blocks. Choose another place for data.blocks."
         )
@@ -145,11 +131,12 @@ def _refuse_strangers(place: Place) -> None:
 
 def _claim(place: Place, settings: dict[str, Any]) -> None:
     """The settings are written before the first part: a place belongs to one recipe."""
-    if place.create(SETTINGS, json_bytes(settings)):
+    if place.create(SETTINGS, files.json_bytes(settings)):
         return
     advice = "Choose another place for data.blocks."
-    found = checked_json(bytes(place.read(SETTINGS)), place.shown(SETTINGS), BlocksError, advice)
-    different = differences(found, settings)
+    path = place.shown(SETTINGS)
+    found = files.read_json(path, BlocksError, advice, read=lambda: place.read(SETTINGS))
+    different = files.differences(found, settings)
     _refuse(place, [f"{name}: {old!r:.50} -> {new!r:.50}" for name, old, new in different])
 
 
@@ -212,8 +199,8 @@ def _upload(folder: Path, place: Place, manifest: dict[str, Any]) -> None:
         for size in pool.map(send, parts):
             done += size
             tell(f"{folder} to {place}", folder, done, total)
-    if not place.create(MANIFEST, json_bytes(manifest)):
-        place.put(MANIFEST, json_bytes(manifest))
+    if not place.create(MANIFEST, files.json_bytes(manifest)):
+        place.put(MANIFEST, files.json_bytes(manifest))
 
 
 # ---- the manifest ----
@@ -254,7 +241,7 @@ def _manifest(
         "format_version": FORMAT_VERSION,
         "settings": settings,
         "inputs": described_inputs(recipe, tokenizer, corpus),
-        "fingerprint": json_digest([settings, [part["sha256"] for part in parts]]),
+        "fingerprint": files.json_digest([settings, [part["sha256"] for part in parts]]),
         "tokens": summary.tokens,
         "columns": columns,
         "teacher": ", ".join(teachers) or None,
@@ -265,23 +252,25 @@ def _manifest(
 
 def _nothing(recipe: Recipe, summary: PackingSummary) -> str | None:
     """Why there is nothing to train on, or nothing to guide it."""
-    files = ", ".join(recipe.corpus.files)
+    corpus = ", ".join(recipe.corpus.files)
     if summary.tokens and summary.trained != 0:
         if not recipe.stores or summary.mapped:
             return None
         return (
-            f"No token of {files} has guidance: {' and '.join(recipe.stores)} holds no loss for "
+            f"No token of {corpus} has guidance: {' and '.join(recipe.stores)} holds no loss for "
             "any of these documents. Score this corpus, or leave store.path out."
         )
     if summary.refused:
         reason, count = max(summary.refused.items(), key=lambda entry: entry[1])
-        return f"The student's template refuses the conversations of {files}: {count:,} x {reason}."
+        return (
+            f"The student's template refuses the conversations of {corpus}: {count:,} x {reason}."
+        )
     if summary.tokens:
         return (
-            f"{files} holds nothing to train on: no conversation has a message of data.train_on = "
+            f"{corpus} holds nothing to train on: no conversation has a message of data.train_on = "
             f"{recipe.data.train_on}."
         )
-    return f"The corpus gave no tokens: {files}."
+    return f"The corpus gave no tokens: {corpus}."
 
 
 # ---- one part: a pure function of its documents and the plan ----
@@ -338,7 +327,7 @@ class PartMaker:
     def __init__(self, plan: PartPlan, folder: Path):
         self.plan = plan
         self.folder = folder
-        self.identity = json_digest(plan.settings)
+        self.identity = files.json_digest(plan.settings)
         self.stores = [LossStore.open(path) for path in plan.recipe.stores]
         self._lookups = [Lookup(store, plan.settings["corpus"]) for store in self.stores]
         data, tokenizer = plan.recipe.data, plan.tokenizer
@@ -352,7 +341,7 @@ class PartMaker:
         part = self._pack(documents)
         about = {"identity": self.identity, "summary": part.summary.as_json()}
         content = save(part.columns, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
-        write_bytes(path, content)
+        files.write_bytes(path, content)
         return _entry(path, about)
 
     def _pack(self, documents: Sequence[NumberedText]) -> Part:
@@ -466,7 +455,7 @@ def _finished_part(path: Path, identity: str) -> dict[str, Any] | None:
         return None
     try:
         with safe_open(path, framework="np") as file:
-            about = parse_json(file.metadata()[METADATA_KEY])
+            about = files.parse_json(file.metadata()[METADATA_KEY])
     except (SafetensorError, OSError, KeyError, TypeError, ValueError):
         return None  # damaged: it is made again
     if about["identity"] != identity:
@@ -483,7 +472,7 @@ def _entry(path: Path, about: dict[str, Any]) -> dict[str, Any]:
         "tokens": summary["tokens"],
         "summary": summary,
         "bytes": path.stat().st_size,
-        "sha256": file_digest(path),
+        "sha256": files.file_digest(path),
     }
 
 
@@ -512,7 +501,7 @@ def _make_parts(
         if progress is not None:
             progress(PackingSummary(**entry["summary"]), len(entries) / len(starts))
 
-    identity = json_digest(plan.settings)
+    identity = files.json_digest(plan.settings)
     for number in range(len(starts)):
         if (entry := _finished_part(folder / part_name(number), identity)) is not None:
             note(number, entry)

@@ -354,7 +354,7 @@ class JsonLines(_File):
                 return gzip.open(self.path, "rb")
             if suffix == ".zst":
                 return _open_zstandard(self.path)
-            return open(self.path, "rb", _READ_BYTES)
+            return io.BufferedReader(io.FileIO(self.path), _READ_BYTES)
 
 
 def _open_zstandard(path: Path) -> io.BufferedIOBase:

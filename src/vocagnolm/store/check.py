@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vocagnolm.errors import StoreError
+from vocagnolm.files import json_digest
 from vocagnolm.storage import Place, place_of
 from vocagnolm.store.format import (
     HISTOGRAM_STEP_NATS,
@@ -22,7 +23,6 @@ from vocagnolm.store.format import (
     ShardFile,
     add_statistics,
     count_reasons,
-    identity_digest,
     read_about,
     read_manifest,
     read_records,
@@ -114,9 +114,9 @@ def _devices(place: Place, manifest: dict[str, Any], found: dict[str, int]) -> d
     if "shards" in manifest:
         named = [entry.get("device") for entry in manifest["shards"]]
     else:
-        digest = identity_digest(manifest["identity"])
+        digest = json_digest(manifest["identity"])
         records = read_records(place, found, manifest["shard_count"], digest)
-        named = [record.device for record in records.values()]
+        named = [record.get("device") for record in records.values()]
     return dict(Counter(name for name in named if name is not None))
 
 
@@ -125,7 +125,7 @@ def verify_store(path: str | Path) -> list[str]:
     place = place_of(path)
     require_complete(place)
     manifest = read_manifest(place)
-    digest = identity_digest(manifest["identity"])
+    digest = json_digest(manifest["identity"])
     problems: list[str] = []
     expected_first = 0
     seen_files = set()
@@ -146,8 +146,7 @@ def verify_store(path: str | Path) -> list[str]:
             f"{MANIFEST_FILE}: the shards cover {expected_first:,} documents, the corpus has "
             f"{manifest['identity']['corpus']['documents']:,}"
         )
-    parts = [{**entry, "histogram": [0] * 41} for entry in manifest["shards"]]
-    totals = {k: v for k, v in add_statistics(parts).items() if k != "histogram"}
+    totals = add_statistics(manifest["shards"])
     if any(manifest["totals"][key] != value for key, value in totals.items()):
         problems.append(f"{MANIFEST_FILE}: the totals do not add up")
     for name in shard_names(place.files(SHARD_FOLDER)):

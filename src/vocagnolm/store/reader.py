@@ -12,6 +12,7 @@ import numpy as np
 
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary
 from vocagnolm.errors import StoreError
+from vocagnolm.files import json_digest
 from vocagnolm.storage import Folder, Place, place_of
 from vocagnolm.storage.copies import Wanted, cache_folder, copy_files
 from vocagnolm.store.format import (
@@ -22,7 +23,6 @@ from vocagnolm.store.format import (
     VOCABULARY_FILE,
     ShardFile,
     decode_vocabulary,
-    identity_digest,
     read_manifest,
     read_shard,
     shard_names,
@@ -35,8 +35,9 @@ SCORE_WITH_ALTERNATIVES = (
 
 
 class LossStore:
-    """A complete loss store. `store[i]` is `(token_bytes, nll)` of the i-th scored document,
+    """A complete loss store. `store[i]` is `(token_bytes, nll)` of the i-th scored document, and
     `store.alternatives(i)` what else the teacher would have said, where the store holds that.
+    Documents that were skipped are not counted: ask for a text's own with `store.of(text)`.
 
     Opening reads the manifest alone; shards are mapped when first used. Those at an address are
     copied to a local folder before, once (`vocagnolm.storage.copies`). May be sent to worker
@@ -92,13 +93,8 @@ class LossStore:
         gives a list of such pairs."""
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
-        shard, ends, inside = self._locate(index)
-        low = int(ends[inside - 1]) if inside else 0
-        high = int(ends[inside])
-        return (
-            shard.columns["token_bytes"][low:high].astype(np.int64),
-            shard.columns["nll"][low:high].astype(np.float32),
-        )
+        columns, tokens = self._tokens(index)
+        return columns["token_bytes"][tokens].astype(np.int64), columns["nll"][tokens].astype("f4")
 
     @property
     def kept_alternatives(self) -> AlternativesSpec | None:
@@ -112,9 +108,8 @@ class LossStore:
         kept = self.kept_alternatives
         if kept is None:
             raise StoreError(f"{self.path} holds no alternatives. {SCORE_WITH_ALTERNATIVES}")
-        shard, ends, inside = self._locate(index)
-        low = int(ends[inside - 1]) if inside else 0
-        return Alternatives(shard.columns["alternatives"][low : int(ends[inside])], kept.sampled)
+        columns, tokens = self._tokens(index)
+        return Alternatives(columns["alternatives"][tokens], kept.sampled)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
@@ -131,6 +126,17 @@ class LossStore:
             return decode_vocabulary(content)
         except FileNotFoundError:
             raise StoreError(f"{shown} is missing. {self._mend_hint()}") from None
+
+    def of(self, text: str) -> int:
+        """Index of the document with this very text, which is known by its hash."""
+        index = self.find(hashlib.sha256(text.encode()).digest()[:HASH_BYTES])
+        if index is None:
+            start = " ".join(text[:60].split())
+            raise StoreError(
+                f"{self.path} does not hold this text: '{start}...'. It was not scored, was "
+                "skipped, or has changed since."
+            )
+        return index
 
     def spans(self, index: int) -> np.ndarray:
         """The teacher's tokens of a document as byte spans, int64 [M, 2]: what `align` takes."""
@@ -217,6 +223,11 @@ class LossStore:
         order = np.argsort(keys, kind="stable")
         return keys[order], order
 
+    def _tokens(self, index: int) -> tuple[dict[str, np.ndarray], slice]:
+        """The columns of a document's shard, and its tokens there."""
+        shard, ends, inside = self._locate(index)
+        return shard.columns, slice(int(ends[inside - 1]) if inside else 0, int(ends[inside]))
+
     def _locate(self, index: int) -> tuple[ShardFile, np.ndarray, int]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"document {index} of a store of {len(self)}")
@@ -268,7 +279,7 @@ class LossStore:
         if isinstance(self._place, Folder):
             return self._place
         shards = [entry["sha256"] for entry in self.manifest["shards"]]
-        key = identity_digest({"identity": self.manifest["identity"], "shards": shards})
+        key = json_digest({"identity": self.manifest["identity"], "shards": shards})
         return Folder(cache_folder() / "stores" / key[:32])
 
     def _mend_hint(self) -> str:
