@@ -14,8 +14,7 @@ from vocagnolm.alternatives import Alternatives
 from vocagnolm.errors import MissingExtraError, StoreError
 from vocagnolm.storage import Place
 from vocagnolm.store.analysis import Ranks
-from vocagnolm.store.check import inspect_store
-from vocagnolm.store.reader import LossStore
+from vocagnolm.store.reader import LossStore, inspect_store
 
 # ---- Parquet ----
 

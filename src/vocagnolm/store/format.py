@@ -320,7 +320,7 @@ def version_of(identity: Mapping[str, Any]) -> int:
 
 def vocabulary_damage(content: bytes | memoryview, identity: Mapping[str, Any]) -> str | None:
     """What is wrong with a store's vocabulary file, or None."""
-    digest = identity["alternatives"]["vocabulary_sha256"]
+    digest = identity["alternatives"].get("vocabulary_sha256")
     same = hashlib.sha256(content).hexdigest() == digest
     return None if same else "its bytes do not match the checksum in the manifest"
 
