@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, ClassVar, Literal, Protocol
+from typing import IO, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from vocagnolm.chat.messages import CONVERSATION_FIELDS
@@ -207,17 +207,6 @@ class Record:
 
     place: str
     value: Any
-
-
-class Source(Protocol):
-    name: str
-    fingerprint: str
-
-    def __len__(self) -> int: ...
-
-    def read(self, start: int, stop: int) -> Iterator[Record]: ...
-
-    def changed(self) -> bool: ...
 
 
 def wanted_fields(names: Iterable[str], text_field: str) -> list[str]:
@@ -552,3 +541,6 @@ class DatasetSource:
 
     def changed(self) -> bool:
         return False
+
+
+Source = JsonLines | TextFile | ParquetRows | DatasetSource

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vocagnolm.errors import StoreError
+from vocagnolm.store.format import hash_keys
 from vocagnolm.store.reader import LossStore
 
 
@@ -31,8 +32,7 @@ class DocumentBits:
 
     @property
     def keys(self) -> NDArray[np.uint64]:
-        """First eight bytes of each hash."""
-        return np.ascontiguousarray(self.hashes[:, :8]).view("<u8").ravel()
+        return hash_keys(self.hashes)
 
 
 def document_bits(store: LossStore) -> DocumentBits:

@@ -142,6 +142,11 @@ def _alternatives_statistics(packed: np.ndarray) -> dict[str, Any]:
     }
 
 
+def hash_keys(document_hash: np.ndarray) -> np.ndarray:
+    """The first eight bytes of every hash, as one number: what documents are sorted by."""
+    return np.ascontiguousarray(document_hash[:, :8]).view("<u8").ravel()
+
+
 def to_float16(nll: np.ndarray) -> np.ndarray:
     """Round to half precision, saturating at its largest number instead of overflowing to
     infinity. NaN (unscored) stays NaN. Rounding noise below zero becomes zero."""

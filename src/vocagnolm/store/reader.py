@@ -30,6 +30,7 @@ from vocagnolm.store.format import (
     add_statistics,
     count_reasons,
     decode_vocabulary,
+    hash_keys,
     read_about,
     read_manifest,
     read_records,
@@ -225,11 +226,8 @@ class LossStore:
     def _hash_index(self) -> tuple[np.ndarray, np.ndarray]:
         """First eight bytes of every hash, sorted, and the documents in that order."""
         self.fetch()
-        parts = [
-            np.ascontiguousarray(self._shard(n)[0].columns["document_hash"][:, :8]).view("<u8")
-            for n in range(len(self._ends))
-        ]
-        keys = np.concatenate(parts).ravel() if parts else np.zeros(0, "<u8")
+        hashes = (shard.columns["document_hash"] for shard in self.shards())
+        keys = np.concatenate([np.zeros(0, "<u8"), *map(hash_keys, hashes)])
         order = np.argsort(keys, kind="stable")
         return keys[order], order
 
