@@ -187,6 +187,11 @@ def test_blocks_without_guidance_or_without_a_block_are_refused(lab, tmp_path):
     few = write_corpus(tmp_path / "few.jsonl", ["not scored at all " * 9] * 20 + texts[:1])
     with pytest.warns(VocagnolmWarning, match=r"only \d+\.\d% of the tokens have guidance"):
         prepare(tree("few", few))
+    manifest = json.loads((tmp_path / "few" / "manifest.json").read_text())
+    manifest["summary"]["mapped"] = 0  # as an earlier version made them
+    (tmp_path / "few" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(BlocksError, match=r"guidance: no token has any"):
+        open_blocks(tree("few", few))
     with pytest.raises(BlocksError, match=r"a block of 100,000 needs 100,001"):
         prepare(tree("small", folder / "corpus.jsonl", block_size=100_000))
 

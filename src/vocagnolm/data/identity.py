@@ -1,6 +1,7 @@
 """What a recipe names, and what blocks were made from: by digest, so that nothing else is taken for
 it, and by name, so that a difference can be put into words."""
 
+from collections import defaultdict
 from collections.abc import Container, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -295,6 +296,8 @@ def differing_inputs(
         made_with, now = found["guidance"]["store"], wanted["guidance"]["store"]
         if now not in (None, made_with):
             lines += _store_differences(inputs.get("stores"), recipe)
+        if manifest["summary"].get("mapped") == 0:
+            lines.append("guidance: no token has any, the store held none of these documents")
     for name, old, new in differences(
         _needed(found, wanted, recipe), _needed(wanted, wanted, recipe)
     ):
@@ -362,7 +365,7 @@ def _unread_corpus_differences(manifest: dict[str, Any], recipe: Recipe) -> list
 def _named_corpus(before: dict[str, Any], recipe: Recipe, here: Container[str]) -> dict[str, Any]:
     """What a recipe says of its corpus, as `Corpus.describe` would; what only the files could tell
     is taken from the description `before`."""
-    asked, left, sources = recipe.corpus, list(before["sources"]), []
+    asked, known = recipe.corpus, _by_name(before)
     names, elsewhere = [], False
     for path in asked.files:
         if Path(path).is_dir():
@@ -371,11 +374,7 @@ def _named_corpus(before: dict[str, Any], recipe: Recipe, here: Container[str]) 
             elsewhere = True  # a folder, a pattern, a dataset: what is in it is not known here
         elif not here or Path(path).is_file() or address_of(path) is not None:
             names.append(PurePosixPath(path).name)
-    for name in names:
-        source = next((one for one in left if one["name"] == name), None)
-        sources.append(source or {"name": name, "documents": 0})
-        if source is not None:
-            left.remove(source)
+    sources = [known[n].pop() if known[n] else {"name": n, "documents": 0} for n in names]
     if elsewhere:
         sources = before["sources"] + [one for one in sources if "sha256" not in one]
     total = sum(source["documents"] for source in before["sources"])
@@ -393,24 +392,30 @@ def _named_corpus(before: dict[str, Any], recipe: Recipe, here: Container[str]) 
     }
 
 
+def _by_name(corpus: dict[str, Any]) -> defaultdict[str, list[dict[str, Any]]]:
+    """A corpus's sources by their names, which need not be unique; the first comes last."""
+    found = defaultdict(list)
+    for source in reversed(corpus["sources"]):
+        found[source["name"]].append(source)
+    return found
+
+
 def corpus_differences(before: dict[str, Any] | None, now: dict[str, Any]) -> list[str]:
     """Which file or setting of a corpus differs."""
     if before is None:
         return ["corpus: it is another one than the blocks were made from"]
-    left, lines = list(before["sources"]), []
+    left, lines = _by_name(before), []
     for source in now["sources"]:
         name = source["name"]
-        old = next((one for one in left if one["name"] == name), None)
+        old = left[name].pop() if left[name] else None
         if old is None:
             lines.append(f"corpus: {name} is new")
-            continue
-        left.remove(old)
-        if old["documents"] != source["documents"]:
+        elif old["documents"] != source["documents"]:
             counts = f"{old['documents']:,} documents, now {source['documents']:,}"
             lines.append(f"corpus: {name} had {counts}")
         elif old["sha256"] != source["sha256"]:
             lines.append(f"corpus: the text of {name} has changed")
-    lines += [f"corpus: {source['name']} is not in it any more" for source in left]
+    lines += [f"corpus: {name} is not in it any more" for name, gone in left.items() if gone]
     for name in ("format", "split", "text_field", "limit_documents", "documents"):
         if not lines and before.get(name) != now.get(name):
             lines.append(f"corpus.{name}: {before.get(name)} then, {now.get(name)} now")
