@@ -23,7 +23,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from vocagnolm.alignment import align, align_batch, load_tokenizer
-from vocagnolm.data.skipped import read_texts
+from vocagnolm.data.corpus import read_texts
 from vocagnolm.pair import SAMPLE
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))

@@ -29,8 +29,7 @@ from tokenizers import Tokenizer
 
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.data.corpus import open_corpus
-from vocagnolm.data.part import tokenise
-from vocagnolm.data.prepare import prepare
+from vocagnolm.data.prepare import prepare, tokenise
 from vocagnolm.recipe import recipe_from_dict
 
 BATCH_DOCUMENTS = 64

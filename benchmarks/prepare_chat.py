@@ -25,8 +25,7 @@ from made_up import Stored, made_up, made_up_store
 from vocagnolm.alignment import TokenSpans, load_tokenizer
 from vocagnolm.chat import ChatTokenizer, Message, shared_text, template_of
 from vocagnolm.data.corpus import open_corpus
-from vocagnolm.data.part import in_batches
-from vocagnolm.data.prepare import prepare
+from vocagnolm.data.prepare import in_batches, prepare
 from vocagnolm.model.nll import TokenScores
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score.teacher import TokenizedDocument

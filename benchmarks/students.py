@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.data.blocks import MANIFEST
-from vocagnolm.data.part import METADATA_KEY, part_name, tokenise
-from vocagnolm.data.prepare import prepare
+from vocagnolm.data.prepare import METADATA_KEY, part_name, prepare, tokenise
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import file_digest, read_json, write_json
 from vocagnolm.recipe import Recipe, recipe_from_dict

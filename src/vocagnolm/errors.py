@@ -36,7 +36,11 @@ class AddressError(VocagnolmError):
     """A bucket or another address cannot be reached, read or written."""
 
 
-class PlaceWarning(UserWarning):
+class VocagnolmWarning(UserWarning):
+    """Something the user should know; the work goes on. The command line prints it as one line."""
+
+
+class PlaceWarning(VocagnolmWarning):
     """A bucket does not keep what the protocol of stores needs of it."""
 
 

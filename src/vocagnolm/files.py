@@ -18,7 +18,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import IO, Any
@@ -92,14 +92,31 @@ class _TakenError(Exception):
 
 
 @contextlib.contextmanager
-def whole_file(path: str | Path, *, new: bool = False) -> Iterator[IO[bytes]]:
-    """A binary file that gets its name when the block ends without an error. Folders above it are
-    made; permissions follow the umask. `new`: the name must not be taken."""
-    path = local_path(path)
+def _temporary(path: Path) -> Iterator[Path]:
+    """A temporary name beside the final one, which it has when the block ends without an error."""
     temporary = _temporary_name(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         reached("begin", path)
+        yield temporary
+        reached("renamed", path)
+        _sync_folder(path.parent)
+    except BaseException as error:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise not_written(path, error) from error
+        raise
+
+
+@contextlib.contextmanager
+def whole_file(path: str | Path, *, new: bool = False) -> Iterator[IO[bytes]]:
+    """A binary file that gets its name when the block ends without an error. Folders above it are
+    made; permissions follow the umask. `new`: the name must not be taken."""
+    path = local_path(path)
+    with _temporary(path) as temporary:
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW
         with os.fdopen(os.open(temporary, flags, 0o666), "w+b") as file:
             yield file
@@ -111,14 +128,6 @@ def whole_file(path: str | Path, *, new: bool = False) -> Iterator[IO[bytes]]:
             _link(temporary, path)
         else:
             os.replace(temporary, path)
-        reached("renamed", path)
-        _sync_folder(path.parent)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise not_written(path, error) from error
-        raise
 
 
 def _link(temporary: Path, path: Path) -> None:
@@ -139,10 +148,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     """A folder that gets its name, with all its files on the disk, when the block ends without an
     error. A folder of that name, left by the same run, is replaced."""
     path = local_path(path)
-    temporary = _temporary_name(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        reached("begin", path)
+    with _temporary(path) as temporary:
         temporary.mkdir()
         yield temporary
         reached("written", path)
@@ -156,13 +162,6 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(before)
         else:
             os.replace(temporary, path)
-        reached("renamed", path)
-        _sync_folder(path.parent)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise not_written(path, error) from error
-        raise
 
 
 def append_lines(path: str | Path, lines: str, *, sync: bool = True) -> None:
@@ -264,10 +263,9 @@ def as_write_error(what: str) -> Iterator[None]:
         yield
     except VocagnolmError:
         raise
-    except (OSError, RuntimeError) as error:
-        raise not_written(what, error) from error
     except Exception as error:
-        if type(error).__name__ != "SafetensorError":
+        known = isinstance(error, OSError | RuntimeError)
+        if not known and type(error).__name__ != "SafetensorError":
             raise
         raise not_written(what, error) from error
 
@@ -296,37 +294,37 @@ def read_json(
     error: type[VocagnolmError],
     mend: str,
     keys: Mapping[str, type | tuple[type, ...]] | None = None,
+    *,
+    read: Callable[[], bytes | memoryview] | None = None,
 ) -> dict[str, Any]:
     """A JSON object that has `keys` of these types, or `error` with what is wrong and how to `mend`
-    it. A file that is not there is the caller's business: FileNotFoundError."""
+    it. `read` gives the content of what is no file of this machine. A file that is not there is the
+    caller's business: FileNotFoundError, NotADirectoryError."""
     try:
-        content = Path(path).read_bytes()
-    except FileNotFoundError:
+        content = parse_json(bytes(read() if read else Path(path).read_bytes()).decode())
+    except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as failure:
         raise error(f"{path} cannot be read: {failure.strerror}. {mend}") from None
-    return checked_json(content, path, error, mend, keys)
-
-
-def checked_json(
-    text: bytes,
-    path: str | Path,
-    error: type[VocagnolmError],
-    mend: str,
-    keys: Mapping[str, type | tuple[type, ...]] | None = None,
-) -> dict[str, Any]:
-    """What was read from `path`, as `read_json` gives it."""
-    try:
-        content = parse_json(text.decode())
-    except (ValueError, RecursionError) as failure:
+    except ValueError as failure:
         raise error(f"{path} is not JSON ({failure}). {mend}") from None
     if not isinstance(content, dict):
         found = type(content).__name__
         raise error(f"{path} holds a {found}, expected a JSON object. {mend}")
-    for name, kind in (keys or {}).items():
-        if not isinstance(content.get(name), kind):
-            raise error(f"{path} is damaged: its '{name}' is {content.get(name)!r:.40}. {mend}")
+    require_keys(content, path, error, mend, keys or {})
     return content
+
+
+def require_keys(
+    found: Mapping[str, Any],
+    path: str | Path,
+    error: type[VocagnolmError],
+    mend: str,
+    keys: Mapping[str, type | tuple[type, ...]],
+) -> None:
+    for name, kind in keys.items():
+        if not isinstance(found.get(name), kind):
+            raise error(f"{path} is damaged: its '{name}' is {found.get(name)!r:.40}. {mend}")
 
 
 def file_digest(path: str | Path) -> str:
@@ -345,14 +343,12 @@ def json_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def differences(
-    found: Any, wanted: Any, name: str = "", absent: Any = None
-) -> Iterator[tuple[str, Any, Any]]:
+def differences(found: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """`(name, found, wanted)` for every leaf in which two nested mappings differ."""
     if isinstance(found, Mapping) and isinstance(wanted, Mapping):
         for key in sorted({*found, *wanted}):
             inner = f"{name}.{key}" if name else str(key)
-            yield from differences(found.get(key, absent), wanted.get(key, absent), inner)
+            yield from differences(found.get(key), wanted.get(key), inner)
     elif found != wanted:
         yield name, found, wanted
 

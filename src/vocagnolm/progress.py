@@ -1,6 +1,7 @@
-"""How far long work is: when it says so, how its rate and the time left are told, and where its
-seconds went."""
+"""Progress of long work: when a line is due, the rate and the time left, and where the seconds
+went."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -20,9 +21,10 @@ class Pace:
 
     def __init__(self, clock: Clock = time.monotonic):
         self._clock = clock
-        wanted = _seconds_wanted()
-        self._every = SECONDS if wanted is None else wanted
-        self._next = clock() + (FIRST_SECONDS if wanted is None else wanted)
+        first, self._every = FIRST_SECONDS, SECONDS
+        with contextlib.suppress(KeyError, ValueError):
+            first = self._every = max(0.0, float(os.environ[VARIABLE]))
+        self._next = clock() + first
 
     def due(self) -> bool:
         if self._clock() < self._next:
@@ -35,20 +37,6 @@ class Pace:
         self._next = self._clock() + self._every
 
 
-def _seconds_wanted() -> float | None:
-    try:
-        return max(0.0, float(os.environ[VARIABLE]))
-    except (KeyError, ValueError):
-        return None
-
-
-@dataclass
-class _Mark:
-    time: float
-    done: float
-    amount: float
-
-
 class Speed:
     """Rate and time left. What comes within the first second was there before: a run that goes on
     is not faster for what it finds."""
@@ -58,30 +46,31 @@ class Speed:
     def __init__(self, clock: Clock = time.monotonic):
         self._clock = clock
         self._began = clock()
-        self._base = _Mark(self._began, 0.0, 0.0)
-        self._last = self._base
+        self._base = self._last = (self._began, 0.0, 0.0)  # time, done, amount
         self._total = 0.0
 
     def note(self, done: float, total: float, amount: float) -> None:
-        self._last = _Mark(self._clock(), done, amount)
+        self._last = (self._clock(), done, amount)
         self._total = total
-        if self._last.time - self._began <= self.GRACE_SECONDS:
+        if self._last[0] - self._began <= self.GRACE_SECONDS:
             self._base = self._last
+
+    def _gains(self) -> tuple[float, float, float]:
+        seconds, done, amount = (b - a for a, b in zip(self._base, self._last, strict=True))
+        return seconds, done, amount
 
     @property
     def rate(self) -> float | None:
         """Amount a second; None while nothing can be said."""
-        elapsed = self._last.time - self._base.time
-        gained = self._last.amount - self._base.amount
-        return gained / elapsed if elapsed > 0 and gained > 0 else None
+        seconds, _, gained = self._gains()
+        return gained / seconds if seconds > 0 and gained > 0 else None
 
     @property
     def seconds_left(self) -> float | None:
-        elapsed = self._last.time - self._base.time
-        gained = self._last.done - self._base.done
-        if elapsed <= 0 or gained <= 0:
+        seconds, gained, _ = self._gains()
+        if seconds <= 0 or gained <= 0:
             return None
-        return max(0.0, self._total - self._last.done) / gained * elapsed
+        return max(0.0, self._total - self._last[1]) / gained * seconds
 
 
 def clock_time(seconds: float | None) -> str:

@@ -29,9 +29,8 @@ def _scipy_stats() -> Any:
 
 @dataclass(frozen=True)
 class AllSeeds:
-    """Every seed of both rows, as independent runs (Welch: unequal variances). Runs of one seed
-    share their start and data order, which paired differences are free of; these are not: where
-    the rows come from different sessions, so does a part of the difference."""
+    """Every seed of both rows, as independent runs (Welch: unequal variances), not paired by their
+    start and data order."""
 
     n_a: int
     n_b: int

@@ -70,7 +70,7 @@ def granularity(
     Token-level alignment is the reference line: every student token is fully covered (IoS 100 %).
     """
     from vocagnolm.alignment import load_tokenizer
-    from vocagnolm.data.skipped import LeftOut, read_texts
+    from vocagnolm.data.corpus import LeftOut, read_texts
     from vocagnolm.pair import SAMPLE
     from vocagnolm_studies.granularity import granularity_study
 

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from vocagnolm.data.corpus import document_hash, open_corpus
-from vocagnolm.data.skipped import read_texts
+from vocagnolm.data.corpus import document_hash, open_corpus, read_texts
 from vocagnolm.errors import CorpusError, MissingExtraError
 
 TEXTS = [f"document {i} " + "wörd " * (i % 7) for i in range(700)]
@@ -171,7 +170,7 @@ def test_parquet_with_a_wrong_text_field(tmp_path):
         ("a.pdf", b"x", "unknown ending"),
         ("a.jsonl", b"", "no documents"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9000)[:-40], "to its end"),
-        ("a.parquet", b"PAR1", "as Parquet"),
+        ("a.parquet", b"PAR1", "cannot be read as parquet"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, name, content, message):

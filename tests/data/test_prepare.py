@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,10 @@ from vocagnolm.alignment import align, carry, load_tokenizer
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.data.identity import student_tokenizer
 from vocagnolm.data.prepare import prepare
-from vocagnolm.errors import BlocksError
+from vocagnolm.errors import BlocksError, VocagnolmWarning
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.store import LossStore
+from vocagnolm.train.run import open_blocks
 
 
 @pytest.fixture(scope="module")
@@ -93,17 +95,8 @@ def test_documents_are_numbered_within_a_block(lab, tmp_path):
         assert touched == sorted(touched)
 
 
-def test_any_number_of_workers_gives_the_same_files(lab, tmp_path):
-    folder, _ = lab
-    one = recipe_from_dict(recipe_dict(folder, data={"blocks": str(tmp_path / "one")}))
-    two = recipe_from_dict(recipe_dict(folder, data={"blocks": str(tmp_path / "two")}))
-    prepare(one, workers=1)
-    prepare(two, workers=2)
-    assert files_digest(tmp_path / "one") == files_digest(tmp_path / "two")
-
-
 def _prepare_slowly(tree, delay):
-    from vocagnolm.data import part
+    from vocagnolm.data import prepare as part
 
     original = part.tokenise
 
@@ -147,6 +140,60 @@ def test_other_settings_are_refused_and_named(lab, tmp_path):
     prepare(recipe_from_dict(recipe_dict(folder, data=base, objective={"method": "cpt"})))
     with pytest.raises(BlocksError, match="teacher_losses"):
         prepare(recipe_from_dict(recipe_dict(folder, data=base, objective={"method": "chunk"})))
+
+
+def test_a_recipe_that_names_another_corpus_is_refused(lab, tmp_path):
+    """By `train` too, which reads the corpus only where names or dates differ."""
+    folder, texts = lab
+    first = write_corpus(tmp_path / "first.jsonl", texts[:40])
+    other = write_corpus(tmp_path / "other.jsonl", texts[40:])
+
+    def opened(*files, **corpus):
+        given = {"files": [*map(str, files)], **corpus}
+        tree = recipe_dict(folder, corpus=given, data={"blocks": str(tmp_path / "b")})
+        return open_blocks(recipe_from_dict(tree), verify=True)
+
+    tree = recipe_dict(folder, corpus={"files": [str(first)]}, data={"blocks": str(tmp_path / "b")})
+    prepare(recipe_from_dict(tree))
+    assert len(opened(first))
+    another = r"(?s)do not belong to this recipe.*other.jsonl is new.*first.jsonl is not in it"
+    for files, message in (
+        ([other], another),
+        ([tmp_path / "elsewhere" / "other.jsonl"], another),
+        ([first, other], "other.jsonl is new"),
+    ):
+        with pytest.raises(BlocksError, match=message):
+            opened(*files)
+    with pytest.raises(BlocksError, match=r"corpus.limit_documents: None then, 7 now"):
+        opened(first, limit_documents=7)
+    with pytest.raises(BlocksError, match=r"corpus.text_field: text then, body now"):
+        opened(tmp_path / "elsewhere" / "first.jsonl", text_field="body")
+    # blocks stand for themselves: the corpus may be elsewhere, and may have got another name
+    assert len(opened(tmp_path / "elsewhere" / "first.jsonl", limit_documents=40))
+    assert len(opened(tmp_path / "elsewhere")) and len(opened("s3://bucket/first.jsonl"))
+    assert len(opened(first.rename(tmp_path / "renamed.jsonl")))
+
+
+def test_blocks_without_guidance_or_without_a_block_are_refused(lab, tmp_path):
+    folder, texts = lab
+    strangers = write_corpus(tmp_path / "c.jsonl", ["not scored at all"] * 20)
+
+    def tree(name, corpus, **data):
+        data = {"blocks": str(tmp_path / name), "missing": "keep", **data}
+        return recipe_from_dict(recipe_dict(folder, corpus={"files": [str(corpus)]}, data=data))
+
+    with pytest.raises(BlocksError, match=r"No token of .*c.jsonl has guidance: .*store holds no"):
+        prepare(tree("none", strangers))
+    few = write_corpus(tmp_path / "few.jsonl", ["not scored at all " * 9] * 20 + texts[:1])
+    with pytest.warns(VocagnolmWarning, match=r"only \d+\.\d% of the tokens have guidance"):
+        prepare(tree("few", few))
+    manifest = json.loads((tmp_path / "few" / "manifest.json").read_text())
+    manifest["summary"]["mapped"] = 0  # as an earlier version made them
+    (tmp_path / "few" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(BlocksError, match=r"guidance: no token has any"):
+        open_blocks(tree("few", few))
+    with pytest.raises(BlocksError, match=r"a block of 100,000 needs 100,001"):
+        prepare(tree("small", folder / "corpus.jsonl", block_size=100_000))
 
 
 def test_a_folder_with_other_things_is_left_alone(lab, tmp_path):
@@ -274,7 +321,8 @@ def test_chunk_guidance_is_the_mean_of_the_teacher_chunk(lab, tmp_path):
     prepare(recipe)
     blocks = Blocks(tmp_path / "b", 32, chunks=4)
     store = LossStore.open(folder / "store")
-    everything = np.concatenate([store[i][1] for i in range(len(store))])
+    everything = np.concatenate([nll for _, nll in store])
+    counts = [len(nll) for _, nll in store]
     starts = np.cumsum([0, *(int(p["tokens"]) for p in blocks.manifest["parts"])])
     checked = separators = 0
     for index in range(len(blocks)):
@@ -283,18 +331,15 @@ def test_chunk_guidance_is_the_mean_of_the_teacher_chunk(lab, tmp_path):
         ranges = blocks.read("teacher_range", index * 32 + 1, index * 32 + 33)
         mapped = ranges[ranges[:, 0] >= 0]
         part = int(np.searchsorted(starts, index * 32, side="right")) - 1
-        origin = sum(len(store[d][0]) for d in range(16 * part))
+        origin = sum(counts[: 16 * part])
         behind = everything[origin + mapped[:, 0].min() : origin + mapped[:, 1].max() + 1]
-        guidance = blocks[index]["guidance"]
-        for chunk in range(4):
-            low, high = len(behind) * chunk // 4, len(behind) * (chunk + 1) // 4
-            expected = behind[low:high].mean()
-            # positions 8c..8c+7 predict tokens 8c+1..8c+8; what has no text has no guidance
-            values = guidance[8 * chunk + 1 : 8 * chunk + 9]
-            has_text = ranges[8 * chunk : 8 * chunk + 8, 0] >= 0
-            np.testing.assert_allclose(values[has_text], expected, rtol=1e-3)
-            assert np.isnan(values[~has_text]).all()
-            separators += int((~has_text).sum())
+        # positions 8c..8c+7 predict tokens 8c+1..8c+8; what has no text has no guidance
+        bounds = [len(behind) * chunk // 4 for chunk in range(5)]
+        means = [behind[low:high].mean() for low, high in pairwise(bounds)]
+        has_text = ranges[:, 0] >= 0
+        expected = np.where(has_text, np.repeat(means, 8), np.nan)
+        np.testing.assert_allclose(blocks[index]["guidance"][1:], expected, rtol=1e-3)
+        separators += int((~has_text).sum())
         checked += 1
     assert checked > 5 and separators > 5
 

@@ -1,5 +1,6 @@
 """Targets in blocks, against the obvious way: a document at a time."""
 
+import functools
 import json
 
 import chat_kit
@@ -25,7 +26,7 @@ from vocagnolm.alignment import (
 from vocagnolm.alternatives import Alternatives
 from vocagnolm.chat import shared_text, trained_ranges, trained_tokens
 from vocagnolm.cli import app
-from vocagnolm.data import targets as module
+from vocagnolm.data import guidance as module
 from vocagnolm.data.blocks import Blocks
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError, RecipeError
@@ -55,11 +56,17 @@ def recipe_of(folder, target, objective=None, **sections):
     return recipe_from_dict(tree)
 
 
+@functools.cache
+def student_and_table(folder, path):
+    student = load_tokenizer(str(folder / "student"))
+    vocabulary = LossStore.open(path).vocabulary
+    return student, TargetTable(student, vocabulary, student.id_of("<end>"))
+
+
 def obvious(folder, text, store, count=None, inside=True):
     """Of one document: (ids, probabilities, where the teacher has a say) [tokens, K]."""
-    student = load_tokenizer(str(folder / "student"))
-    table = TargetTable(student, store.vocabulary, student.id_of("<end>"))
-    index = store.find(module_hash(text))
+    student, table = student_and_table(folder, store.path)
+    index = store.of(text)
     own = student.spans(text)
     given = store.alternatives(index)
     known = TeacherTokens(
@@ -69,12 +76,6 @@ def obvious(folder, text, store, count=None, inside=True):
     encoded = np.frombuffer(text.encode(), np.uint8)
     mapping = align(own.spans, known.spans)
     return carry_alternatives(table, own.ids, own.spans, known, mapping, encoded, inside=inside)
-
-
-def module_hash(text):
-    from vocagnolm.data.corpus import document_hash
-
-    return document_hash(text)
 
 
 def columns(folder):
@@ -149,18 +150,18 @@ def test_teachers_are_averaged_by_their_weights(lab, tmp_path):
     for number, text in enumerate(texts):
         one = obvious(folder, text, first)
         other = obvious(folder, text, second) if number < 50 else None
-        for row in range(len(one.ids)):
-            weights = [3.0 * one.told[row], 1.0 * (other is not None and other.told[row])]
-            shares = [w / max(sum(weights), 1e-30) for w in weights]
-            expected = one.probability[row] * shares[0]
-            np.testing.assert_allclose(p[at + row, :K], expected, atol=1e-3)
-            if other is not None:
-                expected = other.probability[row] * shares[1]
-                np.testing.assert_allclose(p[at + row, K:], expected, atol=1e-3)
-            else:
-                assert (p[at + row, K:] == 0).all()
-            shared += all(weights)
-            alone += weights[0] > 0 == weights[1]
+        rows, nobody = slice(at, at + len(one.ids)), np.zeros(len(one.ids), bool)
+        weights = np.stack([3.0 * one.told, 1.0 * (nobody if other is None else other.told)])
+        shares = weights / np.maximum(weights.sum(0), 1e-30)
+        expected = one.probability * shares[0][:, None]
+        np.testing.assert_allclose(p[rows, :K], expected, atol=1e-3)
+        if other is not None:
+            expected = other.probability * shares[1][:, None]
+            np.testing.assert_allclose(p[rows, K:], expected, atol=1e-3)
+        else:
+            assert (p[rows, K:] == 0).all()
+        shared += int(weights.all(0).sum())
+        alone += int(((weights[0] > 0) & (weights[1] == 0)).sum())
         at += len(one.ids) + 1
     assert shared > 100 and alone > 50
     assert p.sum(axis=1).max() <= 1.001
@@ -171,10 +172,10 @@ def test_any_number_of_workers_gives_the_same_bytes(lab, tmp_path):
     for workers in (1, 2):
         prepare(recipe_of(folder, tmp_path / f"b{workers}"), workers=workers)
     one, two = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).glob("part*")}
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("[!.]*")}
         for name in ("b1", "b2")
     )
-    assert one == two and len(one) == 4
+    assert one == two and len(one) == 4 + 2  # parts, settings, manifest
 
 
 def test_one_preparation_serves_every_method(lab, tmp_path):
@@ -347,7 +348,7 @@ def test_the_command_tells_what_became_of_them(lab, tmp_path):
     folder, _ = lab
     recipe = recipe_of(folder, tmp_path / "b")
     (tmp_path / "r.yaml").write_text(recipe.to_yaml())
-    done = CliRunner().invoke(app, ["prepare", str(tmp_path / "r.yaml")])
+    done = CliRunner().invoke(app, ["prepare", str(tmp_path / "r.yaml"), "--workers", "1"])
     assert done.exit_code == 0, done.output
     assert "targets" in done.output and "inside a teacher token" in done.output
 

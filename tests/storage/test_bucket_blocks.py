@@ -8,8 +8,8 @@ from bucket_kit import CuttingProxy, bucket_bytes
 from faults_kit import flip_bit, tiny_tree
 from training_kit import fresh_process, make_lab, recipe_dict
 
-from vocagnolm.data import block_copies
-from vocagnolm.data.block_copies import local_blocks
+from vocagnolm.data import prepare as preparing
+from vocagnolm.data.identity import local_blocks
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import AddressError, BlocksError, UsageError
 from vocagnolm.recipe import recipe_from_dict
@@ -141,7 +141,7 @@ def test_an_upload_that_broke_off_goes_on(lab, tree, address, monkeypatch):
         sent.append(name)
         real(place, name, content)
 
-    monkeypatch.setattr(block_copies, "_THREADS", 1)
+    monkeypatch.setattr(preparing, "_UPLOADS", 1)
     monkeypatch.setattr(Bucket, "put", put)
     with pytest.raises(AddressError, match="cut"):
         prepare(recipe)
@@ -163,7 +163,7 @@ def test_a_place_that_is_taken(tree, address):
     with pytest.raises(BlocksError, match=r"(?s)other settings.*objective.aggregation"):
         prepare(other)
     Bucket(f"{address}/blocks").remove("manifest.json")
-    with pytest.raises(BlocksError, match="are being made with other settings"):
+    with pytest.raises(BlocksError, match=r"(?s)made with other settings.*guidance.aggregation"):
         prepare(other)
 
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from vocagnolm.alignment import align, carry
 from vocagnolm.errors import StoreError
+from vocagnolm.storage import Folder
 from vocagnolm.store import (
     LossStore,
     StoreWriter,
@@ -21,7 +23,7 @@ from vocagnolm.store.format import (
     Shard,
     encode_shard,
     narrowest_unsigned,
-    open_shard,
+    read_shard,
     shard_name,
     to_float16,
 )
@@ -115,6 +117,36 @@ def test_documents_are_found_by_hash(store, shards):
     assert loss_store.find(bytes(16)) is None
     with pytest.raises(ValueError, match="16 bytes"):
         loss_store.find(b"short")
+
+
+def test_a_text_finds_its_own_losses(tmp_path):
+    """Also behind documents that were skipped, and only those."""
+    texts = ["one", "two two", "three three three"]
+    shard = made_shard(0, 3, 0)
+    shard.document_hash[:] = [list(hashlib.sha256(t.encode()).digest()[:16]) for t in texts]
+    shard.document_index[:] = [0, 2, 3]
+    shard.document_span, shard.skipped = 4, [{"document": 1, "place": "a:2", "reason": "empty"}]
+    loss_store = LossStore.open(write_store(tmp_path / "s", [shard]))
+    assert [loss_store.of(text) for text in texts] == [0, 1, 2]
+    with pytest.raises(StoreError, match="does not hold this text: 'four"):
+        loss_store.of("four")
+    for losses in (loss_store[1][1][:-1], np.append(loss_store[1][1], 0)):
+        with pytest.raises(ValueError, match="teacher values"):
+            carry(align(loss_store.spans(1), loss_store.spans(1)), losses)
+
+
+@pytest.mark.parametrize("key", ["sha256", "first_document", "tokens", "nll_sum"])
+@pytest.mark.parametrize("where", ["shards", "totals"])
+def test_a_manifest_whose_key_is_renamed_is_damaged(store, where, key):
+    manifest = json.loads((store / "manifest.json").read_text())
+    entry = manifest["totals"] if where == "totals" else manifest["shards"][1]
+    if key not in entry:
+        return
+    entry[f"{key}2"] = entry.pop(key)
+    (store / "manifest.json").write_text(json.dumps(manifest))
+    for use in (LossStore.open, verify_store, inspect_store):
+        with pytest.raises(StoreError, match=f"is damaged: its '{key}' is None"):
+            use(store)
 
 
 def test_of_equal_documents_the_first_is_found(tmp_path):
@@ -322,4 +354,4 @@ def test_an_empty_shard(tmp_path):
     path = write_store(tmp_path / "s", [empty, made_shard(1, 3, 1, first=1)])
     assert verify_store(path) == []
     assert len(LossStore.open(path)) == 3
-    assert open_shard(path / shard_name(0)).about["skipped"][0]["place"] == "a:1"
+    assert read_shard(Folder(path), shard_name(0)).about["skipped"][0]["place"] == "a:1"

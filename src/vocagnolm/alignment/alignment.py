@@ -61,6 +61,8 @@ class Alignment:
 
     first: IntArray
     last: IntArray
+    teacher_tokens: int | None = None
+    """How many there are, where that is known: `carry` takes as many values."""
 
     def __len__(self) -> int:
         return len(self.first)
@@ -144,7 +146,7 @@ def _search(student: IntArray, teacher: IntArray) -> Alignment:
         last = with_text[last]
     first[unmapped] = -1
     last[unmapped] = -1
-    return Alignment(first, last)
+    return Alignment(first, last, len(teacher))
 
 
 def ranks(values: IntArray, queries: IntArray, *, side: Literal["left", "right"]) -> IntArray:
@@ -184,7 +186,8 @@ def align_batch(student_spans: Sequence[Spans], teacher_spans: Sequence[Spans]) 
     before[together.first < 0] = 0
     first, last = together.first - before, together.last - before
     cuts = np.cumsum([0, *n_student]).tolist()
-    return [Alignment(first[a:b], last[a:b]) for a, b in pairwise(cuts)]
+    pieces = zip(pairwise(cuts), n_teacher, strict=True)
+    return [Alignment(first[a:b], last[a:b], count) for (a, b), count in pieces]
 
 
 def _end(spans: IntArray) -> int:
@@ -211,6 +214,11 @@ def carry(
         raise ValueError(
             f"the alignment points to teacher token {highest}, "
             f"but there are {len(values)} teacher values"
+        )
+    if alignment.teacher_tokens not in (None, len(values)):
+        raise ValueError(
+            f"the alignment is to {alignment.teacher_tokens} teacher tokens, but there are "
+            f"{len(values)} teacher values: they are of another text or tokenizer"
         )
     first, last = alignment.first, alignment.last
     if not len(values):

@@ -40,12 +40,12 @@ def quiet_libraries() -> Iterator[None]:
 @contextlib.contextmanager
 def showing_warnings() -> Iterator[None]:
     """Our own warnings as plain lines; those of libraries as ever."""
-    from vocagnolm.errors import PlaceWarning
+    from vocagnolm.errors import VocagnolmWarning
 
     usual = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, PlaceWarning):
+        if issubclass(category, VocagnolmWarning):
             typer.echo(f"warning: {message}", err=True)
         else:
             usual(message, category, *place, **more)

@@ -53,8 +53,7 @@ def compare(
     from vocagnolm.alignment import TextTokenizer, load_tokenizer
     from vocagnolm.chat import ChatTokenizer, survey, template_of
     from vocagnolm.chat.survey import readable_by
-    from vocagnolm.data.corpus import open_corpus
-    from vocagnolm.data.skipped import LeftOut, read_texts
+    from vocagnolm.data.corpus import LeftOut, open_corpus, read_texts
     from vocagnolm.pair import SAMPLE
     from vocagnolm.pair import compare as run
 

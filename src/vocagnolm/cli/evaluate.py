@@ -92,7 +92,7 @@ def evaluate(
     as_json: bool = typer.Option(False, "--json", help="Print the scores as one JSON object."),
 ) -> None:
     """Score a model: few-shot chain of thought on the math suite, bits per byte on text."""
-    from vocagnolm.data.skipped import LeftOut
+    from vocagnolm.data.corpus import LeftOut
     from vocagnolm.evaluate.compare import format_table, scores_table
     from vocagnolm.evaluate.run import evaluate as evaluate_model
     from vocagnolm.evaluate.settings import Engine, Questions

@@ -28,7 +28,7 @@ def prepare(
     from vocagnolm.recipe import load_recipe
 
     loaded = load_recipe(recipe, set_)  # first: a typo is answered before all else is imported
-    from vocagnolm.data.block_copies import opened_count
+    from vocagnolm.data.identity import opened_count
     from vocagnolm.data.prepare import prepare as run
 
     with _progress() as note:

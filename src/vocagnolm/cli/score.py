@@ -311,7 +311,7 @@ def _print(summary: "ScoreSummary") -> None:
     if store["nonfinite"]:
         typer.echo(f"NaN or infinity from the teacher: {store['nonfinite']:,} tokens, masked")
     if store["skipped"]:
-        from vocagnolm.data.skipped import LeftOut
+        from vocagnolm.data.corpus import LeftOut
 
         places = store["skipped_documents"]
         for line in LeftOut(store["skipped"], store["skipped_reasons"], places).lines():

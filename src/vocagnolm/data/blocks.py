@@ -34,7 +34,7 @@ from safetensors import safe_open
 from vocagnolm.data.guidance import cut_stretches
 from vocagnolm.data.packing import Bins, chunk_guidance, fill_bins
 from vocagnolm.errors import BlocksError
-from vocagnolm.files import checked_json, file_digests, local_path, plain_name
+from vocagnolm.files import file_digests, local_path, plain_name, read_json
 from vocagnolm.storage import Folder, Place
 
 FORMAT_VERSION = 1
@@ -85,12 +85,10 @@ class Blocks:
         self.bins: Bins | None = None
         """Conversations: which of them stand in which block."""
         if self.conversations:
-            self.bins = self._fill_bins()
+            counts, first = self._whole("document_tokens"), self._whole("first_trained")
+            self.bins = fill_bins(counts, first, block_size + 1)
         if not len(self):
-            raise BlocksError(
-                f"{self.folder} holds {self.tokens:,} tokens; a block of {block_size:,} needs "
-                f"{block_size + 1:,}. Use a smaller data.block_size or a larger corpus."
-            )
+            raise too_few_tokens(str(self.folder), self.tokens, block_size)
 
     def __len__(self) -> int:
         return block_count(self.tokens, self.block_size) if self.bins is None else len(self.bins)
@@ -111,86 +109,67 @@ class Blocks:
         `trained` bool: whether the token is trained on."""
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
+        windows = self.windows(index)
+        block: Block = {"input_ids": self._filled("ids", windows, np.int64, 0)}
         if self.bins is not None:
-            return self._conversations(self.windows(index))
-        start, stop = self.window(index)
-        block: Block = {"input_ids": self.read("ids", start, stop).astype(np.int64)}
+            block["trained"] = self._filled("trained", windows, bool, False)
         if self.stretches:
-            block["guidance"], block["stretch"] = self._stretches(start, stop)
+            block["guidance"], block["stretch"] = self._stretches(windows)
         elif self.has_guidance:
-            block["guidance"] = self.read("guidance", start, stop).astype(np.float32)
+            block["guidance"] = self._filled("guidance", windows, np.float32, np.nan)
         if self.targets:
-            self._add_targets(block, [(start, stop)], stop - start)
+            block["target_ids"] = self._filled("target_ids", windows, np.int32, 0)
+            block["target_p"] = self._filled("target_p", windows, np.float32, 0)
         if self.chunks is not None or self.teacher_sums:
-            self._add_teacher(block, *self._teacher(start, stop))
+            self._add_teacher(block, *self._teacher(windows))
+        block["document"] = self._ordinals(windows)
+        return block
+
+    def _filled(
+        self, column: str, windows: list[tuple[int, int]], dtype: Any, filling: Any
+    ) -> NDArray[Any]:
+        """A column of the windows, one behind the other; the rest of the block is padding."""
+        values = np.concatenate([self.read(column, *window) for window in windows])
+        return _padded(values.astype(dtype), self.block_size + 1, filling)
+
+    def _ordinals(self, windows: list[tuple[int, int]]) -> NDArray[np.int64]:
+        if self.bins is not None:
+            lengths = [stop - start for start, stop in windows]
+            padding = self.block_size + 1 - sum(lengths)
+            return np.repeat(np.arange(len(lengths) + 1), [*lengths, padding])
+        ((start, stop),) = windows
         starts, _ = self._document_table()
         first = np.searchsorted(starts, start, side="right")
-        inside = starts[first : np.searchsorted(starts, stop, side="left")] - start
         marks = np.zeros(stop - start, np.int64)
-        marks[inside] = 1
-        block["document"] = np.cumsum(marks)
-        return block
+        marks[starts[first : np.searchsorted(starts, stop, side="left")] - start] = 1
+        return np.cumsum(marks)
 
-    def _conversations(self, windows: list[tuple[int, int]]) -> Block:
-        """Whole conversations, one behind the other; the rest of the block is padding."""
-        width = self.block_size + 1
-        lengths = [stop - start for start, stop in windows]
-        block: Block = {
-            "input_ids": _filled(self._gathered("ids", windows).astype(np.int64), width, 0),
-            "trained": _filled(self._gathered("trained", windows).astype(bool), width, False),
-        }
-        padding = [width - sum(lengths)]
-        block["document"] = np.repeat(np.arange(len(lengths) + 1), lengths + padding)
-        if self.stretches:
-            column = _filled(self._whole_stretches(windows), width, np.nan)
-            block["guidance"], block["stretch"] = cut_stretches(
-                np.abs(column), np.signbit(column), cut_at_end=False
-            )
-        elif self.has_guidance:
-            guidance = self._gathered("guidance", windows).astype(np.float32)
-            block["guidance"] = _filled(guidance, width, np.nan)
-        if self.targets:
-            self._add_targets(block, windows, width)
-        if self.chunks is not None or self.teacher_sums:
-            ranges, losses, origin = [], [], 0
-            for window in windows:
-                own, nll = self._teacher(*window)
-                ranges.append(np.where(own >= 0, own + origin, -1))
-                losses.append(nll)
-                origin += len(nll)
-            filled = np.full((width, 2), -1, np.int64)
-            filled[: sum(lengths)] = np.concatenate(ranges)
-            self._add_teacher(block, filled, np.concatenate(losses))
-        return block
-
-    def _add_targets(self, block: Block, windows: list[tuple[int, int]], width: int) -> None:
-        for name, dtype in (("target_ids", np.int32), ("target_p", np.float32)):
-            column = self._gathered(name, windows).astype(dtype)
-            block[name] = np.zeros((width, column.shape[1]), dtype)
-            block[name][: len(column)] = column
-
-    def _whole_stretches(self, windows: list[tuple[int, int]]) -> NDArray[np.float16]:
-        """The column of stretches; where a conversation is cut, its last stretch is not known."""
-        found = []
+    def _stretches(
+        self, windows: list[tuple[int, int]]
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Per token the loss and the number of its stretch. Where a window is cut, the loss of its
+        last stretch is not known."""
         starts, _ = self._document_table()
+        columns = []
         for start, stop in windows:
             behind = int(np.searchsorted(starts, start, side="right"))
-            end = int(starts[behind]) if behind < len(starts) else self.tokens
+            to_end = self.bins is None or behind == len(starts)
+            end = self.tokens if to_end else int(starts[behind])
+            # one token more tells whether the last stretch ends with the window
             column = self.read("stretch", start, min(stop + 1, end))
             goes_on = np.signbit(column)
             column = column[: stop - start].copy()
             if goes_on[stop - start :].any():
                 begins = np.flatnonzero(~goes_on[: stop - start])
                 column[begins[-1] if len(begins) else 0 :] = np.nan
-            found.append(column)
-        return np.concatenate(found)
-
-    def _gathered(self, column: str, windows: list[tuple[int, int]]) -> NDArray[Any]:
-        return np.concatenate([self.read(column, start, stop) for start, stop in windows])
+            columns.append(column)
+        column = _padded(np.concatenate(columns), self.block_size + 1, np.nan)
+        return cut_stretches(np.abs(column), np.signbit(column), cut_at_end=False)
 
     def windows(self, index: int) -> list[tuple[int, int]]:
-        """Conversations: the stream's tokens of each one in a block, cut to the block's length."""
-        assert self.bins is not None
+        """The stream's tokens of a block; of conversations one window each, cut to its length."""
+        if self.bins is None:
+            return [self.window(index)]
         starts, _ = self._document_table()
         ends = np.append(starts[1:], self.tokens)
         return [
@@ -213,17 +192,6 @@ class Blocks:
             high = text.get_shape()[0] if last else int(spans[behind : behind + 1][0, 0])
             found.append((text[low:high].tobytes().decode(), own - low))
         return found
-
-    def _fill_bins(self) -> Bins:
-        counts, first = [], []
-        for part in range(len(self._names)):
-            counts.append(self._handle(part).get_tensor("document_tokens"))
-            first.append(self._handle(part).get_tensor("first_trained"))
-        return fill_bins(
-            np.concatenate(counts).astype(np.int64),
-            np.concatenate(first).astype(np.int64),
-            self.block_size + 1,
-        )
 
     def window(self, index: int) -> tuple[int, int]:
         """The stream's tokens of a block: `start..stop`."""
@@ -268,15 +236,6 @@ class Blocks:
         ]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def _stretches(self, start: int, stop: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        # one token more tells whether the last stretch ends with the window
-        column = self.read("stretch", start, min(stop + 1, self.tokens))
-        goes_on = np.signbit(column)
-        width = stop - start
-        return cut_stretches(
-            np.abs(column[:width]), goes_on[:width], cut_at_end=bool(goes_on[width:].any())
-        )
-
     def _add_teacher(self, block: Block, ranges: NDArray[np.int64], nll: NDArray[Any]) -> None:
         """What takes all of the teacher's losses behind the window, in place."""
         if self.chunks is not None:
@@ -287,21 +246,24 @@ class Blocks:
             known = nll[np.isfinite(nll)].astype(np.float64)
             block["teacher_sums"] = np.array([known.sum(), len(known)])
 
-    def _teacher(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """Teacher ranges of the tokens `start..stop`, and the losses that they point to."""
-        ranges, losses, origin = [], [], 0
-        for part, a, b in self._pieces(start, stop):
-            handle = self._handle(part)
-            here = handle.get_slice("teacher_range")[a:b].astype(np.int64)
-            mapped = here[:, 0] >= 0
-            if mapped.any():
-                low, high = int(here[mapped, 0].min()), int(here[mapped, 1].max()) + 1
-                losses.append(handle.get_slice("teacher_nll")[low:high])
-                here[mapped] += origin - low
-                origin += high - low
-            ranges.append(here)
-        nll = np.concatenate(losses) if losses else np.zeros(0, np.float16)
-        return np.concatenate(ranges), nll
+    def _teacher(self, windows: list[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Teacher ranges of the block's tokens, and the losses that they point to."""
+        ranges = np.full((self.block_size + 1, 2), -1, np.int64)
+        losses: list[NDArray[Any]] = []
+        done = origin = 0
+        for window in windows:
+            for part, a, b in self._pieces(*window):
+                handle = self._handle(part)
+                here = handle.get_slice("teacher_range")[a:b].astype(np.int64)
+                mapped = here[:, 0] >= 0
+                if mapped.any():
+                    low, high = int(here[mapped, 0].min()), int(here[mapped, 1].max()) + 1
+                    losses.append(handle.get_slice("teacher_nll")[low:high])
+                    here[mapped] += origin - low
+                    origin += high - low
+                ranges[done : done + len(here)] = here
+                done += len(here)
+        return ranges, np.concatenate(losses) if losses else np.zeros(0, np.float16)
 
     def _pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """`(part, from, to)` for the stream's tokens `start..stop`; from and to in the part."""
@@ -330,21 +292,23 @@ class Blocks:
     def _document_table(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Stream position where each document starts, and its index in the corpus."""
         if self._documents is None:
-            counts, indices = [], []
-            for part in range(len(self._names)):
-                counts.append(self._handle(part).get_tensor("document_tokens"))
-                indices.append(self._handle(part).get_tensor("document_index"))
-            lengths = np.concatenate(counts).astype(np.int64)
-            self._documents = np.cumsum(lengths) - lengths, np.concatenate(indices)
+            lengths = self._whole("document_tokens")
+            self._documents = np.cumsum(lengths) - lengths, self._whole("document_index")
         return self._documents
+
+    def _whole(self, column: str) -> NDArray[np.int64]:
+        """A per-document column of all parts."""
+        parts = range(len(self._names))
+        columns = [self._handle(part).get_tensor(column) for part in parts]
+        return np.concatenate(columns).astype(np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
         # open files do not travel to the loader's processes; they are opened again there
         return {**self.__dict__, "_handles": {}}
 
 
-def _filled(values: NDArray[Any], width: int, filling: Any) -> NDArray[Any]:
-    result = np.full(width, filling, values.dtype)
+def _padded(values: NDArray[Any], width: int, filling: Any) -> NDArray[Any]:
+    result = np.full((width, *values.shape[1:]), filling, values.dtype)
     result[: len(values)] = values
     return result
 
@@ -354,19 +318,25 @@ def block_count(tokens: int, block_size: int) -> int:
     return max(tokens - 1, 0) // block_size
 
 
+def too_few_tokens(place: str, tokens: int, block_size: int) -> BlocksError:
+    return BlocksError(
+        f"{place} holds {tokens:,} tokens; a block of {block_size:,} needs {block_size + 1:,}. Use "
+        "a smaller data.block_size or a larger corpus."
+    )
+
+
 def read_manifest(folder: Path | Place) -> dict[str, Any]:
     """The manifest of complete blocks, or an error that says what to run."""
     place = Folder(folder) if isinstance(folder, Path) else folder
     path = place.shown(MANIFEST)
     mend = "Run: vocagnolm prepare RECIPE"
     try:
-        content = bytes(place.read(MANIFEST))
+        manifest = read_json(
+            path, BlocksError, mend, _MANIFEST_KEYS, read=lambda: place.read(MANIFEST)
+        )
     except (FileNotFoundError, NotADirectoryError):
         state = "is not complete" if place.files() else "has no blocks"
         raise BlocksError(f"{place} {state}: there is no {MANIFEST}. {mend}") from None
-    except OSError as error:
-        raise BlocksError(f"{path} cannot be read: {error.strerror}. {mend}") from None
-    manifest = checked_json(content, path, BlocksError, mend, _MANIFEST_KEYS)
     if manifest["format_version"] != FORMAT_VERSION:
         raise BlocksError(
             f"{path} has format version {manifest['format_version']}, this program reads "
@@ -381,17 +351,15 @@ def read_manifest(folder: Path | Place) -> dict[str, Any]:
 def damaged_parts(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """`part: what is wrong`, for every part; reads all of them. Blocks of older versions carry no
     checksums: their parts are only looked for."""
-    lines, paths, wanted = [], [], []
-    for part in manifest["parts"]:
-        path = folder / part["name"]
-        if not path.is_file():
-            lines.append(f"{part['name']}: it is missing")
-        elif "sha256" in part:
-            paths.append(path)
-            wanted.append(part["sha256"])
-    for path, digest, known in zip(paths, file_digests(paths), wanted, strict=True):
-        if digest != known:
-            lines.append(f"{path.name}: its bytes do not match its checksum")
+    here = [part for part in manifest["parts"] if (folder / part["name"]).is_file()]
+    lines = [f"{part['name']}: it is missing" for part in manifest["parts"] if part not in here]
+    known = [part for part in here if "sha256" in part]
+    digests = file_digests([folder / part["name"] for part in known])
+    lines += [
+        f"{part['name']}: its bytes do not match its checksum"
+        for part, digest in zip(known, digests, strict=True)
+        if digest != part["sha256"]
+    ]
     return lines
 
 

@@ -10,14 +10,12 @@ import difflib
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vocagnolm.chat.messages import Format, Refused, conversation_of, format_of, shared_text
 from vocagnolm.data.sources import (
-    JSONL_SUFFIXES,
-    TEXT_SUFFIXES,
     DatasetSource,
     JsonLines,
     ParquetRows,
@@ -30,8 +28,9 @@ from vocagnolm.data.sources import (
 )
 from vocagnolm.errors import CorpusError
 from vocagnolm.files import address_of, local_path
+from vocagnolm.store.format import count_reasons
 
-PARQUET_SUFFIXES = (".parquet",)
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".tex")
 MAX_DOCUMENT_BYTES = 16 * 2**20
 
 
@@ -200,13 +199,12 @@ class Corpus:
     def _no_text_field(self, record: Record, found: dict[str, Any]) -> CorpusError:
         fields = sorted(map(str, found))
         near = difflib.get_close_matches(self.text_field, fields, n=1)
+        advice = (
+            f"Did you mean --text-field {near[0]}" if near else "Name the text with --text-field"
+        )
         return CorpusError(
             f"{record.place} has no field {self.text_field!r}; its fields are: "
-            f"{', '.join(fields)}."
-            + (f" Did you mean --text-field {near[0]}" if near else "")
-            + ("" if near else " Name the text with --text-field")
-            + " (corpus.text_field in a recipe)"
-            + ("?" if near else ".")
+            f"{', '.join(fields)}. {advice} (corpus.text_field in a recipe){'?' if near else '.'}"
         )
 
 
@@ -259,66 +257,117 @@ def open_corpus(
 
 
 def _sources_of(path: str | Path, text_field: str, split: Split) -> list[Source]:
+    def opened(file: Path, name: str) -> JsonLines | ParquetRows | TextFile:
+        reader = _reader_of(file)
+        assert reader is not None
+        if issubclass(reader, TextFile):
+            return reader(file, name, split)
+        return reader(file, name, text_field)
+
     if (address := address_of(path)) is not None:
-        return _remote_sources(address, text_field, split)
+        sources: list[Source] = []
+        for file in remote_files(address):
+            if is_corpus_file(file.name):
+                source = opened(file.fetch(), file.name)
+                source.origin = file
+                sources.append(source)
+        if not sources:
+            raise CorpusError(f"{address} holds no file that can be read. {_KNOWN}")
+        return sources
     local = local_path(path)
     if local.is_dir():
         files = files_of_folder(local)
         if not files:
             raise CorpusError(f"{local} holds no file that can be read. {_KNOWN}")
-        return [_open_file(p, p.relative_to(local).as_posix(), text_field, split) for p in files]
+        return [opened(file, file.relative_to(local).as_posix()) for file in files]
     if local.is_file():
-        if _reader_of(local) is None:
+        if not is_corpus_file(local):
             raise CorpusError(f"{local} has an unknown ending. {_KNOWN}")
-        return [_open_file(local, local.name, text_field, split)]
+        return [opened(local, local.name)]
     named_like_hub = isinstance(path, str) and path.count("/") == 1 and path[0] not in "./~"
-    if named_like_hub and _reader_of(local) is None:
+    if named_like_hub and not is_corpus_file(local):
         return [DatasetSource(str(path), text_field)]
     raise CorpusError(f"{path} does not exist. {_KNOWN}")
 
 
-def _remote_sources(address: str, text_field: str, split: Split) -> list[Source]:
-    found = [file for file in remote_files(address) if _reader_of(Path(file.name)) is not None]
-    if not found:
-        raise CorpusError(f"{address} holds no file that can be read. {_KNOWN}")
-    sources: list[Source] = []
-    for file in found:
-        source = _open_file(file.fetch(), file.name, text_field, split)
-        source.origin = file
-        sources.append(source)
-    return sources
-
-
-def files_of_folder(folder: Path) -> list[Path]:
-    """Those that can be read, at any depth."""
-    return sorted(p for p in folder.rglob("*") if p.is_file() and _reader_of(p) is not None)
-
-
+_READERS: dict[str, type[JsonLines] | type[ParquetRows] | type[TextFile]] = {
+    **dict.fromkeys((".jsonl", ".ndjson"), JsonLines),
+    ".parquet": ParquetRows,
+    **dict.fromkeys(TEXT_SUFFIXES, TextFile),
+}
 _KNOWN = (
-    f"Known are {', '.join((*JSONL_SUFFIXES, *PARQUET_SUFFIXES, *TEXT_SUFFIXES))} files "
-    "(jsonl also with .gz or .zst), folders of those, addresses of these (s3://, gs://, hf://, "
-    "https://), and datasets of the hub (owner/name)."
+    f"Known are {', '.join(_READERS)} files (jsonl also with .gz or .zst), folders of those, "
+    "addresses of these (s3://, gs://, hf://, https://), and datasets of the hub (owner/name)."
 )
 
 
 def _reader_of(path: Path) -> type[JsonLines] | type[ParquetRows] | type[TextFile] | None:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in (".gz", ".zst"):
-        suffixes.pop()
-        return JsonLines if suffixes and suffixes[-1] in JSONL_SUFFIXES else None
-    last = suffixes[-1] if suffixes else ""
-    if last in JSONL_SUFFIXES:
-        return JsonLines
-    if last in PARQUET_SUFFIXES:
-        return ParquetRows
-    return TextFile if last in TEXT_SUFFIXES else None
+    compressed = path.suffix.lower() in (".gz", ".zst")
+    reader = _READERS.get((path.with_suffix("") if compressed else path).suffix.lower())
+    return None if compressed and reader is not JsonLines else reader
 
 
-def _open_file(
-    path: Path, name: str, text_field: str, split: Split
-) -> JsonLines | ParquetRows | TextFile:
-    reader = _reader_of(path)
-    assert reader is not None
-    if issubclass(reader, TextFile):
-        return reader(path, name, split)
-    return reader(path, name, text_field)
+def is_corpus_file(path: str | Path) -> bool:
+    """Whether documents can be read from a file of this name."""
+    return _reader_of(Path(path)) is not None
+
+
+def files_of_folder(folder: Path) -> list[Path]:
+    """Those that can be read, at any depth."""
+    return sorted(p for p in folder.rglob("*") if p.is_file() and is_corpus_file(p))
+
+
+# ---- documents that are left out ----
+
+
+MOST_PLACES = 20
+_PLACES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """The one rule for documents that cannot be used (a broken line, no text, bytes that are not
+    UTF-8): work goes on without them, and says how many there were, why, and where the first of
+    them stand."""
+
+    documents: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Kind of reason (`not JSON`, `empty`) -> documents."""
+    first: Sequence[dict[str, Any]] = ()
+    """`place` and full `reason` of the first few."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"documents": self.documents, "reasons": self.reasons, "first": list(self.first)}
+
+    def lines(self) -> list[str]:
+        """For people; none where nothing was left out."""
+        if not self.documents:
+            return []
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.reasons.items())
+        places = [f"  {one['place']}: {one['reason']}" for one in self.first[:_PLACES_SHOWN]]
+        return [f"left out {self.documents:,} documents: {reasons}", *places]
+
+
+def left_out_of(problems: Sequence[dict[str, str]]) -> LeftOut:
+    """From the `place` and `reason` of every document that was left out."""
+    reasons = count_reasons(one["reason"] for one in problems)
+    return LeftOut(len(problems), reasons, problems[:MOST_PLACES])
+
+
+def read_texts(
+    paths: str | Path | Sequence[str | Path] | Corpus, **options: Any
+) -> tuple[list[str], LeftOut]:
+    """All usable texts of a corpus, and what was left out; options as in `open_corpus`."""
+    texts: list[str] = []
+    problems: list[dict[str, str]] = []
+    for document in paths if isinstance(paths, Corpus) else open_corpus(paths, **options):
+        if document.text is not None:
+            texts.append(document.text)
+        else:
+            problems.append({"place": document.place, "reason": document.problem or "unknown"})
+    if not texts:
+        raise CorpusError(
+            f"None of the {len(problems):,} documents can be read as text; the first: "
+            f"{problems[0]['place']}: {problems[0]['reason']}."
+        )
+    return texts, left_out_of(problems)

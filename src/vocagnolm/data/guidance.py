@@ -1,17 +1,43 @@
-"""From teachers' losses to the student's tokens: laid over one axis of bytes, carried, combined.
-
-Pure functions over arrays, all documents of a part at once.
+"""From what teachers say to the student's tokens: their losses become guidance, their alternatives
+targets. Pure functions over arrays, all documents of a part at once, laid over one axis of bytes.
 """
 
+import contextlib
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
-from vocagnolm.alignment import KINDS, Stretches, TokenSpans, kinds, stretch_losses, stretches
+from vocagnolm.alignment import (
+    KINDS,
+    Alignment,
+    SoftTargets,
+    Speller,
+    TargetTable,
+    TeacherTokens,
+    TextTokenizer,
+    TokenSpans,
+    carry_alternatives,
+    kinds,
+    stretch_losses,
+    stretches,
+)
 from vocagnolm.alignment.alignment import Aggregation
+from vocagnolm.alignment.targets import Spelling, spell
+from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary
+from vocagnolm.chat import ChatTokenizer
+from vocagnolm.errors import BlocksError, WriteError
+from vocagnolm.files import write_bytes
+from vocagnolm.storage.copies import cache_folder
+from vocagnolm.store import LossStore
+from vocagnolm.store.format import encode_vocabulary
+from vocagnolm.store.reader import SCORE_WITH_ALTERNATIVES
 
 TeacherLosses = tuple[NDArray[Any], NDArray[Any]]
 """Byte lengths of the teacher's tokens, which tile the document, and their nll."""
@@ -81,7 +107,8 @@ def lay_teacher(
         np.array([origin for _, origin in held], np.int64),
     )
     nll = np.concatenate([nll for (_, nll), _ in held]) if held else np.zeros(0, np.float32)
-    bits = np.array([np.inf if entry is None else _nats_per_byte(*entry) for entry in entries])
+    sums = [(0.0, 0.0) if entry is None else nats_and_bytes(*entry) for entry in entries]
+    bits = np.array([nats / covered if covered else np.inf for nats, covered in sums])
     packed = None
     if alternatives is not None:
         known = [rows for rows in alternatives if rows is not None]
@@ -89,10 +116,11 @@ def lay_teacher(
     return LaidTeacher(spans, nll, bits, packed)
 
 
-def _nats_per_byte(token_bytes: NDArray[Any], nll: NDArray[Any]) -> float:
+def nats_and_bytes(token_bytes: NDArray[Any], nll: NDArray[Any]) -> tuple[float, float]:
+    """The sum of a document's losses, and the bytes of the tokens that have one."""
     known = np.isfinite(nll)
-    covered = float(np.asarray(token_bytes)[known].sum())
-    return float(np.asarray(nll, np.float64)[known].sum() / covered) if covered else np.inf
+    nats = np.asarray(nll, np.float64)[known].sum()
+    return float(nats), float(np.asarray(token_bytes)[known].sum())
 
 
 def combine(
@@ -175,8 +203,8 @@ def cut_stretches(
 
 def kind_counts(ours: Laid, teacher: LaidTeacher) -> list[int]:
     """Tokens by the kind of their stretch."""
-    found: Stretches = stretches(ours.spans, teacher.spans)
-    counts: list[int] = np.bincount(kinds(found, teacher.spans), minlength=len(KINDS)).tolist()
+    found = kinds(stretches(ours.spans, teacher.spans), teacher.spans)
+    counts: list[int] = np.bincount(found, minlength=len(KINDS)).tolist()
     return counts
 
 
@@ -198,3 +226,121 @@ def end_to_end(
         return np.zeros((0, 2), np.int64)
     lengths = [len(spans) for spans in documents]
     return np.concatenate(documents) + np.repeat(origins, lengths)[:, None]
+
+
+# ---- targets ----
+
+
+_SPELLING_VERSION = 1
+# Below this share of a teacher's tokens that it can spell, a student's vocabulary is the wrong one.
+_LEAST_SPELLED = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetsPlan:
+    """What blocks hold of the teachers' alternatives."""
+
+    tables: tuple[TargetTable, ...]
+    """One for every store."""
+    spec: AlternativesSpec
+    inside: bool
+    weights: tuple[float, ...]
+
+
+def common_alternatives(stores: Sequence[LossStore], count: int | None) -> AlternativesSpec:
+    """How many alternatives the blocks have: as many as are asked for, or all. Refused where a
+    store has none or too few, or where stores differ."""
+    kept: list[AlternativesSpec] = []
+    for store in stores:
+        if (spec := store.kept_alternatives) is None:
+            raise BlocksError(
+                f"{store.path} holds no alternatives to distil from. {SCORE_WITH_ALTERNATIVES}"
+            )
+        kept.append(spec)
+    each = ", ".join(f"{s.path} has {spec}" for s, spec in zip(stores, kept, strict=True))
+    least = min(spec.count for spec in kept)
+    if len({spec.sampled for spec in kept}) > 1:
+        raise BlocksError(
+            f"the stores hold alternatives of two kinds: {each}. Draws and likeliest tokens cannot "
+            "be averaged: use stores of one kind."
+        )
+    if count is None and len(set(kept)) > 1:
+        raise BlocksError(
+            f"the stores hold unlike numbers of alternatives: {each}. Set objective.alternatives "
+            f"to what all of them have, at most {least}."
+        )
+    if count is not None and count > least:
+        held_by = stores[0].path if len(stores) == 1 else "a store"
+        raise BlocksError(
+            f"objective.alternatives is {count}, and {held_by} holds {least} a token. Use at "
+            f"most {least}, or score the corpus again with --alternatives {count} into another "
+            "folder."
+        )
+    return AlternativesSpec(count or least, kept[0].sampled)
+
+
+def target_table(tokenizer: TextTokenizer, vocabulary: Vocabulary, eos: int | None) -> TargetTable:
+    """What a teacher's tokens become: out of the user's cache, or made and put there. Its ends
+    become `eos`, or of conversations the end of a turn."""
+    end_id = tokenizer.end_of_turn if isinstance(tokenizer, ChatTokenizer) else eos
+    student = tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
+    digest = hashlib.sha256(encode_vocabulary(vocabulary)).hexdigest()
+    key = f"{_SPELLING_VERSION} {digest} {student.fingerprint}"
+    name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
+    path = cache_folder() / "spelling" / name
+    spelling = _cached(path, len(vocabulary.content))
+    if spelling is None:
+        spelling = spell(Speller(student), vocabulary)
+        content = save(vars(spelling))
+        with contextlib.suppress(WriteError):  # a home that cannot be written: made again next time
+            write_bytes(path, hashlib.sha256(content).digest() + content)
+    table = TargetTable(student, vocabulary, end_id, spelling)
+    spelled = float((table.targets[0] >= 0).mean())
+    if spelled < _LEAST_SPELLED:
+        raise BlocksError(
+            f"{student.name} ({student.kind}) can spell {spelled:.1%} of the teacher's tokens: it "
+            "has neither their characters nor bytes to write them with. Distillation needs a "
+            "student that can; use method guided."
+        )
+    return table
+
+
+def _cached(path: Path, size: int) -> Spelling | None:
+    """What was kept of another run, behind a checksum; None where it is not whole."""
+    try:
+        content = path.read_bytes()
+        if hashlib.sha256(content[32:]).digest() == content[:32]:
+            found = Spelling(**load(content[32:]))
+            return found if len(found.first) == size else None
+    except (OSError, SafetensorError, ValueError):
+        pass
+    return None
+
+
+def carry_targets(
+    labels: NDArray[Any],
+    ours: Laid,
+    theirs: Sequence[LaidTeacher],
+    alignments: Sequence[Alignment],
+    text: NDArray[np.uint8],
+    plan: TargetsPlan,
+) -> SoftTargets:
+    """The teachers' targets side by side, each by its weight; where one has no say, the others
+    share its weight. What became of the alternatives is counted for the first teacher."""
+    found = []
+    for table, teacher, alignment in zip(plan.tables, theirs, alignments, strict=True):
+        assert teacher.packed is not None
+        given = Alternatives(teacher.packed[:, : plan.spec.count], plan.spec.sampled)
+        tokens = TeacherTokens(spans=teacher.spans, alternatives=given)
+        known = (table, labels, ours.spans, tokens, alignment, text)
+        found.append(carry_alternatives(*known, inside=plan.inside, begins=ours.origins))
+    if len(found) == 1:
+        return found[0]
+    weights = np.array(plan.weights)[:, None] * np.stack([one.told for one in found])
+    shares = (weights / np.maximum(weights.sum(0), 1e-30)).astype(np.float32)
+    weighted = [one.probability * share[:, None] for one, share in zip(found, shares, strict=True)]
+    return replace(
+        found[0],
+        ids=np.concatenate([one.ids for one in found], axis=1),
+        probability=np.concatenate(weighted, axis=1),
+    )

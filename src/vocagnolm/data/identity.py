@@ -1,20 +1,26 @@
-"""What packed blocks were made from: by digest, so that nothing else is taken for it, and by name,
-so that a difference can be told in words."""
+"""What a recipe names, and what blocks were made from: by digest, so that nothing else is taken for
+it, and by name, so that a difference can be put into words."""
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Container, Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.chat import ChatTokenizer, template_of
-from vocagnolm.data.corpus import Corpus, open_corpus
-from vocagnolm.data.targets import common_alternatives
+from vocagnolm.data.blocks import MANIFEST, Blocks, block_count, read_manifest
+from vocagnolm.data.corpus import Corpus, files_of_folder, is_corpus_file, open_corpus
+from vocagnolm.data.guidance import common_alternatives
+from vocagnolm.data.packing import Bins
 from vocagnolm.errors import BlocksError
-from vocagnolm.files import differences, json_digest
+from vocagnolm.files import address_of, differences, json_bytes, json_digest
 from vocagnolm.recipe import Recipe
-from vocagnolm.storage import Place, place_of, require_place
+from vocagnolm.storage import Folder, Place, place_of, require_place
+from vocagnolm.storage.copies import Wanted, cache_folder, copy_files
 from vocagnolm.store import LossStore
-from vocagnolm.store.format import identity_digest
+
+# A corpus up to here is read again when only its date or its name has changed.
+LARGEST_READ_AGAIN_BYTES = 2 * 10**9
 
 # ---- separators ----
 
@@ -49,13 +55,6 @@ def _id_of(tokenizer: TextTokenizer, token: str, where: str) -> int:
     return index
 
 
-# ---- identities ----
-
-
-# A corpus up to here is read again when only its date has changed.
-LARGEST_READ_AGAIN_BYTES = 2 * 10**9
-
-
 # ---- what a recipe names ----
 
 
@@ -85,15 +84,13 @@ def teacher_tokenizer(recipe: Recipe) -> TextTokenizer:
 
 def student_chat(recipe: Recipe, tokenizer: TextTokenizer) -> ChatTokenizer:
     """The student's tokenizer in its template."""
-    given = recipe.student
-    template = template_of(tokenizer, given.chat_template, given.template_options)
-    return ChatTokenizer(tokenizer, template)
+    options = recipe.student.chat_template, recipe.student.template_options
+    return ChatTokenizer(tokenizer, template_of(tokenizer, *options))
 
 
 def teacher_chat(recipe: Recipe, tokenizer: TextTokenizer) -> ChatTokenizer:
-    given = recipe.teacher
-    template = template_of(tokenizer, given.chat_template, given.template_options)
-    return ChatTokenizer(tokenizer, template)
+    options = recipe.teacher.chat_template, recipe.teacher.template_options
+    return ChatTokenizer(tokenizer, template_of(tokenizer, *options))
 
 
 def recipe_corpus(recipe: Recipe) -> Corpus:
@@ -106,6 +103,41 @@ def recipe_corpus(recipe: Recipe) -> Corpus:
         split=recipe.corpus.split,
         limit=recipe.corpus.limit_documents,
     )
+
+
+# ---- blocks at an address ----
+
+
+def local_blocks(recipe: Recipe) -> Path:
+    """The folder to read the recipe's blocks from. Those at an address are copied to `data.cache`,
+    by one process of a machine while the others wait, and found there the next time."""
+    place = blocks_place(recipe)
+    if isinstance(place, Folder):
+        return place.path
+    manifest = read_manifest(place)
+    folder = blocks_cache(recipe) / str(manifest["fingerprint"])[:32]
+    parts = [
+        Wanted(part["name"], part.get("bytes"), part.get("sha256")) for part in manifest["parts"]
+    ]
+    mend = "Remove it there and run `vocagnolm prepare` again: it makes what is missing."
+    copy_files(place, parts, folder, mend)
+    Folder(folder).create(MANIFEST, json_bytes(manifest))
+    return folder
+
+
+def blocks_cache(recipe: Recipe) -> Path:
+    """The folder of this machine for blocks that are at an address."""
+    return Path(recipe.data.cache) if recipe.data.cache else cache_folder() / "blocks"
+
+
+def opened_count(recipe: Recipe, manifest: dict[str, Any]) -> tuple[int, Bins | None]:
+    """How many blocks the recipe's folder gives; of conversations also how they fill them, for
+    which the blocks are read."""
+    size = recipe.data.block_size
+    if not manifest["settings"].get("conversations"):
+        return block_count(manifest["tokens"], size), None
+    blocks = Blocks(local_blocks(recipe), size)
+    return len(blocks), blocks.bins
 
 
 # ---- by digest ----
@@ -172,7 +204,7 @@ def _targets(recipe: Recipe, here: bool) -> dict[str, Any]:
 
 
 def _stores_digest(paths: list[str]) -> str:
-    digests = [identity_digest(store_identity(path)) for path in paths]
+    digests = [json_digest(store_identity(path)) for path in paths]
     return digests[0] if len(digests) == 1 else json_digest(digests)
 
 
@@ -186,173 +218,224 @@ def store_identity(path: str) -> dict[str, Any]:
 
 def described_inputs(recipe: Recipe, tokenizer: TextTokenizer, corpus: Corpus) -> dict[str, Any]:
     """The same inputs for people, kept in the manifest."""
-    return {
+    about: dict[str, Any] = {
         "tokenizer": tokenizer.name,
         "corpus": corpus.describe(),
         "files": [
-            {"name": name, "bytes": state.st_size, "mtime_ns": state.st_mtime_ns}
+            {"name": name, "bytes": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns}
             for name, path in local_files(recipe).items()
-            for state in [path.stat()]
         ],
         "stores": [store_identity(path) for path in recipe.stores],
-        **(
-            {"template": tokenizer.template.describe()}
-            if isinstance(tokenizer, ChatTokenizer)
-            else {}
-        ),
     }
+    if isinstance(tokenizer, ChatTokenizer):
+        about["template"] = tokenizer.template.describe()
+    return about
 
 
 def local_files(recipe: Recipe) -> dict[str, Path]:
     """Name -> path of the corpus's files that are on this machine."""
     found: dict[str, Path] = {}
-    for name in recipe.corpus.files:
-        path = Path(name)
+    for path in map(Path, recipe.corpus.files):
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file())
-            found |= {p.relative_to(path).as_posix(): p for p in inside}
+            found |= {p.relative_to(path).as_posix(): p for p in files_of_folder(path)}
         elif path.is_file():
             found[path.name] = path
     return found
 
 
-def unmet_needs(
-    manifest: dict[str, Any], recipe: Recipe, wanted: dict[str, Any], corpus: Corpus | None
+# ---- what differs ----
+
+
+_VALUES = "{} in the blocks, {} now"
+_IN_WORDS = {
+    "bos": f"data.bos: token {_VALUES}",
+    "eos": f"data.eos: token {_VALUES}",
+    "text": "text: the online teacher reads the blocks' text, which was not kept",
+    "conversations": "corpus: texts and conversations are prepared differently",
+    "conversations.template": "student.chat_template: the blocks were made in another template",
+    "conversations.train_on": f"data.train_on: {_VALUES}",
+    "guidance": "guidance: the blocks were made without a store",
+    "guidance.aggregation": f"objective.aggregation: {_VALUES}",
+    "guidance.combine": f"store.combine: {_VALUES}",
+    "guidance.missing": f"data.missing: {_VALUES}",
+    "guidance.teacher_losses": "teacher_losses: method chunk and unmapped: mean need them, they "
+    "were not kept",
+    "guidance.stretch": "stretch: the losses of whole stretches were not kept",
+    "guidance.targets": "targets: the blocks were made without the teacher's alternatives",
+    "guidance.targets.alternatives": f"objective.alternatives: {_VALUES}",
+    "guidance.targets.inside": f"objective.inside: {_VALUES}",
+    "guidance.targets.weights": f"store.weights: {_VALUES}",
+}
+
+
+def differing_inputs(
+    manifest: dict[str, Any],
+    recipe: Recipe,
+    wanted: dict[str, Any],
+    corpus: Corpus | None,
+    *,
+    look: bool = True,
 ) -> list[str]:
-    """What blocks lack for this recipe, in words. They may hold more than it needs, so that one
-    preparation serves runs of several methods."""
+    """How blocks differ from what a recipe asks for, in words: the one comparison of `prepare`,
+    `check` and `train`. Blocks may hold more than the recipe needs, so that one preparation serves
+    runs of several methods. Where no `corpus` was opened, what the recipe names is compared, and
+    with `look` the files on this machine."""
     found, inputs = manifest["settings"], manifest.get("inputs") or {}
     lines = []
     if found.get("tokenizer") != wanted["tokenizer"]:
         named = inputs.get("tokenizer", "another one")
         lines.append(f"tokenizer: the blocks hold ids of {named}, or of an older version of it")
-    for name in ("bos", "eos"):
-        if found.get(name) != wanted[name]:
-            lines.append(f"data.{name}: token {found.get(name)} in the blocks, {wanted[name]} now")
-    if wanted["corpus"] is not None and found.get("corpus") != wanted["corpus"]:
-        now = corpus.describe() if corpus is not None else None
-        lines += corpus_differences(inputs.get("corpus"), now)
-    talks, now = found.get("conversations"), wanted.get("conversations")
-    if talks and now and talks["template"] != now["template"]:
-        lines.append("student.chat_template: the blocks were made in another template")
-    if talks and now and talks["train_on"] != now["train_on"]:
-        lines.append(f"data.train_on: {talks['train_on']} in the blocks, {now['train_on']} now")
-    if recipe.needs_block_text and not found.get("text"):
-        lines.append("text: the online teacher reads the blocks' text, which was not kept")
-    if recipe.needs_guidance and not recipe.teacher.online:
-        lines += _guidance_lines(found.get("guidance"), inputs.get("stores"), recipe, wanted)
-    chosen, wants = found.get("documents") or {}, wanted.get("documents") or {}
-    for name in ("by", "share", "seed", "against"):
-        if chosen.get(name) != wants.get(name) and (name != "against" or "against" in wants):
-            lines.append(
-                f"corpus.keep_documents: {name} is {chosen.get(name)} in the blocks, "
-                f"{wants.get(name)} now"
-            )
+    if corpus is None:
+        lines += _unread_corpus_differences(manifest, recipe) if look else []
+    elif found.get("corpus") != wanted["corpus"]:
+        lines += corpus_differences(inputs.get("corpus"), corpus.describe())
+    guided = recipe.needs_guidance and not recipe.teacher.online
+    if guided and not wanted["guidance"]:
+        return [*lines, "store: this recipe needs guidance, but store.path is not set"]
+    if guided and found.get("guidance"):
+        made_with, now = found["guidance"]["store"], wanted["guidance"]["store"]
+        if now not in (None, made_with):
+            lines += _store_differences(inputs.get("stores"), recipe)
+        if manifest["summary"].get("mapped") == 0:
+            lines.append("guidance: no token has any, the store held none of these documents")
+    for name, old, new in differences(
+        _needed(found, wanted, recipe), _needed(wanted, wanted, recipe)
+    ):
+        section, _, key = name.rpartition(".")
+        known = f"corpus.keep_documents: {key} is {_VALUES}" if section == "documents" else None
+        lines.append((known or _IN_WORDS.get(name, f"{name}: {_VALUES}")).format(old, new))
     return lines
 
 
-def _guidance_lines(
-    has: dict[str, Any] | None,
-    made_with: list[dict[str, Any]] | None,
-    recipe: Recipe,
-    wanted: dict[str, Any],
-) -> Iterator[str]:
-    wants = wanted["guidance"]
-    if not wants:
-        yield "store: this recipe needs guidance, but store.path is not set"
-        return
-    if not has:
-        yield "guidance: the blocks were made without a store"
-        return
-    if wants["store"] is not None and has["store"] != wants["store"]:
-        now = [store_identity(path) for path in recipe.stores]
-        if made_with is None or len(made_with) != len(now):
-            yield "store: the blocks were made with other stores"
-        else:
-            for old, new in zip(made_with, now, strict=True):
-                if old != new:
-                    yield from store_differences(old, new)
-    if recipe.needs_teacher_losses and not has["teacher_losses"]:
-        yield "teacher_losses: method chunk and unmapped: mean need them, they were not kept"
-    if recipe.needs_stretches and not has.get("stretch"):
-        yield "stretch: the losses of whole stretches were not kept"
-    if recipe.needs_targets:
-        yield from _target_lines(has.get("targets"), wants["targets"])
-    names = {"missing": "data.missing"}
-    if len(recipe.stores) > 1:
-        names["combine"] = "store.combine"
-    if recipe.objective.method != "chunk" and not recipe.needs_stretches:
-        names["aggregation"] = "objective.aggregation"
-    for name, key in names.items():
-        if has.get(name) != wants[name]:
-            yield f"{key}: {has.get(name)} in the blocks, {wants[name]} now"
+def _needed(settings: dict[str, Any], wanted: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """The settings on which the recipe's training depends, as far as `wanted` knows them. How many
+    documents a part has decides nothing; what is compared by name is left out."""
+    apart = ("tokenizer", "corpus", "part_documents", "text", "guidance", "documents")
+    needed = {name: value for name, value in settings.items() if name not in apart}
+    needed["documents"] = dict(settings.get("documents") or {})
+    if "against" not in (wanted.get("documents") or {}):
+        needed["documents"].pop("against", None)
+    if recipe.needs_block_text:
+        needed["text"] = settings.get("text")
+    if recipe.needs_guidance and not recipe.teacher.online and (has := settings.get("guidance")):
+        keys = ["missing", "combine"]
+        if recipe.objective.method != "chunk" and not recipe.needs_stretches:
+            keys.append("aggregation")
+        keys += ["teacher_losses"] if recipe.needs_teacher_losses else []
+        keys += ["stretch"] if recipe.needs_stretches else []
+        needed["guidance"] = {key: has.get(key) for key in keys}
+        if recipe.needs_targets and (targets := has.get("targets")):
+            known = wanted["guidance"]["targets"]["alternatives"] is not None
+            left_out = () if known else ("alternatives",)
+            needed["guidance"]["targets"] = {
+                key: value for key, value in targets.items() if key not in left_out
+            }
+    return needed
 
 
-def _target_lines(has: dict[str, Any] | None, wants: dict[str, Any]) -> Iterator[str]:
-    if has is None:
-        yield "targets: the blocks were made without the teacher's alternatives"
-        return
-    names = {"alternatives": "objective.alternatives", "inside": "objective.inside"}
-    if "weights" in wants:
-        names["weights"] = "store.weights"
-    for name, key in names.items():
-        known = name != "alternatives" or wants[name] is not None
-        if known and has.get(name) != wants[name]:
-            yield f"{key}: {has.get(name)} in the blocks, {wants[name]} now"
-
-
-def corpus_differences(before: dict[str, Any] | None, now: dict[str, Any] | None) -> list[str]:
-    """Which file or setting of a corpus differs."""
-    if before is None or now is None:
-        return ["corpus: it is another one than the blocks were made from"]
-    files = {source["name"]: source for source in before["sources"]}
-    lines = []
-    for source in now["sources"]:
-        old = files.pop(source["name"], None)
-        if old is None:
-            lines.append(f"corpus: {source['name']} is new")
-        elif old["documents"] != source["documents"]:
-            lines.append(
-                f"corpus: {source['name']} had {old['documents']:,} documents, now "
-                f"{source['documents']:,}"
-            )
-        elif old["sha256"] != source["sha256"]:
-            lines.append(f"corpus: the text of {source['name']} has changed")
-    lines += [f"corpus: {name} is not in it any more" for name in files]
-    for name in ("format", "split", "text_field", "limit_documents", "documents"):
-        if not lines and before.get(name) != now.get(name):
-            lines.append(f"corpus.{name}: {before.get(name)} then, {now.get(name)} now")
-    return lines or ["corpus: its files come in another order"]
-
-
-def store_differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    lines = [
-        f"store: its {name} is {new!r:.50}, the blocks were made with {old!r:.50}"
-        for name, old, new in differences(before, now)
-        if not name.endswith(("fingerprint", "sha256"))
-    ]
-    return lines[:4] or ["store: it is of other weights or another corpus under the same names"]
-
-
-def stale_files(manifest: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Files of the corpus on this machine that are not those the blocks were made from. Where
-    none is here there is nothing to say. What has kept its size and its date is not read."""
-    before = {entry["name"]: entry for entry in (manifest.get("inputs") or {}).get("files", [])}
-    here = {name: path.stat() for name, path in local_files(recipe).items() if name in before}
-    if not before or not here:
+def _unread_corpus_differences(manifest: dict[str, Any], recipe: Recipe) -> list[str]:
+    """Of a corpus that is not read unless it must be: by the names and settings of the recipe, and
+    by the sizes of the files that are on this machine. Those whose names or dates alone differ are
+    read, if they are not too large."""
+    inputs = manifest.get("inputs") or {}
+    before: dict[str, Any] | None = inputs.get("corpus")
+    if before is None or not recipe.corpus.files:
         return []
-    gone = [f"corpus: {name} is not there any more" for name in before if name not in here]
+    here = {name: path.stat() for name, path in local_files(recipe).items()}
+    lines = corpus_differences(before, _named_corpus(before, recipe, here))
+    files = {entry["name"]: entry for entry in inputs.get("files", []) if entry["name"] in here}
     resized = [
-        f"corpus: {name} has {state.st_size:,} bytes, it had {before[name]['bytes']:,}"
-        for name, state in here.items()
-        if state.st_size != before[name]["bytes"]
+        f"corpus: {name} has {here[name].st_size:,} bytes, it had {entry['bytes']:,}"
+        for name, entry in files.items()
+        if here[name].st_size != entry["bytes"]
     ]
-    touched = [n for n, state in here.items() if state.st_mtime_ns != before[n]["mtime_ns"]]
-    if gone or resized or not touched:
-        return gone + resized
-    if sum(state.st_size for state in here.values()) > LARGEST_READ_AGAIN_BYTES:
-        return []
+    touched = any(here[name].st_mtime_ns != entry["mtime_ns"] for name, entry in files.items())
+    if resized or not (lines or touched):
+        return lines + resized
+    size = sum(state.st_size for state in here.values())
+    complete = all(Path(path).exists() for path in recipe.corpus.files)
+    if not complete or size > LARGEST_READ_AGAIN_BYTES:
+        return lines
     corpus = recipe_corpus(recipe)
     if corpus.fingerprint == manifest["settings"]["corpus"]:
         return []
-    return corpus_differences(manifest["inputs"]["corpus"], corpus.describe())
+    return corpus_differences(before, corpus.describe())
+
+
+def _named_corpus(before: dict[str, Any], recipe: Recipe, here: Container[str]) -> dict[str, Any]:
+    """What a recipe says of its corpus, as `Corpus.describe` would; what only the files could tell
+    is taken from the description `before`."""
+    asked, known = recipe.corpus, _by_name(before)
+    names, elsewhere = [], False
+    for path in asked.files:
+        if Path(path).is_dir():
+            names += [p.relative_to(path).as_posix() for p in files_of_folder(Path(path))]
+        elif not is_corpus_file(path) or "*" in path:
+            elsewhere = True  # a folder, a pattern, a dataset: what is in it is not known here
+        elif not here or Path(path).is_file() or address_of(path) is not None:
+            names.append(PurePosixPath(path).name)
+    sources = [known[n].pop() if known[n] else {"name": n, "documents": 0} for n in names]
+    if elsewhere:
+        sources = before["sources"] + [one for one in sources if "sha256" not in one]
+    total = sum(source["documents"] for source in before["sources"])
+    documents = min(total, asked.limit_documents or total)
+    same = documents == before["documents"]
+    formats = {"auto": before.get("format"), "text": None}
+    return {
+        **before,
+        "sources": sources,
+        "documents": documents,
+        "limit_documents": before.get("limit_documents") if same else asked.limit_documents,
+        "text_field": asked.text_field,
+        "split": None if asked.split == "none" else asked.split,
+        "format": formats.get(asked.format, [asked.format]),
+    }
+
+
+def _by_name(corpus: dict[str, Any]) -> defaultdict[str, list[dict[str, Any]]]:
+    """A corpus's sources by their names, which need not be unique; the first comes last."""
+    found = defaultdict(list)
+    for source in reversed(corpus["sources"]):
+        found[source["name"]].append(source)
+    return found
+
+
+def corpus_differences(before: dict[str, Any] | None, now: dict[str, Any]) -> list[str]:
+    """Which file or setting of a corpus differs."""
+    if before is None:
+        return ["corpus: it is another one than the blocks were made from"]
+    left, lines = _by_name(before), []
+    for source in now["sources"]:
+        name = source["name"]
+        old = left[name].pop() if left[name] else None
+        if old is None:
+            lines.append(f"corpus: {name} is new")
+        elif old["documents"] != source["documents"]:
+            counts = f"{old['documents']:,} documents, now {source['documents']:,}"
+            lines.append(f"corpus: {name} had {counts}")
+        elif old["sha256"] != source["sha256"]:
+            lines.append(f"corpus: the text of {name} has changed")
+    lines += [f"corpus: {name} is not in it any more" for name, gone in left.items() if gone]
+    for name in ("format", "split", "text_field", "limit_documents", "documents"):
+        if not lines and before.get(name) != now.get(name):
+            lines.append(f"corpus.{name}: {before.get(name)} then, {now.get(name)} now")
+    if not lines and before["sources"] != now["sources"]:
+        lines.append("corpus: its files come in another order")
+    return lines
+
+
+def _store_differences(made_with: list[dict[str, Any]] | None, recipe: Recipe) -> Iterator[str]:
+    now = [store_identity(path) for path in recipe.stores]
+    if made_with is None or len(made_with) != len(now):
+        yield "store: the blocks were made with other stores"
+        return
+    for before, after in zip(made_with, now, strict=True):
+        lines = [
+            f"store: its {name} is {new!r:.50}, the blocks were made with {old!r:.50}"
+            for name, old, new in differences(before, after)
+            if not name.endswith(("fingerprint", "sha256"))
+        ]
+        if before != after:
+            yield from lines[:4] or [
+                "store: it is of other weights or another corpus under the same names"
+            ]

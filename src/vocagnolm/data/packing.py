@@ -20,7 +20,9 @@ from vocagnolm.data.guidance import (
     GuidancePlan,
     Laid,
     LaidTeacher,
+    TargetsPlan,
     TeacherLosses,
+    carry_targets,
     combine,
     end_to_end,
     kind_counts,
@@ -29,7 +31,6 @@ from vocagnolm.data.guidance import (
     stretch_guidance,
     unbroken,
 )
-from vocagnolm.data.targets import TargetsPlan, carry_targets
 
 # ---- whole conversations into blocks ----
 
@@ -290,10 +291,7 @@ def pack_documents(
             columns["target_p"] = _rows_placed(
                 found.probability.astype(np.float16), there, n_tokens
             )
-            summary.targets = found.mass
-        summary.missing_documents = sum(
-            all(entry is None for entry in entries) for entries in zip(*teachers, strict=True)
-        )
+            summary.targets = asdict(found.mass)
     if texts is not None and keep_text:
         columns["text"] = np.frombuffer(b"".join(texts), np.uint8)
         # separators hold no text: they stand, zero-width, where the previous token ended

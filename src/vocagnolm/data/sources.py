@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, ClassVar, Literal, Protocol
+from typing import IO, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from vocagnolm.chat.messages import CONVERSATION_FIELDS
-from vocagnolm.errors import CorpusError, MissingExtraError, UsageError
+from vocagnolm.errors import CorpusError, MissingExtraError, UsageError, VocagnolmError
 from vocagnolm.files import parse_json, whole_file
 from vocagnolm.storage import scheme_of
 from vocagnolm.storage.copies import cache_folder, copying, tell
@@ -53,27 +53,27 @@ class RemoteFile:
         state = f"{self.address}\n{self.size}\n{self.version}"
         key = hashlib.sha256(state.encode()).hexdigest()[:32]
         path = cache_folder() / "corpora" / key / PurePosixPath(self.name).name
-        if self._is_at(path):
-            return path
-        with copying(path.parent):
-            if not self._is_at(path):
-                self._copy(path)
-        return path
-
-    def _is_at(self, path: Path) -> bool:
         # without size and version nobody can say whether it is still the same
         known = self.size is not None or self.version is not None
-        return known and path.is_file() and self.size in (None, path.stat().st_size)
+
+        def is_here() -> bool:
+            return known and path.is_file() and self.size in (None, path.stat().st_size)
+
+        if not is_here():
+            with copying(path.parent):
+                if not is_here():
+                    self._copy(path)
+        return path
 
     def _copy(self, path: Path) -> None:
         for attempt in range(_ATTEMPTS):
             try:
-                with _told(self.address):
+                with _corpus_errors(self.address):
                     self._copy_once(path)
                 return
-            except _BrokenOffError as error:
+            except _UnreachedError:
                 if attempt == _ATTEMPTS - 1:
-                    raise CorpusError(str(error)) from None
+                    raise
                 time.sleep(0.1 * 2**attempt)
 
     def _copy_once(self, path: Path) -> None:
@@ -84,10 +84,10 @@ class RemoteFile:
                 done += target.write(block)
                 tell(self.address, path.parent, done, max(done, self.size or 0))
             if self.size not in (None, done):
-                raise _BrokenOffError(
+                raise _UnreachedError(
                     f"{self.address} cannot be read to its end: {done:,} of {self.size:,} bytes."
                 )
-            if found_file(self.address, self.name) != self:
+            if _remote_file(self.address, self.name) != self:
                 raise CorpusError(
                     f"{self.address} was changed while it was copied. Leave the corpus alone while "
                     "it is used."
@@ -101,40 +101,35 @@ def remote_files(address: str) -> list[RemoteFile]:
             f"{address} is an address of a kind that no corpus can be read from. Known are "
             f"{', '.join(f'{name}://' for name in PACKAGES)}."
         )
-    if scheme_of(address) in ("http", "https"):  # no folders, no patterns
-        return [found_file(address, PurePosixPath(urlsplit(address).path).name)]
-    with _told(address):
+    with _corpus_errors(address):
         system, inner = _system(address)
+        if scheme_of(address) in ("http", "https"):  # no folders, no patterns
+            return [_remote_file(address, PurePosixPath(urlsplit(address).path).name)]
         if "*" in inner:
-            below, found = _fixed_part(inner), system.glob(inner, detail=True)
+            below, found = (
+                inner.partition("*")[0].rpartition("/")[0],
+                system.glob(inner, detail=True),
+            )
         elif system.isdir(inner):
             below, found = inner.rstrip("/"), system.find(inner, detail=True)
         else:
-            return [found_file(address, PurePosixPath(inner).name)]
+            return [_remote_file(address, PurePosixPath(inner).name)]
     start = address.partition("://")[0]
     return [
-        _as_found(f"{start}://{path}", path[len(below) :].lstrip("/"), about)
+        _remote_file(f"{start}://{path}", path[len(below) :].lstrip("/"), about)
         for path, about in sorted(found.items())
         if about["type"] == "file"
     ]
 
 
-def found_file(address: str, name: str) -> RemoteFile:
-    with _told(address):
-        system, inner = _system(address)
-        return _as_found(address, name, system.info(inner))
-
-
-def _as_found(address: str, name: str, about: Mapping[str, Any]) -> RemoteFile:
+def _remote_file(address: str, name: str, about: Mapping[str, Any] | None = None) -> RemoteFile:
+    """As it is found now; `about`: what its server says of it, where that is known."""
+    if about is None:
+        with _corpus_errors(address):
+            system, inner = _system(address)
+            about = dict(system.info(inner))
     version = next((str(about[key]) for key in _VERSION_KEYS if about.get(key)), None)
     return RemoteFile(address, name, about.get("size"), version)
-
-
-def _fixed_part(pattern: str) -> str:
-    """The folder before the first part with a star."""
-    parts = pattern.split("/")
-    first = next(number for number, part in enumerate(parts) if "*" in part)
-    return "/".join(parts[:first])
 
 
 def _system(address: str) -> tuple[Any, str]:
@@ -159,16 +154,16 @@ def _system(address: str) -> tuple[Any, str]:
 _clients: dict[Any, Any] = {}
 
 
-class _BrokenOffError(Exception):
+class _UnreachedError(CorpusError):
     """A transfer that may go well the next time."""
 
 
 @contextlib.contextmanager
-def _told(address: str) -> Iterator[None]:
+def _corpus_errors(address: str) -> Iterator[None]:
     """The errors of a dozen libraries in our words."""
     try:
         yield
-    except (CorpusError, MissingExtraError, UsageError, _BrokenOffError):
+    except VocagnolmError:
         raise
     except Exception as error:
         if isinstance(error, FileNotFoundError):
@@ -186,20 +181,14 @@ def _told(address: str) -> Iterator[None]:
                 "were found. They are taken from the usual places: the environment or a profile."
             ) from None
         reason = (str(error).strip().splitlines() or [kind])[0]
-        raise _Unreached(
+        raise _UnreachedError(
             f"{address} cannot be read: {kind}: {reason[:200]}. Check the address and the network."
         ) from None
-
-
-class _Unreached(_BrokenOffError, CorpusError):
-    """An error for who does not try again."""
 
 
 # ---- kinds of sources ----
 
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-TEXT_SUFFIXES = (".txt", ".text", ".md", ".tex")
 Split = Literal["none", "blank_line", "line"]
 """How a text file becomes documents."""
 # A place to seek to is remembered this often; between two, lines are skipped unread.
@@ -218,17 +207,6 @@ class Record:
 
     place: str
     value: Any
-
-
-class Source(Protocol):
-    name: str
-    fingerprint: str
-
-    def __len__(self) -> int: ...
-
-    def read(self, start: int, stop: int) -> Iterator[Record]: ...
-
-    def changed(self) -> bool: ...
 
 
 def wanted_fields(names: Iterable[str], text_field: str) -> list[str]:
@@ -254,11 +232,27 @@ class _File:
         self._state = self._stat()
 
     def _stat(self) -> tuple[int, int]:
-        try:
+        with self._readable():
             status = self.path.stat()
-        except OSError as error:
-            raise CorpusError(f"{self.path} cannot be read: {error.strerror}.") from None
         return status.st_size, status.st_mtime_ns
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Errors of the file system, of decompressors and of pyarrow in our words."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise CorpusError(f"{self.path} cannot be read: {reason}.") from error
+        except EOFError as error:
+            raise CorpusError(f"{self.path} cannot be read to its end: {error}.") from error
+        except Exception as error:
+            # zlib.error, zstandard.ZstdError, ArrowInvalid: the libraries' own kinds
+            if type(error).__module__.split(".")[0] not in ("zlib", "zstandard", "pyarrow"):
+                raise
+            raise CorpusError(
+                f"{self.path} cannot be read as {self.path.suffix[1:]}: {error}."
+            ) from error
 
     def changed(self) -> bool:
         return self._stat() != self._state
@@ -344,26 +338,12 @@ class JsonLines(_File):
 
     def _open(self) -> io.BufferedIOBase:
         suffix = self.path.suffix.lower()
-        try:
+        with self._readable():
             if suffix == ".gz":
                 return gzip.open(self.path, "rb")
             if suffix == ".zst":
                 return _open_zstandard(self.path)
             return io.BufferedReader(io.FileIO(self.path), _READ_BYTES)
-        except OSError as error:
-            raise CorpusError(f"{self.path} cannot be read: {error.strerror}.") from None
-
-    @contextlib.contextmanager
-    def _readable(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, EOFError) as error:
-            raise CorpusError(f"{self.path} cannot be read to its end: {error}.") from error
-        except Exception as error:
-            # zlib.error, zstandard.ZstdError: the decompressors' own kinds
-            if type(error).__module__.split(".")[0] not in ("zlib", "zstandard"):
-                raise
-            raise CorpusError(f"{self.path} cannot be decompressed: {error}.") from error
 
 
 def _open_zstandard(path: Path) -> io.BufferedIOBase:
@@ -429,7 +409,7 @@ class TextFile(_File):
         # Of every piece: first byte, byte after the last, line. Numbers, not objects: a line may
         # be a document, and there may be many.
         self._pieces = array("Q")
-        with self._open() as file:
+        with self._readable(), open(path, "rb") as file:
             self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
             file.seek(0)
             if not self._whole:
@@ -452,7 +432,7 @@ class TextFile(_File):
         return 1 if self._whole else len(self._pieces) // 3
 
     def read(self, start: int, stop: int) -> Iterator[Record]:
-        with self._open() as file:
+        with self._readable(), open(self.path, "rb") as file:
             for index in range(start, min(stop, len(self))):
                 if self._whole:
                     yield Record(self.name, _utf8(file.read()))
@@ -460,12 +440,6 @@ class TextFile(_File):
                 first, end, line = self._pieces[3 * index : 3 * index + 3]
                 file.seek(first)
                 yield Record(f"{self.name}:{line}", _utf8(file.read(end - first)))
-
-    def _open(self) -> io.BufferedReader:
-        try:
-            return open(self.path, "rb")
-        except OSError as error:
-            raise CorpusError(f"{self.path} cannot be read: {error.strerror}.") from None
 
 
 def _utf8(content: bytes) -> str | Problem:
@@ -490,14 +464,11 @@ class ParquetRows(_File):
     @cached_property
     def _file(self) -> Any:
         try:
-            import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError:
             raise MissingExtraError("pyarrow", "data", f"reading {self.path.name}") from None
-        try:
+        with self._readable():
             return pq.ParquetFile(self.path)
-        except (OSError, pa.ArrowException) as error:
-            raise CorpusError(f"{self.path} cannot be read as Parquet: {error}.") from None
 
     def __len__(self) -> int:
         return self._rows
@@ -517,17 +488,13 @@ class ParquetRows(_File):
                 table = self._file.read_row_group(group, columns=wanted)
                 columns = [table.column(name).slice(low - first, high - low) for name in wanted]
                 for row, *values in zip(range(low, high), *columns, strict=True):
-                    fields = dict(zip(wanted, map(_arrow_text, values), strict=True))
-                    problem = next((v for v in fields.values() if isinstance(v, Problem)), None)
-                    yield Record(f"{self.name}[{row}]", problem or fields)
+                    try:
+                        pairs = zip(wanted, (value.as_py() for value in values), strict=True)
+                        fields: Any = dict(pairs)
+                    except UnicodeDecodeError as error:
+                        fields = Problem(f"not UTF-8: at byte {error.start}")
+                    yield Record(f"{self.name}[{row}]", fields)
             first += rows
-
-
-def _arrow_text(value: Any) -> Any:
-    try:
-        return value.as_py()
-    except UnicodeDecodeError as error:
-        return Problem(f"not UTF-8: at byte {error.start}")
 
 
 class DatasetSource:
@@ -574,3 +541,6 @@ class DatasetSource:
 
     def changed(self) -> bool:
         return False
+
+
+Source = JsonLines | TextFile | ParquetRows | DatasetSource

@@ -1,10 +1,11 @@
 """Several teachers over one corpus: what their loss stores say, side by side."""
 
 import heapq
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from vocagnolm.alignment import stretch_losses, stretches
 from vocagnolm.data.corpus import Corpus, Document, document_hash
-from vocagnolm.data.guidance import TeacherLosses, end_to_end, tiling
+from vocagnolm.data.guidance import TeacherLosses, end_to_end, nats_and_bytes, tiling
 from vocagnolm.errors import StoreError
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
@@ -78,55 +79,45 @@ APART_NATS = 1.0
 _BATCH_DOCUMENTS = 256
 
 
-@dataclass
-class Totals:
-    """Of the documents that all stores hold; one entry a store."""
-
-    stores: int
-    documents: int = 0
-    nats: NDArray[np.float64] = field(init=False)
-    covered: NDArray[np.float64] = field(init=False)
-    """Bytes of the tokens that have a loss."""
-    best: NDArray[np.float64] = field(init=False)
-    """Documents on which this teacher needs the fewest bits per byte; shared where several do."""
-
-    def __post_init__(self) -> None:
-        self.nats, self.covered, self.best = (np.zeros(self.stores) for _ in range(3))
-
-    def add(self, entries: Sequence[TeacherLosses]) -> NDArray[np.float64]:
-        """One document of every store; returns its bits per byte under each."""
-        nats, covered = np.zeros(self.stores), np.zeros(self.stores)
-        for number, (token_bytes, nll) in enumerate(entries):
-            known = np.isfinite(nll)
-            nats[number] = np.asarray(nll, np.float64)[known].sum()
-            covered[number] = np.asarray(token_bytes)[known].sum()
-        bits = nats / math.log(2) / np.maximum(covered, 1)
-        bits[covered == 0] = np.inf
-        self.documents += 1
-        self.nats += nats
-        self.covered += covered
-        if np.isfinite(bits).any():
-            winners = bits == bits.min()
-            self.best += winners / winners.sum()
-        return bits
-
-    def bits_per_byte(self) -> list[float | None]:
-        return [
-            float(n / math.log(2) / c) if c else None
-            for n, c in zip(self.nats, self.covered, strict=True)
-        ]
-
-    def best_shares(self) -> list[float]:
-        return [float(count) / max(self.documents, 1) for count in self.best]
-
-
 def best_shares(stores: Sequence[LossStore], documents: int = 500) -> list[float] | None:
     """How often each teacher is the best, over documents spread evenly over the first store; None
     where they have none in common."""
-    totals = Totals(len(stores))
-    for places in _common(stores, documents):
-        totals.add([store[place] for store, place in zip(stores, places, strict=True)])
-    return totals.best_shares() if totals.documents else None
+    sums = [_sums(_entries(stores, places)) for places in _common(stores, documents)]
+    return _compared(sums)["best_share"] if sums else None
+
+
+def _entries(stores: Sequence[LossStore], places: Sequence[int]) -> list[TeacherLosses]:
+    """One document, as every store has it."""
+    return [store[place] for store, place in zip(stores, places, strict=True)]
+
+
+def _sums(entries: Sequence[TeacherLosses]) -> NDArray[np.float64]:
+    """Nats, and the bytes of the tokens that have a loss, of one document in every store [2, S]."""
+    return np.array([nats_and_bytes(*entry) for entry in entries]).T
+
+
+def _bits(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Bits per byte; infinite where no token has a loss."""
+    nats, covered = sums
+    return np.where(covered > 0, nats / math.log(2) / np.maximum(covered, 1), np.inf)
+
+
+def _compared(sums: Sequence[NDArray[np.float64]]) -> dict[str, Any]:
+    """Of some documents: every teacher's bits per byte, and the share of the documents on which it
+    needs the fewest; shared where several do."""
+    nats, covered = np.sum(sums, axis=0)
+    best = np.zeros(len(nats))
+    for one in sums:
+        bits = _bits(one)
+        if np.isfinite(bits).any():
+            winners = bits == bits.min()
+            best += winners / winners.sum()
+    pairs = zip(nats, covered, strict=True)
+    return {
+        "documents": len(sums),
+        "bits_per_byte": [float(n / math.log(2) / c) if c else None for n, c in pairs],
+        "best_share": (best / len(sums)).tolist(),
+    }
 
 
 def compare_stores(
@@ -144,20 +135,70 @@ def compare_stores(
     if len(paths) < 2:
         raise StoreError("a comparison needs at least two stores.")
     stores = [LossStore.open(path) for path in paths]
-    reader = _Comparison(stores, corpus, sources, examples)
-    batch: list[tuple[int, ...]] = []
-    for places in _common(stores, limit):
-        batch.append(places)
-        if len(batch) == _BATCH_DOCUMENTS:
-            reader.read(batch)
-            batch = []
-    reader.read(batch)
-    if not reader.totals.documents:
+    first = stores[0]
+
+    def document(place: int) -> Document | None:
+        """In the corpus, if that is the one which was scored."""
+        index = first.document_index(place)
+        for found in () if corpus is None else corpus.read(index, index + 1):
+            text = found.text
+            if text is not None and document_hash(text) == first.document_hash(place):
+                return found
+        return None
+
+    def source(found: Document) -> str:
+        if sources is None:
+            return found.place.partition("[")[0].partition(":")[0]
+        (named,) = sources.read(found.index, found.index + 1)
+        return named.text or "(none)"
+
+    sums: list[NDArray[np.float64]] = []
+    by_source: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
+    tokens, apart = np.zeros(len(stores)), np.zeros(len(stores))
+    widest: list[_Stretch] = []
+    common = _common(stores, limit)
+    while batch := list(itertools.islice(common, _BATCH_DOCUMENTS)):
+        entries = [_entries(stores, places) for places in batch]
+        for places, entry in zip(batch, entries, strict=True):
+            sums.append(_sums(entry))
+            if (found := document(places[0])) is not None:
+                by_source[source(found)].append(sums[-1])
+        known, differ, wide = _stretches_apart(entries, [places[0] for places in batch], examples)
+        tokens += known
+        apart += differ
+        widest = heapq.nlargest(examples, [*widest, *wide])
+    if not sums:
         raise StoreError(
             f"{', '.join(map(str, paths))} have no document in common: they are stores of other "
             "corpora. Documents are known by their text."
         )
-    return reader.result(paths)
+    everywhere, shares = _compared(sums), apart / np.maximum(tokens, 1)
+
+    def shown(stretch: _Stretch) -> dict[str, Any]:
+        _, place, start, end, nats = stretch
+        found, text = document(place), None
+        if found is not None and found.text is not None:
+            text = found.text.encode()[start:end].decode(errors="replace")
+        where = {"document": first.document_index(place), "bytes": [start, end]}
+        return {**where, "text": text, "nats": nats}
+
+    return {
+        "documents": len(sums),
+        "stores": [
+            {
+                "path": str(path),
+                "teacher": store.teacher_name,
+                "documents": len(store),
+                "bits_per_byte": everywhere["bits_per_byte"][number],
+                "best_share": everywhere["best_share"][number],
+                "apart_share": None if number == 0 else float(shares[number]),
+            }
+            for number, (path, store) in enumerate(zip(paths, stores, strict=True))
+        ],
+        "sources": [{"name": name, **_compared(by_source[name])} for name in sorted(by_source)],
+        "stretches": [shown(stretch) for stretch in widest],
+        "document_bits_per_byte": [_bits(one).tolist() for one in sums],
+    }
 
 
 def _common(stores: Sequence[LossStore], limit: int | None) -> Iterator[tuple[int, ...]]:
@@ -174,121 +215,36 @@ def _common(stores: Sequence[LossStore], limit: int | None) -> Iterator[tuple[in
             yield found
 
 
-class _Comparison:
-    def __init__(
-        self,
-        stores: Sequence[LossStore],
-        corpus: Corpus | None,
-        sources: Corpus | None,
-        examples: int,
-    ):
-        self.stores = stores
-        self.corpus = corpus
-        self.names = sources
-        self.examples = examples
-        self.totals = Totals(len(stores))
-        self.sources: dict[str, Totals] = defaultdict(lambda: Totals(len(stores)))
-        self.document_bits: list[NDArray[np.float64]] = []
-        self.tokens = np.zeros(len(stores))
-        self.apart = np.zeros(len(stores))
-        self.widest: list[tuple[float, int, int, int, list[float]]] = []
+_Stretch = tuple[float, int, int, int, list[float]]
+"""How many nats the teachers are apart, the document's place in the first store, its first byte and
+the one behind it, and every teacher's nats."""
 
-    def read(self, batch: Sequence[tuple[int, ...]]) -> None:
-        if not batch:
-            return
-        entries = [
-            [store[place] for store, place in zip(self.stores, places, strict=True)]
-            for places in batch
+
+def _stretches_apart(
+    entries: Sequence[Sequence[TeacherLosses]], places: Sequence[int], examples: int
+) -> tuple[NDArray[Any], NDArray[Any], list[_Stretch]]:
+    """Of some documents, for every store: tokens of the first one that both know, and those on
+    which the two are apart; and the widest stretches."""
+    widths = np.array([int(np.sum(entry[0][0], dtype=np.int64)) for entry in entries])
+    origins = np.concatenate([[0], np.cumsum(widths + 1)])[:-1].astype(np.int64)
+    by_store = list(zip(*entries, strict=True))
+    spans = [end_to_end([tiling(lengths) for lengths, _ in one], origins) for one in by_store]
+    found = stretches(spans[0], *spans[1:])
+    losses = np.stack(
+        [
+            stretch_losses(found, own, np.concatenate([nll for _, nll in one]))
+            for own, one in zip(spans, by_store, strict=True)
         ]
-        for places, entry in zip(batch, entries, strict=True):
-            self.document_bits.append(self.totals.add(entry))
-            document = self._document(places[0])
-            if document is not None:
-                self.sources[self._source(document)].add(entry)
-        widths = np.array([int(np.sum(entry[0][0], dtype=np.int64)) for entry in entries])
-        origins = np.concatenate([[0], np.cumsum(widths + 1)])[:-1].astype(np.int64)
-        spans = [
-            end_to_end([tiling(entry[number][0]) for entry in entries], origins)
-            for number in range(len(self.stores))
-        ]
-        nll = [
-            np.concatenate([entry[number][1] for entry in entries])
-            for number in range(len(self.stores))
-        ]
-        found = stretches(spans[0], *spans[1:])
-        losses = np.stack([stretch_losses(found, s, n) for s, n in zip(spans, nll, strict=True)])
-        apart = np.abs(losses - losses[0])
-        known = ~np.isnan(apart)
-        self.tokens += known.sum(1)
-        self.apart += (np.where(known, apart, 0.0) > APART_NATS).sum(1)
-        spread = np.where(known.all(0) & found.begins, np.ptp(losses, axis=0), -1.0)
-        for token in np.argsort(-spread, kind="stable")[: self.examples]:
-            if spread[token] <= 0:
-                break
-            start, end = found.boundaries[found.number[token] :][:2].tolist()
-            inside = int(np.searchsorted(origins, start, side="right")) - 1
-            origin = int(origins[inside])
-            row = (start - origin, end - origin, losses[:, token].tolist())
-            entry_key = (float(spread[token]), batch[inside][0], *row)
-            heapq.heappush(self.widest, entry_key)
-            if len(self.widest) > self.examples:
-                heapq.heappop(self.widest)
-
-    def _document(self, place: int) -> Document | None:
-        """The document in the corpus, if that is the one which was scored."""
-        if self.corpus is None:
-            return None
-        index = self.stores[0].document_index(place)
-        for document in self.corpus.read(index, index + 1):
-            text = document.text
-            if text is not None and document_hash(text) == self.stores[0].document_hash(place):
-                return document
-        return None
-
-    def _source(self, document: Document) -> str:
-        if self.names is None:
-            return document.place.partition("[")[0].partition(":")[0]
-        (named,) = self.names.read(document.index, document.index + 1)
-        return named.text or "(none)"
-
-    def result(self, paths: Sequence[str | Path]) -> dict[str, Any]:
-        bits, best = self.totals.bits_per_byte(), self.totals.best_shares()
-        shares = self.apart / np.maximum(self.tokens, 1)
-        return {
-            "documents": self.totals.documents,
-            "stores": [
-                {
-                    "path": str(path),
-                    "teacher": store.teacher_name,
-                    "documents": len(store),
-                    "bits_per_byte": bits[number],
-                    "best_share": best[number],
-                    "apart_share": None if number == 0 else float(shares[number]),
-                }
-                for number, (path, store) in enumerate(zip(paths, self.stores, strict=True))
-            ],
-            "sources": [
-                {
-                    "name": name,
-                    "documents": totals.documents,
-                    "bits_per_byte": totals.bits_per_byte(),
-                    "best_share": totals.best_shares(),
-                }
-                for name, totals in sorted(self.sources.items())
-            ],
-            "stretches": [self._stretch(entry) for entry in sorted(self.widest, reverse=True)],
-            "document_bits_per_byte": [bits.tolist() for bits in self.document_bits],
-        }
-
-    def _stretch(self, entry: tuple[float, int, int, int, list[float]]) -> dict[str, Any]:
-        _, place, start, end, nats = entry
-        document = self._document(place)
-        text = None
-        if document is not None and document.text is not None:
-            text = document.text.encode()[start:end].decode(errors="replace")
-        return {
-            "document": self.stores[0].document_index(place),
-            "bytes": [start, end],
-            "text": text,
-            "nats": nats,
-        }
+    )
+    apart = np.abs(losses - losses[0])
+    known = ~np.isnan(apart)
+    spread = np.where(known.all(0) & found.begins, np.ptp(losses, axis=0), -1.0)
+    widest: list[_Stretch] = []
+    for token in np.argsort(-spread, kind="stable")[:examples]:
+        if spread[token] <= 0:
+            break
+        start, end = found.boundaries[found.number[token] :][:2].tolist()
+        inside = int(np.searchsorted(origins, start, side="right")) - 1
+        begin, nats = int(origins[inside]), losses[:, token].tolist()
+        widest.append((float(spread[token]), places[inside], start - begin, end - begin, nats))
+    return known.sum(1), (np.where(known, apart, 0.0) > APART_NATS).sum(1), widest

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from vocagnolm.alignment import TokenSpans
 from vocagnolm.chat import ChatTokenizer, template_of
-from vocagnolm.data.corpus import Corpus, Document, open_corpus
-from vocagnolm.data.skipped import LeftOut, left_out_of
+from vocagnolm.data.corpus import Corpus, Document, LeftOut, left_out_of, open_corpus
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import CorpusError, EvaluationError, TemplateError, TilingError
 from vocagnolm.model import ModelFiles, NllModel

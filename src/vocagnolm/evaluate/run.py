@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 from vocagnolm.chat.messages import is_conversation, readable
-from vocagnolm.data.skipped import LeftOut
+from vocagnolm.data.corpus import LeftOut
 from vocagnolm.data.sources import Split
 from vocagnolm.evaluate.graders.grading import grade
 from vocagnolm.evaluate.render import Request

@@ -16,9 +16,8 @@ import numpy as np
 from vocagnolm.alignment import TargetTable, TextTokenizer, TokenSpans, load_tokenizer
 from vocagnolm.alternatives import Alternatives
 from vocagnolm.data.corpus import Corpus, Document, document_hash
-from vocagnolm.data.guidance import tiling
+from vocagnolm.data.guidance import common_alternatives, target_table, tiling
 from vocagnolm.data.identity import recipe_corpus, student_chat
-from vocagnolm.data.targets import common_alternatives, target_table
 from vocagnolm.data.teachers import Lookup
 from vocagnolm.errors import TemplateError, VocagnolmError
 from vocagnolm.evaluate.results import Evaluation, read_results

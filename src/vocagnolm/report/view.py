@@ -135,7 +135,7 @@ def _read(
 
 
 def _target_table(student: TextTokenizer, teacher: TextTokenizer) -> TargetTable:
-    from vocagnolm.data.targets import target_table
+    from vocagnolm.data.guidance import target_table
 
     base = plain_tokenizer(teacher)
     turn = teacher.end_of_turn if isinstance(teacher, ChatTokenizer) else None

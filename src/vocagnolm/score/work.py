@@ -17,7 +17,7 @@ from vocagnolm.score.partition import Share
 from vocagnolm.score.plan import Plan, remove_plan
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.teacher import Teacher, TokenizedDocument
-from vocagnolm.store.check import inspect_store
+from vocagnolm.store import inspect_store
 from vocagnolm.store.format import HASH_BYTES, Shard, narrowest_unsigned, to_float16
 from vocagnolm.store.writer import StoreWriter, store_lock
 

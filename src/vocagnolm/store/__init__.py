@@ -1,8 +1,7 @@
 """The loss store: a teacher's nll for a corpus, written once, used by any student."""
 
-from vocagnolm.store.check import inspect_store, verify_store
 from vocagnolm.store.export import export_parquet
-from vocagnolm.store.reader import LossStore
+from vocagnolm.store.reader import LossStore, inspect_store, verify_store
 from vocagnolm.store.writer import StoreWriter
 
 __all__ = ["LossStore", "StoreWriter", "export_parquet", "inspect_store", "verify_store"]

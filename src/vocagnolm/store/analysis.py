@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vocagnolm.errors import StoreError
+from vocagnolm.store.format import hash_keys
 from vocagnolm.store.reader import LossStore
 
 
@@ -31,8 +32,7 @@ class DocumentBits:
 
     @property
     def keys(self) -> NDArray[np.uint64]:
-        """First eight bytes of each hash."""
-        return np.ascontiguousarray(self.hashes[:, :8]).view("<u8").ravel()
+        return hash_keys(self.hashes)
 
 
 def document_bits(store: LossStore) -> DocumentBits:
@@ -41,54 +41,44 @@ def document_bits(store: LossStore) -> DocumentBits:
     for shard in store.shards():
         columns = shard.columns
         ends = np.cumsum(columns["token_count"], dtype=np.int64)
-        starts = np.concatenate([[0], ends[:-1]])
         nll = columns["nll"].astype(np.float64)
-        known = np.isfinite(nll)
         width = columns["token_bytes"].astype(np.int64)
-        nats = _sums(np.where(known, nll, 0.0), starts, ends)
-        covered = _sums(np.where(known, width, 0).astype(np.float64), starts, ends)
+        known = np.isfinite(nll)
+        nats = _sums(np.where(known, nll, 0.0), ends)
+        covered = _sums(np.where(known, width, 0), ends)
         bits = np.full(len(ends), np.nan)
         np.divide(nats / math.log(2), covered, out=bits, where=covered > 0)
-        parts.append(
-            (
-                columns["document_index"].astype(np.int64),
-                columns["document_hash"],
-                _sums(width.astype(np.float64), starts, ends).astype(np.int64),
-                bits,
-            )
-        )
+        index = columns["document_index"].astype(np.int64)
+        parts.append((index, columns["document_hash"], _sums(width, ends).astype(np.int64), bits))
     return DocumentBits(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _sums(
-    values: NDArray[np.float64], starts: NDArray[np.int64], ends: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    return np.asarray(total[ends] - total[starts])
+def _sums(values: NDArray[Any], ends: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Of every document's tokens."""
+    total = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    return np.asarray(np.diff(total[np.append(0, ends)]))
 
 
-def difference(teacher: DocumentBits, reference: DocumentBits) -> NDArray[np.float64]:
-    """How many bits per byte the reference needs more than the teacher (arXiv 2410.17215); NaN for
-    documents that the reference's store lacks."""
-    if not len(reference):
-        return np.full(len(teacher), np.nan)
-    order = np.argsort(reference.keys, kind="stable")
-    keys = reference.keys[order]
-    place = np.minimum(np.searchsorted(keys, teacher.keys), len(keys) - 1)
-    found = keys[place] == teacher.keys
-    return np.where(found, reference.bits_per_byte[order][place] - teacher.bits_per_byte, np.nan)
-
-
-def difference_of(store: str | Path, against: str | Path) -> tuple[DocumentBits, NDArray[Any]]:
-    """Two stores by their folders; refused where they have nothing in common."""
-    bits = document_bits(LossStore.open(store))
-    found = difference(bits, document_bits(LossStore.open(against)))
+def difference_of(
+    store: str | Path, against: str | Path
+) -> tuple[DocumentBits, NDArray[np.float64]]:
+    """How many bits per byte the reference `against` needs more than the teacher of `store` (arXiv
+    2410.17215); NaN for documents that the reference's store lacks. Refused where the two have
+    nothing in common."""
+    teacher, reference = (document_bits(LossStore.open(path)) for path in (store, against))
+    found = np.full(len(teacher), np.nan)
+    if len(reference):
+        order = np.argsort(reference.keys, kind="stable")
+        keys = reference.keys[order]
+        place = np.minimum(np.searchsorted(keys, teacher.keys), len(keys) - 1)
+        more = reference.bits_per_byte[order][place] - teacher.bits_per_byte
+        found = np.where(keys[place] == teacher.keys, more, np.nan)
     if np.isnan(found).all():
         raise StoreError(
             f"{against} and {store} have no document in common: they are stores of other corpora. "
             "Documents are known by their text."
         )
-    return bits, found
+    return teacher, found
 
 
 @dataclass(frozen=True)
@@ -172,8 +162,5 @@ def teacher_warning(teacher_bits: float | None, student_bits: float | None) -> s
 
 def best_store(stores: Sequence[LossStore]) -> LossStore:
     """Of the teacher with the fewest bits per byte."""
-
-    def bits(store: LossStore) -> float:
-        return math.inf if store.bits_per_byte is None else store.bits_per_byte
-
-    return min(stores, key=bits)
+    known = [store for store in stores if store.bits_per_byte is not None]
+    return min(known or stores, key=lambda store: store.bits_per_byte or 0.0)

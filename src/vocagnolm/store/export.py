@@ -1,15 +1,22 @@
-"""Parquet for `datasets`, `polars` and the hub's viewer. Needs the `data` extra."""
+"""What is published of a store: Parquet for `datasets`, `polars` and the hub's viewer (it needs the
+`data` extra), and the card, README.md with the metadata that the Hugging Face hub reads, so that a
+plain `hf upload` of the folder publishes it."""
 
-from pathlib import Path
+import itertools
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
+import yaml
 
 from vocagnolm import files
 from vocagnolm.alternatives import Alternatives
 from vocagnolm.errors import MissingExtraError, StoreError
+from vocagnolm.storage import Place
 from vocagnolm.store.analysis import Ranks
-from vocagnolm.store.reader import LossStore
+from vocagnolm.store.reader import LossStore, inspect_store
+
+# ---- Parquet ----
 
 
 def export_parquet(store: str | Path, out: str | Path) -> int:
@@ -24,13 +31,14 @@ def export_parquet(store: str | Path, out: str | Path) -> int:
         # tokens that are no whole characters are written as escapes
         entries = (vocabulary[n].decode(errors="backslashreplace") for n in range(len(vocabulary)))
         texts = pa.array(entries, pa.string())
-    schema = _schema(pa, texts is not None)
+    tables = (_table(pa, shard.columns, texts) for shard in loss_store.shards())
+    first = next(tables)
     with (
         files.whole_file(_new_file(out)) as file,
-        pq.ParquetWriter(file, schema, compression="zstd") as writer,
+        pq.ParquetWriter(file, first.schema, compression="zstd") as writer,
     ):
-        for shard in loss_store.shards():
-            writer.write_table(_table(pa, schema, shard.columns, texts))
+        for table in itertools.chain([first], tables):
+            writer.write_table(table)
     return len(loss_store)
 
 
@@ -59,40 +67,22 @@ def _new_file(out: str | Path) -> Path:
     return path
 
 
-def _schema(pa: Any, alternatives: bool) -> Any:
-    alternative = [
-        ("text", pa.string()),
-        ("id", pa.int32()),
-        ("probability", pa.float32()),
-        ("follows", pa.bool_()),
-    ]
-    columns = [
-        ("document_index", pa.uint64()),
-        ("document_hash", pa.string()),
-        ("token_bytes", pa.list_(pa.uint32())),
-        ("nll", pa.list_(pa.float32())),
-    ]
-    if alternatives:
-        columns.append(("alternatives", pa.list_(pa.list_(pa.struct(alternative)))))
-    return pa.schema(columns)
-
-
-def _table(pa: Any, schema: Any, columns: dict[str, np.ndarray], texts: Any) -> Any:
+def _table(pa: Any, columns: dict[str, np.ndarray], texts: Any) -> Any:
     ends = np.concatenate([[0], np.cumsum(columns["token_count"], dtype=np.int64)])
     offsets = pa.array(ends, pa.int32())
     nll = columns["nll"].astype(np.float32)
     hashes = [row.tobytes().hex() for row in columns["document_hash"]]
     token_bytes = pa.array(columns["token_bytes"].astype(np.uint32))
-    arrays = [
-        pa.array(columns["document_index"]),
-        pa.array(hashes, pa.string()),
-        pa.ListArray.from_arrays(offsets, token_bytes),
-        pa.ListArray.from_arrays(offsets, pa.array(nll, mask=np.isnan(nll))),
-    ]
+    table = {
+        "document_index": pa.array(columns["document_index"]),
+        "document_hash": pa.array(hashes, pa.string()),
+        "token_bytes": pa.ListArray.from_arrays(offsets, token_bytes),
+        "nll": pa.ListArray.from_arrays(offsets, pa.array(nll, mask=np.isnan(nll))),
+    }
     if texts is not None:
         per_token = _alternatives(pa, Alternatives(columns["alternatives"]), texts)
-        arrays.append(pa.ListArray.from_arrays(offsets, per_token))
-    return pa.table(arrays, schema=schema)
+        table["alternatives"] = pa.ListArray.from_arrays(offsets, per_token)
+    return pa.table(table)
 
 
 def _alternatives(pa: Any, given: Alternatives, texts: Any) -> Any:
@@ -109,3 +99,101 @@ def _alternatives(pa: Any, given: Alternatives, texts: Any) -> Any:
     structures = pa.StructArray.from_arrays(list(fields.values()), names=list(fields))
     ends = np.concatenate([[0], np.cumsum(present.sum(axis=1))])
     return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), structures)
+
+
+# ---- the card ----
+
+
+CARD = "README.md"
+_ALTERNATIVES = """
+It also holds the teacher's alternatives at every place, with their probabilities: a student with
+any vocabulary can be distilled from them. **The likeliest alternative often is the text**, so that
+much of the text can be read back from this store: publish it only where you may publish the text.
+"""
+PARQUET_FOLDER = "parquet"
+
+
+def store_card(place: Place, licence: str | None = None) -> str:
+    """Of a complete store. `licence`: as the hub calls it (`cc-by-4.0`, `odc-by`); who has made
+    corpus and teacher says which one may stand there."""
+    about = inspect_store(str(place))
+    has_parquet = any(name.endswith(".parquet") for name in place.files(PARQUET_FOLDER))
+    name = PurePath(str(place)).name
+    facts = _facts(about)
+    header: dict[str, Any] = {"pretty_name": f"Losses of {facts['teacher']} ({name})"}
+    if licence is not None:
+        header["license"] = licence
+    header["tags"] = ["vocagnolm", "loss-store", "distillation"]
+    if has_parquet:  # otherwise `datasets` would take the manifest for data
+        data = [{"split": "train", "path": f"{PARQUET_FOLDER}/*.parquet"}]
+        header["configs"] = [{"config_name": "default", "data_files": data}]
+    else:
+        header["viewer"] = False
+    header["loss_store"] = {key.replace(" ", "_"): value for key, value in facts.items()}
+    rows = "\n".join(f"| {key} | {_shown(value)} |" for key, value in facts.items())
+    kept, text_is = "", "The text itself is not here: documents are"
+    if "alternatives" in about:
+        kept, text_is = _ALTERNATIVES, "Documents are"
+    text = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
+    return f"""---
+{text}---
+
+# Losses of {facts["teacher"]}
+
+For every document of a corpus: the byte length of each token of the teacher and its loss, in nats.
+A student with any vocabulary can be trained under their guidance, without the teacher.
+{kept}
+| | |
+| --- | --- |
+{rows}
+| licence | {licence or "not stated"} |
+
+```python
+from vocagnolm import LossStore
+
+store = LossStore.open("hf://datasets/OWNER/NAME")
+token_bytes, nll = store[0]
+```
+
+The files are read by any safetensors reader; `manifest.json` says how they were made, and holds a
+checksum of each. {text_is} known by the SHA-256 of their bytes.
+"""
+
+
+def _facts(about: dict[str, Any]) -> dict[str, Any]:
+    teacher, corpus = about.get("teacher"), about.get("corpus")
+    named = teacher.get("name", "unknown") if isinstance(teacher, dict) else teacher
+    # a path of this machine says nothing to the world
+    local = str(named).startswith(("/", ".", "~")) or str(named).count("/") > 1
+    facts: dict[str, Any] = {"teacher": PurePath(str(named)).name if local else str(named)}
+    if isinstance(teacher, dict) and teacher.get("revision"):
+        facts["teacher revision"] = teacher["revision"]
+    if isinstance(corpus, dict):
+        facts["corpus"] = ", ".join(source["name"] for source in corpus.get("sources", [])[:20])
+        facts["corpus fingerprint"] = corpus.get("fingerprint")
+    bits = about["bits_per_byte"]
+    return {
+        **facts,
+        "documents": about["documents"],
+        "tokens": about["tokens"],
+        "text bytes": about["bytes"],
+        "bits per byte": None if bits is None else round(bits, 4),
+        **_alternatives_facts(about),
+        "format": f"vocagnolm-loss-store {about['format_version']}",
+    }
+
+
+def _alternatives_facts(about: dict[str, Any]) -> dict[str, Any]:
+    kept = about.get("alternatives")
+    if kept is None:
+        return {}
+    if kept["sampled"]:
+        return {"alternatives a token": f"{kept['count']}, drawn from the teacher's distribution"}
+    return {
+        "alternatives a token": f"{kept['count']}, likeliest first",
+        "probability they cover": f"{sum(kept['mass']):.1%}",
+    }
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)

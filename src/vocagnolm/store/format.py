@@ -14,7 +14,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 from vocagnolm import files
 from vocagnolm.alternatives import NLL_STEPS, STEPS_PER_NAT, Alternatives, Vocabulary
 from vocagnolm.errors import StoreError
-from vocagnolm.files import checked_json, json_digest, parse_json
+from vocagnolm.files import parse_json, read_json, require_keys
 from vocagnolm.storage import Folder, Place
 
 FORMAT_NAME = "vocagnolm-loss-store"
@@ -43,6 +43,7 @@ FLOAT16_MAX = 65504.0
 # nll histogram: bins of half a nat from 0 to 20, and one for everything above
 HISTOGRAM_STEP_NATS = 0.5
 HISTOGRAM_BINS = 41
+_COUNTS = ("documents", "tokens", "bytes", "scored_tokens", "scored_bytes", "nonfinite", "skipped")
 
 _DTYPE_NAMES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
@@ -139,6 +140,11 @@ def _alternatives_statistics(packed: np.ndarray) -> dict[str, Any]:
         "alternative_mass": mass,
         "alternative_hits": follows.sum(axis=0).tolist(),
     }
+
+
+def hash_keys(document_hash: np.ndarray) -> np.ndarray:
+    """The first eight bytes of every hash, as one number: what documents are sorted by."""
+    return np.ascontiguousarray(document_hash[:, :8]).view("<u8").ravel()
 
 
 def to_float16(nll: np.ndarray) -> np.ndarray:
@@ -247,13 +253,9 @@ class ShardFile:
         return None if same else "its content does not match its checksum"
 
 
-def open_shard(path: Path) -> ShardFile:
-    """Map a shard. Raises StoreError when the file is missing, cut short or not a shard."""
-    return read_shard(Folder(path.parent), path.name)
-
-
 def read_shard(place: Place, name: str) -> ShardFile:
-    """A whole shard of a place, with the errors of `open_shard`."""
+    """A whole shard, mapped where the place is a folder. StoreError where the file is missing, cut
+    short or not a shard."""
     path = place.shown(name)
     with _shard_errors(path):
         return parse_shard(place.read(name), path)
@@ -323,14 +325,9 @@ def version_of(identity: Mapping[str, Any]) -> int:
 
 def vocabulary_damage(content: bytes | memoryview, identity: Mapping[str, Any]) -> str | None:
     """What is wrong with a store's vocabulary file, or None."""
-    digest = identity["alternatives"]["vocabulary_sha256"]
+    digest = identity["alternatives"].get("vocabulary_sha256")
     same = hashlib.sha256(content).hexdigest() == digest
     return None if same else "its bytes do not match the checksum in the manifest"
-
-
-def identity_digest(identity: Mapping[str, Any]) -> str:
-    """Digest of everything that decides the bytes of a store."""
-    return json_digest(identity)
 
 
 def read_manifest(store: Path | Place, *, partial: bool = False) -> dict[str, Any]:
@@ -340,45 +337,37 @@ def read_manifest(store: Path | Place, *, partial: bool = False) -> dict[str, An
     mend = "The command that scored the store, run again, writes it anew."
     keys: dict[str, type] = {"format": str, "format_version": int, "shard_count": int}
     keys |= {"identity": dict} if partial else {"identity": dict, "shards": list, "totals": dict}
-    try:
-        content = bytes(store.read(name))
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}. {mend}") from None
-    manifest = checked_json(content, path, StoreError, mend, keys)
-    name, version = manifest["format"], manifest["format_version"]
-    if name != FORMAT_NAME or version not in FORMAT_VERSIONS:
+    manifest = read_json(path, StoreError, mend, keys, read=lambda: store.read(name))
+    format_name, version = manifest["format"], manifest["format_version"]
+    if format_name != FORMAT_NAME or version not in FORMAT_VERSIONS:
         raise StoreError(
-            f"{path} says format {name!r}, version {version}; this program reads {FORMAT_NAME!r}, "
-            f"version {_READ}. Use the vocagnolm version that wrote it, or score again."
+            f"{path} says format {format_name!r}, version {version}; this program reads "
+            f"{FORMAT_NAME!r}, version {_READ}. Use the vocagnolm version that wrote it, or score "
+            "again."
         )
-    for number, entry in enumerate(manifest.get("shards", [])):
+    if partial:
+        return manifest
+    counts = {**dict.fromkeys(_COUNTS, (int,)), "nll_sum": (int, float)}
+    require_keys(manifest["totals"], f"{path} (totals)", StoreError, mend, counts)
+    for number, entry in enumerate(manifest["shards"]):
         if not isinstance(entry, dict) or entry.get("file") != shard_name(number):
             raise StoreError(
                 f"{path} lists {entry!r:.60} where {shard_name(number)} belongs. {mend}"
             )
+        where = f"{path} ({entry['file']})"
+        require_keys(entry, where, StoreError, mend, {**_LISTED, **counts})
     return manifest
 
 
 def add_statistics(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Totals of a store from the statistics of its shards."""
-    total: dict[str, Any] = {
-        key: sum(part[key] for part in parts)
-        for key in (
-            "documents",
-            "tokens",
-            "bytes",
-            "scored_tokens",
-            "scored_bytes",
-            "nonfinite",
-            "skipped",
-        )
-    }
+    """Totals of a store from the statistics of its shards, or from the manifest's entries, which
+    have no histogram."""
+    total: dict[str, Any] = {key: sum(part[key] for part in parts) for key in _COUNTS}
     total["nll_sum"] = math.fsum(part["nll_sum"] for part in parts)
-    total["histogram"] = [
-        sum(part["histogram"][i] for part in parts) for i in range(HISTOGRAM_BINS)
-    ]
+    if all("histogram" in part for part in parts):
+        empty = [0] * HISTOGRAM_BINS
+        rows = zip(empty, *(part["histogram"] for part in parts), strict=True)
+        total["histogram"] = [sum(counts) for counts in rows]
     if parts and all("alternative_tokens" in part for part in parts):
         total["alternative_tokens"] = sum(part["alternative_tokens"] for part in parts)
         for name, add in (("alternative_mass", math.fsum), ("alternative_hits", sum)):
@@ -397,92 +386,57 @@ def count_reasons(reasons: Iterable[str]) -> dict[str, int]:
 
 RECORD_FOLDER = "records"
 _THREADS = 16
-_KEYS: dict[str, type] = {
-    "identity": str,
-    "file": str,
-    "file_bytes": int,
-    "sha256": str,
-    "first_document": int,
-    "document_span": int,
-    "statistics": dict,
-}
+Record = dict[str, Any]
+"""A finished shard: all that the manifest says of it, and its histogram; with the `device` that
+scored it where that is known and a GPU."""
+_LISTED = {"sha256": str, "file_bytes": int, "first_document": int, "document_span": int}
 
 
-@dataclass(frozen=True)
-class ShardRecord:
-    """A finished shard: all that the manifest says of it."""
-
-    file: str
-    file_bytes: int
-    sha256: str
-    first_document: int
-    document_span: int
-    statistics: dict[str, Any]
-    device: str | None = None
-    """The GPU that scored it; None where it is not known, and on a CPU."""
-
-    def to_json(self) -> dict[str, Any]:
-        """What is not known is left out."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    def listed(self) -> dict[str, Any]:
-        """Its entry in the manifest."""
-        return {
-            "file": self.file,
-            "sha256": self.sha256,
-            "file_bytes": self.file_bytes,
-            "first_document": self.first_document,
-            "document_span": self.document_span,
-            **{k: v for k, v in self.statistics.items() if k != "histogram"},
-            **({"device": self.device} if self.device else {}),
-        }
+def record_of(shard: ShardFile, number: int, device: str | None = None) -> Record:
+    return {
+        "file": shard_name(number),
+        "file_bytes": len(shard.content),
+        "sha256": hashlib.sha256(shard.content).hexdigest(),
+        **{key: shard.about[key] for key in ("first_document", "document_span", "statistics")},
+        **({"device": device} if device else {}),
+    }
 
 
-def record_of(shard: ShardFile, number: int, device: str | None = None) -> ShardRecord:
-    return ShardRecord(
-        shard_name(number),
-        len(shard.content),
-        hashlib.sha256(shard.content).hexdigest(),
-        shard.about["first_document"],
-        shard.about["document_span"],
-        shard.about["statistics"],
-        device,
-    )
+def listed(record: Record) -> dict[str, Any]:
+    """Its entry in the manifest."""
+    return {
+        **{key: record[key] for key in ("file", *_LISTED)},
+        **{k: v for k, v in record["statistics"].items() if k != "histogram"},
+        **({"device": record["device"]} if record.get("device") else {}),
+    }
 
 
 def record_name(number: int) -> str:
     return f"{RECORD_FOLDER}/{number:06d}.json"
 
 
-def record_bytes(identity: str, record: ShardRecord) -> bytes:
-    return files.json_bytes({"identity": identity, **record.to_json()})
+def record_bytes(identity: str, record: Record) -> bytes:
+    return files.json_bytes({"identity": identity, **record})
 
 
 def read_records(
     store: Place, found: Mapping[str, int], shard_count: int, identity: str
-) -> dict[int, ShardRecord]:
+) -> dict[int, Record]:
     """The records among the files that were `found`, of shards that are there too."""
-    numbers = [
-        number
-        for number in range(shard_count)
-        if record_name(number) in found and shard_name(number) in found
-    ]
+    numbers = [n for n in range(shard_count) if {record_name(n), shard_name(n)} <= found.keys()]
+
+    def read(number: int) -> Record | None:
+        """None where it is no record of a shard of this size in a store of this identity."""
+        name = record_name(number)
+        keys = {"identity": str, "file": str, "statistics": dict, **_LISTED}
+        try:
+            record = read_json(name, StoreError, "", keys, read=lambda: store.read(name))
+        except (OSError, StoreError):
+            return None
+        shard = (record.pop("identity"), record["file"], record["file_bytes"])
+        expected = (identity, shard_name(number), found[shard_name(number)])
+        return record if shard == expected else None
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        records = pool.map(lambda n: read_record(store, n, found[shard_name(n)], identity), numbers)
-        pairs = zip(numbers, records, strict=True)
+        pairs = zip(numbers, pool.map(read, numbers), strict=True)
         return {number: record for number, record in pairs if record is not None}
-
-
-def read_record(store: Place, number: int, size: int, identity: str) -> ShardRecord | None:
-    """The record of shard `number`, if it is one of the store of this identity and of a shard of
-    this size. What cannot be read is no record."""
-    name = record_name(number)
-    try:
-        content = files.checked_json(bytes(store.read(name)), name, StoreError, "", _KEYS)
-    except (OSError, StoreError):
-        return None
-    about = {key: content[key] for key in _KEYS if key != "identity"}
-    record = ShardRecord(**about, device=content.get("device"))
-    if content["identity"] != identity or record.file != shard_name(number):
-        return None
-    return record if record.file_bytes == size else None

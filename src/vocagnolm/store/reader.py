@@ -1,10 +1,13 @@
-"""Reading a loss store: mapped into memory, random access by document."""
+"""Reading a loss store: its documents by random access, mapped into memory; what it is (`inspect`);
+whether it can be trusted (`verify`)."""
 
 import bisect
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, overload
 
@@ -12,19 +15,27 @@ import numpy as np
 
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary
 from vocagnolm.errors import StoreError
+from vocagnolm.files import json_digest
 from vocagnolm.storage import Folder, Place, place_of
 from vocagnolm.storage.copies import Wanted, cache_folder, copy_files
 from vocagnolm.store.format import (
     HASH_BYTES,
+    HISTOGRAM_STEP_NATS,
     MANIFEST_FILE,
     PARTIAL_MANIFEST_FILE,
+    RECORD_FOLDER,
     SHARD_FOLDER,
     VOCABULARY_FILE,
     ShardFile,
+    add_statistics,
+    count_reasons,
     decode_vocabulary,
-    identity_digest,
+    hash_keys,
+    read_about,
     read_manifest,
+    read_records,
     read_shard,
+    shard_name,
     shard_names,
     vocabulary_damage,
 )
@@ -35,8 +46,9 @@ SCORE_WITH_ALTERNATIVES = (
 
 
 class LossStore:
-    """A complete loss store. `store[i]` is `(token_bytes, nll)` of the i-th scored document,
+    """A complete loss store. `store[i]` is `(token_bytes, nll)` of the i-th scored document, and
     `store.alternatives(i)` what else the teacher would have said, where the store holds that.
+    Documents that were skipped are not counted: ask for a text's own with `store.of(text)`.
 
     Opening reads the manifest alone; shards are mapped when first used. Those at an address are
     copied to a local folder before, once (`vocagnolm.storage.copies`). May be sent to worker
@@ -92,13 +104,8 @@ class LossStore:
         gives a list of such pairs."""
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
-        shard, ends, inside = self._locate(index)
-        low = int(ends[inside - 1]) if inside else 0
-        high = int(ends[inside])
-        return (
-            shard.columns["token_bytes"][low:high].astype(np.int64),
-            shard.columns["nll"][low:high].astype(np.float32),
-        )
+        columns, tokens = self._tokens(index)
+        return columns["token_bytes"][tokens].astype(np.int64), columns["nll"][tokens].astype("f4")
 
     @property
     def kept_alternatives(self) -> AlternativesSpec | None:
@@ -112,9 +119,8 @@ class LossStore:
         kept = self.kept_alternatives
         if kept is None:
             raise StoreError(f"{self.path} holds no alternatives. {SCORE_WITH_ALTERNATIVES}")
-        shard, ends, inside = self._locate(index)
-        low = int(ends[inside - 1]) if inside else 0
-        return Alternatives(shard.columns["alternatives"][low : int(ends[inside])], kept.sampled)
+        columns, tokens = self._tokens(index)
+        return Alternatives(columns["alternatives"][tokens], kept.sampled)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
@@ -131,6 +137,17 @@ class LossStore:
             return decode_vocabulary(content)
         except FileNotFoundError:
             raise StoreError(f"{shown} is missing. {self._mend_hint()}") from None
+
+    def of(self, text: str) -> int:
+        """Index of the document with this very text, which is known by its hash."""
+        index = self.find(hashlib.sha256(text.encode()).digest()[:HASH_BYTES])
+        if index is None:
+            start = " ".join(text[:60].split())
+            raise StoreError(
+                f"{self.path} does not hold this text: '{start}...'. It was not scored, was "
+                "skipped, or has changed since."
+            )
+        return index
 
     def spans(self, index: int) -> np.ndarray:
         """The teacher's tokens of a document as byte spans, int64 [M, 2]: what `align` takes."""
@@ -209,13 +226,15 @@ class LossStore:
     def _hash_index(self) -> tuple[np.ndarray, np.ndarray]:
         """First eight bytes of every hash, sorted, and the documents in that order."""
         self.fetch()
-        parts = [
-            np.ascontiguousarray(self._shard(n)[0].columns["document_hash"][:, :8]).view("<u8")
-            for n in range(len(self._ends))
-        ]
-        keys = np.concatenate(parts).ravel() if parts else np.zeros(0, "<u8")
+        hashes = (shard.columns["document_hash"] for shard in self.shards())
+        keys = np.concatenate([np.zeros(0, "<u8"), *map(hash_keys, hashes)])
         order = np.argsort(keys, kind="stable")
         return keys[order], order
+
+    def _tokens(self, index: int) -> tuple[dict[str, np.ndarray], slice]:
+        """The columns of a document's shard, and its tokens there."""
+        shard, ends, inside = self._locate(index)
+        return shard.columns, slice(int(ends[inside - 1]) if inside else 0, int(ends[inside]))
 
     def _locate(self, index: int) -> tuple[ShardFile, np.ndarray, int]:
         if not -len(self) <= index < len(self):
@@ -268,7 +287,7 @@ class LossStore:
         if isinstance(self._place, Folder):
             return self._place
         shards = [entry["sha256"] for entry in self.manifest["shards"]]
-        key = identity_digest({"identity": self.manifest["identity"], "shards": shards})
+        key = json_digest({"identity": self.manifest["identity"], "shards": shards})
         return Folder(cache_folder() / "stores" / key[:32])
 
     def _mend_hint(self) -> str:
@@ -306,3 +325,165 @@ def require_complete(place: Place) -> None:
         f"{place} is not a loss store: it has no {MANIFEST_FILE}. "
         f"Make one with: vocagnolm score --teacher T --corpus C --out {place}"
     )
+
+
+# ---- what it is, and whether it can be trusted ----
+
+
+MOST_SKIPPED_SHOWN = 100
+_THREADS = 16
+
+
+def inspect_store(path: str | Path) -> dict[str, Any]:
+    """What the store is, from its manifest and the shards' headers; complete or not."""
+    place = place_of(path)
+    found = place.files(SHARD_FOLDER, RECORD_FOLDER)
+    complete = MANIFEST_FILE in found
+    if not complete and PARTIAL_MANIFEST_FILE not in found:
+        require_complete(place)  # raises with the right message
+    try:
+        manifest = read_manifest(place, partial=not complete)
+    except FileNotFoundError:  # completed at this moment
+        return inspect_store(path)
+    names = shard_names(found)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        shards = list(pool.map(lambda name: read_about(place, name, found[name]), names))
+    totals = add_statistics([about["statistics"] for about in shards])
+    skipped = [entry for about in shards for entry in about["skipped"]]
+    reasons = count_reasons(entry["reason"] for entry in skipped)
+    file_bytes = sum(found[name] for name in (*names, VOCABULARY_FILE) if name in found)
+    identity = manifest["identity"]
+    scored, scored_bytes = totals["scored_tokens"], totals["scored_bytes"]
+    return {
+        "path": str(path),
+        "complete": complete,
+        "format_version": manifest["format_version"],
+        "documents": totals["documents"],
+        "tokens": totals["tokens"],
+        "bytes": totals["bytes"],
+        "scored_tokens": scored,
+        "mean_nll": totals["nll_sum"] / scored if scored else None,
+        "bits_per_byte": totals["nll_sum"] / math.log(2) / scored_bytes if scored_bytes else None,
+        "skipped": totals["skipped"],
+        "skipped_reasons": reasons,
+        "skipped_documents": skipped[:MOST_SKIPPED_SHOWN],
+        "nonfinite": totals["nonfinite"],
+        "shards": len(shards),
+        "shards_expected": manifest["shard_count"],
+        "missing_shards": _ranges(
+            n for n in range(manifest["shard_count"]) if shard_name(n) not in found
+        ),
+        "devices": _devices(place, manifest, found),
+        "file_bytes": file_bytes,
+        "bytes_per_token": file_bytes / totals["tokens"] if totals["tokens"] else None,
+        "histogram": {"step_nats": HISTOGRAM_STEP_NATS, "counts": totals["histogram"]},
+        **identity,
+        **_alternatives(identity, totals),
+    }
+
+
+def _alternatives(identity: dict[str, Any], totals: dict[str, Any]) -> dict[str, Any]:
+    """Beside how many there are: of every rank the mean probability, and how often it is the token
+    that follows."""
+    if "alternatives" not in identity:
+        return {}
+    tokens = max(totals.get("alternative_tokens", 0), 1)
+    shares = {
+        name: [value / tokens for value in totals.get(f"alternative_{name}", [])]
+        for name in ("mass", "hits")
+    }
+    return {"alternatives": {**identity["alternatives"], **shares}}
+
+
+def _ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """`[first, last]` of every run of numbers."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found
+
+
+def _devices(place: Place, manifest: dict[str, Any], found: dict[str, int]) -> dict[str, int]:
+    """How many shards each GPU has scored, as far as it is known."""
+    if "shards" in manifest:
+        named = [entry.get("device") for entry in manifest["shards"]]
+    else:
+        digest = json_digest(manifest["identity"])
+        records = read_records(place, found, manifest["shard_count"], digest)
+        named = [record.get("device") for record in records.values()]
+    return dict(Counter(name for name in named if name is not None))
+
+
+def verify_store(path: str | Path) -> list[str]:
+    """Everything that is wrong with the store; empty when it is whole. Reads every byte."""
+    place = place_of(path)
+    require_complete(place)
+    manifest = read_manifest(place)
+    identity = manifest["identity"]
+    problems: list[str] = []
+    expected_first = 0
+    for number, entry in enumerate(manifest["shards"]):
+        try:
+            shard = read_shard(place, entry["file"])
+        except StoreError as error:
+            problems.append(str(error))
+        else:
+            found = _shard_problems(shard, entry, number, identity, expected_first)
+            problems += [f"{entry['file']}: {problem}" for problem in found]
+        expected_first = entry["first_document"] + entry["document_span"]
+    corpus = identity.get("corpus")
+    documents = corpus.get("documents") if isinstance(corpus, dict) else None
+    if expected_first != documents:
+        problems.append(
+            f"{MANIFEST_FILE}: the shards cover {expected_first:,} documents, the corpus has "
+            f"{documents}"
+        )
+    totals = add_statistics(manifest["shards"])
+    if any(manifest["totals"].get(key) != value for key, value in totals.items()):
+        problems.append(f"{MANIFEST_FILE}: the totals do not add up")
+    strangers = set(shard_names(place.files(SHARD_FOLDER)))
+    strangers -= {entry["file"] for entry in manifest["shards"]}
+    problems += [f"{name}: not in the manifest" for name in sorted(strangers)]
+    if "alternatives" in identity:
+        try:
+            damage = vocabulary_damage(place.read(VOCABULARY_FILE), identity)
+        except FileNotFoundError:
+            damage = "it is missing"
+        problems += [f"{VOCABULARY_FILE}: {damage}"] if damage else []
+    return problems
+
+
+def _shard_problems(
+    shard: ShardFile,
+    entry: dict[str, Any],
+    number: int,
+    identity: dict[str, Any],
+    expected_first: int,
+) -> list[str]:
+    if hashlib.sha256(shard.content).hexdigest() != entry["sha256"]:
+        return ["its bytes do not match the checksum in the manifest"]
+    problems = []
+    about, columns = shard.about, shard.columns
+    if (damage := shard.damage()) is not None:
+        problems.append(damage)
+    if about["identity"] != json_digest(identity) or about["shard"] != number:
+        problems.append("it belongs to another run or place")
+    if about["first_document"] != expected_first:
+        problems.append(f"it starts at document {about['first_document']}, not {expected_first}")
+    if int(columns["token_count"].astype(np.int64).sum()) != len(columns["nll"]):
+        problems.append("its token counts do not add up to its tokens")
+    alternatives = (identity.get("alternatives") or {}).get("count", 0)
+    if "alternatives" in columns or alternatives:
+        shape = columns["alternatives"].shape if "alternatives" in columns else "none"
+        if shape != (len(columns["nll"]), alternatives):
+            problems.append(f"it has alternatives {shape}, {alternatives} a token are expected")
+    indices = [*columns["document_index"].tolist(), *(e["document"] for e in about["skipped"])]
+    wanted = range(expected_first, expected_first + about["document_span"])
+    if len(set(indices)) != len(indices):
+        problems.append("a document appears twice")
+    elif sorted(indices) != list(wanted):
+        problems.append("documents are missing")
+    return problems

@@ -17,13 +17,11 @@ import contextlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vocagnolm import files
 from vocagnolm.errors import PlaceWarning, StoreError
-from vocagnolm.files import LOCK_FILE
 from vocagnolm.storage import place_of
 from vocagnolm.storage.bucket import PROBE
 from vocagnolm.store.format import (
@@ -33,11 +31,11 @@ from vocagnolm.store.format import (
     RECORD_FOLDER,
     SHARD_FOLDER,
     VOCABULARY_FILE,
+    Record,
     Shard,
-    ShardRecord,
     add_statistics,
     encode_shard,
-    identity_digest,
+    listed,
     parse_shard,
     read_manifest,
     read_records,
@@ -118,11 +116,11 @@ class StoreWriter:
         self.shard_count = shard_count
         self.device = device
         self._vocabulary = vocabulary
-        self._digest = identity_digest(identity)
+        self._digest = files.json_digest(identity)
         self._had_manifest = self.place.has(MANIFEST_FILE)
         self._listed: list[dict[str, Any]] = []  # by the manifest, where there is one
         self._files: dict[str, int] = {}
-        self._known: dict[int, ShardRecord] = {}
+        self._known: dict[int, Record] = {}
 
     def begin(self) -> None:
         """Start or take up the store. Refuses a folder that holds something else, and a store that
@@ -148,7 +146,7 @@ class StoreWriter:
         self._agree(found["identity"], complete)
         # a run that failed before its first shard (a teacher that does not load) must not hold
         # the folder against the corrected command
-        if complete or self._has_shards():
+        if complete or any(name.startswith(f"{SHARD_FOLDER}/") for name in self._files):
             refuse_other_identity(str(self.place), found["identity"], self.identity)
             self._listed = found.get("shards", [])
         elif found["identity"] != self.identity:
@@ -160,7 +158,7 @@ class StoreWriter:
         """What was measured: the first measurement counts for all that agree with it."""
         agreed = with_values_of(found, self.identity)
         if agreed != self.identity:
-            self.identity, self._digest = agreed, identity_digest(agreed)
+            self.identity, self._digest = agreed, files.json_digest(agreed)
             if not complete:
                 self._known = read_records(self.place, self._files, self.shard_count, self._digest)
 
@@ -176,9 +174,6 @@ class StoreWriter:
         if MANIFEST_FILE not in self._files:
             self._known = read_records(self.place, self._files, self.shard_count, self._digest)
 
-    def _has_shards(self) -> bool:
-        return any(name.startswith(f"{SHARD_FOLDER}/") for name in self._files)
-
     def _require_own_shards(self) -> None:
         """A manifest that cannot be read: every shard must say that it is this run's."""
         for name in shard_names(self._files):
@@ -191,8 +186,13 @@ class StoreWriter:
             )
 
     def _begin_new(self) -> None:
-        names = {name.partition("/")[0] for name in self._files}
-        if strangers := sorted(name for name in names if not _is_ours_before_begin(name)):
+        # a run killed while it began may have left these
+        ours = (files.LOCK_FILE, SHARD_FOLDER, RECORD_FOLDER)
+        names = {name.partition("/")[0] for name in self._files}.difference(ours)
+        strangers = sorted(
+            n for n in names if not (files.is_leftover(n) or n.startswith(f"{PROBE}-"))
+        )
+        if strangers:
             raise StoreError(
                 f"{self.place} is not empty and not a loss store (it holds "
                 f"{', '.join(strangers[:3])}). Choose another --out."
@@ -232,7 +232,7 @@ class StoreWriter:
             self.place.put(record_name(number), record_bytes(self._digest, record))
         return True, None
 
-    def _examined(self, number: int) -> tuple[ShardRecord | None, str | None]:
+    def _examined(self, number: int) -> tuple[Record | None, str | None]:
         """A shard that was read through: its record, or what is wrong with it."""
         name = shard_name(number)
         try:
@@ -242,9 +242,9 @@ class StoreWriter:
             return None, str(error)
         except (KeyError, TypeError):
             return None, f"{self.place.shown(name)} is damaged: its header lacks fields."
-        listed: Any = self._listed[number] if number < len(self._listed) else None
-        if isinstance(listed, dict) and listed.get("sha256") == record.sha256:
-            record = replace(record, device=listed.get("device"))  # of these very bytes
+        entry = self._listed[number] if number < len(self._listed) else {}
+        if entry.get("sha256") == record["sha256"]:  # of these very bytes
+            record |= {"device": entry["device"]} if entry.get("device") else {}
         elif (damage := shard.damage()) is not None:
             return None, f"{shard.path}: {damage}."
         if shard.about.get("identity") != self._digest or shard.about.get("shard") != number:
@@ -297,8 +297,8 @@ class StoreWriter:
             found = read_records(self.place, self._files, self.shard_count, self._digest)
             self._known = {**found, **self._known}
         records = [self._record(number) for number in range(self.shard_count)]
-        totals = add_statistics([record.statistics for record in records])
-        shards = [record.listed() for record in records]
+        totals = add_statistics([record["statistics"] for record in records])
+        shards = [listed(record) for record in records]
         manifest = {**self._manifest_head(True), "totals": totals, "shards": shards}
         content = files.json_bytes(manifest)
         if self.place.create(MANIFEST_FILE, content):
@@ -310,7 +310,7 @@ class StoreWriter:
         if there is None or (self._had_manifest and there != json.loads(json.dumps(manifest))):
             self.place.put(MANIFEST_FILE, content)
 
-    def _record(self, number: int) -> ShardRecord:
+    def _record(self, number: int) -> Record:
         if number not in self._known:
             record, damage = self._examined(number)
             if record is None:
@@ -322,11 +322,9 @@ class StoreWriter:
         """Remove what runs that were killed left of their own behind the finished store."""
         found = self.place.files(SHARD_FOLDER, RECORD_FOLDER)
         assert MANIFEST_FILE in found
-        records = [name for name in found if name.startswith(f"{RECORD_FOLDER}/")]
-        ours = [name for name in records if name.endswith(".json")]
-        if PARTIAL_MANIFEST_FILE in found:
-            self.place.remove(PARTIAL_MANIFEST_FILE)
-        self.place.remove(*ours)
+        partial = [name for name in found if name == PARTIAL_MANIFEST_FILE]
+        records = [n for n in found if n.startswith(f"{RECORD_FOLDER}/") and n.endswith(".json")]
+        self.place.remove(*partial, *records)
         self.place.tidy(SHARD_FOLDER, RECORD_FOLDER)
 
     def _manifest_head(self, complete: bool) -> dict[str, Any]:
@@ -339,32 +337,22 @@ class StoreWriter:
         }
 
 
-def _is_ours_before_begin(name: str) -> bool:
-    # A run killed while it began may have left these.
-    ours = (LOCK_FILE, SHARD_FOLDER, RECORD_FOLDER)
-    return name in ours or files.is_leftover(name) or name.startswith(f"{PROBE}-")
-
-
 def refuse_other_identity(path: str | Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    def brief(value: Any) -> str:
+        text = json.dumps(value)
+        return text if len(text) <= 80 else text[:77] + "..."
+
     different = list(files.differences(found, wanted))
     if different:
-        lines = "\n".join(
-            f"  {name}: {told(name, a, b) or _compared(a, b)}" for name, a, b in different[:8]
+        lines = "\n  ".join(
+            f"{name}: {told(name, a, b) or f'the store has {brief(a)}, this run has {brief(b)}'}"
+            for name, a, b in different[:8]
         )
         raise StoreError(
-            f"{path} was made with other settings or another corpus:\n{lines}\n"
+            f"{path} was made with other settings or another corpus:\n  {lines}\n"
             "Run with the store's settings to go on with it, or choose another --out. "
             "Nothing was changed."
         )
-
-
-def _compared(found: Any, wanted: Any) -> str:
-    return f"the store has {_brief(found)}, this run has {_brief(wanted)}"
-
-
-def _brief(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def store_lock(

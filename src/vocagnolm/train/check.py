@@ -19,22 +19,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer
 from vocagnolm.chat import ChatTokenizer, survey
-from vocagnolm.data.block_copies import opened_count
 from vocagnolm.data.blocks import MANIFEST, read_manifest
 from vocagnolm.data.corpus import Corpus, document_hash
+from vocagnolm.data.guidance import common_alternatives
 from vocagnolm.data.identity import (
     block_settings,
     blocks_place,
+    differing_inputs,
+    opened_count,
     recipe_corpus,
     separator_ids,
-    stale_files,
     student_chat,
     student_tokenizer,
     teacher_chat,
     teacher_tokenizer,
-    unmet_needs,
 )
-from vocagnolm.data.targets import common_alternatives
 from vocagnolm.data.teachers import best_shares
 from vocagnolm.errors import TrainingError, VocagnolmError
 from vocagnolm.files import address_of
@@ -249,8 +248,7 @@ def check_blocks(recipe: Recipe, report: CheckReport, found: Found) -> dict[str,
     if manifest["settings"].get("conversations") and found.corpus is None:
         found.tokenizer = student_chat(recipe, found.tokenizer)
     wanted = block_settings(recipe, found.tokenizer, found.corpus)
-    unmet = unmet_needs(manifest, recipe, wanted, found.corpus) or stale_files(manifest, recipe)
-    for line in unmet:
+    for line in differing_inputs(manifest, recipe, wanted, found.corpus):
         report.problem(f"{folder} does not belong to this recipe: {line}")
     summary, guided = manifest["summary"], manifest["settings"]["guidance"]
     found.blocks, bins = opened_count(recipe, manifest)

@@ -27,19 +27,18 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from vocagnolm.alignment import TextTokenizer, token_texts
 from vocagnolm.alternatives import AlternativesSpec
-from vocagnolm.data.block_copies import local_blocks
 from vocagnolm.data.blocks import Blocks, TrainingOrder, damaged_parts
+from vocagnolm.data.guidance import TargetsPlan, target_table
 from vocagnolm.data.identity import (
     block_settings,
+    differing_inputs,
+    local_blocks,
     recipe_corpus,
-    stale_files,
     student_chat,
     student_tokenizer,
     teacher_chat,
     teacher_tokenizer,
-    unmet_needs,
 )
-from vocagnolm.data.targets import TargetsPlan, target_table
 from vocagnolm.errors import (
     BlocksError,
     RecipeError,
@@ -326,9 +325,7 @@ def open_blocks(
     if blocks.conversations:
         tokenizer = student_chat(recipe, tokenizer)
     wanted = block_settings(recipe, tokenizer, None)
-    unmet = unmet_needs(blocks.manifest, recipe, wanted, None)
-    if verify:
-        unmet += stale_files(blocks.manifest, recipe)
+    unmet = differing_inputs(blocks.manifest, recipe, wanted, None, look=verify)
     if unmet:
         raise BlocksError(
             f"The blocks in {folder} do not belong to this recipe:\n  "

@@ -29,9 +29,15 @@ from vocagnolm.alignment.alignment import Aggregation
 from vocagnolm.alternatives import NOTHING, AlternativesSpec
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.data.blocks import Block, TrainingOrder
-from vocagnolm.data.guidance import Laid, LaidTeacher, cut_stretches, unbroken
+from vocagnolm.data.guidance import (
+    Laid,
+    LaidTeacher,
+    TargetsPlan,
+    carry_targets,
+    cut_stretches,
+    unbroken,
+)
 from vocagnolm.data.packing import chunk_guidance
-from vocagnolm.data.targets import TargetsPlan, carry_targets
 from vocagnolm.errors import TrainingError
 from vocagnolm.model.alternatives import AlternativeChoice
 from vocagnolm.model.nll import losses_through_logits, token_scores
