@@ -1,5 +1,6 @@
 """Recipe -> transformers' TrainingArguments and the objective's configuration."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,9 @@ import torch
 from transformers import TrainingArguments
 
 from vocagnolm.errors import RecipeError, TrainingError
-from vocagnolm.methods import METHODS
 from vocagnolm.objective import ObjectiveConfig
 from vocagnolm.recipe import Recipe
+from vocagnolm.recipe.sections import LossSection
 from vocagnolm.train.schedule import Schedule
 
 # ---- vocabularies ----
@@ -30,31 +31,9 @@ def refuse_other_vocabulary(student: dict[str, int], teacher: dict[str, int]) ->
 
 
 def objective_config(recipe: Recipe) -> ObjectiveConfig:
-    section = recipe.objective
+    read = {field.name: getattr(recipe.objective, field.name) for field in fields(LossSection)}
     try:
-        return ObjectiveConfig(
-            method=section.method,
-            compare=section.compare,
-            weighting=section.weighting,
-            floor=section.floor,
-            keep=METHODS[section.method].keep if section.keep is None else section.keep,
-            mix=section.mix,
-            mix_end=section.mix_end,
-            mix_hold=section.mix_hold,
-            mix_by=section.mix_by,
-            unmapped=section.unmapped,
-            scope=section.scope,
-            normalise=section.normalise,
-            distill_weight=section.distill_weight,
-            cross_entropy=section.cross_entropy,
-            temperature=section.temperature,
-            positive=section.positive,
-            kl_direction=section.kl_direction,
-            entropy_keep=section.entropy_keep,
-            n_chunks=section.n_chunks,
-            chunk_choice=section.chunk_choice,
-            seed=recipe.run.seed,
-        )
+        return ObjectiveConfig(**read, seed=recipe.run.seed)
     except ValueError as error:
         raise RecipeError(f"objective: {error}") from error
 
