@@ -201,7 +201,7 @@ def test_study_granularity(pair, tmp_path):
     [
         (["align", "--text", "a", "--file", "b"], 2, "one of --text, --file or --messages"),
         (["align", "--file", "missing.txt"], 1, "cannot read missing.txt"),
-        (["align", "--text", "a", "--special-tokens", "x"], 2, "'text' or 'control'"),
+        (["align", "--text", "a", "--special-tokens", "x"], 2, "'text', 'control'"),
         (["study", "granularity", "--chunks", "8,x"], 2, "--chunks is '8,x'"),
         (["compare", "--corpus", "missing.jsonl"], 1, "missing.jsonl"),
     ],

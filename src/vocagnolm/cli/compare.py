@@ -6,38 +6,37 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vocagnolm.cli.common import (
-    CORPUS_HELP,
-    FORMAT_HELP,
-    SPLIT_HELP,
-    STUDENT_TEMPLATE_HELP,
-    TEACHER_TEMPLATE_HELP,
-    TEXT_FIELD_HELP,
-    Format,
-    Split,
+from vocagnolm.cli.options import (
+    JSON,
+    STUDENT_TEMPLATE,
+    TEACHER_TEMPLATE,
+    Given,
+    option,
+    options,
+    with_options,
 )
+from vocagnolm.recipe.sections import CorpusSection
 
 if TYPE_CHECKING:
     from vocagnolm.chat import Survey
     from vocagnolm.pair import Pair
 
 
+@with_options
 def compare(
     student: str = typer.Option(
         ...,
         help="The student's tokenizer: folder, tokenizer.json, tokenizer.model, GGUF or hub id.",
     ),
     teacher: list[str] = typer.Option(..., help="A teacher's tokenizer; give it several times."),
-    corpus: list[str] = typer.Option(
-        [], help=f"Measure on this corpus instead of the built-in sample: {CORPUS_HELP}"
+    corpus: list[str] = option(
+        CorpusSection, "files", before="Measure on this corpus instead of the built-in sample. "
     ),
-    text_field: str = typer.Option("text", help=TEXT_FIELD_HELP),
-    format_: Format = typer.Option(Format.auto, "--format", help=FORMAT_HELP),
-    student_template: str | None = typer.Option(None, help=STUDENT_TEMPLATE_HELP),
-    teacher_template: str | None = typer.Option(None, help=TEACHER_TEMPLATE_HELP),
-    split: Split = typer.Option(Split.none, help=SPLIT_HELP),
-    limit_documents: int = typer.Option(1000, min=1, help="Read at most so many documents."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    reading: Given = options(CorpusSection, "text_field", "format", "split", recipe_key="corpus"),
+    student_template: str | None = STUDENT_TEMPLATE,
+    teacher_template: str | None = TEACHER_TEMPLATE,
+    limit_documents: int = option(CorpusSection, "limit_documents", default=1000),
+    as_json: bool = JSON,
     plot: Path | None = typer.Option(
         None, help="Draw the overlap bars (the paper's Figure 1) into this PNG or SVG file."
     ),
@@ -63,13 +62,7 @@ def compare(
     theirs: list[TextTokenizer] = [load_tokenizer(source, check=False) for source in teacher]
     surveys: list[Survey] = []
     if corpus:
-        opened = open_corpus(
-            corpus,
-            text_field=text_field,
-            format=format_.value,
-            split=split.value,
-            limit=limit_documents,
-        )
+        opened = open_corpus(corpus, limit=limit_documents, **reading)
         documents, left_out = read_texts(opened)
         if opened.conversations:
             us = ChatTokenizer(ours, template_of(ours, student_template))
@@ -79,7 +72,7 @@ def compare(
             ours, theirs = us, [*them]
     pairs = run(ours, theirs, documents)
     if plot is not None:
-        from vocagnolm.pair.figures import overlap_bars
+        from vocagnolm.pair import overlap_bars
 
         overlap_bars(ours, [pair.teacher for pair in pairs], plot)
         typer.echo(f"wrote {plot}", err=True)

@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vocagnolm.cli.common import RECIPE_HELP, progress
+from vocagnolm.cli.common import progress
+from vocagnolm.cli.options import JSON, RECIPE, SET
 
 if TYPE_CHECKING:
     from vocagnolm.data.packing import PackingSummary
 
 
 def prepare(
-    recipe: str = typer.Argument(..., help=RECIPE_HELP),
-    set_: list[str] = typer.Option([], "--set", help="Override: section.key=value."),
-    workers: int | None = typer.Option(None, min=1, help="Processes. [default: one per core]"),
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as one JSON object."),
+    recipe: str = RECIPE,
+    set_: list[str] = SET,
+    workers: int | None = typer.Option(None, min=1, help="Processes.", show_default="one per core"),
+    as_json: bool = JSON,
 ) -> None:
     """Tokenise and pack the corpus for a student, each token with its teacher's guidance.
 
-    Run it again to resume, or to hear that all is done. The result does not depend on the number
+    Run it again to resume, or to confirm completion. The result does not depend on the number
     of workers, and serves every block size and every method that needs no more than it holds.
     """
     from vocagnolm.recipe import load_recipe

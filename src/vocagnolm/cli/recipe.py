@@ -4,12 +4,14 @@ import json
 
 import typer
 
+from vocagnolm.cli.options import JSON
+
 app = typer.Typer(no_args_is_help=True, help="Recipes that come with the package: list, show.")
 
 
 @app.command("list")
 def list_recipes(
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    as_json: bool = JSON,
 ) -> None:
     """Name the shipped recipes, among them every run of the paper's tables and figures."""
     from vocagnolm.recipe.shipped import shipped_recipes

@@ -7,11 +7,12 @@ from pathlib import Path
 import typer
 
 from vocagnolm.cli.common import quiet_libraries
+from vocagnolm.cli.options import JSON
 
 
 def report(
     runs: list[Path] = typer.Argument(help="Run folders; the others are compared with the first."),
-    as_json: bool = typer.Option(False, "--json", help="Print the comparison as JSON."),
+    as_json: bool = JSON,
     html: Path | None = typer.Option(
         None,
         help="Write one self-contained page instead: what the teacher changed token by token, "

@@ -8,12 +8,14 @@ from typing import Any
 
 import typer
 
+from vocagnolm.cli.options import JSON, Given, option, options, with_options
+from vocagnolm.recipe.sections import CorpusSection
+
 app = typer.Typer(no_args_is_help=True, help="Look at, check and export loss stores.")
 
 _STORE = typer.Argument(
     ..., help="The loss store: a folder, or an address (s3://, gs://, az://, hf://datasets/...)."
 )
-_JSON = typer.Option(False, "--json", help="Print one JSON object.")
 _HISTOGRAM_LINES = 12
 _BAR_WIDTH = 40
 _MOST_RANGES = 12
@@ -24,7 +26,7 @@ class ExportFormat(StrEnum):
 
 
 @app.command("inspect")
-def inspect_command(store: str = _STORE, as_json: bool = _JSON) -> None:
+def inspect_command(store: str = _STORE, as_json: bool = JSON) -> None:
     """What the store is: teacher, settings, size, mean nll, bits per byte, histogram."""
     from vocagnolm.store import inspect_store
 
@@ -36,7 +38,7 @@ def inspect_command(store: str = _STORE, as_json: bool = _JSON) -> None:
 
 
 @app.command("verify")
-def verify_command(store: str = _STORE, as_json: bool = _JSON) -> None:
+def verify_command(store: str = _STORE, as_json: bool = JSON) -> None:
     """Read every byte: checksums, gaps, duplicates. Exit code 1 when something is wrong."""
     from vocagnolm.store import verify_store
 
@@ -59,11 +61,11 @@ def verify_command(store: str = _STORE, as_json: bool = _JSON) -> None:
 @app.command("export")
 def export_command(
     store: str = _STORE,
-    out: Path | None = typer.Option(None, help="The Parquet file. [default: STORE.parquet]"),
+    out: Path | None = typer.Option(None, help="The Parquet file.", show_default="STORE.parquet"),
     format_: ExportFormat = typer.Option(
         ExportFormat.parquet, "--format", help="The kind of file; `datasets` loads it."
     ),
-    as_json: bool = _JSON,
+    as_json: bool = JSON,
 ) -> None:
     """Write the store as Parquet, one row a document."""
     from vocagnolm.files import address_of
@@ -85,7 +87,9 @@ def card_command(
     licence: str | None = typer.Option(
         None, "--license", help="As the hub calls it, for example cc-by-4.0 or odc-by."
     ),
-    out: Path | None = typer.Option(None, help="Write it here. [default: README.md in the store]"),
+    out: Path | None = typer.Option(
+        None, help="Write it here.", show_default="README.md in the store"
+    ),
 ) -> None:
     """Write the store's card: what `hf upload` needs to publish it as a dataset of the hub."""
     from vocagnolm.errors import UsageError
@@ -113,14 +117,17 @@ def card_command(
 
 
 @app.command("compare")
+@with_options
 def compare_command(
     stores: list[str] = typer.Argument(..., help="Two or more loss stores."),
-    corpus: list[str] | None = typer.Option(
-        None, help="The corpus they were made from: sources and texts are then named."
+    corpus: list[str] = option(
+        CorpusSection,
+        "files",
+        before="The corpus they were made from: sources and texts are then named. ",
     ),
-    text_field: str = typer.Option("text", help="The field that holds the text."),
+    reading: Given = options(CorpusSection, "text_field", recipe_key="corpus"),
     source_field: str | None = typer.Option(
-        None, help="The field that names a document's source. [default: its file]"
+        None, help="The field that names a document's source.", show_default="its file"
     ),
     limit_documents: int | None = typer.Option(
         None, min=1, help="Compare about so many documents, evenly spread."
@@ -129,13 +136,13 @@ def compare_command(
     plot: Path | None = typer.Option(
         None, help="Draw the documents' bits per byte into this PNG or SVG file."
     ),
-    as_json: bool = _JSON,
+    as_json: bool = JSON,
 ) -> None:
     """Several teachers side by side: bits per byte, where they differ, and on what text."""
     from vocagnolm.data.corpus import open_corpus
     from vocagnolm.data.teachers import compare_stores
 
-    read = open_corpus(corpus, text_field=text_field) if corpus else None
+    read = open_corpus(corpus, **reading) if corpus else None
     named = (
         open_corpus(corpus, text_field=source_field, format="text")
         if corpus and source_field
@@ -161,7 +168,7 @@ def rank_command(
     ),
     out: Path | None = typer.Option(None, help="Write one row a document into this Parquet file."),
     top: int = typer.Option(5, min=0, help="Documents to show at either end."),
-    as_json: bool = _JSON,
+    as_json: bool = JSON,
 ) -> None:
     """Which documents the teacher reads most easily, or gains most on over a reference model."""
     from vocagnolm.store.analysis import rank_documents
