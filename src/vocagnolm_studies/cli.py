@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vocagnolm.cli.common import progress, quiet_libraries
-from vocagnolm.cli.options import JSON, Given, option, options, with_options
+from vocagnolm.cli.options import JSON, STUDENT, TEACHER, Given, option, options, with_options
 from vocagnolm.errors import UsageError
 from vocagnolm.recipe.sections import CorpusSection, EngineSection
 
@@ -40,10 +40,8 @@ def list_studies() -> None:
 @app.command()
 @with_options
 def granularity(
-    student: str = typer.Option(
-        ..., help="The student's tokenizer: folder, tokenizer.json, tokenizer.model or hub id."
-    ),
-    teacher: str = typer.Option(..., help="The teacher's tokenizer, likewise."),
+    student: str = STUDENT,
+    teacher: str = TEACHER,
     corpus: list[str] = option(
         CorpusSection, "files", before="Measure on this corpus instead of the built-in sample. "
     ),

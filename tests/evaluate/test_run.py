@@ -198,7 +198,7 @@ def test_choices_by_likelihood(model_folder, benchmarks, tmp_path):
     assert all(task.no_answer == 0 for task in evaluation.tasks.values())
     records = RunFolder(tmp_path).records("mathqa")
     assert all(r.output in "ABCDE" and r.correct == (r.output == r.gold) for r in records)
-    with pytest.raises(UsageError, match="generate or likelihood"):
+    with pytest.raises(UsageError, match="expected one of generate, likelihood"):
         evaluate(model_folder, tasks="sat", choices="dice")
 
 

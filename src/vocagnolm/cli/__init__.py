@@ -14,7 +14,7 @@ import typer
 from vocagnolm import __version__
 from vocagnolm.cli import recipe, store
 from vocagnolm.cli.align import align
-from vocagnolm.cli.common import DEBUG_VARIABLE, AllCommands, end, showing_copies, showing_warnings
+from vocagnolm.cli.common import DEBUG_VARIABLE, Commands, end, showing_copies, showing_warnings
 from vocagnolm.cli.compare import compare
 from vocagnolm.cli.demo import demo
 from vocagnolm.cli.evaluate import evaluate
@@ -25,7 +25,7 @@ from vocagnolm.cli.train import check, push, train
 from vocagnolm.cli.view import view
 
 app = typer.Typer(
-    cls=AllCommands,
+    cls=Commands,
     name="vocagnolm",
     no_args_is_help=True,
     add_completion=False,

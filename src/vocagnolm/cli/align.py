@@ -1,12 +1,12 @@
 """`vocagnolm align`: which teacher tokens cover which student tokens, as a picture or as JSON."""
 
-import json
 from enum import StrEnum
 from pathlib import Path
 
 import typer
 
-from vocagnolm.cli.options import JSON, STUDENT_TEMPLATE, TEACHER_TEMPLATE
+from vocagnolm.cli.common import print_json
+from vocagnolm.cli.options import JSON, STUDENT, STUDENT_TEMPLATE, TEACHER, TEACHER_TEMPLATE
 
 
 class SpecialTokens(StrEnum):
@@ -15,10 +15,8 @@ class SpecialTokens(StrEnum):
 
 
 def align(
-    student: str = typer.Option(
-        ..., help="The student's tokenizer: folder, tokenizer.json, tokenizer.model or hub id."
-    ),
-    teacher: str = typer.Option(..., help="The teacher's tokenizer, likewise."),
+    student: str = STUDENT,
+    teacher: str = TEACHER,
     text: str | None = typer.Option(None, help="The text to align."),
     file: Path | None = typer.Option(
         None, help="A UTF-8 file to align, read as it is: no newline is translated."
@@ -76,7 +74,7 @@ def align(
         tokenisation_rows([pair.student, pair.teacher], content, plot)
         typer.echo(f"wrote {plot}", err=True)
     if as_json:
-        typer.echo(json.dumps(pair.as_json(), ensure_ascii=False, indent=2))
+        print_json(pair.as_json())
         return
     draw(pair)
 

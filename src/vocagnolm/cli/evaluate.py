@@ -1,14 +1,12 @@
 """`vocagnolm evaluate`: the paper's math suite and bits per byte for a model."""
 
-import contextlib
-import json
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from vocagnolm.cli.common import progress, quiet_libraries
+from vocagnolm.cli.common import Meter, print_json, progress, quiet_libraries
 from vocagnolm.cli.options import JSON, Given, option, options, with_options
 from vocagnolm.recipe.sections import CorpusSection, EngineSection, QuestionsSection
 
@@ -37,13 +35,13 @@ def evaluate(
 
     left_out: list[LeftOut] = []
     notes: list[str] = []
-    with quiet_libraries(), _progress_bar() as on_progress:
+    with quiet_libraries(), progress("answering", "questions") as meter:
         evaluation = evaluate_model(
             model,
             text=text,
             out=out,
             on_left_out=left_out.append,
-            on_progress=on_progress,
+            on_progress=partial(_note, meter),
             on_note=notes.append,
             **questions,
             **engine,
@@ -55,7 +53,7 @@ def evaluate(
             values["notes"] = notes
         if text:
             values["left_out"] = left_out[0].as_json()
-        typer.echo(json.dumps(values, indent=2, ensure_ascii=False))
+        print_json(values)
     else:
         typer.echo(format_table(scores_table(evaluation)))
         if out is not None:
@@ -64,17 +62,12 @@ def evaluate(
             typer.echo(line, err=True)
 
 
-@contextlib.contextmanager
-def _progress_bar() -> Iterator["Callable[[Progress], None]"]:
-    with progress("answering", "questions") as meter:
-
-        def on_progress(now: "Progress") -> None:
-            label = "reading text" if now.task == "text" else "answering"
-            meter.unit = "documents" if now.task == "text" else "questions"
-            before = now.all_done - now.fresh  # answered by an earlier run
-            shown = f"{now.all_done:,}/{now.all_total:,} {meter.unit}"
-            if now.task != "text":
-                shown += f" ({now.task} {now.done:,}/{now.total:,})"
-            meter.note(now.fresh, now.all_total - before, shown, now.fresh, label)
-
-        yield on_progress
+def _note(meter: Meter, now: "Progress") -> None:
+    of_text = now.task == "text"
+    meter.unit = "documents" if of_text else "questions"
+    before = now.all_done - now.fresh  # answered by an earlier run
+    shown = f"{now.all_done:,}/{now.all_total:,} {meter.unit}"
+    if not of_text:
+        shown += f" ({now.task} {now.done:,}/{now.total:,})"
+    label = "reading text" if of_text else "answering"
+    meter.note(now.fresh, now.all_total - before, shown, now.fresh, label)

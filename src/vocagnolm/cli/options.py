@@ -20,6 +20,10 @@ Given = dict[str, Any]
 
 RECIPE = typer.Argument(..., help="The recipe: a YAML file, or a name of `vocagnolm recipe list`.")
 SET = typer.Option([], "--set", help="Override: section.key=value. Give it several times.")
+STUDENT = typer.Option(
+    ..., help="The student's tokenizer: folder, tokenizer.json, tokenizer.model, GGUF or hub id."
+)
+TEACHER = typer.Option(..., help="The teacher's tokenizer, likewise.")
 JSON = typer.Option(False, "--json", help="Print one JSON object.")
 
 
@@ -115,7 +119,7 @@ def _value(section: type[Schema], name: str, value: Any) -> Any:
     hint = hints(section)[name]
     if isinstance(value, Enum):
         return value.value
-    if _is_mapping(hint):
+    if get_origin(_members(hint)[0]) is Mapping:
         found: dict[str, Any] = {}
         for text in value:
             shown = _declared(section, name)
@@ -150,33 +154,27 @@ def _members(hint: Any) -> list[Any]:
     return [] if hint is NoneType else [hint]
 
 
-def _is_mapping(hint: Any) -> bool:
-    return any(get_origin(one) in (dict, Mapping) for one in _members(hint))
-
-
 def _kind(section: type[Schema], name: str) -> tuple[Any, dict[str, Any]]:
     """The type that the command line reads, and its limits."""
-    hint = hints(section)[name]
-    limits: dict[str, Any] = {}
-    choices: tuple[str, ...] = ()
-    if get_origin(hint) is Annotated:
-        for about in get_args(hint)[1:]:
-            limits = about.limits if isinstance(about, Limits) else limits
-            choices = tuple(about.table) if isinstance(about, OneOf) else choices
-    members = _members(hint)
-    if len(members) == 1 and get_origin(members[0]) is Literal:
-        choices = get_args(members[0])
-    if choices:
-        return StrEnum(name, {word: word for word in choices}), {}
-    if _is_mapping(hint) or get_origin(members[0]) is list:
+    if (section, name) not in _KINDS:
+        _KINDS[section, name] = _kind_of(hints(section)[name], name)
+    return _KINDS[section, name]
+
+
+def _kind_of(hint: Any, name: str) -> tuple[Any, dict[str, Any]]:
+    about = get_args(hint)[1] if get_origin(hint) is Annotated else None
+    first, *others = _members(hint)
+    if isinstance(about, OneOf) or (get_origin(first) is Literal and not others):
+        words = about.table if isinstance(about, OneOf) else get_args(first)
+        return StrEnum(name, {word: word for word in words}), {}
+    if get_origin(first) in (list, Mapping):
         return list[str], {}
-    if members == [bool]:
-        return bool, {}
-    if members in ([int], [float]):
-        return members[0], limits
-    return Path if Path in members else str, {}
+    if first in (bool, int, float) and not others:
+        return first, about.limits if isinstance(about, Limits) else {}
+    return Path if Path in others else str, {}
 
 
+_KINDS: dict[Any, tuple[Any, dict[str, Any]]] = {}
 STUDENT_TEMPLATE = option(
     *(StudentSection, "chat_template", "--student-template"), before="The student's side. "
 )

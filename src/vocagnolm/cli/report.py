@@ -1,12 +1,11 @@
 """`vocagnolm report`: finished evaluations side by side, or a page of whole runs."""
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 
 import typer
 
-from vocagnolm.cli.common import quiet_libraries
+from vocagnolm.cli.common import print_json, quiet_libraries
 from vocagnolm.cli.options import JSON
 
 
@@ -45,6 +44,6 @@ def report(
     for note in comparison.notes():
         typer.echo(note, err=True)
     if as_json:
-        typer.echo(json.dumps(comparison.to_json(), indent=2, ensure_ascii=False))
+        print_json(comparison.to_json())
     else:
         typer.echo(format_table(comparison_table(comparison)))

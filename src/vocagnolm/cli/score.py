@@ -1,17 +1,14 @@
 """`vocagnolm score`: a teacher reads a corpus once and leaves a loss store."""
 
-import contextlib
-import dataclasses
-import json
-import os
 import time
-from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
 
-from vocagnolm.cli.common import progress, quiet_libraries
+from vocagnolm.cli.common import Meter, leading, print_json, progress, quiet_libraries
 from vocagnolm.cli.options import JSON, Given, option, options, with_options
 from vocagnolm.errors import UsageError
 from vocagnolm.recipe.sections import (
@@ -117,14 +114,15 @@ def score(
         where = f"; the recipe {recipe} does not say either" if recipe else ", or --recipe"
         raise UsageError(f"score needs {', '.join(lacking)}{where}.")
     assert teacher is not None and out is not None
-    if server is None and server_settings:
-        named = ", ".join(f"--server-{name.partition('_')[0]}" for name in server_settings)
-        raise UsageError(f"{named} says how a server is asked: give --server as well.")
+    for name, where, more in (("server", server, server_settings), ("ray", ray, ray_settings)):
+        if where is None and more:
+            named = f"--{name}-{next(iter(more)).partition('_')[0]}"
+            raise UsageError(f"{named} is for --{name}: give --{name} as well.")
 
     from vocagnolm.score import RayCluster, ScoreSettings, Server, Share, score_corpus
     from vocagnolm.store.analysis import teacher_warning
 
-    with quiet_libraries(), _progress_bar() as on_progress:
+    with quiet_libraries(), progress("scoring") as meter:
         imported = time.perf_counter() - began
         summary = score_corpus(
             teacher,
@@ -136,14 +134,13 @@ def score(
             share=None if share is None else Share.parse(share),
             cluster=None if ray is None else RayCluster(address=ray or None, **ray_settings),
             server=None if server is None else Server(url=server, **server_settings),
-            on_progress=on_progress,
+            on_progress=partial(_note, meter),
         )
-    if os.environ.get("RANK", "0") != "0":
+    if not leading():
         return
-    summary = dataclasses.replace(summary, times=summary.times.with_earlier(imported))
+    summary = replace(summary, times=summary.times.with_earlier(imported))
     if as_json:
-        values = dataclasses.asdict(summary) | {"tokens_per_second": summary.tokens_per_second}
-        typer.echo(json.dumps(values, ensure_ascii=False, indent=2))
+        print_json(asdict(summary) | {"tokens_per_second": summary.tokens_per_second})
     else:
         _print(summary)
     warning = teacher_warning(summary.store["bits_per_byte"], student_bits)
@@ -151,21 +148,12 @@ def score(
         typer.echo(f"warning: {warning}", err=True)
 
 
-@contextlib.contextmanager
-def _progress_bar() -> Iterator["Callable[[Progress], None] | None"]:
-    if os.environ.get("RANK", "0") != "0":
-        yield None
-        return
-    with progress("scoring") as meter:
-
-        def on_progress(now: "Progress") -> None:
-            done, total = now.documents, now.total_documents
-            shown = f"{int(done):,}/{total:,} documents"
-            if now.workers is not None:
-                shown = f"{now.shards:,}/{now.total_shards:,} shards, {now.workers} workers"
-            meter.note(done, total, shown, now.tokens)
-
-        yield on_progress
+def _note(meter: Meter, now: "Progress") -> None:
+    done, total = now.documents, now.total_documents
+    shown = f"{int(done):,}/{total:,} documents"
+    if now.workers is not None:
+        shown = f"{now.shards:,}/{now.total_shards:,} shards, {now.workers} workers"
+    meter.note(done, total, shown, now.tokens)
 
 
 def _print(summary: "ScoreSummary") -> None:
@@ -195,8 +183,17 @@ def _print(summary: "ScoreSummary") -> None:
         + (f"{bits:.4f} bits per byte; " if bits is not None else "")
         + f"{store['bytes_per_token']:.2f} bytes a token on disk"
     )
-    if "alternatives" in store:
-        typer.echo(alternatives_line(store["alternatives"]))
+    if kept := store.get("alternatives"):
+        line = f"{kept['count']} alternatives a token"
+        if kept["sampled"]:
+            line += ", drawn from the teacher's distribution"
+        else:
+            line += (
+                f": they cover {sum(kept['mass']):.1%} of the teacher's probability (the first "
+                f"{kept['mass'][0]:.1%}), and the token that follows is among them in "
+                f"{sum(kept['hits']):.1%} of the places (first in {kept['hits'][0]:.1%})"
+            )
+        typer.echo(line)
     if store["nonfinite"]:
         typer.echo(f"NaN or infinity from the teacher: {store['nonfinite']:,} tokens, masked")
     if store["skipped"]:
@@ -206,18 +203,6 @@ def _print(summary: "ScoreSummary") -> None:
         for line in LeftOut(store["skipped"], store["skipped_reasons"], places).lines():
             typer.echo(line)
         typer.echo(f"  all of them: vocagnolm store inspect {store['path']} --json")
-
-
-def alternatives_line(about: dict[str, Any]) -> str:
-    """What a store with alternatives holds of the teacher's distribution."""
-    if about["sampled"]:
-        return f"{about['count']} alternatives a token, drawn from the teacher's distribution"
-    mass, hits = about["mass"], about["hits"]
-    return (
-        f"{about['count']} alternatives a token: they cover {sum(mass):.1%} of the teacher's "
-        f"probability (the first {mass[0]:.1%}), and the token that follows is among them in "
-        f"{sum(hits):.1%} of the places (first in {hits[0]:.1%})"
-    )
 
 
 def _what_is_missing(summary: "ScoreSummary") -> str:

@@ -1,13 +1,12 @@
 """`vocagnolm check`, `train` and `push`: one recipe, one run, and its model on the hub."""
 
-import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from vocagnolm.cli.common import leading, print_json
 from vocagnolm.cli.options import JSON, RECIPE, SET
 
 
@@ -32,7 +31,7 @@ def check(
 
     report = run(loaded, processes=processes, measure=measure)
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), ensure_ascii=False, indent=2))
+        print_json(report.to_dict())
     else:
         for name, facts in report.plan.items():
             typer.echo(f"{name.replace('_', ' ')}: {_line(facts)}")
@@ -90,10 +89,10 @@ def train(
 
     imported = time.perf_counter() - began
     summary = run(loaded, quiet=quiet, restart=restart, earlier=imported)
-    if os.environ.get("RANK", "0") != "0":
+    if not leading():
         return
     if as_json:
-        typer.echo(json.dumps(summary, ensure_ascii=False, indent=2))
+        print_json(summary)
         return
     if summary["already_finished"]:
         typer.echo(f"{summary['run']} is finished already; nothing to do.")
@@ -127,7 +126,7 @@ def push(
 
     done = run_push(run, repository, private=private, dry_run=dry_run)
     if as_json:
-        typer.echo(json.dumps(done.to_dict(), ensure_ascii=False, indent=2))
+        print_json(done.to_dict())
         return
     width = max(map(len, done.files))
     for name, size in done.files.items():

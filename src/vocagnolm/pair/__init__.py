@@ -2,7 +2,7 @@
 each other, in numbers (`compare`) and in figures, which need the extra `plots`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,6 @@ def _mean(parts: Sequence[NDArray[np.float64]]) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-# ---- the preflight: what to expect of a student and a teacher before anything is computed ----
-
-
 @dataclass(frozen=True)
 class WideToken:
     """A student token that needs many teacher tokens."""
@@ -123,33 +120,24 @@ class Pair:
     teacher_tokens_per_byte: float
     shared_start_share: float
     """Student tokens that begin where a teacher token begins: there its alternatives are theirs."""
-    spelled: "SpelledShares"
+    spelled: SpelledShares
     widest: list[WideToken]
 
     def as_json(self) -> dict[str, Any]:
+        shares = ("unmapped", "one_to_one", "one_to_many", "many_to_one")
         return {
             "teacher": self.teacher.name,
             "vocabulary": self.teacher.vocabulary_size,
             "kind": self.teacher.kind,
-            "overlap": {
-                "raw": self.overlap.raw,
-                "marks": self.overlap.marks,
-                "bytes": self.overlap.bytes,
-            },
+            "overlap": {name: getattr(self.overlap, name) for name in ("raw", "marks", "bytes")},
             "tiling": "exact" if self.exact else "lossy",
             "lost_bytes": {"student": self.student_lost_bytes, "teacher": self.teacher_lost_bytes},
-            "unmapped_share": self.unmapped_share,
-            "one_to_one_share": self.one_to_one_share,
-            "one_to_many_share": self.one_to_many_share,
-            "many_to_one_share": self.many_to_one_share,
+            **{f"{name}_share": getattr(self, f"{name}_share") for name in shares},
             "ios": self.ios,
             "tokens_per_byte": self.teacher_tokens_per_byte,
             "shared_start_share": self.shared_start_share,
-            "spelled": vars(self.spelled),
-            "widest": [
-                {"token": w.token, "text": w.text, "teacher_tokens": w.teacher_tokens}
-                for w in self.widest
-            ],
+            "spelled": asdict(self.spelled),
+            "widest": [asdict(wide) for wide in self.widest],
             "verdict": self.verdict,
         }
 

@@ -4,6 +4,7 @@ files that recipes and studies are written in. Every mistake is named once, with
 The command line makes its options from the same fields, so this imports nothing heavy.
 """
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -11,7 +12,6 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -97,35 +97,68 @@ def key(
 @dataclass_transform(kw_only_default=True)
 class Schema:
     """Named values. Its classes are dataclasses with keywords only, and what is made is checked:
-    `ScoreSettings(context=0)` is a `SettingError`, which is a `ValueError`."""
+    `ScoreSettings(context=0)` is a `SettingError`, which is a `ValueError`.
+
+    The methods here do for all of them what `dataclass` would write and compile for each, which
+    takes longer than all else that the command line does before it starts."""
 
     def __init_subclass__(cls, frozen: bool = False) -> None:
-        dataclasses.dataclass(kw_only=True, frozen=frozen)(cls)
+        dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=True)(cls)
+        if frozen:
+            cls.__setattr__ = _refuse  # type: ignore[assignment, method-assign]
+
+    def __init__(self, **values: Any) -> None:
+        for name, field in fields_of(type(self)).items():
+            if name in values:
+                self.__dict__[name] = values.pop(name)
+            elif field.default is not dataclasses.MISSING:
+                self.__dict__[name] = field.default
+            elif field.default_factory is not dataclasses.MISSING:
+                self.__dict__[name] = field.default_factory()
+            else:
+                raise TypeError(f"{type(self).__name__} needs '{name}'")
+        if values:
+            raise TypeError(f"{type(self).__name__} has no setting '{min(values)}'")
+        self.__post_init__()
 
     def __post_init__(self) -> None:
         for name, hint in hints(type(self)).items():
             if not fits(hint, value := getattr(self, name)):
                 raise SettingError(f"{name} is {value!r:.60}, expected {describe(hint)}")
 
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        named = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({named})"
+
+
+def _refuse(self: Schema, name: str, value: Any) -> None:
+    raise dataclasses.FrozenInstanceError(f"cannot change {name}: make another with `replace`")
+
 
 Model = TypeVar("Model", bound=Schema)
+_HINTS: dict[Any, dict[str, Any]] = {}
 
 
 def fields_of(schema: type[Schema]) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
 
 
-@cache
-def hints(schema: type) -> dict[str, Any]:
+def hints(schema: type[Schema]) -> dict[str, Any]:
     """The type of every field, its limits included. What is None by default may be None, also
     where the type says otherwise, since the class then finds a value (`keep`)."""
+    if schema in _HINTS:
+        return _HINTS[schema]
     found = get_type_hints(schema, include_extras=True)
     for name, field in fields_of(schema).items():
         if field.default is None:
             found[name] |= None
         if limits := field.metadata.get("limits"):
             found[name] = Annotated[found[name], limits]
-    return {name: found[name] for name in fields_of(schema)}
+    _HINTS[schema] = {name: found[name] for name in fields_of(schema)}
+    return _HINTS[schema]
 
 
 def fits(hint: Any, value: Any) -> bool:
@@ -138,7 +171,8 @@ def fits(hint: Any, value: Any) -> bool:
     if origin is Literal:
         return isinstance(value, str) and value in inner
     if hint is float:
-        return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= MOST
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        return number and -MOST <= value <= MOST  # not NaN, not infinite
     if hint is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
     if origin is None:
@@ -183,8 +217,8 @@ def build(schema: type[Model], tree: Any, origin: str, error: type[UsageError]) 
 
 
 def _read(hint: Any, value: Any, path: tuple[str, ...], lines: list[str]) -> Any:
-    """The value as the type wants it: mappings become settings, and 8e-5, which YAML 1.1 reads as
-    a text, a number. `lines` gets a message for whatever does not fit."""
+    """The value as the type wants it: mappings become settings, and whole numbers, and 8e-5, which
+    YAML 1.1 reads as a text, become floats. `lines` gets a message for whatever does not fit."""
     whole, limits = hint, None
     if get_origin(hint) is Annotated:
         hint, limits = get_args(hint)[:2]
@@ -196,11 +230,9 @@ def _read(hint: Any, value: Any, path: tuple[str, ...], lines: list[str]) -> Any
             return [_read(inner[0], v, (*path, str(at)), lines) for at, v in enumerate(value)]
         if get_origin(one) is dict and isinstance(value, Mapping):
             return {k: _read(inner[1], v, (*path, str(k)), lines) for k, v in value.items()}
-        if one is float and isinstance(value, str):
-            try:
+        if one is float and isinstance(value, str | int) and not isinstance(value, bool):
+            with contextlib.suppress(ValueError, OverflowError):
                 value = float(value)
-            except ValueError:
-                break
     if not fits(whole, value):
         wanted = describe(whole) if path else "keys with values"
         lines.append(f"{'.'.join(path) or 'it'} is {value!r:.60}, expected {wanted}.")
