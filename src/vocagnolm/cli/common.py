@@ -259,7 +259,7 @@ def progress(label: str, unit: str = "tokens", *, started: bool = False) -> Iter
             typer.echo(f"{label}: {shown}, {share}, {rate}, ETA {left}", err=True)
 
     def show_bar(label: str, done: float, total: float, shown: str, rate: str, left: str) -> None:
-        fields = {"label": label, "shown": shown, "rate": rate, "left": left}
+        fields: Any = {"label": label, "shown": shown, "rate": rate, "left": left}
         bar.update(task, completed=done, total=total, **fields)
 
     meter = Meter(label, unit, show_line)

@@ -114,8 +114,8 @@ def score(
         where = f"; the recipe {recipe} does not say either" if recipe else ", or --recipe"
         raise UsageError(f"score needs {', '.join(lacking)}{where}.")
     assert teacher is not None and out is not None
-    for name, where, more in (("server", server, server_settings), ("ray", ray, ray_settings)):
-        if where is None and more:
+    for name, asked, more in (("server", server, server_settings), ("ray", ray, ray_settings)):
+        if asked is None and more:
             named = f"--{name}-{next(iter(more)).partition('_')[0]}"
             raise UsageError(f"{named} is for --{name}: give --{name} as well.")
 
