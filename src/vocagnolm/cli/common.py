@@ -33,7 +33,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
         number = f"{cell:.3f}" if isinstance(cell, float) else str(cell)
         return Text("-" if cell is None else f"{cell:,}" if isinstance(cell, int) else number)
 
-    table = Table(title=title, title_justify="left")
+    typer.echo(title)
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for at, column in enumerate(columns):
         table.add_column(Text(column), justify="right" if at else "left")
     for row in rows:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vocagnolm.methods import METHODS, Method
 from vocagnolm.recipe.schema import key
 from vocagnolm.recipe.sections import KlDirection as KlDirection
 from vocagnolm.recipe.sections import LossSection
@@ -47,25 +46,12 @@ class ObjectiveConfig(LossSection):
                     f"got {self.entropy_keep}"
                 )
 
-    @property
-    def rule(self) -> Method:
-        return METHODS[self.method]
-
     def at(self, progress: float) -> "ObjectiveConfig":
         """As it is after this share of a run, from 0 at the first step to 1 at the last."""
         if self.mix_end is None or not self.rule.alternatives:
             return self
         moved = max(0.0, progress - self.mix_hold) / (1.0 - self.mix_hold)
         return replace(self, mix=self.mix + (self.mix_end - self.mix) * moved, mix_end=None)
-
-    @property
-    def by_stretch(self) -> bool:
-        return self.compare == "stretch" or self.rule.by_stretch
-
-    @property
-    def by_chance(self) -> bool:
-        """No teacher is asked, whatever the method is called."""
-        return self.rule.unit == "chunk" and self.chunk_choice == "random"
 
     @property
     def graded_by(self) -> str | None:

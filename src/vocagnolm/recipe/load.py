@@ -7,7 +7,7 @@ from typing import Any
 
 from vocagnolm.errors import RecipeError
 from vocagnolm.files import local_path
-from vocagnolm.methods import METHODS, Method
+from vocagnolm.methods import Method
 from vocagnolm.recipe import sections
 from vocagnolm.recipe.schema import YAML_SUFFIXES, Schema, apply_override, build, read_tree
 from vocagnolm.recipe.shipped import shipped_recipe
@@ -30,7 +30,7 @@ class Recipe(Schema):
 
     @property
     def method(self) -> Method:
-        return METHODS[self.objective.method]
+        return self.objective.rule
 
     @property
     def student_tokenizer(self) -> str | None:
@@ -43,8 +43,7 @@ class Recipe(Schema):
     @property
     def needs_guidance(self) -> bool:
         """Whether the objective reads guidance (one number per token) at all."""
-        by_chance = self.method.unit == "chunk" and self.objective.chunk_choice == "random"
-        return self.method.guidance and not by_chance
+        return self.method.guidance and not self.objective.by_chance
 
     @property
     def needs_online_teacher(self) -> bool:
@@ -67,8 +66,7 @@ class Recipe(Schema):
     @property
     def needs_stretches(self) -> bool:
         """Whether whole stretches of text are compared."""
-        by_stretch = self.objective.compare == "stretch" or self.method.by_stretch
-        return by_stretch and self.needs_guidance
+        return self.objective.by_stretch and self.needs_guidance
 
     @property
     def needs_targets(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from vocagnolm.errors import SettingError
-from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS
+from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
 from vocagnolm.recipe.schema import Limits, OneOf, Schema, key
 
 Attention = Literal[
@@ -249,7 +249,20 @@ class LossSection(Schema):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.keep is None:  # so that a recipe that is written down says what was trained
-            self.keep = METHODS[self.method].keep
+            self.keep = self.rule.keep
+
+    @property
+    def rule(self) -> Method:
+        return METHODS[self.method]
+
+    @property
+    def by_stretch(self) -> bool:
+        return self.compare == "stretch" or self.rule.by_stretch
+
+    @property
+    def by_chance(self) -> bool:
+        """No teacher is asked, whatever the method is called."""
+        return self.rule.unit == "chunk" and self.chunk_choice == "random"
 
 
 class ObjectiveSection(LossSection):
