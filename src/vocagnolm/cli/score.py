@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from vocagnolm.cli.common import Meter, leading, print_json, progress, quiet_libraries
 from vocagnolm.cli.options import JSON, Given, option, options, with_options
+from vocagnolm.cli.store import print_store
 from vocagnolm.errors import UsageError
 from vocagnolm.recipe.sections import (
     CorpusSection,
@@ -176,26 +177,7 @@ def _print(summary: "ScoreSummary") -> None:
     if not whole:
         typer.echo(_what_is_missing(summary))
         return
-    bits = store["bits_per_byte"]
-    typer.echo(
-        f"{store['documents']:,} documents, {store['tokens']:,} teacher tokens, "
-        f"{store['bytes']:,} bytes of text; "
-        + (f"{bits:.4f} bits per byte; " if bits is not None else "")
-        + f"{store['bytes_per_token']:.2f} bytes a token on disk"
-    )
-    if kept := store.get("alternatives"):
-        line = f"{kept['count']} alternatives a token"
-        if kept["sampled"]:
-            line += ", drawn from the teacher's distribution"
-        else:
-            line += (
-                f": they cover {sum(kept['mass']):.1%} of the teacher's probability (the first "
-                f"{kept['mass'][0]:.1%}), and the token that follows is among them in "
-                f"{sum(kept['hits']):.1%} of the places (first in {kept['hits'][0]:.1%})"
-            )
-        typer.echo(line)
-    if store["nonfinite"]:
-        typer.echo(f"NaN or infinity from the teacher: {store['nonfinite']:,} tokens, masked")
+    print_store(store)
     if store["skipped"]:
         from vocagnolm.data.skipped import LeftOut
 

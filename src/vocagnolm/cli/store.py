@@ -34,7 +34,7 @@ def inspect_command(store: str = _STORE, as_json: bool = JSON) -> None:
     if as_json:
         print_json(about)
     else:
-        _print(about)
+        print_store(about)
 
 
 @app.command("verify")
@@ -199,7 +199,8 @@ _STATED = {
 }
 
 
-def _print(about: dict[str, Any]) -> None:
+def print_store(about: dict[str, Any]) -> None:
+    """A store as `inspect` shows it, and `score` when it has ended."""
     state = "complete" if about["complete"] else "NOT COMPLETE"
     rows = [("store", f"{about['path']} ({state}, format {about['format_version']})")]
     for name, template in _STATED.items():

@@ -11,7 +11,7 @@ from vocagnolm.recipe.sections import LossSection
 from vocagnolm.recipe.sections import Pairing as Pairing
 
 
-class ObjectiveConfig(LossSection):
+class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the recipe's is not
     """One training objective: the keys of a recipe's `objective` that the loss reads, by the same
     names and with the same defaults, and a seed. The guidance itself (which teacher, max / mean /
     sum over the teacher's tokens) is decided before, when teacher losses are carried to student

@@ -249,7 +249,7 @@ class LossSection(Schema):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.keep is None:  # so that a recipe that is written down says what was trained
-            self.keep = self.rule.keep
+            self.__dict__["keep"] = self.rule.keep
 
     @property
     def rule(self) -> Method:
