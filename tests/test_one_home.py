@@ -19,7 +19,6 @@ HOMES = {
         r"yaml\.safe_load\(",
         {"vocagnolm/recipe/schema.py", "vocagnolm/evaluate/fewshot.py"},  # lm-eval's own
     ),
-    "schemas": (r"^from pydantic import .*BaseModel", {"vocagnolm/recipe/schema.py"}),
     "tests of hypotheses": (r"scipy", {"vocagnolm/statistics.py"}),
 }
 
@@ -44,9 +43,7 @@ def test_what_a_method_needs_is_asked_of_its_row():
                 names = [e.value for e in node.elts if isinstance(e, ast.Constant)]
                 if len(names) > 1 and all(name in METHODS for name in names):
                     found.add(path.relative_to(SOURCE).as_posix())
-    # what the demo compares; the paper's two controls
-    names = {"demo/students.py", "recipe/paper.py"}
-    assert found == {f"vocagnolm/{name}" for name in names}
+    assert found == {"vocagnolm/demo/students.py"}  # what the demo compares
 
 
 def test_every_imported_package_is_declared():

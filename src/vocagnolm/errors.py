@@ -14,6 +14,10 @@ class UsageError(VocagnolmError):
     exit_code = 2
 
 
+class SettingError(UsageError, ValueError):
+    """A setting is of the wrong type, or beyond its limits."""
+
+
 class MissingExtraError(VocagnolmError):
     """An optional dependency is not installed."""
 

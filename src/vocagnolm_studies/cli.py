@@ -6,17 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vocagnolm.cli.common import (
-    CORPUS_HELP,
-    SPLIT_HELP,
-    TEXT_FIELD_HELP,
-    Device,
-    Dtype,
-    Split,
-    progress,
-    quiet_libraries,
-)
+from vocagnolm.cli.common import progress, quiet_libraries
+from vocagnolm.cli.options import JSON, STUDENT, TEACHER, Given, option, options, with_options
 from vocagnolm.errors import UsageError
+from vocagnolm.recipe.sections import CorpusSection, EngineSection
 
 if TYPE_CHECKING:
     from vocagnolm_studies.granularity import GranularityStudy
@@ -45,24 +38,22 @@ def list_studies() -> None:
 
 
 @app.command()
+@with_options
 def granularity(
-    student: str = typer.Option(
-        ..., help="The student's tokenizer: folder, tokenizer.json, tokenizer.model or hub id."
+    student: str = STUDENT,
+    teacher: str = TEACHER,
+    corpus: list[str] = option(
+        CorpusSection, "files", before="Measure on this corpus instead of the built-in sample. "
     ),
-    teacher: str = typer.Option(..., help="The teacher's tokenizer, likewise."),
-    corpus: list[str] = typer.Option(
-        [], help=f"Measure on this corpus instead of the built-in sample: {CORPUS_HELP}"
-    ),
-    text_field: str = typer.Option("text", help=TEXT_FIELD_HELP),
-    split: Split = typer.Option(Split.none, help=SPLIT_HELP),
-    limit_documents: int = typer.Option(1000, min=1, help="Read at most so many documents."),
+    reading: Given = options(CorpusSection, "text_field", "split", recipe_key="corpus"),
+    limit_documents: int = option(CorpusSection, "limit_documents", default=1000),
     chunks: str = typer.Option(
         "1,2,4,8,16,32,64,128,256", help="Numbers of chunks, separated by commas."
     ),
     sequence_tokens: int = typer.Option(
         2048, min=1, help="Cut documents into sequences of so many student tokens."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    as_json: bool = JSON,
     plot: Path | None = typer.Option(None, help="Draw the curve into this PNG or SVG file."),
 ) -> None:
     """Figure 3: IoU and IoS of chunk alignment against the number of chunks.
@@ -76,13 +67,7 @@ def granularity(
 
     documents, left_out = list(SAMPLE), LeftOut()
     if corpus:
-        documents, left_out = read_texts(
-            corpus,
-            text_field=text_field,
-            format="text",
-            split=split.value,
-            limit=limit_documents,
-        )
+        documents, left_out = read_texts(corpus, format="text", limit=limit_documents, **reading)
     study = granularity_study(
         load_tokenizer(student, check=False),
         load_tokenizer(teacher, check=False),
@@ -122,7 +107,7 @@ def run(
     minutes: float | None = typer.Option(
         None, help="Start nothing that would take longer than this."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    as_json: bool = JSON,
 ) -> None:
     """Run a study: a grid of recipes, to one table and one figure.
 
@@ -146,13 +131,14 @@ def run(
 
 
 @app.command()
+@with_options
 def selection(
     student: str = typer.Option(..., help="Model folder, hub id (owner/name) or GGUF file."),
     store: str = typer.Option(..., help="The teacher's loss store (`vocagnolm score`)."),
     corpus: list[str] = typer.Option(
         ..., help="What the teacher scored, or a part of it; give it several times."
     ),
-    text_field: str = typer.Option("text", help=TEXT_FIELD_HELP),
+    reading: Given = options(CorpusSection, "text_field", recipe_key="corpus"),
     source_field: str = typer.Option(
         "source", help="The field that names a document's source, if there is one."
     ),
@@ -169,10 +155,7 @@ def selection(
     eos: str = typer.Option(
         "auto", help="After every document: auto (the tokenizer's own), none, or a token."
     ),
-    device: Device = typer.Option(Device.auto, help="Where the student runs."),
-    dtype: Dtype = typer.Option(
-        Dtype.auto, help="auto: float32 on a CPU, the model's half precision on a GPU."
-    ),
+    engine: Given = options(EngineSection, "device", "dtype"),
     seed: int = typer.Option(0, help="Order of the blocks, and the random selection."),
     plot: Path | None = typer.Option(
         None, help="Draw the kept share by source into this PNG, SVG or PDF file."
@@ -195,7 +178,7 @@ def selection(
     plot_labels: Path | None = typer.Option(
         None, help="With --label: draw how well each measure tells the labels apart."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    as_json: bool = JSON,
 ) -> None:
     """Which tokens are kept, and how much the settings change that. Nothing is trained.
 
@@ -215,15 +198,14 @@ def selection(
             student,
             store,
             corpus,
-            text_field=text_field,
+            **reading,
+            **engine,
             source_field=source_field,
             tokens=tokens,
             block_size=block_size,
             scope_blocks=scope_blocks,
             keep=keep,
             eos=None if eos == "none" else eos,
-            device=device.value,
-            dtype=dtype.value,
             seed=seed,
             labels=labels,
             on_tokens=lambda done, total: meter.note(

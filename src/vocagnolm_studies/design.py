@@ -19,19 +19,18 @@ Studies that share a setting share a folder: a run that another study has finish
 import copy
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
-
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from vocagnolm.errors import StudyError
 from vocagnolm.recipe import Recipe, recipe_from_dict
 from vocagnolm.recipe.schema import (
-    Number,
+    Limits,
     Schema,
     apply_override,
     build,
+    key,
     parse_yaml,
     read_tree,
     unknown,
@@ -41,12 +40,12 @@ SHIPPED = Path(__file__).parent / "studies"
 START = "start"
 """As a teacher's model: what the students start from."""
 Exchange = Literal["shuffled", "uniform"]
+PositiveInt = Annotated[int, Limits(gt=0)]
+NonNegativeInt = Annotated[int, Limits(ge=0)]
 
 
 class Plan(Schema):
     """A part of a study. It is read, not changed."""
-
-    model_config = ConfigDict(frozen=True)
 
 
 class TeacherPlan(Plan):
@@ -64,11 +63,11 @@ class TeacherPlan(Plan):
 class TuningPlan(Plan):
     """One seed, a small grid, a validation measure; the best learning rate is then fixed."""
 
-    learning_rates: list[Number] = Field(min_length=1)
+    learning_rates: Annotated[list[float], Limits(min_length=1)]
     rows: dict[str, str]
     """Tuning group -> the row that is run for it. Rows name their group with `tuned`."""
     seed: NonNegativeInt = 100
-    set: dict[str, Any] = Field(default={})
+    set: dict[str, Any] = key(default={})
     """Overrides of the tuning runs, for example fewer tokens."""
     by: Literal["bits_per_byte", "accuracy"] = "bits_per_byte"
     """What chooses: `bits_per_byte` of the validation texts, or `accuracy` on the validation
@@ -78,10 +77,10 @@ class TuningPlan(Plan):
 class EvaluationPlan(Plan):
     """What is measured on every finished run."""
 
-    held_out: dict[str, str] = Field(default={})
+    held_out: dict[str, str] = key(default={})
     """Name -> jsonl file with a `text` field: bits per byte. A field `counts` in it names the parts
     of a text that count (`[[start, stop], ...]`, in characters), given what stands before them."""
-    validation: dict[str, str] = Field(default={})
+    validation: dict[str, str] = key(default={})
     """The same, for choosing learning rates; never reported as a result."""
     requests: str | None = None
     """Rendered questions (`vocagnolm.evaluate.render.write_requests`): greedy answers."""
@@ -99,15 +98,15 @@ class RowPlan(Plan):
 
     label: str | None = None
     teacher: str | None = None
-    also: list[str] = Field(default=[])
+    also: list[str] = key(default=[])
     """Further teachers, whose stores are combined with the first one's (`store.combine`)."""
     against: str | None = None
     """For `corpus.keep_documents` by difference: the teacher whose store is the reference."""
-    set: dict[str, Any] = Field(default={})
+    set: dict[str, Any] = key(default={})
     """Overrides of the recipe: `section.key: value`."""
-    grid: dict[str, list[Any]] = Field(default={})
+    grid: dict[str, list[Any]] = key(default={})
     """`section.key: [values]`: the row becomes one row per combination, named `ROW-VALUE`."""
-    seeds: list[NonNegativeInt] = Field(default=[1, 2, 3], min_length=1)
+    seeds: list[NonNegativeInt] = key(default=[1, 2, 3], min_length=1)
     tuned: str | None = None
     """Take the learning rate that was tuned for this group."""
     matched_to: str | None = None
@@ -124,7 +123,7 @@ class GranularityPlan(Plan):
     the student and of one teacher. No model is needed."""
 
     teacher: str
-    chunks: list[PositiveInt] = Field(min_length=1)
+    chunks: Annotated[list[PositiveInt], Limits(min_length=1)]
     """Numbers of chunks in a block; token-level alignment is measured too."""
     documents: PositiveInt = 1000
     """So many documents of the corpus, from its beginning."""
@@ -133,9 +132,9 @@ class GranularityPlan(Plan):
 class PanelPlan(Plan):
     """Rows by a number `x`, one line a series."""
 
-    x: dict[str, Number] = Field(default={})
+    x: dict[str, float] = key(default={})
     """Row -> place on the x axis."""
-    series: dict[str, list[str]] = Field(default={})
+    series: dict[str, list[str]] = key(default={})
     """Name of a line -> its rows."""
     reference: str | None = None
     """A row drawn as a line of its own; the zero of kind `strength`."""
@@ -151,29 +150,29 @@ class FigurePlan(PanelPlan):
 
     kind: Literal["bars", "lines", "frontier", "strength"] = "bars"
     measure: str = "accuracy"
-    panels: list[PanelPlan] = Field(default=[])
+    panels: list[PanelPlan] = key(default=[])
     """Several panels (lines), instead of the one that the figure's own keys describe."""
 
 
 class Study(Plan):
     name: str
     title: str = ""
-    base: dict[str, Any] = Field(default={})
-    teachers: dict[str, TeacherPlan] = Field(default={})
+    base: dict[str, Any] = key(default={})
+    teachers: dict[str, TeacherPlan] = key(default={})
     start: dict[str, Any] | None = None
-    score: dict[str, Any] = Field(default={})
+    score: dict[str, Any] = key(default={})
     """Settings of scoring, as in `ScoreSettings`."""
-    score_files: list[str] = Field(default=[])
+    score_files: list[str] = key(default=[])
     """What the teachers read; default: the corpora of all rows. Name it where rows use subsets:
     documents are found by content, so one store serves them all."""
     tune: TuningPlan | None = None
-    evaluate: EvaluationPlan = EvaluationPlan()
-    rows: dict[str, RowPlan] = Field(default={})
-    use: list[str] = Field(default=[])
-    comparisons: list[Annotated[list[str], Field(min_length=2, max_length=4)]] = Field(default=[])
+    evaluate: EvaluationPlan = field(default_factory=EvaluationPlan)
+    rows: dict[str, RowPlan] = key(default={})
+    use: list[str] = key(default=[])
+    comparisons: list[Annotated[list[str], Limits(min_length=2, max_length=4)]] = key(default=[])
     """Of two rows, or of four: does the first two's difference exceed the other two's?"""
     granularity: GranularityPlan | None = None
-    figure: FigurePlan = FigurePlan()
+    figure: FigurePlan = field(default_factory=FigurePlan)
     source_field: str = "source"
     """Field of the corpus that names a document's source, for kept shares per source."""
     keep_models: bool = False
@@ -209,12 +208,11 @@ def expand_rows(rows: Mapping[str, RowPlan]) -> dict[str, RowPlan]:
     expanded: dict[str, RowPlan] = {}
     for name, row in rows.items():
         keys = list(row.grid)
-        for values in itertools.product(*(row.grid[key] for key in keys)):
+        for values in itertools.product(*row.grid.values()):
             settings = {**row.set, **dict(zip(keys, values, strict=True))}
             full = "-".join([name, *(_short(value) for value in values)])
             label = row.label and ", ".join([row.label, *map(str, values)])
-            changes = {"set": settings, "grid": {}, "label": label}
-            expanded[full] = row.model_copy(update=changes)
+            expanded[full] = replace(row, set=settings, grid={}, label=label)
     return expanded
 
 
@@ -344,9 +342,9 @@ def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
             ("against", row.against),
             *(("also", n) for n in row.also),
         ]
-        for key, one in given:
+        for place, one in given:
             if one is not None:
-                _require(one, set(study.teachers), f"{origin}: rows.{name}.{key}", "teacher")
+                _require(one, set(study.teachers), f"{origin}: rows.{name}.{place}", "teacher")
         if row.teacher is None and (row.also or row.against):
             raise StudyError(f"{origin}: rows.{name} has `also` or `against` without a `teacher`.")
         if row.matched_to is not None:

@@ -63,8 +63,8 @@ def test_ctrl_c_says_what_is_kept_and_the_same_command_goes_on(workers, tmp_path
     """The real keys: every process of the terminal gets the signal."""
     import json
 
-    make_lab(tmp_path, 3000)
-    tree = recipe_dict(tmp_path, data={"blocks": str(tmp_path / "blocks"), "part_documents": 30})
+    make_lab(tmp_path, 400)
+    tree = recipe_dict(tmp_path, data={"blocks": str(tmp_path / "blocks"), "part_documents": 10})
     (tmp_path / "r.yaml").write_text(json.dumps(tree))
     command = [sys.executable, "-m", "vocagnolm", "prepare", str(tmp_path / "r.yaml")]
     command += ["--workers", workers]

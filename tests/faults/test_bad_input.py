@@ -14,6 +14,7 @@ from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import RecipeError, VocagnolmError, WriteError
 from vocagnolm.files import folder_lock, write_text
 from vocagnolm.recipe import Recipe, load_recipe, recipe_from_dict
+from vocagnolm.recipe.schema import hints
 from vocagnolm.store import LossStore, inspect_store, verify_store
 
 WILD = [
@@ -36,11 +37,7 @@ BROKEN = [b"", b"[]", b"{}", b"null", b"3", b"{", b"\xff\xfe", b"[" * 5000, b'{"
 
 
 def keys() -> list[str]:
-    return [
-        f"{name}.{key}"
-        for name, entry in Recipe.model_fields.items()
-        for key in entry.annotation.model_fields
-    ]
+    return [f"{name}.{key}" for name, section in hints(Recipe).items() for key in hints(section)]
 
 
 def test_any_setting_is_taken_or_refused_in_words(lab, tmp_path):

@@ -217,9 +217,9 @@ def test_float_keys_keep_the_order(values):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"method": "guide"}, "method must be one of"),
-        ({"keep": 1.5}, "keep must be between"),
-        ({"scope": "world"}, "scope must be one of"),
+        ({"method": "guide"}, "method is .*, expected one of"),
+        ({"keep": 1.5}, "keep is 1.5, expected a number of at least 0 and up to 1"),
+        ({"scope": "world"}, "scope is .*, expected one of"),
         ({"method": "guided", "entropy_keep": 0.9}, "belongs to method rho1"),
         ({"method": "rho1", "entropy_keep": 0.1}, "between keep"),
         ({"n_chunks": 0}, "n_chunks"),

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.cli import app
 from vocagnolm.errors import EvaluationError, UsageError
-from vocagnolm.pair import SAMPLE, figures
+from vocagnolm.pair import SAMPLE, overlap_bars, tokenisation_rows
 from vocagnolm.report.page_data import plain
 from vocagnolm.report.runs import (
     CURVE_POINTS,
@@ -148,8 +148,8 @@ def test_figures_are_drawn(tmp_path) -> None:
         ),
     ]
     made_files = [
-        figures.overlap_bars(student, [teacher, student], tmp_path / "1.png"),
-        figures.tokenisation_rows([student, teacher], text, tmp_path / "2.svg"),
+        overlap_bars(student, [teacher, student], tmp_path / "1.png"),
+        tokenisation_rows([student, teacher], text, tmp_path / "2.svg"),
         study_figures.granularity_curve(study, tmp_path / "3.svg"),
         study_figures.teacher_strength(points, tmp_path / "5.pdf", student_bits_per_byte=0.9),
     ]

@@ -503,7 +503,7 @@ def test_the_command(tmp_path, teacher, corpus):
         [sys.executable, "-m", "vocagnolm", *map(str, words)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "2 alternatives a token: they cover" in done.stdout
+    assert "2 a token, likeliest first" in done.stdout
     assert inspect_store(tmp_path / "s")["alternatives"]["count"] == 2
 
 

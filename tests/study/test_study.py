@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,13 +125,9 @@ def test_table_has_all_rows_and_comparisons(finished: StudyTasks, tmp_path: Path
 
 
 def test_rows_that_share_no_seed_are_compared_over_all_seeds(finished: StudyTasks) -> None:
-    rows = {
-        name: row.model_copy(update={"seeds": [2]}) for name, row in finished.study.rows.items()
-    }
-    rows["matched"] = rows["matched"].model_copy(update={"seeds": [1]})
-    study = finished.study.model_copy(
-        update={"rows": rows, "comparisons": [["guided-qwen", "matched"]]}
-    )
+    rows = {name: replace(row, seeds=[2]) for name, row in finished.study.rows.items()}
+    rows["matched"] = replace(rows["matched"], seeds=[1])
+    study = replace(finished.study, rows=rows, comparisons=[["guided-qwen", "matched"]])
     table = study_table(StudyTasks(study, finished.folder))
     (entry,) = table["comparisons"]
     assert entry["seeds"] == [] and entry["difference"] is None and entry["interval"] is None

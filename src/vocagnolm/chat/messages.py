@@ -11,9 +11,9 @@ other: it has a hash, it may be sent to a worker, and it can be taken apart agai
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-Format = Literal["auto", "text", "messages", "prompt_completion"]
+from vocagnolm.recipe.sections import Format as Format
 
 CONVERSATION_FIELDS = ("messages", "prompt", "completion", "tools")
 ROLES = ("system", "user", "assistant")

@@ -14,20 +14,18 @@ import typer
 from vocagnolm import __version__
 from vocagnolm.cli import recipe, store
 from vocagnolm.cli.align import align
-from vocagnolm.cli.check import check
-from vocagnolm.cli.common import DEBUG_VARIABLE, AllCommands, end, showing_copies, showing_warnings
+from vocagnolm.cli.common import DEBUG_VARIABLE, Commands, end, showing_copies, showing_warnings
 from vocagnolm.cli.compare import compare
 from vocagnolm.cli.demo import demo
 from vocagnolm.cli.evaluate import evaluate
 from vocagnolm.cli.prepare import prepare
-from vocagnolm.cli.push import push
 from vocagnolm.cli.report import report
 from vocagnolm.cli.score import ScoreCommand, score
-from vocagnolm.cli.train import train
+from vocagnolm.cli.train import check, push, train
 from vocagnolm.cli.view import view
 
 app = typer.Typer(
-    cls=AllCommands,
+    cls=Commands,
     name="vocagnolm",
     no_args_is_help=True,
     add_completion=False,

@@ -1,18 +1,22 @@
 """`vocagnolm align`: which teacher tokens cover which student tokens, as a picture or as JSON."""
 
-import json
+from enum import StrEnum
 from pathlib import Path
 
 import typer
 
-from vocagnolm.cli.common import STUDENT_TEMPLATE_HELP, TEACHER_TEMPLATE_HELP
+from vocagnolm.cli.common import print_json
+from vocagnolm.cli.options import JSON, STUDENT, STUDENT_TEMPLATE, TEACHER, TEACHER_TEMPLATE
+
+
+class SpecialTokens(StrEnum):
+    text = "text"
+    control = "control"
 
 
 def align(
-    student: str = typer.Option(
-        ..., help="The student's tokenizer: folder, tokenizer.json, tokenizer.model or hub id."
-    ),
-    teacher: str = typer.Option(..., help="The teacher's tokenizer, likewise."),
+    student: str = STUDENT,
+    teacher: str = TEACHER,
     text: str | None = typer.Option(None, help="The text to align."),
     file: Path | None = typer.Option(
         None, help="A UTF-8 file to align, read as it is: no newline is translated."
@@ -23,14 +27,13 @@ def align(
         "and the contents are aligned.",
     ),
     number: int = typer.Option(1, min=1, help="With --messages: which conversation of the file."),
-    student_template: str | None = typer.Option(None, help=STUDENT_TEMPLATE_HELP),
-    teacher_template: str | None = typer.Option(None, help=TEACHER_TEMPLATE_HELP),
-    special_tokens: str = typer.Option(
-        "text",
-        help="Special tokens written in the text: 'text' reads their characters, "
-        "'control' gives their ids.",
+    student_template: str | None = STUDENT_TEMPLATE,
+    teacher_template: str | None = TEACHER_TEMPLATE,
+    special_tokens: SpecialTokens = typer.Option(
+        SpecialTokens.text,
+        help="Special tokens written in the text: read their characters, or give their ids.",
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object; spans in bytes."),
+    as_json: bool = JSON,
     plot: Path | None = typer.Option(
         None, help="Draw the two rows (the paper's Figure 2) into this PNG or SVG file."
     ),
@@ -47,11 +50,10 @@ def align(
 
     if sum(given is not None for given in (text, file, messages)) != 1:
         raise UsageError("give the text to align with one of --text, --file or --messages")
-    if special_tokens not in ("text", "control"):
-        raise UsageError(f"--special-tokens is {special_tokens!r}; expected 'text' or 'control'")
     content = read_utf8(file) if file is not None else text or ""
-    ours: TextTokenizer = load_tokenizer(student, special_tokens=special_tokens, check=False)
-    theirs: TextTokenizer = load_tokenizer(teacher, special_tokens=special_tokens, check=False)
+    read_as = special_tokens.value
+    ours: TextTokenizer = load_tokenizer(student, special_tokens=read_as, check=False)
+    theirs: TextTokenizer = load_tokenizer(teacher, special_tokens=read_as, check=False)
     if messages is not None:
         from vocagnolm.chat import ChatTokenizer, survey, template_of
 
@@ -67,12 +69,12 @@ def align(
             typer.echo(line, err=True)
     pair = align_text(ours, theirs, content)
     if plot is not None:
-        from vocagnolm.pair.figures import tokenisation_rows
+        from vocagnolm.pair import tokenisation_rows
 
         tokenisation_rows([pair.student, pair.teacher], content, plot)
         typer.echo(f"wrote {plot}", err=True)
     if as_json:
-        typer.echo(json.dumps(pair.as_json(), ensure_ascii=False, indent=2))
+        print_json(pair.as_json())
         return
     draw(pair)
 

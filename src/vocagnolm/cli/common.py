@@ -1,15 +1,12 @@
-"""What commands share: quiet libraries, options, endings, progress."""
+"""What commands share: quiet libraries, endings, progress."""
 
 import contextlib
 import errno
+import json
 import os
-import platform
 import sys
-import tempfile
-import traceback
 import warnings
-from collections.abc import Iterator
-from enum import StrEnum
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +17,38 @@ from typer.main import get_command
 from vocagnolm import __version__
 from vocagnolm.errors import VocagnolmError
 from vocagnolm.progress import Pace, Speed, clock_time
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """The first column is a name, the others are numbers."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    def written(cell: Any) -> Text:
+        number = f"{cell:.3f}" if isinstance(cell, float) else str(cell)
+        return Text("-" if cell is None else f"{cell:,}" if isinstance(cell, int) else number)
+
+    typer.echo(title)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for at, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if at else "left")
+    for row in rows:
+        table.add_row(*map(written, row))
+    Console().print(table)
+
+
+def print_histogram(counts: Sequence[int], step: float, lines: int) -> None:
+    """Of values in nats; everything beyond the last line is part of it."""
+    shown = [*counts[: lines - 1], sum(counts[lines - 1 :])]
+    for at, count in enumerate(shown if sum(shown) else []):
+        high = f"- {(at + 1) * step:g}" if at < lines - 1 else "and more"
+        bar = "█" * round(40 * count / max(shown))
+        typer.echo(f"{at * step:4g} {high:9} nats {count / sum(shown):6.1%} {bar:40} {count:,}")
 
 
 @contextlib.contextmanager
@@ -40,8 +69,6 @@ def quiet_libraries() -> Iterator[None]:
 @contextlib.contextmanager
 def showing_warnings() -> Iterator[None]:
     """Our own warnings as plain lines; those of libraries as ever."""
-    from vocagnolm.errors import VocagnolmWarning
-
     usual = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
@@ -55,79 +82,6 @@ def showing_warnings() -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = usual
-
-
-# ---- options ----
-
-
-RECIPE_HELP = "The recipe: a YAML file, or a name of `vocagnolm recipe list`."
-CORPUS_HELP = (
-    "jsonl (.gz, .zst), parquet or text file, folder of those, an address of these (s3://, gs://, "
-    "hf://, https://), or hub dataset (owner/name, owner/name:split); give it several times."
-)
-TEXT_FIELD_HELP = "The field of a record that holds the text; corpus.text_field in a recipe."
-SPLIT_HELP = (
-    "A text file (.txt, .md, ...) is one document: none; or one for each blank_line between, or "
-    "each line. corpus.split in a recipe."
-)
-
-
-FORMAT_HELP = (
-    "What a record holds: a text, or a conversation as `messages`, or as `prompt` and "
-    "`completion`; auto: by the fields of the first. corpus.format in a recipe."
-)
-TEMPLATE_HELP = (
-    "Conversations: a chat template (Jinja file, folder with one, or plain) in place of the "
-    "model's own."
-)
-STUDENT_TEMPLATE_HELP = f"The student's side. {TEMPLATE_HELP}"
-TEACHER_TEMPLATE_HELP = f"The teacher's side. {TEMPLATE_HELP}"
-TEMPLATE_OPTION_HELP = "Conversations: a further variable of the template, name=value."
-
-
-class Format(StrEnum):
-    auto = "auto"
-    text = "text"
-    messages = "messages"
-    prompt_completion = "prompt_completion"
-
-
-class Split(StrEnum):
-    none = "none"
-    blank_line = "blank_line"
-    line = "line"
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Dtype(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class ScoreDtype(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    fp8 = "fp8"
-
-
-def template_options(given: list[str]) -> dict[str, Any]:
-    """`name=value`, the value as in YAML."""
-    from vocagnolm.errors import UsageError
-    from vocagnolm.recipe.schema import apply_override
-
-    found: dict[str, Any] = {}
-    for option in given:
-        apply_override(found, option, UsageError, steps_of=lambda path: [path])
-    return found
 
 
 # ---- endings ----
@@ -157,8 +111,16 @@ class Interrupted(VocagnolmError):
     exit_code = INTERRUPTED
 
 
+GROUP = "vocagnolm.commands"
+
+
 class Commands(TyperGroup):
-    """The root command, which knows what each of its commands leaves behind."""
+    """The root command: our own commands, and after them those that installed packages bring, as
+    Typer applications behind entry points of the group `vocagnolm.commands` (`study` is one). The
+    packages are looked through only when all commands are shown, or when the one that is asked for
+    is not among our own: the other commands do not wait for that."""
+
+    _looked = False
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -168,18 +130,6 @@ class Commands(TyperGroup):
             raise Interrupted(f"Interrupted: {kept}") from None
         except EOFError as error:  # not of a user at a prompt: of a file that ends too early
             raise RuntimeError(f"a file ended too early: {error}") from error
-
-
-GROUP = "vocagnolm.commands"
-
-
-class AllCommands(Commands):
-    """The root command: our own commands, and after them those that installed packages bring, as
-    Typer applications behind entry points of the group `vocagnolm.commands` (`study` is one). The
-    packages are looked through only when all commands are shown, or when the one that is asked for
-    is not among our own: the other commands do not wait for that."""
-
-    _looked = False
 
     def list_commands(self, ctx: Any) -> list[str]:
         self._add_installed()
@@ -205,11 +155,9 @@ class AllCommands(Commands):
 
 
 def end(error: BaseException) -> NoReturn:
-    """Tell an error in one message and leave with its exit code."""
-    if isinstance(error, Interrupted):
-        _leave(str(error), INTERRUPTED)
-    if isinstance(error, KeyboardInterrupt):
-        _leave(f"Interrupted: {NOTHING_KEPT}", INTERRUPTED)
+    """Print an error in one message and leave with its exit code."""
+    if isinstance(error, Interrupted | KeyboardInterrupt):
+        _leave(str(error) or f"Interrupted: {NOTHING_KEPT}", INTERRUPTED)
     if isinstance(error, VocagnolmError):
         _leave(f"error: {error}", error.exit_code)
     if isinstance(error, BrokenPipeError):  # our reader went away: `vocagnolm ... | head`
@@ -222,7 +170,12 @@ def end(error: BaseException) -> NoReturn:
         _leave(f"error: {named}{error.strerror}. Check the path, its rights and the disk.", 1)
     if os.environ.get(DEBUG_VARIABLE) or not isinstance(error, Exception):
         raise error
-    _leave(_fault_message(error), FAULT)
+    said = (str(error).strip().splitlines() or [""])[0]
+    _leave(
+        f"error: this should not have happened: {type(error).__name__}{': ' if said else ''}"
+        f"{said:.300} ({_trace_written(error)}; `vocagnolm --debug ...` shows it here)",
+        FAULT,
+    )
 
 
 def _leave(message: str, code: int) -> NoReturn:
@@ -230,16 +183,11 @@ def _leave(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _fault_message(error: Exception) -> str:
-    said = (str(error).strip().splitlines() or [""])[0]
-    name = type(error).__name__
-    return (
-        f"error: this should not have happened: {name}{': ' if said else ''}{said:.300} "
-        f"({_where_written(error)}; `vocagnolm --debug ...` shows it here)"
-    )
+def _trace_written(error: Exception) -> str:
+    import platform
+    import tempfile
+    import traceback
 
-
-def _where_written(error: Exception) -> str:
     from vocagnolm.files import write_text
 
     lines = [
@@ -259,80 +207,42 @@ def _where_written(error: Exception) -> str:
 # ---- progress ----
 
 
+def leading() -> bool:
+    """Whether this is the process that prints, of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 class Meter:
-    """Told how far the work is; shows it. The clock starts with the first note: loading a model
-    is no part of the rate. A new label starts it anew."""
+    """Is given how far the work is, and shows it. The clock starts with the first note, since
+    loading a model is no part of the rate; a new label starts it anew."""
 
-    def __init__(self, label: str, unit: str):
-        self.label = label
-        self.unit = unit
-        self._speed: Speed | None = None
-
-    def start(self) -> None:
-        """Start the clock now, not with the first note."""
-        self._speed = Speed()
+    def __init__(self, label: str, unit: str, show: Callable[..., None]):
+        self.label, self.unit, self._show = label, unit, show
+        self.speed: Speed | None = None
 
     def note(
         self, done: float, total: float, shown: str, amount: float, label: str | None = None
     ) -> None:
         """`done` of `total` give the time left, `amount` the rate, `shown` stands beside them."""
         if label is not None and label != self.label:
-            self.label, self._speed = label, None
-        if self._speed is None:
-            self.start()
-        assert self._speed is not None
-        self._speed.note(done, total, amount)
-        rate = self._speed.rate
-        told = "-" if rate is None else f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-        self._show(
-            done, total, shown, f"{told} {self.unit}/s", clock_time(self._speed.seconds_left)
-        )
-
-    def _show(self, done: float, total: float, shown: str, rate: str, left: str) -> None:
-        raise NotImplementedError
-
-
-class _Lines(Meter):
-    def __init__(self, label: str, unit: str):
-        super().__init__(label, unit)
-        self._pace: Pace | None = None
-
-    def start(self) -> None:
-        super().start()
-        self._pace = self._pace or Pace()
-
-    def _show(self, done: float, total: float, shown: str, rate: str, left: str) -> None:
-        assert self._pace is not None
-        if self._pace.due():
-            share = f"{done / total:.0%}" if total else "-"
-            typer.echo(f"{self.label}: {shown}, {share}, {rate}, ETA {left}", err=True)
-
-
-class _Bar(Meter):
-    def __init__(self, label: str, unit: str, bar: Any):
-        super().__init__(label, unit)
-        self._bar = bar
-        self._task = bar.add_task("", total=None, label=label, shown="", rate="", left="-")
-
-    def _show(self, done: float, total: float, shown: str, rate: str, left: str) -> None:
-        values = {"label": self.label, "shown": shown, "rate": rate, "left": left}
-        self._bar.update(self._task, completed=done, total=total, **values)
+            self.label, self.speed = label, None
+        self.speed = self.speed or Speed()
+        self.speed.note(done, total, amount)
+        rate, left = self.speed.rate, clock_time(self.speed.seconds_left)
+        number = "-" if rate is None else f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+        self._show(self.label, done, total, shown, f"{number} {self.unit}/s", left)
 
 
 @contextlib.contextmanager
 def progress(label: str, unit: str = "tokens", *, started: bool = False) -> Iterator[Meter]:
-    """`started`: the clock runs from here on, for work that begins at once."""
+    """A bar on a terminal, else, or beside another bar, a line now and then; of several processes
+    the leading one shows it. `started`: the clock runs from here on, for work that begins at
+    once."""
     from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        meter: Meter = _Lines(label, unit)
-        if started:
-            meter.start()
-        yield meter
-        return
+    from rich.errors import LiveError
     from rich.progress import BarColumn, Progress, TextColumn
 
+    console = Console(stderr=True)
     columns = ("{task.fields[shown]}", "{task.fields[rate]}", "ETA {task.fields[left]}")
     bar = Progress(
         TextColumn("{task.fields[label]}"),
@@ -340,15 +250,33 @@ def progress(label: str, unit: str = "tokens", *, started: bool = False) -> Iter
         *(TextColumn(column) for column in columns),
         console=console,
     )
-    with bar:
-        meter = _Bar(label, unit, bar)
-        if started:
-            meter.start()
+    pace = Pace() if started else None
+
+    def show_line(label: str, done: float, total: float, shown: str, rate: str, left: str) -> None:
+        nonlocal pace
+        pace = pace or Pace()
+        if leading() and pace.due():
+            share = f"{done / total:.0%}" if total else "-"
+            typer.echo(f"{label}: {shown}, {share}, {rate}, ETA {left}", err=True)
+
+    def show_bar(label: str, done: float, total: float, shown: str, rate: str, left: str) -> None:
+        fields: Any = {"label": label, "shown": shown, "rate": rate, "left": left}
+        bar.update(task, completed=done, total=total, **fields)
+
+    meter = Meter(label, unit, show_line)
+    with contextlib.ExitStack() as stack:
+        if console.is_terminal and leading():
+            with contextlib.suppress(LiveError):  # another bar is on the screen
+                stack.enter_context(bar)
+                task = bar.add_task("", total=None, label=label, shown="", rate="", left="-")
+                meter = Meter(label, unit, show_bar)
+        meter.speed = Speed() if started else None
         try:
             yield meter
         finally:
-            if meter._speed is None:  # an error before the work: leave its message alone
-                bar.remove_task(bar.task_ids[0])
+            if meter.speed is None:  # an error before the work: leave its message alone
+                for unused in bar.task_ids:
+                    bar.remove_task(unused)
 
 
 @contextlib.contextmanager
@@ -362,23 +290,9 @@ def showing_copies() -> Iterator[None]:
         def listen(what: str, folder: Path, done: int, total: int) -> None:
             if what not in meters:
                 typer.echo(f"copying {what} ({total / 1e6:,.1f} MB), kept in {folder}", err=True)
-                meters[what] = _Lines("copying", "MB") if meters else shown.enter_context(_any())
-                meters[what].start()
+                meters[what] = shown.enter_context(progress("copying", "MB", started=True))
             sizes = f"{done / 1e6:,.1f}/{total / 1e6:,.1f} MB"
             meters[what].note(done, total, sizes, done / 1e6)
 
         with told(listen):
             yield
-
-
-@contextlib.contextmanager
-def _any() -> Iterator[Meter]:
-    """A bar, or lines where another bar is on the screen."""
-    from rich.errors import LiveError
-
-    with contextlib.ExitStack() as held:
-        try:
-            meter = held.enter_context(progress("copying", "MB"))
-        except LiveError:
-            meter = _Lines("copying", "MB")
-        yield meter

@@ -1,43 +1,40 @@
 """`vocagnolm compare`: the preflight of a student and its possible teachers."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from vocagnolm.cli.common import (
-    CORPUS_HELP,
-    FORMAT_HELP,
-    SPLIT_HELP,
-    STUDENT_TEMPLATE_HELP,
-    TEACHER_TEMPLATE_HELP,
-    TEXT_FIELD_HELP,
-    Format,
-    Split,
+from vocagnolm.cli.common import print_json, print_table
+from vocagnolm.cli.options import (
+    JSON,
+    STUDENT,
+    STUDENT_TEMPLATE,
+    TEACHER_TEMPLATE,
+    Given,
+    option,
+    options,
+    with_options,
 )
+from vocagnolm.recipe.sections import CorpusSection
 
 if TYPE_CHECKING:
     from vocagnolm.chat import Survey
     from vocagnolm.pair import Pair
 
 
+@with_options
 def compare(
-    student: str = typer.Option(
-        ...,
-        help="The student's tokenizer: folder, tokenizer.json, tokenizer.model, GGUF or hub id.",
-    ),
+    student: str = STUDENT,
     teacher: list[str] = typer.Option(..., help="A teacher's tokenizer; give it several times."),
-    corpus: list[str] = typer.Option(
-        [], help=f"Measure on this corpus instead of the built-in sample: {CORPUS_HELP}"
+    corpus: list[str] = option(
+        CorpusSection, "files", before="Measure on this corpus instead of the built-in sample. "
     ),
-    text_field: str = typer.Option("text", help=TEXT_FIELD_HELP),
-    format_: Format = typer.Option(Format.auto, "--format", help=FORMAT_HELP),
-    student_template: str | None = typer.Option(None, help=STUDENT_TEMPLATE_HELP),
-    teacher_template: str | None = typer.Option(None, help=TEACHER_TEMPLATE_HELP),
-    split: Split = typer.Option(Split.none, help=SPLIT_HELP),
-    limit_documents: int = typer.Option(1000, min=1, help="Read at most so many documents."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    reading: Given = options(CorpusSection, "text_field", "format", "split", recipe_key="corpus"),
+    student_template: str | None = STUDENT_TEMPLATE,
+    teacher_template: str | None = TEACHER_TEMPLATE,
+    limit_documents: int = option(CorpusSection, "limit_documents", default=1000),
+    as_json: bool = JSON,
     plot: Path | None = typer.Option(
         None, help="Draw the overlap bars (the paper's Figure 1) into this PNG or SVG file."
     ),
@@ -62,13 +59,7 @@ def compare(
     theirs: list[TextTokenizer] = [load_tokenizer(source, check=False) for source in teacher]
     surveys: list[Survey] = []
     if corpus:
-        opened = open_corpus(
-            corpus,
-            text_field=text_field,
-            format=format_.value,
-            split=split.value,
-            limit=limit_documents,
-        )
+        opened = open_corpus(corpus, limit=limit_documents, **reading)
         documents, left_out = read_texts(opened)
         if opened.conversations:
             us = ChatTokenizer(ours, template_of(ours, student_template))
@@ -78,7 +69,7 @@ def compare(
             ours, theirs = us, [*them]
     pairs = run(ours, theirs, documents)
     if plot is not None:
-        from vocagnolm.pair.figures import overlap_bars
+        from vocagnolm.pair import overlap_bars
 
         overlap_bars(ours, [pair.teacher for pair in pairs], plot)
         typer.echo(f"wrote {plot}", err=True)
@@ -95,7 +86,7 @@ def compare(
         }
         if surveys:
             report["templates"] = [seen.to_dict() for seen in surveys]
-        typer.echo(json.dumps(report, ensure_ascii=False, indent=2))
+        print_json(report)
         return
     _print(pairs, f"{', '.join(corpus) or 'the built-in sample'}, {len(documents):,} documents")
     for seen in surveys:
@@ -105,50 +96,39 @@ def compare(
 
 
 def _print(pairs: "list[Pair]", where: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from vocagnolm.alignment.picture import visible
 
-    console = Console()
     student = pairs[0].student
-    console.print(
-        Text.assemble(
-            ("student ", "dim"),
-            (student.name, "bold"),
-            f"  {student.kind}, {student.vocabulary_size:,} tokens, "
-            f"{pairs[0].student_tokens_per_byte:.3f} tokens per byte",
-        )
+    columns = [
+        {
+            "kind": pair.teacher.kind,
+            "vocabulary": pair.teacher.vocabulary_size,
+            "overlap, raw strings (paper)": f"{pair.overlap.raw:.2%}",
+            "overlap, space marks made equal": f"{pair.overlap.marks:.2%}",
+            "overlap, true bytes": f"{pair.overlap.bytes:.2%}",
+            "tokens per byte": pair.teacher_tokens_per_byte,
+            "one student token : one teacher token": f"{pair.one_to_one_share:.1%}",
+            "one : many": f"{pair.one_to_many_share:.1%}",
+            "many : one": f"{pair.many_to_one_share:.1%}",
+            "unmapped": f"{pair.unmapped_share:.1%}",
+            "student text covered (IoS)": f"{pair.ios:.1%}",
+            "begins with a teacher token": f"{pair.shared_start_share:.1%}",
+            "teacher tokens: one of the student's": f"{pair.spelled.exact:.1%}",
+            "several, the first is a target": f"{pair.spelled.several:.1%}",
+            "cannot be spelled": f"{pair.spelled.unspelled:.1%}",
+            "tiling": "exact" if pair.exact else "lossy",
+        }
+        for pair in pairs
+    ]
+    print_table(
+        f"student {student.name}: {student.kind}, {student.vocabulary_size:,} tokens, "
+        f"{pairs[0].student_tokens_per_byte:.3f} tokens per byte",
+        ["", *(pair.teacher.name for pair in pairs)],
+        ([name, *(column[name] for column in columns)] for name in columns[0]),
     )
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("")
+    typer.echo(f"shares measured on {where}")
     for pair in pairs:
-        table.add_column(Text(pair.teacher.name, style="bold"), justify="right")
-
-    def row(name: str, *cells: str) -> None:
-        table.add_row(Text(name, style="dim"), *(Text(cell) for cell in cells))
-
-    row("kind", *(p.teacher.kind for p in pairs))
-    row("vocabulary", *(f"{p.teacher.vocabulary_size:,}" for p in pairs))
-    row("overlap, raw strings (paper)", *(f"{p.overlap.raw:.2%}" for p in pairs))
-    row("overlap, space marks made equal", *(f"{p.overlap.marks:.2%}" for p in pairs))
-    row("overlap, true bytes", *(f"{p.overlap.bytes:.2%}" for p in pairs))
-    row("tokens per byte", *(f"{p.teacher_tokens_per_byte:.3f}" for p in pairs))
-    row("one student token : one teacher token", *(f"{p.one_to_one_share:.1%}" for p in pairs))
-    row("one : many", *(f"{p.one_to_many_share:.1%}" for p in pairs))
-    row("many : one", *(f"{p.many_to_one_share:.1%}" for p in pairs))
-    row("unmapped", *(f"{p.unmapped_share:.1%}" for p in pairs))
-    row("student text covered (IoS)", *(f"{p.ios:.1%}" for p in pairs))
-    row("begins with a teacher token", *(f"{p.shared_start_share:.1%}" for p in pairs))
-    row("teacher tokens: one of the student's", *(f"{p.spelled.exact:.1%}" for p in pairs))
-    row("several, the first is a target", *(f"{p.spelled.several:.1%}" for p in pairs))
-    row("cannot be spelled", *(f"{p.spelled.unspelled:.1%}" for p in pairs))
-    row("tiling", *("exact" if p.exact else "lossy" for p in pairs))
-    console.print(table)
-    console.print(Text(f"shares measured on {where}", style="dim"))
-    for pair in pairs:
-        console.print(Text.assemble((pair.teacher.name, "bold"), f"  {pair.verdict}"))
+        typer.echo(f"{pair.teacher.name}  {pair.verdict}")
         for wide in pair.widest:
             tokens = " ".join(visible(token.encode()) for token in wide.teacher_tokens)
-            console.print(Text.assemble(("  widest  ", "dim"), repr(wide.text), " = ", tokens))
+            typer.echo(f"  widest  {wide.text!r} = {tokens}")

@@ -1,28 +1,26 @@
 """`vocagnolm prepare`: corpus + store + student tokenizer -> packed blocks."""
 
-import contextlib
-import json
 import os
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vocagnolm.cli.common import RECIPE_HELP, progress
+from vocagnolm.cli.common import print_histogram, print_json, progress
+from vocagnolm.cli.options import JSON, RECIPE, SET
 
 if TYPE_CHECKING:
     from vocagnolm.data.packing import PackingSummary
 
 
 def prepare(
-    recipe: str = typer.Argument(..., help=RECIPE_HELP),
-    set_: list[str] = typer.Option([], "--set", help="Override: section.key=value."),
-    workers: int | None = typer.Option(None, min=1, help="Processes. [default: one per core]"),
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as one JSON object."),
+    recipe: str = RECIPE,
+    set_: list[str] = SET,
+    workers: int | None = typer.Option(None, min=1, help="Processes.", show_default="one per core"),
+    as_json: bool = JSON,
 ) -> None:
     """Tokenise and pack the corpus for a student, each token with its teacher's guidance.
 
-    Run it again to resume, or to hear that all is done. The result does not depend on the number
+    Run it again to resume, or to confirm completion. The result does not depend on the number
     of workers, and serves every block size and every method that needs no more than it holds.
     """
     from vocagnolm.recipe import load_recipe
@@ -31,7 +29,14 @@ def prepare(
     from vocagnolm.data.identity import opened_count
     from vocagnolm.data.prepare import prepare as run
 
-    with _progress() as note:
+    documents = tokens = 0
+    with progress("preparing", started=True) as meter:
+
+        def note(part: "PackingSummary", share: float) -> None:
+            nonlocal documents, tokens
+            documents, tokens = documents + part.documents, tokens + part.tokens
+            meter.note(share, 1.0, f"{documents:,} documents, {tokens:,} tokens", tokens)
+
         manifest = run(loaded, workers=workers or os.cpu_count() or 1, progress=note)
     size = loaded.data.block_size
     blocks, bins = opened_count(loaded, manifest)
@@ -50,25 +55,11 @@ def prepare(
             "filled_share": bins.tokens / max(len(bins) * (size + 1), 1),
         }
     if as_json:
-        typer.echo(json.dumps(summary, ensure_ascii=False, indent=2))
+        print_json(summary)
     else:
         _print(summary, size)
         if bins is not None:
             typer.echo(bins.words(size + 1))
-
-
-@contextlib.contextmanager
-def _progress() -> "Iterator[Callable[[PackingSummary, float], None]]":
-    with progress("preparing", started=True) as meter:
-        documents = tokens = 0
-
-        def note(part: "PackingSummary", share: float) -> None:
-            nonlocal documents, tokens
-            documents += part.documents
-            tokens += part.tokens
-            meter.note(share, 1.0, f"{documents:,} documents, {tokens:,} tokens", tokens)
-
-        yield note
 
 
 def _print(summary: dict[str, Any], block_size: int) -> None:
@@ -107,9 +98,5 @@ def _print(summary: dict[str, Any], block_size: int) -> None:
         for line in target_words(summary["target_shares"]):
             typer.echo(line)
     counts, step = summary["guidance_histogram"], summary["histogram_step_nats"]
-    grouped = [sum(counts[i : i + 4]) for i in range(0, len(counts), 4)]
-    highest = max(*grouped, 1)
-    for number, count in enumerate(grouped):
-        low = 4 * number * step
-        edge = f"{low:4.0f} +  " if number == len(grouped) - 1 else f"{low:4.0f} - {low + 1:<2.0f}"
-        typer.echo(f"{edge} nats {'█' * round(40 * count / highest):40} {count:,}")
+    grouped = [sum(counts[at : at + 4]) for at in range(0, len(counts), 4)]
+    print_histogram(grouped, 4 * step, len(grouped))

@@ -1,15 +1,16 @@
 """`vocagnolm recipe`: the recipes that come with the package."""
 
-import json
-
 import typer
+
+from vocagnolm.cli.common import print_json
+from vocagnolm.cli.options import JSON
 
 app = typer.Typer(no_args_is_help=True, help="Recipes that come with the package: list, show.")
 
 
 @app.command("list")
 def list_recipes(
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    as_json: bool = JSON,
 ) -> None:
     """Name the shipped recipes, among them every run of the paper's tables and figures."""
     from vocagnolm.recipe.shipped import shipped_recipes
@@ -17,7 +18,7 @@ def list_recipes(
     found = shipped_recipes().values()
     if as_json:
         rows = {r.name: {"shows": r.shows, "about": r.about, "after": r.after} for r in found}
-        typer.echo(json.dumps(rows, ensure_ascii=False, indent=2))
+        print_json(rows)
         return
     width = max(len(recipe.name) for recipe in found)
     for recipe in found:

@@ -1,17 +1,17 @@
 """`vocagnolm report`: finished evaluations side by side, or a page of whole runs."""
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 
 import typer
 
-from vocagnolm.cli.common import quiet_libraries
+from vocagnolm.cli.common import print_json, quiet_libraries
+from vocagnolm.cli.options import JSON
 
 
 def report(
     runs: list[Path] = typer.Argument(help="Run folders; the others are compared with the first."),
-    as_json: bool = typer.Option(False, "--json", help="Print the comparison as JSON."),
+    as_json: bool = JSON,
     html: Path | None = typer.Option(
         None,
         help="Write one self-contained page instead: what the teacher changed token by token, "
@@ -44,6 +44,6 @@ def report(
     for note in comparison.notes():
         typer.echo(note, err=True)
     if as_json:
-        typer.echo(json.dumps(comparison.to_json(), indent=2, ensure_ascii=False))
+        print_json(comparison.to_json())
     else:
         typer.echo(format_table(comparison_table(comparison)))

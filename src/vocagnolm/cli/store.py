@@ -1,6 +1,7 @@
 """`vocagnolm store`: what a loss store is, whether it is whole, and Parquet out of it."""
 
 import contextlib
+import itertools
 import json
 from enum import StrEnum
 from pathlib import Path
@@ -8,14 +9,15 @@ from typing import Any
 
 import typer
 
+from vocagnolm.cli.common import print_histogram, print_json, print_table
+from vocagnolm.cli.options import JSON, Given, option, options, with_options
+from vocagnolm.recipe.sections import CorpusSection
+
 app = typer.Typer(no_args_is_help=True, help="Look at, check and export loss stores.")
 
 _STORE = typer.Argument(
     ..., help="The loss store: a folder, or an address (s3://, gs://, az://, hf://datasets/...)."
 )
-_JSON = typer.Option(False, "--json", help="Print one JSON object.")
-_HISTOGRAM_LINES = 12
-_BAR_WIDTH = 40
 _MOST_RANGES = 12
 
 
@@ -24,25 +26,25 @@ class ExportFormat(StrEnum):
 
 
 @app.command("inspect")
-def inspect_command(store: str = _STORE, as_json: bool = _JSON) -> None:
+def inspect_command(store: str = _STORE, as_json: bool = JSON) -> None:
     """What the store is: teacher, settings, size, mean nll, bits per byte, histogram."""
     from vocagnolm.store import inspect_store
 
     about = inspect_store(store)
     if as_json:
-        typer.echo(json.dumps(about, ensure_ascii=False, indent=2))
+        print_json(about)
     else:
-        _print(about)
+        print_store(about)
 
 
 @app.command("verify")
-def verify_command(store: str = _STORE, as_json: bool = _JSON) -> None:
+def verify_command(store: str = _STORE, as_json: bool = JSON) -> None:
     """Read every byte: checksums, gaps, duplicates. Exit code 1 when something is wrong."""
     from vocagnolm.store import verify_store
 
     problems = verify_store(store)
     if as_json:
-        typer.echo(json.dumps({"ok": not problems, "problems": problems}, indent=2))
+        print_json({"ok": not problems, "problems": problems})
     else:
         for problem in problems:
             typer.echo(problem)
@@ -59,11 +61,11 @@ def verify_command(store: str = _STORE, as_json: bool = _JSON) -> None:
 @app.command("export")
 def export_command(
     store: str = _STORE,
-    out: Path | None = typer.Option(None, help="The Parquet file. [default: STORE.parquet]"),
+    out: Path | None = typer.Option(None, help="The Parquet file.", show_default="STORE.parquet"),
     format_: ExportFormat = typer.Option(
         ExportFormat.parquet, "--format", help="The kind of file; `datasets` loads it."
     ),
-    as_json: bool = _JSON,
+    as_json: bool = JSON,
 ) -> None:
     """Write the store as Parquet, one row a document."""
     from vocagnolm.files import address_of
@@ -74,7 +76,7 @@ def export_command(
     target = out or near.with_name(near.name + ".parquet")
     rows = export_parquet(store, target)
     if as_json:
-        typer.echo(json.dumps({"file": str(target), "rows": rows}))
+        print_json({"file": str(target), "rows": rows})
     else:
         typer.echo(f"{target}: {rows:,} rows")
 
@@ -85,7 +87,9 @@ def card_command(
     licence: str | None = typer.Option(
         None, "--license", help="As the hub calls it, for example cc-by-4.0 or odc-by."
     ),
-    out: Path | None = typer.Option(None, help="Write it here. [default: README.md in the store]"),
+    out: Path | None = typer.Option(
+        None, help="Write it here.", show_default="README.md in the store"
+    ),
 ) -> None:
     """Write the store's card: what `hf upload` needs to publish it as a dataset of the hub."""
     from vocagnolm.errors import UsageError
@@ -113,14 +117,17 @@ def card_command(
 
 
 @app.command("compare")
+@with_options
 def compare_command(
     stores: list[str] = typer.Argument(..., help="Two or more loss stores."),
-    corpus: list[str] | None = typer.Option(
-        None, help="The corpus they were made from: sources and texts are then named."
+    corpus: list[str] = option(
+        CorpusSection,
+        "files",
+        before="The corpus they were made from: sources and texts are then named. ",
     ),
-    text_field: str = typer.Option("text", help="The field that holds the text."),
+    reading: Given = options(CorpusSection, "text_field", recipe_key="corpus"),
     source_field: str | None = typer.Option(
-        None, help="The field that names a document's source. [default: its file]"
+        None, help="The field that names a document's source.", show_default="its file"
     ),
     limit_documents: int | None = typer.Option(
         None, min=1, help="Compare about so many documents, evenly spread."
@@ -129,18 +136,16 @@ def compare_command(
     plot: Path | None = typer.Option(
         None, help="Draw the documents' bits per byte into this PNG or SVG file."
     ),
-    as_json: bool = _JSON,
+    as_json: bool = JSON,
 ) -> None:
     """Several teachers side by side: bits per byte, where they differ, and on what text."""
     from vocagnolm.data.corpus import open_corpus
     from vocagnolm.data.teachers import compare_stores
 
-    read = open_corpus(corpus, text_field=text_field) if corpus else None
-    named = (
-        open_corpus(corpus, text_field=source_field, format="text")
-        if corpus and source_field
-        else None
-    )
+    read = open_corpus(corpus, **reading) if corpus else None
+    named = None
+    if corpus and source_field:
+        named = open_corpus(corpus, text_field=source_field, format="text")
     found = compare_stores(stores, read, sources=named, limit=limit_documents, examples=examples)
     if plot is not None:
         from vocagnolm.plots import document_scatter
@@ -148,7 +153,7 @@ def compare_command(
         document_scatter(found, plot)
         typer.echo(f"wrote {plot}", err=True)
     if as_json:
-        typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
+        print_json(found)
     else:
         _print_comparison(found)
 
@@ -161,7 +166,7 @@ def rank_command(
     ),
     out: Path | None = typer.Option(None, help="Write one row a document into this Parquet file."),
     top: int = typer.Option(5, min=0, help="Documents to show at either end."),
-    as_json: bool = _JSON,
+    as_json: bool = JSON,
 ) -> None:
     """Which documents the teacher reads most easily, or gains most on over a reference model."""
     from vocagnolm.store.analysis import rank_documents
@@ -173,10 +178,12 @@ def rank_command(
         typer.echo(f"wrote {out}", err=True)
     ends = [*ranks.rows(0, top), *ranks.rows(max(top, len(ranks) - top), len(ranks))]
     if as_json:
-        about = {"documents": len(ranks), "by": ranks.by, "shown": ends}
-        typer.echo(json.dumps(about, ensure_ascii=False, indent=2))
+        print_json({"documents": len(ranks), "by": ranks.by, "shown": ends})
     else:
-        _print_ranks(ranks.by, ends)
+        names = ["rank", "document", "bytes", "bits_per_byte"]
+        names += ["difference"] if ranks.by == "difference" else []
+        columns = [name.replace("_", " ") for name in names]
+        print_table(f"by {ranks.by}", columns, ([row[name] for name in names] for row in ends))
 
 
 # A teacher of one's own (`vocagnolm.score.Teacher`) may say less about itself.
@@ -192,7 +199,8 @@ _STATED = {
 }
 
 
-def _print(about: dict[str, Any]) -> None:
+def print_store(about: dict[str, Any]) -> None:
+    """A store as `inspect` shows it, and `score` when it has ended."""
     state = "complete" if about["complete"] else "NOT COMPLETE"
     rows = [("store", f"{about['path']} ({state}, format {about['format_version']})")]
     for name, template in _STATED.items():
@@ -208,112 +216,53 @@ def _print(about: dict[str, Any]) -> None:
         named = (f"{name} ({count:,} shards)" for name, count in about["devices"].items())
         rows.append(("scored on", ", ".join(named)))
     if about["bytes_per_token"] is not None:
-        rows.append(
-            ("on disk", f"{about['file_bytes']:,} bytes, {about['bytes_per_token']:.2f} a token")
-        )
+        on_disk = f"{about['file_bytes']:,} bytes, {about['bytes_per_token']:.2f} a token"
+        rows.append(("on disk", on_disk))
     if about["mean_nll"] is not None:
         rows.append(("mean nll", f"{about['mean_nll']:.4f} nats a token"))
         rows.append(("bits per byte", f"{about['bits_per_byte']:.4f}"))
+    rows += [("", f"{count:,} skipped: {why}") for why, count in about["skipped_reasons"].items()]
+    kept = about.get("alternatives")
+    if kept is not None:
+        kind = "drawn from the distribution" if kept["sampled"] else "likeliest first"
+        rows.append(("alternatives", f"{kept['count']} a token, {kind}"))
     for name, value in rows:
         typer.echo(f"{name:<14}{value}")
-    for reason, count in about["skipped_reasons"].items():
-        typer.echo(f"{'':<14}{count:,} skipped: {reason}")
-    if "alternatives" in about:
-        _print_alternatives(about["alternatives"])
-    _print_histogram(about["histogram"])
-
-
-def _print_alternatives(about: dict[str, Any]) -> None:
-    """Of every rank: how much of the teacher's probability it has, and how often it follows."""
-    if about["sampled"]:
-        typer.echo(f"{'alternatives':<14}{about['count']} a token, drawn from the distribution")
-        return
-    typer.echo(f"{'alternatives':<14}{about['count']} a token, likeliest first")
-    typer.echo(f"  {'rank':<6}{'probability':>12}{'so far':>9}{'is the token that follows':>27}")
-    so_far = 0.0
-    for rank, (mass, hits) in enumerate(zip(about["mass"], about["hits"], strict=True), 1):
-        so_far += mass
-        typer.echo(f"  {rank:<6}{mass:>12.2%}{so_far:>9.2%}{hits:>27.2%}")
+    if kept is not None and not kept["sampled"]:
+        ranks = zip(kept["mass"], itertools.accumulate(kept["mass"]), kept["hits"], strict=True)
+        cells = ([n, *(f"{share:.2%}" for share in row)] for n, row in enumerate(ranks, 1))
+        columns = ("rank", "probability", "so far", "is the token that follows")
+        print_table("alternatives", columns, cells)
+    print_histogram(about["histogram"]["counts"], about["histogram"]["step_nats"], 13)
 
 
 def _shards(about: dict[str, Any]) -> str:
     """How far a store is that grows."""
-    done, all_of_them = about["shards"], about["shards_expected"]
-    if not about["missing_shards"]:
-        return f"{done:,} of {all_of_them:,}"
-    ranges = [
-        f"{first}" if first == last else f"{first}-{last}"
-        for first, last in about["missing_shards"]
-    ]
-    more = ", ..." if len(ranges) > _MOST_RANGES else ""
-    return (
-        f"{done:,} of {all_of_them:,}, {done / all_of_them:.1%}; missing: "
-        f"{', '.join(ranges[:_MOST_RANGES])}{more}"
-    )
-
-
-def _print_histogram(histogram: dict[str, Any]) -> None:
-    step, counts = histogram["step_nats"], histogram["counts"]
-    shown = [*counts[:_HISTOGRAM_LINES], sum(counts[_HISTOGRAM_LINES:])]
-    total = sum(shown)
-    if total == 0:
-        return
-    typer.echo("nll in nats")
-    for number, count in enumerate(shown):
-        low, high = number * step, (number + 1) * step
-        label = f"{low:g} - {high:g}" if number < _HISTOGRAM_LINES else f"from {low:g}"
-        bar = "#" * round(_BAR_WIDTH * count / max(shown))
-        typer.echo(f"  {label:<12}{count / total:6.1%} {bar}")
+    done, expected, missing = about["shards"], about["shards_expected"], about["missing_shards"]
+    if not missing:
+        return f"{done:,} of {expected:,}"
+    ranges = [f"{first}" if first == last else f"{first}-{last}" for first, last in missing]
+    listed = ", ".join([*ranges[:_MOST_RANGES], *(["..."] if len(ranges) > _MOST_RANGES else [])])
+    return f"{done:,} of {expected:,}, {done / expected:.1%}; missing: {listed}"
 
 
 def _print_comparison(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    stores = found["stores"]
-    table = Table(title=f"{found['documents']:,} documents in all of them", title_justify="left")
-    for name in ("teacher", "bits per byte", "best on", "tokens more than a nat from the first"):
-        table.add_column(name, justify="left" if name == "teacher" else "right")
-    for store in stores:
-        apart = store["apart_share"]
-        table.add_row(
-            store["teacher"],
-            _bits(store["bits_per_byte"]),
-            f"{store['best_share']:.1%}",
-            "" if apart is None else f"{apart:.1%}",
-        )
-    Console().print(table)
-    names = [store["teacher"] for store in stores]
+    teachers = []
+    for store in found["stores"]:
+        apart = "" if store["apart_share"] is None else f"{store['apart_share']:.1%}"
+        best = f"{store['best_share']:.1%}"
+        teachers.append([store["teacher"], store["bits_per_byte"], best, apart])
+    columns = ("teacher", "bits per byte", "best on", "tokens more than a nat from the first")
+    print_table(f"{found['documents']:,} documents in all of them", columns, teachers)
+    names = [store["teacher"] for store in found["stores"]]
     if len(found["sources"]) > 1:
-        table = Table("source", "documents", *names, title="bits per byte", title_justify="left")
-        for source in found["sources"]:
-            bits = map(_bits, source["bits_per_byte"])
-            table.add_row(source["name"], f"{source['documents']:,}", *bits)
-        Console().print(table)
-    if found["stretches"]:
-        table = Table("text", "document", *names, title="furthest apart, nats")
-        for row in found["stretches"]:
-            text = f"bytes {row['bytes'][0]}-{row['bytes'][1]}"
-            if row["text"] is not None:
-                text = json.dumps(row["text"], ensure_ascii=False)
-            nats = (f"{value:.2f}" for value in row["nats"])
-            table.add_row(text[:60], str(row["document"]), *nats)
-        Console().print(table)
-
-
-def _print_ranks(by: str, rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("rank", "document", "bytes", "bits per byte", title=f"by {by}")
-    if by == "difference":
-        table.add_column("difference")
-    for row in rows:
-        cells = [f"{row['rank']:,}", str(row["document"]), f"{row['bytes']:,}"]
-        cells.append(_bits(row["bits_per_byte"]))
-        table.add_row(*cells, *([_bits(row["difference"])] if by == "difference" else []))
-    Console().print(table)
-
-
-def _bits(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+        sources = ([s["name"], s["documents"], *s["bits_per_byte"]] for s in found["sources"])
+        print_table("bits per byte", ("source", "documents", *names), sources)
+    stretches = []
+    for row in found["stretches"]:
+        text = f"bytes {row['bytes'][0]}-{row['bytes'][1]}"
+        if row["text"] is not None:
+            text = json.dumps(row["text"], ensure_ascii=False)
+        stretches.append([text[:60], row["document"], *row["nats"]])
+    if stretches:
+        print_table("furthest apart, nats", ("text", "document", *names), stretches)

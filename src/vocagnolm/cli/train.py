@@ -1,22 +1,77 @@
-"""`vocagnolm train`: one recipe, one run."""
+"""`vocagnolm check`, `train` and `push`: one recipe, one run, and its model on the hub."""
 
-import json
-import os
 import time
+from pathlib import Path
+from typing import Any
 
 import typer
 
-from vocagnolm.cli.common import RECIPE_HELP
+from vocagnolm.cli.common import leading, print_json
+from vocagnolm.cli.options import JSON, RECIPE, SET
+
+
+def check(
+    recipe: str = RECIPE,
+    set_: list[str] = SET,
+    processes: int = typer.Option(1, min=1, help="Processes that will train (torchrun)."),
+    measure: bool = typer.Option(
+        True, help="Load the student and compare it with the teacher on a few documents."
+    ),
+    as_json: bool = JSON,
+) -> None:
+    """Validate everything before anything is trained, and print the plan.
+
+    Paths, tokenizers, the store and its teacher, vocabularies, sizes, the schedule, disk. Exit
+    code 1 when something must be mended first.
+    """
+    from vocagnolm.recipe import load_recipe
+
+    loaded = load_recipe(recipe, set_)  # first: a typo is answered before torch is imported
+    from vocagnolm.train.check import check as run
+
+    report = run(loaded, processes=processes, measure=measure)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        for name, facts in report.plan.items():
+            typer.echo(f"{name.replace('_', ' ')}: {_line(facts)}")
+        for warning in report.warnings:
+            typer.echo(f"warning: {warning}")
+        for problem in report.problems:
+            typer.echo(f"problem: {problem}")
+        typer.echo("ready" if report.ready else "not ready")
+    if not report.ready:
+        raise typer.Exit(1)
+
+
+def _line(facts: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name.replace('_', ' ')} {_show(name, value)}"
+        for name, value in facts.items()
+        if value is not None
+    )
+
+
+def _show(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and name.endswith("bytes"):
+        return f"{value / 1e9:.2f} GB"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.1%}" if name.endswith("share") else f"{value:.3g}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def train(
-    recipe: str = typer.Argument(..., help=RECIPE_HELP),
-    set_: list[str] = typer.Option([], "--set", help="Override: section.key=value."),
+    recipe: str = RECIPE,
+    set_: list[str] = SET,
     restart: bool = typer.Option(
         False, help="Begin anew where all checkpoints of the run are damaged."
     ),
     quiet: bool = typer.Option(False, "--quiet", help="No progress on stderr."),
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as one JSON object."),
+    as_json: bool = JSON,
 ) -> None:
     """Train a student on prepared blocks; run it again to go on where it stopped.
 
@@ -34,10 +89,10 @@ def train(
 
     imported = time.perf_counter() - began
     summary = run(loaded, quiet=quiet, restart=restart, earlier=imported)
-    if os.environ.get("RANK", "0") != "0":
+    if not leading():
         return
     if as_json:
-        typer.echo(json.dumps(summary, ensure_ascii=False, indent=2))
+        print_json(summary)
         return
     if summary["already_finished"]:
         typer.echo(f"{summary['run']} is finished already; nothing to do.")
@@ -52,3 +107,38 @@ def train(
         from vocagnolm.train.metrics import Times
 
         typer.echo(str(Times(**summary["times"])))
+
+
+def push(
+    run: Path = typer.Argument(help="The folder of a finished run."),
+    repository: str = typer.Argument(metavar="HF_ID", help="The model's name there: owner/name."),
+    private: bool = typer.Option(False, "--private", help="Make a new repository private."),
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="List what would go, and reach nothing outside."
+    ),
+    as_json: bool = JSON,
+) -> None:
+    """Upload a trained model and its card. Metrics, checkpoints and data stay here.
+
+    Needs a login that may write: `hf auth login`, or HF_TOKEN.
+    """
+    from vocagnolm.push import push as run_push
+
+    done = run_push(run, repository, private=private, dry_run=dry_run)
+    if as_json:
+        print_json(done.to_dict())
+        return
+    width = max(map(len, done.files))
+    for name, size in done.files.items():
+        typer.echo(f"{name:{width}}  {size:>15,} bytes")
+    kind = "private, if new" if private else "public, if new"
+    verb = "would go to" if dry_run else "are at"
+    typer.echo(
+        f"{len(done.files)} files, {done.total_bytes:,} bytes, {verb} "
+        f"{done.url or done.repository} ({kind})"
+    )
+    if done.local_paths:
+        typer.echo(
+            f"warning: the card names paths of this machine: {', '.join(done.local_paths[:5])}",
+            err=True,
+        )

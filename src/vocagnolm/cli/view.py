@@ -6,9 +6,12 @@ from typing import Any
 
 import typer
 
-from vocagnolm.cli.common import STUDENT_TEMPLATE_HELP, TEACHER_TEMPLATE_HELP, quiet_libraries
+from vocagnolm.cli.common import quiet_libraries
+from vocagnolm.cli.options import STUDENT_TEMPLATE, TEACHER_TEMPLATE, Given, options, with_options
+from vocagnolm.recipe.sections import ObjectiveSection
 
 
+@with_options
 def view(
     student: str | None = typer.Option(
         None,
@@ -26,8 +29,8 @@ def view(
         None, help="A file of conversations: each side reads them in its own template."
     ),
     limit: int = typer.Option(4, min=1, help="With --messages: so many conversations."),
-    student_template: str | None = typer.Option(None, help=STUDENT_TEMPLATE_HELP),
-    teacher_template: str | None = typer.Option(None, help=TEACHER_TEMPLATE_HELP),
+    student_template: str | None = STUDENT_TEMPLATE,
+    teacher_template: str | None = TEACHER_TEMPLATE,
     student_model: str | None = typer.Option(
         None, help="A model whose losses to show: folder, hub id or GGUF file."
     ),
@@ -36,9 +39,9 @@ def view(
         help="The teacher's model; give it several times for several. With both sides' models, "
         "tokens are coloured by excess and selected.",
     ),
-    keep: float = typer.Option(0.4, min=0.0, max=1.0, help="Share of mapped tokens to keep."),
-    aggregation: str = typer.Option("max", help="Phi: max, mean or sum."),
-    unmapped: str = typer.Option("include", help="Unmapped tokens: include, exclude or mean."),
+    selection: Given = options(
+        *(ObjectiveSection, "keep", "aggregation", "unmapped"), recipe_key="objective"
+    ),
     html: Path = typer.Option(..., help="The page to write, for example view.html."),
 ) -> None:
     """Write one self-contained HTML page that shows how tokenizers share a text.
@@ -74,9 +77,7 @@ def view(
             student_model=student_model,
             teacher_models=teacher_model,
             texts=texts,
-            keep=keep,
-            aggregation=aggregation,
-            unmapped=unmapped,
+            **selection,
             **templates,
         )
     typer.echo(str(write_page(page, html)))

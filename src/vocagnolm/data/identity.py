@@ -179,7 +179,7 @@ def block_settings(
             settings["guidance"]["combine"] = recipe.store.combine or "min"
     if recipe.corpus.keep_documents is not None:
         chosen = recipe.corpus.keep_documents
-        settings["documents"] = chosen.model_dump(exclude={"against"})
+        settings["documents"] = {"by": chosen.by, "share": chosen.share}
         settings["documents"]["seed"] = recipe.run.seed if chosen.by == "random" else None
         if chosen.against is not None and (corpus is not None or Path(chosen.against).exists()):
             settings["documents"]["against"] = _stores_digest([chosen.against])

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, ClassVar, Literal
+from typing import IO, Any, ClassVar
 from urllib.parse import urlsplit
 
 from vocagnolm.chat.messages import CONVERSATION_FIELDS
 from vocagnolm.errors import CorpusError, MissingExtraError, UsageError, VocagnolmError
 from vocagnolm.files import parse_json, whole_file
+from vocagnolm.recipe.sections import Split as Split
 from vocagnolm.storage import scheme_of
 from vocagnolm.storage.copies import cache_folder, copying, tell
 
@@ -189,8 +190,6 @@ def _corpus_errors(address: str) -> Iterator[None]:
 # ---- kinds of sources ----
 
 
-Split = Literal["none", "blank_line", "line"]
-"""How a text file becomes documents."""
 # A place to seek to is remembered this often; between two, lines are skipped unread.
 _LINES_PER_MARK = 256
 _READ_BYTES = 2**20

@@ -9,14 +9,14 @@ import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from vocagnolm.chat import Message, shared_text
 from vocagnolm.errors import MissingExtraError, UsageError
 from vocagnolm.evaluate.suite import PAPER_NEW_TOKENS, AnswerKind, Protocol, Task, check_protocol
 from vocagnolm.files import write_text
+from vocagnolm.recipe.sections import Choices
 
-Method = Literal["generate", "likelihood"]
 TASK_FOLDER = Path(__file__).parent / "tasks"
 
 
@@ -40,7 +40,7 @@ def render(
     *,
     benchmarks: str | Path | None = None,
     limit: int | None = None,
-    choices: Method = "generate",
+    choices: Choices = "generate",
     max_new_tokens: int | None = None,
     protocol: Protocol = "strict",
     chat: bool = False,
@@ -55,8 +55,8 @@ def render(
     """
     if limit is not None and limit < 1:
         raise UsageError(f"--limit must be at least 1, not {limit}")
-    if choices not in get_args(Method):
-        raise UsageError(f"choices must be {' or '.join(get_args(Method))}, not '{choices}'")
+    if choices not in get_args(Choices):
+        raise UsageError(f"choices must be {' or '.join(get_args(Choices))}, not '{choices}'")
     check_protocol(protocol)
     if shots is not None and not chat:
         raise UsageError(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Unpack
+from typing import Any
 
 from vocagnolm.chat.messages import is_conversation, readable
 from vocagnolm.data.corpus import LeftOut
@@ -16,13 +16,13 @@ from vocagnolm.evaluate.render import Request
 from vocagnolm.evaluate.results import Answer, Evaluation, Record, RunFolder, score_records
 from vocagnolm.evaluate.settings import (
     Engine,
-    Keywords,
     Questions,
     grouped,
     task_conditions,
     text_conditions,
 )
 from vocagnolm.files import local_path
+from vocagnolm.recipe import CorpusSection
 
 # part of a run's identity: answers made by another version of the loop may differ
 _FORMAT = 1
@@ -50,13 +50,13 @@ def evaluate(
     engine: Engine | None = None,
     *,
     text: Sequence[str | Path] = (),
-    text_field: str = "text",
-    split: Split = "none",
+    text_field: str = CorpusSection.text_field,
+    split: Split = CorpusSection.split,
     on_left_out: Callable[[LeftOut], None] | None = None,
     out: str | Path | None = None,
     on_progress: OnProgress | None = None,
     on_note: Callable[[str], None] | None = None,
-    **keywords: Unpack[Keywords],
+    **keywords: Any,
 ) -> Evaluation:
     """Scores of a model on the tasks, and its bits per byte on `text`.
 

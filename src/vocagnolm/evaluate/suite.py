@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from vocagnolm.errors import UsageError
+from vocagnolm.recipe.sections import Protocol as Protocol
 
 # number: one number; mixed: a number, ratio, time or short text; math: a LaTeX expression;
 # choice: an option letter
 AnswerKind = Literal["number", "mixed", "math", "choice"]
 # strict: our prompts and grading; paper: those of the paper's harness, as far as they can be had
-Protocol = Literal["strict", "paper"]
 PAPER_NEW_TOKENS = 1024
 
 

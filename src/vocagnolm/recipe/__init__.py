@@ -1,6 +1,12 @@
-"""Recipes: one YAML file that describes a run, a section a stage."""
+"""Recipes: one YAML file that describes a run, one section per stage.
 
-from vocagnolm.recipe.load import Recipe, load_recipe, recipe_difference, recipe_from_dict
+The command line makes its options from `recipe.sections`; what reads files is imported when it is
+used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from vocagnolm.recipe.sections import (
     CorpusSection,
     DataSection,
@@ -13,6 +19,9 @@ from vocagnolm.recipe.sections import (
     TeacherSection,
     TrainSection,
 )
+
+if TYPE_CHECKING:
+    from vocagnolm.recipe.load import Recipe, load_recipe, recipe_difference, recipe_from_dict
 
 __all__ = [
     "CorpusSection",
@@ -30,3 +39,9 @@ __all__ = [
     "recipe_difference",
     "recipe_from_dict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module("vocagnolm.recipe.load"), name)
+    raise AttributeError(f"module 'vocagnolm.recipe' has no attribute {name!r}")

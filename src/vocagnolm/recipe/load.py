@@ -1,48 +1,36 @@
 """A recipe: its sections together, read from YAML with `extends` and overrides."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vocagnolm.errors import RecipeError
 from vocagnolm.files import local_path
-from vocagnolm.methods import METHODS, Method
+from vocagnolm.methods import Method
+from vocagnolm.recipe import sections
 from vocagnolm.recipe.schema import YAML_SUFFIXES, Schema, apply_override, build, read_tree
-from vocagnolm.recipe.sections import (
-    CorpusSection,
-    DataSection,
-    LoraSection,
-    ObjectiveSection,
-    OptimizerSection,
-    RunSection,
-    StoreSection,
-    StudentSection,
-    TeacherSection,
-    TrainSection,
-)
 from vocagnolm.recipe.shipped import shipped_recipe
 from vocagnolm.storage import require_place
 
 
 class Recipe(Schema):
-    """One run, a section a stage."""
+    """One run, one section per stage."""
 
-    student: StudentSection = StudentSection()
-    teacher: TeacherSection = TeacherSection()
-    corpus: CorpusSection = CorpusSection()
-    store: StoreSection = StoreSection()
-    data: DataSection = DataSection()
-    objective: ObjectiveSection = ObjectiveSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    lora: LoraSection = LoraSection()
-    train: TrainSection = TrainSection()
-    run: RunSection = RunSection()
+    student: sections.StudentSection = field(default_factory=sections.StudentSection)
+    teacher: sections.TeacherSection = field(default_factory=sections.TeacherSection)
+    corpus: sections.CorpusSection = field(default_factory=sections.CorpusSection)
+    store: sections.StoreSection = field(default_factory=sections.StoreSection)
+    data: sections.DataSection = field(default_factory=sections.DataSection)
+    objective: sections.ObjectiveSection = field(default_factory=sections.ObjectiveSection)
+    optimizer: sections.OptimizerSection = field(default_factory=sections.OptimizerSection)
+    lora: sections.LoraSection = field(default_factory=sections.LoraSection)
+    train: sections.TrainSection = field(default_factory=sections.TrainSection)
+    run: sections.RunSection = field(default_factory=sections.RunSection)
 
     @property
     def method(self) -> Method:
-        return METHODS[self.objective.method]
+        return self.objective.rule
 
     @property
     def student_tokenizer(self) -> str | None:
@@ -55,8 +43,7 @@ class Recipe(Schema):
     @property
     def needs_guidance(self) -> bool:
         """Whether the objective reads guidance (one number per token) at all."""
-        by_chance = self.method.unit == "chunk" and self.objective.chunk_choice == "random"
-        return self.method.guidance and not by_chance
+        return self.method.guidance and not self.objective.by_chance
 
     @property
     def needs_online_teacher(self) -> bool:
@@ -79,8 +66,7 @@ class Recipe(Schema):
     @property
     def needs_stretches(self) -> bool:
         """Whether whole stretches of text are compared."""
-        by_stretch = self.objective.compare == "stretch" or self.method.by_stretch
-        return by_stretch and self.needs_guidance
+        return self.objective.by_stretch and self.needs_guidance
 
     @property
     def needs_targets(self) -> bool:
@@ -131,9 +117,11 @@ class Recipe(Schema):
         return problems
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        return self.model_dump()
+        return asdict(self)
 
     def to_yaml(self) -> str:
+        import yaml
+
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
 

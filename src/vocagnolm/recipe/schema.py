@@ -1,69 +1,269 @@
-"""What recipes and studies share: YAML with `extends`, overrides, and typed keys (pydantic), with
-every mistake named once, in our words."""
+"""Settings: dataclasses whose fields hold their type, default, limits and help text, and the YAML
+files that recipes and studies are written in. Every mistake is named once, with what was expected.
 
+The command line makes its options from the same fields, so this imports nothing heavy.
+"""
+
+import contextlib
+import copy
+import dataclasses
 import difflib
+import operator
+import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
-
-from vocagnolm.errors import UsageError
+from vocagnolm.errors import SettingError, UsageError
 
 Tree = dict[str, Any]
 YAML_SUFFIXES = (".yaml", ".yml")
+MOST = sys.float_info.max
 
 
-class Schema(BaseModel):
-    """A mapping of known keys. Types are taken strictly: "123" is no number."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+# ---- fields ----
 
 
-def key(help_text: str, default: Any = None, **limits: Any) -> Any:
-    """A key with its help text; `limits` as in pydantic: ge, gt, le, lt."""
-    return Field(default, description=help_text, **limits)
+_LIMITS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "ge": (operator.ge, "of at least {:,}"),
+    "gt": (operator.gt, "above {:,}"),
+    "le": (operator.le, "up to {:,}"),
+    "lt": (operator.lt, "below {:,}"),
+    "min_length": (lambda value, limit: len(value) >= limit, "of at least {} entries"),
+    "max_length": (lambda value, limit: len(value) <= limit, "of at most {} entries"),
+    "pattern": (lambda value, pattern: re.fullmatch(pattern, value), "matching {}"),
+}
 
 
-def _as_number(value: Any) -> Any:
-    """YAML 1.1 reads 8e-5 as a text."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+class Limits:
+    """What a value may be, beyond its type: `Annotated[int, Limits(ge=1)]`."""
+
+    def __init__(self, **limits: Any):
+        self.limits = limits
+
+    def __contains__(self, value: Any) -> bool:
+        return all(_LIMITS[name][0](value, limit) for name, limit in self.limits.items())
+
+    def __str__(self) -> str:
+        words = (_LIMITS[name][1].format(limit) for name, limit in self.limits.items())
+        return " and ".join(words).replace("of at least 1 entries", "that is not empty")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class OneOf:
-    """A name out of a table, which may have grown when a file is read:
+    """A name out of a table, which may have grown when a value is checked:
     `Annotated[str, OneOf(METHODS)]`."""
 
     table: Collection[str]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        return AfterValidator(self._known).__get_pydantic_core_schema__(source, handler)
-
-    def _known(self, name: str) -> str:
-        if name not in self.table:
-            raise ValueError(f"expected {self}")
-        return name
+    def __contains__(self, name: Any) -> bool:
+        return name in self.table
 
     def __str__(self) -> str:
         return "one of " + ", ".join(self.table)
 
 
-Number = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
-"""A finite number."""
+def key(
+    help_text: str = "",
+    default: Any = None,
+    *,
+    unset: str | None = None,
+    option: str | None = None,
+    metavar: str | None = None,
+    **limits: Any,
+) -> Any:
+    """A field with its help text and its limits, see `Limits`. `unset` says what None stands for;
+    `option` and `metavar` are how the command line writes it, where not by the field's name."""
+    about = {"help": help_text, "unset": unset, "option": option, "metavar": metavar}
+    metadata = {**about, "limits": Limits(**limits) if limits else None}
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass_transform(kw_only_default=True)
+class Schema:
+    """Named values. Its classes are dataclasses with keywords only, and what is made is checked:
+    `ScoreSettings(context=0)` is a `SettingError`, which is a `ValueError`.
+
+    The methods here do for all of them what `dataclass` would write and compile for each: that
+    would take 15 ms of every start of the command line."""
+
+    def __init_subclass__(cls, frozen: bool = False) -> None:
+        dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=True)(cls)
+        if frozen:
+            cls.__setattr__ = _refuse  # type: ignore[assignment, method-assign]
+
+    def __init__(self, **values: Any) -> None:
+        for name, field in fields_of(type(self)).items():
+            if name in values:
+                self.__dict__[name] = values.pop(name)
+            elif field.default is not dataclasses.MISSING:
+                self.__dict__[name] = field.default
+            elif field.default_factory is not dataclasses.MISSING:
+                self.__dict__[name] = field.default_factory()
+            else:
+                raise TypeError(f"{type(self).__name__} needs '{name}'")
+        if values:
+            raise TypeError(f"{type(self).__name__} has no setting '{min(values)}'")
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        for name, hint in hints(type(self)).items():
+            if not fits(hint, value := getattr(self, name)):
+                raise SettingError(f"{name} is {value!r:.60}, expected {describe(hint)}")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        named = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({named})"
+
+
+def _refuse(self: Schema, name: str, value: Any) -> None:
+    raise dataclasses.FrozenInstanceError(f"cannot change {name}: make another with `replace`")
+
 
 Model = TypeVar("Model", bound=Schema)
+_HINTS: dict[Any, dict[str, Any]] = {}
 
 
-# ---- reading ----
+def fields_of(schema: type[Schema]) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
+
+
+def hints(schema: type[Schema]) -> dict[str, Any]:
+    """The type of every field, its limits included. What is None by default may be None, also
+    where the type says otherwise, since the class then finds a value (`keep`)."""
+    if schema in _HINTS:
+        return _HINTS[schema]
+    found = get_type_hints(schema, include_extras=True)
+    for name, field in fields_of(schema).items():
+        if field.default is None:
+            found[name] |= None
+        if limits := field.metadata.get("limits"):
+            found[name] = Annotated[found[name], limits]
+    _HINTS[schema] = {name: found[name] for name in fields_of(schema)}
+    return _HINTS[schema]
+
+
+def fits(hint: Any, value: Any) -> bool:
+    """Whether the value is of the type and within the limits. Strictly: "123" is no number."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return fits(inner[0], value) and (value is None or all(value in one for one in inner[1:]))
+    if origin in (Union, UnionType):
+        return any(fits(one, value) for one in inner)
+    if origin is Literal:
+        return isinstance(value, str) and value in inner
+    if hint is float:
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        return number and -MOST <= value <= MOST  # not NaN, not infinite
+    if hint is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if origin is None:
+        return hint is Any or isinstance(value, hint)
+    if not isinstance(value, origin) or isinstance(value, str):
+        return False
+    parts = [*value.values()] if isinstance(value, Mapping) else value
+    return all(fits(inner[-1], part) for part in parts)
+
+
+def describe(hint: Any) -> str:
+    """A type in words: a whole number of at least 1 or null."""
+    names = {int: "a whole number", float: "a number", bool: "true or false"}
+    names |= {str: "a text", Path: "a path", NoneType: "null"}
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is None and hint in names:
+        return names[hint]
+    if origin is Annotated:
+        if isinstance(inner[1], OneOf):
+            return str(inner[1])
+        first, separator, rest = describe(inner[0]).partition(" or ")
+        return f"{first} {inner[1]}{separator}{rest}"
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, inner))
+    if origin in (Union, UnionType):
+        return " or ".join(map(describe, inner))
+    if isinstance(origin or hint, type) and issubclass(origin or hint, Mapping | Schema):
+        return "a mapping"
+    return "a value" if origin is None else "a list"
+
+
+# ---- from mappings ----
+
+
+def build(schema: type[Model], tree: Any, origin: str, error: type[UsageError]) -> Model:
+    """The checked object, or one message for each key that is wrong."""
+    lines: list[str] = []
+    made = _read(schema, tree, (), lines)
+    if lines:
+        raise error("\n".join(f"{origin}: {line}" for line in dict.fromkeys(lines)))
+    return made  # type: ignore[no-any-return]
+
+
+def _read(hint: Any, value: Any, path: tuple[str, ...], lines: list[str]) -> Any:
+    """The value as the type wants it: mappings become settings, and whole numbers, and 8e-5, which
+    YAML 1.1 reads as a text, become floats. `lines` gets a message for whatever does not fit."""
+    whole, limits = hint, None
+    if get_origin(hint) is Annotated:
+        hint, limits = get_args(hint)[:2]
+    for one in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+        inner = get_args(one)
+        if isinstance(one, type) and issubclass(one, Schema) and isinstance(value, Mapping):
+            return _read_schema(one, value, path, lines)
+        if get_origin(one) is list and isinstance(value, list) and (not limits or value in limits):
+            return [_read(inner[0], v, (*path, str(at)), lines) for at, v in enumerate(value)]
+        if get_origin(one) is dict and isinstance(value, Mapping):
+            return {k: _read(inner[1], v, (*path, str(k)), lines) for k, v in value.items()}
+        if one is float and isinstance(value, str | int) and not isinstance(value, bool):
+            with contextlib.suppress(ValueError, OverflowError):
+                value = float(value)
+    if not fits(whole, value):
+        wanted = describe(whole) if path else "keys with values"
+        lines.append(f"{'.'.join(path) or 'it'} is {value!r:.60}, expected {wanted}.")
+    return value
+
+
+def _read_schema(
+    schema: type[Schema], tree: Mapping[str, Any], path: tuple[str, ...], lines: list[str]
+) -> Schema | None:
+    known, values, before = hints(schema), {}, len(lines)
+    for name, value in tree.items():
+        if name in known:
+            values[name] = _read(known[name], value, (*path, name), lines)
+        else:
+            lines.append(unknown("key", str(name), known, ".".join(path)))
+    for name, field in fields_of(schema).items():
+        nothing = field.default is field.default_factory is dataclasses.MISSING
+        if nothing and name not in tree:
+            lines.append(f"{'.'.join((*path, name))} is missing.")
+    return schema(**values) if len(lines) == before else None
+
+
+def unknown(what: str, name: str, known: Iterable[str], where: str = "") -> str:
+    """`unknown key 'rate' in optimizer. Did you mean ...?`"""
+    listed = sorted(known)
+    near = difflib.get_close_matches(name, listed, n=1)
+    hint = f"Did you mean '{near[0]}'?" if near else f"Known: {', '.join(listed)}."
+    return f"unknown {what} '{name}'{f' in {where}' if where else ''}. {hint}"
+
+
+# ---- files and overrides ----
 
 
 def read_tree(
@@ -103,6 +303,8 @@ def read_tree(
 
 def parse_yaml(text: str) -> Any:
     """ValueError for whatever is wrong with it."""
+    import yaml
+
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -126,136 +328,23 @@ def apply_override(
     override: str,
     error: type[UsageError],
     steps_of: Callable[[str], list[str]] = lambda path: path.split("."),
+    option: str = "--set",
 ) -> None:
     """`a.b.c=value`, in place. `steps_of` splits the path where keys hold dots of their own."""
     path, equals, text = override.partition("=")
     steps = steps_of(path.strip())
     if not equals or not all(steps):
-        raise error(f"--set wants key=value with a path like section.key, found {override!r}.")
+        path_words = " with a path like section.key" if option == "--set" else ""
+        raise error(f"{option} wants key=value{path_words}, found {override!r}.")
     try:
         value = parse_yaml(text)
     except ValueError as failure:
-        raise error(f"--set {path}: {text!r:.60} is not a YAML value: {failure}") from None
+        raise error(f"{option} {path}: {text!r:.60} is not a YAML value: {failure}") from None
     content = tree
     for step in steps[:-1]:
         inner = content.get(step)
         if inner is not None and not isinstance(inner, Mapping):
-            raise error(f"--set {path}: '{step}' is {inner!r:.60}, there are no keys below it.")
+            raise error(f"{option} {path}: '{step}' is {inner!r:.60}, there are no keys below it.")
         content[step] = dict(inner or {})
         content = content[step]
     content[steps[-1]] = value
-
-
-# ---- checking ----
-
-
-def build(schema: type[Model], tree: Any, origin: str, error: type[UsageError]) -> Model:
-    """The checked object, or one message for each key that is wrong."""
-    try:
-        return schema.model_validate(tree)
-    except ValidationError as failure:
-        lines = dict.fromkeys(_line(schema, tree, entry) for entry in failure.errors())
-        raise error("\n".join(f"{origin}: {line}" for line in lines)) from None
-
-
-def _line(schema: type[BaseModel], tree: Any, entry: Any) -> str:
-    place, known, fields = _locate(schema, tree, entry["loc"])
-    if entry["type"] == "extra_forbidden":
-        return unknown("key", str(entry["loc"][-1]), fields, ".".join(place[:-1]))
-    name = ".".join(place) or "it"
-    if entry["type"] == "missing":
-        return f"{name} is missing."
-    wanted = "keys with values" if known is None else expected(known)
-    if known is not None and place[-1].isdigit():  # an element of a list
-        wanted = " or ".join(map(describe, get_args(known.annotation)))
-    return f"{name} is {entry['input']!r:.60}, expected {wanted}."
-
-
-def _locate(
-    schema: type[BaseModel], tree: Any, loc: tuple[Any, ...]
-) -> tuple[list[str], FieldInfo | None, list[str]]:
-    """Path of an error in the tree's own keys (pydantic adds branches of unions), the field that
-    it is about, and the names of its siblings."""
-    place: list[str] = []
-    field: FieldInfo | None = None
-    current: type[BaseModel] | None = schema
-    siblings: list[str] = list(schema.model_fields)
-    for step in loc:
-        inside = isinstance(tree, Mapping) and step in tree
-        if current is not None:
-            siblings = list(current.model_fields)
-            if step in current.model_fields:
-                field = current.model_fields[step]
-                current = _inner(field.annotation)
-            elif not inside:
-                continue
-        elif not inside and not (isinstance(tree, list) and isinstance(step, int)):
-            continue
-        place.append(str(step))
-        try:
-            tree = tree[step]
-        except (KeyError, IndexError, TypeError):
-            tree = None
-    return place, field, siblings
-
-
-def _inner(hint: Any) -> type[BaseModel] | None:
-    if isinstance(hint, type) and issubclass(hint, BaseModel):
-        return hint
-    return next((found for a in get_args(hint) if (found := _inner(a)) is not None), None)
-
-
-def expected(field: FieldInfo) -> str:
-    """What a key takes, in words: a whole number of at least 1 or null."""
-    for entry in field.metadata:
-        if isinstance(entry, OneOf):
-            return str(entry)
-    first, separator, rest = describe(field.annotation).partition(" or ")
-    return f"{first}{_bounds(field.metadata)}{separator}{rest}"
-
-
-_LIMITS = {
-    "ge": "of at least {:,}",
-    "gt": "above {:,}",
-    "le": "up to {:,}",
-    "lt": "below {:,}",
-    "min_length": "of at least {} entries",
-    "max_length": "of at most {} entries",
-}
-_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-
-
-def _bounds(metadata: Iterable[Any]) -> str:
-    found = [
-        words.format(getattr(limit, name))
-        for limit in metadata
-        for name, words in _LIMITS.items()
-        if getattr(limit, name, None) is not None
-    ]
-    return " " + " and ".join(found) if found else ""
-
-
-def describe(hint: Any) -> str:
-    """A type in words."""
-    arguments = get_args(hint)
-    if hint in _NAMES:
-        return _NAMES[hint]
-    if (metadata := getattr(hint, "__metadata__", None)) is not None:  # Annotated
-        inner = [m for entry in metadata for m in getattr(entry, "metadata", [entry])]
-        return f"{describe(arguments[0])}{_bounds(inner)}"
-    name = getattr(getattr(hint, "__origin__", hint), "__name__", str(hint))
-    if name == "Literal":
-        return "one of " + ", ".join(map(str, arguments))
-    if name == "list":
-        return "a list"
-    if name == "dict" or _inner(hint) is hint:
-        return "a mapping"
-    return " or ".join("null" if a is type(None) else describe(a) for a in arguments) or "a value"
-
-
-def unknown(what: str, name: str, known: Iterable[str], where: str = "") -> str:
-    """`unknown key 'rate' in optimizer. Did you mean ...?`"""
-    listed = sorted(known)
-    near = difflib.get_close_matches(name, listed, n=1)
-    hint = f"Did you mean '{near[0]}'?" if near else f"Known: {', '.join(listed)}."
-    return f"unknown {what} '{name}'{f' in {where}' if where else ''}. {hint}"

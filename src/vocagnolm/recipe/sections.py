@@ -1,19 +1,36 @@
-"""The sections of a recipe: one small class per stage, every key with its help text and its range.
+"""Every setting there is, one small class per stage: its type, default, limits and help text.
 
-No torch here: a recipe is read by the command line, by `check` and by programs that only look.
+Recipes consist of these, the options of the command line are made from them, and the classes that
+do the work (`ObjectiveConfig`, `ScoreSettings`, `Questions` ...) inherit from them. No torch here:
+the command line reads this at its start.
 """
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
-
-from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS
-from vocagnolm.recipe.schema import Number, OneOf, Schema, key
+from vocagnolm.errors import SettingError
+from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
+from vocagnolm.recipe.schema import Limits, OneOf, Schema, key
 
 Attention = Literal[
     "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
 ]
-HubKernel = Annotated[str, Field(pattern=r".+/.+")]
+HubKernel = Annotated[str, Limits(pattern=".+/.+")]
+Device = Annotated[str, OneOf(("auto", "cpu", "cuda"))]
+Dtype = Annotated[str, OneOf(("auto", "float32", "bfloat16", "float16"))]
+ScoreDtype = Annotated[str, OneOf(("auto", "float32", "bfloat16", "float16", "fp8"))]
+Format = Literal["auto", "text", "messages", "prompt_completion"]
+Split = Literal["none", "blank_line", "line"]
+KlDirection = Literal["forward", "reverse"]
+Pairing = Literal["bytes", "index"]
+Choices = Literal["generate", "likelihood"]
+Protocol = Literal["strict", "paper"]
+
+CHAT_TEMPLATE = (
+    "conversations: a chat template: a Jinja file, a folder with one, or plain (`role: content`)"
+)
+OWN_TEMPLATE = "the model's own, or plain where it has none"
 
 
 class StudentSection(Schema):
@@ -25,10 +42,7 @@ class StudentSection(Schema):
     )
     tokenizer: str | None = key("folder, tokenizer.json or hub id; default: the model's own")
     revision: str | None = key("hub revision of the model")
-    chat_template: str | None = key(
-        "conversations: a Jinja file, a folder with one, or plain (`role: content`); default: the "
-        "model's own, or plain where it has none"
-    )
+    chat_template: str | None = key(CHAT_TEMPLATE, unset=OWN_TEMPLATE)
     template_options: dict[str, Any] = key(
         "conversations: further variables of the template, for example enable_thinking: false", {}
     )
@@ -41,7 +55,7 @@ class StudentSection(Schema):
         "null: transformers' choice",
         "auto",
     )
-    bits_per_byte: Number | None = key(
+    bits_per_byte: float | None = key(
         "its bits per byte on this kind of text, where they are known; otherwise `check` and "
         "`train` measure them, and warn of a teacher that is not clearly better",
         gt=0,
@@ -51,20 +65,15 @@ class StudentSection(Schema):
 class TeacherSection(Schema):
     """The model that guides. Scored once into a store, or held in memory (`online`)."""
 
-    model: str | None = key("folder, hub id or GGUF file")
+    model: str | None = key("model folder, hub id (owner/name) or GGUF file")
     tokenizer: str | None = key("folder, tokenizer.json or hub id; default: the model's own")
     revision: str | None = key("hub revision of the model")
-    chat_template: str | None = key(
-        "conversations: a Jinja file, a folder with one, or plain (`role: content`); default: the "
-        "model's own, or plain where it has none"
-    )
+    chat_template: str | None = key(CHAT_TEMPLATE, unset=OWN_TEMPLATE)
     template_options: dict[str, Any] = key(
         "conversations: further variables of the template, for example enable_thinking: false", {}
     )
     online: bool = key("hold the teacher in memory while training instead of using a store", False)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "dtype of the teacher's weights when it is online", "auto"
-    )
+    dtype: Dtype = key("dtype of the teacher's weights when it is online", "auto")
 
 
 class KeepDocuments(Schema):
@@ -75,7 +84,7 @@ class KeepDocuments(Schema):
         "bits_per_byte: the teacher's, the smallest first; random: a control",
         "difference",
     )
-    share: Number = key("share of the text that is kept, by bytes", 0.5, gt=0, le=1)
+    share: float = key("share of the text that is kept, by bytes", 0.5, gt=0, le=1)
     against: str | None = key("difference: loss store of a small reference model")
 
 
@@ -83,22 +92,23 @@ class CorpusSection(Schema):
     """The documents. The same section serves `score` and `prepare`."""
 
     files: list[str] = key(
-        "jsonl, jsonl.gz, jsonl.zst, parquet, text, folders, addresses of these (s3://, gs://, "
-        "hf://, https://) or a hub dataset",
+        "the documents: jsonl (.gz, .zst), parquet or text files, folders of those, addresses of "
+        "these (s3://, gs://, hf://, https://), or hub datasets (owner/name, owner/name:split)",
         [],
+        option="--corpus",
     )
-    text_field: str = key("the field that holds the text; --text-field of the commands", "text")
-    format: Literal["auto", "text", "messages", "prompt_completion"] = key(
+    text_field: str = key("the field of a record that holds the text", "text", min_length=1)
+    format: Format = key(
         "what a record holds: a text, or a conversation as `messages`, or as `prompt` and "
         "`completion`; auto: by the fields of the first",
         "auto",
     )
-    split: Literal["none", "blank_line", "line"] = key(
-        "a text file (.txt) is one document: none; or one for each blank_line between, or each "
-        "line",
+    split: Split = key(
+        "a text file (.txt, .md, ...) is one document: none; or one for each blank_line between, "
+        "or each line",
         "none",
     )
-    limit_documents: int | None = key("read only so many documents", ge=1)
+    limit_documents: int | None = key("read at most so many documents", ge=1)
     keep_documents: KeepDocuments | None = key(
         "train on the documents worth reading: `by` difference, bits_per_byte or random, `share`, "
         "`against`"
@@ -116,7 +126,7 @@ class StoreSection(Schema):
         "several stores: how their losses become one, token by token (stretch by stretch), or by "
         "the teacher with the fewest bits per byte on the document; null: min"
     )
-    weights: list[Number] | None = key(
+    weights: list[float] | None = key(
         "distill, several stores: what each teacher's targets count; null: all the same"
     )
 
@@ -163,8 +173,8 @@ class DataSection(Schema):
     part_documents: int = key("documents in one part file; parts are made in parallel", 4096, ge=1)
 
 
-class ObjectiveSection(Schema):
-    """What is minimised. See docs/how-it-works.md for the equations."""
+class LossSection(Schema):
+    """What the loss itself reads of the objective."""
 
     method: Annotated[str, OneOf(METHODS)] = key("how the student is trained", "guided")
     compare: Literal["token", "stretch"] = key(
@@ -177,14 +187,12 @@ class ObjectiveSection(Schema):
         "by the share of its loss that the teacher shows to be reducible",
         "top_k",
     )
-    floor: Number = key("reducible: what a token counts at least", 0.2, ge=0, le=1)
-    keep: Number | None = key(
-        "share of the tokens that are kept, by excess loss; null: 0.4, and all for distill",
+    floor: float = key("reducible: what a token counts at least", 0.2, ge=0, le=1)
+    keep: float = key(
+        "share of the tokens that are kept, by excess loss",
+        unset="0.4, and all for distill",
         ge=0,
         le=1,
-    )
-    aggregation: Literal["max", "mean", "sum"] = key(
-        "Phi: how the losses of the teacher tokens behind one student token become one", "max"
     )
     unmapped: Literal["include", "exclude", "mean"] = key(
         "tokens without guidance: always kept, never kept, or compete with the mean loss of the "
@@ -198,22 +206,70 @@ class ObjectiveSection(Schema):
     normalise: Literal["all", "selected"] = key(
         "divide by all tokens (equation 3 as printed) or by the selected ones", "all"
     )
-    mix: Number = key(
+    mix: float = key(
         "distill: how far the targets are the teacher's instead of the text's; 0 is plain training",
         0.5,
         ge=0,
         le=1,
     )
-    mix_end: Number | None = key(
+    mix_end: float | None = key(
         "distill: the mix at the last step, which is reached linearly; null: it stays", ge=0, le=1
     )
-    mix_hold: Number = key(
+    mix_hold: float = key(
         "distill: share of the run before the mix begins to change", 0.0, ge=0, lt=1
     )
     mix_by: Literal["constant", "reducible"] = key(
         "distill: the same mix for every token, or the mix times the share of its loss that the "
         "teacher shows to be reducible",
         "constant",
+    )
+    distill_weight: float = key(
+        "kld, uld, alm: weight (lambda) of the distillation term", 0.5, ge=0
+    )
+    cross_entropy: float = key(
+        "alm: weight of the cross entropy; 0: the distance alone, as published", 1.0, ge=0
+    )
+    temperature: float = key("alm: tau, probabilities are compared as p^(1/tau)", 100.0, gt=0)
+    positive: bool = key("alm: cut off negative weights", False)
+    kl_direction: KlDirection = key(
+        "kld: forward is KL(teacher || student); reverse is KL(student || teacher), as equation 5 "
+        "of the paper prints it",
+        "forward",
+    )
+    entropy_keep: float | None = key(
+        "rho1: share of the tokens, those of lowest teacher entropy, that may be selected",
+        ge=0,
+        le=1,
+    )
+    n_chunks: int = key("chunk: pieces per sequence", 16, ge=1)
+    chunk_choice: Literal["teacher", "random"] = key(
+        "chunk: pieces kept by excess over the teacher, or by chance", "teacher"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep is None:  # so that a recipe that is written down says what was trained
+            self.__dict__["keep"] = self.rule.keep
+
+    @property
+    def rule(self) -> Method:
+        return METHODS[self.method]
+
+    @property
+    def by_stretch(self) -> bool:
+        return self.compare == "stretch" or self.rule.by_stretch
+
+    @property
+    def by_chance(self) -> bool:
+        """No teacher is asked, whatever the method is called."""
+        return self.rule.unit == "chunk" and self.chunk_choice == "random"
+
+
+class ObjectiveSection(LossSection):
+    """What is minimised. See docs/how-it-works.md for the equations."""
+
+    aggregation: Literal["max", "mean", "sum"] = key(
+        "Phi: how the losses of the teacher tokens behind one student token become one", "max"
     )
     alternatives: int | None = key(
         "distill: how many of the teacher's alternatives a token has; null: all that the store "
@@ -226,40 +282,11 @@ class ObjectiveSection(Schema):
         "bytes already read",
         True,
     )
-    distill_weight: Number = key(
-        "kld, uld, alm: weight (lambda) of the distillation term", 0.5, ge=0
-    )
-    cross_entropy: Number = key(
-        "alm: weight of the cross entropy; 0: the distance alone, as published", 1.0, ge=0
-    )
-    temperature: Number = key("alm: tau, probabilities are compared as p^(1/tau)", 100.0, gt=0)
-    positive: bool = key("alm: cut off negative weights", False)
-    kl_direction: Literal["forward", "reverse"] = key(
-        "kld: forward is KL(teacher || student); reverse is KL(student || teacher), as equation 5 "
-        "of the paper prints it",
-        "forward",
-    )
-    pairing: Literal["bytes", "index"] = key(
+    pairing: Pairing = key(
         "uld: compare predictions of tokens that begin at the same byte, or the n-th with the n-th "
         "of a document, cut to the shorter, as its authors do",
         "bytes",
     )
-    entropy_keep: Number | None = key(
-        "rho1: share of the tokens, those of lowest teacher entropy, that may be selected",
-        ge=0,
-        le=1,
-    )
-    n_chunks: int = key("chunk: pieces per sequence", 16, ge=1)
-    chunk_choice: Literal["teacher", "random"] = key(
-        "chunk: pieces kept by excess over the teacher, or by chance", "teacher"
-    )
-
-    @model_validator(mode="after")
-    def _method_decides(self) -> "ObjectiveSection":
-        """So that a recipe that is written down says what was trained."""
-        if self.keep is None:
-            self.keep = METHODS[self.method].keep
-        return self
 
 
 class OptimizerSection(Schema):
@@ -269,21 +296,21 @@ class OptimizerSection(Schema):
         "optimizer name as in transformers' TrainingArguments; adamw_torch is fused on a GPU",
         "adamw_torch",
     )
-    learning_rate: Number = key("peak learning rate", 8e-5, gt=0)
-    min_learning_rate: Number = key("learning rate at the last step", 8e-6, ge=0)
+    learning_rate: float = key("peak learning rate", 8e-5, gt=0)
+    min_learning_rate: float = key("learning rate at the last step", 8e-6, ge=0)
     warmup_steps: int = key("steps of linear warm-up", 0, ge=0)
-    weight_decay: Number = key("decoupled weight decay", 0.1, ge=0)
-    beta1: Number = key("AdamW's beta1", 0.9, ge=0, lt=1)
-    beta2: Number = key("AdamW's beta2", 0.95, ge=0, lt=1)
-    max_grad_norm: Number = key("gradients are clipped to this norm; 0: no clipping", 1.0, ge=0)
+    weight_decay: float = key("decoupled weight decay", 0.1, ge=0)
+    beta1: float = key("AdamW's beta1", 0.9, ge=0, lt=1)
+    beta2: float = key("AdamW's beta2", 0.95, ge=0, lt=1)
+    max_grad_norm: float = key("gradients are clipped to this norm; 0: no clipping", 1.0, ge=0)
 
 
 class LoraSection(Schema):
     """Low-rank adapters through peft (extra). The result is merged into an ordinary model."""
 
     rank: int = key("rank of the adapters; 0: train all weights", 0, ge=0)
-    alpha: Number = key("scale of the adapters (peft's lora_alpha)", 16.0, gt=0)
-    dropout: Number = key("dropout before the adapters", 0.0, ge=0, lt=1)
+    alpha: float = key("scale of the adapters (peft's lora_alpha)", 16.0, gt=0)
+    dropout: float = key("dropout before the adapters", 0.0, ge=0, lt=1)
     targets: list[str] | str = key("module names to adapt, or all-linear", "all-linear")
 
 
@@ -291,11 +318,11 @@ class TrainSection(Schema):
     """The loop: how much, in which batches, in which arithmetic."""
 
     tokens: int | None = key("student tokens to train on; null: `epochs` decides", ge=1)
-    epochs: Number = key(
+    epochs: float = key(
         "passes over the blocks when `tokens` is null; may be a fraction", 1.0, gt=0
     )
     batch_blocks: int = key("blocks in one optimizer step, over all devices", 64, ge=1)
-    micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] = key(
+    micro_batch: Annotated[int, Limits(ge=1)] | Literal["auto"] = key(
         "blocks on one device at a time; the rest is accumulation; auto: as many as make it "
         "faster, measured before the first step",
         8,
@@ -331,3 +358,155 @@ class RunSection(Schema):
         "steps between console and tracker lines; metrics.jsonl has every one", 10, ge=1
     )
     report_to: list[str] = key("trackers: tensorboard, wandb, trackio, ...", [])
+
+
+class ScoreSection(Schema, frozen=True):
+    """How a corpus is scored. None: chosen by model and device, and kept in the manifest."""
+
+    device: Device = key("where the teacher runs", "auto")
+    dtype: ScoreDtype = key(
+        "auto: float32 on a CPU, the model's half precision on a GPU. fp8: all matrix products of "
+        "decoder and head in e4m3, the rest in bfloat16, on Hopper and newer: faster, less memory, "
+        "losses less exact",
+        "auto",
+    )
+    context: int | None = key(
+        "longest window in tokens", unset="2048, or the model's limit where that is less", ge=2
+    )
+    stride: int | None = key(
+        "tokens of context that every token of a long document has at least",
+        unset="context / 8",
+        ge=1,
+    )
+    batch_tokens: int | None = key(
+        "tokens in a batch, or in a request to a server", unset="16384, on a CPU 4096", ge=1
+    )
+    shard_documents: int = key(
+        "documents in a shard: a run that is killed loses at most two unfinished shards", 1024, ge=1
+    )
+    bos: str = key("before every window: auto (as the tokenizer does), none, or a token", "auto")
+    alternatives: int | str = key(
+        "of every token also keep the teacher's K likeliest tokens at its place, 1 to 64, so that "
+        "students of any vocabulary can be distilled from the store; sampled:K: K tokens drawn "
+        "from its distribution. Four bytes each",
+        0,
+        unset="0; 4 for a recipe that distils",
+        metavar="K",
+    )
+    chat_template: str | None = key(CHAT_TEMPLATE, unset=OWN_TEMPLATE)
+    template_options: Mapping[str, Any] = key(
+        "conversations: a further variable of the template, name=value",
+        {},
+        option="--template-option",
+    )
+    compiled: bool | None = key(
+        "compile the layers", unset="on a GPU", option="--compile/--no-compile"
+    )
+    threads: int | None = key(
+        "threads on a CPU; the same for every process, since their number can change the last bit "
+        "of a sum",
+        unset="all, at most 16",
+        ge=1,
+    )
+    shard_teacher: Annotated[int, Limits(ge=1)] | Literal["auto"] = key(
+        "GPUs of one machine that hold one teacher together, under torchrun; auto: as few as hold "
+        "its weights",
+        1,
+        metavar="N",
+    )
+    strict: bool = key("stop at the first document that cannot be scored", False)
+    max_nonfinite_share: float = key(
+        "share of a shard's tokens that may be NaN or infinite before scoring stops",
+        0.01,
+        ge=0,
+        le=1,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alternatives != 0:
+            from vocagnolm.alternatives import AlternativesSpec
+
+            try:
+                AlternativesSpec.parse(self.alternatives)
+            except ValueError as error:
+                raise SettingError(str(error)) from None
+
+
+class ServerSection(Schema, frozen=True):
+    """A server that has a teacher's weights, and how it is asked."""
+
+    model: str | None = key(
+        "the model, as the server calls it", unset="the only one it has", option="--server-model"
+    )
+    requests: int = key(
+        "requests of one process under way at a time", 4, option="--server-requests", ge=1
+    )
+    patience_seconds: float = key(
+        "end when the server has been of no use for so many seconds",
+        600.0,
+        option="--server-patience",
+        gt=0,
+    )
+
+
+class RaySection(Schema, frozen=True):
+    """The workers of a Ray cluster."""
+
+    workers: int | None = key(
+        "workers of the Ray cluster",
+        unset="as many as have room",
+        option="--ray-workers",
+        ge=1,
+    )
+    patience_seconds: float = key(
+        "end when no worker has been alive for so many seconds",
+        600.0,
+        option="--ray-patience",
+        gt=0,
+    )
+
+
+class QuestionsSection(Schema, frozen=True):
+    """What a model is asked: some tasks, or a whole suite."""
+
+    suite: str | None = key("a named set of tasks", unset="math, the paper's ten")
+    tasks: str | Sequence[str] | None = key(
+        "some tasks only, for example gsm8k,math500,mmlu_stem; math is all of MATH"
+    )
+    benchmarks: str | Path | None = key(
+        "folder with the benchmarks' files", unset="they are downloaded"
+    )
+    limit: int | None = key("questions of each task, spread evenly: a quick look", ge=1)
+    choices: Choices = key(
+        "multiple choice by a generated answer, or by the likelihood of the options (for small "
+        "models)",
+        "generate",
+    )
+    protocol: Protocol = key(
+        "paper: the prompts, the 1,024 tokens and the grading of the paper's harness, as far as "
+        "they can be had",
+        "strict",
+    )
+    chat: bool = key(
+        "the benchmarks as conversations in the model's own template, worked examples as turns",
+        False,
+        option="--chat",
+    )
+    shots: int | None = key(
+        "with --chat: worked examples; 0: none", unset="the task's own number", ge=0
+    )
+    max_new_tokens: int | None = key(
+        "shorter answers, in tokens", unset="the task's own, 256 or 512; paper: 1,024", ge=1
+    )
+
+
+class EngineSection(Schema, frozen=True):
+    """How the model that is asked runs."""
+
+    chat_template: str | None = key(CHAT_TEMPLATE, unset=OWN_TEMPLATE)
+    batch_size: int | None = key("prompts at a time", unset="32 on a CPU, by memory on a GPU", ge=1)
+    device: Device = key("where the model runs", "auto")
+    dtype: Dtype = key("auto: float32 on a CPU, the model's half precision on a GPU", "auto")
+    revision: str | None = key("branch, tag or commit of a hub model")
+    trust_remote_code: bool = key("run Python code that a model brings", False)

@@ -6,13 +6,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vocagnolm.errors import RecipeError
-from vocagnolm.recipe.paper import BEST, paper_rows
 from vocagnolm.recipe.schema import Tree, merge, parse_yaml, read_tree, unknown
 
 FOLDER = Path(__file__).parent / "recipes"
+BEST = "guided-qwen2.5-math-instruct"
+"""The run of the paper that paper.yaml shows, every key explained."""
 _LINE = re.compile(r"  (?P<name>\w+): (?P<value>.*?)(?P<comment>\s+#.*)?$")
 
 
@@ -26,15 +25,9 @@ class Shipped:
     """The whole recipe, every key with its comment where there is one."""
 
     def tree(self) -> Tree:
-        return read_tree_of(self.text)
-
-
-def read_tree_of(text: str) -> Tree:
-    tree: Tree = parse_yaml(text)
-    parent = tree.pop("extends", None)
-    if parent is None:
-        return tree
-    return merge(read_tree(FOLDER / parent, RecipeError, ""), tree)
+        tree: Tree = parse_yaml(self.text)
+        parent = tree.pop("extends", None)
+        return tree if parent is None else merge(read_tree(FOLDER / parent, RecipeError, ""), tree)
 
 
 @cache
@@ -45,10 +38,12 @@ def shipped_recipes() -> dict[str, Shipped]:
         about = text.partition("\n")[0].removeprefix("# ").rstrip(".")
         found[path.stem] = Shipped(path.stem, "", about, None, text)
     complete = (FOLDER / "paper.yaml").read_text(encoding="utf-8")
-    for row in paper_rows().values():
-        name, after = f"paper/{row.name}", f"paper/{row.after}" if row.after else None
-        text = complete if row.name == BEST else with_changes(complete, row.about, row.changes)
-        found[name] = Shipped(name, row.shows, row.about, after, text)
+    runs = parse_yaml((FOLDER / "paper-runs.yaml").read_text(encoding="utf-8"))["runs"]
+    for name, run in runs.items():
+        after = f"paper/{run['after']}" if "after" in run else None
+        changes = {"run.folder": f"out/paper/runs/{name}", **run["set"]}
+        text = complete if name == BEST else with_changes(complete, run["about"], changes)
+        found[f"paper/{name}"] = Shipped(f"paper/{name}", run["shows"], run["about"], after, text)
     return found
 
 
@@ -64,6 +59,8 @@ def shipped_recipe(name: str) -> Shipped:
 
 def with_changes(complete: str, about: str, changes: dict[str, Any]) -> str:
     """The complete recipe with other values, its comments kept: it shows every key on a line."""
+    import yaml
+
     left = dict(changes)
     lines, section = [f"# {about[0].upper()}{about[1:]}."], ""
     for line in complete.splitlines():

@@ -6,12 +6,12 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vocagnolm.errors import MissingExtraError, ScoreError
+from vocagnolm.recipe.sections import RaySection
 from vocagnolm.score.plan import Description, Plan, TeacherSource, describe
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.work import Done, Progress
@@ -20,18 +20,14 @@ LOCAL = "local"
 _LOCAL_OBJECT_STORE_BYTES = 100 * 2**20  # nothing but numbers of shards passes through it
 
 
-@dataclass(frozen=True, kw_only=True)
-class RayCluster:
+class RayCluster(RaySection, frozen=True):
     """Where shards are scored, by one worker for every GPU, or on CPUs for every `threads` of
-    them; with a server, for every CPU."""
+    them; with a server, for every CPU. Its workers are as many as the cluster has room for, also
+    when it grows, where their number is not given."""
 
     address: str | None = None
     """As `ray.init` takes it: `auto`, `HOST:6379`. None: the cluster that RAY_ADDRESS names, else
     one on this machine, for this run."""
-    workers: int | None = None
-    """None: as many as the cluster has room for, also when it grows."""
-    patience_seconds: float = 600.0
-    """The run ends when no worker has been alive for so long."""
 
     @contextlib.contextmanager
     def connected(self) -> Iterator["Connection"]:

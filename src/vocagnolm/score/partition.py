@@ -28,7 +28,7 @@ class Share:
 
     @classmethod
     def parse(cls, text: str) -> "Share":
-        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
         if found is None:
             raise UsageError(f"--share {text}: expected I/N, for example 3/8, the third of eight.")
         return cls(int(found[1]), int(found[2]))

@@ -17,6 +17,7 @@ from vocagnolm.errors import UsageError
 from vocagnolm.model.runtime import compiling_seconds
 from vocagnolm.processes import Ranks, running_ranks, running_teams
 from vocagnolm.progress import Seconds
+from vocagnolm.recipe import CorpusSection
 from vocagnolm.score.cluster import RayCluster
 from vocagnolm.score.partition import Share, team_size
 from vocagnolm.score.plan import (
@@ -89,9 +90,9 @@ def score_corpus(
     out: str | Path,
     *,
     settings: ScoreSettings | None = None,
-    text_field: str = "text",
-    format: Format = "auto",
-    split: Split = "none",
+    text_field: str = CorpusSection.text_field,
+    format: Format = CorpusSection.format,
+    split: Split = CorpusSection.split,
     limit_documents: int | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     revision: str | None = None,

@@ -1,0 +1,183 @@
+"""Options made from the fields of settings: name, default, choices, limits and help text stand in
+`vocagnolm.recipe.sections` alone."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from enum import Enum, StrEnum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import typer
+
+from vocagnolm.errors import SettingError, UsageError
+from vocagnolm.recipe.schema import Limits, OneOf, Schema, apply_override, fields_of, hints
+from vocagnolm.recipe.sections import StudentSection, TeacherSection
+
+Given = dict[str, Any]
+"""What the user gave, by the names of the fields; the rest has the defaults of the section."""
+
+RECIPE = typer.Argument(..., help="The recipe: a YAML file, or a name of `vocagnolm recipe list`.")
+SET = typer.Option([], "--set", help="Override: section.key=value. Give it several times.")
+STUDENT = typer.Option(
+    ..., help="The student's tokenizer: folder, tokenizer.json, tokenizer.model, GGUF or hub id."
+)
+TEACHER = typer.Option(..., help="The teacher's tokenizer, likewise.")
+JSON = typer.Option(False, "--json", help="Print one JSON object.")
+
+
+class _Group(NamedTuple):
+    section: type[Schema]
+    names: tuple[str, ...]
+    recipe_key: str
+
+
+def options(section: type[Schema], *names: str, recipe_key: str = "") -> Any:
+    """In place of a parameter's default: options for these fields, or for all. The function that
+    `with_options` decorates gets what was given of them as one mapping."""
+    return _Group(section, names or tuple(hints(section)), recipe_key)
+
+
+def option(
+    section: type[Schema],
+    name: str,
+    declared: str | None = None,
+    *,
+    before: str = "",
+    recipe_key: str = "",
+    **changes: Any,
+) -> Any:
+    """One option for a field of a section; `changes` replace what `typer.Option` is given."""
+    about = fields_of(section)[name]
+    kind, limits = _kind(section, name)
+    default = about.default
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        default = kind(default)
+    elif kind == list[str]:
+        default = []
+    elif kind is str and default is not None:
+        default = str(default)
+    listed = " Give it several times for several." if kind == list[str] else ""
+    place = f" {recipe_key}.{name} in a recipe." if recipe_key else ""
+    given = {
+        "default": default,
+        "help": f"{before}{_sentence(about.metadata['help'], kind)}{listed}{place}",
+        "metavar": about.metadata["metavar"],
+        "show_default": about.metadata["unset"] or True,
+        "min": limits.get("ge"),
+        "max": limits.get("le"),
+    } | changes
+    return typer.Option(given.pop("default"), declared or _declared(section, name), **given)
+
+
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameters stand for options of their own where they are `options(...)`."""
+    parameters, groups = [], {}
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        if not isinstance(parameter.default, _Group):
+            parameters.append(parameter)
+            continue
+        groups[parameter.name] = group = parameter.default
+        for name in group.names:
+            parameters.append(
+                inspect.Parameter(
+                    f"{parameter.name}_{name}",
+                    parameter.kind,
+                    default=option(group.section, name, recipe_key=group.recipe_key),
+                    annotation=_kind(group.section, name)[0],
+                )
+            )
+    context = inspect.Parameter("_context", parameters[0].kind, annotation=typer.Context)
+
+    @functools.wraps(function)
+    def command(_context: typer.Context, **values: Any) -> None:
+        for name, group in groups.items():
+            taken = {field: values.pop(f"{name}_{field}") for field in group.names}
+            source = _context.get_parameter_source
+            typed = [n for n in taken if getattr(source(f"{name}_{n}"), "name", "") != "DEFAULT"]
+            values[name] = _checked(group.section, {n: taken[n] for n in typed})
+        function(**values)
+
+    command.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in [context, *parameters]}
+    return command
+
+
+def _checked(section: type[Schema], typed: Given) -> Given:
+    """As the fields hold it; what a field refuses is named as the option it came from."""
+    given = {name: _value(section, name, value) for name, value in typed.items()}
+    try:
+        section(**given)
+    except SettingError as error:
+        name, _, said = str(error).partition(" ")
+        raise UsageError(f"{_declared(section, name).partition('/')[0]} {said}.") from None
+    return given
+
+
+def _value(section: type[Schema], name: str, value: Any) -> Any:
+    hint = hints(section)[name]
+    if isinstance(value, Enum):
+        return value.value
+    if get_origin(_members(hint)[0]) is Mapping:
+        found: dict[str, Any] = {}
+        for text in value:
+            shown = _declared(section, name)
+            apply_override(found, text, UsageError, lambda path: [path], option=shown)
+        return found
+    if isinstance(value, str) and value.isdecimal() and int in _members(hint):
+        return int(value)
+    return value
+
+
+def _declared(section: type[Schema], name: str) -> str:
+    about = fields_of(section)[name]
+    if written := about.metadata["option"]:
+        return str(written)
+    dashed = name.replace("_", "-")
+    return f"--{dashed}/--no-{dashed}" if _kind(section, name)[0] is bool else f"--{dashed}"
+
+
+def _sentence(text: str, kind: Any) -> str:
+    """As a help text: `auto: the accelerator` begins with a choice, which stays as it is."""
+    choices = list(kind) if isinstance(kind, type) and issubclass(kind, StrEnum) else []
+    begins = text.partition(":")[0] in choices
+    return f"{text if begins else text[0].upper() + text[1:]}."
+
+
+def _members(hint: Any) -> list[Any]:
+    """The types of a union, without null and without what annotates them."""
+    if get_origin(hint) is Annotated:
+        return _members(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return [one for part in get_args(hint) for one in _members(part)]
+    return [] if hint is NoneType else [hint]
+
+
+def _kind(section: type[Schema], name: str) -> tuple[Any, dict[str, Any]]:
+    """The type that the command line reads, and its limits."""
+    if (section, name) not in _KINDS:
+        _KINDS[section, name] = _kind_of(hints(section)[name], name)
+    return _KINDS[section, name]
+
+
+def _kind_of(hint: Any, name: str) -> tuple[Any, dict[str, Any]]:
+    about = get_args(hint)[1] if get_origin(hint) is Annotated else None
+    first, *others = _members(hint)
+    if isinstance(about, OneOf) or (get_origin(first) is Literal and not others):
+        words = about.table if isinstance(about, OneOf) else get_args(first)
+        return StrEnum(name, {word: word for word in words}), {}
+    if get_origin(first) in (list, Mapping):
+        return list[str], {}
+    if first in (bool, int, float) and not others:
+        return first, about.limits if isinstance(about, Limits) else {}
+    return Path if Path in others else str, {}
+
+
+_KINDS: dict[Any, tuple[Any, dict[str, Any]]] = {}
+STUDENT_TEMPLATE = option(
+    *(StudentSection, "chat_template", "--student-template"), before="The student's side. "
+)
+TEACHER_TEMPLATE = option(
+    *(TeacherSection, "chat_template", "--teacher-template"), before="The teacher's side. "
+)

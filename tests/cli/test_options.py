@@ -1,0 +1,124 @@
+"""Options are made from the fields of settings, and say what a user gave."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from vocagnolm.cli import app
+from vocagnolm.cli.options import Given, option, options, with_options
+from vocagnolm.errors import SettingError, UsageError
+from vocagnolm.recipe.schema import Limits, OneOf, Schema, hints, key
+from vocagnolm.recipe.sections import CorpusSection, QuestionsSection, ScoreSection
+
+TABLE = {"small": 1, "large": 2}
+
+
+class Oven(Schema, frozen=True):
+    """Settings of a command that there is not."""
+
+    heat: int = key("degrees", 180, ge=50, le=300)
+    mode: Literal["air", "grill"] = key("grill: from above", "air")
+    size: Annotated[str, OneOf(TABLE)] = key("of the tray", "small")
+    minutes: float | None = key("how long", unset="until it is done", gt=0)
+    door: int | Literal["auto"] = key("which door", "auto", metavar="N")
+    fan: bool = key("turn the fan on", True)
+    notes: Mapping[str, Any] = key("a note, name=value", {}, option="--note")
+    trays: list[str] = key("what goes in", [], option="--tray")
+    label: Annotated[str, Limits(min_length=1)] = key("a name", "cake")
+
+
+@pytest.fixture
+def oven():
+    """The command, and what it was given."""
+    seen: list[tuple[Given, int]] = []
+    kitchen = typer.Typer()
+
+    @kitchen.command()
+    @with_options
+    def bake(
+        settings: Given = options(Oven),
+        twice: int = option(Oven, "heat", "--again", default=70),
+    ) -> None:
+        """Bake."""
+        seen.append((settings, twice))
+
+    def run(*words: str) -> Any:
+        return CliRunner().invoke(kitchen, words, env={"COLUMNS": "200"}), seen
+
+    return run
+
+
+def test_a_command_gets_what_was_given_and_nothing_else(oven):
+    done, seen = oven()
+    assert done.exit_code == 0 and seen == [({}, 70)]
+    words = "--heat 180 --mode grill --size large --minutes 2.5 --door 3 --no-fan --tray a --tray b"
+    done, seen = oven(*words.split(), "--note", "a=1", "--note", "b=[x, y]", "--again", "50")
+    assert done.exit_code == 0, done.output
+    given, again = seen[-1]
+    assert given == {
+        **{"heat": 180, "mode": "grill", "size": "large", "minutes": 2.5, "door": 3, "fan": False},
+        **{"notes": {"a": 1, "b": ["x", "y"]}, "trays": ["a", "b"]},
+    }
+    assert again == 50 and Oven(**given).label == "cake"
+
+
+def test_help_shows_choices_limits_and_defaults(oven):
+    shown = oven("--help")[0].output
+    for part in ("Degrees.", "180", "50<=x<=300", "air|grill", "small|large", "until it is done"):
+        assert part in shown
+    assert "grill: from above." in shown  # begins with a choice
+    assert "--fan" in shown and "--no-fan" in shown and "[default: cake]" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--minutes", "0"], "--minutes is 0.0, expected a number above 0 or null."),
+        (["--door", "x"], "--door is 'x', expected a whole number or one of auto."),
+        (["--label", ""], "--label is '', expected a text that is not empty."),
+        (["--note", "x"], "--note wants key=value, found 'x'."),
+        (["--note", "x=["], "--note x: '[' is not a YAML value"),
+    ],
+)
+def test_what_a_field_refuses_is_named_as_its_option(oven, words, said):
+    done, seen = oven(*words)
+    assert isinstance(done.exception, UsageError) and said in str(done.exception) and not seen
+
+
+def test_python_calls_are_checked_by_the_same_fields():
+    with pytest.raises(SettingError, match="heat is 10, expected a whole number of at least 50"):
+        Oven(heat=10)
+    with pytest.raises(TypeError, match="Oven has no setting 'haet'"):
+        Oven(haet=10)
+    with pytest.raises(AttributeError, match="cannot change heat"):
+        Oven().heat = 200  # type: ignore[misc]
+    assert Oven(trays=["a"]) == Oven(trays=["a"]) != Oven() and "heat=180" in repr(Oven())
+
+
+@pytest.mark.parametrize("section", [ScoreSection, QuestionsSection, CorpusSection])
+def test_every_setting_has_a_help_text(section):
+    from dataclasses import fields
+
+    assert [field.name for field in fields(section) if not field.metadata["help"]] == []
+    assert list(hints(section)) == [field.name for field in fields(section)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--text-field", ""], "--text-field is '', expected a text that is not empty."),
+        (["--template-option", "x"], "--template-option wants key=value, found 'x'."),
+        (["--alternatives", "65"], "--alternatives is 65, expected a number from 0 to 64"),
+        (["--server-requests", "2"], "--server-requests is for --server: give --server as well."),
+        (["--ray-patience", "2"], "--ray-patience is for --ray: give --ray as well."),
+        (["--share", "1/0"], "--share 1/0: expected I/N"),
+    ],
+)
+def test_score_names_the_option_that_is_wrong(words, said, tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"text": "a"}\n')
+    call = ["score", "--teacher", "t", "--corpus", str(tmp_path / "c.jsonl"), "--out", "o", *words]
+    done = CliRunner().invoke(app, call)
+    assert isinstance(done.exception, UsageError) and said in str(done.exception)
