@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from vocagnolm import __version__
-from vocagnolm.errors import VocagnolmError
+from vocagnolm.errors import VocagnolmError, VocagnolmWarning
 from vocagnolm.progress import Pace, Speed, clock_time
 
 
