@@ -23,7 +23,7 @@ from typing import Any
 from vocagnolm.score import ScoreSettings
 from vocagnolm.score.cluster import import_ray
 from vocagnolm.score.plan import CorpusSource, TeacherSource, describe, make_plan
-from vocagnolm.score.ray_driver import ScoringActor
+from vocagnolm.score.cluster import ScoringActor
 
 OBJECT_STORE_BYTES = 80 * 2**20
 POLL_SECONDS = 0.1

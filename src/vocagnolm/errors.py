@@ -40,6 +40,10 @@ class PlaceWarning(UserWarning):
     """A bucket does not keep what the protocol of stores needs of it."""
 
 
+class WaitingWarning(PlaceWarning):
+    """Storage or a cluster does not answer or has no room, and is waited for."""
+
+
 class BusyError(VocagnolmError):
     """Another process holds the folder."""
 

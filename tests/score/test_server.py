@@ -21,11 +21,9 @@ from typer.testing import CliRunner
 from vocagnolm import LossStore
 from vocagnolm.cli import app
 from vocagnolm.errors import ScoreError, StoreError, UsageError
-from vocagnolm.score import Server, Share, score_corpus
-from vocagnolm.score.cluster import worker_resources
+from vocagnolm.score import Server, Share, engines, score_corpus
+from vocagnolm.score.cluster import ScoringActor, worker_resources
 from vocagnolm.score.plan import PLAN_FILE, CorpusSource, TeacherSource, describe, make_plan
-from vocagnolm.score.ray_driver import ScoringActor
-from vocagnolm.score.server import exchange
 from vocagnolm.store import verify_store
 
 KEY = "secret-3141592653"
@@ -47,8 +45,8 @@ def lab(tmp_path_factory):
 
 @pytest.fixture
 def replay(monkeypatch):
-    monkeypatch.setattr(exchange, "_FIRST_PAUSE_SECONDS", 0.02)
-    monkeypatch.delenv(exchange.KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(engines, "_FIRST_PAUSE_SECONDS", 0.02)
+    monkeypatch.delenv(engines.KEY_VARIABLE, raising=False)
     one = Replay()
     one.start()
     yield one
@@ -490,7 +488,7 @@ def test_a_worker_of_a_cluster_opens_the_server_of_the_plan(lab, replay, whole, 
 
 
 def test_the_key_is_sent_and_nowhere_written(lab, replay, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv(exchange.KEY_VARIABLE, KEY)
+    monkeypatch.setenv(engines.KEY_VARIABLE, KEY)
     out = tmp_path / "s"
     replay.faults.extend([None, 401])
     with pytest.raises(ScoreError, match=r"401 no: Bearer \(key\)\. Its key comes from") as error:
@@ -511,7 +509,7 @@ def test_the_key_is_sent_and_nowhere_written(lab, replay, tmp_path, monkeypatch,
 
 
 def test_a_key_that_no_header_may_have_is_not_shown(lab, replay, tmp_path, monkeypatch):
-    monkeypatch.setenv(exchange.KEY_VARIABLE, "two\nlines-of-a-key")
+    monkeypatch.setenv(engines.KEY_VARIABLE, "two\nlines-of-a-key")
     with pytest.raises(UsageError, match="no header may have") as error:
         score(lab, replay, tmp_path / "s")
     assert "lines-of-a-key" not in str(error.value)

@@ -18,8 +18,8 @@ from vocagnolm.model.sharding import fewest_parts, loaded_bytes, possible_sizes
 from vocagnolm.pair.sample import SAMPLE
 from vocagnolm.processes import running_teams
 from vocagnolm.score import LocalTeacher, RayCluster, score_corpus
-from vocagnolm.score.partition import team_size
 from vocagnolm.score.plan import TeacherSource
+from vocagnolm.score.run import team_size
 from vocagnolm.store import LossStore
 
 pytestmark = pytest.mark.slow

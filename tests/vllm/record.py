@@ -22,7 +22,7 @@ from score.server_kit import (
 )
 
 from vocagnolm.score import score_corpus
-from vocagnolm.score.server.exchange import Exchange
+from vocagnolm.score.engines import Exchange
 
 
 def main(url):

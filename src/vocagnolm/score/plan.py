@@ -4,11 +4,11 @@ The plan is written into the growing store, and every process that works on it m
 there: nobody counts and hashes the corpus again. A finished store has none.
 """
 
+import base64
 import contextlib
 import hashlib
-import io
-import pickle
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,8 +16,9 @@ from typing import Any
 
 from vocagnolm import __version__
 from vocagnolm.data.corpus import Corpus, files_of_folder, open_corpus
+from vocagnolm.data.sources import DatasetSource, JsonLines, ParquetRows, RemoteFile, TextFile
 from vocagnolm.errors import CorpusError, StoreError, UsageError
-from vocagnolm.files import address_of
+from vocagnolm.files import address_of, json_bytes, parse_json
 from vocagnolm.model.load import ModelFiles, open_model
 from vocagnolm.processes import Ranks
 from vocagnolm.score.server import ServerTeacher
@@ -27,7 +28,8 @@ from vocagnolm.storage import place_of
 from vocagnolm.store.format import encode_vocabulary
 from vocagnolm.store.writer import StoreWriter
 
-PLAN_FILE = "plan.pickle"
+PLAN_FILE = "plan.json"
+_OLDER_PLAN_FILE = "plan.pickle"
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,8 @@ class CorpusSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that decides a store, and where it grows. A pickled one holds places and numbers, no
-    open files and no model."""
+    """All that decides a store, and where it grows. A saved one holds places and numbers, no open
+    files and no model."""
 
     out: str
     identity: dict[str, Any]
@@ -142,7 +144,7 @@ class Plan:
         was written; None where the corpus is an object of the caller's."""
         if self.corpus_source is None:
             return None
-        content = pickle.dumps(replace(self.absolute(), vocabulary=None), protocol=5)
+        content = json_bytes(_encoded(replace(self.absolute(), vocabulary=None)), indent=None)
         place_of(self.out).put(PLAN_FILE, content)
         return hashlib.sha256(content).hexdigest()
 
@@ -164,7 +166,7 @@ class Plan:
 
 def remove_plan(out: str | Path) -> None:
     """Of a store that is complete."""
-    place_of(out).remove(PLAN_FILE)
+    place_of(out).remove(PLAN_FILE, _OLDER_PLAN_FILE)
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ def load_plan(out: str | Path, digest: str | None = None) -> Plan:
     if digest is not None and hashlib.sha256(content).hexdigest() != digest:
         raise StoreError(f"{path} is not the plan of this run: another run has taken the store.")
     try:
-        plan = _PlanReader(io.BytesIO(content)).load()
+        plan = _decoded(parse_json(content))
     except Exception as error:  # damaged bytes can raise anything
         raise StoreError(f"{path} cannot be read: {error}. Run `score` again.") from None
     if not isinstance(plan, Plan) or plan.version != __version__:
@@ -243,30 +245,55 @@ def load_plan(out: str | Path, digest: str | None = None) -> Plan:
     return plan
 
 
-class _PlanReader(pickle.Unpickler):
-    """Makes only what a plan holds: a pickle of anything else could run code."""
-
-    _ours = (
-        "vocagnolm.data.corpus",
-        "vocagnolm.data.sources",
-        "vocagnolm.data.sources",
-        "vocagnolm.score.plan",
-        "vocagnolm.score.settings",
+# What a plan may hold, besides numbers, texts, lists and mappings.
+_KINDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        *(Plan, TeacherSource, CorpusSource, ScoreSettings, Server),
+        *(Corpus, JsonLines, ParquetRows, TextFile, DatasetSource, RemoteFile),
     )
-    _others = (
-        ("array", "_array_reconstructor"),
-        ("array", "array"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),
-    )
+}
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._others:
-            return super().find_class(module, name)
-        found = super().find_class(module, name) if module in self._ours else None
-        if isinstance(found, type) and found.__module__ == module:
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a plan")
+
+def _encoded(value: Any) -> Any:
+    """As JSON: what JSON does not know becomes a mapping whose first key names the kind."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_encoded(one) for one in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_encoded(one) for one in value]}
+    if isinstance(value, Mapping):
+        return {"mapping": [[_encoded(key), _encoded(one)] for key, one in value.items()]}
+    if isinstance(value, Path):
+        return {"path": str(value)}
+    if isinstance(value, array):
+        return {"array": value.typecode, "base64": base64.b64encode(value.tobytes()).decode()}
+    state = value.__getstate__()
+    return {type(value).__name__: {name: _encoded(one) for name, one in state.items()}}
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    name, content = next(iter(value.items()))
+    if name == "tuple":
+        return tuple(_decoded(content))
+    if name == "mapping":
+        return {_decoded(key): _decoded(one) for key, one in content}
+    if name == "path":
+        return Path(content)
+    if name == "array":
+        return array(content, base64.b64decode(value["base64"]))
+    made = object.__new__(_KINDS[name])
+    state = {key: _decoded(one) for key, one in content.items()}
+    if hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+    else:
+        vars(made).update(state)
+    return made
 
 
 def planned_corpus(out: str | Path, source: CorpusSource) -> Corpus:

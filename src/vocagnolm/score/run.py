@@ -2,13 +2,14 @@
 by shares, or by the workers of a Ray cluster."""
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from vocagnolm.chat.messages import Format
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus
@@ -18,7 +19,6 @@ from vocagnolm.model.runtime import compiling_seconds
 from vocagnolm.processes import Ranks, running_ranks, running_teams
 from vocagnolm.progress import Seconds
 from vocagnolm.score.cluster import RayCluster
-from vocagnolm.score.partition import Share, team_size
 from vocagnolm.score.plan import (
     CorpusSource,
     Plan,
@@ -30,7 +30,16 @@ from vocagnolm.score.plan import (
 )
 from vocagnolm.score.settings import ScoreSettings, Server
 from vocagnolm.score.teacher import Teacher
-from vocagnolm.score.work import Done, Progress, Scored, Worker, finish, finish_share
+from vocagnolm.score.work import (
+    Done,
+    Progress,
+    Scored,
+    ShardQueue,
+    Share,
+    Worker,
+    finish,
+    finish_share,
+)
 from vocagnolm.storage import require_place
 from vocagnolm.store.writer import StoreWriter, store_lock
 
@@ -283,10 +292,59 @@ def _work_here(
         before = compiling_seconds()
         teacher.load()
         started, loaded = time.perf_counter(), compiling_seconds()
-        for number, ahead in itertools.zip_longest(numbers, numbers[1:]):
-            scored += worker.begin(number, ahead, note)
+        queue = ShardQueue(numbers)
+        while (claim := queue.claim(worker)) is not None:
+            scored += worker.begin(*claim, note)
+            queue.finished(worker, claim[0])
             note(Scored())
         worker.settle()
     compiled = compiling_seconds()
     seconds = time.perf_counter() - started - (compiled - loaded)
     return Done(scored.tokens, seconds, compiled - before)
+
+
+# ---- teachers over several processes ----
+
+
+def team_size(source: TeacherSource, settings: ScoreSettings, processes: int) -> int:
+    """As `settings` say, or as few as hold the teacher's weights; checked against the number of
+    processes that run on this machine."""
+    wanted = settings.shard_teacher
+    size = source.find(settings).fewest_shards() if wanted == "auto" else wanted
+    if size == 1:
+        return 1
+    asked = f"--shard-teacher {wanted}: {size}"
+    if processes == 1:
+        raise UsageError(
+            f"{asked} processes hold one teacher together, and this one runs alone. Start: "
+            + _command(size, size)
+        )
+    if processes % size:
+        raise UsageError(
+            f"{asked} processes hold one teacher together, and the {processes} of this machine "
+            f"cannot be split so. Start a multiple of {size}: "
+            + _command(max(1, processes // size) * size, size)
+        )
+    _require_gpus(settings, processes, size)
+    return size
+
+
+def _require_gpus(settings: ScoreSettings, processes: int, size: int) -> None:
+    gpus = torch.cuda.device_count()
+    if gpus and settings.device == "cpu":
+        raise UsageError(
+            "--shard-teacher on CPUs: transformers would take the GPUs of this machine. Hide them "
+            "with CUDA_VISIBLE_DEVICES=''."
+        )
+    if gpus and processes > gpus:
+        raise UsageError(
+            f"--shard-teacher: {processes} processes, and this machine has {gpus} GPUs; each needs "
+            f"one of its own. Start: {_command(max(size, gpus // size * size), size)}"
+        )
+
+
+def _command(processes: int, size: int) -> str:
+    return (
+        f"torchrun --nproc_per_node {processes} -m vocagnolm score --shard-teacher {size} ... "
+        "(the other options as before)"
+    )

@@ -1,6 +1,11 @@
-"""*Work*, the second of three verbs: one shard of the plan, wherever this process runs."""
+"""*Work* and *finish*, the second and third of three verbs: which shard a worker claims, how it is
+scored, and what completes the store."""
 
 import contextlib
+import re
+import statistics
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,15 +16,186 @@ import numpy as np
 
 from vocagnolm.alternatives import NOTHING
 from vocagnolm.data.corpus import Corpus, Document, document_hash
-from vocagnolm.errors import BusyError, ScoreError, StoreError
+from vocagnolm.errors import BusyError, ScoreError, StoreError, UsageError
 from vocagnolm.model.nll import TokenScores
-from vocagnolm.score.partition import Share
 from vocagnolm.score.plan import Plan, remove_plan
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.teacher import Teacher, TokenizedDocument
 from vocagnolm.store.check import inspect_store
 from vocagnolm.store.format import HASH_BYTES, Shard, narrowest_unsigned, to_float16
 from vocagnolm.store.writer import StoreWriter, store_lock
+
+# ---- who scores what ----
+
+
+@dataclass(frozen=True)
+class Share:
+    """Share `number` of `count`, from 1, of all shards, not only of those that are missing: what is
+    missing changes while others work, and a shard could be left to nobody."""
+
+    number: int = 1
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError(f"--share {self}: the work is split into at least one share, 1/1.")
+        if not 1 <= self.number <= self.count:
+            raise UsageError(
+                f"--share {self}: the shares of {self.count} are 1/{self.count} to "
+                f"{self.count}/{self.count}."
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "Share":
+        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        if found is None:
+            raise UsageError(f"--share {text}: expected I/N, for example 3/8, the third of eight.")
+        return cls(int(found[1]), int(found[2]))
+
+    def shards(self, shard_count: int) -> range:
+        return range(self.number - 1, shard_count, self.count)
+
+    def of_shards(self, numbers: list[int]) -> list[str]:
+        """The shares that these shards belong to."""
+        return [f"{n + 1}/{self.count}" for n in sorted({m % self.count for m in numbers})]
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+MOST_DEATHS = 3
+"""The number of workers that may die on a shard before it is set aside."""
+_MOST_NAMED = 8
+# A shard is handed out a second time when it takes so many times the median, or, when nothing else
+# is left, to a worker that would be idle; never within the first seconds.
+_LATE, _LATE_AT_THE_END, _LATE_SECONDS = 4.0, 1.5, 2.0
+
+
+class ShardQueue:
+    """Hands out shards to workers, one at a time and one to be read ahead. Every shard is waiting,
+    with a worker, done, or set aside; a late one is with two workers, and the first commit counts.
+    A worker is any key of a dictionary."""
+
+    def __init__(self, numbers: Sequence[int], clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._waiting = deque(numbers)
+        self._open = set(numbers)
+        self._ahead: dict[Any, int] = {}
+        self._begun: dict[int, dict[Any, float]] = {}
+        """Since when each worker has been scoring a shard."""
+        self._seconds: list[float] = []
+        self._deaths: Counter[int] = Counter()
+        self.done: set[int] = set()
+        self.set_aside: dict[int, str] = {}
+        """With the reason why the last worker died."""
+
+    @property
+    def open(self) -> int:
+        """How many shards are neither done nor set aside."""
+        return len(self._open)
+
+    def claim(self, worker: Any) -> tuple[int, int | None] | None:
+        """A shard to be scored, and one to be read meanwhile; None: nothing is left for now."""
+        number = self._next(worker)
+        if number is None:
+            return None
+        self._begun.setdefault(number, {})[worker] = self._clock()
+        # A shard that was with a worker when it died is handed out alone: should it be the cause,
+        # no other must be blamed.
+        alone = number in self._deaths
+        if self._waiting and not alone and self._waiting[0] not in self._deaths:
+            self._ahead[worker] = self._waiting.popleft()
+        return number, self._ahead.get(worker)
+
+    def _next(self, worker: Any) -> int | None:
+        """What it has read already, what is late, what waits, what others have only read, or what
+        they are about to finish."""
+        if (number := self._ahead.pop(worker, None)) is not None:
+            return number
+        if (number := self._late(_LATE)) is not None:
+            return number
+        if self._waiting:
+            return self._waiting.popleft()
+        if self._ahead:
+            return self._ahead.pop(next(iter(self._ahead)))
+        return self._late(_LATE_AT_THE_END)
+
+    def _late(self, factor: float) -> int | None:
+        """The shard that its only worker has had for longest, if that is too long."""
+        alone = [
+            (min(since.values()), number)
+            for number, since in self._begun.items()
+            if number in self._open and len(since) == 1
+        ]
+        if not alone or not self._seconds:
+            return None
+        since, number = min(alone)
+        return number if self._clock() - since > self._limit(factor) else None
+
+    def _limit(self, factor: float) -> float:
+        return max(_LATE_SECONDS, factor * statistics.median(self._seconds))
+
+    def finished(self, worker: Any, number: int) -> bool:
+        """Whether it is the first that has finished this shard."""
+        workers = self._begun.get(number, {})
+        if worker in workers:
+            self._seconds.append(self._clock() - workers.pop(worker))
+        if not workers:
+            self._begun.pop(number, None)
+        if number in self.done:
+            return False
+        self._open.discard(number)
+        self.set_aside.pop(number, None)
+        self.done.add(number)
+        if number in self._waiting:
+            self._waiting.remove(number)
+        return True
+
+    def is_stuck(self, worker: Any) -> bool:
+        """Whether another one has finished its shard, and it is still late with it."""
+        limit = self._limit(_LATE) if self._seconds else 0.0
+        return any(
+            worker in since and number not in self._open and self._clock() - since[worker] > limit
+            for number, since in self._begun.items()
+        )
+
+    def give_back(self, worker: Any, death: str | None = None) -> list[int]:
+        """What the worker has goes to the end of the queue. `death`: why the worker died; a shard
+        on which too many have died is set aside. Returns the shards that it had begun."""
+        begun = [number for number, since in self._begun.items() if worker in since]
+        for number in begun:
+            del self._begun[number][worker]
+            if not self._begun[number]:
+                del self._begun[number]
+        ahead = self._ahead.pop(worker, None)
+        for number in (*begun, *(() if ahead is None else (ahead,))):
+            if number not in self._open:
+                continue
+            self._deaths[number] += death is not None
+            if death is not None and self._deaths[number] >= MOST_DEATHS:
+                self._open.remove(number)
+                self.set_aside[number] = death
+            elif number not in self._begun and number not in self._waiting:
+                self._waiting.append(number)
+        return begun
+
+    def require_none_set_aside(self, plan: Plan) -> None:
+        if not self.set_aside:
+            return
+        named = [
+            f"  shard {number} (documents {where.start:,} to {where.stop - 1:,}): {reason}"
+            for number, reason in sorted(self.set_aside.items())[:_MOST_NAMED]
+            for where in [plan.documents_in(number)]
+        ]
+        if len(self.set_aside) > _MOST_NAMED:
+            named.append(f"  and {len(self.set_aside) - _MOST_NAMED:,} more")
+        raise ScoreError(
+            f"{len(self.set_aside):,} shards were set aside: {MOST_DEATHS} workers died on each.\n"
+            + "\n".join(named)
+            + f"\nThe other {len(self.done):,} were scored and are kept. Look at the workers' logs "
+            "and at these documents (out of memory?), and run the same command again."
+        )
+
 
 # ---- a shard ----
 
