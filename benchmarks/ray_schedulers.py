@@ -71,7 +71,9 @@ def with_core(ray: Any, folder: str, shards: int, workers: int) -> None:
         while len(done) < shards:
             if waiting:
                 number = waiting.popleft()
-            elif late := [n for n, since in held.items() if time.time() - since > 4 * SHARD_SECONDS]:
+            elif late := [
+                n for n, since in held.items() if time.time() - since > 4 * SHARD_SECONDS
+            ]:
                 number = late[0]
             else:
                 await asyncio.sleep(0.1)

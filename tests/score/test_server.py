@@ -1,6 +1,7 @@
 """A teacher behind a server: what a real one answered, and every way in which servers fail."""
 
 import dataclasses
+import email.utils
 import json
 import threading
 import time
@@ -201,6 +202,34 @@ def test_what_passes_is_tried_again(lab, replay, whole, tmp_path, fault):
     replay.faults.extend([fault, None, fault, fault, None, None, fault])
     score(lab, replay, tmp_path / "s")
     assert not replay.faults and store_bytes(tmp_path / "s") == whole
+
+
+def test_a_server_that_says_when_to_come_again(lab, replay, whole, tmp_path):
+    replay.retry_after = "1"
+    replay.faults.extend([None, 429, 503])
+    began = time.monotonic()
+    score(lab, replay, tmp_path / "s")
+    assert time.monotonic() - began > 1 and store_bytes(tmp_path / "s") == whole
+    replay.retry_after = "3600"  # longer than anybody is patient
+    replay.faults.extend([None, 503])
+    with pytest.raises(ScoreError, match="of no use for 20 s; the last word: 503"):
+        score(lab, replay, tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("header", "least", "most"),
+    [
+        (None, 0, 0),
+        ("7", 7, 7),
+        ("soon", 0, 0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),
+        (60, 50, 60),
+    ],
+)
+def test_retry_after_is_a_number_or_a_date(header, least, most):
+    if isinstance(header, int):
+        header = email.utils.formatdate(time.time() + header, usegmt=True)
+    assert least <= engines._seconds_until(header) <= most
 
 
 def test_an_answer_that_does_not_come_is_asked_for_again(lab, replay, whole, tmp_path):

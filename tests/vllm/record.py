@@ -29,8 +29,8 @@ def main(url):
     choices, tokenized, rest = {}, {}, {}
     once = Exchange._once
 
-    def recording(self, method, path, content):
-        answer = once(self, method, path, content)
+    def recording(self, path, content):
+        answer = once(self, path, content)
         asked = json.loads(content or b"{}")
         if path == "/tokenize":
             tokenized[asked["prompt"]] = answer

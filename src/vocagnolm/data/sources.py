@@ -8,19 +8,19 @@ import importlib
 import io
 import json
 import os
-import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, ClassVar, Literal, Protocol
+from typing import IO, Any, ClassVar, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from vocagnolm.chat.messages import CONVERSATION_FIELDS
 from vocagnolm.errors import CorpusError, MissingExtraError, UsageError
 from vocagnolm.files import parse_json, whole_file
 from vocagnolm.storage import scheme_of
+from vocagnolm.storage.bucket import BrokenOffError, patiently
 from vocagnolm.storage.copies import cache_folder, copying, tell
 
 # ---- files at an address ----
@@ -35,7 +35,7 @@ PACKAGES = {
 }
 _VERSION_KEYS = ("ETag", "etag", "generation", "md5Hash", "xet_hash", "blob_id", "LastModified")
 _COPY_BYTES = 8 * 2**20
-_ATTEMPTS = 4
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,7 @@ class RemoteFile:
         return known and path.is_file() and self.size in (None, path.stat().st_size)
 
     def _copy(self, path: Path) -> None:
-        for attempt in range(_ATTEMPTS):
-            try:
-                with _told(self.address):
-                    self._copy_once(path)
-                return
-            except _BrokenOffError as error:
-                if attempt == _ATTEMPTS - 1:
-                    raise CorpusError(str(error)) from None
-                time.sleep(0.1 * 2**attempt)
+        _patiently(self.address, lambda: self._copy_once(path))
 
     def _copy_once(self, path: Path) -> None:
         system, inner = _system(self.address)
@@ -84,7 +76,7 @@ class RemoteFile:
                 done += target.write(block)
                 tell(self.address, path.parent, done, max(done, self.size or 0))
             if self.size not in (None, done):
-                raise _BrokenOffError(
+                raise BrokenOffError(
                     f"{self.address} cannot be read to its end: {done:,} of {self.size:,} bytes."
                 )
             if found_file(self.address, self.name) != self:
@@ -103,14 +95,19 @@ def remote_files(address: str) -> list[RemoteFile]:
         )
     if scheme_of(address) in ("http", "https"):  # no folders, no patterns
         return [found_file(address, PurePosixPath(urlsplit(address).path).name)]
-    with _told(address):
+
+    def listed() -> tuple[str, Mapping[str, Any]] | str:
         system, inner = _system(address)
         if "*" in inner:
-            below, found = _fixed_part(inner), system.glob(inner, detail=True)
-        elif system.isdir(inner):
-            below, found = inner.rstrip("/"), system.find(inner, detail=True)
-        else:
-            return [found_file(address, PurePosixPath(inner).name)]
+            return _fixed_part(inner), system.glob(inner, detail=True)
+        if system.isdir(inner):
+            return inner.rstrip("/"), system.find(inner, detail=True)
+        return PurePosixPath(inner).name
+
+    answer = _patiently(address, listed)
+    if isinstance(answer, str):
+        return [found_file(address, answer)]
+    below, found = answer
     start = address.partition("://")[0]
     return [
         _as_found(f"{start}://{path}", path[len(below) :].lstrip("/"), about)
@@ -120,9 +117,19 @@ def remote_files(address: str) -> list[RemoteFile]:
 
 
 def found_file(address: str, name: str) -> RemoteFile:
-    with _told(address):
+    def info() -> RemoteFile:
         system, inner = _system(address)
         return _as_found(address, name, system.info(inner))
+
+    return _patiently(address, info)
+
+
+def _patiently(address: str, request: Callable[[], Result]) -> Result:
+    def attempt() -> Result:
+        with _told(address):
+            return request()
+
+    return patiently(attempt, "://".join(urlsplit(address)[:2]), CorpusError)
 
 
 def _as_found(address: str, name: str, about: Mapping[str, Any]) -> RemoteFile:
@@ -159,16 +166,12 @@ def _system(address: str) -> tuple[Any, str]:
 _clients: dict[Any, Any] = {}
 
 
-class _BrokenOffError(Exception):
-    """A transfer that may go well the next time."""
-
-
 @contextlib.contextmanager
 def _told(address: str) -> Iterator[None]:
     """The errors of a dozen libraries in our words."""
     try:
         yield
-    except (CorpusError, MissingExtraError, UsageError, _BrokenOffError):
+    except (CorpusError, MissingExtraError, UsageError, BrokenOffError):
         raise
     except Exception as error:
         if isinstance(error, FileNotFoundError):
@@ -186,13 +189,10 @@ def _told(address: str) -> Iterator[None]:
                 "were found. They are taken from the usual places: the environment or a profile."
             ) from None
         reason = (str(error).strip().splitlines() or [kind])[0]
-        raise _Unreached(
+        final = isinstance(error, ValueError | TypeError) or "Validation" in kind
+        raise (CorpusError if final else BrokenOffError)(
             f"{address} cannot be read: {kind}: {reason[:200]}. Check the address and the network."
         ) from None
-
-
-class _Unreached(_BrokenOffError, CorpusError):
-    """An error for who does not try again."""
 
 
 # ---- kinds of sources ----

@@ -41,7 +41,7 @@ from vocagnolm.score.work import Done, Progress, Scored, ShardQueue, Worker
 from vocagnolm.store.writer import told, with_values_of
 
 LOCAL = "local"
-_TICK_SECONDS, _GROW_SECONDS, _SAID_SECONDS = 1.0, 10.0, 5.0
+_TICK_SECONDS, _GROW_SECONDS = 1.0, 10.0
 _FIRST_REST_SECONDS, _LONGEST_REST_SECONDS = 0.5, 5.0
 
 
@@ -96,15 +96,15 @@ def _connect(ray: Any, address: str) -> None:
         except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             printed.seek(0)
             token = isinstance(error, ray.exceptions.AuthenticationError)
-            if not (token or b"Unauthenticated" in printed.read()):
+            if token or b"Unauthenticated" in printed.read():
                 raise ScoreError(
-                    f"no Ray cluster at {address}: {first_line(error)} Start one there with `ray "
-                    "start --head`, or leave the address out for a cluster on this machine."
+                    f"the Ray cluster at {address} wants a token, and that of this machine is not "
+                    "used, missing or another. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+                    "RAY_AUTH_TOKEN_PATH (or ~/.ray/auth_token) to the token of the cluster."
                 ) from None
             raise ScoreError(
-                f"the Ray cluster at {address} wants a token, and the one of this machine is "
-                "missing or another. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
-                "RAY_AUTH_TOKEN_PATH (or ~/.ray/auth_token) to the token of the cluster."
+                f"no Ray cluster at {address}: {first_line(error)} Start one there with `ray start "
+                "--head`, or leave the address out for a cluster on this machine."
             ) from None
         finally:
             os.dup2(usual, 2)
@@ -162,9 +162,10 @@ class _Member:
     """A worker of the run; after a death it goes on with another process."""
 
     actor: Any = None
-    machine: str = ""
+    machine: str = "a machine that has not answered"
+    loaded: bool = False
     alive: bool = False
-    """Its process runs, and can write."""
+    """Its process runs, and its last attempt to write did not fail."""
 
 
 class Connection:
@@ -172,7 +173,7 @@ class Connection:
 
     def __init__(self, ray: Any, cluster: RayCluster):
         self._ray = ray
-        self._cluster = cluster
+        self._workers, self._patience_seconds = cluster.workers, cluster.patience_seconds
         self._members: list[_Member] = []
         self._useless = 0
         self._scored = Scored()
@@ -192,27 +193,27 @@ class Connection:
     def describe_there(
         self, source: TeacherSource, settings: ScoreSettings, resources: dict[str, float]
     ) -> Description:
+        source = source.absolute()
         task = self._ray.remote(**resources)(lambda: describe(source.open(settings), settings))
-        source, patience = source.absolute(), self._cluster.patience_seconds
-        call = task.remote()
+        room = self._room(resources, say=True)[1]
         try:
-            if not self._ray.wait([call], timeout=min(_SAID_SECONDS, patience))[0]:
-                warnings.warn(f"waiting for room: {self._room(resources)[1]}", WaitingWarning, 2)
-            found: Description = self._ray.get(call, timeout=patience)
+            found: Description = self._ray.get(task.remote(), timeout=self._patience_seconds)
         except self._ray.exceptions.GetTimeoutError:
-            raise ScoreError(f"no GPU of the cluster was free within {patience:.0f} s.") from None
+            raise ScoreError(f"no room within {self._patience_seconds:.0f} s: {room}.") from None
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from None
         return found
 
-    def _room(self, resources: dict[str, float]) -> tuple[int, str]:
-        """How many workers the nodes could hold, and how much of what they need is free now."""
+    def _room(self, resources: dict[str, float], *, say: bool = False) -> tuple[int, str]:
+        """How many workers the nodes can hold, and what of them is free. `say`: that we wait."""
         name = "GPU" if "num_gpus" in resources else "CPU"
         needed = resources[f"num_{name.lower()}s"]
-        there = [n["Resources"].get(name, 0) for n in self._ray.nodes() if n["Alive"]]
+        there = [node["Resources"].get(name, 0) for node in self._ray.nodes() if node["Alive"]]
         free = self._ray.available_resources().get(name, 0)
-        said = f"{free:g} of {sum(there):g} {name}s free, {needed:g} for each worker"
-        return sum(int(one // needed) for one in there), said
+        room = f"{free:g} of {sum(there):g} {name}s free"
+        if say and free < needed:
+            warnings.warn(f"waiting for room: {room}", WaitingWarning, stacklevel=2)
+        return sum(int(one // needed) for one in there), room
 
     def work_through(
         self,
@@ -246,24 +247,21 @@ class Connection:
     async def _run(self, report: Callable[[], None]) -> None:
         self._news = asyncio.Event()
         tasks: list[asyncio.Task[None]] = []
-        alive_at, grows_at, said = time.monotonic(), 0.0, False
+        alive_at, grows_at = time.monotonic(), 0.0
+        self._room(self._resources, say=True)
         try:
             while self._queue.open and not self._interrupted:
                 now = time.monotonic()
                 if now >= grows_at:  # one is asked for in any case: there are clusters that grow
                     grows_at = now + _GROW_SECONDS
-                    wanted = self._cluster.workers or max(1, self._room(self._resources)[0])
+                    wanted = self._workers or max(1, self._room(self._resources)[0])
                     for _ in range(min(wanted, self._queue.open) - len(self._members)):
                         self._members.append(_Member())
                         tasks.append(asyncio.create_task(self._live(self._members[-1])))
                 if any(member.alive for member in self._members):
                     alive_at = now
-                elif now - alive_at > self._cluster.patience_seconds:
+                elif now - alive_at > self._patience_seconds:
                     raise self._trouble or self._nobody()
-                elif self._started is None and not said and now - alive_at > _SAID_SECONDS:
-                    said = True
-                    room = self._room(self._resources)[1]
-                    warnings.warn(f"waiting for room: {room}", WaitingWarning, 2)
                 for member in filter(self._queue.is_stuck, self._members):
                     self._kill(member)
                 report()
@@ -284,59 +282,63 @@ class Connection:
         rest = _FIRST_REST_SECONDS
         while True:
             try:
-                if member.actor is None:
-                    member.actor = self._new_actor()
-                    member.machine = await member.actor.hello.remote()
-                    member.alive = True
-                    await member.actor.load.remote()
-                    self._started = self._started or time.monotonic()
-                while True:
-                    await self._score_one(member)
-                    rest = _FIRST_REST_SECONDS
+                await self._work(member)
             except self._ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, WriteError | AddressError):  # it may be back later
-                    self._trouble = error.cause
-                    self._note(member, "gave back", self._queue.give_back(member), str(error.cause))
-                elif isinstance(error.cause, VocagnolmError):
-                    if self._queue.give_back(member) or self._useless + 1 == len(self._members):
-                        raise error.cause from None
+                cause = error.cause
+                if isinstance(cause, WriteError | AddressError):  # storage that may come back
+                    self._trouble = cause
+                    self._note(member, "gave back", self._queue.give_back(member), str(cause))
+                elif not isinstance(cause, VocagnolmError):  # what is left in it may be broken
+                    self._lost(member, cause)
+                elif member.loaded or self._useless + 1 == len(self._members):
+                    raise cause from None
+                else:  # it keeps its place: another worker would fare no better there
                     self._useless += 1
-                    self._note(member, "could not be used", [], str(error.cause))
                     member.alive = False
+                    self._notes.append(f"a worker on {member.machine} was of no use: {cause}")
                     return
-                else:
-                    self._lost(member, error.cause)
-            except self._ray.exceptions.RayError as error:
+            except self._ray.exceptions.RayError as error:  # process, node or the way to it
                 self._lost(member, error)
+            else:
+                rest = _FIRST_REST_SECONDS
+                continue
             member.alive = False
             self._news.set()
             await asyncio.sleep(rest)
             rest = min(2 * rest, _LONGEST_REST_SECONDS)
 
-    async def _score_one(self, member: _Member) -> None:
-        claim = self._queue.claim(member)
-        if claim is None:
+    async def _work(self, member: _Member) -> None:
+        """One step: a process, its teacher, or a shard."""
+        if member.actor is None:
+            member.actor = self._new_actor()
+            member.machine = await member.actor.hello.remote()
+        elif not member.loaded:
+            member.alive = True
+            await member.actor.load.remote()
+            member.loaded = True
+            self._started = self._started or time.monotonic()
+        elif (claim := self._queue.claim(member)) is None:
             await asyncio.sleep(_TICK_SECONDS / 2)
-            return
-        scored = await member.actor.work.remote(*claim)
-        member.alive = True
-        if self._queue.finished(member, claim[0]):
-            self._scored += scored
-        self._news.set()
+        else:
+            scored = await member.actor.work.remote(*claim)
+            member.alive = True
+            if self._queue.finished(member, claim[0]):
+                self._scored += scored
+            self._news.set()
 
     def _lost(self, member: _Member, error: BaseException) -> None:
-        """Its process, its node or the way to it is gone, or what is left in it may be broken."""
-        self._note(
-            member, "died with", self._queue.give_back(member, first_line(error)), first_line(error)
-        )
+        reason = first_line(error)
+        self._note(member, "died with", self._queue.give_back(member, reason), reason)
         self._kill(member)
-        member.actor = None
+        member.actor, member.loaded = None, False
 
     def _note(self, member: _Member, what: str, shards: list[int], reason: str) -> None:
-        named = "".join(f" shard {number}, which went to another" for number in shards)
-        self._last_words = f"a worker on {member.machine} {what}{named}: {reason}"
-        if shards or not member.actor:
-            self._notes.append(self._last_words)
+        self._last_words = reason
+        for number in shards:
+            self._notes.append(
+                f"a worker on {member.machine} {what} shard {number}, which went to another: "
+                f"{reason}"
+            )
 
     def _kill(self, member: _Member) -> None:
         with contextlib.suppress(Exception):  # it is dead, or the cluster is
@@ -345,9 +347,9 @@ class Connection:
     def _nobody(self) -> ScoreError:
         needs = ", ".join(f"{name} {value:g}" for name, value in self._resources.items())
         return ScoreError(
-            f"no worker has been alive for {self._cluster.patience_seconds:.0f} s "
-            f"({len(self._queue.done):,} shards were scored and are kept). Each needs {needs}; "
-            f"there is {self._room(self._resources)[1]}; the last word: {self._last_words} Look at "
-            "`ray status`, and run the same command again, with a longer --ray-patience for a "
-            "cluster that is busy: it goes on from there."
+            f"no worker has been alive for {self._patience_seconds:.0f} s "
+            f"({len(self._queue.done):,} shards were scored and are kept). Each needs {needs}, and "
+            f"there are {self._room(self._resources)[1]}; the last word: {self._last_words} Look "
+            "at `ray status`, and run the same command again, with a longer --ray-patience for a "
+            "busy cluster: it goes on from there."
         )

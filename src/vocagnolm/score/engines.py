@@ -16,7 +16,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -57,18 +58,10 @@ class Exchange:
         self._lock = threading.Lock()
         self._given_up = threading.Event()
 
-    def get(self, path: str) -> Any:
-        """None where the server has nothing under this path."""
-        return self._patiently("GET", path, None)
-
-    def post(self, path: str, content: dict[str, Any]) -> Any:
-        """None where the server has nothing under this path."""
-        return self._patiently("POST", path, json.dumps(content).encode())
-
     @contextlib.contextmanager
-    def all_or_none(self) -> Iterator[None]:
-        """Where requests of several threads belong together: when the block ends by an error, those
-        that are under way end at once."""
+    def all_or_none(self, pool: ThreadPoolExecutor) -> Iterator[None]:
+        """For requests of several threads that belong together: when the block ends by an error,
+        those that are under way end at once."""
         try:
             yield
         except BaseException:
@@ -79,18 +72,19 @@ class Exchange:
                         with contextlib.suppress(OSError):
                             connection.sock.shutdown(socket.SHUT_RDWR)
             raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+            self._given_up.clear()
 
-    def go_on(self) -> None:
-        """After `all_or_none` has ended by an error, and all of its threads."""
-        self._given_up.clear()
-
-    def _patiently(self, method: str, path: str, content: bytes | None) -> Any:
+    def ask(self, path: str, content: dict[str, Any] | None = None) -> Any:
+        """A POST of `content`, or a GET; None where the server has nothing under this path."""
+        body = None if content is None else json.dumps(content).encode()
         failing_since = None
         pause = _FIRST_PAUSE_SECONDS
         while True:
             asked = time.monotonic()
             try:
-                return self._once(method, path, content)
+                return self._once(path, body)
             except (OSError, http.client.HTTPException, _PassingError) as error:
                 silent = isinstance(error, TimeoutError)
                 failing_since = failing_since or (asked if silent else time.monotonic())
@@ -106,11 +100,12 @@ class Exchange:
                 raise ScoreError("given up, because another request has failed.")
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _once(self, method: str, path: str, content: bytes | None) -> Any:
+    def _once(self, path: str, content: bytes | None) -> Any:
         secure = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         assert self._parts.hostname is not None
         connection = kind(self._parts.hostname, self._parts.port, timeout=self.patience_seconds)
+        method = "GET" if content is None else "POST"
         try:
             with self._lock:
                 self._open.add(connection)
@@ -200,72 +195,50 @@ def _hidden(text: str) -> str:
 _NO_PROBABILITY = -9999.0
 
 
-class Engine(Protocol):
+class Engine:
     """A server and the one model that we ask it for."""
 
     name: str
-    version: str
-    model: str
-    longest: int | None
-    """Tokens of a prompt at most; None: it does not say."""
+    version = "unknown"
+
+    def __init__(self, exchange: Exchange, entry: dict[str, Any]):
+        self._exchange = exchange
+        self.model = str(entry["id"])
+        self._most = entry.get("max_model_len")
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a prompt at most, for one more is generated; None: it does not say."""
+        return None if self._most is None else int(self._most) - 1
 
     def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
         """Of every token of every prompt its nll, NaN for the first and where the server has none,
         and so many alternatives. An error where it has not read exactly these tokens."""
-        ...
+        raise NotImplementedError
 
     def tokenize(self, text: str) -> list[int] | None:
         """A text as the server's own tokenizer reads it, without special tokens; None: it does not
-        tell."""
-        ...
+        say."""
+        return None
 
 
-def open_engine(exchange: Exchange, model: str | None) -> Engine:
-    """The engine behind an address, by what it says of itself."""
-    found = exchange.get("/v1/models")
-    models = found.get("data") if isinstance(found, dict) else None
-    if not models:
-        raise ScoreError(
-            f"{exchange.url} lists no model under /v1/models: it is not a server of vLLM or SGLang."
-        )
-    entry = _chosen(models, model, exchange.url)
-    kind = SGLang if entry.get("owned_by") == "sglang" else VLLM
-    return kind(exchange, entry)
-
-
-def _chosen(models: list[dict[str, Any]], wanted: str | None, url: str) -> dict[str, Any]:
-    names = [str(entry["id"]) for entry in models]
-    if wanted is None and len(models) == 1:
-        return models[0]
-    if wanted not in names:
-        asked = "several models" if wanted is None else f"no model {wanted!r}"
-        raise UsageError(
-            f"the server at {url} has {asked}: choose with --server-model among "
-            f"{', '.join(names[:8])}."
-        )
-    return models[names.index(wanted)]
-
-
-class VLLM:
+class VLLM(Engine):
     """vLLM's completions endpoint. Others that speak it (llama.cpp) lack the log-probabilities of
     the prompt."""
 
     name = "vllm"
 
     def __init__(self, exchange: Exchange, entry: dict[str, Any]):
-        self._exchange = exchange
-        self.model = str(entry["id"])
+        super().__init__(exchange, entry)
         if (owner := entry.get("owned_by")) == "llamacpp":
             raise ScoreError(
                 f"{exchange.url} is a server of llama.cpp, which has no log-probabilities of the "
                 "prompt. Use vLLM or SGLang, or give the GGUF file as --teacher without --server."
             )
-        about = exchange.get("/version")
-        if about is None:
+        if about := exchange.ask("/version"):
+            self.version = str(about["version"])
+        else:
             self.name = f"completions of {owner}"
-        self.version = str(about["version"]) if about else "unknown"
-        most = entry.get("max_model_len")
-        self.longest = None if most is None else int(most) - 1  # one token is generated
 
     def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
         content = {
@@ -277,7 +250,7 @@ class VLLM:
             "return_token_ids": True,
         }
         try:
-            answer = self._exchange.post("/v1/completions", content)
+            answer = self._exchange.ask("/v1/completions", content)
         except RefusedError as error:
             if not alternatives or "logprobs" not in str(error):
                 raise
@@ -290,41 +263,58 @@ class VLLM:
     def tokenize(self, text: str) -> list[int] | None:
         content = {"model": self.model, "prompt": text, "add_special_tokens": False}
         try:
-            answer = self._exchange.post("/tokenize", content)
+            answer = self._exchange.ask("/tokenize", content)
         except RefusedError:  # it was started without one
             return None
         return answer.get("tokens") if isinstance(answer, dict) else None
 
 
-class SGLang:
+class SGLang(Engine):
     """SGLang's own `/generate`."""
 
     name = "sglang"
 
     def __init__(self, exchange: Exchange, entry: dict[str, Any]):
-        self._exchange = exchange
-        self.model = str(entry["id"])
-        about = exchange.get("/get_server_info") or exchange.get("/server_info") or {}
+        super().__init__(exchange, entry)
+        about = exchange.ask("/get_server_info") or exchange.ask("/server_info") or {}
         self.version = str(about.get("version", "unknown"))
-        most = entry.get("max_model_len") or about.get("context_length")
-        self.longest = None if most is None else int(most) - 1
+        self._most = self._most or about.get("context_length")
 
     def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
-        answer = self._exchange.post(
-            "/generate",
-            {
-                "input_ids": list(prompts),
-                "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-                "return_logprob": True,
-                "logprob_start_len": 0,
-                "return_text_in_logprobs": False,
-                **({"top_logprobs_num": alternatives} if alternatives else {}),
-            },
-        )
+        content = {
+            "input_ids": list(prompts),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "return_text_in_logprobs": False,
+            **({"top_logprobs_num": alternatives} if alternatives else {}),
+        }
+        answer = self._exchange.ask("/generate", content)
         return _read(self._exchange.url, prompts, answer, _sglang_answers, alternatives)
 
-    def tokenize(self, text: str) -> list[int] | None:
-        return None
+
+def open_engine(exchange: Exchange, wanted: str | None) -> Engine:
+    """The engine behind an address, by what it says of itself."""
+    found = exchange.ask("/v1/models")
+    listed = found.get("data") if isinstance(found, dict) else None
+    models = {str(entry["id"]): entry for entry in listed or ()}
+    if not models:
+        raise ScoreError(
+            f"{exchange.url} lists no model under /v1/models: it is not a server of vLLM or SGLang."
+        )
+    if wanted is None and len(models) == 1:
+        (wanted,) = models
+    if wanted not in models:
+        asked = "several models" if wanted is None else f"no model {wanted!r}"
+        raise UsageError(
+            f"the server at {exchange.url} has {asked}: choose with --server-model among "
+            f"{', '.join([*models][:8])}."
+        )
+    entry = models[wanted]
+    return (SGLang if entry.get("owned_by") == "sglang" else VLLM)(exchange, entry)
+
+
+# ---- answers ----
 
 
 _Likeliest = list[tuple[int, float]]
@@ -433,10 +423,9 @@ def _packed(
 def _change(sent: list[int], back: list[int]) -> str:
     if len(back) > len(sent) and back[-len(sent) :] == sent:
         return f"adds the token {back[0]} (beginning-of-text?) before the {len(sent)} it was given"
-    if len(back) < len(sent):
-        return f"drops tokens: it was given {len(sent)} and has read {len(back)}"
-    if len(back) > len(sent):
-        return f"adds tokens: it was given {len(sent)} and has read {len(back)}"
+    if len(back) != len(sent):
+        changes = "drops" if len(back) < len(sent) else "adds"
+        return f"{changes} tokens: it was given {len(sent)} and has read {len(back)}"
     place = next(i for i, (a, b) in enumerate(zip(sent, back, strict=True)) if a != b)
     return f"changes token ids: at position {place} it has read {back[place]} for {sent[place]}"
 

@@ -178,17 +178,13 @@ class ServerTeacher:
             batch_tokens=self.settings.batch_tokens,
         )
         pool = ThreadPoolExecutor(self._server.requests)
-        try:
-            with self._exchange.all_or_none():
-                calls = {pool.submit(self._batch_scores, b, documents): b for b in batches}
-                for call in as_completed(calls):
-                    batch = calls[call]
-                    self._place(batch, call.result(), found)
-                    if on_tokens is not None:
-                        on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
-        finally:
-            pool.shutdown(cancel_futures=True)
-            self._exchange.go_on()
+        with self._exchange.all_or_none(pool):
+            calls = {pool.submit(self._batch_scores, b, documents): b for b in batches}
+            for call in as_completed(calls):
+                batch = calls[call]
+                self._place(batch, call.result(), found)
+                if on_tokens is not None:
+                    on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
         return found
 
     def _nothing(self, tokens: int) -> TokenScores:
