@@ -21,7 +21,7 @@ from typing import Any
 
 SHARD_SECONDS = 0.5
 SHARDS_PER_WORKER = 12
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 120.0
 
 
 class Sleeper:

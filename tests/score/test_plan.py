@@ -1,5 +1,6 @@
 """The plan of a growing store: made once, read by those who come later, gone in the end."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -187,7 +188,7 @@ def test_an_error_in_what_was_read_ahead_comes_when_its_turn_comes(tmp_path, cor
     corpus.write_text("\n".join(lines))
     plan, _, teacher = planned(tmp_path, corpus)
     plan = dataclasses.replace(plan, settings=dataclasses.replace(SETTINGS, strict=True))
-    with Worker(plan, teacher, plan.writer()) as worker:
+    with contextlib.closing(Worker(plan, teacher, plan.writer())) as worker:
         worker.work(0, ahead=1)
         worker.work(2, ahead=1)
         with pytest.raises(ScoreError, match=r"document 7.*empty"):

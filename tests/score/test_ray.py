@@ -227,9 +227,12 @@ def test_a_shard_that_kills_its_workers_is_set_aside_and_named(lab, tmp_path):
     assert store_bytes(out) == lab.whole
 
 
+@pytest.mark.filterwarnings("ignore::vocagnolm.errors.WaitingWarning")
 def test_nobody_alive_is_an_end_and_not_a_wait(lab, tmp_path):
     """More is asked of every node than it has."""
-    with pytest.raises(ScoreError, match=r"no worker has been alive for 1 s \(0 shards.*num_cpus"):
+    with pytest.raises(
+        ScoreError, match=r"no worker has been alive for 1 s \(0 shards.*num_cpus 64"
+    ):
         score_corpus(
             lab.teacher,
             lab.corpus,

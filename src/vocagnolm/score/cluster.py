@@ -210,7 +210,8 @@ class Connection:
         needed = resources[f"num_{name.lower()}s"]
         there = [node["Resources"].get(name, 0) for node in self._ray.nodes() if node["Alive"]]
         free = self._ray.available_resources().get(name, 0)
-        room = f"{free:g} of {sum(there):g} {name}s free"
+        each = f", {needed:g} for a worker" if needed > 1 else ""
+        room = f"{free:g} of {sum(there):g} {name}s free{each}"
         if say and free < needed:
             warnings.warn(f"waiting for room: {room}", WaitingWarning, stacklevel=2)
         return sum(int(one // needed) for one in there), room

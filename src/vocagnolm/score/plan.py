@@ -166,7 +166,10 @@ class Plan:
 
 def remove_plan(out: str | Path) -> None:
     """Of a store that is complete."""
-    place_of(out).remove(PLAN_FILE, _OLDER_PLAN_FILE)
+    place = place_of(out)
+    place.remove(PLAN_FILE)
+    if place.has(_OLDER_PLAN_FILE):
+        place.remove(_OLDER_PLAN_FILE)
 
 
 @dataclass(frozen=True)

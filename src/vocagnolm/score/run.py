@@ -38,7 +38,6 @@ from vocagnolm.score.work import (
     Share,
     Worker,
     finish,
-    finish_share,
 )
 from vocagnolm.storage import require_place
 from vocagnolm.store.writer import StoreWriter, store_lock
@@ -243,10 +242,9 @@ def _score(
         ranks.wait_for_all()
 
         def end() -> tuple[list[int], dict[str, Any]]:
-            if alone:
-                return [], finish(plan, writer)
-            held.close()  # first: of two that end together one must get the store for itself
-            return finish_share(plan, writer, share, bool(missing))
+            if not alone:  # of two that end together one must get the store for itself
+                held.close()
+            return finish(plan, writer, share, bool(missing))
 
         left, summary = ranks.decide(end)
     return ScoreSummary(
@@ -287,7 +285,7 @@ def _work_here(
             now = scored + part
             on_progress(Progress(now.documents, total, now.tokens))
 
-    with Worker(plan, teacher, writer, writes) as worker:
+    with contextlib.closing(Worker(plan, teacher, writer, writes)) as worker:
         worker.read_ahead(numbers[0])
         before = compiling_seconds()
         teacher.load()

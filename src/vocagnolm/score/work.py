@@ -9,7 +9,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -218,21 +217,22 @@ class PreparedShard:
 
 def score_shard(corpus: Corpus, teacher: Teacher, settings: ScoreSettings, number: int) -> Shard:
     prepared = prepare_shard(corpus, teacher, settings, number)
-    return finished_shard(prepared, started(teacher, prepared)(), settings)
+    return finished_shard(prepared, _started(teacher, prepared)(), settings)
 
 
-def started(
-    teacher: Teacher, prepared: PreparedShard, on_tokens: Callable[[int], None] | None = None
-) -> Callable[[], Sequence[TokenScores | np.ndarray]]:
-    """What waits for the numbers of a shard, which are on their way where the teacher can do
-    that."""
-    start = getattr(teacher, "start", None)
-    if start is None:
-        scores = teacher.nll(prepared.tokenized, on_tokens)
-        return lambda: scores
-    waiting: Callable[[], Sequence[TokenScores | np.ndarray]]
-    waiting = start(prepared.tokenized, on_tokens)
-    return waiting
+Scores = Sequence[TokenScores | np.ndarray]
+"""Per document its scores, or its losses alone."""
+
+
+def _started(
+    teacher: Any, prepared: PreparedShard, on_tokens: Callable[[int], None] | None = None
+) -> Callable[[], Scores]:
+    """Waits for the numbers of a shard, which are on their way where the teacher can do that."""
+    if hasattr(teacher, "start"):
+        waiting: Callable[[], Scores] = teacher.start(prepared.tokenized, on_tokens)
+        return waiting
+    scores: Scores = teacher.nll(prepared.tokenized, on_tokens)
+    return lambda: scores
 
 
 def prepare_shard(
@@ -260,12 +260,7 @@ def prepare_shard(
     return PreparedShard(number, first, len(found), documents, tokenized, skipped)
 
 
-def finished_shard(
-    prepared: PreparedShard,
-    given: Sequence[TokenScores | np.ndarray],
-    settings: ScoreSettings,
-) -> Shard:
-    """`given`: per document its scores, or its losses alone."""
+def finished_shard(prepared: PreparedShard, given: Scores, settings: ScoreSettings) -> Shard:
     scores = [TokenScores(one) if isinstance(one, np.ndarray) else one for one in given]
     assert [len(one.nll) for one in scores] == [len(t.ids) for t in prepared.tokenized]
     nonfinite = _mask_nonfinite(scores, prepared, settings.max_nonfinite_share)
@@ -275,8 +270,10 @@ def finished_shard(
     token_bytes = np.concatenate([empty, *(lengths for lengths, _ in stored)])
     kept, alternatives = settings.kept_alternatives, None
     if kept is not None:
-        none = np.zeros((0, kept.count), "<u4")
-        alternatives = np.concatenate([none, *(_alternatives(one) for _, one in stored)])
+        rows = [one.alternatives for _, one in stored if one.alternatives is not None]
+        if len(rows) < len(stored):
+            raise ScoreError("--alternatives: this teacher gives losses alone. Leave it out.")
+        alternatives = np.concatenate([np.zeros((0, kept.count), "<u4"), *rows])
     return Shard(
         number=prepared.number,
         first_document=prepared.first_document,
@@ -292,33 +289,22 @@ def finished_shard(
     )
 
 
-def _alternatives(scores: TokenScores) -> np.ndarray:
-    if scores.alternatives is None:
-        raise ScoreError("--alternatives: this teacher gives losses alone. Leave it out.")
-    return scores.alternatives
-
-
 def _mask_nonfinite(scores: list[TokenScores], prepared: PreparedShard, most: float) -> int:
     """Make infinities NaN, in place, and count what the teacher should have known. A first token
     without context is NaN by right."""
-    bad_places = []
-    total = 0
+    total, first = 0, None
     for one, document in zip(scores, prepared.documents, strict=True):
-        values = one.nll
-        bad = ~np.isfinite(values)
-        values[bad] = np.nan
+        bad = ~np.isfinite(one.nll)
+        one.nll[bad] = np.nan
         if one.alternatives is not None:
             one.alternatives[bad] = NOTHING
         total += int(bad[1:].sum())
-        if bad[1:].any():
-            bad_places.append(document.place)
-    tokens = prepared.tokens
-    if total > most * tokens:
+        first = first or (document.place if total else None)
+    if total > most * prepared.tokens:
         raise ScoreError(
-            f"the teacher gave NaN or infinity for {total:,} of {tokens:,} tokens of shard "
-            f"{prepared.number} (first in {bad_places[0]}), more than the allowed "
-            f"{most:.2%}. Use --dtype bfloat16 or float32 where it was float16, or check the "
-            "teacher's weights."
+            f"the teacher gave NaN or infinity for {total:,} of {prepared.tokens:,} tokens of "
+            f"shard {prepared.number} (first in {first}), more than the allowed {most:.2%}. Use "
+            "--dtype bfloat16 or float32 where it was float16, or check the teacher's weights."
         )
     return total
 
@@ -380,15 +366,10 @@ class Worker:
         """Read and tokenise a shard meanwhile: the next, or the first while weights are loaded."""
         self._ahead = number, self._reader.submit(self._prepare, number)
 
-    def work(
-        self,
-        number: int,
-        ahead: int | None = None,
-        on_part: Callable[[Scored], None] | None = None,
-    ) -> Scored:
+    def work(self, number: int, ahead: int | None = None) -> Scored:
         """Score shard `number` and write it. `ahead` is the one that will probably be asked for
-        next; `on_part` hears after every batch how much of this one is done."""
-        scored = self.begin(number, ahead, on_part)
+        next."""
+        scored = self.begin(number, ahead)
         self.settle()
         return scored
 
@@ -398,13 +379,21 @@ class Worker:
         ahead: int | None = None,
         on_part: Callable[[Scored], None] | None = None,
     ) -> Scored:
-        """The same, but its last batches and writing it are left to go on beside the next one.
-        At most two shards are in this process's hands."""
+        """The same, but its last batches and writing it are left to go on beside the next one, so
+        that this process has at most two shards. `on_part` hears after every batch how much of this
+        one is done."""
         prepared = self._take(number)
         if ahead is not None:
             self.read_ahead(ahead)
-        report = None if on_part is None else _reporter(prepared, on_part)
-        scores = started(self._teacher, prepared, report)
+        done = 0
+
+        def report(new_tokens: int) -> None:
+            nonlocal done
+            done += new_tokens
+            assert on_part is not None
+            on_part(Scored(prepared.document_span * done / max(1, prepared.tokens), done))
+
+        scores = _started(self._teacher, prepared, report if on_part else None)
         self.settle()
         self._behind = self._finisher.submit(self._finish, prepared, scores)
         return Scored(prepared.document_span, prepared.tokens)
@@ -415,9 +404,11 @@ class Worker:
         if behind is not None:
             behind.result()
 
-    def _finish(
-        self, prepared: PreparedShard, scores: Callable[[], Sequence[TokenScores | np.ndarray]]
-    ) -> None:
+    def close(self) -> None:
+        self._reader.shutdown(cancel_futures=True)
+        self._finisher.shutdown()
+
+    def _finish(self, prepared: PreparedShard, scores: Callable[[], Scores]) -> None:
         shard = finished_shard(prepared, scores(), self._plan.settings)
         if self._writes:
             self._writer.write_shard(shard)
@@ -433,78 +424,27 @@ class Worker:
     def _prepare(self, number: int) -> PreparedShard:
         return prepare_shard(self._plan.corpus, self._teacher, self._plan.settings, number)
 
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._reader.shutdown(cancel_futures=True)
-        self._finisher.shutdown()
-
-
-def _reporter(prepared: PreparedShard, on_part: Callable[[Scored], None]) -> Callable[[int], None]:
-    done = 0
-
-    def report(new_tokens: int) -> None:
-        nonlocal done
-        done += new_tokens
-        on_part(Scored(prepared.document_span * done / max(1, prepared.tokens), done))
-
-    return report
-
 
 # ---- finish ----
 
 
-def finish(plan: Plan, writer: StoreWriter) -> dict[str, Any]:
-    """The process that holds the store for itself completes it. Returns what the store is now."""
-    plan.corpus.require_unchanged()
-    _complete(writer)
-    return _inspected(plan)
-
-
-def finish_share(
+def finish(
     plan: Plan, writer: StoreWriter, share: Share, scored: bool
 ) -> tuple[list[int], dict[str, Any]]:
-    """Complete the store if nothing is missing and nobody else is at work on it; otherwise the
-    last of them will. The shards that are missing, and what the store is now."""
+    """Complete the store: the process that holds it for itself, or of several shares the last one.
+    Returns the shards that are missing, and what the store is now."""
     plan.corpus.require_unchanged()
-    if absent := writer.absent_shards():
-        return absent, _inspected(plan)
-    with contextlib.suppress(BusyError), store_lock(writer.path):
-        if writer.completed_by_others or (writer.was_complete and not scored):
-            _tidy(writer)
-        else:
-            _require_whole(writer, share)
-            _complete(writer)
-    return [], _inspected(plan)
-
-
-def _require_whole(writer: StoreWriter, share: Share) -> None:
-    states = [writer.has_shard(number) for number in range(writer.shard_count)]
-    if damaged := [number for number, (whole, _) in enumerate(states) if not whole]:
-        raise StoreError(
-            f"{states[damaged[0]][1]} Run the shares "
-            f"{', '.join(share.of_shards(damaged))} again, or `score` without --share: "
-            "what is damaged is scored again."
-        )
-
-
-def _complete(writer: StoreWriter) -> None:
-    writer.finish()
-    _tidy(writer)
-
-
-def _tidy(writer: StoreWriter) -> None:
-    remove_plan(writer.path)
-    writer.tidy()
-
-
-def _inspected(plan: Plan) -> dict[str, Any]:
+    absent = writer.absent_shards() if share.count > 1 else []
+    if not absent:
+        alone = contextlib.nullcontext() if share.count == 1 else store_lock(writer.path)
+        with contextlib.suppress(BusyError), alone:  # another share is at work, and will do it
+            if share.count == 1:
+                writer.finish()
+            elif not (writer.completed_by_others or (writer.was_complete and not scored)):
+                _require_whole(writer, share)
+                writer.finish()
+            remove_plan(writer.path)
+            writer.tidy()
     summary = inspect_store(plan.out)
     if summary["complete"] and summary["documents"] == 0:
         first = summary["skipped_documents"][0]
@@ -512,4 +452,13 @@ def _inspected(plan: Plan) -> dict[str, Any]:
             f"none of the {len(plan.corpus):,} documents could be scored; the first: "
             f"{first['place']}: {first['reason']}."
         )
-    return summary
+    return absent, summary
+
+
+def _require_whole(writer: StoreWriter, share: Share) -> None:
+    states = [writer.has_shard(number) for number in range(writer.shard_count)]
+    if damaged := [number for number, (whole, _) in enumerate(states) if not whole]:
+        raise StoreError(
+            f"{states[damaged[0]][1]} Run the shares {', '.join(share.of_shards(damaged))} again, "
+            "or `score` without --share: what is damaged is scored again."
+        )
