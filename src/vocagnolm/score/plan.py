@@ -56,22 +56,17 @@ class TeacherSource:
                 "--server reads texts; conversations are scored by a teacher in this process. "
                 "Leave --server out."
             )
-        files = open_model(
-            self.source,
-            device="cpu",
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-            weights=False,
-        )
+        files = self.find(replace(settings, device="cpu", dtype="auto"), weights=False)
         return ServerTeacher(files, self.server, settings, patient=patient)
 
-    def find(self, settings: ScoreSettings) -> ModelFiles:
+    def find(self, settings: ScoreSettings, *, weights: bool = True) -> ModelFiles:
         return open_model(
             self.source,
             device=settings.device,
             dtype=settings.dtype,
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
+            weights=weights,
         )
 
     def absolute(self) -> "TeacherSource":
@@ -160,8 +155,7 @@ class Plan:
     def on_this_machine(self) -> "Plan":
         """With the corpus as it is here: a machine may have a copy of its own."""
         assert self.corpus_source is not None
-        opened = self.corpus_source.open
-        return replace(self, corpus=corpus_as_here(self.corpus, opened, "this machine", "the plan"))
+        return replace(self, corpus=_as_here(self.corpus, self.corpus_source.open, "this machine"))
 
 
 def remove_plan(out: str | Path) -> None:
@@ -265,9 +259,9 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, list):
         return [_encoded(one) for one in value]
     if isinstance(value, tuple):
-        return {"tuple": [_encoded(one) for one in value]}
+        return {"tuple": _encoded([*value])}
     if isinstance(value, Mapping):
-        return {"mapping": [[_encoded(key), _encoded(one)] for key, one in value.items()]}
+        return {"mapping": _encoded([[*pair] for pair in value.items()])}
     if isinstance(value, Path):
         return {"path": str(value)}
     if isinstance(value, array):
@@ -282,20 +276,15 @@ def _decoded(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     name, content = next(iter(value.items()))
-    if name == "tuple":
-        return tuple(_decoded(content))
-    if name == "mapping":
-        return {_decoded(key): _decoded(one) for key, one in content}
+    if name in ("tuple", "mapping"):
+        return (tuple if name == "tuple" else dict)(_decoded(content))
     if name == "path":
         return Path(content)
     if name == "array":
         return array(content, base64.b64decode(value["base64"]))
-    made = object.__new__(_KINDS[name])
+    made: Any = object.__new__(_KINDS[name])
     state = {key: _decoded(one) for key, one in content.items()}
-    if hasattr(made, "__setstate__"):
-        made.__setstate__(state)
-    else:
-        vars(made).update(state)
+    getattr(made, "__setstate__", vars(made).update)(state)
     return made
 
 
@@ -310,23 +299,21 @@ def planned_corpus(out: str | Path, source: CorpusSource) -> Corpus:
 
 
 def shared_corpus(opened: Callable[[], Corpus], ranks: Ranks) -> Corpus:
-    """The corpus, counted and hashed by the leading process alone. A process that finds other files
-    on its machine (or the same, copied at another time) reads its own."""
+    """The corpus, counted and hashed by the leading process alone."""
     corpus: Corpus = ranks.decide(opened)
-    if ranks.leads:
-        return corpus
-    return corpus_as_here(corpus, opened, f"process {ranks.rank}", "process 0")
+    return corpus if ranks.leads else _as_here(corpus, opened, f"process {ranks.rank}")
 
 
-def corpus_as_here(corpus: Corpus, opened: Callable[[], Corpus], here: str, there: str) -> Corpus:
+def _as_here(corpus: Corpus, opened: Callable[[], Corpus], here: str) -> Corpus:
+    """A process that finds other files on its machine (or the same, copied at another time) reads
+    its own."""
     if not corpus.changed_sources():
         return corpus
     own = opened()
     if own.fingerprint != corpus.fingerprint:
         raise CorpusError(
-            f"the corpus of {here} is not that of {there} (fingerprints "
-            f"{own.fingerprint[:12]} and {corpus.fingerprint[:12]}). Give all machines the same "
-            "files."
+            f"the corpus of {here} is not that of the plan (fingerprints {own.fingerprint[:12]} "
+            f"and {corpus.fingerprint[:12]}). Give all machines the same files."
         )
     return own
 

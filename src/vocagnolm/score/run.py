@@ -30,15 +30,7 @@ from vocagnolm.score.plan import (
 )
 from vocagnolm.score.settings import ScoreSettings, Server
 from vocagnolm.score.teacher import Teacher
-from vocagnolm.score.work import (
-    Done,
-    Progress,
-    Scored,
-    ShardQueue,
-    Share,
-    Worker,
-    finish,
-)
+from vocagnolm.score.work import Done, Progress, Scored, ShardQueue, Share, Worker, finish
 from vocagnolm.storage import require_place
 from vocagnolm.store.writer import StoreWriter, store_lock
 
@@ -206,10 +198,7 @@ def _require_fit_for_cluster(
     if ranks.team_size > 1:
         raise UsageError("--shard-teacher needs torchrun, and --ray does without: leave one out.")
     if share is not None or ranks.count > 1:
-        raise UsageError(
-            "--ray hands out the shards itself: leave --share and torchrun out, and start one "
-            "command."
-        )
+        raise UsageError("--ray hands out the shards itself: leave --share and torchrun out.")
 
 
 def _score(
@@ -309,40 +298,21 @@ def team_size(source: TeacherSource, settings: ScoreSettings, processes: int) ->
     processes that run on this machine."""
     wanted = settings.shard_teacher
     size = source.find(settings).fewest_shards() if wanted == "auto" else wanted
+    gpus = torch.cuda.device_count()
     if size == 1:
         return 1
-    asked = f"--shard-teacher {wanted}: {size}"
-    if processes == 1:
-        raise UsageError(
-            f"{asked} processes hold one teacher together, and this one runs alone. Start: "
-            + _command(size, size)
-        )
-    if processes % size:
-        raise UsageError(
-            f"{asked} processes hold one teacher together, and the {processes} of this machine "
-            f"cannot be split so. Start a multiple of {size}: "
-            + _command(max(1, processes // size) * size, size)
-        )
-    _require_gpus(settings, processes, size)
-    return size
-
-
-def _require_gpus(settings: ScoreSettings, processes: int, size: int) -> None:
-    gpus = torch.cuda.device_count()
     if gpus and settings.device == "cpu":
         raise UsageError(
             "--shard-teacher on CPUs: transformers would take the GPUs of this machine. Hide them "
             "with CUDA_VISIBLE_DEVICES=''."
         )
-    if gpus and processes > gpus:
-        raise UsageError(
-            f"--shard-teacher: {processes} processes, and this machine has {gpus} GPUs; each needs "
-            f"one of its own. Start: {_command(max(size, gpus // size * size), size)}"
-        )
-
-
-def _command(processes: int, size: int) -> str:
-    return (
-        f"torchrun --nproc_per_node {processes} -m vocagnolm score --shard-teacher {size} ... "
-        "(the other options as before)"
+    if processes % size == 0 and not 0 < gpus < processes:
+        return size
+    found = "this one runs alone" if processes == 1 else f"{processes} processes run here"
+    found += f" on {gpus} GPUs" if gpus else ""
+    fitting = max(1, min(processes, gpus or processes) // size) * size
+    raise UsageError(
+        f"--shard-teacher {wanted}: {size} processes hold one teacher together, each on a GPU of "
+        f"its own, and {found}. Start: torchrun --nproc_per_node {fitting} -m vocagnolm score "
+        f"--shard-teacher {size} ... (the other options as before)"
     )
