@@ -11,6 +11,7 @@ one with SIGSTOP, and gives a shard that kills every worker that takes it.
 import argparse
 import asyncio
 import json
+import logging
 import os
 import signal
 import tempfile
@@ -63,7 +64,8 @@ def with_data(ray: Any, folder: str, shards: int, workers: int) -> None:
 
 def with_core(ray: Any, folder: str, shards: int, workers: int) -> None:
     remote = ray.remote(max_restarts=-1, max_task_retries=0, num_cpus=1)(Sleeper)
-    waiting, done, deaths = deque(range(shards)), set(), dict.fromkeys(range(shards), 0)
+    waiting, deaths = deque(range(shards)), dict.fromkeys(range(shards), 0)
+    done: set[int] = set()
     held: dict[int, float] = {}
 
     async def worker() -> None:
@@ -121,7 +123,7 @@ def measure(kind: str, workers: int, fault: str | None) -> dict[str, Any]:
             include_dashboard=False,
             object_store_memory=200 * 2**20,
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
         )
         Path(folder, "began").write_text(str(time.time()))
         {"data": with_data, "core": with_core}[kind](ray, folder, shards, workers)

@@ -158,7 +158,7 @@ def test_driver_worker_and_node_are_killed_in_turn(lab, tmp_path, monkeypatch):
     process = subprocess.Popen(
         [sys.executable, "-m", "vocagnolm", *lab.command(out), "--ray-workers", "1"]
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (out / shard_name(1)).exists() and time.monotonic() < deadline:
         time.sleep(0.005)
     process.kill()

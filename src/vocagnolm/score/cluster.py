@@ -227,7 +227,7 @@ class Connection:
         self._queue = ShardQueue(numbers)
         self._resources = worker_resources(plan.settings)
         remote = self._ray.remote(max_task_retries=0, **self._resources)(ScoringActor)
-        self._new_actor = lambda: remote.remote(plan.absolute().out, digest)
+        self._new_actor: Callable[[], Any] = lambda: remote.remote(plan.absolute().out, digest)
         documents = sum(len(plan.documents_in(number)) for number in numbers)
 
         def report() -> None:

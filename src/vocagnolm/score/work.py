@@ -73,16 +73,17 @@ _LATE, _LATE_AT_THE_END, _LATE_SECONDS = 4.0, 1.5, 2.0
 class ShardQueue:
     """Hands out shards to workers, one at a time and one to be read ahead. Every shard is waiting,
     with a worker, done, or set aside; a late one is with two workers, and the first commit counts.
-    A worker is any key of a dictionary."""
+    A worker is any key of a dictionary. No step grows with the number of shards."""
 
     def __init__(self, numbers: Sequence[int], clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._waiting = deque(numbers)
         self._open = set(numbers)
         self._ahead: dict[Any, int] = {}
-        self._begun: dict[int, dict[Any, float]] = {}
-        """Since when each worker has been scoring a shard."""
-        self._seconds: list[float] = []
+        self._begun: dict[Any, tuple[int, float]] = {}
+        """The shard of every worker, and since when; first the one that has its shard longest."""
+        self._holders: Counter[int] = Counter()
+        self._seconds: deque[float] = deque(maxlen=101)
         self._deaths: Counter[int] = Counter()
         self.done: set[int] = set()
         self.set_aside: dict[int, str] = {}
@@ -98,83 +99,75 @@ class ShardQueue:
         number = self._next(worker)
         if number is None:
             return None
-        self._begun.setdefault(number, {})[worker] = self._clock()
+        self._begun[worker] = (number, self._clock())
+        self._holders[number] += 1
         # A shard that was with a worker when it died is handed out alone: should it be the cause,
         # no other must be blamed.
-        alone = number in self._deaths
-        if self._waiting and not alone and self._waiting[0] not in self._deaths:
+        if self._waiting and number not in self._deaths and self._waiting[0] not in self._deaths:
             self._ahead[worker] = self._waiting.popleft()
         return number, self._ahead.get(worker)
 
     def _next(self, worker: Any) -> int | None:
         """What it has read already, what is late, what waits, what others have only read, or what
-        they are about to finish."""
-        if (number := self._ahead.pop(worker, None)) is not None:
-            return number
-        if (number := self._late(_LATE)) is not None:
-            return number
-        if self._waiting:
-            return self._waiting.popleft()
-        if self._ahead:
+        they are late with at the end."""
+        number = self._ahead.pop(worker, None)
+        if number is None:
+            number = self._late(_LATE)
+        while number is None and self._waiting:
+            first = self._waiting.popleft()
+            number = first if first in self._open else None
+        if number is None and self._ahead:
             return self._ahead.pop(next(iter(self._ahead)))
-        return self._late(_LATE_AT_THE_END)
+        return self._late(_LATE_AT_THE_END) if number is None else number
 
     def _late(self, factor: float) -> int | None:
         """The shard that its only worker has had for longest, if that is too long."""
-        alone = [
-            (min(since.values()), number)
-            for number, since in self._begun.items()
-            if number in self._open and len(since) == 1
-        ]
-        if not alone or not self._seconds:
-            return None
-        since, number = min(alone)
-        return number if self._clock() - since > self._limit(factor) else None
+        for number, since in self._begun.values():
+            if self._clock() - since <= self._limit(factor):
+                break
+            if number in self._open and self._holders[number] == 1:
+                return number
+        return None
 
     def _limit(self, factor: float) -> float:
+        if not self._seconds:
+            return float("inf")
         return max(_LATE_SECONDS, factor * statistics.median(self._seconds))
+
+    def is_stuck(self, worker: Any) -> bool:
+        """Whether another one has finished its shard, and it is still late with it."""
+        number, since = self._begun.get(worker, (None, 0.0))
+        return number in self.done and self._clock() - since > self._limit(_LATE)
 
     def finished(self, worker: Any, number: int) -> bool:
         """Whether it is the first that has finished this shard."""
-        workers = self._begun.get(number, {})
-        if worker in workers:
-            self._seconds.append(self._clock() - workers.pop(worker))
-        if not workers:
-            self._begun.pop(number, None)
+        if worker in self._begun:
+            self._seconds.append(self._clock() - self._released(worker)[1])
         if number in self.done:
             return False
         self._open.discard(number)
         self.set_aside.pop(number, None)
         self.done.add(number)
-        if number in self._waiting:
-            self._waiting.remove(number)
         return True
 
-    def is_stuck(self, worker: Any) -> bool:
-        """Whether another one has finished its shard, and it is still late with it."""
-        limit = self._limit(_LATE) if self._seconds else 0.0
-        return any(
-            worker in since and number not in self._open and self._clock() - since[worker] > limit
-            for number, since in self._begun.items()
-        )
+    def _released(self, worker: Any) -> tuple[int, float]:
+        number, since = self._begun.pop(worker)
+        self._holders[number] -= 1
+        return number, since
 
     def give_back(self, worker: Any, death: str | None = None) -> list[int]:
         """What the worker has goes to the end of the queue. `death`: why the worker died; a shard
-        on which too many have died is set aside. Returns the shards that it had begun."""
-        begun = [number for number, since in self._begun.items() if worker in since]
-        for number in begun:
-            del self._begun[number][worker]
-            if not self._begun[number]:
-                del self._begun[number]
-        ahead = self._ahead.pop(worker, None)
-        for number in (*begun, *(() if ahead is None else (ahead,))):
+        on which too many have died is set aside. Returns the shard that it had begun, if any."""
+        begun = [self._released(worker)[0]] if worker in self._begun else []
+        ahead = [self._ahead.pop(worker)] if worker in self._ahead else []
+        for number in (*begun, *ahead):
             if number not in self._open:
                 continue
             self._deaths[number] += death is not None
             if death is not None and self._deaths[number] >= MOST_DEATHS:
                 self._open.remove(number)
                 self.set_aside[number] = death
-            elif number not in self._begun and number not in self._waiting:
+            elif not self._holders[number]:
                 self._waiting.append(number)
         return begun
 
