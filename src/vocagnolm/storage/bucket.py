@@ -87,9 +87,8 @@ class Bucket:
             except obstore.exceptions.AlreadyExistsError:
                 return self.read(name) == content  # an attempt of ours whose answer was lost
             except (obstore.exceptions.BaseError, NotImplementedError) as error:
-                if _code(str(error)) != "NotImplemented" and not isinstance(
-                    error, NotImplementedError
-                ):
+                unknown = isinstance(error, NotImplementedError)
+                if not unknown and _code(str(error)) != "NotImplemented":
                     raise
                 self._conditional = False  # the best that it has
                 if self.has(name):
@@ -291,24 +290,23 @@ def _s3_options() -> dict[str, Any]:
         if found is None:
             options["config"]["skip_signature"] = True  # a public bucket needs none
         else:
-            options["credential_provider"] = _Credentials(found)
+            options["credential_provider"] = _refreshed(found)
     if endpoint:
         options["config"]["endpoint"] = endpoint
         options["client"]["allow_http"] = endpoint.startswith("http://")
     return options
 
 
-class _Credentials:
-    """botocore's, which refreshes those that end, for obstore."""
+def _refreshed(found: Any) -> Callable[[], dict[str, Any]]:
+    """botocore's credentials, which it refreshes when they end, for obstore."""
 
-    def __init__(self, found: Any):
-        self._found = found
-
-    def __call__(self) -> dict[str, Any]:
-        now = self._found.get_frozen_credentials()
+    def credentials() -> dict[str, Any]:
+        now = found.get_frozen_credentials()
         return {
             "access_key_id": now.access_key,
             "secret_access_key": now.secret_key,
             "token": now.token,
             "expires_at": datetime.datetime.now(datetime.UTC) + _REFRESH,
         }
+
+    return credentials
