@@ -46,7 +46,7 @@ class Run:
         self.life = Counter[int]()
         """Of every worker how often it was started: what an earlier process had to do is void."""
         self.working: dict[int, tuple[int, float]] = {}
-        self.seconds = Counter[str]()
+        self.seconds = {"wasted": 0.0, "loading": 0.0, "idle": 0.0}
         self.requests: list[float] = []
         self.deaths = 0
 
