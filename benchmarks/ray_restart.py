@@ -21,9 +21,8 @@ from statistics import median
 from typing import Any
 
 from vocagnolm.score import ScoreSettings
-from vocagnolm.score.cluster import import_ray
+from vocagnolm.score.cluster import ScoringActor, import_ray
 from vocagnolm.score.plan import CorpusSource, TeacherSource, describe, make_plan
-from vocagnolm.score.ray_driver import ScoringActor
 
 OBJECT_STORE_BYTES = 80 * 2**20
 POLL_SECONDS = 0.1

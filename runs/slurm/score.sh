@@ -3,10 +3,13 @@
 #
 #   sbatch --array=1-32 runs/slurm/score.sh TEACHER CORPUS STORE
 #
-# The store must lie on storage that all nodes see. The job that ends last completes it. Run the
-# same line again for what is missing; to run some shares of the 32 alone, say of how many:
+# The array may begin at 0 as well (--array=0-31). The store must lie on storage that all nodes see.
+# The job that ends last completes it. Run the same line again for what is missing; to run some
+# shares of the 32 alone, say of how many, and FIRST=0 if the array began at 0:
 #
 #   SHARES=32 sbatch --array=3,17 runs/slurm/score.sh TEACHER CORPUS STORE
+#
+# A job that is preempted, or whose node fails, is put into the queue again by SLURM.
 #
 #SBATCH --job-name=vocagnolm-score
 #SBATCH --array=1-8
@@ -23,7 +26,16 @@ set -euo pipefail
 teacher=${1:?TEACHER CORPUS STORE}
 corpus=${2:?TEACHER CORPUS STORE}
 store=${3:?TEACHER CORPUS STORE}
-shares=${SHARES:-$SLURM_ARRAY_TASK_MAX}
+if [ -z "${SLURM_ARRAY_TASK_ID:-}" ]; then
+    echo "score.sh: this is no array job, so there are no shares. Submit it with sbatch" \
+        "--array=1-32, or score without --share." >&2
+    exit 2
+fi
+first=${FIRST:-$((SLURM_ARRAY_TASK_MIN > 0))}
+shares=${SHARES:-$((SLURM_ARRAY_TASK_MAX - first + 1))}
+share=$((SLURM_ARRAY_TASK_ID - first + 1))
 
-vocagnolm score --teacher "$teacher" --corpus "$corpus" --out "$store" --device cuda \
-    --share "$SLURM_ARRAY_TASK_ID/$shares"
+# since SLURM 22.05 srun takes the CPUs of a task from its own option alone
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+    vocagnolm score --teacher "$teacher" --corpus "$corpus" --out "$store" --device cuda \
+    --share "$share/$shares"

@@ -48,6 +48,10 @@ class PlaceWarning(VocagnolmWarning):
     """A bucket does not keep what the protocol of stores needs of it."""
 
 
+class WaitingWarning(PlaceWarning):
+    """Storage or a cluster does not answer or has no room, and is waited for."""
+
+
 class BusyError(VocagnolmError):
     """Another process holds the folder."""
 

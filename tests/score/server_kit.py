@@ -58,6 +58,7 @@ class Replay:
         self._lock = threading.Lock()
         self._http = None
         self.port = 0
+        self.retry_after = None
 
     def start(self):
         replay = self
@@ -193,5 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
         with contextlib.suppress(OSError):
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
+            if status in (429, 503) and self.server_of.retry_after is not None:
+                self.send_header("Retry-After", self.server_of.retry_after)
             self.end_headers()
             self.wfile.write(body[: len(body) // 2] if cut else body)

@@ -3,8 +3,6 @@ bytes."""
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -499,10 +497,8 @@ def test_the_command(tmp_path, teacher, corpus):
         *("score", "--teacher", teacher, "--corpus", corpus, "--out", tmp_path / "s"),
         *("--device", "cpu", "--alternatives", "2"),
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "vocagnolm", *map(str, words)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 0, (done.output, done.exception)
     assert "2 a token, likeliest first" in done.stdout
     assert inspect_store(tmp_path / "s")["alternatives"]["count"] == 2
 

@@ -167,7 +167,7 @@ def test_ranks_do_not_hash_the_corpus_that_the_first_has_hashed(corpus):
         corpus.write_text(corpus.read_text() + '{"text": "more"}\n')
         return opened[-1]
 
-    with pytest.raises(CorpusError, match=r"process 1 is not that of process 0.*same files"):
+    with pytest.raises(CorpusError, match=r"process 1 is not that of the plan.*same files"):
         shared_corpus(edited, OtherRank(1, 2))
 
 

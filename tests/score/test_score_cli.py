@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from faults_kit import LONG
 from score.teacher_kit import save_teacher, store_bytes, write_corpus
 from typer.testing import CliRunner
 
@@ -72,6 +73,7 @@ def test_verify_names_the_shard_and_fails(lab):
     assert "scored again" in mended.stdout and run("store", "verify", out).exit_code == 0
 
 
+@pytest.mark.skipif(not LONG, reason="make faults")
 def test_a_real_process_killed_by_the_kernel_s_hand(lab, tmp_path):
     """kill -9 on the command itself, as soon as its first shard is there."""
     folder, command = lab

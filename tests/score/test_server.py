@@ -1,6 +1,7 @@
 """A teacher behind a server: what a real one answered, and every way in which servers fail."""
 
 import dataclasses
+import email.utils
 import json
 import threading
 import time
@@ -21,11 +22,9 @@ from typer.testing import CliRunner
 from vocagnolm import LossStore
 from vocagnolm.cli import app
 from vocagnolm.errors import ScoreError, StoreError, UsageError
-from vocagnolm.score import Server, Share, score_corpus
-from vocagnolm.score.cluster import worker_resources
+from vocagnolm.score import Server, Share, engines, score_corpus
+from vocagnolm.score.cluster import ScoringActor, worker_resources
 from vocagnolm.score.plan import PLAN_FILE, CorpusSource, TeacherSource, describe, make_plan
-from vocagnolm.score.ray_driver import ScoringActor
-from vocagnolm.score.server import exchange
 from vocagnolm.store import verify_store
 
 KEY = "secret-3141592653"
@@ -47,8 +46,8 @@ def lab(tmp_path_factory):
 
 @pytest.fixture
 def replay(monkeypatch):
-    monkeypatch.setattr(exchange, "_FIRST_PAUSE_SECONDS", 0.02)
-    monkeypatch.delenv(exchange.KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(engines, "_FIRST_PAUSE_SECONDS", 0.02)
+    monkeypatch.delenv(engines.KEY_VARIABLE, raising=False)
     one = Replay()
     one.start()
     yield one
@@ -203,6 +202,34 @@ def test_what_passes_is_tried_again(lab, replay, whole, tmp_path, fault):
     replay.faults.extend([fault, None, fault, fault, None, None, fault])
     score(lab, replay, tmp_path / "s")
     assert not replay.faults and store_bytes(tmp_path / "s") == whole
+
+
+def test_a_server_that_says_when_to_come_again(lab, replay, whole, tmp_path):
+    replay.retry_after = "1"
+    replay.faults.extend([None, 429, 503])
+    began = time.monotonic()
+    score(lab, replay, tmp_path / "s")
+    assert time.monotonic() - began > 1 and store_bytes(tmp_path / "s") == whole
+    replay.retry_after = "3600"  # longer than anybody is patient
+    replay.faults.extend([None, 503])
+    with pytest.raises(ScoreError, match="of no use for 20 s; the last word: 503"):
+        score(lab, replay, tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("header", "least", "most"),
+    [
+        (None, 0, 0),
+        ("7", 7, 7),
+        ("soon", 0, 0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),
+        (60, 50, 60),
+    ],
+)
+def test_retry_after_is_a_number_or_a_date(header, least, most):
+    if isinstance(header, int):
+        header = email.utils.formatdate(time.time() + header, usegmt=True)
+    assert least <= engines._seconds_until(header) <= most
 
 
 def test_an_answer_that_does_not_come_is_asked_for_again(lab, replay, whole, tmp_path):
@@ -490,7 +517,7 @@ def test_a_worker_of_a_cluster_opens_the_server_of_the_plan(lab, replay, whole, 
 
 
 def test_the_key_is_sent_and_nowhere_written(lab, replay, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv(exchange.KEY_VARIABLE, KEY)
+    monkeypatch.setenv(engines.KEY_VARIABLE, KEY)
     out = tmp_path / "s"
     replay.faults.extend([None, 401])
     with pytest.raises(ScoreError, match=r"401 no: Bearer \(key\)\. Its key comes from") as error:
@@ -511,7 +538,7 @@ def test_the_key_is_sent_and_nowhere_written(lab, replay, tmp_path, monkeypatch,
 
 
 def test_a_key_that_no_header_may_have_is_not_shown(lab, replay, tmp_path, monkeypatch):
-    monkeypatch.setenv(exchange.KEY_VARIABLE, "two\nlines-of-a-key")
+    monkeypatch.setenv(engines.KEY_VARIABLE, "two\nlines-of-a-key")
     with pytest.raises(UsageError, match="no header may have") as error:
         score(lab, replay, tmp_path / "s")
     assert "lines-of-a-key" not in str(error.value)

@@ -18,8 +18,8 @@ from vocagnolm.model.load import fewest_parts, loaded_bytes, possible_sizes
 from vocagnolm.pair.sample import SAMPLE
 from vocagnolm.processes import running_teams
 from vocagnolm.score import LocalTeacher, RayCluster, score_corpus
-from vocagnolm.score.partition import team_size
 from vocagnolm.score.plan import TeacherSource
+from vocagnolm.score.run import team_size
 from vocagnolm.store import LossStore
 
 pytestmark = pytest.mark.slow
@@ -111,7 +111,7 @@ def refused(folder, corpus, out, settings, message):
 @pytest.mark.parametrize(
     ("kind", "size", "processes", "message"),
     [
-        ("llama", 2, 3, r"the 3 of this machine.*--nproc_per_node 2 .*--shard-teacher 2"),
+        ("llama", 2, 3, r"3 processes run here.*--nproc_per_node 2 .*--shard-teacher 2"),
         ("gpt2", 2, 2, r"no tensor-parallel plan for t \(gpt2\).*Leave --shard-teacher out"),
         ("llama", 4, 4, r"2 num_key_value_heads\) cannot be shared by 4.*one of 1, 2\."),
     ],
@@ -185,7 +185,7 @@ def test_auto_asks_the_gpus_and_says_what_to_start(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"auto: 2 processes.*alone.*--nproc_per_node 2"):
         team_size(source, split("auto"), 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UsageError, match=r"4 processes, and this machine has 2 GPUs"):
+    with pytest.raises(UsageError, match=r"4 processes run here on 2 GPUs.*--nproc_per_node 2"):
         team_size(source, split(2, device="auto"), 4)
     with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES"):
         team_size(source, split(2), 2)

@@ -1,14 +1,20 @@
 import itertools
 
 import pytest
-from bucket_kit import BUCKET, environment, s3_server
+from bucket_kit import BUCKET, S3Server, environment
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    """The endpoint of a real S3 server."""
-    with s3_server(tmp_path_factory.mktemp("s3")) as endpoint:
-        yield endpoint
+def s3(tmp_path_factory):
+    """A real S3 server."""
+    one = S3Server(tmp_path_factory.mktemp("s3"))
+    yield one
+    one.kill()
+
+
+@pytest.fixture
+def server(s3):
+    return s3.endpoint
 
 
 @pytest.fixture

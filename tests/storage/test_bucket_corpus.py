@@ -15,6 +15,7 @@ from vocagnolm.data.corpus import open_corpus
 from vocagnolm.errors import CorpusError, MissingExtraError, UsageError
 from vocagnolm.score import score_corpus
 from vocagnolm.storage import Bucket
+from vocagnolm.storage.bucket import PATIENCE_VARIABLE
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_packages_and_kinds_of_addresses(monkeypatch, env):
             open_corpus(address)
 
 
-def test_https_without_folders(corpus, env, tmp_path):
+def test_https_without_folders(corpus, env, tmp_path, monkeypatch):
     """A plain web server, which knows no ETag; a query is no part of the name."""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -126,5 +127,6 @@ def test_https_without_folders(corpus, env, tmp_path):
         with pytest.raises(CorpusError, match=r"none.jsonl does not exist"):
             open_corpus(f"{base}/none.jsonl")
         web.shutdown()
+    monkeypatch.setenv(PATIENCE_VARIABLE, "0.1")
     with pytest.raises(CorpusError, match=r"cannot be read.*Check the address"):
         open_corpus(f"{base}/a.jsonl")

@@ -23,8 +23,8 @@ from vocagnolm.errors import (
     UsageError,
 )
 from vocagnolm.score import Share, score_corpus
+from vocagnolm.score.cluster import ScoringActor
 from vocagnolm.score.plan import PLAN_FILE, CorpusSource, TeacherSource, describe, make_plan
-from vocagnolm.score.ray_driver import ScoringActor
 from vocagnolm.storage import Bucket, bucket, place_of
 from vocagnolm.store import LossStore, StoreWriter, inspect_store, verify_store
 from vocagnolm.store.format import shard_name
@@ -117,7 +117,7 @@ def test_going_on_is_one_listing_and_the_records(whole, env, address, monkeypatc
         run(corpus, address, teacher=Stopping())
     records = [f"records/00000{number}.json" for number in range(3)]
     asked = [name for name in asked if not name.startswith("probe-")]
-    assert sorted(asked) == ["list", "manifest.partial.json", "plan.pickle", *records]
+    assert sorted(asked) == ["list", "manifest.partial.json", "plan.json", *records]
     monkeypatch.undo()
 
 
@@ -236,7 +236,7 @@ def test_reads_that_are_cut(whole, server, address, monkeypatch):
 def test_a_line_that_is_always_cut_is_told(whole, server, address, monkeypatch):
     corpus, _, _ = whole
     run(corpus, address)
-    monkeypatch.setattr(bucket, "_ATTEMPTS", 1)
+    monkeypatch.setenv(bucket.PATIENCE_VARIABLE, "0.1")
     proxy = CuttingProxy(server, lambda head: ("answer", 700) if "shards" in head else None)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
     with pytest.raises(AddressError, match=r"shards/000000.* could not be read: .*again\."):

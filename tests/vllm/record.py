@@ -22,15 +22,15 @@ from score.server_kit import (
 )
 
 from vocagnolm.score import score_corpus
-from vocagnolm.score.server.exchange import Exchange
+from vocagnolm.score.engines import Exchange
 
 
 def main(url):
     choices, tokenized, rest = {}, {}, {}
     once = Exchange._once
 
-    def recording(self, method, path, content):
-        answer = once(self, method, path, content)
+    def recording(self, path, content):
+        answer = once(self, path, content)
         asked = json.loads(content or b"{}")
         if path == "/tokenize":
             tokenized[asked["prompt"]] = answer

@@ -8,13 +8,12 @@ import importlib
 import io
 import json
 import os
-import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 from vocagnolm.chat.messages import CONVERSATION_FIELDS
@@ -22,6 +21,7 @@ from vocagnolm.errors import CorpusError, MissingExtraError, UsageError, Vocagno
 from vocagnolm.files import parse_json, whole_file
 from vocagnolm.recipe.sections import Split as Split
 from vocagnolm.storage import scheme_of
+from vocagnolm.storage.bucket import BrokenOffError, patiently
 from vocagnolm.storage.copies import cache_folder, copying, tell
 
 # ---- files at an address ----
@@ -36,7 +36,7 @@ PACKAGES = {
 }
 _VERSION_KEYS = ("ETag", "etag", "generation", "md5Hash", "xet_hash", "blob_id", "LastModified")
 _COPY_BYTES = 8 * 2**20
-_ATTEMPTS = 4
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,7 @@ class RemoteFile:
         return path
 
     def _copy(self, path: Path) -> None:
-        for attempt in range(_ATTEMPTS):
-            try:
-                with _corpus_errors(self.address):
-                    self._copy_once(path)
-                return
-            except _UnreachedError:
-                if attempt == _ATTEMPTS - 1:
-                    raise
-                time.sleep(0.1 * 2**attempt)
+        _patiently(self.address, lambda: self._copy_once(path))
 
     def _copy_once(self, path: Path) -> None:
         system, inner = _system(self.address)
@@ -85,7 +77,7 @@ class RemoteFile:
                 done += target.write(block)
                 tell(self.address, path.parent, done, max(done, self.size or 0))
             if self.size not in (None, done):
-                raise _UnreachedError(
+                raise BrokenOffError(
                     f"{self.address} cannot be read to its end: {done:,} of {self.size:,} bytes."
                 )
             if _remote_file(self.address, self.name) != self:
@@ -102,19 +94,21 @@ def remote_files(address: str) -> list[RemoteFile]:
             f"{address} is an address of a kind that no corpus can be read from. Known are "
             f"{', '.join(f'{name}://' for name in PACKAGES)}."
         )
-    with _corpus_errors(address):
+    if scheme_of(address) in ("http", "https"):  # no folders, no patterns
+        return [_remote_file(address, PurePosixPath(urlsplit(address).path).name)]
+
+    def listed() -> tuple[str, Mapping[str, Any]] | str:
         system, inner = _system(address)
-        if scheme_of(address) in ("http", "https"):  # no folders, no patterns
-            return [_remote_file(address, PurePosixPath(urlsplit(address).path).name)]
         if "*" in inner:
-            below, found = (
-                inner.partition("*")[0].rpartition("/")[0],
-                system.glob(inner, detail=True),
-            )
-        elif system.isdir(inner):
-            below, found = inner.rstrip("/"), system.find(inner, detail=True)
-        else:
-            return [_remote_file(address, PurePosixPath(inner).name)]
+            return inner.partition("*")[0].rpartition("/")[0], system.glob(inner, detail=True)
+        if system.isdir(inner):
+            return inner.rstrip("/"), system.find(inner, detail=True)
+        return PurePosixPath(inner).name
+
+    answer = _patiently(address, listed)
+    if isinstance(answer, str):
+        return [_remote_file(address, answer)]
+    below, found = answer
     start = address.partition("://")[0]
     return [
         _remote_file(f"{start}://{path}", path[len(below) :].lstrip("/"), about)
@@ -125,12 +119,22 @@ def remote_files(address: str) -> list[RemoteFile]:
 
 def _remote_file(address: str, name: str, about: Mapping[str, Any] | None = None) -> RemoteFile:
     """As it is found now; `about`: what its server says of it, where that is known."""
-    if about is None:
-        with _corpus_errors(address):
-            system, inner = _system(address)
-            about = dict(system.info(inner))
+
+    def info() -> Mapping[str, Any]:
+        system, inner = _system(address)
+        return dict(system.info(inner))
+
+    about = _patiently(address, info) if about is None else about
     version = next((str(about[key]) for key in _VERSION_KEYS if about.get(key)), None)
     return RemoteFile(address, name, about.get("size"), version)
+
+
+def _patiently(address: str, request: Callable[[], Result]) -> Result:
+    def attempt() -> Result:
+        with _corpus_errors(address):
+            return request()
+
+    return patiently(attempt, "://".join(urlsplit(address)[:2]), CorpusError)
 
 
 def _system(address: str) -> tuple[Any, str]:
@@ -155,16 +159,12 @@ def _system(address: str) -> tuple[Any, str]:
 _clients: dict[Any, Any] = {}
 
 
-class _UnreachedError(CorpusError):
-    """A transfer that may go well the next time."""
-
-
 @contextlib.contextmanager
 def _corpus_errors(address: str) -> Iterator[None]:
     """The errors of a dozen libraries in our words."""
     try:
         yield
-    except VocagnolmError:
+    except (VocagnolmError, BrokenOffError):
         raise
     except Exception as error:
         if isinstance(error, FileNotFoundError):
@@ -182,7 +182,8 @@ def _corpus_errors(address: str) -> Iterator[None]:
                 "were found. They are taken from the usual places: the environment or a profile."
             ) from None
         reason = (str(error).strip().splitlines() or [kind])[0]
-        raise _UnreachedError(
+        final = isinstance(error, ValueError | TypeError) or "Validation" in kind
+        raise (CorpusError if final else BrokenOffError)(
             f"{address} cannot be read: {kind}: {reason[:200]}. Check the address and the network."
         ) from None
 

@@ -4,11 +4,11 @@ The plan is written into the growing store, and every process that works on it m
 there: nobody counts and hashes the corpus again. A finished store has none.
 """
 
+import base64
 import contextlib
 import hashlib
-import io
-import pickle
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,8 +16,9 @@ from typing import Any
 
 from vocagnolm import __version__
 from vocagnolm.data.corpus import Corpus, files_of_folder, open_corpus
+from vocagnolm.data.sources import DatasetSource, JsonLines, ParquetRows, RemoteFile, TextFile
 from vocagnolm.errors import CorpusError, StoreError, UsageError
-from vocagnolm.files import address_of
+from vocagnolm.files import address_of, json_bytes, parse_json
 from vocagnolm.model.load import ModelFiles, open_model
 from vocagnolm.processes import Ranks
 from vocagnolm.score.server import ServerTeacher
@@ -27,7 +28,8 @@ from vocagnolm.storage import place_of
 from vocagnolm.store.format import encode_vocabulary
 from vocagnolm.store.writer import StoreWriter
 
-PLAN_FILE = "plan.pickle"
+PLAN_FILE = "plan.json"
+_OLDER_PLAN_FILE = "plan.pickle"
 
 
 @dataclass(frozen=True)
@@ -54,22 +56,17 @@ class TeacherSource:
                 "--server reads texts; conversations are scored by a teacher in this process. "
                 "Leave --server out."
             )
-        files = open_model(
-            self.source,
-            device="cpu",
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-            weights=False,
-        )
+        files = self.find(replace(settings, device="cpu", dtype="auto"), weights=False)
         return ServerTeacher(files, self.server, settings, patient=patient)
 
-    def find(self, settings: ScoreSettings) -> ModelFiles:
+    def find(self, settings: ScoreSettings, *, weights: bool = True) -> ModelFiles:
         return open_model(
             self.source,
             device=settings.device,
             dtype=settings.dtype,
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
+            weights=weights,
         )
 
     def absolute(self) -> "TeacherSource":
@@ -110,8 +107,8 @@ class CorpusSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that decides a store, and where it grows. A pickled one holds places and numbers, no
-    open files and no model."""
+    """All that decides a store, and where it grows. A saved one holds places and numbers, no open
+    files and no model."""
 
     out: str
     identity: dict[str, Any]
@@ -142,7 +139,7 @@ class Plan:
         was written; None where the corpus is an object of the caller's."""
         if self.corpus_source is None:
             return None
-        content = pickle.dumps(replace(self.absolute(), vocabulary=None), protocol=5)
+        content = json_bytes(_encoded(replace(self.absolute(), vocabulary=None)), indent=None)
         place_of(self.out).put(PLAN_FILE, content)
         return hashlib.sha256(content).hexdigest()
 
@@ -158,13 +155,15 @@ class Plan:
     def on_this_machine(self) -> "Plan":
         """With the corpus as it is here: a machine may have a copy of its own."""
         assert self.corpus_source is not None
-        opened = self.corpus_source.open
-        return replace(self, corpus=corpus_as_here(self.corpus, opened, "this machine", "the plan"))
+        return replace(self, corpus=_as_here(self.corpus, self.corpus_source.open, "this machine"))
 
 
 def remove_plan(out: str | Path) -> None:
     """Of a store that is complete."""
-    place_of(out).remove(PLAN_FILE)
+    place = place_of(out)
+    place.remove(PLAN_FILE)
+    if place.has(_OLDER_PLAN_FILE):
+        place.remove(_OLDER_PLAN_FILE)
 
 
 @dataclass(frozen=True)
@@ -235,7 +234,7 @@ def load_plan(out: str | Path, digest: str | None = None) -> Plan:
     if digest is not None and hashlib.sha256(content).hexdigest() != digest:
         raise StoreError(f"{path} is not the plan of this run: another run has taken the store.")
     try:
-        plan = _PlanReader(io.BytesIO(content)).load()
+        plan = _decoded(parse_json(content))
     except Exception as error:  # damaged bytes can raise anything
         raise StoreError(f"{path} cannot be read: {error}. Run `score` again.") from None
     if not isinstance(plan, Plan) or plan.version != __version__:
@@ -243,30 +242,50 @@ def load_plan(out: str | Path, digest: str | None = None) -> Plan:
     return plan
 
 
-class _PlanReader(pickle.Unpickler):
-    """Makes only what a plan holds: a pickle of anything else could run code."""
-
-    _ours = (
-        "vocagnolm.data.corpus",
-        "vocagnolm.data.sources",
-        "vocagnolm.data.sources",
-        "vocagnolm.score.plan",
-        "vocagnolm.score.settings",
+# What a plan may hold, besides numbers, texts, lists and mappings.
+_KINDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        *(Plan, TeacherSource, CorpusSource, ScoreSettings, Server),
+        *(Corpus, JsonLines, ParquetRows, TextFile, DatasetSource, RemoteFile),
     )
-    _others = (
-        ("array", "_array_reconstructor"),
-        ("array", "array"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),
-    )
+}
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._others:
-            return super().find_class(module, name)
-        found = super().find_class(module, name) if module in self._ours else None
-        if isinstance(found, type) and found.__module__ == module:
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a plan")
+
+def _encoded(value: Any) -> Any:
+    """As JSON: what JSON does not know becomes a mapping whose first key names the kind."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_encoded(one) for one in value]
+    if isinstance(value, tuple):
+        return {"tuple": _encoded([*value])}
+    if isinstance(value, Mapping):
+        return {"mapping": _encoded([[*pair] for pair in value.items()])}
+    if isinstance(value, Path):
+        return {"path": str(value)}
+    if isinstance(value, array):
+        return {"array": value.typecode, "base64": base64.b64encode(value.tobytes()).decode()}
+    state = value.__getstate__()
+    return {type(value).__name__: {name: _encoded(one) for name, one in state.items()}}
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    name, content = next(iter(value.items()))
+    if name in ("tuple", "mapping"):
+        return (tuple if name == "tuple" else dict)(_decoded(content))
+    if name == "path":
+        return Path(content)
+    if name == "array":
+        return array(content, base64.b64decode(value["base64"]))
+    made: Any = object.__new__(_KINDS[name])
+    state = {key: _decoded(one) for key, one in content.items()}
+    getattr(made, "__setstate__", vars(made).update)(state)
+    return made
 
 
 def planned_corpus(out: str | Path, source: CorpusSource) -> Corpus:
@@ -280,23 +299,21 @@ def planned_corpus(out: str | Path, source: CorpusSource) -> Corpus:
 
 
 def shared_corpus(opened: Callable[[], Corpus], ranks: Ranks) -> Corpus:
-    """The corpus, counted and hashed by the leading process alone. A process that finds other files
-    on its machine (or the same, copied at another time) reads its own."""
+    """The corpus, counted and hashed by the leading process alone."""
     corpus: Corpus = ranks.decide(opened)
-    if ranks.leads:
-        return corpus
-    return corpus_as_here(corpus, opened, f"process {ranks.rank}", "process 0")
+    return corpus if ranks.leads else _as_here(corpus, opened, f"process {ranks.rank}")
 
 
-def corpus_as_here(corpus: Corpus, opened: Callable[[], Corpus], here: str, there: str) -> Corpus:
+def _as_here(corpus: Corpus, opened: Callable[[], Corpus], here: str) -> Corpus:
+    """A process that finds other files on its machine (or the same, copied at another time) reads
+    its own."""
     if not corpus.changed_sources():
         return corpus
     own = opened()
     if own.fingerprint != corpus.fingerprint:
         raise CorpusError(
-            f"the corpus of {here} is not that of {there} (fingerprints "
-            f"{own.fingerprint[:12]} and {corpus.fingerprint[:12]}). Give all machines the same "
-            "files."
+            f"the corpus of {here} is not that of the plan (fingerprints {own.fingerprint[:12]} "
+            f"and {corpus.fingerprint[:12]}). Give all machines the same files."
         )
     return own
 

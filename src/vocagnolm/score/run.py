@@ -2,13 +2,14 @@
 by shares, or by the workers of a Ray cluster."""
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from vocagnolm.chat.messages import Format
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus
@@ -19,7 +20,6 @@ from vocagnolm.processes import Ranks, running_ranks, running_teams
 from vocagnolm.progress import Seconds
 from vocagnolm.recipe import CorpusSection
 from vocagnolm.score.cluster import RayCluster
-from vocagnolm.score.partition import Share, team_size
 from vocagnolm.score.plan import (
     CorpusSource,
     Plan,
@@ -31,7 +31,7 @@ from vocagnolm.score.plan import (
 )
 from vocagnolm.score.settings import ScoreSettings, Server
 from vocagnolm.score.teacher import Teacher
-from vocagnolm.score.work import Done, Progress, Scored, Worker, finish, finish_share
+from vocagnolm.score.work import Done, Progress, Scored, ShardQueue, Share, Worker, finish
 from vocagnolm.storage import require_place
 from vocagnolm.store.writer import StoreWriter, store_lock
 
@@ -199,10 +199,7 @@ def _require_fit_for_cluster(
     if ranks.team_size > 1:
         raise UsageError("--shard-teacher needs torchrun, and --ray does without: leave one out.")
     if share is not None or ranks.count > 1:
-        raise UsageError(
-            "--ray hands out the shards itself: leave --share and torchrun out, and start one "
-            "command."
-        )
+        raise UsageError("--ray hands out the shards itself: leave --share and torchrun out.")
 
 
 def _score(
@@ -235,10 +232,9 @@ def _score(
         ranks.wait_for_all()
 
         def end() -> tuple[list[int], dict[str, Any]]:
-            if alone:
-                return [], finish(plan, writer)
-            held.close()  # first: of two that end together one must get the store for itself
-            return finish_share(plan, writer, share, bool(missing))
+            if not alone:  # of two that end together one must get the store for itself
+                held.close()
+            return finish(plan, writer, share, bool(missing))
 
         left, summary = ranks.decide(end)
     return ScoreSummary(
@@ -279,15 +275,45 @@ def _work_here(
             now = scored + part
             on_progress(Progress(now.documents, total, now.tokens))
 
-    with Worker(plan, teacher, writer, writes) as worker:
+    with contextlib.closing(Worker(plan, teacher, writer, writes)) as worker:
         worker.read_ahead(numbers[0])
         before = compiling_seconds()
         teacher.load()
         started, loaded = time.perf_counter(), compiling_seconds()
-        for number, ahead in itertools.zip_longest(numbers, numbers[1:]):
-            scored += worker.begin(number, ahead, note)
+        queue = ShardQueue(numbers)
+        while (claim := queue.claim(worker)) is not None:
+            scored += worker.begin(*claim, note)
+            queue.finished(worker, claim[0])
             note(Scored())
         worker.settle()
     compiled = compiling_seconds()
     seconds = time.perf_counter() - started - (compiled - loaded)
     return Done(scored.tokens, seconds, compiled - before)
+
+
+# ---- teachers over several processes ----
+
+
+def team_size(source: TeacherSource, settings: ScoreSettings, processes: int) -> int:
+    """As `settings` say, or as few as hold the teacher's weights; checked against the number of
+    processes that run on this machine."""
+    wanted = settings.shard_teacher
+    size = source.find(settings).fewest_shards() if wanted == "auto" else wanted
+    gpus = torch.cuda.device_count()
+    if size == 1:
+        return 1
+    if gpus and settings.device == "cpu":
+        raise UsageError(
+            "--shard-teacher on CPUs: transformers would take the GPUs of this machine. Hide them "
+            "with CUDA_VISIBLE_DEVICES=''."
+        )
+    if processes % size == 0 and not 0 < gpus < processes:
+        return size
+    found = "this one runs alone" if processes == 1 else f"{processes} processes run here"
+    found += f" on {gpus} GPUs" if gpus else ""
+    fitting = max(1, min(processes, gpus or processes) // size) * size
+    raise UsageError(
+        f"--shard-teacher {wanted}: {size} processes hold one teacher together, each on a GPU of "
+        f"its own, and {found}. Start: torchrun --nproc_per_node {fitting} -m vocagnolm score "
+        f"--shard-teacher {size} ... (the other options as before)"
+    )

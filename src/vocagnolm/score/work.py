@@ -1,25 +1,193 @@
-"""*Work*, the second of three verbs: one shard of the plan, wherever this process runs."""
+"""*Work* and *finish*, the second and third of three verbs: which shard a worker claims, how it is
+scored, and what completes the store."""
 
 import contextlib
+import re
+import statistics
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from vocagnolm.alternatives import NOTHING
 from vocagnolm.data.corpus import Corpus, Document, document_hash
-from vocagnolm.errors import BusyError, ScoreError, StoreError
+from vocagnolm.errors import BusyError, ScoreError, StoreError, UsageError
 from vocagnolm.model.nll import TokenScores
-from vocagnolm.score.partition import Share
 from vocagnolm.score.plan import Plan, remove_plan
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.teacher import Teacher, TokenizedDocument
 from vocagnolm.store import inspect_store
 from vocagnolm.store.format import HASH_BYTES, Shard, narrowest_unsigned, to_float16
 from vocagnolm.store.writer import StoreWriter, store_lock
+
+# ---- who scores what ----
+
+
+@dataclass(frozen=True)
+class Share:
+    """Share `number` of `count`, from 1, of all shards, not only of those that are missing: what is
+    missing changes while others work, and a shard could be left to nobody."""
+
+    number: int = 1
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError(f"--share {self}: the work is split into at least one share, 1/1.")
+        if not 1 <= self.number <= self.count:
+            raise UsageError(
+                f"--share {self}: the shares of {self.count} are 1/{self.count} to "
+                f"{self.count}/{self.count}."
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "Share":
+        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        if found is None:
+            raise UsageError(f"--share {text}: expected I/N, for example 3/8, the third of eight.")
+        return cls(int(found[1]), int(found[2]))
+
+    def shards(self, shard_count: int) -> range:
+        return range(self.number - 1, shard_count, self.count)
+
+    def of_shards(self, numbers: list[int]) -> list[str]:
+        """The shares that these shards belong to."""
+        return [f"{n + 1}/{self.count}" for n in sorted({m % self.count for m in numbers})]
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+MOST_DEATHS = 3
+"""The number of workers that may die on a shard before it is set aside."""
+_MOST_NAMED = 8
+# A shard is handed out a second time when it takes so many times the median, or, when nothing else
+# is left, to a worker that would be idle; never within the first seconds.
+_LATE, _LATE_AT_THE_END, _LATE_SECONDS = 4.0, 1.5, 2.0
+
+
+class ShardQueue:
+    """Hands out shards to workers, one at a time and one to be read ahead. Every shard is waiting,
+    with a worker, done, or set aside; a late one is with two workers, and the first commit counts.
+    A worker is any key of a dictionary. No step grows with the number of shards."""
+
+    def __init__(self, numbers: Sequence[int], clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._waiting = deque(numbers)
+        self._open = set(numbers)
+        self._ahead: dict[Any, int] = {}
+        self._begun: dict[Any, tuple[int, float]] = {}
+        """The shard of every worker, and since when; first the one that has its shard longest."""
+        self._holders: Counter[int] = Counter()
+        self._seconds: deque[float] = deque(maxlen=101)
+        self._deaths: Counter[int] = Counter()
+        self.done: set[int] = set()
+        self.set_aside: dict[int, str] = {}
+        """With the reason why the last worker died."""
+
+    @property
+    def open(self) -> int:
+        """How many shards are neither done nor set aside."""
+        return len(self._open)
+
+    def claim(self, worker: Any) -> tuple[int, int | None] | None:
+        """A shard to be scored, and one to be read meanwhile; None: nothing is left for now."""
+        number = self._next(worker)
+        if number is None:
+            return None
+        self._begun[worker] = (number, self._clock())
+        self._holders[number] += 1
+        # A shard that was with a worker when it died is handed out alone: should it be the cause,
+        # no other must be blamed.
+        if self._waiting and number not in self._deaths and self._waiting[0] not in self._deaths:
+            self._ahead[worker] = self._waiting.popleft()
+        return number, self._ahead.get(worker)
+
+    def _next(self, worker: Any) -> int | None:
+        """What it has read already, what is late, what waits, what others have only read, or what
+        they are late with at the end."""
+        number = self._ahead.pop(worker, None)
+        if number is None:
+            number = self._late(_LATE)
+        while number is None and self._waiting:
+            first = self._waiting.popleft()
+            number = first if first in self._open else None
+        if number is None and self._ahead:
+            return self._ahead.pop(next(iter(self._ahead)))
+        return self._late(_LATE_AT_THE_END) if number is None else number
+
+    def _late(self, factor: float) -> int | None:
+        """The shard that its only worker has had for longest, if that is too long."""
+        for number, since in self._begun.values():
+            if self._clock() - since <= self._limit(factor):
+                break
+            if number in self._open and self._holders[number] == 1:
+                return number
+        return None
+
+    def _limit(self, factor: float) -> float:
+        if not self._seconds:
+            return float("inf")
+        return max(_LATE_SECONDS, factor * statistics.median(self._seconds))
+
+    def is_stuck(self, worker: Any) -> bool:
+        """Whether another one has finished its shard, and it is still late with it."""
+        number, since = self._begun.get(worker, (None, 0.0))
+        return number in self.done and self._clock() - since > self._limit(_LATE)
+
+    def finished(self, worker: Any, number: int) -> bool:
+        """Whether it is the first that has finished this shard."""
+        if worker in self._begun:
+            self._seconds.append(self._clock() - self._released(worker)[1])
+        if number in self.done:
+            return False
+        self._open.discard(number)
+        self.set_aside.pop(number, None)
+        self.done.add(number)
+        return True
+
+    def _released(self, worker: Any) -> tuple[int, float]:
+        number, since = self._begun.pop(worker)
+        self._holders[number] -= 1
+        return number, since
+
+    def give_back(self, worker: Any, death: str | None = None) -> list[int]:
+        """What the worker has goes to the end of the queue. `death`: why the worker died; a shard
+        on which too many have died is set aside. Returns the shard that it had begun, if any."""
+        begun = [self._released(worker)[0]] if worker in self._begun else []
+        ahead = [self._ahead.pop(worker)] if worker in self._ahead else []
+        for number in (*begun, *ahead):
+            if number not in self._open:
+                continue
+            self._deaths[number] += death is not None
+            if death is not None and self._deaths[number] >= MOST_DEATHS:
+                self._open.remove(number)
+                self.set_aside[number] = death
+            elif not self._holders[number]:
+                self._waiting.append(number)
+        return begun
+
+    def require_none_set_aside(self, plan: Plan) -> None:
+        if not self.set_aside:
+            return
+        named = [
+            f"  shard {number} (documents {where.start:,} to {where.stop - 1:,}): {reason}"
+            for number, reason in sorted(self.set_aside.items())[:_MOST_NAMED]
+            for where in [plan.documents_in(number)]
+        ]
+        if len(self.set_aside) > _MOST_NAMED:
+            named.append(f"  and {len(self.set_aside) - _MOST_NAMED:,} more")
+        raise ScoreError(
+            f"{len(self.set_aside):,} shards were set aside: {MOST_DEATHS} workers died on each.\n"
+            + "\n".join(named)
+            + f"\nThe other {len(self.done):,} were scored and are kept. Look at the workers' logs "
+            "and at these documents (out of memory?), and run the same command again."
+        )
+
 
 # ---- a shard ----
 
@@ -42,21 +210,22 @@ class PreparedShard:
 
 def score_shard(corpus: Corpus, teacher: Teacher, settings: ScoreSettings, number: int) -> Shard:
     prepared = prepare_shard(corpus, teacher, settings, number)
-    return finished_shard(prepared, started(teacher, prepared)(), settings)
+    return finished_shard(prepared, _started(teacher, prepared)(), settings)
 
 
-def started(
-    teacher: Teacher, prepared: PreparedShard, on_tokens: Callable[[int], None] | None = None
-) -> Callable[[], Sequence[TokenScores | np.ndarray]]:
-    """What waits for the numbers of a shard, which are on their way where the teacher can do
-    that."""
-    start = getattr(teacher, "start", None)
-    if start is None:
-        scores = teacher.nll(prepared.tokenized, on_tokens)
-        return lambda: scores
-    waiting: Callable[[], Sequence[TokenScores | np.ndarray]]
-    waiting = start(prepared.tokenized, on_tokens)
-    return waiting
+Scores = Sequence[TokenScores | np.ndarray]
+"""Per document its scores, or its losses alone."""
+
+
+def _started(
+    teacher: Any, prepared: PreparedShard, on_tokens: Callable[[int], None] | None = None
+) -> Callable[[], Scores]:
+    """Waits for the numbers of a shard, which are on their way where the teacher can do that."""
+    if hasattr(teacher, "start"):
+        waiting: Callable[[], Scores] = teacher.start(prepared.tokenized, on_tokens)
+        return waiting
+    scores: Scores = teacher.nll(prepared.tokenized, on_tokens)
+    return lambda: scores
 
 
 def prepare_shard(
@@ -84,12 +253,7 @@ def prepare_shard(
     return PreparedShard(number, first, len(found), documents, tokenized, skipped)
 
 
-def finished_shard(
-    prepared: PreparedShard,
-    given: Sequence[TokenScores | np.ndarray],
-    settings: ScoreSettings,
-) -> Shard:
-    """`given`: per document its scores, or its losses alone."""
+def finished_shard(prepared: PreparedShard, given: Scores, settings: ScoreSettings) -> Shard:
     scores = [TokenScores(one) if isinstance(one, np.ndarray) else one for one in given]
     assert [len(one.nll) for one in scores] == [len(t.ids) for t in prepared.tokenized]
     nonfinite = _mask_nonfinite(scores, prepared, settings.max_nonfinite_share)
@@ -99,8 +263,10 @@ def finished_shard(
     token_bytes = np.concatenate([empty, *(lengths for lengths, _ in stored)])
     kept, alternatives = settings.kept_alternatives, None
     if kept is not None:
-        none = np.zeros((0, kept.count), "<u4")
-        alternatives = np.concatenate([none, *(_alternatives(one) for _, one in stored)])
+        rows = [one.alternatives for _, one in stored if one.alternatives is not None]
+        if len(rows) < len(stored):
+            raise ScoreError("--alternatives: this teacher gives losses alone. Leave it out.")
+        alternatives = np.concatenate([np.zeros((0, kept.count), "<u4"), *rows])
     return Shard(
         number=prepared.number,
         first_document=prepared.first_document,
@@ -116,33 +282,22 @@ def finished_shard(
     )
 
 
-def _alternatives(scores: TokenScores) -> np.ndarray:
-    if scores.alternatives is None:
-        raise ScoreError("--alternatives: this teacher gives losses alone. Leave it out.")
-    return scores.alternatives
-
-
 def _mask_nonfinite(scores: list[TokenScores], prepared: PreparedShard, most: float) -> int:
     """Make infinities NaN, in place, and count what the teacher should have known. A first token
     without context is NaN by right."""
-    bad_places = []
-    total = 0
+    total, first = 0, None
     for one, document in zip(scores, prepared.documents, strict=True):
-        values = one.nll
-        bad = ~np.isfinite(values)
-        values[bad] = np.nan
+        bad = ~np.isfinite(one.nll)
+        one.nll[bad] = np.nan
         if one.alternatives is not None:
             one.alternatives[bad] = NOTHING
         total += int(bad[1:].sum())
-        if bad[1:].any():
-            bad_places.append(document.place)
-    tokens = prepared.tokens
-    if total > most * tokens:
+        first = first or (document.place if total else None)
+    if total > most * prepared.tokens:
         raise ScoreError(
-            f"the teacher gave NaN or infinity for {total:,} of {tokens:,} tokens of shard "
-            f"{prepared.number} (first in {bad_places[0]}), more than the allowed "
-            f"{most:.2%}. Use --dtype bfloat16 or float32 where it was float16, or check the "
-            "teacher's weights."
+            f"the teacher gave NaN or infinity for {total:,} of {prepared.tokens:,} tokens of "
+            f"shard {prepared.number} (first in {first}), more than the allowed {most:.2%}. Use "
+            "--dtype bfloat16 or float32 where it was float16, or check the teacher's weights."
         )
     return total
 
@@ -204,15 +359,10 @@ class Worker:
         """Read and tokenise a shard meanwhile: the next, or the first while weights are loaded."""
         self._ahead = number, self._reader.submit(self._prepare, number)
 
-    def work(
-        self,
-        number: int,
-        ahead: int | None = None,
-        on_part: Callable[[Scored], None] | None = None,
-    ) -> Scored:
+    def work(self, number: int, ahead: int | None = None) -> Scored:
         """Score shard `number` and write it. `ahead` is the one that will probably be asked for
-        next; `on_part` hears after every batch how much of this one is done."""
-        scored = self.begin(number, ahead, on_part)
+        next."""
+        scored = self.begin(number, ahead)
         self.settle()
         return scored
 
@@ -222,13 +372,21 @@ class Worker:
         ahead: int | None = None,
         on_part: Callable[[Scored], None] | None = None,
     ) -> Scored:
-        """The same, but its last batches and writing it are left to go on beside the next one.
-        At most two shards are in this process's hands."""
+        """The same, but its last batches and writing it are left to go on beside the next one, so
+        that this process has at most two shards. `on_part` hears after every batch how much of this
+        one is done."""
         prepared = self._take(number)
         if ahead is not None:
             self.read_ahead(ahead)
-        report = None if on_part is None else _reporter(prepared, on_part)
-        scores = started(self._teacher, prepared, report)
+        done = 0
+
+        def report(new_tokens: int) -> None:
+            nonlocal done
+            done += new_tokens
+            assert on_part is not None
+            on_part(Scored(prepared.document_span * done / max(1, prepared.tokens), done))
+
+        scores = _started(self._teacher, prepared, report if on_part else None)
         self.settle()
         self._behind = self._finisher.submit(self._finish, prepared, scores)
         return Scored(prepared.document_span, prepared.tokens)
@@ -239,9 +397,11 @@ class Worker:
         if behind is not None:
             behind.result()
 
-    def _finish(
-        self, prepared: PreparedShard, scores: Callable[[], Sequence[TokenScores | np.ndarray]]
-    ) -> None:
+    def close(self) -> None:
+        self._reader.shutdown(cancel_futures=True)
+        self._finisher.shutdown()
+
+    def _finish(self, prepared: PreparedShard, scores: Callable[[], Scores]) -> None:
         shard = finished_shard(prepared, scores(), self._plan.settings)
         if self._writes:
             self._writer.write_shard(shard)
@@ -257,78 +417,27 @@ class Worker:
     def _prepare(self, number: int) -> PreparedShard:
         return prepare_shard(self._plan.corpus, self._teacher, self._plan.settings, number)
 
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._reader.shutdown(cancel_futures=True)
-        self._finisher.shutdown()
-
-
-def _reporter(prepared: PreparedShard, on_part: Callable[[Scored], None]) -> Callable[[int], None]:
-    done = 0
-
-    def report(new_tokens: int) -> None:
-        nonlocal done
-        done += new_tokens
-        on_part(Scored(prepared.document_span * done / max(1, prepared.tokens), done))
-
-    return report
-
 
 # ---- finish ----
 
 
-def finish(plan: Plan, writer: StoreWriter) -> dict[str, Any]:
-    """The process that holds the store for itself completes it. Returns what the store is now."""
-    plan.corpus.require_unchanged()
-    _complete(writer)
-    return _inspected(plan)
-
-
-def finish_share(
+def finish(
     plan: Plan, writer: StoreWriter, share: Share, scored: bool
 ) -> tuple[list[int], dict[str, Any]]:
-    """Complete the store if nothing is missing and nobody else is at work on it; otherwise the
-    last of them will. The shards that are missing, and what the store is now."""
+    """Complete the store: the process that holds it for itself, or of several shares the last one.
+    Returns the shards that are missing, and what the store is now."""
     plan.corpus.require_unchanged()
-    if absent := writer.absent_shards():
-        return absent, _inspected(plan)
-    with contextlib.suppress(BusyError), store_lock(writer.path):
-        if writer.completed_by_others or (writer.was_complete and not scored):
-            _tidy(writer)
-        else:
-            _require_whole(writer, share)
-            _complete(writer)
-    return [], _inspected(plan)
-
-
-def _require_whole(writer: StoreWriter, share: Share) -> None:
-    states = [writer.has_shard(number) for number in range(writer.shard_count)]
-    if damaged := [number for number, (whole, _) in enumerate(states) if not whole]:
-        raise StoreError(
-            f"{states[damaged[0]][1]} Run the shares "
-            f"{', '.join(share.of_shards(damaged))} again, or `score` without --share: "
-            "what is damaged is scored again."
-        )
-
-
-def _complete(writer: StoreWriter) -> None:
-    writer.finish()
-    _tidy(writer)
-
-
-def _tidy(writer: StoreWriter) -> None:
-    remove_plan(writer.path)
-    writer.tidy()
-
-
-def _inspected(plan: Plan) -> dict[str, Any]:
+    absent = writer.absent_shards() if share.count > 1 else []
+    if not absent:
+        alone = contextlib.nullcontext() if share.count == 1 else store_lock(writer.path)
+        with contextlib.suppress(BusyError), alone:  # another share is at work, and will do it
+            if share.count == 1:
+                writer.finish()
+            elif not (writer.completed_by_others or (writer.was_complete and not scored)):
+                _require_whole(writer, share)
+                writer.finish()
+            remove_plan(writer.path)
+            writer.tidy()
     summary = inspect_store(plan.out)
     if summary["complete"] and summary["documents"] == 0:
         first = summary["skipped_documents"][0]
@@ -336,4 +445,13 @@ def _inspected(plan: Plan) -> dict[str, Any]:
             f"none of the {len(plan.corpus):,} documents could be scored; the first: "
             f"{first['place']}: {first['reason']}."
         )
-    return summary
+    return absent, summary
+
+
+def _require_whole(writer: StoreWriter, share: Share) -> None:
+    states = [writer.has_shard(number) for number in range(writer.shard_count)]
+    if damaged := [number for number, (whole, _) in enumerate(states) if not whole]:
+        raise StoreError(
+            f"{states[damaged[0]][1]} Run the shares {', '.join(share.of_shards(damaged))} again, "
+            "or `score` without --share: what is damaged is scored again."
+        )

@@ -75,22 +75,19 @@ class Folder:
 
     def files(self, *folders: str) -> dict[str, int]:
         found: dict[str, int] = {}
-        try:
-            with os.scandir(self.path) as entries:
-                for entry in entries:
-                    inside = entry.name in folders and entry.is_dir()
-                    found |= self._inside(entry.name) if inside else _named(entry, entry.name)
-        except FileNotFoundError:
-            return {}
-        except NotADirectoryError:
-            raise WriteError(f"{self.path} is a file; a folder is needed here.") from None
-        return found
-
-    def _inside(self, folder: str) -> dict[str, int]:
-        found: dict[str, int] = {}
-        with os.scandir(self.path / folder) as entries:
+        for folder in ("", *folders):
+            try:
+                entries = [*os.scandir(self.path / folder)]
+            except FileNotFoundError:
+                continue
+            except NotADirectoryError:
+                path = self.path / folder
+                raise WriteError(f"{path} is a file; a folder is needed here.") from None
             for entry in entries:
-                found |= _named(entry, f"{folder}/{entry.name}")
+                name = f"{folder}/{entry.name}" if folder else entry.name
+                with contextlib.suppress(FileNotFoundError):  # removed at this moment
+                    if name not in folders:
+                        found[name] = 0 if entry.is_dir() else entry.stat().st_size
         return found
 
     def has(self, name: str) -> bool:
@@ -131,12 +128,6 @@ class Folder:
         self, advice: str, *, shared: bool = False, patience: float = 0.0
     ) -> contextlib.AbstractContextManager[None]:
         return folder_lock(self.path, advice, shared=shared, patience=patience)
-
-
-def _named(entry: os.DirEntry[str], name: str) -> dict[str, int]:
-    with contextlib.suppress(FileNotFoundError):  # removed at this moment
-        return {name: 0 if entry.is_dir() else entry.stat().st_size}
-    return {}
 
 
 # ---- a store that was published as a dataset of the Hugging Face hub ----

@@ -8,9 +8,11 @@ and go nowhere else.
 import contextlib
 import datetime
 import os
+import random
 import re
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -18,11 +20,14 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from vocagnolm import files
-from vocagnolm.errors import AddressError, MissingExtraError
+from vocagnolm.errors import AddressError, MissingExtraError, VocagnolmError, WaitingWarning
 
 BUCKET_SCHEMES = ("s3", "gs", "az")
 PROBE = "probe"
-_ATTEMPTS = 3  # of a request that broke off, beyond what obstore tries itself
+PATIENCE_VARIABLE, PATIENCE_SECONDS = "VOCAGNOLM_STORAGE_PATIENCE", 600.0
+"""For so long a storage may be away before a run ends: an environment variable, in seconds."""
+_START_SECONDS, _SAID_SECONDS = 20.0, 5.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 10.0
 _REFRESH = datetime.timedelta(minutes=10)
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 Result = TypeVar("Result")
@@ -55,45 +60,35 @@ class Bucket:
         return f"{self.address}/{name}"
 
     def files(self, *folders: str) -> dict[str, int]:
-        obstore = _obstore(self.address)
-        listed = self._request("listed", lambda: obstore.list(self._store).collect())
+        listed = self._request("listed", lambda obstore: obstore.list(self._store).collect())
         return {entry["path"]: entry["size"] for entry in listed}
 
     def has(self, name: str) -> bool:
-        obstore = _obstore(self.address)
         try:
-            self._request("read", lambda: obstore.head(self._store, name), self.shown(name))
+            self._request("read", lambda obstore: obstore.head(self._store, name), name)
         except FileNotFoundError:
             return False
         return True
 
     def read(self, name: str) -> memoryview:
-        obstore = _obstore(self.address)
-        content = self._request(
-            "read", lambda: obstore.get(self._store, name).bytes(), self.shown(name)
-        )
+        content = self._request("read", lambda o: o.get(self._store, name).bytes(), name)
         return memoryview(content)
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        obstore = _obstore(self.address)
-        return self._request(
-            "read",
-            lambda: bytes(obstore.get_range(self._store, name, start=start, end=stop)),
-            self.shown(name),
-        )
+        def attempt(obstore: Any) -> bytes:
+            return bytes(obstore.get_range(self._store, name, start=start, end=stop))
+
+        return self._request("read", attempt, name)
 
     def create(self, name: str, content: bytes) -> bool:
-        obstore = _obstore(self.address)
-
-        def attempt() -> bool:
+        def attempt(obstore: Any) -> bool:
             try:
                 obstore.put(self._store, name, content, mode="create", use_multipart=False)
             except obstore.exceptions.AlreadyExistsError:
                 return self.read(name) == content  # an attempt of ours whose answer was lost
             except (obstore.exceptions.BaseError, NotImplementedError) as error:
-                if _code(str(error)) != "NotImplemented" and not isinstance(
-                    error, NotImplementedError
-                ):
+                unknown = isinstance(error, NotImplementedError)
+                if not unknown and _code(str(error)) != "NotImplemented":
                     raise
                 self._conditional = False  # the best that it has
                 if self.has(name):
@@ -102,26 +97,20 @@ class Bucket:
             return True
 
         files.reached("begin", PurePosixPath(name))
-        created = self._request("written", attempt, self.shown(name))
+        created = self._request("written", attempt, name)
         files.reached("created", PurePosixPath(name))
         return created
 
     def put(self, name: str, content: bytes) -> None:
-        obstore = _obstore(self.address)
         files.reached("begin", PurePosixPath(name))
-        self._request(
-            "written",
-            lambda: obstore.put(self._store, name, content),
-            self.shown(name),
-        )
+        self._request("written", lambda obstore: obstore.put(self._store, name, content), name)
         files.reached("put", PurePosixPath(name))
 
     def remove(self, *names: str) -> None:
-        obstore = _obstore(self.address)
         if names:
             files.reached("begin removing", PurePosixPath(names[0]))
             with contextlib.suppress(FileNotFoundError):
-                self._request("removed", lambda: obstore.delete(self._store, list(names)))
+                self._request("removed", lambda o: o.delete(self._store, list(names)))
 
     def tidy(self, *folders: str) -> None:
         """Nothing half-written has a name here; of probes that were killed one may be left."""
@@ -157,24 +146,21 @@ class Bucket:
         options = _s3_options() if self.address.startswith("s3:") else {}
         # the whole of a request, its body too: a large shard over a slow line
         client = {"timeout": "15m", "connect_timeout": "10s", **options.pop("client", {})}
-        with self._told("opened", self.address):
-            return from_url(self.address, client_options=client, **options)
+        retries = {"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=30)}
+        with self._translated("opened", self.address):
+            return from_url(self.address, client_options=client, retry_config=retries, **options)
 
-    def _request(
-        self, done: str, request: Callable[[], Result], shown: str | None = None
-    ) -> Result:
-        for attempt in range(_ATTEMPTS):
-            try:
-                with self._told(done, shown or self.address):
-                    return request()
-            except _BrokenOffError as error:
-                if attempt == _ATTEMPTS - 1:
-                    raise AddressError(str(error)) from None
-                time.sleep(0.1 * 2**attempt)
-        raise AssertionError
+    def _request(self, done: str, request: Callable[[Any], Result], name: str = "") -> Result:
+        obstore, shown = _obstore(self.address), self.shown(name) if name else self.address
+
+        def attempt() -> Result:
+            with self._translated(done, shown):
+                return request(obstore)
+
+        return patiently(attempt, _server_of(self.address))
 
     @contextlib.contextmanager
-    def _told(self, done: str, shown: str) -> Iterator[None]:
+    def _translated(self, done: str, shown: str) -> Iterator[None]:
         """obstore's errors in our words; its own hold whole responses."""
         from obstore import exceptions
 
@@ -188,11 +174,50 @@ class Bucket:
                 error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
             )
             message, final = _explained(shown, done, str(error), code, refused)
-            raise (AddressError if final else _BrokenOffError)(message) from None
+            raise (AddressError if final else BrokenOffError)(message) from None
 
 
-class _BrokenOffError(Exception):
+# ---- patience ----
+
+
+class BrokenOffError(Exception):
     """A request that may go well the next time."""
+
+
+def patiently(
+    request: Callable[[], Result], server: str, error: type[VocagnolmError] = AddressError
+) -> Result:
+    """Repeat a request that breaks off, for minutes and with random pauses, so that a storage that
+    is away for a while ends nobody's run. A server that has never answered is given up soon: its
+    address may be wrong."""
+    longest = float(os.environ.get(PATIENCE_VARIABLE, PATIENCE_SECONDS))
+    began, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            result = request()
+        except BrokenOffError as broken:
+            waited = time.monotonic() - began
+            if waited + pause > (longest if server in _answered else min(longest, _START_SECONDS)):
+                raise error(str(broken)) from None
+            if waited > _SAID_SECONDS:  # shown once: the text is always the same
+                text = f"{server} does not answer; it is tried again for {longest / 60:.0f} minutes"
+                warnings.warn(text, WaitingWarning, stacklevel=2)
+        except Exception:
+            _answered.add(server)
+            raise
+        else:
+            _answered.add(server)
+            return result
+        time.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+_answered: set[str] = set()
+"""Servers that have answered this process."""
+
+
+def _server_of(address: str) -> str:
+    return "://".join(urlsplit(address)[:2])
 
 
 def _code(text: str) -> str | None:
@@ -205,7 +230,7 @@ def _explained(
     shown: str, done: str, text: str, code: str | None, refused: bool
 ) -> tuple[str, bool]:
     """The message, and whether another attempt is vain."""
-    bucket = "://".join(urlsplit(shown)[:2])
+    bucket = _server_of(shown)
     status = re.search(r"status code: (\d{3})", text)
     number = status[1] if status else ""
     if code in _NO_BUCKET or (number == "404" and "list request" in text):
@@ -265,24 +290,23 @@ def _s3_options() -> dict[str, Any]:
         if found is None:
             options["config"]["skip_signature"] = True  # a public bucket needs none
         else:
-            options["credential_provider"] = _Credentials(found)
+            options["credential_provider"] = _refreshed(found)
     if endpoint:
         options["config"]["endpoint"] = endpoint
         options["client"]["allow_http"] = endpoint.startswith("http://")
     return options
 
 
-class _Credentials:
-    """botocore's, which refreshes those that end, for obstore."""
+def _refreshed(found: Any) -> Callable[[], dict[str, Any]]:
+    """botocore's credentials, which it refreshes when they end, for obstore."""
 
-    def __init__(self, found: Any):
-        self._found = found
-
-    def __call__(self) -> dict[str, Any]:
-        now = self._found.get_frozen_credentials()
+    def credentials() -> dict[str, Any]:
+        now = found.get_frozen_credentials()
         return {
             "access_key_id": now.access_key,
             "secret_access_key": now.secret_key,
             "token": now.token,
             "expires_at": datetime.datetime.now(datetime.UTC) + _REFRESH,
         }
+
+    return credentials

@@ -1,8 +1,15 @@
-"""The teacher whose tokenizer is here and whose weights are behind a server."""
+"""The teacher whose tokenizer is here and whose weights are behind a server (vLLM, SGLang), and the
+probe by which a server is known again: its losses of a few short documents.
+
+Not to the last bit: a server puts other requests into the same batch, and in half precision that
+moves a loss by hundredths of a nat. Another model, revision or quantisation moves the mean of all
+tokens by more.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,9 +18,7 @@ from vocagnolm.alternatives import NOTHING, Vocabulary
 from vocagnolm.errors import ScoreError, UsageError
 from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.nll import Batch, TokenScores, plan_batches
-from vocagnolm.score.server.engines import open_engine
-from vocagnolm.score.server.exchange import Exchange
-from vocagnolm.score.server.probe import TEXTS, Probe, require_same_tokens
+from vocagnolm.score.engines import Engine, Exchange, open_engine
 from vocagnolm.score.settings import (
     DEFAULT_CONTEXT,
     SERVER_REQUEST_TOKENS,
@@ -21,6 +26,69 @@ from vocagnolm.score.settings import (
     Server,
 )
 from vocagnolm.score.teacher import LocalTeacher, TokenizedDocument
+from vocagnolm.store.writer import apart, measured
+
+TOLERANCE = 0.05
+"""Nats that a token's loss may differ, on the mean of a probe."""
+TEXTS = (
+    "The bridge was closed for repairs in the spring of 1911, and everyone who lived on the far "
+    "bank had to take the ferry. It ran every half hour, except in fog.",
+    "Let $f(x) = x^2 - 4x + 7$. Completing the square gives $f(x) = (x-2)^2 + 3$, so the least "
+    "value of $f$ is $3$, and it is taken at $x = 2$ only.",
+    "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n"
+    "    return total / len(values)\n",
+)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The prompts, and what the server made of them when this process met it."""
+
+    prompts: list[list[int]]
+    losses: list[np.ndarray]
+
+    @classmethod
+    def of(cls, engine: Engine, url: str, prompts: list[list[int]]) -> "Probe":
+        losses = [scores.nll[1:] for scores in engine.scores(prompts)]
+        if missing := sum(int(np.isnan(nll).sum()) for nll in losses):
+            raise ScoreError(
+                f"{url} has no log-probability for {missing} tokens of the probe. Check the "
+                "model's weights and the dtype that the server runs it in."
+            )
+        return cls(prompts, losses)
+
+    def describe(self) -> dict[str, Any]:
+        return measured([float(value) for nll in self.losses for value in nll], TOLERANCE)
+
+    @property
+    def shortest(self) -> int:
+        return min(range(len(self.prompts)), key=lambda number: len(self.prompts[number]))
+
+    def require_same(self, number: int, nll: np.ndarray, url: str) -> None:
+        """A server that was started again with something else behind the same address."""
+        off = apart(self.losses[number].tolist(), nll[1:].tolist())
+        if not off <= TOLERANCE:
+            raise ScoreError(
+                f"the losses of {url} have changed since this run began: those of a probe by "
+                f"{off:.3f} nats a token, {TOLERANCE} are allowed. Another model, revision or "
+                "precision was started there; this answer was not kept. Start the server as it "
+                "was, and run the same command again."
+            )
+
+
+def require_same_tokens(engine: Engine, url: str, documents: list[TokenizedDocument]) -> None:
+    """Where the server tells how it reads text, it must be as the teacher's folder does: ids of
+    another vocabulary would be read as nonsense, without an error."""
+    for text, document in zip(TEXTS, documents, strict=True):
+        there = engine.tokenize(text)
+        if there is not None and there != document.ids.tolist():
+            raise ScoreError(
+                f"the model {engine.model} of {url} has another tokenizer than --teacher: it reads "
+                f"a probe as {len(there)} tokens, {there[:6]}..., and --teacher as "
+                f"{len(document.ids)}, {document.ids[:6].tolist()}.... Start the server with the "
+                "same model."
+            )
+
 
 # An address that nobody answers is told soon; a server that has answered once is waited for.
 _START_SECONDS = 5.0
@@ -110,17 +178,13 @@ class ServerTeacher:
             batch_tokens=self.settings.batch_tokens,
         )
         pool = ThreadPoolExecutor(self._server.requests)
-        try:
-            with self._exchange.all_or_none():
-                calls = {pool.submit(self._batch_scores, b, documents): b for b in batches}
-                for call in as_completed(calls):
-                    batch = calls[call]
-                    self._place(batch, call.result(), found)
-                    if on_tokens is not None:
-                        on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
-        finally:
-            pool.shutdown(cancel_futures=True)
-            self._exchange.go_on()
+        with self._exchange.all_or_none(pool):
+            calls = {pool.submit(self._batch_scores, b, documents): b for b in batches}
+            for call in as_completed(calls):
+                batch = calls[call]
+                self._place(batch, call.result(), found)
+                if on_tokens is not None:
+                    on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
         return found
 
     def _nothing(self, tokens: int) -> TokenScores:

@@ -1,0 +1,438 @@
+"""Servers that have a teacher's weights: JSON over HTTP, with patience and a key that is never
+shown, and what vLLM and SGLang want to be asked. Prompts of token ids in, their losses out, and
+the likeliest tokens beside them where these are asked for.
+
+The standard library's client is enough: a request carries thousands of tokens, so its connection
+costs nothing. It follows no redirection, which could carry the key to another host.
+"""
+
+import contextlib
+import email.utils
+import http.client
+import json
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from vocagnolm.alternatives import pack
+from vocagnolm.errors import ScoreError, UsageError
+from vocagnolm.model.nll import TokenScores
+
+# ---- JSON over HTTP ----
+
+KEY_VARIABLE = "VOCAGNOLM_SERVER_KEY"
+_FIRST_PAUSE_SECONDS = 0.25
+_LONGEST_PAUSE_SECONDS = 15.0
+_TOO_MANY_REQUESTS = 429
+_NOT_THERE = (404, 405, 501)
+_SERVER_ERROR = 500
+
+
+class Exchange:
+    """One server. What passes (5xx, too many requests, a connection that broke or never came, half
+    an answer) is tried again, not before the server's `Retry-After`, until it has been of no use
+    for `patience_seconds`; what does not pass is an error at once."""
+
+    def __init__(self, url: str, patience_seconds: float):
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"--server {url}: expected an address such as http://localhost:8000.")
+        if parts.username or parts.password or parts.query:
+            raise UsageError(
+                "--server: an address with a user, a password or a query would be written down "
+                f"with the plan. Put the key into the environment variable {KEY_VARIABLE}."
+            )
+        self._parts = parts
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
+        self.patience_seconds = patience_seconds
+        self._open: set[http.client.HTTPConnection] = set()
+        self._lock = threading.Lock()
+        self._given_up = threading.Event()
+
+    @contextlib.contextmanager
+    def all_or_none(self, pool: ThreadPoolExecutor) -> Iterator[None]:
+        """For requests of several threads that belong together: when the block ends by an error,
+        those that are under way end at once."""
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._given_up.set()
+                for connection in self._open:
+                    if connection.sock is not None:
+                        with contextlib.suppress(OSError):
+                            connection.sock.shutdown(socket.SHUT_RDWR)
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+            self._given_up.clear()
+
+    def ask(self, path: str, content: dict[str, Any] | None = None) -> Any:
+        """A POST of `content`, or a GET; None where the server has nothing under this path."""
+        body = None if content is None else json.dumps(content).encode()
+        failing_since = None
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            asked = time.monotonic()
+            try:
+                return self._once(path, body)
+            except (OSError, http.client.HTTPException, _PassingError) as error:
+                silent = isinstance(error, TimeoutError)
+                failing_since = failing_since or (asked if silent else time.monotonic())
+                reason = _hidden(f"{type(error).__name__}: {error}".removeprefix("_PassingError: "))
+                wait = max(pause * random.uniform(0.5, 1.0), getattr(error, "after_seconds", 0.0))
+            if time.monotonic() + wait - failing_since > self.patience_seconds:
+                raise ScoreError(
+                    f"the server at {self.url} has been of no use for "
+                    f"{self.patience_seconds:.0f} s; the last word: {reason[:300].rstrip('.')}. "
+                    "What is scored is kept: look at the server, and run the same command again."
+                )
+            if self._given_up.wait(wait):
+                raise ScoreError("given up, because another request has failed.")
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _once(self, path: str, content: bytes | None) -> Any:
+        secure = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        assert self._parts.hostname is not None
+        connection = kind(self._parts.hostname, self._parts.port, timeout=self.patience_seconds)
+        method = "GET" if content is None else "POST"
+        try:
+            with self._lock:
+                self._open.add(connection)
+            connection.request(method, self._path + path, content, _headers())
+            response = connection.getresponse()
+            status, body = response.status, response.read()
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+        if status in _NOT_THERE:
+            return None
+        if status >= _SERVER_ERROR or status == _TOO_MANY_REQUESTS:
+            wanted = response.headers.get("Retry-After")
+            raise _PassingError(f"{status} {_said(body)}", _seconds_until(wanted))
+        if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:
+            where = f" Its key comes from {KEY_VARIABLE}." if status in (401, 403) else ""
+            raise RefusedError(
+                f"the server at {self.url} refuses {path}: {status} {_said(body)}.{where}"
+            )
+        try:
+            return json.loads(body)
+        except ValueError:
+            raise _PassingError(f"an answer that is no JSON: {_said(body)}") from None
+
+
+class RefusedError(ScoreError):
+    """An answer that will be the same next time."""
+
+
+class _PassingError(Exception):
+    """An answer that may be better next time, after so many seconds."""
+
+    def __init__(self, said: str, after_seconds: float = 0.0):
+        super().__init__(said)
+        self.after_seconds = after_seconds
+
+
+def _seconds_until(retry_after: str | None) -> float:
+    """The header is a number of seconds or a date; 0 where it is neither."""
+    with contextlib.suppress(TypeError, ValueError):
+        if (retry_after or "").strip().isdecimal():
+            return float(retry_after or 0)
+        return max(
+            0.0, email.utils.parsedate_to_datetime(retry_after or "").timestamp() - time.time()
+        )
+    return 0.0
+
+
+def _headers() -> dict[str, str]:
+    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    if key := _key():
+        headers["Authorization"] = f"Bearer {key}"
+    return headers
+
+
+def _key() -> str:
+    """Read where it is used and kept nowhere, so that nothing that is printed, pickled or written
+    can hold it."""
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError(f"{KEY_VARIABLE} holds characters that no header may have.")
+    return key
+
+
+def _said(body: bytes) -> str:
+    """What an answer says, in a line."""
+    text = body.decode("utf-8", "replace")
+    try:
+        found = json.loads(text)
+        error = found.get("error", found) if isinstance(found, dict) else found
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except ValueError:
+        pass
+    return _hidden(" ".join(text.split())[:300].rstrip("."))
+
+
+def _hidden(text: str) -> str:
+    """Servers repeat the key that they refuse."""
+    key = _key()
+    return text.replace(key, "(key)") if key else text
+
+
+# ---- engines ----
+
+# JSON has no infinity: vLLM writes this for a probability of zero
+_NO_PROBABILITY = -9999.0
+
+
+class Engine:
+    """A server and the one model that we ask it for."""
+
+    name: str
+    version = "unknown"
+
+    def __init__(self, exchange: Exchange, entry: dict[str, Any]):
+        self._exchange = exchange
+        self.model = str(entry["id"])
+        self._most = entry.get("max_model_len")
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a prompt at most, for one more is generated; None: it does not say."""
+        return None if self._most is None else int(self._most) - 1
+
+    def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
+        """Of every token of every prompt its nll, NaN for the first and where the server has none,
+        and so many alternatives. An error where it has not read exactly these tokens."""
+        raise NotImplementedError
+
+    def tokenize(self, text: str) -> list[int] | None:
+        """A text as the server's own tokenizer reads it, without special tokens; None: it does not
+        say."""
+        return None
+
+
+class VLLM(Engine):
+    """vLLM's completions endpoint. Others that speak it (llama.cpp) lack the log-probabilities of
+    the prompt."""
+
+    name = "vllm"
+
+    def __init__(self, exchange: Exchange, entry: dict[str, Any]):
+        super().__init__(exchange, entry)
+        if (owner := entry.get("owned_by")) == "llamacpp":
+            raise ScoreError(
+                f"{exchange.url} is a server of llama.cpp, which has no log-probabilities of the "
+                "prompt. Use vLLM or SGLang, or give the GGUF file as --teacher without --server."
+            )
+        if about := exchange.ask("/version"):
+            self.version = str(about["version"])
+        else:
+            self.name = f"completions of {owner}"
+
+    def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
+        content = {
+            "model": self.model,
+            "prompt": list(prompts),
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": alternatives,
+            "return_token_ids": True,
+        }
+        try:
+            answer = self._exchange.ask("/v1/completions", content)
+        except RefusedError as error:
+            if not alternatives or "logprobs" not in str(error):
+                raise
+            raise ScoreError(
+                f"{error} Start the server with --max-logprobs {alternatives}, or ask for fewer "
+                "--alternatives."
+            ) from None
+        return _read(self._exchange.url, prompts, answer, _vllm_answers, alternatives)
+
+    def tokenize(self, text: str) -> list[int] | None:
+        content = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        try:
+            answer = self._exchange.ask("/tokenize", content)
+        except RefusedError:  # it was started without one
+            return None
+        return answer.get("tokens") if isinstance(answer, dict) else None
+
+
+class SGLang(Engine):
+    """SGLang's own `/generate`."""
+
+    name = "sglang"
+
+    def __init__(self, exchange: Exchange, entry: dict[str, Any]):
+        super().__init__(exchange, entry)
+        about = exchange.ask("/get_server_info") or exchange.ask("/server_info") or {}
+        self.version = str(about.get("version", "unknown"))
+        self._most = self._most or about.get("context_length")
+
+    def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
+        content = {
+            "input_ids": list(prompts),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "return_text_in_logprobs": False,
+            **({"top_logprobs_num": alternatives} if alternatives else {}),
+        }
+        answer = self._exchange.ask("/generate", content)
+        return _read(self._exchange.url, prompts, answer, _sglang_answers, alternatives)
+
+
+def open_engine(exchange: Exchange, wanted: str | None) -> Engine:
+    """The engine behind an address, by what it says of itself."""
+    found = exchange.ask("/v1/models")
+    listed = found.get("data") if isinstance(found, dict) else None
+    models = {str(entry["id"]): entry for entry in listed or ()}
+    if not models:
+        raise ScoreError(
+            f"{exchange.url} lists no model under /v1/models: it is not a server of vLLM or SGLang."
+        )
+    if wanted is None and len(models) == 1:
+        (wanted,) = models
+    if wanted not in models:
+        asked = "several models" if wanted is None else f"no model {wanted!r}"
+        raise UsageError(
+            f"the server at {exchange.url} has {asked}: choose with --server-model among "
+            f"{', '.join([*models][:8])}."
+        )
+    entry = models[wanted]
+    return (SGLang if entry.get("owned_by") == "sglang" else VLLM)(exchange, entry)
+
+
+# ---- answers ----
+
+
+_Likeliest = list[tuple[int, float]]
+"""Ids and log-probabilities at one place."""
+
+
+class _Answer(NamedTuple):
+    """Of one prompt; None for what the server leaves out."""
+
+    ids: list[int] | None
+    values: list[float | None] | None
+    likeliest: list[_Likeliest | None] | None = None
+
+
+def _vllm_answers(answer: Any) -> list[_Answer]:
+    found = []
+    for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"])):
+        ids, rows = choice.get("prompt_token_ids"), choice.get("prompt_logprobs")
+        if ids is None or rows is None:
+            found.append(_Answer(ids, rows))
+            continue
+        pairs = zip(ids, rows, strict=True)
+        values = [None if row is None else row[str(index)]["logprob"] for index, row in pairs]
+        # the token itself stands there too, however unlikely it is
+        likeliest = [row and [(int(n), one["logprob"]) for n, one in row.items()] for row in rows]
+        found.append(_Answer(ids, values, likeliest))
+    return found
+
+
+def _sglang_answers(answer: Any) -> list[_Answer]:
+    found = []
+    for one in answer if isinstance(answer, list) else [answer]:
+        about = one["meta_info"]
+        rows, top = about.get("input_token_logprobs"), about.get("input_top_logprobs")
+        if not rows:
+            found.append(_Answer(None, None))
+            continue
+        likeliest = top and [
+            place and [(int(row[1]), row[0]) for row in place if row[0] is not None]
+            for place in top
+        ]
+        ids, values = [int(row[1]) for row in rows], [row[0] for row in rows]
+        found.append(_Answer(ids, values, likeliest))
+    return found
+
+
+def _read(
+    url: str,
+    prompts: Sequence[list[int]],
+    answer: Any,
+    parse: Callable[[Any], list[_Answer]],
+    alternatives: int,
+) -> list[TokenScores]:
+    if answer is None:
+        raise ScoreError(f"{url} has no such endpoint any more, or no longer this model.")
+    try:
+        answers = parse(answer)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ScoreError(
+            f"{url} answers in a form that is not known: {type(error).__name__}: {error}."
+        ) from None
+    if len(answers) != len(prompts):
+        raise ScoreError(f"{url} answers {len(answers)} of {len(prompts)} prompts.")
+    found = []
+    for sent, (ids, values, likeliest) in zip(prompts, answers, strict=True):
+        if ids is None or values is None:
+            lacking = "log-probabilities" if values is None else "token ids"
+            raise ScoreError(
+                f"{url} does not return the {lacking} of the prompt. vLLM (0.10.2 or newer) and "
+                "SGLang do; llama.cpp has none."
+            )
+        if ids != sent:
+            raise ScoreError(f"{url} {_change(sent, ids)}. Its losses would be of another text.")
+        packed = None
+        if alternatives:
+            if likeliest is None or len(likeliest) != len(ids):
+                raise ScoreError(
+                    f"{url} does not return the likeliest tokens of the prompt's places, which "
+                    "--alternatives asks for."
+                )
+            packed = _packed(url, ids, likeliest, alternatives)
+        found.append(TokenScores(_losses(values), packed))
+    return found
+
+
+def _packed(
+    url: str, ids: list[int], likeliest: Sequence[_Likeliest | None], count: int
+) -> np.ndarray:
+    """The likeliest at every place, as a store keeps them; none at the first."""
+    chosen = np.full((len(ids), count), -1, np.int64)
+    nll = np.full((len(ids), count), np.nan)
+    for place, given in enumerate(likeliest):
+        if place == 0 or not given:
+            continue
+        ranked = sorted(given, key=lambda entry: -entry[1])[:count]
+        if len(ranked) < count:
+            raise ScoreError(
+                f"{url} returns {len(ranked)} of the {count} likeliest tokens that --alternatives "
+                "asks for."
+            )
+        chosen[place] = [index for index, _ in ranked]
+        nll[place] = [np.nan if value == _NO_PROBABILITY else -value for _, value in ranked]
+    return pack(chosen, nll, chosen == np.array(ids)[:, None])
+
+
+def _change(sent: list[int], back: list[int]) -> str:
+    if len(back) > len(sent) and back[-len(sent) :] == sent:
+        return f"adds the token {back[0]} (beginning-of-text?) before the {len(sent)} it was given"
+    if len(back) != len(sent):
+        changes = "drops" if len(back) < len(sent) else "adds"
+        return f"{changes} tokens: it was given {len(sent)} and has read {len(back)}"
+    place = next(i for i, (a, b) in enumerate(zip(sent, back, strict=True)) if a != b)
+    return f"changes token ids: at position {place} it has read {back[place]} for {sent[place]}"
+
+
+def _losses(values: list[float | None]) -> np.ndarray:
+    missing = (None, _NO_PROBABILITY)
+    nll = -np.array([np.nan if v in missing else v for v in values], np.float32)
+    nll[:1] = np.nan
+    nll[~np.isfinite(nll)] = np.nan
+    return nll
