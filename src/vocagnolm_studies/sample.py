@@ -168,7 +168,11 @@ def packed_blocks(
         file.write_text("".join(json.dumps({"text": t}) + "\n" for t in sample.texts), "utf-8")
         found: dict[Guidance, Blocks] = {}
         for how in AGGREGATIONS:
-            data: dict[str, Any] = {"blocks": str(folder / how), "eos": eos}
+            data: dict[str, Any] = {
+                "blocks": str(folder / how),
+                "block_size": block_size,
+                "eos": eos,
+            }
             # one part: teacher ranges then point into one array
             extra = ["teacher_losses", "stretch"]
             if how == AGGREGATIONS[0] and LossStore.open(store).kept_alternatives is not None:

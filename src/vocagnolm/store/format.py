@@ -178,8 +178,8 @@ def encode_shard(shard: Shard, identity: str) -> bytes:
 
 
 def _encode(columns: dict[str, np.ndarray], about: dict[str, Any]) -> bytes:
-    """A safetensors file of these columns, in this order, whose metadata also tell a digest of
-    them."""
+    """A safetensors file of these columns, in this order, with a digest of them in its
+    metadata."""
     columns = {name: np.ascontiguousarray(column) for name, column in columns.items()}
     body = hashlib.sha256()
     header: dict[str, Any] = {}
