@@ -102,6 +102,8 @@ class Lab:
         """Hold workers in the middle of a shard, and call `do` in the background when two of them
         are; then let go."""
         hold = self.folder / "hold"
+        for path in (self.folder / "held").iterdir():  # of a test before
+            path.unlink()
         hold.touch()
 
         def wait():
@@ -194,8 +196,8 @@ def test_a_stopped_worker_does_not_hold_its_shard(lab, tmp_path):
     stopped = []
 
     def stop_one(workers):
-        stopped.append(workers[0])
         os.kill(workers[0], signal.SIGSTOP)
+        stopped.append(workers[0])
 
     held = lab.once_held(stop_one)
     try:
