@@ -152,7 +152,8 @@ def flops_per_token(model: Any, block_size: int) -> float:
     """Forward and backward of plain training: 6 N + 12 layers x hidden x length (PaLM, app. B)."""
     config = model.config.get_text_config()
     parameters = sum(p.numel() for p in model.parameters())
-    return 6.0 * parameters + 12.0 * config.num_hidden_layers * config.hidden_size * block_size
+    layers, hidden = int(config.num_hidden_layers), int(config.hidden_size)
+    return 6.0 * parameters + 12.0 * layers * hidden * block_size
 
 
 # ---- metrics.jsonl and progress on stderr ----
@@ -368,12 +369,13 @@ class Trackers:
         """A step that was read. The loss is the mean since the last one that was sent."""
         self._losses.append(record["loss"])
         self._state.global_step = number = record["step"]
-        self._state.epoch = number / self._arguments.max_steps
+        epoch = number / self._arguments.max_steps
+        self._state.epoch = epoch  # type: ignore[assignment]
         if not self.logs(number):
             return
         logs = {name: value for name, value in record.items() if value is not None}
         del logs["step"]
-        logs |= {"loss": sum(self._losses) / len(self._losses), "epoch": self._state.epoch}
+        logs |= {"loss": sum(self._losses) / len(self._losses), "epoch": epoch}
         if gradient_norm is not None:
             logs["grad_norm"] = float(gradient_norm)
         self._losses = []
