@@ -325,7 +325,7 @@ class Trackers:
         makers = integration_utils.get_reporting_integration_callbacks(arguments.report_to)
         self.callbacks: list[Any] = [make() for make in makers]
         self._state = TrainerState(max_steps=arguments.max_steps, global_step=step)
-        self._state.logging_steps = arguments.logging_steps
+        self._state.logging_steps = int(arguments.logging_steps)
         self._losses: list[float] = []
         self._wandb: Any = None
         names = {type(callback).__name__ for callback in self.callbacks}
@@ -369,13 +369,12 @@ class Trackers:
         """A step that was read. The loss is the mean since the last one that was sent."""
         self._losses.append(record["loss"])
         self._state.global_step = number = record["step"]
-        epoch = number / self._arguments.max_steps
-        self._state.epoch = epoch  # type: ignore[assignment]
+        self._state.epoch = number / self._arguments.max_steps
         if not self.logs(number):
             return
         logs = {name: value for name, value in record.items() if value is not None}
         del logs["step"]
-        logs |= {"loss": sum(self._losses) / len(self._losses), "epoch": epoch}
+        logs |= {"loss": sum(self._losses) / len(self._losses), "epoch": self._state.epoch}
         if gradient_norm is not None:
             logs["grad_norm"] = float(gradient_norm)
         self._losses = []
