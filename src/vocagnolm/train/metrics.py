@@ -151,7 +151,7 @@ def peak_flops(device: torch.device) -> float | None:
 def flops_per_token(model: Any, block_size: int) -> float:
     """Forward and backward of plain training: 6 N + 12 layers x hidden x length (PaLM, app. B)."""
     config = model.config.get_text_config()
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(int(p.numel()) for p in model.parameters())
     layers, hidden = int(config.num_hidden_layers), int(config.hidden_size)
     return 6.0 * parameters + 12.0 * layers * hidden * block_size
 
