@@ -288,7 +288,7 @@ def _load_shards(checkpoint: Path, state: TrainingState) -> None:
             "train.parallel to ddp in the run's recipe.yaml and in yours to go on with it."
         )
     reader = FileSystemReader(checkpoint / PARTS)
-    shards = {
+    shards: dict[str, Any] = {
         "model": get_model_state_dict(state.model),
         "optimizer": get_optimizer_state_dict(state.model, state.optimizer),
     }

@@ -151,8 +151,9 @@ def peak_flops(device: torch.device) -> float | None:
 def flops_per_token(model: Any, block_size: int) -> float:
     """Forward and backward of plain training: 6 N + 12 layers x hidden x length (PaLM, app. B)."""
     config = model.config.get_text_config()
-    parameters = sum(p.numel() for p in model.parameters())
-    return 6.0 * parameters + 12.0 * config.num_hidden_layers * config.hidden_size * block_size
+    parameters = sum(int(p.numel()) for p in model.parameters())
+    layers, hidden = int(config.num_hidden_layers), int(config.hidden_size)
+    return 6.0 * parameters + 12.0 * layers * hidden * block_size
 
 
 # ---- metrics.jsonl and progress on stderr ----
@@ -324,7 +325,7 @@ class Trackers:
         makers = integration_utils.get_reporting_integration_callbacks(arguments.report_to)
         self.callbacks: list[Any] = [make() for make in makers]
         self._state = TrainerState(max_steps=arguments.max_steps, global_step=step)
-        self._state.logging_steps = arguments.logging_steps
+        self._state.logging_steps = int(arguments.logging_steps)
         self._losses: list[float] = []
         self._wandb: Any = None
         names = {type(callback).__name__ for callback in self.callbacks}

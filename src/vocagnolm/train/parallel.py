@@ -112,7 +112,7 @@ def share(
         "broadcast_buffers": arguments.ddp_broadcast_buffers,
         "static_graph": arguments.ddp_static_graph,
     }
-    given = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     ids = None if device.type == "cpu" else [device.index]
     return DistributedDataParallel(student, device_ids=ids, **given)
 

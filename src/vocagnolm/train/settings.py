@@ -221,7 +221,7 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
-def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
+def build_optimizer(model: Any, arguments: TrainingArguments) -> torch.optim.Optimizer:
     """Any optimizer that transformers knows by name."""
     decayed = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

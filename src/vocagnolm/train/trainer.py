@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from vocagnolm.model.lm_head import router_loss_of
 from vocagnolm.objective import Decided, Implementation, ObjectiveConfig, Targets
 from vocagnolm.objective.selection import Ranks
 from vocagnolm.train.loop import plan_step
@@ -19,7 +20,6 @@ from vocagnolm.train.student import (
     causal_lm_of,
     guided_forward,
     require_separation,
-    router_loss_of,
     understood_head,
 )
 from vocagnolm.train.teacher import OnlineTeacher
@@ -33,6 +33,7 @@ class GuidedTrainer(Trainer):
     `vocagnolm train` has a loop of its own, which resumes exactly and reads no loss before it must.
     """
 
+    objective: ObjectiveConfig
     loss_is_scaled_for_ga = True  # divided by the tokens of the whole step
 
     def __init__(
