@@ -120,7 +120,12 @@ def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, 
     arguments, tokenizer = training_arguments(recipe, schedule), student_tokenizer(recipe)
     loop: Any = build_loop(recipe, blocks, schedule, arguments, tokenizer)
     watch, end_step = _Profiled(warm_up, steps, lab / "trace.json"), loop.end_step
-    loop.end_step = lambda rate: (end_step(rate), watch.after(loop.step))
+
+    def watched(rate: float) -> None:
+        end_step(rate)
+        watch.after(loop.step)
+
+    loop.end_step = watched
     loop.next_batch = in_range(DATA, loop.next_batch)
     loop.clip_gradients = in_range(CLIPPING, loop.clip_gradients)
     with marked_head():

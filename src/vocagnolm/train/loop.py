@@ -30,7 +30,7 @@ from vocagnolm.objective import (
     count_kept,
     weigh_step,
 )
-from vocagnolm.objective.selection import Ranks
+from vocagnolm.processes import Ranks
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.checkpoint import Checkpoints, TrainingState
 from vocagnolm.train.metrics import MadeStep, StepMeter, Trackers, require_finite

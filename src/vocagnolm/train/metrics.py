@@ -23,7 +23,7 @@ from vocagnolm.files import append_lines, read_json, write_json, write_text
 from vocagnolm.model.runtime import HostCopy, Moment, compiling_seconds
 from vocagnolm.objective import IGNORE_INDEX, Targets
 from vocagnolm.objective.loss import BINS, SUMS, measures
-from vocagnolm.objective.selection import Ranks
+from vocagnolm.processes import Ranks
 from vocagnolm.progress import Pace, Seconds, clock_time
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.folder import read_metrics

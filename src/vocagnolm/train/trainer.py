@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from vocagnolm.model.lm_head import router_loss_of
+from vocagnolm.model.runtime import router_loss_of
 from vocagnolm.objective import Decided, Implementation, ObjectiveConfig, Targets
-from vocagnolm.objective.selection import Ranks
+from vocagnolm.processes import Ranks
 from vocagnolm.train.loop import plan_step
 from vocagnolm.train.metrics import StepMeter
 from vocagnolm.train.student import (
@@ -119,7 +119,7 @@ class GuidedTrainer(Trainer):
         output = model(micro_batch=batch)
         self._meter.add(output, targets, inputs.get("block"))
         # DDP and FSDP average gradients over ranks, and the denominator counts all of them
-        loss = output["loss"] * Ranks.of().size
+        loss = output["loss"] * Ranks.of().count
         return (loss, output) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
