@@ -15,7 +15,7 @@ from training_kit import make_lab, recipe_dict, write_store
 from vocagnolm import objective
 from vocagnolm.errors import UsageError
 from vocagnolm.evaluate import benchmarks, suite
-from vocagnolm.evaluate.graders.grading import grade
+from vocagnolm.evaluate.graders import grade
 from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
 from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select, weigh_step
 from vocagnolm.objective.distill import DISTANCES

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import BenchmarkError, MissingExtraError
-from vocagnolm.evaluate.graders.grading import gold_letter, gold_math, gold_number
+from vocagnolm.evaluate.graders import gold_letter, gold_math, gold_number
 from vocagnolm.evaluate.suite import TASKS, Protocol, Task, task_named
 from vocagnolm.files import parse_json
 

@@ -6,9 +6,8 @@ import time
 import pytest
 
 from vocagnolm.evaluate import grade
-from vocagnolm.evaluate.graders.answers import extract_math
-from vocagnolm.evaluate.graders.math import canonical_math
-from vocagnolm.evaluate.graders.numbers import number_in_words, parse_number
+from vocagnolm.evaluate.graders.answers import extract_math, number_in_words, parse_number
+from vocagnolm.evaluate.graders.math import readable_math
 
 PIECES = [
     "\\boxed{", "\\boxed ", "\\boxed{1}", "\\boxed{1} and ", "{", "}", "((", "))", "(1)", "$",
@@ -32,7 +31,7 @@ def read_all(output: str) -> None:
     answer = extract_math(output)
     if answer is not None:
         # what math-verify does with it is limited by its own process
-        canonical_math(answer)
+        readable_math(answer)
 
 
 @pytest.mark.parametrize("piece", PIECES, ids=ascii)
