@@ -26,17 +26,12 @@ _PLAIN = str.maketrans(
     {
         **dict.fromkeys(_DASHES, "-"),
         **dict.fromkeys(_SPACES, " "),
-        "\u200b": None,
-        "\ufeff": None,
-        "\u00d7": "*",
-        "\u22c5": "*",
-        "\u00b7": "*",
+        **dict.fromkeys("\u200b\ufeff"),  # without width
+        **dict.fromkeys("\u00d7\u22c5\u00b7", "*"),
+        **dict.fromkeys("\u2018\u2019", "'"),
+        **dict.fromkeys("\u201c\u201d", '"'),
         "\u2044": "/",
         "\uff05": "%",
-        "\u2018": "'",
-        "\u2019": "'",
-        "\u201c": '"',
-        "\u201d": '"',
     }
 )
 _VULGAR = {
@@ -62,19 +57,12 @@ class Number:
 
     def __str__(self) -> str:
         sign = "%" if self.percent else ""
-        if self.value.denominator == 1:
-            return f"{self.value.numerator}{sign}"
-        # two and five as the only prime factors: a finite decimal
-        rest = self.value.denominator
-        for prime in (2, 5):
-            while rest % prime == 0:
-                rest //= prime
-        if self.decimals == 0 or rest != 1:
-            return f"{self.value.numerator}/{self.value.denominator}{sign}"
-        digits = f"{self.value.numerator * 10**self.decimals // self.value.denominator:d}"
-        negative, digits = digits.startswith("-"), digits.lstrip("-").zfill(self.decimals + 1)
+        if self.decimals == 0 or self.value.denominator == 1:
+            return f"{self.value}{sign}"
+        minus = "-" if self.value < 0 else ""
+        digits = str(int(abs(self.value) * 10**self.decimals)).zfill(self.decimals + 1)
         whole, part = digits[: -self.decimals], digits[-self.decimals :].rstrip("0")
-        return f"{'-' if negative else ''}{whole}.{part}{sign}"
+        return f"{minus}{whole}.{part}{sign}"
 
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
@@ -107,13 +95,12 @@ def number_of(match: re.Match[str]) -> Number | None:
         return Fraction(match[name].replace(",", ""))
 
     decimals = 0
+    bottom = match["mixed_bottom"] or match["bottom"]
+    if bottom is not None and not bottom.strip("0.,"):
+        return None
     if match["mixed_bottom"] is not None:
-        if exact("mixed_bottom") == 0:
-            return None
         value = exact("whole") + exact("mixed_top") / exact("mixed_bottom")
     elif match["bottom"] is not None:
-        if exact("bottom") == 0:
-            return None
         value = exact("top") / exact("bottom")
     elif match["mantissa"] is not None:
         value = exact("mantissa") * Fraction(10) ** int(match["exponent"])
@@ -250,8 +237,6 @@ def may_be_cut(output: str, text: str, complete: bool | None) -> bool:
         complete = len(text.encode(errors="replace")) < _TIGHTEST_LIMIT
     return not complete and output.rstrip(" ").endswith(text)
 
-
-# --- where the text says that an answer comes -----------------------------------------------
 
 ClauseKind = Literal["hash", "boxed", "said", "heading"]
 
@@ -395,9 +380,6 @@ def last_sentence(text: str) -> tuple[str, bool]:
     complete = bool(ends) and not line[ends[-1] :].strip("*_\"') ")
     begin = (ends[-2] if len(ends) > 1 else 0) if complete else (ends[-1] if ends else 0)
     return _short(line[begin:].strip()), complete
-
-
-# --- what a clause says ---------------------------------------------------------------------
 
 
 class Ambiguous(Exception):

@@ -170,8 +170,9 @@ def _serve(seconds: float) -> None:
             and verify(ours, theirs, **both, allow_set_relation_comp=True)
         ):
             return tolerance > 0 or value != 0 or number(theirs) in (None, 0)
-        guess = number(theirs) if tolerance and value is not None else None
-        return guess is not None and math.isclose(value, guess, rel_tol=tolerance)
+        guess = number(theirs) if tolerance else None
+        known = value is not None and guess is not None
+        return known and math.isclose(value or 0, guess or 0, rel_tol=tolerance)
 
     reply("ready")
     for line in sys.stdin:
