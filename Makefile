@@ -33,7 +33,8 @@ coverage: $(INSTALLED)
 # every fault that the tests know, at length; `make test` tries a sample of them
 faults: $(INSTALLED)
 	VOCAGNOLM_FAULTS=long $(BIN)/python -m pytest --timeout=3600 tests/faults \
-		tests/score/test_score_crash.py tests/cli/test_ending.py tests/train/test_processes.py
+		tests/score/test_score_crash.py tests/cli/test_ending.py tests/train/test_processes.py \
+		tests/evaluate/graders
 
 # benchmarks for a GPU with tiny models on a CPU, from end to end: some minutes
 smoke: $(INSTALLED)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vocagnolm.errors import VocagnolmError
-from vocagnolm.evaluate.results import Evaluation, read_results
+from vocagnolm.evaluate.results import Evaluation, in_order, read_results
 from vocagnolm.evaluate.settings import marks
 from vocagnolm.evaluate.suite import AVERAGES, TASKS
 from vocagnolm.files import json_digest, local_path, parse_json
@@ -207,7 +207,8 @@ def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results 
     differs. None when no run was evaluated."""
     evaluations = [_evaluation(folder) for folder in folders]
     scores: list[dict[str, _Score]] = [{} for _ in folders]
-    for task in (*TASKS, *AVERAGES, "bits_per_byte"):
+    tasks = in_order(name for one in evaluations if one is not None for name in one.tasks)
+    for task in (order := [*tasks, *AVERAGES, "bits_per_byte"]):
         held = [(at, one) for at, one in enumerate(evaluations) if _score(one, task) is not None]
         apart = marks([_conditions(one, task) for _, one in held])
         for (at, one), mark in zip(held, apart, strict=True):
@@ -217,7 +218,7 @@ def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results 
     names = list(dict.fromkeys(name for one in scores for name in one))
     if not names:
         return None
-    names.sort(key=_place)
+    names.sort(key=lambda column: (order.index(column.partition(" ")[0]), column))
     rows = list(dict.fromkeys(run.setting or run.name for run in runs))
     groups = []
     for row in rows:
@@ -280,11 +281,6 @@ def _conditions(evaluation: Evaluation | None, name: str) -> dict[str, Any]:
         key: values[0] if len({str(value) for value in values}) == 1 else json_digest(values)[:8]
         for key, values in shared.items()
     }
-
-
-def _place(column: str) -> tuple[int, str]:
-    order = [*TASKS, *AVERAGES, "bits_per_byte"]
-    return order.index(column.partition(" ")[0]), column
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
