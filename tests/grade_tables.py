@@ -133,6 +133,7 @@ MATH = [
     ("So $p$ cannot be $41$.", "41", False, None),
     ("so $\\boxed{(2, 2)} \\quad \\text{and} \\quad \\boxed{(6, 2)}$", "(2,2),(6,2)", True, ...),
     ("I had \\boxed{4} and then found \\boxed{5}.", "5", True, "5"),
+    ("It was \\boxed{4} before, so I look for \\boxed{5}.", "5", True, "5"),
     ("so $\\boxed{32, 349}$.", "32349", False, ...),
     ("so $\\boxed{32,349}$.", "32349", True, ...),
     # what math-verify alone would call equal

@@ -265,7 +265,7 @@ _HASH = re.compile(r"####[ \t]*([^\n]*)")
 _BOXED = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*")
 _BARE_BOX = re.compile(r"[^\s$.,;]+")
 _LATEX_SPACE = re.compile(r"\\q?quad|\\text(?=\{)|\\[()\[\],;: ]|[$,{}\s]")
-_AND = re.compile(r"(?:[^.!?\n]{0,20}?(?:and|or))?(?:[A-Za-z](?:_\w+)?=)?")
+_AND = re.compile(r"(?:(?:[^.!?]{0,25} )?(?:and|or))?(?: ?[A-Za-z](?:_ ?\w+)? ?=)?")
 # a full stop that ends a sentence: not 3.5, not "p.m.", not "Mrs."
 _STOP = re.compile(
     r"(?<!\\)(?<!\b[A-Za-z])(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bMrs)(?<!\bRs)[.!?](?=[\s*\"')]|$)"
@@ -306,8 +306,9 @@ def _boxed_clauses(text: str) -> list[Clause]:
                 continue
             content, after = bare[0], bare.end()
         # "\boxed{2} and \boxed{3}" is one answer in two boxes
-        between = _LATEX_SPACE.sub("", text[end : match.start()])
-        parts = found.pop()[1] if end and _AND.fullmatch(between) else []
+        between = _LATEX_SPACE.sub(" ", text[end : min(match.start(), end + 100)]).split()
+        near = end and match.start() - end <= 100 and _AND.fullmatch(" ".join(between))
+        parts = found.pop()[1] if near else []
         parts.append(content)
         found.append((match.start(), parts))
         end = after
