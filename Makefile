@@ -35,7 +35,8 @@ faults: $(INSTALLED)
 	VOCAGNOLM_FAULTS=long $(BIN)/python -m pytest --timeout=3600 tests/faults \
 		tests/score/test_score_crash.py tests/score/test_score_cli.py tests/score/test_ray.py \
 		tests/storage/test_bucket_away.py tests/cli/test_ending.py tests/train/test_processes.py \
-		tests/model/test_fp8.py tests/objective/test_selection.py tests/objective/test_weights.py tests/demo
+		tests/model/test_fp8.py tests/objective/test_selection.py tests/objective/test_weights.py tests/demo \
+		tests/evaluate/graders
 
 # benchmarks for a GPU with tiny models on a CPU, from end to end: some minutes
 smoke: $(INSTALLED)

@@ -30,7 +30,7 @@ def random_model(folder: Path, layers: int, width: int) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from vocagnolm.evaluate.fewshot import shots_of
+    from vocagnolm.evaluate.render import shots_of
     from vocagnolm.evaluate.suite import tasks_named
 
     tokenizer = Tokenizer(models.BPE())
@@ -92,7 +92,7 @@ def theirs(
     from lm_eval.models.huggingface import HFLM
     from transformers import PreTrainedTokenizerFast
 
-    from vocagnolm.evaluate.fewshot import _lm_eval_file
+    from vocagnolm.evaluate.render import _lm_eval_file
 
     task = yaml.safe_load(_lm_eval_file("gsm8k", "gsm8k-cot.yaml"))
     samples = task["fewshot_config"]["samples"]

@@ -142,7 +142,7 @@ def generate_step(options: argparse.Namespace) -> None:
 
 
 def grade_step(options: argparse.Namespace) -> None:
-    from vocagnolm.evaluate.compare import format_table, scores_table
+    from vocagnolm.evaluate.results import format_table, scores_table
     from vocagnolm.evaluate.run import grade_task
 
     requests = by_task(options.requests)

@@ -72,7 +72,9 @@ NUMBERS = [
     ("The answer is 18.", "18.0", True, "18"),
     ("The answer is 17.6.", "18", False, "17.6"),
     ("The answer is 18.2.", "18", False, "18.2"),
-    ("The answer is 5.375.", "5.38", True, "5.375"),
+    ("The answer is 5.375.", "5.38", False, "5.375"),  # nobody asked for a rounding
+    ("The answer is 0.333.", "0.3", False, "0.333"),
+    ("The answer is 5.375.", "about 5.38", True, "5.375"),
     ("The answer is 5.3.", "5.38", False, "5.3"),
     ("The answer is 1.5 million.", "1500000", True, "1500000"),
     ("The answer is 3 thousand.", "3000", True, "3000"),

@@ -15,7 +15,8 @@ from training_kit import make_lab, recipe_dict, write_store
 from vocagnolm import objective
 from vocagnolm.errors import UsageError
 from vocagnolm.evaluate import benchmarks, suite
-from vocagnolm.evaluate.graders.grading import grade
+from vocagnolm.evaluate.graders import grade
+from vocagnolm.evaluate.render import render
 from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
 from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select, weigh_step
 from vocagnolm.objective.distill import DISTANCES
@@ -159,3 +160,6 @@ def test_a_benchmark_is_read_and_graded_and_changes_no_average(add: Add, tmp_pat
     assert grade("sums", "The answer is 5.", example.gold).correct
     assert [task.name for task in suite.tasks_named("sums")] == ["sums"]
     assert suite.AVERAGES["avg"] == nine and "sums" not in suite.SUITES["math"]
+    # no task file for lm-eval is needed
+    (request,) = render(suite.tasks_named("sums"), benchmarks=tmp_path)["sums"]
+    assert request.prompt.endswith("\n\n\nQuestion: What is 2 + 3?\nAnswer:")

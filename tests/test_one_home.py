@@ -17,7 +17,7 @@ HOMES = {
     "flushing and renaming": (r"os\.(fsync|replace|rename)\(", {"vocagnolm/files.py"}),
     "YAML": (
         r"yaml\.safe_load\(",
-        {"vocagnolm/recipe/schema.py", "vocagnolm/evaluate/fewshot.py"},  # lm-eval's own
+        {"vocagnolm/recipe/schema.py", "vocagnolm/evaluate/render.py"},  # lm-eval's own
     ),
     "tests of hypotheses": (r"scipy", {"vocagnolm/statistics.py"}),
 }

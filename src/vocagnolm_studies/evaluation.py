@@ -96,6 +96,7 @@ def grade_answers(path: Path, questions: Mapping[tuple[str, int], "Request"]) ->
                 asked.gold,
                 complete=answer.get("complete"),  # older files do not say
                 protocol=asked.protocol,
+                question=asked.prompt,
             )
             grades.setdefault(asked.task, {})[asked.index] = graded.correct
     return grades

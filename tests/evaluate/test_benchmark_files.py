@@ -1,13 +1,21 @@
 import hashlib
 
 import pytest
+import yaml
 from evaluation_kit import ROWS, write_rows
 
 from vocagnolm.errors import BenchmarkError, UsageError
 from vocagnolm.evaluate import grade
 from vocagnolm.evaluate.benchmarks import SOURCES, load_examples, split_options
-from vocagnolm.evaluate.fewshot import shots_of
-from vocagnolm.evaluate.render import TASK_FOLDER, read_requests, render, spread, write_requests
+from vocagnolm.evaluate.render import (
+    TASK_FOLDER,
+    read_requests,
+    render,
+    shots_of,
+    spread,
+    task_file,
+    write_requests,
+)
 from vocagnolm.evaluate.suite import AVERAGES, SUITES, TASKS, task_named, tasks_named
 
 
@@ -138,8 +146,9 @@ def test_prompts_of_the_suite(benchmarks):
     assert "Final Answer: The final answer is (D).\n\n\nProblem:" in requests["sat"][0].prompt
 
 
-# of the harness's prompt files (prompts/cot at dcfa46a), which are not ours to carry
+# of the harness's prompt files (prompts/cot at dcfa46a)
 HARNESS_EXAMPLES = {
+    "mathqa": "ba599b1fda1932b423e368b6a43643a10763cec1753dcdaca51375fdcd33c0cb",
     "gsm8k": "f7b267f942be471e4ea8013cdba4c4df3cad1f969774c073e9165c568043a7b8",
     "math500": "6637ad6e3ece303c059196bebdc3607ab9f617f4a57f73ac44afeb7f4320c829",
     "mmlu_stem": "c5e61e1f80bbf4b08d60db5abaa55dcdc1a211093ce33e2a591ae9647bf8907a",
@@ -147,7 +156,7 @@ HARNESS_EXAMPLES = {
 
 
 def test_the_papers_prompts_are_those_of_its_harness(benchmarks):
-    requests = render(tasks_named("gsm8k,math500,math,mmlu_stem,sat"), benchmarks=benchmarks,
+    requests = render(tasks_named("gsm8k,math500,math,mathqa,mmlu_stem,sat"), benchmarks=benchmarks,
                       protocol="paper")  # fmt: skip
     for task, digest in HARNESS_EXAMPLES.items():
         examples = requests[task][0].prompt.rpartition("\n\n\n")[0]
@@ -208,6 +217,14 @@ def test_math_is_math_500_in_the_suite():
     for name in ("MATH-500", "math_oai", "minerva_math"):
         assert task_named(name).name == "math500"
     assert task_named("math").title == "MATH-5000"
+
+
+def test_the_files_for_lm_eval_say_what_is_rendered():
+    for task in TASKS.values():
+        for by_likelihood in (False, True) if task.kind == "choice" else (False,):
+            content = task_file(task, by_likelihood)
+            path = TASK_FOLDER / f"{content['task'].removeprefix('vocagnolm_')}.yaml"
+            assert yaml.safe_load(path.read_text()) == content
 
 
 def test_the_suite_is_a_group_of_lm_eval(benchmarks, monkeypatch):

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from vocagnolm.cli import app
 from vocagnolm.errors import EvaluationError
 from vocagnolm.evaluate import compare_runs, evaluate
-from vocagnolm.evaluate.compare import (
+from vocagnolm.evaluate.results import (
     average_difference,
     comparison_table,
     format_table,

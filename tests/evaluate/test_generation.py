@@ -17,7 +17,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from vocagnolm.evaluate import prefix
+from vocagnolm.evaluate import generate as generation
 from vocagnolm.evaluate.generate import Generator, Sampling, common_prefix_length, plan_batches
 from vocagnolm.model import open_model
 
@@ -230,7 +230,7 @@ def test_likelihood_of_options(loaded, batch_size):
 def test_shared_prefix_attention_is_attention(fused, windowed, monkeypatch):
     """Against one softmax over everything, with an odd shape and a mask."""
     # a GPU's path: torch has the same kernel for a CPU
-    monkeypatch.setattr(prefix, "_is_fused", lambda *about: fused)
+    monkeypatch.setattr(generation, "_is_fused", lambda *about: fused)
     torch.manual_seed(0)
     B, H, G, Q, K, P, D = 3, 6, 2, 4, 7, 11, 5
     query, key = torch.randn(B, H, Q, D), torch.randn(B, G, K, D)
@@ -240,7 +240,7 @@ def test_shared_prefix_attention_is_attention(fused, windowed, monkeypatch):
     keys = torch.cat([shared_key.expand(B, -1, -1, -1), key], 2).repeat_interleave(H // G, 1)
     values = torch.cat([shared_value.expand(B, -1, -1, -1), value], 2).repeat_interleave(H // G, 1)
     seen = torch.rand(B, Q, P) > 0.5 if windowed else None
-    found = prefix._attend(query, key, value, mask, shared_key[0], shared_value[0], 0.3, seen)
+    found = generation._attend(query, key, value, mask, shared_key[0], shared_value[0], 0.3, seen)
     every = torch.ones(B, 1, Q, P, dtype=torch.bool) if seen is None else seen[:, None]
     whole = torch.cat([every, mask], -1)
     scores = (query @ keys.transpose(-1, -2) * 0.3).masked_fill(~whole, float("-inf"))

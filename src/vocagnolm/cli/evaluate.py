@@ -30,7 +30,7 @@ def evaluate(
 ) -> None:
     """Score a model: few-shot chain of thought on the math suite, bits per byte on text."""
     from vocagnolm.data.corpus import LeftOut
-    from vocagnolm.evaluate.compare import format_table, scores_table
+    from vocagnolm.evaluate.results import format_table, scores_table
     from vocagnolm.evaluate.run import evaluate as evaluate_model
 
     left_out: list[LeftOut] = []

@@ -38,7 +38,7 @@ def report(
             page = write_report(list(runs), html, sample_documents=sample)
         typer.echo(str(page))
         return
-    from vocagnolm.evaluate.compare import compare_runs, comparison_table, format_table
+    from vocagnolm.evaluate.results import compare_runs, comparison_table, format_table
 
     comparison = compare_runs(list(runs))
     for note in comparison.notes():

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 _PUBLIC = {
     "Engine": "vocagnolm.evaluate.settings",
     "Evaluation": "vocagnolm.evaluate.results",
-    "Grade": "vocagnolm.evaluate.graders.grading",
+    "Grade": "vocagnolm.evaluate.graders",
     "Questions": "vocagnolm.evaluate.settings",
     "averages": "vocagnolm.evaluate.suite",
-    "compare_runs": "vocagnolm.evaluate.compare",
+    "compare_runs": "vocagnolm.evaluate.results",
     "evaluate": "vocagnolm.evaluate.run",
-    "grade": "vocagnolm.evaluate.graders.grading",
+    "grade": "vocagnolm.evaluate.graders",
 }
 
 if TYPE_CHECKING:
-    from vocagnolm.evaluate.compare import compare_runs
-    from vocagnolm.evaluate.graders.grading import Grade, grade
-    from vocagnolm.evaluate.results import Evaluation
+    from vocagnolm.evaluate.graders import Grade, grade
+    from vocagnolm.evaluate.results import Evaluation, compare_runs
     from vocagnolm.evaluate.run import evaluate
     from vocagnolm.evaluate.settings import Engine, Questions
     from vocagnolm.evaluate.suite import averages

@@ -1,21 +1,22 @@
 """Read the benchmarks' own files, from a folder or from where their authors keep them.
 
 Every reader turns a row into the same three things: the question as it is put to the model, the
-reference answer, and the option letters where there are any.
+reference answer, and the option letters where there are any. A benchmark of one's own is a YAML
+file (`task_from_file`).
 """
 
 import ast
 import re
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from vocagnolm.errors import BenchmarkError, MissingExtraError
-from vocagnolm.evaluate.graders.grading import gold_letter, gold_math, gold_number
-from vocagnolm.evaluate.suite import TASKS, Protocol, Task, task_named
+from vocagnolm.errors import BenchmarkError, MissingExtraError, UsageError
+from vocagnolm.evaluate.graders import gold_letter, gold_math, gold_number
+from vocagnolm.evaluate.suite import TASKS, AnswerKind, Protocol, Task, task_named, tasks_named
 from vocagnolm.files import parse_json
 
 Row = dict[str, Any]
@@ -82,8 +83,10 @@ def _svamp(row: Row) -> Example:
     return _number_row(f"{body} {_text(row, 'Question')}", _field(row, "Answer"))
 
 
-def _asdiv(row: Row) -> Example:
+def _asdiv(row: Row) -> Example | None:
     gold = _text(row, "answer")
+    if ";" in gold:  # several answers: the protocol leaves such rows out
+        return None
     question = f"{_text(row, 'body')} {_text(row, 'question')}"
     return Example(_yes_or_no(question, gold), gold)
 
@@ -177,13 +180,17 @@ def _sat(row: Row, paper: bool = False) -> Example:
 
 @dataclass(frozen=True)
 class Source:
-    read: Callable[[Row], Example]
+    read: Callable[[Row], Example | None]  # None: a row that is left out
     fields: str
     files: tuple[str, ...]  # the first that exists is read; `a+b` means both
     where: str  # for people
     hub: tuple[tuple[str, str | None, str], ...] = ()  # dataset, configuration, split
     url: tuple[str, ...] = ()
-    read_paper: Callable[[Row], Example] | None = None  # where the harness puts it otherwise
+    read_paper: Callable[[Row], Example | None] | None = None  # where the harness differs
+
+    def error(self, what: str, advice: str = "The original is at") -> BenchmarkError:
+        expected = f"Expected one JSON object a line with {self.fields}"
+        return BenchmarkError(f"{what}. {expected}. {advice} {self.where}")
 
 
 _HARNESS = "https://raw.githubusercontent.com/ZubinGou/math-evaluation-harness/main/data"
@@ -299,25 +306,20 @@ def load_examples(
     name = task_named(task).name
     source = SOURCES[name]
     read = (source.read_paper if protocol == "paper" else None) or source.read
-    found = _local_rows(name, source, Path(folder)) if folder is not None else _far_rows(name)
+    if folder is None and (source.hub or source.url):
+        found = _published_rows(name, source)
+    else:
+        found = _local_rows(name, source, Path(folder or ""))
     examples = []
     for place, row in found:
-        # ASDiv marks several answers with a semicolon; the protocol leaves those rows out
-        if name == "asdiv" and ";" in str(row.get("answer", "")):
-            continue
         try:
-            examples.append(read(row))
+            example = read(row)
         except (_Malformed, ValueError, SyntaxError, TypeError) as error:
-            raise BenchmarkError(
-                f"{place}: {error}. A row of {name} needs: {source.fields}. "
-                f"The original is at {source.where}"
-            ) from None
+            raise source.error(f"{place}: {error}") from None
+        if example is not None:
+            examples.append(example)
     if not examples:
-        raise BenchmarkError(
-            f"{name}: no questions in {folder or source.where}. "
-            f"Expected one JSON object a line with: {source.fields}. "
-            f"The original is at {source.where}"
-        )
+        raise source.error(f"{name}: no questions in {folder or source.where}")
     return examples
 
 
@@ -326,62 +328,48 @@ def _local_rows(name: str, source: Source, folder: Path) -> Iterator[tuple[str, 
         paths = [folder / part for part in candidate.split("+")]
         if all(path.is_file() for path in paths):
             for path in paths:
-                yield from _parse(str(path), path.read_bytes(), name)
+                yield from _parse(str(path), path.read_bytes(), source)
             return
     expected = " or ".join(str(folder / file.replace("+", ", ")) for file in source.files)
     problem = "is no folder" if not folder.is_dir() else f"has no questions for {name}"
-    raise BenchmarkError(
-        f"{folder} {problem}. Expected {expected}: one JSON object a line with {source.fields}. "
-        f"Get it from {source.where}, or leave out --benchmarks to download it."
+    raise source.error(
+        f"{folder} {problem}: expected {expected}",
+        "Leave out --benchmarks to download them, or get them from",
     )
 
 
-def _parse(place: str, data: bytes, name: str) -> Iterator[tuple[str, Row]]:
+def _parse(place: str, data: bytes, source: Source) -> Iterator[tuple[str, Row]]:
     """Rows of a .jsonl file, or of a .json file that holds a list or an object of objects."""
-    source = SOURCES[name]
+    at, problem = place, "cannot be read as JSON"
+    rows: list[tuple[str, Any]] = []
     try:
         text = data.decode("utf-8-sig")
         if place.endswith(".json"):
             whole = parse_json(text)
-            rows = list(whole.values()) if isinstance(whole, dict) else whole
-            if not isinstance(rows, list):
-                raise ValueError(f"it holds {rows!r:.40}, not rows")
-            numbered = list(enumerate(rows, start=1))
-            what = "entry"
+            listed = list(whole.values()) if isinstance(whole, dict) else whole
+            if not isinstance(listed, list):
+                raise ValueError(f"it holds {listed!r:.40}, not rows")
+            rows = [(f"{place}, entry {n}", row) for n, row in enumerate(listed, start=1)]
         else:
+            problem = "is no JSON"
             # not splitlines: U+2028 is legal inside a JSON string
-            lines = text.split("\n")
-            numbered = [(n, line) for n, line in enumerate(lines, start=1) if line.strip()]
-            what = "line"
+            for number, line in enumerate(text.split("\n"), start=1):
+                at = f"{place}, line {number}"
+                if line.strip():
+                    rows.append((at, parse_json(line)))
     except ValueError as error:
-        raise BenchmarkError(
-            f"{place} cannot be read as JSON: {error}. Expected {source.fields}. "
-            f"Get it again from {source.where}"
-        ) from None
-    for number, item in numbered:
-        row = item
-        if what == "line":
-            try:
-                row = parse_json(item)
-            except ValueError as error:
-                raise BenchmarkError(
-                    f"{place}, line {number} is no JSON: {error}. Expected one object a line with "
-                    f"{source.fields}. Get it again from {source.where}"
-                ) from None
+        raise source.error(f"{at} {problem}: {error}", "Get it again from") from None
+    for at, row in rows:
         if not isinstance(row, dict):
-            raise BenchmarkError(
-                f"{place}, {what} {number} is no JSON object. Expected {source.fields}. "
-                f"Get it again from {source.where}"
-            )
-        yield f"{place}, {what} {number}", row
+            raise source.error(f"{at} is no JSON object", "Get it again from")
+        yield at, row
 
 
-def _far_rows(name: str) -> Iterator[tuple[str, Row]]:
-    source = SOURCES[name]
+def _published_rows(name: str, source: Source) -> Iterator[tuple[str, Row]]:
     try:
         for url in source.url:
             with urllib.request.urlopen(url, timeout=60) as answer:
-                yield from _parse(url, answer.read(), name)
+                yield from _parse(url, answer.read(), source)
         for dataset, configuration, split in source.hub:
             rows = _hub_split(dataset, configuration, split)
             for number, row in enumerate(rows):
@@ -401,3 +389,82 @@ def _hub_split(dataset: str, configuration: str | None, split: str) -> Any:
     except ImportError:
         raise MissingExtraError("datasets", "eval", f"Loading {dataset} from the hub") from None
     return load_dataset(dataset, configuration, split=split)
+
+
+# ---- a benchmark of one's own ----
+
+_OWN_KEYS = ("title", "kind", "file", "question", "answer", "options", "examples")
+_MOST_LETTERS = "ABCDEFGH"
+
+
+def tasks_asked(names: str | Sequence[str] | None, suite: str = "math") -> list[Task]:
+    """Tasks by name, and those that YAML files describe, once each; None is the whole suite."""
+    if isinstance(names, str):
+        names = names.split(",")
+    if names is not None:
+        names = [
+            task_from_file(name).name if name.strip().endswith((".yaml", ".yml")) else name
+            for name in map(str, names)
+            if name.strip()
+        ]
+    return tasks_named(names, suite)
+
+
+def task_from_file(path: str | Path) -> Task:
+    """A task that a YAML file describes, known by the file's name from now on:
+
+    title: Sums            # the file's name
+    kind: number           # number, mixed (or short text), math (LaTeX) or choice
+    file: sums.jsonl       # beside this file: one JSON object a line
+    question: question     # its fields; options: a list of texts, for kind choice
+    answer: answer
+    examples:              # worked examples; those of GSM8K or Minerva
+      - {question: "What is 1 + 1?", answer: "1 + 1 = 2. The answer is 2."}
+    """
+    from vocagnolm.recipe.schema import parse_yaml
+
+    path = Path(str(path).strip())
+
+    def wrong(what: str) -> UsageError:
+        return UsageError(f"{path}: {what}. A task's file has: {', '.join(_OWN_KEYS)}")
+
+    try:
+        given = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise wrong(f"cannot be read as YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(given, dict) or not {"file", "kind"} <= given.keys():
+        raise wrong("`kind` and `file` must be given")
+    if unknown := sorted(map(str, given.keys() - set(_OWN_KEYS))):
+        raise wrong(f"unknown: {', '.join(unknown)}")
+    kind = given["kind"]
+    if kind not in get_args(AnswerKind):
+        raise wrong(f"`kind` is {kind!r}, not one of {', '.join(get_args(AnswerKind))}")
+    try:
+        examples = tuple((str(e["question"]), str(e["answer"])) for e in given.get("examples", ()))
+    except (TypeError, KeyError):
+        raise wrong("`examples` is no list of questions with their answers") from None
+    own = "examples" in given or kind == "choice"
+    task = Task(
+        name=path.stem,
+        title=str(given.get("title", path.stem)),
+        kind=kind,
+        shots=len(examples) if own else 4 if kind == "math" else 8,
+        letters=_MOST_LETTERS if kind == "choice" else "",
+        examples=examples if own else None,
+    )
+    names = {key: str(given.get(key, key)) for key in ("question", "answer", "options")}
+
+    def read(row: Row) -> Example:
+        question, gold = _text(row, names["question"]), _field(row, names["answer"])
+        if kind == "choice":
+            options = [str(option) for option in _field(row, names["options"])]
+            return _choice_row(task, question, options, gold)
+        return _number_row(question, gold) if kind == "number" else Example(question, str(gold))
+
+    if path.stem in TASKS and SOURCES[path.stem].where != str(path):
+        raise wrong(f"there is a task '{path.stem}' already: give the file another name")
+    fields = ", ".join(list(names.values())[: 3 if kind == "choice" else 2])
+    file = str((path.parent / str(given["file"])).absolute())
+    TASKS[task.name] = task
+    SOURCES[task.name] = Source(read, fields, (file,), str(path))
+    return task

@@ -11,7 +11,7 @@ from typing import Any
 from vocagnolm.chat.messages import is_conversation, readable
 from vocagnolm.data.corpus import LeftOut
 from vocagnolm.data.sources import Split
-from vocagnolm.evaluate.graders.grading import grade
+from vocagnolm.evaluate.graders import grade
 from vocagnolm.evaluate.render import Request
 from vocagnolm.evaluate.results import Answer, Evaluation, Record, RunFolder, score_records
 from vocagnolm.evaluate.settings import (
@@ -237,20 +237,21 @@ def grade_task(run: RunFolder, task: str, requests: list[Request]) -> None:
     records = []
     for request in requests:
         output, complete = answers[request.index].output, answers[request.index].complete
+        conversation = is_conversation(request.prompt)
+        prompt = readable(request.prompt) if conversation else request.prompt
         extracted: str | None = output
         correct = output == request.gold
         if not request.options:  # else the output is the letter itself
-            graded = grade(task, output, request.gold, complete=complete, protocol=request.protocol)
+            graded = grade(
+                task,
+                output,
+                request.gold,
+                complete=complete,
+                protocol=request.protocol,
+                question=prompt,
+            )
             correct, extracted = graded.correct, graded.extracted
         records.append(
-            Record(
-                request.index,
-                readable(request.prompt) if is_conversation(request.prompt) else request.prompt,
-                output,
-                extracted,
-                request.gold,
-                correct,
-                complete,
-            )
+            Record(request.index, prompt, output, extracted, request.gold, correct, complete)
         )
     run.finish_task(task, records)

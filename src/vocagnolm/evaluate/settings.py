@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.chat.messages import is_conversation, messages_of
+from vocagnolm.evaluate.benchmarks import tasks_asked
 from vocagnolm.evaluate.render import Request, render
-from vocagnolm.evaluate.suite import TASKS, tasks_named
+from vocagnolm.evaluate.suite import TASKS
 from vocagnolm.files import file_digest, json_digest
 from vocagnolm.recipe.sections import EngineSection, QuestionsSection
 
@@ -90,8 +91,7 @@ class Questions(QuestionsSection, frozen=True):
     def render(self) -> dict[str, list[Request]]:
         asked = {f.name: getattr(self, f.name) for f in fields(QuestionsSection)}
         suite, tasks = asked.pop("suite"), asked.pop("tasks")
-        names = tasks if tasks is None or isinstance(tasks, str) else list(tasks)
-        return render(tasks_named(names, suite or "math"), **asked)
+        return render(tasks_asked(tasks, suite or "math"), **asked)
 
 
 class Engine(EngineSection, frozen=True):

@@ -18,6 +18,7 @@ from vocagnolm.recipe.sections import Protocol as Protocol
 AnswerKind = Literal["number", "mixed", "math", "choice"]
 # strict: our prompts and grading; paper: those of the paper's harness, as far as they can be had
 PAPER_NEW_TOKENS = 1024
+Shot = tuple[str, str]  # a question and its worked answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class Task:
     kind: AnswerKind
     shots: int
     letters: str = ""
+    examples: tuple[Shot, ...] | None = None
+    """Worked examples of its own, in the place of those of its kind."""
 
     @property
     def lm_eval_name(self) -> str:

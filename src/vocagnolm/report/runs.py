@@ -20,7 +20,7 @@ from vocagnolm.data.guidance import common_alternatives, target_table, tiling
 from vocagnolm.data.identity import recipe_corpus, student_chat
 from vocagnolm.data.teachers import Lookup
 from vocagnolm.errors import TemplateError, VocagnolmError
-from vocagnolm.evaluate.results import Evaluation, read_results
+from vocagnolm.evaluate.results import Evaluation, in_order, read_results
 from vocagnolm.evaluate.settings import marks
 from vocagnolm.evaluate.suite import AVERAGES, TASKS
 from vocagnolm.files import json_digest, local_path, parse_json, write_text
@@ -188,7 +188,8 @@ def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results 
     scores: list[dict[str, tuple[float, float | None]]] = [{} for _ in folders]
     measures: dict[str, Measure] = {}
     evaluations = dict(enumerate(map(_evaluation, folders)))
-    for task in (*TASKS, *AVERAGES, "bits_per_byte"):
+    tasks = in_order(name for one in evaluations.values() if one is not None for name in one.tasks)
+    for task in (*tasks, *AVERAGES, "bits_per_byte"):
         held = {
             at: score
             for at, one in evaluations.items()

@@ -85,6 +85,20 @@ def test_where_it_is_known_whether_the_output_is_complete_nothing_is_guessed(tas
         assert grade(task, f"The answer is {half}", "7", complete=False) == Grade(False, None)
 
 
+@pytest.mark.parametrize("task", ["tabmwp", "math"])
+def test_a_rounding_counts_where_the_question_asks_for_it(task):
+    output, gold = "The answer is 3.14.", "3.1"
+    assert not grade(task, output, gold).correct
+    assert not grade(task, output, gold, question="What is the mean?").correct
+    asked = "What is the mean? (Round your answer to the nearest tenth.)"
+    assert grade(task, output, gold, question=asked).correct
+    assert not grade(task, "The answer is 3.16.", gold, question=asked).correct
+    # of a prompt, the last question
+    prompt = f"Question: {asked}\nAnswer: The answer is 2.5.\n\n\nQuestion: {{}}\nAnswer:"
+    assert not grade(task, output, gold, question=prompt.format("The mean?")).correct
+    assert grade(task, output, gold, question=prompt.format(asked)).correct
+
+
 def test_fifth_option_exists_in_mathqa_only():
     assert grade("mathqa", "The answer is (E).", "e") == Grade(True, "E")
     assert grade("mmlu_stem", "The answer is (E).", "A") == Grade(False, None)
@@ -106,13 +120,13 @@ def test_impossible_references_are_refused():
 
 
 def test_hanging_expression_does_not_stop_the_grader():
-    verifier = Verifier(timeout_seconds=2)
+    verifier = Verifier(timeout_seconds=1)
     try:
         assert verifier.equal("x+1", "1+x")
         started = time.monotonic()
         # a factorial tower: minutes of big-integer arithmetic that no signal interrupts
         assert not verifier.equal("((((9!)!)!)!)!", "1")
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60
         assert verifier.equal("x+1", "1+x")  # and the next one is answered
     finally:
         verifier.close()

@@ -9,9 +9,14 @@ Expressions go to math-verify, where the harness has sympy and latex2sympy2.
 import re
 from fractions import Fraction
 
-from vocagnolm.evaluate.graders.clauses import LONGEST_ANSWER, closing_braces
-from vocagnolm.evaluate.graders.math import canonical_math, same_base, verify_latex
-from vocagnolm.evaluate.graders.numbers import NUMBER_WORD, number_in_words
+from vocagnolm.evaluate.graders.answers import (
+    LONGEST_ANSWER,
+    NUMBER_WORD,
+    closing_braces,
+    number_in_words,
+    plain,
+)
+from vocagnolm.evaluate.graders.math import NO_SIGN, UNICODE_TO_LATEX, same_base, verify_latex
 
 _TOLERANCE = Fraction(1, 10**4)  # relative
 _LONGEST_NUMBER = 200  # digits
@@ -68,8 +73,62 @@ def _spelling(text: str) -> str:
     if "matrix" not in text and "array" not in text:  # there, two backslashes end a row
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # its examples teach `\\frac`
     without_units = _UNITS.sub("", text)
-    text = canonical_math(without_units if without_units.strip() else text, words=False)
+    text = canonical_math(without_units if without_units.strip() else text)
     return re.sub(r"\\?%", "", text).strip()
+
+
+# ---- spelling ----
+
+
+_SUBSTITUTIONS = [
+    (re.compile(r"√\s*(\d+|\{[^{}]*\}|\([^()]*\)|[A-Za-z])"), r"\\sqrt{\1}"),
+    (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])"), ""),
+    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\\frac\s*(\w)\s*(\w)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*(\w)\s*\{"), r"\\frac{\1}{"),
+    (re.compile(r"\\frac\s*(\{[^{}]*\})\s*(\w)"), r"\\frac\1{\2}"),
+    (re.compile(r"\\sqrt\s*(\w)"), r"\\sqrt{\1}"),
+    (re.compile(r"\\(?:leq|leqslant)(?![a-zA-Z])"), r"\\le"),
+    (re.compile(r"\\(?:geq|geqslant)(?![a-zA-Z])"), r"\\ge"),
+    (re.compile(r"\\begin\{(?:[bvBV]?matrix|array)\}(?:\{[clr|]+\})?"), r"\\begin{pmatrix}"),
+    (re.compile(r"\\end\{(?:[bvBV]?matrix|array)\}"), r"\\end{pmatrix}"),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"(?<!\\)\\!\s*"), ""),
+    (re.compile(r"(?<!\\)\\[,;:! ]|~|\\q?quad(?![a-zA-Z])"), " "),
+    (re.compile(r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ|\\degree"), ""),
+    (re.compile(r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*(?:and|or)\s*\}"), ","),
+    (re.compile(r"(?<=[\w}\])$])\s+(?:and|or)\s+(?=[\w\\({\[$-])"), ", "),
+    (re.compile(r"\\\$|(?<!\\)\$|(?<!\\)\\[()\[\]]"), ""),
+]
+# a unit after the value: \text{ cm}^2, \mathrm{miles}
+_UNIT_COMMAND = re.compile(
+    r"(?<=[\w})\]%])\s*\\(?:text|mbox|mathrm|textrm|operatorname)\s*\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?\s*$"
+)
+_WRAPPER = re.compile(
+    r"\\(?:text|textbf|textit|mbox|mathrm|mathbf|textrm|boxed|mathit)\s*\{([^{}]*)\}"
+)
+_NAMED = re.compile(r"^\s*(?:[A-Za-z]|[A-Za-z]\([a-z]\))\s*(?:=|\\in(?![a-zA-Z]))\s*")
+
+
+def canonical_math(text: str) -> str:
+    """One spelling for what LaTeX can write in many; degrees and `x =` go."""
+    text = plain(text).strip()
+    for sign, command in UNICODE_TO_LATEX.items():
+        text = text.replace(sign, command)
+    for pattern, replacement in _SUBSTITUTIONS:
+        text = pattern.sub(replacement, text)
+    text = text.strip().rstrip(".").strip()
+    while (shorter := _UNIT_COMMAND.sub("", text)) not in ("", text):
+        text = shorter.strip()
+    text = _WRAPPER.sub(r"\1", text).strip()
+    text = NO_SIGN.sub(r" \\cdot ", text)
+    if text.count("=") <= 1:
+        text = _NAMED.sub("", text)
+    if re.fullmatch(r"[-+]?\d{1,3}(?:,\s?\d{3})+(?:\.\d+)?(?:\\?%)?", text):
+        text = text.replace(",", "").replace(" ", "")
+    if re.fullmatch(r"\(\s*[A-Za-z]\s*\)", text):
+        text = text.strip("() ")
+    return re.sub(r"\s+", " ", text).strip()
 
 
 def _same(found: str, gold: str) -> bool:

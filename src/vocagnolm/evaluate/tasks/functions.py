@@ -4,8 +4,8 @@ import os
 from typing import Any
 
 from vocagnolm.evaluate.benchmarks import load_examples
-from vocagnolm.evaluate.fewshot import shots_of
-from vocagnolm.evaluate.graders.grading import grade
+from vocagnolm.evaluate.graders import grade
+from vocagnolm.evaluate.render import shots_of
 from vocagnolm.evaluate.suite import Protocol, check_protocol, task_named
 
 
@@ -41,7 +41,9 @@ def load(task: str, benchmarks: str | None = None, protocol: Protocol = "strict"
 
 
 def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    graded = grade(doc["task"], results[0], doc["gold"], protocol=doc["protocol"])
+    graded = grade(
+        doc["task"], results[0], doc["gold"], protocol=doc["protocol"], question=doc["question"]
+    )
     return {"correct": float(graded.correct), "no_answer": float(graded.extracted is None)}
 
 
