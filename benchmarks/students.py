@@ -124,8 +124,8 @@ def byte_tokenizer(vocabulary: int) -> Tokenizer:
 
 def random_blocks(shape: Shape, lab: Path, tokens: int, settings: dict[str, Any]) -> Recipe:
     """A recipe (`settings` and what goes with the blocks) whose blocks hold random ids and losses:
-    `prepare` makes those of one short document, whose part is then replaced by a long one."""
-    text = "made up"
+    `prepare` makes those of one document, whose part is then replaced by a long one."""
+    text = "made up " * (shape.length // 8 + 1)  # one token a byte, at least one block
     student = lab / "student"
     (lab / "corpus.jsonl").write_text(f'{{"text": "{text}"}}\n')
     if not (lab / "store").exists():

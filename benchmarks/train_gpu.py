@@ -59,35 +59,23 @@ CONTESTANTS = {
 
 def contest(task: dict[str, Any]) -> None:
     """Train, say when which step was done, and leave."""
-    import transformers.trainer
-
-    transformers.trainer.DEFAULT_CALLBACKS.append(_clock(task))
     contestant = CONTESTANTS[task["contestant"]]
     (_train_ours if contestant.ours else _train_hf)(task, contestant)
     raise RuntimeError("training ended before its last step")
 
 
-def _clock(task: dict[str, Any]) -> Any:
-    from transformers import TrainerCallback
-
-    steps = {1, min(WARM_UP, task["steps"]), task["steps"]}
-
-    class Clock(TrainerCallback):
-        """Waits for the device at the steps that count, and nowhere else."""
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step not in steps:
-                return
-            peak = 0.0
-            if CUDA:
-                torch.cuda.synchronize()
-                peak = torch.cuda.max_memory_allocated() / GIB
-            said = {"step": state.global_step, "seconds": time.time() - task["began"]}
-            print(json.dumps({**said, "peak": peak}), flush=True)
-            if state.global_step == task["steps"]:
-                os._exit(0)  # saving the model is not measured
-
-    return Clock
+def _say(task: dict[str, Any], step: int) -> None:
+    """Waits for the device at the steps that count, and nowhere else."""
+    if step not in {1, min(WARM_UP, task["steps"]), task["steps"]}:
+        return
+    peak = 0.0
+    if CUDA:
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() / GIB
+    said = {"step": step, "seconds": time.time() - task["began"]}
+    print(json.dumps({**said, "peak": peak}), flush=True)
+    if step == task["steps"]:
+        os._exit(0)  # saving the model is not measured
 
 
 def _recipe(task: dict[str, Any], contestant: Contestant) -> Any:
@@ -108,7 +96,14 @@ def _recipe(task: dict[str, Any], contestant: Contestant) -> Any:
 
 def _train_ours(task: dict[str, Any], contestant: Contestant) -> None:
     from vocagnolm.train import run, student
+    from vocagnolm.train.loop import TrainingLoop
 
+    class Watched(TrainingLoop):
+        def end_step(self, learning_rate: float) -> None:
+            super().end_step(learning_rate)
+            _say(task, self.step)
+
+    setattr(run, "TrainingLoop", Watched)  # noqa: B010
     if task["compile_mode"]:
         changed = partial(student.compile_layers, mode=task["compile_mode"])
         setattr(run, "compile_layers", changed)  # noqa: B010
@@ -118,7 +113,7 @@ def _train_ours(task: dict[str, Any], contestant: Contestant) -> None:
 def _train_hf(task: dict[str, Any], contestant: Contestant) -> None:
     """What a user of transformers would write, with our recipe's settings and our blocks."""
     import numpy as np
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     from vocagnolm.data.blocks import Blocks
 
@@ -155,6 +150,10 @@ def _train_hf(task: dict[str, Any], contestant: Contestant) -> None:
         ids = torch.from_numpy(np.stack([block["input_ids"][:-1] for block in blocks]))
         return {"input_ids": ids, "labels": ids}
 
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            _say(task, state.global_step)
+
     model = AutoModelForCausalLM.from_pretrained(
         recipe.student.model, dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -164,6 +163,7 @@ def _train_hf(task: dict[str, Any], contestant: Contestant) -> None:
         args=settings,
         train_dataset=Blocks(recipe.data.blocks, shape.length),
         data_collator=collate,
+        callbacks=[Clock()],
     )
     trainer.train()
 
@@ -284,7 +284,7 @@ def main() -> None:
     steps = WARM_UP + 2 if given.smoke else given.steps
     names = given.contestants.split(",") if given.contestants else [*CONTESTANTS]
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         lab = Lab(given, Path(temporary))
         shapes = chosen_shapes(given.shapes, given.smoke)
         for shape in shapes:
