@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from chat_kit import make_chat_lab
-from training_kit import LLAMA, built_trainer, documents, recipe_dict, write_corpus, write_store
+from training_kit import LLAMA, built_loop, documents, recipe_dict, write_corpus, write_store
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from vocagnolm.data.blocks import Blocks, TrainingOrder
@@ -146,10 +146,10 @@ def batches(lab, folder, **sections):
     prepare(recipe_from_dict(trees[1]))
     found = []
     for tree in trees:
-        trainer = built_trainer(tree)
-        inputs = trainer.first_blocks(8)
-        if trainer.teacher is not None:
-            inputs |= trainer.teacher.guide(inputs)
+        loop = built_loop(tree)
+        inputs = loop.collator([loop.blocks[place] for place in range(8)])
+        if loop.teacher is not None:
+            inputs |= loop.teacher.guide(inputs)
         found.append(inputs)
     return found
 
