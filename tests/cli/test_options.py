@@ -77,7 +77,7 @@ def test_help_shows_choices_limits_and_defaults(oven):
     ("words", "said"),
     [
         (["--minutes", "0"], "--minutes is 0.0, expected a number above 0 or null."),
-        (["--door", "x"], "--door is 'x', expected a whole number or one of auto."),
+        (["--door", "x"], "--door is 'x', expected a whole number or auto."),
         (["--label", ""], "--label is '', expected a text that is not empty."),
         (["--note", "x"], "--note wants key=value, found 'x'."),
         (["--note", "x=["], "--note x: '[' is not a YAML value"),
@@ -114,7 +114,7 @@ def test_every_setting_has_a_help_text(section):
         (["--alternatives", "65"], "--alternatives is 65, expected a number from 0 to 64"),
         (["--server-requests", "2"], "--server-requests is for --server: give --server as well."),
         (["--ray-patience", "2"], "--ray-patience is for --ray: give --ray as well."),
-        (["--share", "1/0"], "--share 1/0: expected I/N"),
+        (["--share", "1/0"], "--share 1/0: the work is split into at least one share, 1/1."),
     ],
 )
 def test_score_names_the_option_that_is_wrong(words, said, tmp_path):

@@ -196,7 +196,7 @@ def describe(hint: Any) -> str:
         first, separator, rest = describe(inner[0]).partition(" or ")
         return f"{first} {inner[1]}{separator}{rest}"
     if origin is Literal:
-        return "one of " + ", ".join(map(str, inner))
+        return ("one of " if len(inner) > 1 else "") + ", ".join(map(str, inner))
     if origin in (Union, UnionType):
         return " or ".join(map(describe, inner))
     if isinstance(origin or hint, type) and issubclass(origin or hint, Mapping | Schema):

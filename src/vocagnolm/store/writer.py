@@ -322,9 +322,10 @@ class StoreWriter:
         """Remove what runs that were killed left of their own behind the finished store."""
         found = self.place.files(SHARD_FOLDER, RECORD_FOLDER)
         assert MANIFEST_FILE in found
-        partial = [name for name in found if name == PARTIAL_MANIFEST_FILE]
         records = [n for n in found if n.startswith(f"{RECORD_FOLDER}/") and n.endswith(".json")]
-        self.place.remove(*partial, *records)
+        if PARTIAL_MANIFEST_FILE in found:
+            self.place.remove(PARTIAL_MANIFEST_FILE)  # before the records that it counts on
+        self.place.remove(*records)
         self.place.tidy(SHARD_FOLDER, RECORD_FOLDER)
 
     def _manifest_head(self, complete: bool) -> dict[str, Any]:
