@@ -16,7 +16,7 @@ VARIABLE = "VOCAGNOLM_PROGRESS_SECONDS"
 Clock = Callable[[], float]
 
 
-class Pace:
+class Throttle:
     """A line after ten seconds, then one every half minute at most."""
 
     def __init__(self, clock: Clock = time.monotonic):

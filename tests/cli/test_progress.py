@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from vocagnolm.cli.common import progress
-from vocagnolm.progress import VARIABLE, Pace, Speed, clock_time
+from vocagnolm.progress import VARIABLE, Throttle, Speed, clock_time
 
 
 class Clock:
@@ -18,7 +18,7 @@ class Clock:
 def test_a_line_after_ten_seconds_then_every_thirty(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     clock = Clock()
-    pace = Pace(clock)
+    pace = Throttle(clock)
     told = []
     for second in range(100):
         clock.now = float(second)
@@ -31,7 +31,7 @@ def test_a_line_after_ten_seconds_then_every_thirty(monkeypatch):
 def test_the_pace_can_be_set(value, told, monkeypatch):
     monkeypatch.setenv(VARIABLE, value)
     clock = Clock()
-    pace = Pace(clock)
+    pace = Throttle(clock)
     times = 0
     for second in range(5):
         clock.now = float(second)

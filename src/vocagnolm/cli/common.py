@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from vocagnolm import __version__
 from vocagnolm.errors import VocagnolmError, VocagnolmWarning
-from vocagnolm.progress import Pace, Speed, clock_time
+from vocagnolm.progress import Throttle, Speed, clock_time
 
 
 def print_json(value: Any) -> None:
@@ -250,12 +250,12 @@ def progress(label: str, unit: str = "tokens", *, started: bool = False) -> Iter
         *(TextColumn(column) for column in columns),
         console=console,
     )
-    pace = Pace() if started else None
+    throttle = Throttle() if started else None
 
     def show_line(label: str, done: float, total: float, shown: str, rate: str, left: str) -> None:
-        nonlocal pace
-        pace = pace or Pace()
-        if leading() and pace.due():
+        nonlocal throttle
+        throttle = throttle or Throttle()
+        if leading() and throttle.due():
             share = f"{done / total:.0%}" if total else "-"
             typer.echo(f"{label}: {shown}, {share}, {rate}, ETA {left}", err=True)
 

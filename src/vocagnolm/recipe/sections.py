@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from vocagnolm.errors import SettingError
-from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
+from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, UsesMethod
 from vocagnolm.recipe.schema import Limits, OneOf, Schema, key
 
 Attention = Literal[
@@ -173,7 +173,7 @@ class DataSection(Schema):
     part_documents: int = key("documents in one part file; parts are made in parallel", 4096, ge=1)
 
 
-class LossSection(Schema):
+class LossSection(UsesMethod, Schema):
     """What the loss itself reads of the objective."""
 
     method: Annotated[str, OneOf(METHODS)] = key("how the student is trained", "guided")
@@ -250,19 +250,6 @@ class LossSection(Schema):
         super().__post_init__()
         if self.keep is None:  # so that a recipe that is written down says what was trained
             self.__dict__["keep"] = self.rule.keep
-
-    @property
-    def rule(self) -> Method:
-        return METHODS[self.method]
-
-    @property
-    def by_stretch(self) -> bool:
-        return self.compare == "stretch" or self.rule.by_stretch
-
-    @property
-    def by_chance(self) -> bool:
-        """No teacher is asked, whatever the method is called."""
-        return self.rule.unit == "chunk" and self.chunk_choice == "random"
 
 
 class ObjectiveSection(LossSection):

@@ -24,10 +24,10 @@ from vocagnolm.model.runtime import HostCopy, Moment, compiling_seconds
 from vocagnolm.objective import IGNORE_INDEX, Targets
 from vocagnolm.objective.loss import BINS, SUMS, measures
 from vocagnolm.processes import Ranks
-from vocagnolm.progress import Pace, Seconds, clock_time
+from vocagnolm.progress import Throttle, Seconds, clock_time
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.folder import read_metrics
-from vocagnolm.train.settings import Schedule
+from vocagnolm.train.settings import Schedule, room_left
 
 # ---- the measures of a step ----
 
@@ -181,7 +181,7 @@ class Console:
 
     def __init__(self, schedule: Schedule, *, quiet: bool, log_every: int):
         self.schedule, self.quiet, self.log_every = schedule, quiet, log_every
-        self._began, self._pace = (0, time.monotonic()), Pace()
+        self._began, self._throttle = (0, time.monotonic()), Throttle()
 
     def start(self, step: int) -> None:
         self._began, s = (step, time.monotonic()), self.schedule
@@ -193,9 +193,11 @@ class Console:
 
     def step(self, record: dict[str, Any]) -> None:
         step = record["step"]
-        if step % self.log_every and step != self.schedule.steps and not self._pace.due():
+        if self.quiet:
             return
-        self._pace.said()
+        if step % self.log_every and step != self.schedule.steps and not self._throttle.due():
+            return
+        self._throttle.said()
         first, began = self._began
         left = (time.monotonic() - began) / max(step - first, 1) * (self.schedule.steps - step)
         self.say(
@@ -254,6 +256,27 @@ class Clock:
         if first:
             self.first_step = time.perf_counter() - self._began
         return first
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What becomes of a step's measures: a line of metrics.jsonl, now and then one on stderr."""
+
+    metrics: MetricsFile
+    console: Console
+    clock: Clock
+    flops_share: float | None
+    """Of the devices' peak, what one token a second takes; None where the peak is not known."""
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        share, rate = self.flops_share, record["tokens_per_second"]
+        record["mfu"] = None if share is None else rate * share
+        self.metrics.append(record)
+        if self.clock.step():
+            self.console.say(f"the first step was made after {self.clock.first_step:,.1f} s")
+            if advice := room_left(self.console.schedule):
+                self.console.say(advice)
+        self.console.step(record)
 
 
 # ---- trackers ----

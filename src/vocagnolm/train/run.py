@@ -77,6 +77,7 @@ from vocagnolm.train.metrics import (
     Clock,
     Console,
     MetricsFile,
+    StepReport,
     Trackers,
     flops_per_token,
     peak_flops,
@@ -96,7 +97,6 @@ from vocagnolm.train.settings import (
     first_micro_batch,
     objective_config,
     plan_schedule,
-    room_left,
     slow_arithmetic,
     training_arguments,
     uses_accelerator,
@@ -207,18 +207,8 @@ def _train(
             console.say(f"warning: {advice}")
         loop.trackers = _trackers(run, loop, resumed.step)
     clock.end("measuring")
-    mfu_of = _mfu(loop)
-
-    def on_step(record: dict[str, Any]) -> None:
-        record["mfu"] = mfu_of(record["tokens_per_second"])
-        metrics.append(record)
-        if clock.step():
-            console.say(f"the first step was made after {clock.first_step:,.1f} s")
-            if advice := room_left(schedule):
-                console.say(advice)
-        console.step(record)
-
-    loop.on_step, loop.requests = on_step, run.requests
+    loop.on_step = StepReport(metrics, console, clock, _flops_share(loop))
+    loop.requests = run.requests
     if is_main():
         console.start(resumed.step)
     try:
@@ -388,12 +378,12 @@ def _trackers(run: Run, loop: TrainingLoop, step: int) -> Trackers | None:
     return trackers
 
 
-def _mfu(loop: TrainingLoop) -> Callable[[float], float | None]:
+def _flops_share(loop: TrainingLoop) -> float | None:
     peak = peak_flops(loop.device)
     if peak is None:
-        return lambda rate: None
-    share = flops_per_token(loop.student.model, loop.schedule.block_size) / peak
-    return lambda rate: rate * share / loop.schedule.world_size
+        return None
+    flops = flops_per_token(loop.student.model, loop.schedule.block_size)
+    return flops / peak / loop.schedule.world_size
 
 
 # ---- from a recipe to a loop ----
