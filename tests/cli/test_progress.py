@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from vocagnolm.cli.common import progress
-from vocagnolm.progress import VARIABLE, Throttle, Speed, clock_time
+from vocagnolm.progress import VARIABLE, Speed, Throttle, clock_time
 
 
 class Clock:
@@ -18,11 +18,11 @@ class Clock:
 def test_a_line_after_ten_seconds_then_every_thirty(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     clock = Clock()
-    pace = Throttle(clock)
+    throttle = Throttle(clock)
     told = []
     for second in range(100):
         clock.now = float(second)
-        if pace.due():
+        if throttle.due():
             told.append(second)
     assert told == [10, 40, 70]
 
@@ -31,11 +31,11 @@ def test_a_line_after_ten_seconds_then_every_thirty(monkeypatch):
 def test_the_pace_can_be_set(value, told, monkeypatch):
     monkeypatch.setenv(VARIABLE, value)
     clock = Clock()
-    pace = Throttle(clock)
+    throttle = Throttle(clock)
     times = 0
     for second in range(5):
         clock.now = float(second)
-        times += pace.due()
+        times += throttle.due()
     assert times == told
 
 

@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from vocagnolm import __version__
 from vocagnolm.errors import VocagnolmError, VocagnolmWarning
-from vocagnolm.progress import Throttle, Speed, clock_time
+from vocagnolm.progress import Speed, Throttle, clock_time
 
 
 def print_json(value: Any) -> None:

@@ -24,7 +24,7 @@ from vocagnolm.model.runtime import HostCopy, Moment, compiling_seconds
 from vocagnolm.objective import IGNORE_INDEX, Targets
 from vocagnolm.objective.loss import BINS, SUMS, measures
 from vocagnolm.processes import Ranks
-from vocagnolm.progress import Throttle, Seconds, clock_time
+from vocagnolm.progress import Seconds, Throttle, clock_time
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.settings import Schedule, room_left
