@@ -33,10 +33,7 @@ coverage: $(INSTALLED)
 # every fault that the tests know, at length; `make test` tries a sample of them
 faults: $(INSTALLED)
 	VOCAGNOLM_FAULTS=long $(BIN)/python -m pytest --timeout=3600 tests/faults \
-		tests/score/test_score_crash.py tests/score/test_score_cli.py tests/score/test_ray.py \
-		tests/storage/test_bucket_away.py tests/cli/test_ending.py tests/train/test_processes.py \
-		tests/model/test_fp8.py tests/objective/test_selection.py tests/objective/test_weights.py tests/demo \
-		tests/evaluate/graders
+		$$(grep -rlE 'faults_kit|VOCAGNOLM_FAULTS' tests --include='test_*.py' | grep -v '^tests/faults/')
 
 # benchmarks for a GPU with tiny models on a CPU, from end to end: some minutes
 smoke: $(INSTALLED)

@@ -306,6 +306,7 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.skipif(not LONG, reason="make faults: a cluster of its own")
 def test_a_cluster_that_wants_a_token(tmp_path):
     """Ray turns tokens on where it finds one, and a driver with an address does not use it."""
     (tmp_path / ".ray").mkdir()

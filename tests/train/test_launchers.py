@@ -9,12 +9,15 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
+from faults_kit import LONG
 from training_kit import free_port, recipe_dict, run_processes
 
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.run import train
 
+pytestmark = pytest.mark.skipif(not LONG, reason="make faults: a minute and a half of waiting")
 STEPS = 24
 
 
