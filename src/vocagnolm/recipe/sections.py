@@ -24,6 +24,7 @@ Format = Literal["auto", "text", "messages", "prompt_completion"]
 Split = Literal["none", "blank_line", "line"]
 KlDirection = Literal["forward", "reverse"]
 Pairing = Literal["bytes", "index"]
+WassersteinBy = Literal["sort", "count"]
 Choices = Literal["generate", "likelihood"]
 Protocol = Literal["strict", "paper"]
 
@@ -235,6 +236,11 @@ class LossSection(Schema):
         "kld: forward is KL(teacher || student); reverse is KL(student || teacher), as equation 5 "
         "of the paper prints it",
         "forward",
+    )
+    wasserstein: WassersteinBy = key(
+        "uld: sort both distributions, which is exact, or count them, which is faster and changes "
+        "the gradient",
+        "sort",
     )
     entropy_keep: float | None = key(
         "rho1: share of the tokens, those of lowest teacher entropy, that may be selected",
@@ -472,7 +478,8 @@ class QuestionsSection(Schema, frozen=True):
 
     suite: str | None = key("a named set of tasks", unset="math, the paper's ten")
     tasks: str | Sequence[str] | None = key(
-        "some tasks only, for example gsm8k,math500,mmlu_stem; math is all of MATH"
+        "some tasks only, for example gsm8k,math500,mmlu_stem; math is all of MATH",
+        option="--tasks,--task",
     )
     benchmarks: str | Path | None = key(
         "folder with the benchmarks' files", unset="they are downloaded"
