@@ -69,8 +69,9 @@ class Blocks:
         targets: bool = False,
     ):
         """`chunks`: guidance is that of so many chunks, by `aggregation` of the losses of each.
-        `stretches`: it is that of whole stretches, which blocks number. `teacher_sums`: blocks also hold the sum and the number of the losses
-        of the teacher tokens behind them. `targets`: they hold the teacher's alternatives too."""
+        `stretches`: it is that of whole stretches, which blocks number. `teacher_sums`: blocks also
+        hold the sum and the number of the losses of the teacher tokens behind them. `targets`: they
+        hold the teacher's alternatives too."""
         self.folder = local_path(folder)
         self.block_size = block_size
         self.chunks = chunks

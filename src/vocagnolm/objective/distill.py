@@ -1,4 +1,4 @@
-"""Baselines that read the teacher's whole distribution: kld and uld.
+"""Baselines that read the teacher's whole distribution: kld, uld and uld_counted.
 
 Both add to the cross entropy of every token a distance to the teacher's next-token distribution
 at the aligned positions: `sum_i [nll_i + lambda * aligned_i * distance_i] / N`. As in the guided
@@ -8,8 +8,8 @@ kld: KL(teacher || student), or KL(student || teacher) as equation 5 of the pape
     vocabulary. Rows only the teacher has (Llemma's 16) are dropped and the rest renormalised; that
     is refused where they hold real mass.
 uld: Wasserstein-1 distance of the two sorted probability vectors, the shorter one padded with
-    zeros (arXiv 2402.12030): sum_v |p_S sorted - p_T sorted|, by sorting, or with `wasserstein:
-    count` approximately, by counting.
+    zeros (arXiv 2402.12030): sum_v |p_S sorted - p_T sorted|.
+uld_counted: the same by counting instead of sorting, faster and nearly.
 
 Shape letters: N tokens, V rows of the student's head, U rows of the teacher's.
 """
@@ -35,7 +35,7 @@ from vocagnolm.objective.head import (
     isolated,
     token_nll,
 )
-from vocagnolm.objective.inputs import KlDirection, ObjectiveConfig, Teacher, WassersteinBy
+from vocagnolm.objective.inputs import KlDirection, ObjectiveConfig, Teacher
 
 # ---- the Wasserstein distance of sorted rows ----
 
@@ -49,12 +49,12 @@ _SPARE = 256
 
 
 def wasserstein_rows(
-    z_NV: Tensor, teacher_NU: Tensor, how: WassersteinBy = "sort"
+    z_NV: Tensor, teacher_NU: Tensor, *, counted: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(distance [N], its gradient by the student's logits [N, V])."""
     p = F.softmax(z_NV, dim=-1)
     q = F.softmax(teacher_NU, dim=-1)
-    counted = how == "count" and p.dtype == q.dtype == torch.float32
+    counted = counted and p.dtype == q.dtype == torch.float32
     distance, by_p = (by_counting if counted else by_sorting)(p, q)
     # p is not needed any more: overwrite it by the softmax's Jacobian
     return distance, by_p.sub_((by_p * p).sum(-1, keepdim=True)).mul_(p)
@@ -222,10 +222,11 @@ DISTANCES: dict[str, Distance] = {
         kl_reference,
     ),
     "wasserstein": Distance(
-        lambda z, teacher_z, rows, config: (
-            *wasserstein_rows(z, teacher_z, config.wasserstein),
-            None,
-        ),
+        lambda z, teacher_z, rows, config: (*wasserstein_rows(z, teacher_z), None),
+        wasserstein_reference,
+    ),
+    "wasserstein_counted": Distance(
+        lambda z, teacher_z, rows, config: (*wasserstein_rows(z, teacher_z, counted=True), None),
         wasserstein_reference,
     ),
 }

@@ -14,7 +14,6 @@ from vocagnolm.recipe.schema import key
 from vocagnolm.recipe.sections import KlDirection as KlDirection
 from vocagnolm.recipe.sections import LossSection
 from vocagnolm.recipe.sections import Pairing as Pairing
-from vocagnolm.recipe.sections import WassersteinBy as WassersteinBy
 
 
 class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the recipe's is not

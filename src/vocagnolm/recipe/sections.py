@@ -24,7 +24,6 @@ Format = Literal["auto", "text", "messages", "prompt_completion"]
 Split = Literal["none", "blank_line", "line"]
 KlDirection = Literal["forward", "reverse"]
 Pairing = Literal["bytes", "index"]
-WassersteinBy = Literal["sort", "count"]
 Choices = Literal["generate", "likelihood"]
 Protocol = Literal["strict", "paper"]
 
@@ -225,7 +224,7 @@ class LossSection(Schema):
         "constant",
     )
     distill_weight: float = key(
-        "kld, uld, alm: weight (lambda) of the distillation term", 0.5, ge=0
+        "kld, uld, uld_counted, alm: weight (lambda) of the distillation term", 0.5, ge=0
     )
     cross_entropy: float = key(
         "alm: weight of the cross entropy; 0: the distance alone, as published", 1.0, ge=0
@@ -236,11 +235,6 @@ class LossSection(Schema):
         "kld: forward is KL(teacher || student); reverse is KL(student || teacher), as equation 5 "
         "of the paper prints it",
         "forward",
-    )
-    wasserstein: WassersteinBy = key(
-        "uld: sort both distributions, which is exact, or count them, which is faster and changes "
-        "the gradient",
-        "sort",
     )
     entropy_keep: float | None = key(
         "rho1: share of the tokens, those of lowest teacher entropy, that may be selected",
