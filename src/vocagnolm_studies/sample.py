@@ -190,7 +190,7 @@ def packed_blocks(
             prepare(recipe)
             found[how] = Blocks(folder / how, block_size, teacher_sums=True)
         for n in CHUNKS:
-            found[n] = Blocks(folder / "max", block_size, chunks=n, aggregation="mean")
+            found[n] = Blocks(folder / "max", block_size, chunks=n)
         found[STRETCH] = Blocks(folder / "max", block_size, stretches=True)
         yield found
 
