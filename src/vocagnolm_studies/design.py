@@ -55,6 +55,8 @@ class TeacherPlan(Plan):
     """A model, or `start` for what the students start from."""
     tokenizer: str | None = None
     label: str | None = None
+    measured: bool = False
+    """Its own answers to the questions are a row of the table, as in table 4 of the paper."""
     train: dict[str, Any] | None = None
     """Instead of a model: overrides of a plain run that makes the teacher out of the students'
     start. It then has the student's vocabulary (kld, rho1)."""
@@ -144,9 +146,9 @@ class PanelPlan(Plan):
 
 class FigurePlan(PanelPlan):
     """kind `bars`: a bar a row. kind `lines`: a panel, or several side by side. kind `frontier`:
-    accuracy against bits per byte, a curve a series. kind `strength`:
-    what rows gain over `reference`, over all seeds of both, against their teachers' bits per byte
-    on the corpus, for the rows that are compared with it."""
+    accuracy against bits per byte, a curve a series. kind `strength`: what the rows that are
+    compared with `reference` gain over it, over all seeds of both, against their teachers' own
+    accuracy, or unless all of them are `measured`, their bits per byte on the corpus."""
 
     kind: Literal["bars", "lines", "frontier", "strength"] = "bars"
     measure: str = "accuracy"

@@ -120,6 +120,7 @@ def read_results(home: StudyFolder) -> dict[str, dict[int, dict[str, Any]]]:
     wanted = [(run.row, run.seed, home.run_folder(run)) for run in home.runs]
     if home.study.start is not None:
         wanted.insert(0, ("start", 0, home.folder / "runs" / "start-s0"))
+    wanted += [(f"teacher-{name}", 0, at) for name, at in home.measured_teachers().items()]
     results: dict[str, dict[int, dict[str, Any]]] = {}
     for row, seed, folder in wanted:
         path = folder / EVALUATION

@@ -184,6 +184,7 @@ def _draw_strength(table: dict[str, Any], plan: FigurePlan, path: str | Path) ->
             TeacherPoint(
                 name=f"{row['label']}\n{teacher['label']}",
                 bits_per_byte=teacher["bits_per_byte"],
+                accuracy=rows.get(f"teacher-{row['teacher']}", {}).get("accuracy"),
                 gain=found["difference"],
                 interval=found["interval"] and tuple(found["interval"]),
                 seed_gains=[score - zero for score in seeds],
@@ -230,6 +231,8 @@ class TeacherPoint:
     name: str
     bits_per_byte: float
     """Of the teacher, on the corpus."""
+    accuracy: float | None = None
+    """The teacher's own, where it was measured."""
     gain: float
     interval: tuple[float, float] | None = None
     """None: not known, with one seed."""
@@ -245,11 +248,15 @@ def teacher_strength(
     title: str = "",
 ) -> Path:
     """Figure 5: what students gain over the reference against their teachers' own strength, with
-    a 95 % interval, and every seed as a dot. Stronger teachers stand on the right; rows of one
-    teacher stand side by side."""
+    a 95 % interval, and every seed as a dot. Their strength is their own accuracy, or unless all
+    were measured, bits per byte. Stronger teachers stand on the right; rows of one teacher stand
+    side by side."""
     matplotlib, figure, axes = new_figure(6.4, 4.4)
     labels = []
-    for at, (point, place) in enumerate(zip(points, _side_by_side(points), strict=True)):
+    scores = [point.accuracy for point in points if point.accuracy is not None]
+    by_accuracy = len(scores) == len(points)
+    places = _side_by_side(scores if by_accuracy else [point.bits_per_byte for point in points])
+    for at, (point, place) in enumerate(zip(points, places, strict=True)):
         colour, seeds = COLOURS[at % len(COLOURS)], point.seed_gains
         interval = point.interval or (point.gain, point.gain)
         axes.vlines(place, *interval, color=colour, linewidth=1.8)
@@ -260,28 +267,27 @@ def teacher_strength(
         labels.append(_PointLabel(point.name, colour, place, point.gain, min(reach), max(reach)))
     axes.axhline(0, color=SOFT, linestyle="--", linewidth=1, zorder=1)
     _note(axes, reference, (0, 0), ("axes fraction", "data"))
-    if student_bits_per_byte is not None:
+    if student_bits_per_byte is not None and not by_accuracy:
         axes.axvline(student_bits_per_byte, color=SOFT, linestyle=":", linewidth=1, zorder=1)
         _note(axes, "the student itself", (student_bits_per_byte, 0), ("data", "axes fraction"))
     axes.margins(x=0.3, y=0.14)
-    axes.invert_xaxis()
+    if not by_accuracy:
+        axes.invert_xaxis()
     axes.grid(axis="y", color=LINE, linewidth=0.6)
-    axes.set_xlabel(
-        "teacher's bits per byte on the corpus (stronger \N{RIGHTWARDS ARROW})", color=SOFT
-    )
+    strength = "own accuracy, %" if by_accuracy else "bits per byte on the corpus"
+    axes.set_xlabel(f"teacher's {strength} (stronger \N{RIGHTWARDS ARROW})", color=SOFT)
     axes.set_ylabel("gain in accuracy, points\n(mean, 95 % interval, seeds)", color=SOFT)
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     _label_points(figure, axes, labels)
     return save_figure(matplotlib, figure, path)
 
 
-def _side_by_side(points: Sequence[TeacherPoint]) -> list[float]:
-    """Where to draw the points: at their bits per byte, but a step apart where these are equal."""
-    bits = [point.bits_per_byte for point in points]
-    step = 0.03 * ((max(bits) - min(bits)) or max(bits)) if bits else 0.0
+def _side_by_side(strengths: Sequence[float]) -> list[float]:
+    """Where to draw points: at their strength, but a step apart where these are equal."""
+    step = 0.03 * ((max(strengths) - min(strengths)) or max(strengths)) if strengths else 0.0
     return [
-        own + step * (bits[:at].count(own) - (bits.count(own) - 1) / 2)
-        for at, own in enumerate(bits)
+        own + step * (strengths[:at].count(own) - (strengths.count(own) - 1) / 2)
+        for at, own in enumerate(strengths)
     ]
 
 

@@ -7,6 +7,7 @@ FOLDER/stores/TEACHER/      loss stores
 FOLDER/blocks/NAME/         packed blocks, shared by all runs that can
 FOLDER/tuning/GROUP-RATE/   short runs with one seed
 FOLDER/runs/ROW-sSEED/      run folder + evaluation.json, answers.jsonl.gz, selection.json
+FOLDER/runs/teacher-NAME/   evaluation.json and answers.jsonl.gz of a teacher that is measured
 FOLDER/granularity-TEACHER.json   IoU and IoS of chunks, where a study asks for them
 ```
 """
@@ -66,6 +67,11 @@ class StudyFolder:
 
     def store(self, teacher: str) -> Path:
         return self.folder / "stores" / teacher
+
+    def measured_teachers(self) -> dict[str, Path]:
+        """Teachers whose own answers are rows of the table, and where these lie."""
+        asked = [name for name, plan in self.study.teachers.items() if plan.measured]
+        return {name: self.folder / "runs" / f"teacher-{name}" for name in asked}
 
     def teacher_model(self, teacher: str) -> str:
         given = self.study.teachers[teacher].model

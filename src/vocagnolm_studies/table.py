@@ -31,15 +31,20 @@ def study_table(home: StudyFolder) -> dict[str, Any]:
     """Everything the study has found so far, as plain data."""
     study = home.study
     results = read_results(home)
-    order = ["start", *(study.use or home.rows)]
+    measured = home.measured_teachers()
+    asked = {
+        f"teacher-{name}": RowPlan(label=study.teachers[name].label or name, teacher=name)
+        for name in measured
+    }
+    plans = {**home.rows, **asked}
     rows = []
-    for name in order:
+    for name in ["start", *asked, *(study.use or home.rows)]:
         seeds = results.get(name)
         if seeds:
-            rows.append(_row(name, home.rows.get(name), seeds))
+            rows.append(_row(name, plans.get(name), seeds))
     comparisons = [found for names in study.comparisons if (found := _comparison(names, results))]
-    planned = {run.name for run in home.runs}
-    done = {run.name for run in home.runs if (home.run_folder(run) / EVALUATION).exists()}
+    planned = {run.name: home.run_folder(run) for run in home.runs}
+    planned |= {f"teacher-{name}": folder for name, folder in measured.items()}
     table = {
         "study": study.name,
         "title": study.title,
@@ -48,7 +53,7 @@ def study_table(home: StudyFolder) -> dict[str, Any]:
         "tuning": _tuning(home),
         "teachers": _teachers(home),
         "student_bits_per_byte": study.base.get("student", {}).get("bits_per_byte"),
-        "missing": sorted(planned - done),
+        "missing": sorted(n for n, at in planned.items() if not (at / EVALUATION).exists()),
     }
     if study.granularity is not None:
         _add_granularity(table, home, study.granularity)

@@ -59,14 +59,19 @@ class StudyTasks(StudyFolder):
 
         if self.study.start is not None:
             add(self._start_task())
-            add(self._start_evaluation())
-        used = {name for run in self.runs for name in run.teachers}
+            start = str(self.folder / "start" / "model")
+            add(self._evaluation_task("start", start, self.folder / "runs" / "start-s0"))
+        measured = self.measured_teachers()
+        used = {name for run in self.runs for name in run.teachers} | set(measured)
         stored = {name for run in self.runs if self.stored(run) for name in run.teachers}
         for name, teacher in self.study.teachers.items():
             if name in used and teacher.train is not None:
                 recipe = self.teacher_recipe(name)
                 add(self._blocks_task(recipe))
                 add(self._teacher_task(name, recipe))
+            if name in measured:
+                model = self.teacher_model(name)
+                add(self._evaluation_task(f"teacher-{name}", model, measured[name]))
             if name in stored:
                 add(self._score_task(name))
         for run in self.runs:
@@ -90,21 +95,15 @@ class StudyTasks(StudyFolder):
             partial(run_start, self, self.start_recipe()),
         )
 
-    def _start_evaluation(self) -> Task:
-        model, folder = self.folder / "start" / "model", self.folder / "runs" / "start-s0"
+    def _evaluation_task(self, name: str, model: str, folder: Path) -> Task:
+        """Of a model that is no row's run: the start, or a teacher."""
+        questions = self.study.evaluate.requests
         return Task(
-            "evaluate-start",
+            f"evaluate-{name}",
             "evaluate",
             folder / EVALUATION,
-            (model,),
-            partial(
-                evaluate,
-                self,
-                model,
-                folder,
-                {"row": "start"},
-                requests=self.study.evaluate.requests,
-            ),
+            existing_path(model),
+            partial(evaluate, self, model, folder, {"row": name}, requests=questions),
         )
 
     def _teacher_task(self, name: str, recipe: Recipe) -> Task:
@@ -342,7 +341,7 @@ def _measure_selection(home: StudyFolder, run: RunPlan, recipe: Recipe, folder: 
 
 def evaluate(
     home: StudyFolder,
-    model: Path,
+    model: str | Path,
     folder: Path,
     about: dict[str, Any],
     *,

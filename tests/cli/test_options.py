@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import typer
+from command_kit import parse
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
@@ -27,7 +28,7 @@ class Oven(Schema, frozen=True):
     fan: bool = key("turn the fan on", True)
     notes: Mapping[str, Any] = key("a note, name=value", {}, option="--note")
     trays: list[str] = key("what goes in", [], option="--tray")
-    label: Annotated[str, Limits(min_length=1)] = key("a name", "cake")
+    label: Annotated[str, Limits(min_length=1)] = key("a name", "cake", option="--label,--name")
 
 
 @pytest.fixture
@@ -63,6 +64,11 @@ def test_a_command_gets_what_was_given_and_nothing_else(oven):
         **{"notes": {"a": 1, "b": ["x", "y"]}, "trays": ["a", "b"]},
     }
     assert again == 50 and Oven(**given).label == "cake"
+
+
+def test_an_option_may_have_a_second_name(oven):
+    assert oven("--name", "pie")[1][-1] == ({"label": "pie"}, 70)
+    parse(["evaluate", "MODEL", "--task", "gsm8k"])
 
 
 def test_help_shows_choices_limits_and_defaults(oven):

@@ -313,13 +313,14 @@ def test_block_text_and_spans_are_exact(lab, tmp_path):
     assert "".join(texts).encode().startswith(joined) and len(joined) > 0
 
 
-def test_chunk_guidance_is_the_mean_of_the_teacher_chunk(lab, tmp_path):
+@pytest.mark.parametrize("aggregation", ["max", "mean", "sum"])
+def test_chunk_guidance_aggregates_the_teacher_chunk(lab, tmp_path, aggregation):
     folder, _ = lab
     recipe = recipe_from_dict(
         recipe_dict(folder, data={"blocks": str(tmp_path / "b")}, objective={"method": "chunk"})
     )
     prepare(recipe)
-    blocks = Blocks(tmp_path / "b", 32, chunks=4)
+    blocks = Blocks(tmp_path / "b", 32, chunks=4, aggregation=aggregation)
     store = LossStore.open(folder / "store")
     everything = np.concatenate([nll for _, nll in store])
     counts = [len(nll) for _, nll in store]
@@ -335,9 +336,9 @@ def test_chunk_guidance_is_the_mean_of_the_teacher_chunk(lab, tmp_path):
         behind = everything[origin + mapped[:, 0].min() : origin + mapped[:, 1].max() + 1]
         # positions 8c..8c+7 predict tokens 8c+1..8c+8; what has no text has no guidance
         bounds = [len(behind) * chunk // 4 for chunk in range(5)]
-        means = [behind[low:high].mean() for low, high in pairwise(bounds)]
+        phi = [getattr(behind[low:high], aggregation)() for low, high in pairwise(bounds)]
         has_text = ranges[:, 0] >= 0
-        expected = np.where(has_text, np.repeat(means, 8), np.nan)
+        expected = np.where(has_text, np.repeat(phi, 8), np.nan)
         np.testing.assert_allclose(blocks[index]["guidance"][1:], expected, rtol=1e-3)
         separators += int((~has_text).sum())
         checked += 1

@@ -138,13 +138,26 @@ def test_counting_agrees_with_sorting(student_rows, teacher_rows, scale):
     assert float((p * (by_p - sorted_by_p).abs()).sum(-1).mean()) < 5e-3
 
 
-def test_large_vocabularies_are_counted():
+def test_large_vocabularies_are_sorted():
+    """By integers, as torch sorts them: equal probabilities and zeros too."""
     torch.manual_seed(0)
     z, teacher = 3 * torch.randn(6, 20_000), 3 * torch.randn(6, 30_000)
-    distance, gradient = wasserstein_rows(z, teacher)
-    exact, exact_gradient = wasserstein_rows(z.double(), teacher.double())
-    torch.testing.assert_close(distance.double(), exact, rtol=0, atol=2e-3)
-    assert not torch.equal(distance.double(), exact)  # another way than sorting
+    z[:, 100:200], z[:, 200:300], teacher[0, 9:] = 1.0, -torch.inf, -torch.inf
+    p, q = torch.softmax(z, -1), torch.softmax(teacher, -1)
+    distance, by_p = by_sorting(p, q)
+    exact, exact_by_p = by_sorting(p.double(), q.double())
+    torch.testing.assert_close(distance.double(), exact, rtol=1e-5, atol=0)
+    assert torch.equal(by_p.double(), exact_by_p)
+
+
+def test_counting_is_asked_for_by_name():
+    torch.manual_seed(0)
+    z, teacher = 3 * torch.randn(6, 20_000), 3 * torch.randn(6, 30_000)
+    distance, gradient = wasserstein_rows(z, teacher, counted=True)
+    exact, exact_gradient = wasserstein_rows(z, teacher)
+    distance, gradient, exact = distance.double(), gradient.double(), exact.double()
+    torch.testing.assert_close(distance, exact, rtol=0, atol=2e-3)
+    assert not torch.equal(distance, exact)  # another way than sorting
     change = (gradient - exact_gradient).abs().sum(-1) / exact_gradient.abs().sum(-1)
     assert float(change.mean()) < 1e-2
 

@@ -186,11 +186,11 @@ def test_the_papers_rows_are_as_printed():
     assert (kld.kl_direction, kld.distill_weight) == ("reverse", 1.0)
     assert load_recipe("paper/uld-qwen2.5-math").objective.pairing == "index"
     rho1 = load_recipe("paper/rho1")
-    assert rho1.teacher.model == load_recipe("paper/rho1-reference").run.folder + "/model"
+    assert rho1.teacher.model == load_recipe("paper/cpt").run.folder + "/model"
     assert rho1.objective.entropy_keep is not None and rho1.teacher.online
     tokens = {name: load_recipe(name).train.tokens for name in PAPER}
     assert tokens["paper/table2-chunk-8"] == 5 * 10**9
-    assert tokens["paper/table3-sum"] == tokens["paper/figure7-keep-0.8"] == 2 * 10**9
+    assert tokens["paper/table3-exclude"] == tokens["paper/figure7-keep-0.8"] == 2 * 10**9
     assert tokens["paper/guided-llemma"] == 15 * 10**9
 
 

@@ -258,6 +258,16 @@ def test_strength_figure_shows_the_rows_with_a_scored_teacher(tmp_path: Path) ->
         draw({**strength_table(), "comparisons": []}, plan, tmp_path / "s.svg")
 
 
+def test_strength_is_the_teachers_own_accuracy_where_all_were_measured(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan, table = FigurePlan(kind="strength", reference="cpt"), strength_table()
+    table["rows"].append({"row": "teacher-strong", "teacher": "strong", "accuracy": 60.0})
+    assert "own accuracy" not in draw(table, plan, tmp_path / "s.svg").read_text()
+    table["rows"].append({"row": "teacher-weak", "teacher": "weak", "accuracy": 20.0})
+    drawn = draw(table, plan, tmp_path / "s.svg").read_text()
+    assert "own accuracy" in drawn and "the student itself" not in drawn
+
+
 def test_strength_is_of_all_seeds_against_the_mean_of_the_reference(tmp_path: Path) -> None:
     """The rows have no seed in common with it."""
     pytest.importorskip("matplotlib")

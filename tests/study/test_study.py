@@ -124,6 +124,20 @@ def test_table_has_all_rows_and_comparisons(finished: StudyTasks, tmp_path: Path
     assert draw(table, finished.study.figure, tmp_path / "figure.svg").stat().st_size > 0
 
 
+def test_a_study_of_teachers_alone_is_a_table_of_their_own_scores(finished: StudyTasks) -> None:
+    """As table 4 of the paper: nothing is scored, packed or trained."""
+    teachers = {n: replace(t, measured=True) for n, t in finished.study.teachers.items() if t.model}
+    study = replace(finished.study, teachers=teachers, rows={}, use=[], comparisons=[], start=None)
+    home = StudyTasks(replace(study, tune=None), finished.folder)
+    assert {task.kind for task in home.tasks()} == {"evaluate"}
+    assert study_table(home)["missing"] == [f"teacher-{name}" for name in sorted(teachers)]
+    assert work(home, **QUIET).left == []
+    table = study_table(home)
+    assert [row["row"] for row in table["rows"]] == [f"teacher-{name}" for name in teachers]
+    assert all(row["tasks"] and "accuracy" in row for row in table["rows"])
+    assert table["missing"] == [] and "Qwen" in markdown(table)
+
+
 def test_rows_that_share_no_seed_are_compared_over_all_seeds(finished: StudyTasks) -> None:
     rows = {name: replace(row, seeds=[2]) for name, row in finished.study.rows.items()}
     rows["matched"] = replace(rows["matched"], seeds=[1])

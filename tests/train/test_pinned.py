@@ -16,6 +16,7 @@ from vocagnolm.train.run import train
 
 METHOD_SETTINGS: dict[str, dict] = {
     **{name: {"method": name} for name in METHODS},
+    "chunk": {"method": "chunk", "aggregation": "mean"},  # the default when it was pinned
     "stretch": {"method": "guided", "compare": "stretch"},
     "reducible": {"method": "guided", "weighting": "reducible"},
     "mean": {"method": "guided", "unmapped": "mean"},

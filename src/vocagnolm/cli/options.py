@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from enum import Enum, StrEnum
 from pathlib import Path
@@ -68,7 +69,8 @@ def option(
         "min": limits.get("ge"),
         "max": limits.get("le"),
     } | changes
-    return typer.Option(given.pop("default"), declared or _declared(section, name), **given)
+    names = (declared or _declared(section, name)).split(",")
+    return typer.Option(given.pop("default"), *names, **given)
 
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -111,7 +113,7 @@ def _checked(section: type[Schema], typed: Given) -> Given:
         section(**given)
     except SettingError as error:
         name, _, said = str(error).partition(" ")
-        raise UsageError(f"{_declared(section, name).partition('/')[0]} {said}.") from None
+        raise UsageError(f"{re.split('[,/]', _declared(section, name))[0]} {said}.") from None
     return given
 
 

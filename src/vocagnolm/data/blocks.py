@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from vocagnolm.alignment.alignment import Aggregation
 from vocagnolm.data.guidance import cut_stretches
 from vocagnolm.data.packing import Bins, chunk_guidance, fill_bins
 from vocagnolm.errors import BlocksError
@@ -62,16 +63,19 @@ class Blocks:
         block_size: int,
         *,
         chunks: int | None = None,
+        aggregation: Aggregation = "max",
         stretches: bool = False,
         teacher_sums: bool = False,
         targets: bool = False,
     ):
-        """`chunks`: guidance is that of so many chunks. `stretches`: it is that of whole stretches,
-        which blocks number. `teacher_sums`: blocks also hold the sum and the number of the losses
-        of the teacher tokens behind them. `targets`: they hold the teacher's alternatives too."""
+        """`chunks`: guidance is that of so many chunks, by `aggregation` of the losses of each.
+        `stretches`: it is that of whole stretches, which blocks number. `teacher_sums`: blocks also
+        hold the sum and the number of the losses of the teacher tokens behind them. `targets`: they
+        hold the teacher's alternatives too."""
         self.folder = local_path(folder)
         self.block_size = block_size
         self.chunks = chunks
+        self.aggregation: Aggregation = aggregation
         self.stretches = stretches
         self.teacher_sums = teacher_sums
         self.targets = targets
@@ -240,7 +244,7 @@ class Blocks:
         """What takes all of the teacher's losses behind the window, in place."""
         if self.chunks is not None:
             # the chunks are cut among the tokens that are predicted: all but the first
-            guidance = chunk_guidance(ranges[1:], nll, self.chunks)
+            guidance = chunk_guidance(ranges[1:], nll, self.chunks, self.aggregation)
             block["guidance"] = np.concatenate([[np.float32(np.nan)], guidance])
         if self.teacher_sums:
             known = nll[np.isfinite(nll)].astype(np.float64)

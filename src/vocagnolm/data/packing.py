@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vocagnolm.alignment import KINDS, Alignment, TokenSpans, align, carry
-from vocagnolm.alignment.alignment import chunk_align
+from vocagnolm.alignment.alignment import Aggregation, chunk_align
 from vocagnolm.chat.tokens import trained_spans
 from vocagnolm.data.guidance import (
     Combine,
@@ -410,11 +410,15 @@ def guidance_histogram(known: NDArray[Any]) -> list[int]:
 
 
 def chunk_guidance(
-    ranges: NDArray[np.integer[Any]], teacher_nll: NDArray[Any], n_chunks: int
+    ranges: NDArray[np.integer[Any]],
+    teacher_nll: NDArray[Any],
+    n_chunks: int,
+    aggregation: Aggregation,
 ) -> NDArray[np.float32]:
     """The coarse baseline for one block: the block and the teacher tokens behind it are each cut
-    into `n_chunks`; every mapped student token gets the mean loss of its teacher chunk. Tokens
-    without text (BOS, EOS) lie in chunks too, but have no guidance: they follow `unmapped`.
+    into `n_chunks`; every mapped student token gets the losses of its teacher chunk, aggregated as
+    those behind a token are (section 3.2 of the paper). Tokens without text (BOS, EOS) lie in
+    chunks too, but have no guidance: they follow `unmapped`.
 
     `ranges` [L, 2] points into `teacher_nll`; -1 where a token is unmapped.
     """
@@ -424,7 +428,7 @@ def chunk_guidance(
     first, last = int(ranges[mapped, 0].min()), int(ranges[mapped, 1].max())
     behind = np.asarray(teacher_nll[first : last + 1], np.float32)
     alignment = chunk_align(len(ranges), len(behind), n_chunks)
-    guidance = carry(alignment, behind, "mean").astype(np.float32)
+    guidance = carry(alignment, behind, aggregation).astype(np.float32)
     guidance[~mapped] = np.nan
     return guidance
 

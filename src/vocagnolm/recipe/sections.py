@@ -224,7 +224,7 @@ class LossSection(UsesMethod, Schema):
         "constant",
     )
     distill_weight: float = key(
-        "kld, uld, alm: weight (lambda) of the distillation term", 0.5, ge=0
+        "kld, uld, uld_counted, alm: weight (lambda) of the distillation term", 0.5, ge=0
     )
     cross_entropy: float = key(
         "alm: weight of the cross entropy; 0: the distance alone, as published", 1.0, ge=0
@@ -459,7 +459,8 @@ class QuestionsSection(Schema, frozen=True):
 
     suite: str | None = key("a named set of tasks", unset="math, the paper's ten")
     tasks: str | Sequence[str] | None = key(
-        "some tasks only, for example gsm8k,math500,mmlu_stem; math is all of MATH"
+        "some tasks only, for example gsm8k,math500,mmlu_stem; math is all of MATH",
+        option="--tasks,--task",
     )
     benchmarks: str | Path | None = key(
         "folder with the benchmarks' files", unset="they are downloaded"

@@ -101,7 +101,7 @@ def _describe(
         mix_hold=config.mix_hold if moves and config.mix_hold else None,
         mix_by=config.mix_by if distils else None,
         alternatives=str(alternatives) if distils and alternatives else None,
-        aggregation=None if config.by_stretch or chunks else aggregation,
+        aggregation=None if config.by_stretch or config.by_chance else aggregation,
         guided=guided,
         combine=how if any(len(passage.teachers) > 1 for passage in passages) else None,
         unmapped=config.unmapped if rule.selects or config.graded else None,
@@ -154,7 +154,7 @@ def _scored(
             guidance, goes_on = stretch_guidance(ours, theirs, how)
             stretch = np.cumsum(~goes_on) - 1
         elif config.rule.unit == "chunk" and not config.by_chance:
-            guidance = _chunked(passage, target, config.n_chunks)
+            guidance = _chunked(passage, target, config.n_chunks, aggregation)
         else:
             guidance = _carried(passage, ours, theirs, aggregation, how)
         known = theirs[0].nll[np.isfinite(theirs[0].nll)]
@@ -174,13 +174,16 @@ def _scored(
     return ScoredBatch(targets, row(np.where(target, nll, 0.0), torch.float32))
 
 
-def _chunked(passage: Passage, target: NDArray[np.bool_], n_chunks: int) -> FloatArray:
+def _chunked(
+    passage: Passage, target: NDArray[np.bool_], n_chunks: int, aggregation: Aggregation
+) -> FloatArray:
     """As blocks are read: among the predicted tokens, which are all but the first."""
     lead = _scored_teachers(passage)[0]
     ranges = np.stack([np.array(lead.first), np.array(lead.last)], axis=1)
     begin = int(len(target) > 0 and not target[0])
     guidance = np.full(len(target), np.nan)
-    guidance[begin:] = chunk_guidance(ranges[begin:], numbers(lead.nll or []), n_chunks)
+    losses = numbers(lead.nll or [])
+    guidance[begin:] = chunk_guidance(ranges[begin:], losses, n_chunks, aggregation)
     return guidance
 
 

@@ -307,6 +307,7 @@ def open_blocks(
         folder,
         recipe.data.block_size,
         chunks=recipe.objective.n_chunks if by_chunks else None,
+        aggregation=recipe.objective.aggregation,
         stretches=stored and recipe.needs_stretches,
         teacher_sums=stored and recipe.objective.unmapped == "mean",
         targets=stored and recipe.needs_targets,

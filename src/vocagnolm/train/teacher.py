@@ -424,7 +424,7 @@ class OnlineTeacher:
         if self.config.by_stretch:
             return whole_sums(Alignment(ranges[:, 0], ranges[:, 1]), nll)
         if self.config.rule.unit == "chunk":
-            return chunk_guidance(ranges, nll, self.config.n_chunks)
+            return chunk_guidance(ranges, nll, self.config.n_chunks, self.aggregation)
         return carry(Alignment(ranges[:, 0], ranges[:, 1]), nll, self.aggregation)
 
     def _losses(
