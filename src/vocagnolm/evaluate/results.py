@@ -196,7 +196,7 @@ class RunFolder:
             )
         self.outputs.mkdir(parents=True, exist_ok=True)
         merged = {"settings": there | settings, "prompts": before["prompts"] | prompts}
-        write_json(path, merged)
+        write_json(path, merged, sealed=True)
 
     def checksums(self) -> dict[str, str]:
         """Of every task's requests, as they were when it was claimed; empty where not known."""

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.errors import MissingExtraError, ModelError, UsageError
-from vocagnolm.files import parse_json
+from vocagnolm.files import model_damage, parse_json
 from vocagnolm.model.fp8 import require_fp8, to_fp8
 
 # ---- quantised weights ----
@@ -291,6 +291,8 @@ def open_model(
         name = hub_id or path.resolve().name
         if hub_id is not None:
             path, revision = _from_hub(hub_id, revision, trust_remote_code, weights)
+        if weights and (wrong := model_damage(path)):
+            raise ModelError(wrong)
         files = _weight_files(path, hub_id) if weights else []
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

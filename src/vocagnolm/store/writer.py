@@ -300,7 +300,7 @@ class StoreWriter:
         totals = add_statistics([record["statistics"] for record in records])
         shards = [listed(record) for record in records]
         manifest = {**self._manifest_head(True), "totals": totals, "shards": shards}
-        content = files.json_bytes(manifest)
+        content = files.json_bytes(manifest, sealed=True)
         if self.place.create(MANIFEST_FILE, content):
             return
         try:

@@ -38,7 +38,15 @@ from transformers import set_seed
 from transformers.trainer_pt_utils import safe_globals
 
 from vocagnolm.errors import TrainingError
-from vocagnolm.files import as_write_error, file_digests, read_json, remove, sync_tree, write_json
+from vocagnolm.files import (
+    as_write_error,
+    damaged_file,
+    file_records,
+    read_json,
+    remove,
+    sync_tree,
+    write_json,
+)
 from vocagnolm.processes import Ranks
 from vocagnolm.recipe import RunSection
 
@@ -59,11 +67,7 @@ class Resumable:
 def mark_complete(checkpoint: Path, step: int, world_size: int) -> None:
     """All files of `checkpoint-STEP` are there: say so, durably."""
     sync_tree(checkpoint)
-    paths = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MARKER)
-    files = {
-        path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(paths, file_digests(paths), strict=True)
-    }
+    files = file_records(checkpoint, MARKER)
     write_json(checkpoint / MARKER, {"step": step, "world_size": world_size, "files": files})
 
 
@@ -75,18 +79,7 @@ def damage(checkpoint: Path, *, read: bool = True) -> str | None:
         return "it was never finished"
     except TrainingError as error:
         return str(error)
-    for name, entry in files.items():
-        size = entry["bytes"] if isinstance(entry, dict) else entry  # older markers: sizes alone
-        path = checkpoint / name
-        if not path.is_file() or path.stat().st_size != size:
-            return f"{name} is cut short or missing"
-    checked = {name: entry for name, entry in files.items() if isinstance(entry, dict)}
-    if read:
-        digests = file_digests([checkpoint / name for name in checked])
-        for (name, entry), digest in zip(checked.items(), digests, strict=True):
-            if entry["sha256"] != digest:
-                return f"{name} does not match its checksum"
-    return None
+    return damaged_file(checkpoint, files, read=read)
 
 
 def newest_complete(folder: str | Path, *, read: bool = True) -> Resumable:

@@ -185,6 +185,8 @@ def model_card(
     template: ChatTemplate | None = None,
 ) -> str:
     """README.md of the model folder. `template`: the one in which conversations were read."""
+    from vocagnolm.train.settings import what_a_step_depends_on
+
     method = recipe.objective.method
     base = recipe.student.model or "random weights"
     rows = {
@@ -210,6 +212,7 @@ def model_card(
             f"keep {o.keep:g}, aggregation {o.aggregation}, unmapped {o.unmapped}, "
             f"scope {o.scope}, normalised by {o.normalise}"
         )
+    rows["a step depends"] = what_a_step_depends_on(recipe) + f" ({schedule.micro_batch} blocks)"
     if recipe.needs_targets:
         o = recipe.objective
         end = "" if o.mix_end is None else f" to {o.mix_end:g}"

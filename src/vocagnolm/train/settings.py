@@ -110,6 +110,16 @@ def objective_config(recipe: Recipe) -> ObjectiveConfig:
         raise RecipeError(f"objective: {error}") from error
 
 
+def what_a_step_depends_on(recipe: Recipe) -> str:
+    """For the card and `check`: whether the run is the same for any `train.micro_batch`."""
+    if objective_config(recipe).depends_on_micro_batch:
+        return (
+            "on train.micro_batch, since tokens compete within a micro-batch (objective.scope: "
+            "batch); not on the number of processes"
+        )
+    return "neither on train.micro_batch nor on the number of processes"
+
+
 # ---- the device, and what transformers knows by name ----
 
 
