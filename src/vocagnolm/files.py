@@ -44,6 +44,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     """The path, unless it is an address (`s3://bucket/x`): `Path` would quietly make a folder
     `s3:` here."""
     address = address_of(path)
+    if "\0" in str(path):
+        raise UsageError(f"{str(path)!r} is no path: it has a zero byte in it.")
     if address is None:
         return Path(path)
     raise UsageError(

@@ -156,6 +156,7 @@ def test_benchmarks_and_corpora(content, finished, lab, tmp_path):
         ("corpus.split=page", "blank_line"),
         ("run=3", "expected a mapping"),
         ("run.seed", "--set wants key=value"),
+        ('run.folder="a\\0b"', "without zero bytes"),
     ],
 )
 def test_settings_out_of_range_are_named(override, named, lab, tmp_path):
@@ -169,3 +170,11 @@ def test_a_recipe_may_be_json(lab, tmp_path):
     """The kit writes recipes as JSON: that they are read is what makes the tests above tests."""
     recipe = write_recipe(tmp_path / "r.yaml", tiny_tree(lab, tmp_path / "run"))
     assert json.loads(one_message("check", recipe, "--json", "--no-measure"))["ready"]
+
+
+def test_more_threads_than_any_machine_has(lab, tmp_path):
+    said = one_message(
+        *("score", "--teacher", lab / "teacher", "--corpus", lab / "corpus.jsonl"),
+        *("--out", tmp_path / "s", "--threads", "99999999"),
+    )
+    assert "1024" in said, said

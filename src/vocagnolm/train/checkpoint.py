@@ -12,6 +12,7 @@ checkpoint-N/complete.json      the marker
 ```
 """
 
+import pickle
 import random
 import re
 import shutil
@@ -256,7 +257,16 @@ def _clear(checkpoint: Path) -> None:
 
 
 def _load(path: Path, device: torch.device | str = "cpu") -> Any:
-    return torch.load(path, map_location=device, weights_only=True)
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise TrainingError(
+            f"{path} does not hold what a checkpoint of ours holds, and was not loaded: it may "
+            "bring code of somebody else. Look who wrote it, and remove its folder to go on from "
+            "the checkpoint before."
+        ) from None
 
 
 def _load_weights(checkpoint: Path, model: Any) -> None:
