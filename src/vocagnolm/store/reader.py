@@ -347,11 +347,14 @@ def listing_problems(manifest: dict[str, Any], found: Mapping[str, int]) -> list
             problems.append(
                 f"{entry['file']} has {size:,} bytes, {entry['file_bytes']:,} are expected"
             )
-    strangers = set(shard_names(found)) - {entry["file"] for entry in manifest["shards"]}
-    problems += [f"{name}: not in the manifest" for name in sorted(strangers)]
     if "alternatives" in manifest["identity"] and VOCABULARY_FILE not in found:
         problems.append(f"{VOCABULARY_FILE} is missing")
     return problems
+
+
+def _strangers(manifest: dict[str, Any], found: Iterable[str]) -> list[str]:
+    others = set(shard_names(found)) - {entry["file"] for entry in manifest["shards"]}
+    return [f"{name}: not in the manifest; remove it" for name in sorted(others)]
 
 
 def inspect_store(path: str | Path) -> dict[str, Any]:
@@ -366,9 +369,10 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
         manifest = read_manifest(place, partial=not complete)
     except FileNotFoundError:  # completed at this moment
         return inspect_store(path)
-    problems = listing_problems(manifest, found) if complete else []
+    problems: list[str] = []
     names = shard_names(found)
-    if problems:  # those that the manifest describes
+    if complete:
+        problems = [*listing_problems(manifest, found), *_strangers(manifest, found)]
         names = [e["file"] for e in manifest["shards"] if found.get(e["file"]) == e["file_bytes"]]
     with ThreadPoolExecutor(_THREADS) as pool:
         shards = list(pool.map(lambda name: read_about(place, name, found[name]), names))
@@ -472,8 +476,7 @@ def verify_store(path: str | Path) -> list[str]:
     totals = add_statistics(manifest["shards"])
     if any(manifest["totals"].get(key) != value for key, value in totals.items()):
         problems.append(f"{MANIFEST_FILE}: the totals do not add up")
-    listed = listing_problems(manifest, place.files(SHARD_FOLDER))
-    problems += [line for line in listed if line.endswith("in the manifest")]
+    problems += _strangers(manifest, place.files(SHARD_FOLDER))
     if "alternatives" in identity:
         try:
             damage = vocabulary_damage(place.read(VOCABULARY_FILE), identity)

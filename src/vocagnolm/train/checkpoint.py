@@ -2,7 +2,8 @@
 
 A checkpoint is many files, and a kill may come between any two; a disk may also lose a bit. So a
 marker with every file's size and checksum is written last, and only marked folders whose files
-agree with it are resumed from. Only folders with a marker of ours are ever removed.
+agree with it are resumed from. Only folders with a marker of ours are ever removed, and unfinished
+ones of an earlier step than a complete one.
 
 ```
 checkpoint-N/model.safetensors  optimizer.pt          the whole student, by the first process
@@ -97,12 +98,16 @@ def newest_complete(folder: str | Path, *, read: bool = True) -> Resumable:
 
 
 def prune_checkpoints(folder: str | Path, keep: int) -> None:
-    """Remove complete checkpoints but the newest `keep` (at least one)."""
+    """Remove complete checkpoints but the newest `keep` (at least one), and those before it that a
+    kill has left unfinished."""
     found = sorted(_checkpoints(Path(folder)))
     complete = [path for _, path in found if damage(path, read=False) is None]
     for path in complete[: -max(1, keep)]:
         remove(path / MARKER)  # first: a half-removed folder must not pass for complete
-        shutil.rmtree(path)
+    paths = [path for _, path in found]
+    for path in paths[: paths.index(complete[-1])] if complete else []:
+        if not (path / MARKER).exists():
+            shutil.rmtree(path)
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:

@@ -1,6 +1,7 @@
 """A run folder: one recipe, one set of blocks; its files, and the card of its model. No torch."""
 
 import platform
+import warnings
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vocagnolm import __version__
 from vocagnolm.chat import ChatTemplate
 from vocagnolm.chat.survey import template_words
-from vocagnolm.errors import TrainingError
+from vocagnolm.errors import TrainingError, VocagnolmWarning
 from vocagnolm.files import (
     LOCK_FILE,
     is_leftover,
@@ -37,18 +38,25 @@ def with_current_names(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; what is no record (a last line cut short) ends it."""
+    """The records of a metrics file. A last line that was cut short is left out; other lines that
+    are no records too, with a warning."""
     records: list[dict[str, Any]] = []
-    if not path.is_file():
-        return records
-    for line in path.read_bytes().splitlines():
+    damaged: list[int] = []
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    for number, line in enumerate(lines, 1):
         try:
             record = parse_json(line)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            break
-        records.append(with_current_names(record))
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(with_current_names(record))
+        elif number < len(lines):
+            damaged.append(number)
+    if damaged:
+        shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+        warnings.warn(
+            f"{path}: line {shown} is damaged and left out.", VocagnolmWarning, stacklevel=2
+        )
     return records
 
 
