@@ -6,7 +6,6 @@ import shutil
 import pytest
 from faults_kit import copy_of, flip_bit, kill_at, tiny_tree, write_points
 from training_kit import fresh_process, recipe_dict
-
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
@@ -170,7 +169,7 @@ def test_a_finished_model_is_checked_and_made_again(lab, tmp_path, fault):
     if fault != "no folder":
         with pytest.raises(ModelError, match=r"model.safetensors.*train .*recipe.yaml"):
             open_model(model)
-        with pytest.raises(TrainingError, match="model.safetensors"):
+        with pytest.raises(TrainingError, match=r"model.safetensors"):
             push(model.parent, "someone/model", dry_run=True)
         said = CliRunner().invoke(app, ["report", str(model.parent)])
         assert "warning:" in said.stderr and "model.safetensors" in said.stderr

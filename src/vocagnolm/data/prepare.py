@@ -216,7 +216,7 @@ def _manifest(
     for entry in entries:
         summary.add(PackingSummary(**entry["summary"]))
     about, guidance = summary.to_dict(), settings["guidance"] or {}
-    if problem := _nothing(recipe, summary):
+    if problem := _nothing(recipe, summary, corpus):
         raise BlocksError(problem)
     if guidance and about["mapped_share"] < LEAST_MAPPED_SHARE:
         warnings.warn(
@@ -248,7 +248,7 @@ def _manifest(
     }
 
 
-def _nothing(recipe: Recipe, summary: PackingSummary) -> str | None:
+def _nothing(recipe: Recipe, summary: PackingSummary, read: Corpus) -> str | None:
     """Why there is nothing to train on, or nothing to guide it."""
     corpus = ", ".join(recipe.corpus.files)
     if summary.tokens and summary.trained != 0:
@@ -268,7 +268,8 @@ def _nothing(recipe: Recipe, summary: PackingSummary) -> str | None:
             f"{corpus} holds nothing to train on: no conversation has a message of data.train_on = "
             f"{recipe.data.train_on}."
         )
-    return f"The corpus gave no tokens: {corpus}."
+    unusable = (f" ({d.place}: {d.problem})" for d in read.read(0, 100) if d.text is None)
+    return f"The corpus gave no tokens: {corpus}{next(unusable, '')}."
 
 
 # ---- one part: a pure function of its documents and the plan ----

@@ -375,9 +375,10 @@ def _from_hub(
     name: str, revision: str | None, trust_remote_code: bool, weights: bool
 ) -> tuple[Path, str]:
     """Download what is safe to open; nothing else even reaches this machine."""
-    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+    if Path(name).exists() or name.count("/") > 1 or name.startswith((".", "/", "~")):
+        wrong = "is no folder" if Path(name).exists() else "does not exist"
         raise ModelError(
-            f"{name} does not exist. Expected a model folder, a .gguf file or a hub id such as "
+            f"{name} {wrong}. Expected a model folder, a .gguf file or a hub id such as "
             "Qwen/Qwen2.5-Math-7B."
         )
     from huggingface_hub import snapshot_download

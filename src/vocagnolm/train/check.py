@@ -115,6 +115,8 @@ class Found:
 
 # Beyond this a corpus is not read through by a mere check.
 LARGEST_CORPUS_READ_BYTES = 2 * 10**9
+MANY_EPOCHS = 100
+MANY_CHECKPOINTS = 1000
 # Conversations that are rendered to see what the templates do to them.
 SURVEYED = 200
 
@@ -451,6 +453,16 @@ def _schedule(recipe: Recipe, report: CheckReport, processes: int, found: Found)
             f"optimizer.warmup_steps = {recipe.optimizer.warmup_steps} is the whole run "
             f"({schedule.steps} steps)."
         )
+    if manifest is not None and schedule.epochs > MANY_EPOCHS:
+        report.warnings.append(
+            f"the run reads its blocks {schedule.epochs:,.0f} times: is train.tokens or "
+            "train.epochs meant so?"
+        )
+    if (saved := report.plan["schedule"]["checkpoints"]) > MANY_CHECKPOINTS:
+        report.warnings.append(
+            f"run.save_every = {recipe.run.save_every} writes {saved:,} checkpoints, of which "
+            f"{recipe.run.keep_checkpoints} are kept at a time."
+        )
     if advice := slow_arithmetic(recipe):
         report.warnings.append(advice)
     if recipe.run.folder:
@@ -474,6 +486,8 @@ def _disk(recipe: Recipe, report: CheckReport, found: Found) -> None:
         count = recipe.objective.alternatives or (spec.count if spec else 0)
         token_bytes += len(recipe.stores) * count * (id_bytes + 2)
     planned = 0 if found.schedule is None else found.schedule.tokens
+    # more epochs make no more blocks; a token takes about a byte of a compressed file, or more
+    planned = min(planned, report.plan.get("corpus", {}).get("bytes_on_disk") or planned)
     tokens = planned if found.manifest is None else found.manifest["tokens"]
     existing = Path(recipe.run.folder).absolute()
     while not existing.exists():

@@ -1,5 +1,6 @@
 """A run folder: one recipe, one set of blocks; its files, and the card of its model. No torch."""
 
+import html
 import platform
 import warnings
 from dataclasses import asdict
@@ -110,15 +111,17 @@ def refuse_other_run(
         return
     if not has_begun(folder):
         return
+    finished = bool(found) and found["finished"]
     difference = recipe_difference(load_recipe(folder / "recipe.yaml"), recipe, RUNTIME_KEYS)
     others = blocks is not None and found.get("blocks") not in (None, blocks)
-    if found and not found["finished"] and others:
+    if found and not finished and others:
         difference.append(f"the blocks in {recipe.data.blocks} are not those it began with")
     if difference:
         raise TrainingError(
             f"{folder} holds a run with another recipe:\n  "
             + "\n  ".join(difference)
             + "\nGive these settings back to go on with it, or choose another run.folder."
+            + f" To train its model further there: student.model={folder / 'model'}." * finished
         )
 
 
@@ -220,7 +223,8 @@ def model_card(
             f"keep {o.keep:g}, aggregation {o.aggregation}, unmapped {o.unmapped}, "
             f"scope {o.scope}, normalised by {o.normalise}"
         )
-    rows["a step depends"] = what_a_step_depends_on(recipe) + f" ({schedule.micro_batch} blocks)"
+    rows["a step depends"] = what_a_step_depends_on(recipe)
+    rows["micro-batch"] = f"{schedule.micro_batch} blocks"
     if recipe.needs_targets:
         o = recipe.objective
         end = "" if o.mix_end is None else f" to {o.mix_end:g}"
@@ -234,7 +238,7 @@ def model_card(
         )
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     yaml = recipe.to_yaml()
-    name = Path(recipe.run.folder or "student").name
+    name = html.escape(Path(recipe.run.folder or "student").name)
     hub_base = base if base.count("/") == 1 and not base.startswith((".", "/", "~")) else None
     header = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- vocagnolm\n"
     header += f"base_model: {hub_base}\n" if hub_base else ""

@@ -105,9 +105,12 @@ def objective_config(recipe: Recipe) -> ObjectiveConfig:
     names = [one.name for one in fields(ObjectiveConfig) if hasattr(section, one.name)]
     given = {name: getattr(section, name) for name in names}
     try:
-        return ObjectiveConfig(**given, seed=recipe.run.seed)
+        config = ObjectiveConfig(**given, seed=recipe.run.seed)
     except ValueError as error:
         raise RecipeError(f"objective: {error}") from error
+    if config.rule.selects and not config.graded and config.keep == 0:
+        raise RecipeError("objective: keep is 0: no token would be kept. Give a share above 0.")
+    return config
 
 
 def what_a_step_depends_on(recipe: Recipe) -> str:
