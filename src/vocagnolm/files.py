@@ -25,6 +25,8 @@ from typing import IO, Any
 
 from vocagnolm.errors import BusyError, UsageError, VocagnolmError, WriteError
 
+CHECKSUM = "content_sha256"
+"""The key of a JSON file's own checksum."""
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 # one slash: what `Path` makes of two; two letters: a drive has one
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -42,6 +44,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     """The path, unless it is an address (`s3://bucket/x`): `Path` would quietly make a folder
     `s3:` here."""
     address = address_of(path)
+    if "\0" in str(path):
+        raise UsageError(f"{str(path)!r} is no path: it has a zero byte in it.")
     if address is None:
         return Path(path)
     raise UsageError(
@@ -67,11 +71,16 @@ def write_text(path: str | Path, content: str) -> None:
     write_bytes(path, content.encode())
 
 
-def write_json(path: str | Path, value: Any, *, indent: int | None = 1) -> None:
-    write_bytes(path, json_bytes(value, indent=indent))
+def write_json(
+    path: str | Path, value: Any, *, indent: int | None = 1, sealed: bool = False
+) -> None:
+    write_bytes(path, json_bytes(value, indent=indent, sealed=sealed))
 
 
-def json_bytes(value: Any, *, indent: int | None = 1) -> bytes:
+def json_bytes(value: Any, *, indent: int | None = 1, sealed: bool = False) -> bytes:
+    """`sealed`: an object that carries its own checksum, which `read_json` compares."""
+    if sealed:
+        value = {**value, CHECKSUM: json_digest(parse_json(json.dumps(value)))}
     return (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode()
 
 
@@ -311,6 +320,9 @@ def read_json(
     if not isinstance(content, dict):
         found = type(content).__name__
         raise error(f"{path} holds a {found}, expected a JSON object. {mend}")
+    checksum = content.pop(CHECKSUM, None)  # older files have none
+    if checksum is not None and checksum != json_digest(content):
+        raise error(f"{path} is damaged: its content does not match its checksum. {mend}")
     require_keys(content, path, error, mend, keys or {})
     return content
 
@@ -336,6 +348,50 @@ def file_digests(paths: Sequence[Path]) -> list[str]:
     """Of several files at once: hashing lets other threads run."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(file_digest, paths))
+
+
+def file_records(folder: Path, *left_out: str) -> dict[str, dict[str, Any]]:
+    """Size and checksum of every file below a folder, but for those of these names."""
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in left_out)
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(paths, file_digests(paths), strict=True)
+    }
+
+
+def damaged_file(folder: Path, records: Mapping[str, Any], *, read: bool = True) -> str | None:
+    """What is wrong with the first file that is not as recorded, or None. `read`: also compare
+    every byte."""
+    for name, entry in records.items():
+        size = entry["bytes"] if isinstance(entry, dict) else entry  # older records: sizes alone
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return f"{name} is cut short or missing"
+    checked = {name: entry for name, entry in records.items() if isinstance(entry, dict)}
+    if read:
+        digests = file_digests([folder / name for name in checked])
+        for (name, entry), digest in zip(checked.items(), digests, strict=True):
+            if entry["sha256"] != digest:
+                return f"{name} does not match its checksum"
+    return None
+
+
+def model_damage(folder: Path, *, read: bool = True) -> str | None:
+    """What is wrong with the model folder of a finished run, by the checksums in the run.json
+    beside it; None too where there is no record."""
+    folder = folder.resolve()
+    try:
+        about = parse_json((folder.parent / "run.json").read_bytes())
+        records = about["model_files"] if folder.name == "model" and about["finished"] else {}
+        wrong = damaged_file(folder, records, read=read)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if wrong is None:
+        return None
+    return (
+        f"{folder} is damaged: {wrong}. `vocagnolm train {folder.parent / 'recipe.yaml'}` makes "
+        "the model again from the last checkpoint."
+    )
 
 
 def json_digest(value: Any) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import PushError, TrainingError, UsageError
-from vocagnolm.files import local_path
+from vocagnolm.files import local_path, model_damage
 
 CARD = "README.md"
 _PLACE = "from_pretrained(FOLDER)"  # of the card, where the model's address belongs
@@ -102,6 +102,8 @@ def _model_folder(run: Path) -> Path:
             f"{run} is not finished: there is no model to upload yet. Run the same "
             "`vocagnolm train` again; it goes on."
         )
+    if wrong := model_damage(folder):
+        raise TrainingError(wrong)
     return folder
 
 

@@ -1,9 +1,12 @@
-"""Processes that work for a command."""
+"""Processes that work for a command, and a limit of time for code of somebody else."""
 
+import contextlib
+import ctypes
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import connection, get_context, parent_process
 from types import TracebackType
@@ -56,3 +59,47 @@ def _end_with_parent() -> None:
     if parent is not None:
         connection.wait([parent.sentinel])
         os._exit(1)
+
+
+# ---- a limit of time ----
+
+
+class TookTooLong(Exception):
+    """Raised inside `time_limit`, wherever the code is."""
+
+
+_CHECK_SECONDS = 0.25
+_deadlines: dict[int, float] = {}  # by the identity of the thread
+_watch: threading.Thread | None = None
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Ends Python code of this thread after so many seconds, within a quarter of one, in any
+    thread (a signal would reach the main one alone). Not nested, and not inside of C code."""
+    global _watch
+    thread = threading.get_ident()
+    _deadlines[thread] = time.monotonic() + seconds
+    if _watch is None or not _watch.is_alive():  # a fork has none
+        _watch = threading.Thread(target=_end_late_ones, daemon=True)
+        _watch.start()
+    arrived = False
+    try:
+        yield
+    except TookTooLong:
+        arrived = True
+        raise
+    finally:
+        if _deadlines.pop(thread, None) is None and not arrived:
+            for _ in range(100):  # it is on its way, and must not arrive behind this block
+                time.sleep(0.01)
+
+
+def _end_late_ones() -> None:
+    """Without a lock: an exception between two instructions would leave it closed."""
+    while True:
+        time.sleep(_CHECK_SECONDS)
+        for thread, deadline in list(_deadlines.items()):
+            if time.monotonic() > deadline and _deadlines.pop(thread, None) is not None:
+                raised = ctypes.py_object(TookTooLong)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)

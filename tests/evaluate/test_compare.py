@@ -8,7 +8,7 @@ from evaluation_kit import QUICK
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
-from vocagnolm.errors import EvaluationError
+from vocagnolm.errors import EvaluationError, VocagnolmWarning
 from vocagnolm.evaluate import compare_runs, evaluate
 from vocagnolm.evaluate.results import (
     average_difference,
@@ -145,3 +145,11 @@ def test_report_says_why_an_old_run_has_no_averages(finished, tmp_path):
 def test_report_without_an_evaluation(tmp_path):
     with pytest.raises(EvaluationError, match="vocagnolm evaluate MODEL --out"):
         compare_runs([tmp_path])
+
+
+def test_a_run_without_an_evaluation_is_left_out_of_the_others(finished, tmp_path):
+    with pytest.warns(VocagnolmWarning, match="left out"):
+        found = compare_runs([finished[0], tmp_path])
+    assert len(found.runs) == 1
+    with pytest.raises(EvaluationError, match="no finished evaluation"):
+        compare_runs([tmp_path, finished[0]])

@@ -156,6 +156,7 @@ def test_benchmarks_and_corpora(content, finished, lab, tmp_path):
         ("corpus.split=page", "blank_line"),
         ("run=3", "expected a mapping"),
         ("run.seed", "--set wants key=value"),
+        ('run.folder="a\\0b"', "without zero bytes"),
     ],
 )
 def test_settings_out_of_range_are_named(override, named, lab, tmp_path):
@@ -169,3 +170,45 @@ def test_a_recipe_may_be_json(lab, tmp_path):
     """The kit writes recipes as JSON: that they are read is what makes the tests above tests."""
     recipe = write_recipe(tmp_path / "r.yaml", tiny_tree(lab, tmp_path / "run"))
     assert json.loads(one_message("check", recipe, "--json", "--no-measure"))["ready"]
+
+
+def test_more_threads_than_any_machine_has(lab, tmp_path):
+    said = one_message(
+        *("score", "--teacher", lab / "teacher", "--corpus", lab / "corpus.jsonl"),
+        *("--out", tmp_path / "s", "--threads", "99999999"),
+    )
+    assert "1024" in said, said
+
+
+def test_what_is_no_folder_is_not_called_missing(lab, tmp_path):
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    corpus = ("--corpus", lab / "corpus.jsonl")
+    out = ("--out", tmp_path / "s")
+    said = one_message("score", "--teacher", lab / "teacher", "--corpus", tmp_path / "pipe", *out)
+    assert "neither a file nor a folder" in said, said
+    said = one_message("score", "--teacher", tmp_path / "pipe", *corpus, *out)
+    assert "is no folder" in said, said
+
+
+def test_a_document_beyond_the_limit_is_named_by_prepare(lab, tmp_path):
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "a " * 9_000_000}) + "\n")
+    tree = tiny_tree(lab, tmp_path / "run", data={"blocks": str(tmp_path / "b")})
+    tree |= {"corpus": {"files": [str(tmp_path / "c.jsonl")]}, "objective": {"method": "cpt"}}
+    del tree["store"]
+    said = one_message("prepare", write_recipe(tmp_path / "r.yaml", tree))
+    assert "gave no tokens" in said and "the limit is" in said, said
+
+
+def test_the_name_of_a_run_is_text_and_a_finished_one_goes_on_elsewhere(lab, tmp_path):
+    from vocagnolm.recipe import recipe_from_dict
+    from vocagnolm.train.run import train
+
+    fresh_process()
+    folder = tmp_path / "<b>run"
+    train(recipe_from_dict(tiny_tree(lab, folder)), quiet=True)
+    assert "# &lt;b&gt;run" in (folder / "model" / "README.md").read_text()
+    longer = tiny_tree(lab, folder, train={"tokens": 6 * 4 * 32})
+    said = one_message("train", write_recipe(tmp_path / "r.yaml", longer))
+    assert f"student.model={folder / 'model'}" in said, said

@@ -1,15 +1,23 @@
 """Code that a model or tokenizer folder brings is not run: no command asks, none runs it."""
 
 import json
+import threading
 
 import pytest
+import torch
 from evaluation_kit import ROWS, make_model, write_rows
 from faults_kit import tiny_tree, write_recipe
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from training_kit import fresh_process
 from typer.testing import CliRunner
 
-from vocagnolm.alignment import load_tokenizer
+from vocagnolm.alignment import TextTokenizer, load_tokenizer
+from vocagnolm.chat import template as chat_template
+from vocagnolm.chat.messages import Message
 from vocagnolm.cli import app
-from vocagnolm.errors import TokenizerError, VocagnolmError
+from vocagnolm.errors import TilingError, TokenizerError, TrainingError, VocagnolmError
+from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.train.checkpoint import mark_complete
 
 CODE = """
 from pathlib import Path
@@ -84,3 +92,56 @@ def test_a_tokenizer_file_can_be_taken_for_itself(foreign):
         load_tokenizer(foreign)
     trusted = load_tokenizer(foreign, trust_remote_code=True, check=False)
     assert load_tokenizer(foreign / "tokenizer.json").fingerprint == trusted.fingerprint
+
+
+def test_a_regular_expression_that_runs_away_is_an_error_of_that_text():
+    runaway = Tokenizer(models.BPE({"x": 0, "y": 1, " ": 2}, []))
+    runaway.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    tokenizer = TextTokenizer(runaway, name="runaway")
+    for read in (tokenizer.spans, lambda text: tokenizer.spans_batch([text, "y"])):
+        with pytest.raises(TilingError, match="gives up on the text"):
+            read("x" * 40)
+    assert len(tokenizer.spans("y y")) == 3
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_template_that_never_ends_is_ended(monkeypatch, in_thread):
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.3)
+    loops = "{% for a in range(9999) %}" * 4 + "{% set b = a %}" + "{% endfor %}" * 4
+    template = chat_template.ChatTemplate(loops, (), (), "given")
+    said = []
+
+    def render():
+        with pytest.raises(TokenizerError, match="did not end within"):
+            template.render([Message("user", "a", True)])
+        said.append(True)
+
+    if in_thread:
+        thread = threading.Thread(target=render)
+        thread.start()
+        thread.join(60)
+    else:
+        render()
+    assert said
+
+
+def test_a_forged_checkpoint_is_refused_without_advice_to_load_it(lab, tmp_path):
+    from vocagnolm.train.run import train
+
+    def run():
+        fresh_process()
+        train(recipe_from_dict(tiny_tree(lab, tmp_path / "run")), quiet=True)
+
+    class Forged:
+        def __reduce__(self):
+            return (tmp_path / "marker").touch, ()
+
+    run()
+    checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-3"
+    torch.save({"state": Forged()}, checkpoint / "optimizer.pt")
+    mark_complete(checkpoint, 3, 1)
+    (tmp_path / "run" / "model" / "model.safetensors").unlink()
+    with pytest.warns(match="made again"), pytest.raises(TrainingError) as refused:
+        run()
+    assert "optimizer.pt" in str(refused.value) and "weights_only" not in str(refused.value)
+    assert not (tmp_path / "marker").exists()

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from objective.problems import NAN, Problem, problem
+from objective.problems import NAN, Problem, problem, some_stretches
 
+from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS
 from vocagnolm.objective import (
     Decided,
     ObjectiveConfig,
@@ -161,6 +162,44 @@ def test_one_by_eight_is_eight_by_one(impl, normalise, fields):
     # and the single call, which exchanges its own counts, is the same step
     direct = loss_of(p, config, impl, step=7)
     assert float(direct) == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("scope", ["sequence", "batch", "global"])
+@pytest.mark.parametrize("method", METHODS)
+def test_which_steps_depend_on_the_micro_batch(method, scope):
+    """Of all methods and scopes: those that say so, and no others."""
+    given = problem(8, 12, 16, 64)
+    nll = 5 * torch.rand(given.labels.shape, generator=torch.Generator().manual_seed(3))
+    whole = ScoredBatch(some_stretches(given), nll)
+
+    def weights(parts: int, config: ObjectiveConfig) -> torch.Tensor:
+        rows = torch.arange(8).tensor_split(parts)
+        batches = [
+            ScoredBatch(
+                Targets(
+                    labels_BT=whole.targets.labels_BT[r],
+                    guidance_BT=whole.targets.guidance_BT[r],
+                    stretch_BT=whole.targets.stretch_BT[r],
+                ),
+                nll[r],
+            )
+            for r in rows
+        ]
+        step = weigh_step(batches, config, step=7)
+        return torch.cat([w.float() for w in step.weights]) / float(step.denominator)
+
+    for unmapped in ("include", "exclude", "mean"):
+        for weighting in CHOOSABLE_WEIGHTINGS if METHODS[method].by_excess else ["top_k"]:
+            for keep in (0.4, 1.0):
+                config = ObjectiveConfig(
+                    method=method, scope=scope, unmapped=unmapped, weighting=weighting, keep=keep
+                )
+                one = weights(1, config)
+                same = all(torch.equal(weights(parts, config), one) for parts in (2, 8))
+                # where `keep` takes every candidate, nothing is left to compete for
+                if keep == 1.0 and config.depends_on_micro_batch:
+                    continue
+                assert same != config.depends_on_micro_batch, config
 
 
 def test_a_scope_of_all_sequences_is_not_a_scope_of_each():

@@ -321,9 +321,34 @@ def _without(*names):
     return lambda choice: {key: value for key, value in choice.items() if key not in names}
 
 
+def _loss(value):
+    def change(choice):
+        ids, rows = choice["prompt_token_ids"], choice["prompt_logprobs"]
+        row = {str(ids[5]): {"logprob": value}}
+        return choice | {"prompt_logprobs": [*rows[:5], row, *rows[6:]]}
+
+    return change
+
+
+@pytest.mark.parametrize("value", [5.0, -1e30, 1e30])
+def test_an_impossible_loss_is_refused_in_every_answer(lab, replay, tmp_path, value):
+    asked = []
+
+    def change(choice):
+        asked.append(choice)
+        return choice if len(asked) <= 3 else _loss(value)(choice)  # the probe has three
+
+    replay.change = change
+    with pytest.raises(ScoreError, match=r"log-probability .*, which no model has"):
+        score(lab, replay, tmp_path / "s")
+    assert not list((tmp_path / "s" / "shards").glob("*"))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (_loss(5.0), "log-probability 5, which no model has"),
+        (_loss(-1e30), "log-probability -1e\\+30"),
         (_bos, r"adds the token 7 \(beginning-of-text\?\) before the 64"),
         (_dropped, "drops tokens: it was given 64 and has read 63"),
         (_changed, "changes token ids: at position 3 it has read 399 for"),

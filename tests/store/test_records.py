@@ -135,5 +135,17 @@ def test_shards_and_identity_are_those_of_a_store_without_devices(half, tmp_path
     manifest = json.loads(named.pop("manifest.json"))
     for entry in manifest["shards"]:
         assert entry.pop("device") == "GPU one"
-    assert manifest == json.loads(whole.pop("manifest.json"))
+    without = json.loads(whole.pop("manifest.json"))
+    assert manifest.pop("content_sha256") != without.pop("content_sha256")
+    assert manifest == without
     assert named == whole
+
+
+def test_a_stray_shard_stops_nothing_and_its_remedy_is_named(half, corpus):
+    out, whole = half
+    (out / "shards" / "000099.safetensors").write_bytes(b"stray")
+    (out / "manifest.partial.json").write_text("{")
+    assert score(corpus, out).store["complete"]
+    assert verify_store(out) == ["shards/000099.safetensors: not in the manifest; remove it"]
+    (out / "shards" / "000099.safetensors").unlink()
+    assert store_bytes(out) == whole

@@ -142,6 +142,7 @@ def test_a_manifest_whose_key_is_renamed_is_damaged(store, where, key):
     entry = manifest["totals"] if where == "totals" else manifest["shards"][1]
     if key not in entry:
         return
+    del manifest["content_sha256"]
     entry[f"{key}2"] = entry.pop(key)
     (store / "manifest.json").write_text(json.dumps(manifest))
     for use in (LossStore.open, verify_store, inspect_store):
@@ -303,6 +304,7 @@ def test_a_folder_that_is_no_store(tmp_path):
 
 def test_another_format_version_is_refused(store):
     manifest = json.loads((store / "manifest.json").read_text())
+    del manifest["content_sha256"]
     (store / "manifest.json").write_text(json.dumps(manifest | {"format_version": 3}))
     with pytest.raises(StoreError, match="version 3"):
         LossStore.open(store)

@@ -34,6 +34,20 @@ def test_a_good_recipe_is_ready_and_its_plan_is_right(lab, tmp_path):
     assert not (tmp_path / "run").exists()  # a dry check leaves nothing behind
 
 
+def test_what_is_hardly_meant_is_said(lab, tmp_path):
+    none = {"blocks": str(tmp_path / "none")}
+    tokens = {"tokens": 10**12}
+    disk = report(lab, tmp_path, train=tokens, data=none).plan["disk"]
+    assert disk["blocks_bytes"] < 10 * (lab / "corpus.jsonl").stat().st_size
+    found = report(lab, tmp_path, train=tokens, run={"save_every": 1})
+    assert any("times: is train.tokens" in line for line in found.warnings)
+    assert any("checkpoints, of which" in line for line in found.warnings)
+    found = report(lab, tmp_path, objective={"keep": 0})
+    assert any("no token would be kept" in line for line in found.problems)
+    step = report(lab, tmp_path, objective={"scope": "global"}).plan["schedule"]["a_step_depends"]
+    assert step == "neither on train.micro_batch nor on the number of processes"
+
+
 def test_several_teachers_are_shown_side_by_side(lab, tmp_path):
     texts = [json.loads(line)["text"] for line in (lab / "corpus.jsonl").open()]
     second = write_store(tmp_path / "second", texts[:20], lab / "student", seed=5)
@@ -106,6 +120,7 @@ def test_an_incomplete_store_and_another_corpus(lab, tmp_path):
     found = report(lab, tmp_path, store={"path": str(broken)})
     assert any("not complete" in problem for problem in found.problems)
     partial["identity"]["corpus"] = {"fingerprint": "another"}
+    partial.pop("content_sha256", None)
     manifest.write_text(json.dumps(partial))
     found = report(lab, tmp_path, store={"path": str(broken)}, data={"blocks": str(tmp_path / "b")})
     assert any("another corpus" in warning for warning in found.warnings)
@@ -158,6 +173,7 @@ def test_a_store_of_another_corpus_is_found_by_its_documents(lab, tmp_path):
     shutil.copytree(lab / "store", store)
     manifest = json.loads((store / "manifest.json").read_text())
     manifest["identity"]["corpus"] = {"fingerprint": "of another"}
+    del manifest["content_sha256"]
     (store / "manifest.json").write_text(json.dumps(manifest))
     known = json.loads((lab / "corpus.jsonl").read_text().splitlines()[0])["text"]
     inside = write_corpus(tmp_path / "part.jsonl", [known])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from training_kit import fresh_process, recipe_dict
 
 from vocagnolm.data.blocks import Blocks
-from vocagnolm.errors import TrainingError
+from vocagnolm.errors import TrainingError, VocagnolmWarning
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train.checkpoint import (
     MARKER,
@@ -155,6 +155,7 @@ def make_checkpoint(folder: Path, step: int, *, complete: bool = True) -> Path:
 def test_only_complete_checkpoints_of_ours_are_found_and_pruned(tmp_path):
     for step in (2, 4, 10):
         make_checkpoint(tmp_path, step)
+    make_checkpoint(tmp_path, 3, complete=False)  # of a kill, and passed by since
     incomplete = make_checkpoint(tmp_path, 12, complete=False)
     (tmp_path / "checkpoint-mine").mkdir()
     assert newest_complete(tmp_path) == Resumable(tmp_path / "checkpoint-10", 10, [])
@@ -176,3 +177,10 @@ def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
     assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [
         *range(1, 6)
     ]
+
+
+def test_a_damaged_line_of_metrics_costs_that_line_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo\xff\n{"step": 3}\n{"step": 4')
+    with pytest.warns(VocagnolmWarning, match="line 2 is damaged"):
+        assert [record["step"] for record in read_metrics(path)] == [1, 3]

@@ -11,9 +11,10 @@ Three ways, from fast to forgiving. Each is taken only where it is right:
    their character offsets give: monotone, without overlap, and the bytes left out are counted.
 """
 
+import contextlib
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -256,6 +257,17 @@ CACHED_WORDS = 2**17
 """Whose merges a BPE model remembers; the library's own 10,000 are used up after a megabyte."""
 
 
+@contextlib.contextmanager
+def _without_panic() -> Iterator[None]:
+    """A regular expression that runs away ends in a panic of the library, which is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TilingError(f"the tokenizer gives up on the text ({error})") from None
+
+
 def encode_utf8(text: str) -> bytes:
     """The text's bytes, or a TilingError where it has none: a lone surrogate is not a character."""
     try:
@@ -328,7 +340,8 @@ class Spanner:
 
     def spans(self, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
         encoded = encode_utf8(text)
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        with _without_panic():
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
         tokens = self._by_bytes(encoding.ids, encoded) or self._traced(text, encoded, encoding)
         if add_special_tokens and self._post_processor is not None:
             return _in_template(tokens, self._post_processor.process(encoding, None, True))
@@ -338,7 +351,8 @@ class Spanner:
         """All texts at once. The tokenizer works in parallel and without the GIL; offsets are
         asked for again only where a text needs them."""
         encoded_texts = [encode_utf8(text) for text in texts]
-        encodings = self._encodings(list(texts))
+        with _without_panic():
+            encodings = self._encodings(list(texts))
         result = []
         for text, encoded, encoding in zip(texts, encoded_texts, encodings, strict=True):
             result.append(self._by_bytes(encoding.ids, encoded) or self.spans(text))

@@ -23,6 +23,7 @@ from vocagnolm.alignment import TextTokenizer
 from vocagnolm.alignment.tokenizer import read_template
 from vocagnolm.chat.messages import Message, Refused
 from vocagnolm.errors import TokenizerError
+from vocagnolm.workers import TookTooLong, time_limit
 
 PLAIN = (
     "{{ bos_token if bos_token is defined else '' }}"
@@ -35,6 +36,9 @@ PLAIN = (
 DATE = "26 Jul 2024"
 
 Origin = Literal["own", "given", "plain"]
+
+RENDER_SECONDS = 20.0
+"""A template takes milliseconds; one of somebody else may never end."""
 
 
 class TemplateRaised(ValueError):
@@ -74,13 +78,19 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         try:
-            text = _compile_jinja_template(self.source).render(
-                messages=[{"role": m.role, "content": m.content} for m in messages],
-                add_generation_prompt=add_generation_prompt,
-                **{"tools": None, "documents": None, "strftime_now": _fixed_date},
-                **dict(self.special_tokens),
-                **dict(self.options),
-            )
+            with time_limit(RENDER_SECONDS):
+                text = _compile_jinja_template(self.source).render(
+                    messages=[{"role": m.role, "content": m.content} for m in messages],
+                    add_generation_prompt=add_generation_prompt,
+                    **{"tools": None, "documents": None, "strftime_now": _fixed_date},
+                    **dict(self.special_tokens),
+                    **dict(self.options),
+                )
+        except TookTooLong:
+            raise TokenizerError(
+                f"A chat template ({self.origin}) did not end within {RENDER_SECONDS:g} s for one "
+                "conversation. Give another one with chat_template."
+            ) from None
         except Exception as error:  # a template may raise anything; it is told in its words
             reason = str(error).strip().splitlines()
             raise TemplateRaised(reason[0] if reason else type(error).__name__) from None

@@ -168,7 +168,8 @@ def end(error: BaseException) -> NoReturn:
         path = error.filename2 or error.filename
         named = f"{path}: " if path else ""
         _leave(f"error: {named}{error.strerror}. Check the path, its rights and the disk.", 1)
-    if os.environ.get(DEBUG_VARIABLE) or not isinstance(error, Exception):
+    panic = type(error).__name__ == "PanicException"  # of a library in Rust, no Exception
+    if os.environ.get(DEBUG_VARIABLE) or not (isinstance(error, Exception) or panic):
         raise error
     said = (str(error).strip().splitlines() or [""])[0]
     _leave(
@@ -183,7 +184,7 @@ def _leave(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _trace_written(error: Exception) -> str:
+def _trace_written(error: BaseException) -> str:
     import platform
     import tempfile
     import traceback

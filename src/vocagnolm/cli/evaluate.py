@@ -56,7 +56,7 @@ def evaluate(
         print_json(values)
     else:
         typer.echo(format_table(scores_table(evaluation)))
-        if out is not None:
+        if out is not None and evaluation.tasks:
             typer.echo(f"answers: {out / 'evaluation' / 'outputs'}", err=True)
         for line in (*notes, *(line for one in left_out for line in one.lines())):
             typer.echo(line, err=True)

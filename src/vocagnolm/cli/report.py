@@ -31,6 +31,11 @@ def report(
 
     With --html: a page of the runs, whether they have been evaluated or not.
     """
+    from vocagnolm.files import model_damage
+
+    for run in runs:
+        if wrong := model_damage(run / "model"):
+            typer.echo(f"warning: {wrong}", err=True)
     if html is not None:
         from vocagnolm.report.runs import write_report
 

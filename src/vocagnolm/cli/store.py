@@ -35,6 +35,10 @@ def inspect_command(store: str = _STORE, as_json: bool = JSON) -> None:
         print_json(about)
     else:
         print_store(about)
+        for problem in about["problems"]:
+            typer.echo(f"problem: {problem}")
+    if about["problems"]:
+        raise typer.Exit(1)
 
 
 @app.command("verify")
@@ -221,6 +225,7 @@ def print_store(about: dict[str, Any]) -> None:
     if about["mean_nll"] is not None:
         rows.append(("mean nll", f"{about['mean_nll']:.4f} nats a token"))
         rows.append(("bits per byte", f"{about['bits_per_byte']:.4f}"))
+    rows.append(("verified", about["verified"]))
     rows += [("", f"{count:,} skipped: {why}") for why, count in about["skipped_reasons"].items()]
     kept = about.get("alternatives")
     if kept is not None:

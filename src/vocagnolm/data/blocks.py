@@ -24,6 +24,7 @@ No torch here: `Blocks` is map-style and gives NumPy arrays, the only kind of da
 Hugging Face's Trainer resumes exactly.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +351,15 @@ def read_manifest(folder: Path | Place) -> dict[str, Any]:
         if not (isinstance(part, dict) and plain_name(part.get("name"))):
             raise BlocksError(f"{path} lists a part that is no file of its own: {part!r:.60}.")
     return manifest
+
+
+def cut_parts(manifest: dict[str, Any], found: Mapping[str, int]) -> list[str]:
+    """As `damaged_parts`, by the sizes of the files that were `found` alone."""
+    return [
+        f"{part['name']}: it is missing or cut short"
+        for part in manifest["parts"]
+        if found.get(part["name"]) != part.get("bytes", found.get(part["name"], -1))
+    ]
 
 
 def damaged_parts(folder: Path, manifest: dict[str, Any]) -> list[str]:

@@ -287,7 +287,8 @@ def _sources_of(path: str | Path, text_field: str, split: Split) -> list[Source]
     named_like_hub = isinstance(path, str) and path.count("/") == 1 and path[0] not in "./~"
     if named_like_hub and not is_corpus_file(local):
         return [DatasetSource(str(path), text_field)]
-    raise CorpusError(f"{path} does not exist. {_KNOWN}")
+    wrong = "is neither a file nor a folder" if local.exists() else "does not exist"
+    raise CorpusError(f"{path} {wrong}. {_KNOWN}")
 
 
 _READERS: dict[str, type[JsonLines] | type[ParquetRows] | type[TextFile]] = {

@@ -121,7 +121,7 @@ def local_blocks(recipe: Recipe) -> Path:
     ]
     mend = "Remove it there and run `vocagnolm prepare` again: it makes what is missing."
     copy_files(place, parts, folder, mend)
-    Folder(folder).create(MANIFEST, json_bytes(manifest))
+    Folder(folder).create(MANIFEST, json_bytes(manifest, sealed=True))
     return folder
 
 

@@ -26,6 +26,7 @@ from vocagnolm.data.blocks import (
     FORMAT_VERSION,
     MANIFEST,
     block_count,
+    cut_parts,
     damaged_parts,
     read_manifest,
     too_few_tokens,
@@ -95,7 +96,7 @@ def prepare(
                 entries = _make_parts(corpus, folder, plan, workers, progress)
                 corpus.require_unchanged()
                 manifest = _manifest(recipe, settings, tokenizer, corpus, entries)
-                files.write_json(folder / MANIFEST, manifest)
+                files.write_json(folder / MANIFEST, manifest, sealed=True)
                 files.remove_leftovers(folder)
             return manifest
 
@@ -131,7 +132,7 @@ def _refuse_strangers(place: Place) -> None:
 
 def _claim(place: Place, settings: dict[str, Any]) -> None:
     """The settings are written before the first part: a place belongs to one recipe."""
-    if place.create(SETTINGS, files.json_bytes(settings)):
+    if place.create(SETTINGS, files.json_bytes(settings, sealed=True)):
         return
     advice = "Choose another place for data.blocks."
     path = place.shown(SETTINGS)
@@ -168,11 +169,7 @@ def _finished(
     if isinstance(place, Folder):
         damaged = damaged_parts(place.path, manifest)
     else:
-        damaged = [
-            f"{part['name']}: it is missing or cut short"
-            for part in manifest["parts"]
-            if found.get(part["name"]) != part.get("bytes", found.get(part["name"], -1))
-        ]
+        damaged = cut_parts(manifest, found)
     if not damaged:
         return manifest
     if manifest["settings"] != settings:
@@ -199,8 +196,9 @@ def _upload(folder: Path, place: Place, manifest: dict[str, Any]) -> None:
         for size in pool.map(send, parts):
             done += size
             tell(f"{folder} to {place}", folder, done, total)
-    if not place.create(MANIFEST, files.json_bytes(manifest)):
-        place.put(MANIFEST, files.json_bytes(manifest))
+    content = files.json_bytes(manifest, sealed=True)
+    if not place.create(MANIFEST, content):
+        place.put(MANIFEST, content)
 
 
 # ---- the manifest ----
@@ -218,7 +216,7 @@ def _manifest(
     for entry in entries:
         summary.add(PackingSummary(**entry["summary"]))
     about, guidance = summary.to_dict(), settings["guidance"] or {}
-    if problem := _nothing(recipe, summary):
+    if problem := _nothing(recipe, summary, corpus):
         raise BlocksError(problem)
     if guidance and about["mapped_share"] < LEAST_MAPPED_SHARE:
         warnings.warn(
@@ -250,7 +248,7 @@ def _manifest(
     }
 
 
-def _nothing(recipe: Recipe, summary: PackingSummary) -> str | None:
+def _nothing(recipe: Recipe, summary: PackingSummary, read: Corpus) -> str | None:
     """Why there is nothing to train on, or nothing to guide it."""
     corpus = ", ".join(recipe.corpus.files)
     if summary.tokens and summary.trained != 0:
@@ -270,7 +268,8 @@ def _nothing(recipe: Recipe, summary: PackingSummary) -> str | None:
             f"{corpus} holds nothing to train on: no conversation has a message of data.train_on = "
             f"{recipe.data.train_on}."
         )
-    return f"The corpus gave no tokens: {corpus}."
+    unusable = (f" ({d.place}: {d.problem})" for d in read.read(0, 100) if d.text is None)
+    return f"The corpus gave no tokens: {corpus}{next(unusable, '')}."
 
 
 # ---- one part: a pure function of its documents and the plan ----

@@ -13,6 +13,7 @@ test for the averages and for anything that pools tasks.
 
 import contextlib
 import json
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from vocagnolm.errors import EvaluationError
+from vocagnolm.errors import EvaluationError, VocagnolmWarning
 from vocagnolm.evaluate.settings import OF_THE_QUESTIONS, differing
 from vocagnolm.evaluate.suite import (
     AVERAGE_TITLES,
@@ -196,7 +197,7 @@ class RunFolder:
             )
         self.outputs.mkdir(parents=True, exist_ok=True)
         merged = {"settings": there | settings, "prompts": before["prompts"] | prompts}
-        write_json(path, merged)
+        write_json(path, merged, sealed=True)
 
     def checksums(self) -> dict[str, str]:
         """Of every task's requests, as they were when it was claimed; empty where not known."""
@@ -275,6 +276,10 @@ class RunFolder:
         return merged
 
 
+class NotEvaluated(EvaluationError):
+    """A folder without results."""
+
+
 def open_run(path: str | Path) -> tuple[RunFolder, Evaluation]:
     """A finished evaluation: the run's folder, or its `evaluation` folder."""
     given = local_path(path)
@@ -283,9 +288,10 @@ def open_run(path: str | Path) -> tuple[RunFolder, Evaluation]:
     run = RunFolder(given)
     results = run.results()
     if results is None:
-        raise EvaluationError(
+        raise NotEvaluated(
             f"{path} holds no finished evaluation: expected {run.folder / 'results.json'}. "
-            f"Make one with: vocagnolm evaluate MODEL --out {path}"
+            f"Make one with: vocagnolm evaluate MODEL --out {path}, with --text FILE for bits per "
+            "byte alone; `vocagnolm report --html` shows runs that have none."
         )
     return run, results
 
@@ -417,11 +423,19 @@ def load_run(path: str | Path, name: str | None = None) -> Run:
 
 def compare_runs(paths: list[str | Path]) -> Comparison:
     """Read finished evaluations; the first is the one the others are compared with."""
-    runs = [load_run(path) for path in paths]
+    runs, evaluated = [], []
+    for path in paths:
+        try:
+            runs.append(load_run(path))
+            evaluated.append(path)
+        except NotEvaluated as error:
+            if len(paths) == 1 or path == paths[0]:
+                raise
+            warnings.warn(f"left out: {error}", VocagnolmWarning, stacklevel=2)
     names = [run.name for run in runs]
     # runs/a/eval and runs/b/eval have the same last part: then the whole path tells them apart
     if len(set(names)) < len(names):
-        runs = [replace(run, name=str(path)) for path, run in zip(paths, runs, strict=True)]
+        runs = [replace(run, name=str(path)) for path, run in zip(evaluated, runs, strict=True)]
     table = Comparison(runs, {}, {})
     base, others = runs[0], runs[1:]
     for row in [*table.rows(), "bits_per_byte"]:

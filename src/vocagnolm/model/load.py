@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.errors import MissingExtraError, ModelError, UsageError
-from vocagnolm.files import parse_json
+from vocagnolm.files import model_damage, parse_json
 from vocagnolm.model.fp8 import require_fp8, to_fp8
 
 # ---- quantised weights ----
@@ -291,6 +291,8 @@ def open_model(
         name = hub_id or path.resolve().name
         if hub_id is not None:
             path, revision = _from_hub(hub_id, revision, trust_remote_code, weights)
+        if weights and (wrong := model_damage(path)):
+            raise ModelError(wrong)
         files = _weight_files(path, hub_id) if weights else []
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -373,9 +375,10 @@ def _from_hub(
     name: str, revision: str | None, trust_remote_code: bool, weights: bool
 ) -> tuple[Path, str]:
     """Download what is safe to open; nothing else even reaches this machine."""
-    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+    if Path(name).exists() or name.count("/") > 1 or name.startswith((".", "/", "~")):
+        wrong = "is no folder" if Path(name).exists() else "does not exist"
         raise ModelError(
-            f"{name} does not exist. Expected a model folder, a .gguf file or a hub id such as "
+            f"{name} {wrong}. Expected a model folder, a .gguf file or a hub id such as "
             "Qwen/Qwen2.5-Math-7B."
         )
     from huggingface_hub import snapshot_download

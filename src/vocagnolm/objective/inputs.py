@@ -73,9 +73,17 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
     @property
     def reaches_over_step(self) -> bool:
         """The weights of a micro-batch depend on the other micro-batches and ranks of its step."""
-        if self.scope != "global" or self.selects_all:
-            return False
-        return not self.graded or self.unmapped == "mean"
+        return self.scope == "global" and self._competes
+
+    @property
+    def depends_on_micro_batch(self) -> bool:
+        """A step of other micro-batches would give its tokens other weights."""
+        return self.scope == "batch" and self._competes
+
+    @property
+    def _competes(self) -> bool:
+        """What a token counts depends on more than its own stretch."""
+        return not self.selects_all and (not self.graded or self.unmapped == "mean")
 
     @property
     def counts_by_losses(self) -> bool:

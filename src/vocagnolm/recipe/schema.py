@@ -175,6 +175,8 @@ def fits(hint: Any, value: Any) -> bool:
         return number and -MOST <= value <= MOST  # not NaN, not infinite
     if hint is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
+    if hint is str:
+        return isinstance(value, str) and "\0" not in value  # which no path has
     if origin is None:
         return hint is Any or isinstance(value, hint)
     if not isinstance(value, origin) or isinstance(value, str):
@@ -235,6 +237,7 @@ def _read(hint: Any, value: Any, path: tuple[str, ...], lines: list[str]) -> Any
                 value = float(value)
     if not fits(whole, value):
         wanted = describe(whole) if path else "keys with values"
+        wanted += " without zero bytes" if "\0" in str(value) else ""
         lines.append(f"{'.'.join(path) or 'it'} is {value!r:.60}, expected {wanted}.")
     return value
 

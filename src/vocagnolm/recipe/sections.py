@@ -394,6 +394,7 @@ class ScoreSection(Schema, frozen=True):
         "of a sum",
         unset="all, at most 16",
         ge=1,
+        le=1024,
     )
     shard_teacher: Annotated[int, Limits(ge=1)] | Literal["auto"] = key(
         "GPUs of one machine that hold one teacher together, under torchrun; auto: as few as hold "

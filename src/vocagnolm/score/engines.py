@@ -10,6 +10,7 @@ import contextlib
 import email.utils
 import http.client
 import json
+import math
 import os
 import random
 import socket
@@ -193,6 +194,7 @@ def _hidden(text: str) -> str:
 
 # JSON has no infinity: vLLM writes this for a probability of zero
 _NO_PROBABILITY = -9999.0
+_ROUNDING = 0.01  # by which half precision may put a log-probability above 0
 
 
 class Engine:
@@ -388,6 +390,7 @@ def _read(
             )
         if ids != sent:
             raise ScoreError(f"{url} {_change(sent, ids)}. Its losses would be of another text.")
+        _refuse_impossible(url, values)
         packed = None
         if alternatives:
             if likeliest is None or len(likeliest) != len(ids):
@@ -409,6 +412,7 @@ def _packed(
     for place, given in enumerate(likeliest):
         if place == 0 or not given:
             continue
+        _refuse_impossible(url, [value for _, value in given])
         ranked = sorted(given, key=lambda entry: -entry[1])[:count]
         if len(ranked) < count:
             raise ScoreError(
@@ -428,6 +432,16 @@ def _change(sent: list[int], back: list[int]) -> str:
         return f"{changes} tokens: it was given {len(sent)} and has read {len(back)}"
     place = next(i for i, (a, b) in enumerate(zip(sent, back, strict=True)) if a != b)
     return f"changes token ids: at position {place} it has read {back[place]} for {sent[place]}"
+
+
+def _refuse_impossible(url: str, values: Sequence[float | None]) -> None:
+    """A probability above 1, or one that no model in half precision gives."""
+    for value in values:
+        if value is not None and (value > _ROUNDING or -math.inf < value < _NO_PROBABILITY):
+            raise ScoreError(
+                f"{url} gives a token the log-probability {value:g}, which no model has. This "
+                "answer was not kept. Check the server and its version."
+            )
 
 
 def _losses(values: list[float | None]) -> np.ndarray:

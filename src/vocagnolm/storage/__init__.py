@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vocagnolm.errors import UsageError
-from vocagnolm.files import address_of
+from vocagnolm.files import address_of, local_path
 from vocagnolm.storage.backend import HUB_SCHEME, Folder, Place, hub_folder
 from vocagnolm.storage.bucket import BUCKET_SCHEMES, Bucket
 
@@ -56,5 +56,5 @@ def place_of(path: str | Path) -> Place:
     require_place(path, hub=True)
     address = address_of(path)
     if address is None:
-        return Folder(Path(path))
+        return Folder(local_path(path))
     return BACKENDS[scheme_of(path) or ""].open(address)

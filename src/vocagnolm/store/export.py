@@ -14,7 +14,7 @@ from vocagnolm.alternatives import Alternatives
 from vocagnolm.errors import MissingExtraError, StoreError
 from vocagnolm.storage import Place
 from vocagnolm.store.analysis import Ranks
-from vocagnolm.store.reader import LossStore, inspect_store
+from vocagnolm.store.reader import LossStore, inspect_store, mend_hint
 
 # ---- Parquet ----
 
@@ -117,6 +117,10 @@ def store_card(place: Place, licence: str | None = None) -> str:
     """Of a complete store. `licence`: as the hub calls it (`cc-by-4.0`, `odc-by`); who has made
     corpus and teacher says which one may stand there."""
     about = inspect_store(str(place))
+    if about["problems"]:
+        raise StoreError(
+            f"{place} is damaged: {'; '.join(about['problems'][:3])}. {mend_hint(str(place))}"
+        )
     has_parquet = any(name.endswith(".parquet") for name in place.files(PARQUET_FOLDER))
     name = PurePath(str(place)).name
     facts = _facts(about)

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, overload
@@ -331,11 +331,35 @@ def require_complete(place: Place) -> None:
 
 
 MOST_SKIPPED_SHOWN = 100
+NOT_VERIFIED = "names, sizes and headers; the losses themselves by `vocagnolm store verify` alone"
 _THREADS = 16
 
 
+def listing_problems(manifest: dict[str, Any], found: Mapping[str, int]) -> list[str]:
+    """What the names and sizes of a complete store's files say against its manifest. No shard is
+    read."""
+    problems = []
+    for entry in manifest["shards"]:
+        size = found.get(entry["file"])
+        if size is None:
+            problems.append(f"{entry['file']} is missing")
+        elif size != entry["file_bytes"]:
+            problems.append(
+                f"{entry['file']} has {size:,} bytes, {entry['file_bytes']:,} are expected"
+            )
+    if "alternatives" in manifest["identity"] and VOCABULARY_FILE not in found:
+        problems.append(f"{VOCABULARY_FILE} is missing")
+    return problems
+
+
+def _strangers(manifest: dict[str, Any], found: Iterable[str]) -> list[str]:
+    others = set(shard_names(found)) - {entry["file"] for entry in manifest["shards"]}
+    return [f"{name}: not in the manifest; remove it" for name in sorted(others)]
+
+
 def inspect_store(path: str | Path) -> dict[str, Any]:
-    """What the store is, from its manifest and the shards' headers; complete or not."""
+    """What the store is, from its manifest and the shards' headers; complete or not. `problems`
+    are those that show without reading the shards, which `verify_store` does."""
     place = place_of(path)
     found = place.files(SHARD_FOLDER, RECORD_FOLDER)
     complete = MANIFEST_FILE in found
@@ -345,10 +369,16 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
         manifest = read_manifest(place, partial=not complete)
     except FileNotFoundError:  # completed at this moment
         return inspect_store(path)
+    problems: list[str] = []
     names = shard_names(found)
+    if complete:
+        problems = [*listing_problems(manifest, found), *_strangers(manifest, found)]
+        names = [e["file"] for e in manifest["shards"] if found.get(e["file"]) == e["file_bytes"]]
     with ThreadPoolExecutor(_THREADS) as pool:
         shards = list(pool.map(lambda name: read_about(place, name, found[name]), names))
     totals = add_statistics([about["statistics"] for about in shards])
+    if complete and not problems and totals != manifest["totals"]:
+        problems.append(f"{MANIFEST_FILE}: its totals are not those of the shards")
     skipped = [entry for about in shards for entry in about["skipped"]]
     reasons = count_reasons(entry["reason"] for entry in skipped)
     file_bytes = sum(found[name] for name in (*names, VOCABULARY_FILE) if name in found)
@@ -357,6 +387,8 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
     return {
         "path": str(path),
         "complete": complete,
+        "problems": problems,
+        "verified": NOT_VERIFIED,
         "format_version": manifest["format_version"],
         "documents": totals["documents"],
         "tokens": totals["tokens"],
@@ -444,9 +476,7 @@ def verify_store(path: str | Path) -> list[str]:
     totals = add_statistics(manifest["shards"])
     if any(manifest["totals"].get(key) != value for key, value in totals.items()):
         problems.append(f"{MANIFEST_FILE}: the totals do not add up")
-    strangers = set(shard_names(place.files(SHARD_FOLDER)))
-    strangers -= {entry["file"] for entry in manifest["shards"]}
-    problems += [f"{name}: not in the manifest" for name in sorted(strangers)]
+    problems += _strangers(manifest, place.files(SHARD_FOLDER))
     if "alternatives" in identity:
         try:
             damage = vocabulary_damage(place.read(VOCABULARY_FILE), identity)

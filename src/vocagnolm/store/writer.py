@@ -44,7 +44,6 @@ from vocagnolm.store.format import (
     record_name,
     record_of,
     shard_name,
-    shard_names,
     version_of,
     vocabulary_damage,
 )
@@ -176,13 +175,16 @@ class StoreWriter:
 
     def _require_own_shards(self) -> None:
         """A manifest that cannot be read: every shard must say that it is this run's."""
-        for name in shard_names(self._files):
+        for name in map(shard_name, range(self.shard_count)):
+            if name not in self._files:
+                continue
             with contextlib.suppress(StoreError):  # a damaged shard is nobody's
                 if read_shard(self.place, name).about["identity"] == self._digest:
                     continue
             raise StoreError(
                 f"{self.place}: the manifest cannot be read, and {name.partition('/')[2]} does not "
-                "say that this command made it. Move the folder away, or choose another --out."
+                "say that this command made it. Remove that file if this command made the store: "
+                "it is scored again. Or choose another --out."
             )
 
     def _begin_new(self) -> None:
@@ -300,7 +302,7 @@ class StoreWriter:
         totals = add_statistics([record["statistics"] for record in records])
         shards = [listed(record) for record in records]
         manifest = {**self._manifest_head(True), "totals": totals, "shards": shards}
-        content = files.json_bytes(manifest)
+        content = files.json_bytes(manifest, sealed=True)
         if self.place.create(MANIFEST_FILE, content):
             return
         try:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer
 from vocagnolm.chat import ChatTokenizer, survey
-from vocagnolm.data.blocks import MANIFEST, read_manifest
+from vocagnolm.data.blocks import MANIFEST, cut_parts, read_manifest
 from vocagnolm.data.corpus import Corpus, document_hash
 from vocagnolm.data.guidance import common_alternatives
 from vocagnolm.data.identity import (
@@ -36,11 +36,14 @@ from vocagnolm.data.identity import (
 )
 from vocagnolm.data.teachers import best_shares
 from vocagnolm.errors import TrainingError, VocagnolmError
-from vocagnolm.files import address_of
+from vocagnolm.files import address_of, model_damage
 from vocagnolm.model import NllModel
 from vocagnolm.recipe import Recipe
+from vocagnolm.storage import place_of
 from vocagnolm.store import LossStore
 from vocagnolm.store.analysis import best_store, teacher_warning
+from vocagnolm.store.format import SHARD_FOLDER
+from vocagnolm.store.reader import listing_problems, mend_hint
 from vocagnolm.train.checkpoint import newest_complete
 from vocagnolm.train.folder import found_micro_batch, read_run, refuse_other_run
 from vocagnolm.train.metrics import tracker_problems
@@ -51,6 +54,7 @@ from vocagnolm.train.settings import (
     plan_schedule,
     slow_arithmetic,
     training_arguments,
+    what_a_step_depends_on,
 )
 from vocagnolm.train.student import (
     build_student,
@@ -111,6 +115,8 @@ class Found:
 
 # Beyond this a corpus is not read through by a mere check.
 LARGEST_CORPUS_READ_BYTES = 2 * 10**9
+MANY_EPOCHS = 100
+MANY_CHECKPOINTS = 1000
 # Conversations that are rendered to see what the templates do to them.
 SURVEYED = 200
 
@@ -145,10 +151,15 @@ def check_stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> 
             "documents": store.manifest["totals"]["documents"],
             "tokens": store.manifest["totals"]["tokens"],
             "bits_per_byte": store.bits_per_byte,
+            "verified": "names and sizes; the losses by `vocagnolm store verify`",
             **({"alternatives": str(kept)} if (kept := store.kept_alternatives) else {}),
         }
         for store in stores
     ]
+    for store in stores:
+        listed = listing_problems(store.manifest, place_of(store.path).files(SHARD_FOLDER))
+        for line in listed:
+            report.problem(f"{store.path}: {line}. {mend_hint(store.path)}")
     if recipe.needs_targets and not recipe.teacher.online:
         common_alternatives(stores, recipe.objective.alternatives)
     if len(stores) == 1:
@@ -260,7 +271,10 @@ def check_blocks(recipe: Recipe, report: CheckReport, found: Found) -> dict[str,
         "one_to_one_share": summary["one_to_one_share"] if guided else None,
         "target_shares": summary.get("target_shares"),
         "conversations": None if bins is None else bins.words(recipe.data.block_size + 1),
+        "verified": "names and sizes; `vocagnolm train` reads the parts through",
     }
+    for line in cut_parts(manifest, folder.files()):
+        report.problem(f"{folder}: {line}. Run `vocagnolm prepare` again: it makes it anew.")
     return manifest
 
 
@@ -424,10 +438,11 @@ def _schedule(recipe: Recipe, report: CheckReport, processes: int, found: Found)
         "processes": processes,
         "accumulation": None if unknown else schedule.accumulation,
         "micro_batch": "auto" if unknown else schedule.micro_batch,
+        "a_step_depends": what_a_step_depends_on(recipe),
         "warmup_steps": recipe.optimizer.warmup_steps,
         "checkpoints": schedule.steps // recipe.run.save_every if recipe.run.save_every else 0,
     }
-    if unknown and recipe.objective.scope == "batch":
+    if unknown and objective_config(recipe).depends_on_micro_batch:
         report.warnings.append(
             "train.micro_batch: auto with objective.scope: batch: which tokens compete depends on "
             "what is found on the machine that trains. A number, or scope: sequence or global, "
@@ -437,6 +452,16 @@ def _schedule(recipe: Recipe, report: CheckReport, processes: int, found: Found)
         report.warnings.append(
             f"optimizer.warmup_steps = {recipe.optimizer.warmup_steps} is the whole run "
             f"({schedule.steps} steps)."
+        )
+    if manifest is not None and schedule.epochs > MANY_EPOCHS:
+        report.warnings.append(
+            f"the run reads its blocks {schedule.epochs:,.0f} times: is train.tokens or "
+            "train.epochs meant so?"
+        )
+    if (saved := report.plan["schedule"]["checkpoints"]) > MANY_CHECKPOINTS:
+        report.warnings.append(
+            f"run.save_every = {recipe.run.save_every} writes {saved:,} checkpoints, of which "
+            f"{recipe.run.keep_checkpoints} are kept at a time."
         )
     if advice := slow_arithmetic(recipe):
         report.warnings.append(advice)
@@ -461,6 +486,8 @@ def _disk(recipe: Recipe, report: CheckReport, found: Found) -> None:
         count = recipe.objective.alternatives or (spec.count if spec else 0)
         token_bytes += len(recipe.stores) * count * (id_bytes + 2)
     planned = 0 if found.schedule is None else found.schedule.tokens
+    # more epochs make no more blocks; a token takes about a byte of a compressed file, or more
+    planned = min(planned, report.plan.get("corpus", {}).get("bytes_on_disk") or planned)
     tokens = planned if found.manifest is None else found.manifest["tokens"]
     existing = Path(recipe.run.folder).absolute()
     while not existing.exists():
@@ -486,11 +513,14 @@ def _run(recipe: Recipe, report: CheckReport, manifest: dict[str, Any] | None) -
     blocks = None if manifest is None else manifest["fingerprint"]
     refuse_other_run(folder, recipe, about, blocks)
     if about:
+        if about["finished"] and (wrong := model_damage(folder / "model", read=False)):
+            report.warnings.append(wrong)
         newest = newest_complete(folder / "checkpoints", read=False)
         report.plan["run"] = {
             "folder": str(folder),
             "finished": about["finished"],
             "resumes_after_step": newest.step,
+            "verified": "sizes; `vocagnolm train` compares checksums",
         }
 
 

@@ -2,7 +2,8 @@
 
 A checkpoint is many files, and a kill may come between any two; a disk may also lose a bit. So a
 marker with every file's size and checksum is written last, and only marked folders whose files
-agree with it are resumed from. Only folders with a marker of ours are ever removed.
+agree with it are resumed from. Only folders with a marker of ours are ever removed, and unfinished
+ones of an earlier step than a complete one.
 
 ```
 checkpoint-N/model.safetensors  optimizer.pt          the whole student, by the first process
@@ -12,6 +13,7 @@ checkpoint-N/complete.json      the marker
 ```
 """
 
+import pickle
 import random
 import re
 import shutil
@@ -38,7 +40,15 @@ from transformers import set_seed
 from transformers.trainer_pt_utils import safe_globals
 
 from vocagnolm.errors import TrainingError
-from vocagnolm.files import as_write_error, file_digests, read_json, remove, sync_tree, write_json
+from vocagnolm.files import (
+    as_write_error,
+    damaged_file,
+    file_records,
+    read_json,
+    remove,
+    sync_tree,
+    write_json,
+)
 from vocagnolm.processes import Ranks
 from vocagnolm.recipe import RunSection
 
@@ -59,11 +69,7 @@ class Resumable:
 def mark_complete(checkpoint: Path, step: int, world_size: int) -> None:
     """All files of `checkpoint-STEP` are there: say so, durably."""
     sync_tree(checkpoint)
-    paths = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MARKER)
-    files = {
-        path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(paths, file_digests(paths), strict=True)
-    }
+    files = file_records(checkpoint, MARKER)
     write_json(checkpoint / MARKER, {"step": step, "world_size": world_size, "files": files})
 
 
@@ -75,18 +81,7 @@ def damage(checkpoint: Path, *, read: bool = True) -> str | None:
         return "it was never finished"
     except TrainingError as error:
         return str(error)
-    for name, entry in files.items():
-        size = entry["bytes"] if isinstance(entry, dict) else entry  # older markers: sizes alone
-        path = checkpoint / name
-        if not path.is_file() or path.stat().st_size != size:
-            return f"{name} is cut short or missing"
-    checked = {name: entry for name, entry in files.items() if isinstance(entry, dict)}
-    if read:
-        digests = file_digests([checkpoint / name for name in checked])
-        for (name, entry), digest in zip(checked.items(), digests, strict=True):
-            if entry["sha256"] != digest:
-                return f"{name} does not match its checksum"
-    return None
+    return damaged_file(checkpoint, files, read=read)
 
 
 def newest_complete(folder: str | Path, *, read: bool = True) -> Resumable:
@@ -103,12 +98,16 @@ def newest_complete(folder: str | Path, *, read: bool = True) -> Resumable:
 
 
 def prune_checkpoints(folder: str | Path, keep: int) -> None:
-    """Remove complete checkpoints but the newest `keep` (at least one)."""
+    """Remove complete checkpoints but the newest `keep` (at least one), and those before it that a
+    kill has left unfinished."""
     found = sorted(_checkpoints(Path(folder)))
     complete = [path for _, path in found if damage(path, read=False) is None]
     for path in complete[: -max(1, keep)]:
         remove(path / MARKER)  # first: a half-removed folder must not pass for complete
-        shutil.rmtree(path)
+    paths = [path for _, path in found]
+    for path in paths[: paths.index(complete[-1])] if complete else []:
+        if not (path / MARKER).exists():
+            shutil.rmtree(path)
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -263,7 +262,16 @@ def _clear(checkpoint: Path) -> None:
 
 
 def _load(path: Path, device: torch.device | str = "cpu") -> Any:
-    return torch.load(path, map_location=device, weights_only=True)
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise TrainingError(
+            f"{path} does not hold what a checkpoint of ours holds, and was not loaded: it may "
+            "bring code of somebody else. Look who wrote it, and remove its folder to go on from "
+            "the checkpoint before."
+        ) from None
 
 
 def _load_weights(checkpoint: Path, model: Any) -> None:

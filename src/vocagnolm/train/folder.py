@@ -1,6 +1,8 @@
 """A run folder: one recipe, one set of blocks; its files, and the card of its model. No torch."""
 
+import html
 import platform
+import warnings
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vocagnolm import __version__
 from vocagnolm.chat import ChatTemplate
 from vocagnolm.chat.survey import template_words
-from vocagnolm.errors import TrainingError
+from vocagnolm.errors import TrainingError, VocagnolmWarning
 from vocagnolm.files import (
     LOCK_FILE,
     is_leftover,
@@ -37,18 +39,25 @@ def with_current_names(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; what is no record (a last line cut short) ends it."""
+    """The records of a metrics file. A last line that was cut short is left out; other lines that
+    are no records too, with a warning."""
     records: list[dict[str, Any]] = []
-    if not path.is_file():
-        return records
-    for line in path.read_bytes().splitlines():
+    damaged: list[int] = []
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    for number, line in enumerate(lines, 1):
         try:
             record = parse_json(line)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            break
-        records.append(with_current_names(record))
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(with_current_names(record))
+        elif number < len(lines):
+            damaged.append(number)
+    if damaged:
+        shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+        warnings.warn(
+            f"{path}: line {shown} is damaged and left out.", VocagnolmWarning, stacklevel=2
+        )
     return records
 
 
@@ -102,15 +111,17 @@ def refuse_other_run(
         return
     if not has_begun(folder):
         return
+    finished = bool(found) and found["finished"]
     difference = recipe_difference(load_recipe(folder / "recipe.yaml"), recipe, RUNTIME_KEYS)
     others = blocks is not None and found.get("blocks") not in (None, blocks)
-    if found and not found["finished"] and others:
+    if found and not finished and others:
         difference.append(f"the blocks in {recipe.data.blocks} are not those it began with")
     if difference:
         raise TrainingError(
             f"{folder} holds a run with another recipe:\n  "
             + "\n  ".join(difference)
             + "\nGive these settings back to go on with it, or choose another run.folder."
+            + f" To train its model further there: student.model={folder / 'model'}." * finished
         )
 
 
@@ -185,6 +196,8 @@ def model_card(
     template: ChatTemplate | None = None,
 ) -> str:
     """README.md of the model folder. `template`: the one in which conversations were read."""
+    from vocagnolm.train.settings import what_a_step_depends_on
+
     method = recipe.objective.method
     base = recipe.student.model or "random weights"
     rows = {
@@ -210,6 +223,8 @@ def model_card(
             f"keep {o.keep:g}, aggregation {o.aggregation}, unmapped {o.unmapped}, "
             f"scope {o.scope}, normalised by {o.normalise}"
         )
+    rows["a step depends"] = what_a_step_depends_on(recipe)
+    rows["micro-batch"] = f"{schedule.micro_batch} blocks"
     if recipe.needs_targets:
         o = recipe.objective
         end = "" if o.mix_end is None else f" to {o.mix_end:g}"
@@ -223,7 +238,7 @@ def model_card(
         )
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     yaml = recipe.to_yaml()
-    name = Path(recipe.run.folder or "student").name
+    name = html.escape(Path(recipe.run.folder or "student").name)
     hub_base = base if base.count("/") == 1 and not base.startswith((".", "/", "~")) else None
     header = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- vocagnolm\n"
     header += f"base_model: {hub_base}\n" if hub_base else ""

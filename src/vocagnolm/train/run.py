@@ -12,6 +12,7 @@ RUN/tensorboard/     where run.report_to names tensorboard
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
@@ -45,11 +46,14 @@ from vocagnolm.errors import (
     StoppedError,
     TrainingError,
     VocagnolmError,
+    VocagnolmWarning,
 )
 from vocagnolm.files import (
     address_of,
     as_write_error,
+    file_records,
     folder_lock,
+    model_damage,
     remove_leftovers,
     whole_folder,
 )
@@ -67,6 +71,7 @@ from vocagnolm.train.folder import (
     found_micro_batch,
     model_card,
     note_in_run,
+    read_metrics,
     read_run,
     refuse_other_run,
     run_folder,
@@ -138,7 +143,14 @@ def train(
             remove_leftovers(folder)
         found = read_run(folder)
         if found.get("finished"):
-            return run_summary(folder, already=True)
+            wrong = model_damage(folder / "model")
+            if wrong is None and (folder / "model" / "config.json").is_file():
+                return run_summary(folder, already=True)
+            found["finished"] = False
+            if is_main():
+                note_in_run(folder, finished=False)
+                lost = wrong or f"{folder}: the model of this finished run is missing."
+                warnings.warn(f"{lost} It is made again now.", VocagnolmWarning, stacklevel=2)
         if recipe.train.compile:
             import_compiler_meanwhile()
         tokenizer = student_tokenizer(recipe)
@@ -354,11 +366,20 @@ def save_result(run: Run, loop: TrainingLoop) -> None:
             template = student_chat(recipe, run.tokenizer).template
             (target / "chat_template.jinja").write_text(template.source, encoding="utf-8")
         teacher = blocks.manifest.get("teacher")
-        card = model_card(recipe, loop.schedule, teacher, loop.last_record, template)
+        # of a model that is made again from the checkpoint of the last step
+        written = read_metrics(folder / "metrics.jsonl")[-1:] or [{}]
+        last = loop.last_record or written[0]
+        card = model_card(recipe, loop.schedule, teacher, last, template)
         (target / "README.md").write_text(card, encoding="utf-8")
     run.clock.end("finishing")
     times, first_step = asdict(run.clock.times), run.clock.first_step
-    note_in_run(folder, finished=True, times=times, seconds_to_first_step=first_step)
+    note_in_run(
+        folder,
+        finished=True,
+        times=times,
+        seconds_to_first_step=first_step,
+        model_files=file_records(folder / "model", "README.md"),  # the card may be edited
+    )
 
 
 def _with_weights(recipe: Recipe, state_dict: dict[str, Any]) -> Any:

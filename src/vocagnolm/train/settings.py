@@ -105,9 +105,22 @@ def objective_config(recipe: Recipe) -> ObjectiveConfig:
     names = [one.name for one in fields(ObjectiveConfig) if hasattr(section, one.name)]
     given = {name: getattr(section, name) for name in names}
     try:
-        return ObjectiveConfig(**given, seed=recipe.run.seed)
+        config = ObjectiveConfig(**given, seed=recipe.run.seed)
     except ValueError as error:
         raise RecipeError(f"objective: {error}") from error
+    if config.rule.selects and not config.graded and config.keep == 0:
+        raise RecipeError("objective: keep is 0: no token would be kept. Give a share above 0.")
+    return config
+
+
+def what_a_step_depends_on(recipe: Recipe) -> str:
+    """For the card and `check`: whether the run is the same for any `train.micro_batch`."""
+    if objective_config(recipe).depends_on_micro_batch:
+        return (
+            "on train.micro_batch, since tokens compete within a micro-batch (objective.scope: "
+            "batch); not on the number of processes"
+        )
+    return "neither on train.micro_batch nor on the number of processes"
 
 
 # ---- the device, and what transformers knows by name ----
