@@ -77,7 +77,7 @@ def test_refusals_are_counted_and_named(tmp_path):
         "images: message 0 holds a part of type 'image'",
         "unknown role: 'critic' in message 0",
         "empty: no message has content",
-        "no field 'messages'",
+        "no field 'messages': the record holds text",
     ]
     for name in ("student", "teacher"):
         save_tokenizer(tmp_path / name, kind="bytes")

@@ -10,12 +10,12 @@ other: it has a hash, it may be sent to a worker, and it can be taken apart agai
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vocagnolm.recipe.sections import Format as Format
 
-CONVERSATION_FIELDS = ("messages", "prompt", "completion", "tools")
+CONVERSATION_FIELDS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
 ROLES = ("system", "user", "assistant")
 _MARKS = {"system": "\x01", "user": "\x02", "assistant": "\x03"}
 _GIVEN_MARK = "\x04"
@@ -37,7 +37,7 @@ class Message:
     role: str
     content: str
     given: bool = False
-    """An assistant's message that belongs to the prompt: it is never trained on."""
+    """An assistant's message that belongs to the prompt, or has weight 0: never trained on."""
 
     @property
     def mark(self) -> str:
@@ -58,6 +58,11 @@ def messages_of(text: str) -> list[Message]:
     if not found or end != len(text):
         raise ValueError(f"not the shared text of a conversation: {text[-60:]!r}")
     return found
+
+
+def is_mark(byte: int) -> bool:
+    """Whether a byte of a shared text is the end of a turn."""
+    return chr(byte) in _ROLE_OF
 
 
 def is_conversation(text: str) -> bool:
@@ -90,22 +95,38 @@ def conversation_of(fields: Mapping[str, Any], format_: Format) -> list[Message]
     """The messages of a record, or a `Refused` that says why not."""
     if fields.get("tools"):
         raise Refused("tool calls: the record lists tools")
+    if options := _kept(fields.get("chat_template_kwargs")):
+        raise Refused(
+            f"chat_template_kwargs: the record sets {', '.join(map(str, options))!r:.60}; set it "
+            "for all records with template_options"
+        )
+    if format_ == "messages" and "messages" not in fields and "completion" in fields:
+        format_ = "prompt_completion"  # rows of both kinds may stand in one file
+    elif format_ == "prompt_completion" and "prompt" not in fields and "messages" in fields:
+        format_ = "messages"
     if format_ == "messages":
         messages = _listed(_field(fields, "messages"), "messages")
     else:
         prompt, completion = _field(fields, "prompt"), _field(fields, "completion")
         messages = [
-            Message(m.role, m.content, given=m.role == "assistant")
-            for m in _either(prompt, "prompt", "user")
+            replace(m, given=m.role == "assistant") for m in _either(prompt, "prompt", "user")
         ] + _either(completion, "completion", "assistant")
     if not any(message.content for message in messages):
         raise Refused("empty: no message has content")
     return messages
 
 
+def _kept(value: Any) -> Any:
+    """What tables hold for a row that lacks a field is nothing: None, or a mapping of Nones."""
+    if isinstance(value, Mapping):
+        return {name: one for name, one in value.items() if one is not None}
+    return value
+
+
 def _field(fields: Mapping[str, Any], name: str) -> Any:
     if name not in fields:
-        raise Refused(f"no field {name!r}")
+        held = ", ".join(sorted(map(str, fields)))
+        raise Refused(f"no field {name!r}: the record holds {held:.80}")
     return fields[name]
 
 
@@ -136,7 +157,13 @@ def _message(number: int, entry: Any) -> Message:
                 f"reasoning apart: message {number} holds {name!r} beside its content; write it "
                 "into the content"
             )
-    return _checked(number, role, _content(number, entry.get("content")))
+    weight = entry.get("weight")
+    if weight not in (None, 0, 1) or (weight == 0 and role != "assistant"):
+        raise Refused(
+            f"weight: {weight!r:.20} of message {number} ({role}); an assistant's is 0 or 1"
+        )
+    found = _checked(number, role, _content(number, entry.get("content")))
+    return replace(found, given=True) if weight == 0 else found
 
 
 def _content(number: int, content: Any) -> str:
