@@ -104,7 +104,12 @@ class ChatTemplate:
         except Exception as error:  # a template may raise anything; it is told in its words
             reason = str(error).strip().splitlines()
             raise TemplateRaised(reason[0] if reason else type(error).__name__) from None
-        return str(text), [(int(start), int(stop)) for start, stop in marked]
+        ranges: list[tuple[int, int]] = []
+        for start, stop in marked:
+            if ranges and start <= ranges[-1][1]:  # one turn may be marked in several pieces
+                start = ranges.pop()[0]
+            ranges.append((start, stop))
+        return str(text), ranges
 
 
 def _fixed_date(form: str) -> str:
@@ -570,10 +575,11 @@ def _prompt_end(
     return (adjoining and _common_units(gap, prompt)) or len(gap)
 
 
+@lru_cache(maxsize=8192)
 def _tail(template: ChatTemplate, roles: tuple[tuple[str, bool], ...], prompt: bool) -> str | None:
     """The template's text behind the last content of such a conversation; None where there is no
     such text to be seen."""
-    frame = _frame(template, roles, prompt)
+    frame = _frame.__wrapped__(template, roles, prompt)
     if frame is None:
         return None
     last = frame[-2].message if len(frame) > 1 else -1

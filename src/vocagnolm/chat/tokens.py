@@ -7,10 +7,9 @@ for its control tokens, and so is the template's text before it is read.
 
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -202,13 +201,14 @@ class ChatTokenizer(TextTokenizer):
                 ended = -1
             texts.append(text)
             at += width
+        at_byte = partial(self._at_byte, found, edges)
         return _Laid(
             text="".join(texts),
             pieces=pieces,
             ends=[(*ends[n], origins[n] + sizes[n]) for n in sorted(ends)],
             turns=[
-                (*self._bytes_of_characters(found, edges, written), origins[n] + sizes[n])
-                for n, written in self._written(found, by_rule)
+                (at_byte(start), at_byte(stop), origins[n] + sizes[n])
+                for n, (start, stop) in self._written(found, by_rule)
             ],
             n_bytes=origins[-1],
         )
@@ -226,27 +226,26 @@ class ChatTokenizer(TextTokenizer):
                 if turn.marked[0] < turn.marked[1]:
                     yield turn.message, turn.marked
                 continue
-            control = [*self._control.finditer(text[turn.end : turn.stop])][-1:]
-            first = self._control.search(text[turn.end : turn.next])
-            if last := (control or [first])[0]:
-                yield turn.message, (turn.start, turn.end + last.end())
+            closing = [one.end() for one in self._control.finditer(text[turn.end : turn.stop])]
+            if closing:
+                size = closing[-1]
+            elif (first := self._control.search(text[turn.end : turn.next])) is not None:
+                size = first.end()
             else:
-                more = turn.end < turn.next or turn.next == len(text)
-                yield turn.message, (turn.start, turn.end + more)
+                size = int(turn.end < turn.next or turn.next == len(text))
+            yield turn.message, (turn.start, turn.end + size)
 
-    def _bytes_of_characters(
-        self, found: Rendering, edges: Sequence[int], places: Sequence[int]
-    ) -> Iterator[int]:
-        """Places in a rendering as places in the text that is read."""
-        starts = [*accumulate((len(segment.text) for segment in found.segments), initial=0)]
-        for place in places:
-            number = min(bisect_left(starts, place), len(edges)) - 1
-            number = max(number, 0)
-            segment, inside = found.segments[number], place - starts[number]
-            text = segment.text[:inside]
-            read = len((self._aliased(text) if segment.template else text).encode())
-            # one behind the end is the byte between two conversations
-            yield edges[number] + read + max(inside - len(segment.text), 0)
+    def _at_byte(self, found: Rendering, edges: Sequence[int], place: int) -> int:
+        """A place in the characters of a rendering as one in the bytes of the text that is read."""
+        number, inside = 0, place
+        while inside > len(found.segments[number].text) and number + 1 < len(edges):
+            inside -= len(found.segments[number].text)
+            number += 1
+        segment = found.segments[number]
+        text = segment.text[:inside]
+        read = self._aliased(text) if segment.template else text
+        # one behind the end is the byte between two conversations
+        return edges[number] + len(read.encode()) + inside - len(text)
 
     def _shared(self, laid: Sequence["_Laid"], read: Sequence[TokenSpans]) -> list[ChatTokens]:
         """Tokens of the texts that were read as tokens of the shared texts: all conversations at
@@ -262,7 +261,7 @@ class ChatTokenizer(TextTokenizer):
         spans = _over_pieces(tokens, _moved(laid, "pieces", there, here))
         spans[control] = 0  # one that takes the white space beside it stands for none of it
         _add_ends(spans, tokens, control, _moved(laid, "ends", there, here))
-        turns = _in_turns(tokens, _moved(laid, "turns", there, here))
+        turns = _in_turns(tokens, control, _moved(laid, "turns", there, here))
         # what stands for no text has its place between its neighbours
         origins = np.repeat(here, counts)
         empty = spans[:, 0] == spans[:, 1]
@@ -321,7 +320,9 @@ def _add_ends(
     spans[at, 1] = np.maximum(spans[at, 1], mark + 1)
 
 
-def _in_turns(tokens: NDArray[np.int64], turns: NDArray[np.int64]) -> NDArray[np.int64]:
+def _in_turns(
+    tokens: NDArray[np.int64], is_control: NDArray[np.bool_], turns: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Per token the mark of the turn that it is written in, or -1; tokens without text belong to
     those around them."""
     start, stop, mark = turns.T
@@ -329,6 +330,9 @@ def _in_turns(tokens: NDArray[np.int64], turns: NDArray[np.int64]) -> NDArray[np
     first = np.minimum(
         np.searchsorted(ends, start, side="right"), np.searchsorted(starts, start, side="left")
     )
+    # a control token of the prompt may take white space behind it
+    near = np.minimum(first, len(tokens) - 1)
+    first = first + (is_control[near] & (starts[near] < start))
     counts = np.maximum(np.searchsorted(starts, stop, side="left") - first, 0)
     found = np.full(len(tokens), -1, np.int64)
     offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -422,17 +426,19 @@ def trained_ranges(text: str, train_on: TrainOn) -> NDArray[np.int64]:
     return chosen
 
 
-def trained_tokens(tokens: ChatTokens, ranges: NDArray[np.int64]) -> NDArray[np.bool_]:
+def trained_tokens(tokens: TokenSpans, ranges: NDArray[np.int64]) -> NDArray[np.bool_]:
     """What the model writes of the turns that are trained on: contents, the ends of turns, and what
     the template prints behind the generation prompt."""
+    assert isinstance(tokens, ChatTokens)
     return trained_spans(tokens.spans, tokens.turns, ranges)
 
 
 def trained_spans(
     spans: NDArray[np.int64], turns: NDArray[np.int64], ranges: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """The same for spans; of several texts where they are laid end to end. A token that reaches
-    into a message that is not trained on is not trained on either."""
+    """The same for spans; of several texts where they are laid end to end. A token that stands for
+    a part of a message that is not trained on is not trained on either; the one that ends the turn
+    before may also begin this one."""
     if not len(ranges):
         return np.zeros(len(spans), bool)
     starts, ends = spans[:, 0], spans[:, 1]
@@ -442,5 +448,7 @@ def trained_spans(
     shuts = ranges[np.append(np.flatnonzero(joined)[1:] - 1, len(ranges) - 1), 1]
     place = np.searchsorted(opens, starts, side="right") - 1
     inside = (place >= 0) & (ends <= shuts[np.maximum(place, 0)])
-    trained: NDArray[np.bool_] = np.isin(turns, ranges[:, 1] - 1) & (inside | (starts == ends))
+    begins = (ends - starts == 1) & np.isin(ends, ranges[:, 0])
+    own = inside | begins | (starts == ends)
+    trained: NDArray[np.bool_] = np.isin(turns, ranges[:, 1] - 1) & own
     return trained
