@@ -15,7 +15,10 @@ from typing import Any
 
 from vocagnolm.recipe.sections import Format as Format
 
-CONVERSATION_FIELDS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
+CONVERSATION_FIELDS = (
+    *("messages", "prompt", "completion", "tools", "chat_template_kwargs"),
+    *("conversations", "system", "instruction", "input", "output"),
+)
 ROLES = ("system", "user", "assistant")
 _MARKS = {"system": "\x01", "user": "\x02", "assistant": "\x03"}
 _GIVEN_MARK = "\x04"
@@ -84,15 +87,50 @@ def format_of(fields: Mapping[str, Any], text_field: str) -> Format | None:
     """What a record holds, by its fields. None: nothing that is known."""
     if text_field in fields:
         return "text"
+    return _format_of(_renamed(fields))
+
+
+def _format_of(fields: Mapping[str, Any]) -> Format | None:
     if "messages" in fields:
         return "messages"
-    if "prompt" in fields and "completion" in fields:
-        return "prompt_completion"
-    return None
+    return "prompt_completion" if "prompt" in fields and "completion" in fields else None
+
+
+_FIELD_OF: dict[Format, str] = {"messages": "messages", "prompt_completion": "prompt"}
+_FROM = {"human": "user", "gpt": "assistant"}
+
+
+def _renamed(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A record in the words of the two formats, where it is ShareGPT's or Alpaca's."""
+    if _format_of(fields) is not None:
+        return fields
+    names: dict[str, Any] = {}
+    if isinstance(listed := fields.get("conversations"), Sequence):
+        names["messages"] = [_renamed_message(entry) for entry in listed]
+        if fields.get("system"):
+            names["messages"].insert(0, {"role": "system", "content": fields["system"]})
+    elif "instruction" in fields and "output" in fields:
+        asked = [fields["instruction"], *([fields["input"]] if fields.get("input") else [])]
+        texts = all(isinstance(one, str) for one in asked)
+        prompt = "\n\n".join(asked) if texts else asked
+        if fields.get("system"):
+            start = {"role": "system", "content": fields["system"]}
+            prompt = [start, {"role": "user", "content": prompt}]
+        names |= {"prompt": prompt, "completion": fields["output"]}
+    return {**fields, **names}
+
+
+def _renamed_message(entry: Any) -> Any:
+    if not isinstance(entry, Mapping) or "from" not in entry:
+        return entry
+    return {**entry, "role": _FROM.get(entry["from"], entry["from"]), "content": entry.get("value")}
 
 
 def conversation_of(fields: Mapping[str, Any], format_: Format) -> list[Message]:
-    """The messages of a record, or a `Refused` that says why not."""
+    """The messages of a record, or a `Refused` that says why not. Rows of both formats may stand in
+    one file."""
+    fields = _renamed(fields)
+    format_ = format_ if _FIELD_OF[format_] in fields else _format_of(fields) or format_
     if fields.get("tools"):
         raise Refused("tool calls: the record lists tools")
     if options := _kept(fields.get("chat_template_kwargs")):
@@ -100,10 +138,6 @@ def conversation_of(fields: Mapping[str, Any], format_: Format) -> list[Message]
             f"chat_template_kwargs: the record sets {', '.join(map(str, options))!r:.60}; set it "
             "for all records with template_options"
         )
-    if format_ == "messages" and "messages" not in fields and "completion" in fields:
-        format_ = "prompt_completion"  # rows of both kinds may stand in one file
-    elif format_ == "prompt_completion" and "prompt" not in fields and "messages" in fields:
-        format_ = "messages"
     if format_ == "messages":
         messages = _listed(_field(fields, "messages"), "messages")
     else:
