@@ -236,7 +236,8 @@ def test_tokens_without_text_are_trained_with_those_around_them():
 
 def test_why_tokens_are_trained_on():
     chat = wild("gptoss")
-    reasons = why_trained(chat, shared_text(TALK[1:3]), "assistant")
+    text = shared_text(TALK[1:3])
+    reasons = why_trained(text, chat.spans(text))
     assert [one for one in dict.fromkeys(reasons) if one] == [
         *("written by the template behind the prompt", "content", "end of turn"),
     ]

@@ -15,10 +15,9 @@ from typing import Any
 
 from vocagnolm.recipe.sections import Format as Format
 
-CONVERSATION_FIELDS = (
-    *("messages", "prompt", "completion", "tools", "chat_template_kwargs"),
-    *("conversations", "system", "instruction", "input", "output"),
-)
+CONVERSATION_FIELDS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
+RENAMED_FIELDS = ("conversations", "system", "instruction", "input", "output", "tools")
+"""ShareGPT's and Alpaca's, which are read where there is neither `messages` nor `prompt`."""
 ROLES = ("system", "user", "assistant")
 _MARKS = {"system": "\x01", "user": "\x02", "assistant": "\x03"}
 _GIVEN_MARK = "\x04"
@@ -101,11 +100,13 @@ _FROM = {"human": "user", "gpt": "assistant"}
 
 
 def _renamed(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A record in the words of the two formats, where it is ShareGPT's or Alpaca's."""
+    """A record in the words of the two formats, where it is ShareGPT's or Alpaca's. What a row of a
+    table lacks is None."""
+    fields = {name: value for name, value in fields.items() if value is not None}
     if _format_of(fields) is not None:
         return fields
     names: dict[str, Any] = {}
-    if isinstance(listed := fields.get("conversations"), Sequence):
+    if isinstance(listed := fields.get("conversations"), list | tuple):
         names["messages"] = [_renamed_message(entry) for entry in listed]
         if fields.get("system"):
             names["messages"].insert(0, {"role": "system", "content": fields["system"]})

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from vocagnolm.alignment import TokenSpans
 from vocagnolm.chat.messages import Refused, is_mark
 from vocagnolm.chat.tokens import ChatTokenizer, TrainOn, trained_ranges, trained_tokens
 
@@ -94,9 +95,9 @@ def _disputed(tokenizer: ChatTokenizer, text: str) -> set[str]:
     }
 
 
-def why_trained(tokenizer: ChatTokenizer, text: str, train_on: TrainOn) -> list[str | None]:
+def why_trained(text: str, tokens: TokenSpans, train_on: TrainOn = "assistant") -> list[str | None]:
     """Per token of a conversation why it is trained on; None where it is not."""
-    tokens, encoded = tokenizer.spans(text), text.encode()
+    encoded = text.encode()
     trained = trained_tokens(tokens, trained_ranges(text, train_on))
     reasons: list[str | None] = []
     for (start, end), is_trained in zip(tokens.spans.tolist(), trained.tolist(), strict=True):

@@ -73,8 +73,7 @@ def align(
     if messages is not None:
         from vocagnolm.chat.survey import why_trained
 
-        assert isinstance(ours, ChatTokenizer)
-        trained = why_trained(ours, content, "assistant")
+        trained = why_trained(content, pair.student_tokens)
     if plot is not None:
         from vocagnolm.pair import tokenisation_rows
 
