@@ -32,6 +32,22 @@ def test_records():
     assert conversation_of(longer, "prompt_completion") == [
         *(Message("user", "a"), Message("assistant", "b", given=True), *pair),
     ]
+    shared = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    assert format_of(shared, "text") == "messages"
+    assert conversation_of(shared, "messages") == pair
+    system = Message("system", "s")
+    assert conversation_of({**shared, "system": "s"}, "messages") == [system, *pair]
+    alpaca = {"instruction": "a", "input": "", "output": "b"}
+    assert format_of(alpaca, "text") == "prompt_completion"
+    assert conversation_of(alpaca, "prompt_completion") == pair
+    more = {**alpaca, "input": "c", "system": "s"}
+    assert conversation_of(more, "prompt_completion") == [
+        system,
+        Message("user", "a\n\nc"),
+        pair[1],
+    ]
+    with pytest.raises(Refused, match="unknown role: 'observation' in message 0"):
+        conversation_of({"conversations": [{"from": "observation", "value": "x"}]}, "messages")
     assert format_of({"text": "x", "messages": talk}, "text") == "text"
     assert format_of({"prompt": "x", "messages": talk}, "text") == "messages"
     assert format_of({"prompt": "x", "completion": "y"}, "text") == "prompt_completion"

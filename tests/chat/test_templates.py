@@ -229,10 +229,10 @@ def test_a_template_that_cannot_be_followed_is_refused():
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25, deadline=None)
 @given(messages=talks(), train_on=st.sampled_from(["assistant", "last", "all"]))
-def test_trained_tokens_are_those_of_the_answers(name, messages, train_on):
+def test_trained_tokens_are_those_that_the_model_writes(name, messages, train_on):
     assume(rendered(name, messages) is not None)
-    text = shared_text(messages)
-    tokens = chat_kit.chat(name).spans(text)
+    chat, text = chat_kit.chat(name), shared_text(messages)
+    tokens = chat.spans(text)
     trained = trained_tokens(tokens, trained_ranges(text, train_on))
     wanted: set[int] = set()
     at = 0
@@ -243,4 +243,11 @@ def test_trained_tokens_are_those_of_the_answers(name, messages, train_on):
             wanted |= set(range(at, at + size))
         at += size
     for (start, end), found in zip(tokens.spans.tolist(), trained.tolist(), strict=True):
-        assert found == (start < end and set(range(start, end)) <= wanted)
+        if start < end:
+            assert found == (set(range(start, end)) <= wanted)
+    if train_on == "last" and trained.any():  # from the prompt's end on, in one piece
+        (where,) = np.nonzero(trained)
+        assert (np.diff(where) == 1).all()
+        prompt = chat.prompt_ids(messages[:-1])
+        if prompt == tokens.ids[: len(prompt)].tolist():
+            assert where[0] == len(prompt)

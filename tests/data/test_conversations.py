@@ -77,7 +77,7 @@ def test_refusals_are_counted_and_named(tmp_path):
         "images: message 0 holds a part of type 'image'",
         "unknown role: 'critic' in message 0",
         "empty: no message has content",
-        "no field 'messages'",
+        "no field 'messages': the record holds text",
     ]
     for name in ("student", "teacher"):
         save_tokenizer(tmp_path / name, kind="bytes")
@@ -92,6 +92,42 @@ def test_refusals_are_counted_and_named(tmp_path):
     assert [one["template"] for one in report["templates"]] == [
         "no template of its own: plain `role: content`"
     ] * 2
+
+
+def test_nothing_of_a_record_is_dropped_in_silence(tmp_path):
+    user, answer = TALK
+    records = [
+        {"messages": [user, {**answer, "weight": 0}, user, {**answer, "weight": 1}]},
+        {"messages": [user, {**answer, "weight": 0.5}]},
+        {"messages": [{**user, "weight": 0}, answer]},
+        {"messages": TALK, "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": TALK, "chat_template_kwargs": {}},
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a"},
+    ]
+    found = list(open_corpus(write_lines(tmp_path / "a.jsonl", records)))
+    first = messages_of(found[0].text)
+    assert [m.given for m in first] == [False, True, False, False]
+    assert [d.problem for d in found if d.text is None] == [
+        "weight: 0.5 of message 1 (assistant); an assistant's is 0 or 1",
+        "weight: 0 of message 0 (user); an assistant's is 0 or 1",
+        "chat_template_kwargs: the record sets 'enable_thinking'; set it for all records with "
+        "template_options",
+        "no field 'messages': the record holds prompt",
+    ]
+    assert found[4].text == found[5].text == shared_text(messages_of(found[4].text))
+
+
+def test_blocks_of_the_older_rule_are_refused_in_words(tmp_path):
+    recipe = lab_recipe(tmp_path, [[Message("user", "a"), Message("assistant", "b")]], STRICT)
+    prepare(recipe)
+    path = tmp_path / "blocks" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["settings"]["conversations"].pop("rule") == 2
+    path.write_text(json.dumps(manifest))
+    assert len(Blocks(tmp_path / "blocks", 16)) == 1  # they can be read
+    with pytest.raises(BlocksError, match="older version, which did not train on what templates"):
+        prepare(recipe)
 
 
 def test_texts_and_conversations_are_not_mixed(tmp_path):

@@ -10,12 +10,14 @@ other: it has a hash, it may be sent to a worker, and it can be taken apart agai
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vocagnolm.recipe.sections import Format as Format
 
-CONVERSATION_FIELDS = ("messages", "prompt", "completion", "tools")
+CONVERSATION_FIELDS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
+RENAMED_FIELDS = ("conversations", "system", "instruction", "input", "output", "tools")
+"""ShareGPT's and Alpaca's, which are read where there is neither `messages` nor `prompt`."""
 ROLES = ("system", "user", "assistant")
 _MARKS = {"system": "\x01", "user": "\x02", "assistant": "\x03"}
 _GIVEN_MARK = "\x04"
@@ -37,7 +39,7 @@ class Message:
     role: str
     content: str
     given: bool = False
-    """An assistant's message that belongs to the prompt: it is never trained on."""
+    """An assistant's message that belongs to the prompt, or has weight 0: never trained on."""
 
     @property
     def mark(self) -> str:
@@ -60,6 +62,11 @@ def messages_of(text: str) -> list[Message]:
     return found
 
 
+def is_mark(byte: int) -> bool:
+    """Whether a byte of a shared text is the end of a turn."""
+    return chr(byte) in _ROLE_OF
+
+
 def is_conversation(text: str) -> bool:
     return text[-1:] in _ROLE_OF
 
@@ -79,33 +86,82 @@ def format_of(fields: Mapping[str, Any], text_field: str) -> Format | None:
     """What a record holds, by its fields. None: nothing that is known."""
     if text_field in fields:
         return "text"
+    return _format_of(_renamed(fields))
+
+
+def _format_of(fields: Mapping[str, Any]) -> Format | None:
     if "messages" in fields:
         return "messages"
-    if "prompt" in fields and "completion" in fields:
-        return "prompt_completion"
-    return None
+    return "prompt_completion" if "prompt" in fields and "completion" in fields else None
+
+
+_FIELD_OF: dict[Format, str] = {"messages": "messages", "prompt_completion": "prompt"}
+_FROM = {"human": "user", "gpt": "assistant"}
+
+
+def _renamed(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A record in the words of the two formats, where it is ShareGPT's or Alpaca's. What a row of a
+    table lacks is None."""
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if _format_of(fields) is not None:
+        return fields
+    names: dict[str, Any] = {}
+    if isinstance(listed := fields.get("conversations"), list | tuple):
+        names["messages"] = [_renamed_message(entry) for entry in listed]
+        if fields.get("system"):
+            names["messages"].insert(0, {"role": "system", "content": fields["system"]})
+    elif "instruction" in fields and "output" in fields:
+        asked = [fields["instruction"], *([fields["input"]] if fields.get("input") else [])]
+        texts = all(isinstance(one, str) for one in asked)
+        prompt = "\n\n".join(asked) if texts else asked
+        if fields.get("system"):
+            start = {"role": "system", "content": fields["system"]}
+            prompt = [start, {"role": "user", "content": prompt}]
+        names |= {"prompt": prompt, "completion": fields["output"]}
+    return {**fields, **names}
+
+
+def _renamed_message(entry: Any) -> Any:
+    if not isinstance(entry, Mapping) or "from" not in entry:
+        return entry
+    return {**entry, "role": _FROM.get(entry["from"], entry["from"]), "content": entry.get("value")}
 
 
 def conversation_of(fields: Mapping[str, Any], format_: Format) -> list[Message]:
-    """The messages of a record, or a `Refused` that says why not."""
+    """The messages of a record, or a `Refused` that says why not. Rows of both formats may stand in
+    one file."""
+    fields = _renamed(fields)
+    format_ = format_ if _FIELD_OF[format_] in fields else _format_of(fields) or format_
     if fields.get("tools"):
         raise Refused("tool calls: the record lists tools")
+    if options := _kept(fields.get("chat_template_kwargs")):
+        raise Refused(
+            f"chat_template_kwargs: the record sets {', '.join(map(str, options))!r:.60}; set it "
+            "for all records with template_options"
+        )
     if format_ == "messages":
         messages = _listed(_field(fields, "messages"), "messages")
     else:
         prompt, completion = _field(fields, "prompt"), _field(fields, "completion")
         messages = [
-            Message(m.role, m.content, given=m.role == "assistant")
-            for m in _either(prompt, "prompt", "user")
+            replace(m, given=m.role == "assistant") for m in _either(prompt, "prompt", "user")
         ] + _either(completion, "completion", "assistant")
     if not any(message.content for message in messages):
         raise Refused("empty: no message has content")
     return messages
 
 
+def _kept(value: Any) -> Any:
+    """What tables hold for a row that lacks a field is nothing: None, or a mapping of Nones."""
+    if isinstance(value, Mapping):
+        return {name: one for name, one in value.items() if one is not None}
+    return value
+
+
 def _field(fields: Mapping[str, Any], name: str) -> Any:
     if name not in fields:
-        raise Refused(f"no field {name!r}")
+        held = ", ".join(sorted(map(str, fields)))
+        raise Refused(f"no field {name!r}: the record holds {held:.80}")
     return fields[name]
 
 
@@ -136,7 +192,13 @@ def _message(number: int, entry: Any) -> Message:
                 f"reasoning apart: message {number} holds {name!r} beside its content; write it "
                 "into the content"
             )
-    return _checked(number, role, _content(number, entry.get("content")))
+    weight = entry.get("weight")
+    if weight not in (None, 0, 1) or (weight == 0 and role != "assistant"):
+        raise Refused(
+            f"weight: {weight!r:.20} of message {number} ({role}); an assistant's is 0 or 1"
+        )
+    found = _checked(number, role, _content(number, entry.get("content")))
+    return replace(found, given=True) if weight == 0 else found
 
 
 def _content(number: int, content: Any) -> str:

@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vocagnolm.chat.messages import Refused
-from vocagnolm.chat.tokens import ChatTokenizer
+from vocagnolm.alignment import TokenSpans
+from vocagnolm.chat.messages import Refused, is_mark
+from vocagnolm.chat.tokens import ChatTokenizer, TrainOn, trained_ranges, trained_tokens
 
 _ORIGINS = {
     "own": "its own template",
@@ -27,9 +28,12 @@ class Survey:
     """Reason -> conversations."""
     changes: Counter[str] = field(default_factory=Counter)
     """What the template does to contents -> conversations."""
+    disputed: Counter[str] = field(default_factory=Counter)
+    """Tokens that `{% generation %}` and the rule for templates without it see differently ->
+    conversations."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "refused": dict(self.refused), "changes": dict(self.changes)}
+        return {name: dict(v) if isinstance(v, Counter) else v for name, v in vars(self).items()}
 
     def warnings(self) -> list[str]:
         total = f"of {self.conversations:,} conversations"
@@ -42,6 +46,11 @@ class Survey:
                 f"{self.name}: its template {change} in {count:,} {total}; what is left out is not "
                 "aligned"
                 for change, count in self.changes.most_common()
+            ),
+            *(
+                f"{self.name}: its template marks generation, and {token} in {count:,} {total}: "
+                "the template is followed"
+                for token, count in self.disputed.most_common(8)
             ),
         ]
 
@@ -68,4 +77,32 @@ def survey(tokenizer: ChatTokenizer, texts: Iterable[str]) -> Survey:
             found.changes.update(tokenizer.rendering(text).changes)
         except Refused as error:
             found.refused[str(error)] += 1
+            continue
+        if tokenizer.template.marks_generation:
+            found.disputed.update(_disputed(tokenizer, text))
     return found
+
+
+def _disputed(tokenizer: ChatTokenizer, text: str) -> set[str]:
+    ours, marked = (tokenizer.outcomes([text], by_rule=one)[0] for one in (True, False))
+    assert not isinstance(ours, str) and not isinstance(marked, str)
+    ranges = trained_ranges(text, "assistant")
+    pairs = zip(trained_tokens(ours, ranges), trained_tokens(marked, ranges), strict=True)
+    return {
+        f"{'leaves out' if by_rule else 'adds'} {tokenizer.token(index)!r}"
+        for index, (by_rule, by_mark) in zip(ours.ids.tolist(), pairs, strict=True)
+        if by_rule != by_mark
+    }
+
+
+def why_trained(text: str, tokens: TokenSpans, train_on: TrainOn = "assistant") -> list[str | None]:
+    """Per token of a conversation why it is trained on; None where it is not."""
+    encoded = text.encode()
+    trained = trained_tokens(tokens, trained_ranges(text, train_on))
+    reasons: list[str | None] = []
+    for (start, end), is_trained in zip(tokens.spans.tolist(), trained.tolist(), strict=True):
+        why = "content" if start < end else "written by the template behind the prompt"
+        if end - start == 1 and is_mark(encoded[start]):
+            why = "end of turn"
+        reasons.append(why if is_trained else None)
+    return reasons

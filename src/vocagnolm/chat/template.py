@@ -4,14 +4,15 @@ message's content lies in a rendering, found without knowing the template.
 The conversation is rendered with unique marks in place of its contents; what stands between the
 marks is the template's own. With the contents put back it must be the real rendering, character for
 character: then every place is known. Where it is not, the template changes contents; they are then
-rendered inside a pair of marks, and what survives between, behind or before them is found.
+rendered inside a pair of marks, and what survives between, behind or before them is found. A
+template that writes something else in place of a content is refused.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from difflib import SequenceMatcher
 from functools import cached_property, lru_cache
@@ -36,6 +37,7 @@ PLAIN = (
 DATE = "26 Jul 2024"
 
 Origin = Literal["own", "given", "plain"]
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 RENDER_SECONDS = 20.0
 """A template takes milliseconds; one of somebody else may never end."""
@@ -72,20 +74,38 @@ class ChatTemplate:
             "fingerprint": self.fingerprint,
         }
 
+    @cached_property
+    def marks_generation(self) -> bool:
+        """Whether the template says itself what the assistant writes: `{% generation %}`."""
+        return _GENERATION.search(self.source) is not None
+
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        return self.render_marked(messages, add_generation_prompt=add_generation_prompt)[0]
+
+    def render_marked(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The rendering, and the characters of it that the template marks by `{% generation %}`."""
         # transformers' own sandbox: a template may come from anywhere. Not through its
         # `render_jinja_template`, in which the day cannot be fixed.
-        from transformers.utils.chat_template_utils import _compile_jinja_template
+        from transformers.utils.chat_template_utils import (
+            _compile_jinja_template,
+            _render_with_assistant_indices,
+        )
 
+        variables = {
+            "messages": [{"role": m.role, "content": m.content} for m in messages],
+            "add_generation_prompt": add_generation_prompt,
+            **{"tools": None, "documents": None, "strftime_now": _fixed_date},
+            **dict(self.special_tokens),
+            **dict(self.options),
+        }
         try:
             with time_limit(RENDER_SECONDS):
-                text = _compile_jinja_template(self.source).render(
-                    messages=[{"role": m.role, "content": m.content} for m in messages],
-                    add_generation_prompt=add_generation_prompt,
-                    **{"tools": None, "documents": None, "strftime_now": _fixed_date},
-                    **dict(self.special_tokens),
-                    **dict(self.options),
-                )
+                compiled = _compile_jinja_template(self.source)
+                if not self.marks_generation:
+                    return str(compiled.render(**variables)), []
+                text, marked = _render_with_assistant_indices(compiled, **variables)
         except TookTooLong:
             raise TokenizerError(
                 f"A chat template ({self.origin}) did not end within {RENDER_SECONDS:g} s for one "
@@ -94,7 +114,12 @@ class ChatTemplate:
         except Exception as error:  # a template may raise anything; it is told in its words
             reason = str(error).strip().splitlines()
             raise TemplateRaised(reason[0] if reason else type(error).__name__) from None
-        return str(text)
+        ranges: list[tuple[int, int]] = []
+        for start, stop in marked:
+            if ranges and start <= ranges[-1][1]:  # one turn may be marked in several pieces
+                start = ranges.pop()[0]
+            ranges.append((start, stop))
+        return str(text), ranges
 
 
 def _fixed_date(form: str) -> str:
@@ -140,7 +165,8 @@ def _read_given(given: str) -> str:
 # noncharacters: Unicode keeps them out of texts
 _OPEN, _SHUT = ("\ufdd0{}\ufdd1", "\ufdd2{}\ufdd3")
 _MARKED = re.compile("\ufdd0(\\d+)\ufdd1|\ufdd2(\\d+)\ufdd3")
-_WORDS = re.compile(r"\s+|\w+|[^\w\s]")
+_WORDS = re.compile(r"\s|\w+|[^\w\s]")
+_LOST = "template: it changes contents in a way that cannot be followed"
 _NONCHARACTER = re.compile("[\ufdd0-\ufdd3]")
 
 
@@ -157,10 +183,28 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """Where a message stands in the characters of a rendering."""
+
+    message: int
+    start: int
+    """Behind the generation prompt: here the model begins to write."""
+    end: int
+    """The end of the content."""
+    stop: int
+    """The end of the text that closes the turn; the next message may begin here."""
+    next: int
+    """The beginning of the next content."""
+    marked: tuple[int, int] | None = None
+    """What a template that marks generation marks of an assistant's turn, which may be nothing."""
+
+
+@dataclass(frozen=True)
 class Rendering:
     segments: tuple[Segment, ...]
     changes: tuple[str, ...] = ()
     """What the template does to contents, by kind: `strips the assistant's content`."""
+    turns: tuple[Turn, ...] = ()
 
     @property
     def text(self) -> str:
@@ -174,7 +218,10 @@ def render(
     raises, or changes contents so that they cannot be found. `add_generation_prompt`: up to where
     the assistant's answer begins."""
     prompt = add_generation_prompt
-    real = _render(template, messages, prompt)
+    try:
+        real, marked = template.render_marked(messages, add_generation_prompt=prompt)
+    except TemplateRaised as error:
+        raise Refused(f"template: {error}") from None
     contents = [message.content for message in messages]
     roles = tuple((message.role, message.given) for message in messages)
     frame = _frame(template, roles, prompt)
@@ -184,14 +231,8 @@ def render(
         found = _put_back(_frame(template, roles, prompt, empty), contents, real)
     if found is None:
         found = _inside_marks(template, messages, prompt, frame, real)
-    return _in_order(_described(found, messages), messages)
-
-
-def _render(template: ChatTemplate, messages: Sequence[Message], prompt: bool) -> str:
-    try:
-        return template.render(messages, add_generation_prompt=prompt)
-    except TemplateRaised as error:
-        raise Refused(f"template: {error}") from None
+    rendering = _in_order(_described(found, messages), messages)
+    return replace(rendering, turns=_turns(template, rendering.segments, roles, marked))
 
 
 @lru_cache(maxsize=512)
@@ -268,15 +309,28 @@ def _inside_marks(
         Message(m.role, _OPEN.format(n) + m.content + _SHUT.format(n), m.given)
         for n, m in enumerate(messages)
     ]
-    lost = "template: it changes contents in a way that cannot be followed"
     try:
         marked = template.render(wrapped, add_generation_prompt=prompt)
     except TemplateRaised:
-        raise Refused(lost) from None
+        raise Refused(_LOST) from None
+    gone = [n for n, text in enumerate(contents) if text.strip() and not _has_mark(marked, n)]
+    if gone:  # a content that is dropped decides nothing
+        others = [
+            Message(m.role, "another text" if n in gone else m.content, m.given)
+            for n, m in enumerate(messages)
+        ]
+        try:
+            same = template.render(others, add_generation_prompt=prompt) == real
+        except TemplateRaised:
+            same = False
+        if not same:
+            raise Refused(_LOST)
     found = _survivors(marked, contents, _neighbours(frame or ()))
-    if found is None:
-        raise Refused(lost)
     return _stripped(found, real) or _carried_over(found, real)
+
+
+def _has_mark(marked: str, number: int) -> bool:
+    return _OPEN.format(number) in marked or _SHUT.format(number) in marked
 
 
 def _neighbours(frame: Sequence[Segment]) -> dict[int, tuple[str, str]]:
@@ -291,10 +345,10 @@ def _neighbours(frame: Sequence[Segment]) -> dict[int, tuple[str, str]]:
 
 def _survivors(
     marked: str, contents: Sequence[str], neighbours: dict[int, tuple[str, str]]
-) -> list[Segment] | None:
+) -> list[Segment]:
     """What the template left of each content, by the marks at its two ends. Where only one is left,
-    the template's own text around it says where the other end is. None where a content stands in
-    its place and is not to be known again."""
+    the template's own text around it says where the other end is. Refused where something else
+    stands in the place of a content."""
     places: dict[tuple[int, bool], int] = {}
     plain: list[str] = []
     length = end = 0
@@ -314,20 +368,34 @@ def _survivors(
                 (start + at, start + at + size, number, place)
                 for at, place, size in _equal_words(text[start:stop], content)
             ]
-            if 2 * sum(b - a for a, b, *_ in inside) < len(text[start:stop].strip()):
-                return None
+            _require_only(text[start:stop], [(a - start, b - start) for a, b, *_ in inside])
             pieces += inside
         elif stop is not None:
             kept = _common_prefix(text[:stop][::-1], content[::-1])
             fits = (k for k in range(kept, -1, -1) if text.endswith(before, 0, stop - k))
-            kept = next(fits, kept)
+            kept = _fitting(fits)
             pieces.append((stop - kept, stop, number, len(content) - kept))
         elif start is not None:
             kept = _common_prefix(text[start:], content)
             fits = (k for k in range(kept, -1, -1) if text.startswith(behind, start + k))
-            kept = next(fits, kept)
+            kept = _fitting(fits)
             pieces.append((start, start + kept, number, 0))
     return _cut(text, pieces)
+
+
+def _fitting(sizes: Iterator[int]) -> int:
+    if (found := next(sizes, None)) is None:
+        raise Refused(_LOST)
+    return found
+
+
+def _require_only(text: str, pieces: Sequence[tuple[int, int]]) -> None:
+    """Refused where the text holds more than these pieces of it. A template may set the tags that
+    it knows, as of reasoning, on lines of their own."""
+    for (_, start), (stop, _) in pairwise([(0, 0), *pieces, (len(text), len(text))]):
+        beside_tag = text[start - 1 : start] == ">" or text[stop : stop + 1] == "<"
+        if text[start:stop].strip("\n") or (start < stop and not beside_tag):
+            raise Refused(_LOST)
 
 
 def _equal_words(a: str, b: str) -> list[tuple[int, int, int]]:
@@ -385,7 +453,13 @@ def _carried_over(segments: list[Segment], real: str) -> tuple[Segment, ...]:
     text = "".join(segment.text for segment in segments)
     starts = list(accumulate((len(segment.text) for segment in segments), initial=0))
     pieces: list[tuple[int, int, int, int]] = []
-    for low, there, size in _equal_words(text, real):
+    equal = _equal_words(text, real)
+    known = [(there, there + size) for _, there, size in equal]
+    if any(
+        real[a:b].strip() for (_, a), (b, _) in pairwise([(0, 0), *known, (len(real), len(real))])
+    ):
+        raise Refused(_LOST)
+    for low, there, size in equal:
         for segment, at in zip(segments, starts, strict=False):
             start, stop = max(low, at), min(low + size, at + len(segment.text))
             if segment.message is not None and start < stop:
@@ -447,3 +521,86 @@ def _heaviest_chain(order: Sequence[int], weights: Sequence[int]) -> set[int]:
         chain.add(place)
         place = best[place][1]
     return chain
+
+
+# ---- what the model writes of a turn ----
+
+_UNITS = re.compile(r"<[^<>\s]*>|\w+|\s|.")
+
+
+def _turns(
+    template: ChatTemplate,
+    segments: Sequence[Segment],
+    roles: tuple[tuple[str, bool], ...],
+    marked: Sequence[tuple[int, int]],
+) -> tuple[Turn, ...]:
+    """From the end of the generation prompt through the end of the turn, of every message that is
+    in its place. How a prompt and a turn end is seen where the conversation is rendered up to
+    there."""
+    text = "".join(segment.text for segment in segments)
+    places = list(accumulate((len(segment.text) for segment in segments), initial=0))
+    # contents from, to, and their messages; -1 for those that are not in their places
+    contents: list[tuple[int, int, int]] = []
+    for segment, (start, end) in zip(segments, pairwise(places), strict=True):
+        if segment.template:
+            continue
+        number = -1 if segment.message is None else segment.message
+        if contents and contents[-1][2] == number >= 0:
+            start = contents.pop()[0]
+        contents.append((start, end, number))
+    found = []
+    around = zip([(0, 0, -1), *contents], contents, [*contents[1:], None], strict=False)
+    for (_, before, previous), (start, end, number), following in around:
+        behind = len(text) if following is None else following[0]
+        if number < 0:
+            continue
+        begin, stop = start, behind
+        if roles[number][0] == "assistant":
+            begin = before + _prompt_end(
+                template, roles[:number], text[before:start], previous == number - 1
+            )
+        if following is not None:
+            closing = _tail(template, roles[: number + 1], False)
+            stop = end + _common_units(text[end:behind], closing or "")
+        mine = None
+        if template.marks_generation and roles[number][0] == "assistant":
+            inside = [(a, b) for a, b in marked if a <= end and b >= start]
+            mine = (inside[0][0], inside[-1][1]) if inside else (start, start)
+        found.append(Turn(number, begin, end, stop, behind, mine))
+    return tuple(found)
+
+
+def _prompt_end(
+    template: ChatTemplate, roles: tuple[tuple[str, bool], ...], gap: str, adjoining: bool
+) -> int:
+    """Where the generation prompt ends in the template's text before an assistant's content."""
+    prompt = _tail(template, roles, True)
+    if prompt is None:
+        return len(gap)
+    if gap.startswith(prompt) and adjoining:
+        return len(prompt)
+    own = prompt.removeprefix(_tail(template, roles, False) or "")
+    if own and own in gap:
+        return gap.rindex(own) + len(own)
+    return (adjoining and _common_units(gap, prompt)) or len(gap)
+
+
+@lru_cache(maxsize=8192)
+def _tail(template: ChatTemplate, roles: tuple[tuple[str, bool], ...], prompt: bool) -> str | None:
+    """The template's text behind the last content of such a conversation; None where there is no
+    such text to be seen."""
+    frame = _frame.__wrapped__(template, roles, prompt)
+    if frame is None:
+        return None
+    last = frame[-2].message if len(frame) > 1 else -1
+    return frame[-1].text if last == len(roles) - 1 else None
+
+
+def _common_units(a: str, b: str) -> int:
+    """The characters that two texts begin with, in whole tags and words."""
+    size = 0
+    for x, y in zip(_UNITS.findall(a), _UNITS.findall(b), strict=False):
+        if x != y:
+            break
+        size += len(x)
+    return size

@@ -7,9 +7,9 @@ for its control tokens, and so is the template's text before it is read.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -19,18 +19,36 @@ from tokenizers import Tokenizer
 
 from vocagnolm.alignment import TextTokenizer, TokenSpans
 from vocagnolm.alignment.spans import BYTE_FALLBACK
-from vocagnolm.chat.messages import Message, Refused, messages_of, shared_text, split_answer
+from vocagnolm.chat.messages import (
+    Message,
+    Refused,
+    is_mark,
+    messages_of,
+    shared_text,
+    split_answer,
+)
 from vocagnolm.chat.template import ChatTemplate, Rendering, render
 from vocagnolm.errors import TemplateError
 
-_BEHIND_MARKS = 5  # marks are the control characters below
-# Supplementary Private Use Area-B: one character a control token
+# A control token is one character of the Supplementary Private Use Area-B and the last of them: a
+# content may hold either.
 _FIRST_PRIVATE, _LAST_PRIVATE = 0x100000, 0x10FFFD
+_PRIVATE = re.compile(f"[{chr(_FIRST_PRIVATE)}-{chr(_LAST_PRIVATE - 1)}]{chr(_LAST_PRIVATE)}")
+
+
+@dataclass(frozen=True)
+class ChatTokens(TokenSpans):
+    """The tokens of a conversation over its shared text."""
+
+    turns: NDArray[np.int64]
+    """Per token the byte of the mark that closes the turn in which the model writes it; -1 for what
+    it only reads, as the header of a turn."""
 
 
 class ChatTokenizer(TextTokenizer):
     """Reads shared texts. Tokens of contents have spans in the shared text, the token that ends a
-    turn has the byte of the mark, and the template's other tokens have none (zero width)."""
+    turn has the byte of the mark, and the template's other tokens have none (zero width). A control
+    token never stands for a part of a content."""
 
     def __init__(self, base: TextTokenizer, template: ChatTemplate):
         description, self._alias = _with_private_tokens(json.loads(base._tokenizer.to_str()))
@@ -83,10 +101,13 @@ class ChatTokenizer(TextTokenizer):
         """The conversation of a shared text in this model's template."""
         return render(self.template, messages_of(text))
 
-    def spans(self, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
-        return self.spans_batch([text])[0]
+    def spans(self, text: str, *, add_special_tokens: bool = False) -> ChatTokens:
+        return self.chat_tokens([text])[0]
 
     def spans_batch(self, texts: Sequence[str]) -> list[TokenSpans]:
+        return [*self.chat_tokens(texts)]
+
+    def chat_tokens(self, texts: Sequence[str]) -> list[ChatTokens]:
         result = []
         for outcome in self.outcomes(texts):
             if isinstance(outcome, str):
@@ -94,13 +115,14 @@ class ChatTokenizer(TextTokenizer):
             result.append(outcome)
         return result
 
-    def outcomes(self, texts: Sequence[str]) -> list[TokenSpans | str]:
-        """Each conversation's tokens, or the reason why it cannot be read: `kind: more`."""
+    def outcomes(self, texts: Sequence[str], *, by_rule: bool = False) -> list[ChatTokens | str]:
+        """Each conversation's tokens, or the reason why it cannot be read: `kind: more`.
+        `by_rule`: turns are found by the rule also where the template marks generation."""
         laid: list[_Laid | str] = []
         for text in texts:
             try:
                 messages = messages_of(text)
-                laid.append(self._lay(render(self.template, messages), messages))
+                laid.append(self._lay(render(self.template, messages), messages, by_rule))
             except Refused as error:
                 laid.append(str(error))
         readable = [one for one in laid if isinstance(one, _Laid)]
@@ -113,7 +135,7 @@ class ChatTokenizer(TextTokenizer):
         encoded = text.encode()
         result: list[str | None] = []
         for index, (start, end) in zip(tokens.ids.tolist(), tokens.spans.tolist(), strict=True):
-            own = start == end or (end - start == 1 and encoded[start] < _BEHIND_MARKS)
+            own = start == end or (end - start == 1 and is_mark(encoded[start]))
             spelled = self.bytes_of(index) if own else None
             name = self.token(index) if spelled is None else spelled.decode(errors="replace")
             result.append(name if own else None)
@@ -150,7 +172,7 @@ class ChatTokenizer(TextTokenizer):
         found = [n for n in last.tolist() if tokens.token_bytes[n] == 1]
         return int(tokens.ids[found[0]]) if found else None
 
-    def _lay(self, found: Rendering, messages: Sequence[Message]) -> "_Laid":
+    def _lay(self, found: Rendering, messages: Sequence[Message], by_rule: bool = False) -> "_Laid":
         """Pieces of contents: where they stand in the text that is read, and in the shared one."""
         sizes = [len(message.content.encode()) for message in messages]
         origins = list(accumulate((size + 1 for size in sizes), initial=0))
@@ -158,12 +180,12 @@ class ChatTokenizer(TextTokenizer):
         pieces: list[tuple[int, int, int]] = []
         ends: dict[int, tuple[int, int]] = {}
         at, ended = 0, -1
+        edges: list[int] = []  # where the segments begin in `text`
         for segment in found.segments:
-            text = segment.text
-            if segment.template:
-                text = self._control.sub(lambda match: self._alias[match[0]], text)
-            elif _private(text, len(self._alias)):
-                raise Refused("private character: a content holds one of Unicode's last plane")
+            text = self._aliased(segment.text) if segment.template else segment.text
+            edges.append(at)
+            if not segment.template and _PRIVATE.search(text):
+                raise Refused("private characters: a content holds what stands for a control token")
             width = len(text.encode())
             number = segment.message
             if number is not None:
@@ -179,14 +201,53 @@ class ChatTokenizer(TextTokenizer):
                 ended = -1
             texts.append(text)
             at += width
+        at_byte = partial(self._at_byte, found, edges)
         return _Laid(
             text="".join(texts),
             pieces=pieces,
             ends=[(*ends[n], origins[n] + sizes[n]) for n in sorted(ends)],
+            turns=[
+                (at_byte(start), at_byte(stop), origins[n] + sizes[n])
+                for n, (start, stop) in self._written(found, by_rule)
+            ],
             n_bytes=origins[-1],
         )
 
-    def _shared(self, laid: Sequence["_Laid"], read: Sequence[TokenSpans]) -> list[TokenSpans]:
+    def _aliased(self, text: str) -> str:
+        return self._control.sub(lambda match: self._alias[match[0]], text)
+
+    def _written(self, found: Rendering, by_rule: bool) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Messages, and the characters of the rendering that the model writes: from the end of the
+        generation prompt through the last control token of the turn. Without one the turn ends with
+        the token that reaches over the content's end."""
+        text = found.text
+        for turn in found.turns:
+            if turn.marked is not None and not by_rule:
+                if turn.marked[0] < turn.marked[1]:
+                    yield turn.message, turn.marked
+                continue
+            closing = [one.end() for one in self._control.finditer(text[turn.end : turn.stop])]
+            if closing:
+                size = closing[-1]
+            elif (first := self._control.search(text[turn.end : turn.next])) is not None:
+                size = first.end()
+            else:
+                size = int(turn.end < turn.next or turn.next == len(text))
+            yield turn.message, (turn.start, turn.end + size)
+
+    def _at_byte(self, found: Rendering, edges: Sequence[int], place: int) -> int:
+        """A place in the characters of a rendering as one in the bytes of the text that is read."""
+        number, inside = 0, place
+        while inside > len(found.segments[number].text) and number + 1 < len(edges):
+            inside -= len(found.segments[number].text)
+            number += 1
+        segment = found.segments[number]
+        text = segment.text[:inside]
+        read = self._aliased(text) if segment.template else text
+        # one behind the end is the byte between two conversations
+        return edges[number] + len(read.encode()) + inside - len(text)
+
+    def _shared(self, laid: Sequence["_Laid"], read: Sequence[TokenSpans]) -> list[ChatTokens]:
         """Tokens of the texts that were read as tokens of the shared texts: all conversations at
         once, laid end to end with a byte between two of them."""
         if not laid:
@@ -196,13 +257,11 @@ class ChatTokenizer(TextTokenizer):
         here = _origins([one.n_bytes for one in laid])
         tokens = np.concatenate([one.spans for one in read])
         tokens = tokens + np.repeat(there, counts)[:, None]
+        control = self._is_control[np.concatenate([one.ids for one in read])]
         spans = _over_pieces(tokens, _moved(laid, "pieces", there, here))
-        self._add_ends(
-            spans,
-            tokens,
-            np.concatenate([one.ids for one in read]),
-            _moved(laid, "ends", there, here),
-        )
+        spans[control] = 0  # one that takes the white space beside it stands for none of it
+        _add_ends(spans, tokens, control, _moved(laid, "ends", there, here))
+        turns = _in_turns(tokens, control, _moved(laid, "turns", there, here))
         # what stands for no text has its place between its neighbours
         origins = np.repeat(here, counts)
         empty = spans[:, 0] == spans[:, 1]
@@ -211,36 +270,15 @@ class ChatTokenizer(TextTokenizer):
         spans[empty] = ends[empty, None]
         covered = np.concatenate([[0], np.cumsum(spans[:, 1] - spans[:, 0])])
         spans -= origins[:, None]
+        turns = np.where(turns < 0, turns, turns - origins)
         cuts = np.cumsum([0, *counts]).tolist()
         return [
-            TokenSpans(one.ids, spans[a:b], own.n_bytes, own.n_bytes - int(covered[b] - covered[a]))
+            ChatTokens(
+                *(one.ids, spans[a:b], own.n_bytes, own.n_bytes - int(covered[b] - covered[a])),
+                turns=turns[a:b],
+            )
             for one, own, (a, b) in zip(read, laid, pairwise(cuts), strict=True)
         ]
-
-    def _add_ends(
-        self,
-        spans: NDArray[np.int64],
-        tokens: NDArray[np.int64],
-        ids: NDArray[np.int32],
-        ends: NDArray[np.int64],
-    ) -> None:
-        """Give the bytes of marks to the tokens that end turns, in place: the first control token
-        between the end of a content and the next text that is not the template's; without one the
-        token that reaches over the content's end."""
-        shut, behind, mark = ends.T
-        control = np.flatnonzero(self._is_control[ids] & (tokens[:, 0] < tokens[:, 1]))
-        sentinel = np.iinfo(np.int64).max
-        starts, stops = (np.append(tokens[control, side], sentinel) for side in (0, 1))
-        near = np.searchsorted(starts, shut, side="left")
-        found = stops[near] <= behind
-        over = np.minimum(np.searchsorted(tokens[:, 1], shut, side="right"), len(tokens) - 1)
-        reaches = (tokens[over, 1] > shut) & (tokens[over, 0] < behind) & (shut < behind)
-        chosen = np.where(found, np.append(control, 0)[near], over)
-        known = found | reaches
-        at, mark = chosen[known], mark[known]
-        alone = spans[at, 0] == spans[at, 1]
-        spans[at, 0] = np.where(alone, mark, spans[at, 0])
-        spans[at, 1] = np.maximum(spans[at, 1], mark + 1)
 
 
 @dataclass(frozen=True)
@@ -251,7 +289,55 @@ class _Laid:
     ends: list[tuple[int, int, int]]
     """Per message whose end is there: the end of its content, the end of the template's text behind
     it, and the place of its mark in the shared text."""
+    turns: list[tuple[int, int, int]]
+    """Per message in its place: what the model writes, from, to in the bytes of `text`, and the
+    place of its mark in the shared text."""
     n_bytes: int
+
+
+def _add_ends(
+    spans: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    is_control: NDArray[np.bool_],
+    ends: NDArray[np.int64],
+) -> None:
+    """Give the bytes of marks to the tokens that end turns, in place: the first control token
+    between the end of a content and the next text that is not the template's; without one the
+    token that reaches over the content's end."""
+    shut, behind, mark = ends.T
+    control = np.flatnonzero(is_control & (tokens[:, 0] < tokens[:, 1]))
+    sentinel = np.iinfo(np.int64).max
+    starts, stops = (np.append(tokens[control, side], sentinel) for side in (0, 1))
+    near = np.searchsorted(stops, shut, side="right")
+    found = starts[near] < behind
+    over = np.minimum(np.searchsorted(tokens[:, 1], shut, side="right"), len(tokens) - 1)
+    reaches = (tokens[over, 1] > shut) & (tokens[over, 0] < behind) & (shut < behind)
+    chosen = np.where(found, np.append(control, 0)[near], over)
+    known = found | reaches
+    at, mark = chosen[known], mark[known]
+    alone = spans[at, 0] == spans[at, 1]
+    spans[at, 0] = np.where(alone, mark, spans[at, 0])
+    spans[at, 1] = np.maximum(spans[at, 1], mark + 1)
+
+
+def _in_turns(
+    tokens: NDArray[np.int64], is_control: NDArray[np.bool_], turns: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Per token the mark of the turn that it is written in, or -1; tokens without text belong to
+    those around them."""
+    start, stop, mark = turns.T
+    starts, ends = (np.maximum.accumulate(tokens[:, side]) for side in (0, 1))
+    first = np.minimum(
+        np.searchsorted(ends, start, side="right"), np.searchsorted(starts, start, side="left")
+    )
+    # a control token of the prompt may take white space behind it
+    near = np.minimum(first, len(tokens) - 1)
+    first = first + (is_control[near] & (starts[near] < start))
+    counts = np.maximum(np.searchsorted(starts, stop, side="left") - first, 0)
+    found = np.full(len(tokens), -1, np.int64)
+    offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    found[np.repeat(first, counts) + offsets] = np.repeat(mark, counts)
+    return found
 
 
 def _origins(sizes: Sequence[int]) -> NDArray[np.int64]:
@@ -288,15 +374,9 @@ def _over_pieces(tokens: NDArray[np.int64], pieces: NDArray[np.int64]) -> NDArra
     return spans
 
 
-def _private(text: str, count: int) -> bool:
-    return not text.isascii() and any(
-        _FIRST_PRIVATE <= ord(character) < _FIRST_PRIVATE + count for character in text
-    )
-
-
 def _with_private_tokens(description: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A tokenizer's description with a private character in place of each control token, and which
-    stands for which. Ids stay."""
+    """A tokenizer's description with private characters in place of each control token, and which
+    stand for which. Ids stay."""
     alias: dict[str, str] = {}
     added = description.get("added_tokens") or []
     if description["model"].get("byte_fallback"):
@@ -305,8 +385,8 @@ def _with_private_tokens(description: dict[str, Any]) -> tuple[dict[str, Any], d
         description["added_tokens"] = added
     for entry in added:
         if entry.get("special"):
-            private = chr(_FIRST_PRIVATE + len(alias))
-            assert ord(private) <= _LAST_PRIVATE
+            private = chr(_FIRST_PRIVATE + len(alias)) + chr(_LAST_PRIVATE)
+            assert ord(private[0]) < _LAST_PRIVATE
             alias[entry["content"]] = private
             entry["content"] = private
     model = description["model"]
@@ -325,6 +405,8 @@ def _with_private_tokens(description: dict[str, Any]) -> tuple[dict[str, Any], d
 
 
 TrainOn = Literal["assistant", "last", "all"]
+TRAINED_RULE = 2
+"""The version of the rule, in the settings of blocks. Without one: contents and ends of turns."""
 
 
 def trained_ranges(text: str, train_on: TrainOn) -> NDArray[np.int64]:
@@ -345,12 +427,18 @@ def trained_ranges(text: str, train_on: TrainOn) -> NDArray[np.int64]:
 
 
 def trained_tokens(tokens: TokenSpans, ranges: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Tokens whose bytes are all trained on; the template's own are not."""
-    return trained_spans(tokens.spans, ranges)
+    """What the model writes of the turns that are trained on: contents, the ends of turns, and what
+    the template prints behind the generation prompt."""
+    assert isinstance(tokens, ChatTokens)
+    return trained_spans(tokens.spans, tokens.turns, ranges)
 
 
-def trained_spans(spans: NDArray[np.int64], ranges: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """The same for spans; of several texts where they are laid end to end."""
+def trained_spans(
+    spans: NDArray[np.int64], turns: NDArray[np.int64], ranges: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """The same for spans; of several texts where they are laid end to end. A token that stands for
+    a part of a message that is not trained on is not trained on either; the one that ends the turn
+    before may also begin this one."""
     if not len(ranges):
         return np.zeros(len(spans), bool)
     starts, ends = spans[:, 0], spans[:, 1]
@@ -359,7 +447,8 @@ def trained_spans(spans: NDArray[np.int64], ranges: NDArray[np.int64]) -> NDArra
     opens = ranges[joined, 0]
     shuts = ranges[np.append(np.flatnonzero(joined)[1:] - 1, len(ranges) - 1), 1]
     place = np.searchsorted(opens, starts, side="right") - 1
-    inside: NDArray[np.bool_] = (
-        (place >= 0) & (ends <= shuts[np.maximum(place, 0)]) & (starts < ends)
-    )
-    return inside
+    inside = (place >= 0) & (ends <= shuts[np.maximum(place, 0)])
+    begins = (ends - starts == 1) & np.isin(ends, ranges[:, 0])
+    own = inside | begins | (starts == ends)
+    trained: NDArray[np.bool_] = np.isin(turns, ranges[:, 1] - 1) & own
+    return trained

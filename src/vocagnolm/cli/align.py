@@ -1,6 +1,7 @@
 """`vocagnolm align`: which teacher tokens cover which student tokens, as a picture or as JSON."""
 
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
 
 import typer
@@ -42,10 +43,10 @@ def align(
 
     Green: one student token, one teacher token. Yellow: several teacher tokens for one student
     token. Blue: several student tokens in one teacher token. Red: unmapped. Dim: printed by a chat
-    template.
+    template. Of conversations also which tokens are trained on, and why.
     """
     from vocagnolm.alignment import TextTokenizer, load_tokenizer
-    from vocagnolm.alignment.picture import align_text, draw
+    from vocagnolm.alignment.picture import align_text, draw, visible
     from vocagnolm.errors import UsageError
 
     if sum(given is not None for given in (text, file, messages)) != 1:
@@ -68,15 +69,32 @@ def align(
         ):
             typer.echo(line, err=True)
     pair = align_text(ours, theirs, content)
+    trained: list[str | None] = []
+    if messages is not None:
+        from vocagnolm.chat.survey import why_trained
+
+        trained = why_trained(content, pair.student_tokens)
     if plot is not None:
         from vocagnolm.pair import tokenisation_rows
 
         tokenisation_rows([pair.student, pair.teacher], content, plot)
         typer.echo(f"wrote {plot}", err=True)
     if as_json:
-        print_json(pair.as_json())
+        facts = pair.as_json()
+        for token, reason in zip(facts["student"] if trained else [], trained, strict=True):
+            token["trained"] = reason
+        print_json(facts)
         return
     draw(pair)
+    names = ours.shown(content, pair.student_tokens)
+    encoded, spans = content.encode(), pair.student_tokens.spans.tolist()
+    texts = [
+        visible(encoded[a:b] if name is None else name.encode())
+        for (a, b), name in zip(spans, names, strict=True)
+    ]
+    for why, run in groupby(zip(trained, texts, strict=False), key=lambda one: one[0]):
+        if why is not None:
+            typer.echo(f"trained ({why}): {'╎'.join(text for _, text in run)}")
 
 
 def read_conversations(file: Path, limit: int) -> list[tuple[str, str]]:

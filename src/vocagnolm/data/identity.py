@@ -8,6 +8,7 @@ from typing import Any
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.chat import ChatTokenizer, template_of
+from vocagnolm.chat.tokens import TRAINED_RULE
 from vocagnolm.data.blocks import MANIFEST, Blocks, block_count, read_manifest
 from vocagnolm.data.corpus import Corpus, files_of_folder, is_corpus_file, open_corpus
 from vocagnolm.data.guidance import common_alternatives
@@ -187,6 +188,7 @@ def block_settings(
         settings["conversations"] = {
             "template": tokenizer.template.fingerprint,
             "train_on": recipe.data.train_on,
+            "rule": TRAINED_RULE,
         }
     return settings
 
@@ -254,6 +256,8 @@ _IN_WORDS = {
     "conversations": "corpus: texts and conversations are prepared differently",
     "conversations.template": "student.chat_template: the blocks were made in another template",
     "conversations.train_on": f"data.train_on: {_VALUES}",
+    "conversations.rule": "conversations: the blocks are of an older version, which did not train "
+    "on what templates print behind the generation prompt. Prepare them again",
     "guidance": "guidance: the blocks were made without a store",
     "guidance.aggregation": f"objective.aggregation: {_VALUES}",
     "guidance.combine": f"store.combine: {_VALUES}",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vocagnolm.alignment import KINDS, Alignment, TokenSpans, align, carry
 from vocagnolm.alignment.alignment import Aggregation, chunk_align
-from vocagnolm.chat.tokens import trained_spans
+from vocagnolm.chat.tokens import ChatTokens, trained_spans
 from vocagnolm.data.guidance import (
     Combine,
     GuidancePlan,
@@ -270,7 +270,12 @@ def pack_documents(
         ours, there = lay(students), place
     if trained is not None:
         ranges = end_to_end(trained, ours.origins)
-        mask = trained_spans(ours.spans, ranges)
+        turns = [
+            np.where(one.turns < 0, one.turns, one.turns + origin)
+            for one, origin in zip(students, ours.origins, strict=True)
+            if isinstance(one, ChatTokens)
+        ]
+        mask = trained_spans(ours.spans, np.concatenate([*turns, np.zeros(0, np.int64)]), ranges)
         _add_trained(columns, summary, mask, place, document_tokens)
     if teachers is not None:
         theirs = [

@@ -352,7 +352,7 @@ class PartMaker:
             outcomes = in_batches(plan.tokenizer.outcomes, [text for _, text in kept])
             refused = dict(Counter(one for one in outcomes if isinstance(one, str)))
             readable = [n for n, one in enumerate(outcomes) if not isinstance(one, str)]
-            students = [one for one in outcomes if not isinstance(one, str)]
+            students: list[TokenSpans] = [one for one in outcomes if not isinstance(one, str)]
             kept = [kept[n] for n in readable]
             places = [[entries[n] for n in readable] for entries in places]
             trained = [trained_ranges(text, recipe.data.train_on) for _, text in kept]

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
-from vocagnolm.chat.messages import CONVERSATION_FIELDS
+from vocagnolm.chat.messages import CONVERSATION_FIELDS, RENAMED_FIELDS
 from vocagnolm.errors import CorpusError, MissingExtraError, UsageError, VocagnolmError
 from vocagnolm.files import parse_json, whole_file
 from vocagnolm.recipe.sections import Split as Split
@@ -214,7 +214,8 @@ def wanted_fields(names: Iterable[str], text_field: str) -> list[str]:
     found = [*names]
     if text_field in found:
         return [text_field]
-    return [name for name in CONVERSATION_FIELDS if name in found]
+    own = "messages" in found or "prompt" in found
+    return [name for name in (CONVERSATION_FIELDS if own else RENAMED_FIELDS) if name in found]
 
 
 class _File:

@@ -37,6 +37,8 @@ class TokenRow:
     ids: list[int] | None = None
     nll: list[float | None] | None = None
     """-log p of each token in nats; None where the model gave no score."""
+    trained: list[str | None] | None = None
+    """Of the student's row of a conversation: why a token is trained on; None where it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)

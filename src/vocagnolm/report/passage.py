@@ -42,6 +42,8 @@ class Reading:
     nll: NDArray[np.floating] | None = None
     shown: Sequence[str | None] | None = None
     """What a token is where the text does not show it, as of a chat template."""
+    trained: Sequence[str | None] | None = None
+    """Of a conversation why each token is trained on; None where it is not."""
     alternatives: Alternatives | None = None
     """A teacher's, with the table by which they become targets."""
     table: TargetTable | None = None
@@ -58,6 +60,9 @@ def joined(parts: Sequence[Reading], begins: NDArray[np.int64]) -> Reading:
         ids=None if first.ids is None else np.concatenate([one.ids for one in parts]),
         nll=None if first.nll is None else np.concatenate([one.nll for one in parts]),
         shown=None if first.shown is None else [name for one in parts for name in one.shown or ()],
+        trained=None
+        if first.trained is None
+        else [why for one in parts for why in one.trained or ()],
         alternatives=Alternatives(np.concatenate(packed), given[0].sampled) if given else None,
     )
 
@@ -78,6 +83,8 @@ def make_passage(
         token_row(one.name, text, one.spans, one.ids, one.nll, one.shown)
         for one in (student, *teachers)
     )
+    if student.trained is not None:
+        ours = dataclasses.replace(ours, trained=[*student.trained])
     rows = []
     for row, teacher in zip(theirs, teachers, strict=True):
         found = teacher_row(row, align(student.spans, teacher.spans))

@@ -15,6 +15,7 @@ import numpy as np
 
 from vocagnolm.alignment import TargetTable, TextTokenizer, TokenSpans, load_tokenizer
 from vocagnolm.alternatives import Alternatives
+from vocagnolm.chat.survey import why_trained
 from vocagnolm.data.corpus import Corpus, Document, document_hash
 from vocagnolm.data.guidance import common_alternatives, target_table, tiling
 from vocagnolm.data.identity import recipe_corpus, student_chat
@@ -441,7 +442,12 @@ def compute_sample(
             nll = only_answers(one.text, one.tokens, nll, recipe.data.train_on)
         ids, spans = one.tokens.ids, one.tokens.spans
         shown = tokenizer.shown(one.text, one.tokens)
-        ours.append(Reading(name=name, spans=spans, ids=ids, nll=nll, shown=shown))
+        why = (
+            why_trained(one.text, one.tokens, recipe.data.train_on)
+            if corpus.conversations
+            else None
+        )
+        ours.append(Reading(name=name, spans=spans, ids=ids, nll=nll, shown=shown, trained=why))
     passages, rule = weigh_passages(
         [
             _passage(read[group], ours[group], recipe.objective.inside)

@@ -22,6 +22,7 @@ from vocagnolm.alignment import (
 )
 from vocagnolm.alternatives import Alternatives, AlternativesSpec
 from vocagnolm.chat import ChatTokenizer, TrainOn, trained_ranges, trained_tokens
+from vocagnolm.chat.survey import why_trained
 from vocagnolm.errors import UsageError
 from vocagnolm.report.page_data import Page
 from vocagnolm.report.passage import SHOWN, Reading, make_passage, plain_tokenizer, preflight
@@ -127,6 +128,9 @@ def _read(
                 ids=one.ids,
                 nll=nll,
                 shown=side.tokenizer.shown(text, one),
+                trained=why_trained(text, one)
+                if isinstance(side.tokenizer, ChatTokenizer)
+                else None,
                 alternatives=None if packed is None else Alternatives(packed),
                 table=table,
             )

@@ -22,6 +22,7 @@ function makeInspector() {
     const student = passage.student.nll?.[i];
     const guidance = passage.guidance?.[i];
     const excess = passage.excess?.[i];
+    if (passage.student.trained) row("trained on", "trained", passage.student.trained[i] || "no: it is context");
     if (passage.student.nll) row("student loss", "student", fixed(student), meter(student, largest, "student"));
     if (passage.guidance) row(`teacher (${carriedBy()})`, "guidance", fixed(guidance), meter(guidance, largest));
     if (passage.excess) {

@@ -250,6 +250,7 @@ function tokenLabel(passage, info, i) {
   const parts = [spoken(passage.student.text[i])];
   if (info.fate[i]) parts.push(fateName(passage, info, i));
   if (info.kind[i] === "un") parts.push("unmapped");
+  if (passage.student.trained?.[i]) parts.push("trained on: " + passage.student.trained[i]);
   if (passage.student.nll) parts.push("student loss " + fixed(passage.student.nll[i]));
   if (passage.guidance) parts.push("teacher loss " + fixed(passage.guidance[i]));
   if (passage.excess) parts.push("excess " + fixed(passage.excess[i]));
