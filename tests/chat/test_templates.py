@@ -56,6 +56,8 @@ def rendered(name: str, messages: list[Message]):
 @given(messages=talks())
 @example(messages=[Message("system", " s "), Message("user", "u"), Message("assistant", "<")])
 @example(messages=[Message("user", "a"), Message("assistant", "b</think>\n\nc")])
+@example(messages=[Message("user", "a"), Message("assistant", "<think>\nhm\n</think>\n\nyes")])
+@example(messages=[Message("user", ""), Message("assistant", "<think>the sum</think>")])
 def test_contents_are_found_exactly(name, messages):
     found = rendered(name, messages)
     assume(found is not None)

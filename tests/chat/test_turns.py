@@ -1,6 +1,7 @@
 """What the model must write is trained on, and nothing else: in templates that the project has not
 been written for, against `apply_chat_template`, and by students that generate the answers."""
 
+import json
 import re
 from datetime import datetime
 from functools import cache
@@ -13,7 +14,9 @@ import torch
 from chat_kit import Message
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
+from training_kit import save_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from vocagnolm.alignment import TextTokenizer
 from vocagnolm.alignment.tokenizer import Frame
@@ -29,6 +32,7 @@ from vocagnolm.chat import (
 )
 from vocagnolm.chat.survey import why_trained
 from vocagnolm.chat.template import DATE, ChatTemplate
+from vocagnolm.cli import app
 
 WILD = sorted((chat_kit.TEMPLATES / "trl").glob("*.jinja"))
 CONTROL = re.compile(
@@ -241,3 +245,21 @@ def test_why_tokens_are_trained_on():
     assert [one for one in dict.fromkeys(reasons) if one] == [
         *("written by the template behind the prompt", "content", "end of turn"),
     ]
+
+
+def test_align_says_what_is_trained_on(tmp_path):
+    save_tokenizer(tmp_path / "bytes", kind="bytes")
+    source = wild("gptoss").template.source
+    ours = ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"]
+    chat_kit.save_chat_tokenizer(tmp_path / "student", tmp_path / "bytes", source, ours)
+    theirs = ["<|im_start|>", "<|im_end|>"]
+    chat_kit.save_chat_tokenizer(tmp_path / "teacher", tmp_path / "bytes", chat_kit.CHATML, theirs)
+    chat_kit.write_conversations(tmp_path / "talks.jsonl", [TALK[1:3]])
+    call = ["align", "--student", tmp_path / "student", "--teacher", tmp_path / "teacher"]
+    call = [str(one) for one in (*call, "--messages", tmp_path / "talks.jsonl")]
+    drawn = CliRunner().invoke(app, call)
+    assert "trained (end of turn): <|return|>" in drawn.stdout, drawn.output
+    assert "trained (written by the template behind the prompt): <|channel|>" in drawn.stdout
+    tokens = json.loads(CliRunner().invoke(app, [*call, "--json"]).stdout)["student"]
+    assert [one["token"] for one in tokens if one["trained"] == "end of turn"] == ["<|return|>"]
+    assert tokens[0]["trained"] is None

@@ -11,7 +11,7 @@ template that writes something else in place of a content is refused.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from difflib import SequenceMatcher
@@ -165,6 +165,7 @@ def _read_given(given: str) -> str:
 # noncharacters: Unicode keeps them out of texts
 _OPEN, _SHUT = ("\ufdd0{}\ufdd1", "\ufdd2{}\ufdd3")
 _MARKED = re.compile("\ufdd0(\\d+)\ufdd1|\ufdd2(\\d+)\ufdd3")
+_UNITS = re.compile(r"<[^<>\s]*>|\w+|\s|.")
 _WORDS = re.compile(r"\s|\w+|[^\w\s]")
 _LOST = "template: it changes contents in a way that cannot be followed"
 _NONCHARACTER = re.compile("[\ufdd0-\ufdd3]")
@@ -373,27 +374,36 @@ def _survivors(
         elif stop is not None:
             kept = _common_prefix(text[:stop][::-1], content[::-1])
             fits = (k for k in range(kept, -1, -1) if text.endswith(before, 0, stop - k))
-            kept = _fitting(fits)
+            if (fit := next(fits, None)) is None:
+                others = (at for (n, _), at in places.items() if n != number and at <= stop)
+                _require_known(text[max(others, default=0) : stop - kept], before, content)
+            kept = kept if fit is None else fit
             pieces.append((stop - kept, stop, number, len(content) - kept))
         elif start is not None:
             kept = _common_prefix(text[start:], content)
             fits = (k for k in range(kept, -1, -1) if text.startswith(behind, start + k))
-            kept = _fitting(fits)
+            if (fit := next(fits, None)) is None:
+                others = (at for (n, _), at in places.items() if n != number and at >= start)
+                rest = text[start + kept : min(others, default=len(text))]
+                _require_known(rest, behind, content)
+            kept = kept if fit is None else fit
             pieces.append((start, start + kept, number, 0))
     return _cut(text, pieces)
 
 
-def _fitting(sizes: Iterator[int]) -> int:
-    if (found := next(sizes, None)) is None:
+def _require_known(text: str, around: str, content: str) -> None:
+    """Refused where a text holds words of neither the template nor the content."""
+    known = {*_UNITS.findall(around), *_UNITS.findall(content), *_WORDS.findall(content)}
+    if any(unit not in known for unit in _UNITS.findall(text) if unit.strip()):
         raise Refused(_LOST)
-    return found
 
 
 def _require_only(text: str, pieces: Sequence[tuple[int, int]]) -> None:
     """Refused where the text holds more than these pieces of it. A template may set the tags that
     it knows, as of reasoning, on lines of their own."""
     for (_, start), (stop, _) in pairwise([(0, 0), *pieces, (len(text), len(text))]):
-        beside_tag = text[start - 1 : start] == ">" or text[stop : stop + 1] == "<"
+        before, behind = text[:start].rstrip("\n"), text[stop:].lstrip("\n")
+        beside_tag = before.endswith(">") or behind.startswith("<")
         if text[start:stop].strip("\n") or (start < stop and not beside_tag):
             raise Refused(_LOST)
 
@@ -524,8 +534,6 @@ def _heaviest_chain(order: Sequence[int], weights: Sequence[int]) -> set[int]:
 
 
 # ---- what the model writes of a turn ----
-
-_UNITS = re.compile(r"<[^<>\s]*>|\w+|\s|.")
 
 
 def _turns(
