@@ -124,6 +124,7 @@ def test_blocks_of_the_older_rule_are_refused_in_words(tmp_path):
     path = tmp_path / "blocks" / "manifest.json"
     manifest = json.loads(path.read_text())
     assert manifest["settings"]["conversations"].pop("rule") == 2
+    del manifest["content_sha256"]  # older manifests have none
     path.write_text(json.dumps(manifest))
     assert len(Blocks(tmp_path / "blocks", 16)) == 1  # they can be read
     with pytest.raises(BlocksError, match="older version, which did not train on what templates"):
