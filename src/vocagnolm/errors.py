@@ -44,11 +44,11 @@ class VocagnolmWarning(UserWarning):
     """Something the user should know; the work goes on. The command line prints it as one line."""
 
 
-class PlaceWarning(VocagnolmWarning):
+class StorageWarning(VocagnolmWarning):
     """A bucket does not keep what the protocol of stores needs of it."""
 
 
-class WaitingWarning(PlaceWarning):
+class WaitingWarning(StorageWarning):
     """Storage or a cluster does not answer or has no room, and is waited for."""
 
 

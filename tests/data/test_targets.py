@@ -151,7 +151,8 @@ def test_teachers_are_averaged_by_their_weights(lab, tmp_path):
         one = obvious(folder, text, first)
         other = obvious(folder, text, second) if number < 50 else None
         rows, nobody = slice(at, at + len(one.ids)), np.zeros(len(one.ids), bool)
-        weights = np.stack([3.0 * one.told, 1.0 * (nobody if other is None else other.told)])
+        second_has = nobody if other is None else other.has_targets
+        weights = np.stack([3.0 * one.has_targets, 1.0 * second_has])
         shares = weights / np.maximum(weights.sum(0), 1e-30)
         expected = one.probability * shares[0][:, None]
         np.testing.assert_allclose(p[rows, :K], expected, atol=1e-3)
@@ -254,8 +255,8 @@ def test_conversations_have_targets_where_they_are_trained_on(tmp_path):
         kept = p[here][trained] > 0
         np.testing.assert_array_equal(ids[here][trained][kept], wanted.ids[kept])
         assert (p[here][~trained] == 0).all()
-        told += int(wanted.told.sum())
-        ends += int(wanted.told[own.ids[trained] == student.end_of_turn].sum())
+        told += int(wanted.has_targets.sum())
+        ends += int(wanted.has_targets[own.ids[trained] == student.end_of_turn].sum())
         at += len(own)
     assert told > 100 and ends >= len(talks)
     block = Blocks(tmp_path / "b", 128, targets=True)[0]

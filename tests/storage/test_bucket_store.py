@@ -17,15 +17,15 @@ from vocagnolm.cli import app
 from vocagnolm.errors import (
     AddressError,
     MissingExtraError,
-    PlaceWarning,
     ScoreError,
+    StorageWarning,
     StoreError,
     UsageError,
 )
 from vocagnolm.score import Share, score_corpus
 from vocagnolm.score.cluster import ScoringActor
 from vocagnolm.score.plan import PLAN_FILE, CorpusSource, TeacherSource, describe, make_plan
-from vocagnolm.storage import Bucket, bucket, place_of
+from vocagnolm.storage import Bucket, bucket, storage_of
 from vocagnolm.store import LossStore, StoreWriter, inspect_store, verify_store
 from vocagnolm.store.format import shard_name
 
@@ -299,7 +299,7 @@ def test_a_server_that_ignores_or_refuses_put_if_absent(whole, address, monkeypa
         return real(store, name, content)
 
     monkeypatch.setattr(obstore, "put", put)
-    with pytest.warns(PlaceWarning, match="does not keep to put-if-absent"):
+    with pytest.warns(StorageWarning, match="does not keep to put-if-absent"):
         run(corpus, address)
     assert bucket_bytes(address) == files
     assert run(corpus, address).found_shards == 5
@@ -368,7 +368,7 @@ def test_the_commands_take_an_address(whole, address, tmp_path, monkeypatch):
 def test_what_no_code_serves(tmp_path):
     for address in ("ftp://host/x", "https://host/x", "file:///x"):
         with pytest.raises(UsageError, match=r"Known are local folders and s3://, gs://, az://"):
-            place_of(address)
+            storage_of(address)
     with pytest.raises(AddressError, match="names no bucket"):
         Bucket("s3:///x")
 
@@ -382,14 +382,14 @@ def test_without_the_extra(monkeypatch, env):
 def test_no_warning_where_all_is_well(whole, address):
     corpus, _, _ = whole
     with warnings.catch_warnings():
-        warnings.simplefilter("error", PlaceWarning)
+        warnings.simplefilter("error", StorageWarning)
         run(corpus, address)
 
 
 def test_a_worker_of_a_cluster_takes_plan_and_corpus_from_a_bucket(whole, address, tmp_path):
     """What Ray's actors do, on a machine that has nothing but the addresses."""
     corpus, _, _ = whole
-    text = place_of(address + "-text")
+    text = storage_of(address + "-text")
     text.put("corpus.jsonl", Path(corpus).read_bytes())
     teacher = TeacherSource(str(save_teacher(tmp_path / "t")))
     source = CorpusSource.of(f"{text}/corpus.jsonl")

@@ -254,7 +254,7 @@ class SoftTargets:
     """[N, K] In the student's vocabulary; the label where there is nothing else."""
     probability: NDArray[np.float32]
     """[N, K] 0 for the label, which has what the others leave."""
-    told: NDArray[np.bool_]
+    has_targets: NDArray[np.bool_]
     """[N] The teacher has a say here; else there is the label alone."""
     mass: TargetMass
 
@@ -316,26 +316,26 @@ def carry_alternatives(
     behind = behind + _student_behind_space(table, labels, spans)
 
     # of all tokens, which is faster than of those alone that begin with a teacher token
-    told = mapped & (read == 0) & (behind < _ODD)
+    has_targets = mapped & (read == 0) & (behind < _ODD)
     here = given.at(place)
     alternative = here.packed >> ID_SHIFT
     target = table.targets[0].take(alternative, mode="clip")
-    for row in np.flatnonzero((behind > 0) & told).tolist():  # few: where texts begin
+    for row in np.flatnonzero((behind > 0) & has_targets).tolist():  # few: where texts begin
         target[row] = table.targets[behind[row]].take(alternative[row], mode="clip")
     own = labels[:, None]
     follows = (here.packed & FOLLOWS_BIT) != 0
-    takes_part = ~follows & (target >= 0) & (target != own) & told[:, None]
+    takes_part = ~follows & (target >= 0) & (target != own) & has_targets[:, None]
     ids = np.where(takes_part, target, own)
     probability = here.mass
     probability *= takes_part
-    mass = _measured(table, given, place, told)
+    mass = _measured(table, given, place, has_targets)
 
     within = np.flatnonzero(mapped & (read > 0))
     if inside:
         plain = within[behind.take(within) == 0]
-        _continue(table, plain, place, read, teacher, text, ids, probability, told)
-    mass = replace(mass, inside=len(within), continued=int(told[within].sum()))
-    return SoftTargets(ids, probability, told, mass)
+        _continue(table, plain, place, read, teacher, text, ids, probability, has_targets)
+    mass = replace(mass, inside=len(within), continued=int(has_targets[within].sum()))
+    return SoftTargets(ids, probability, has_targets, mass)
 
 
 def _measured(
@@ -369,7 +369,7 @@ def _continue(
     text: NDArray[np.uint8],
     ids: NDArray[np.int32],
     probability: NDArray[np.float32],
-    told: NDArray[np.bool_],
+    has_targets: NDArray[np.bool_],
 ) -> None:
     """Student tokens that begin inside a teacher token, in place: alternatives that begin with the
     bytes already read, renormalised by all that these do not rule out."""
@@ -397,7 +397,7 @@ def _continue(
     left += 1 - (p * ~follows) @ np.ones(p.shape[1], np.float32)
     alive = np.flatnonzero(possible & (length > wanted))
     row, column = row.take(alive), column.take(alive)
-    told[tokens.take(row)] = True
+    has_targets[tokens.take(row)] = True
     target = table.spelling.first.take(from_byte.take(alive) + wanted.take(alive))
     good = (target >= 0) & (target != ids[tokens.take(row), column])
     row, column = row[good], column[good]

@@ -283,7 +283,7 @@ def progress(label: str, unit: str = "tokens", *, started: bool = False) -> Iter
 @contextlib.contextmanager
 def showing_copies() -> Iterator[None]:
     """Files that come from an address, or go there, while another bar may be running."""
-    from vocagnolm.storage.copies import told
+    from vocagnolm.storage.copies import reporting_to
 
     with contextlib.ExitStack() as shown:
         meters: dict[str, Meter] = {}
@@ -295,5 +295,5 @@ def showing_copies() -> Iterator[None]:
             sizes = f"{done / 1e6:,.1f}/{total / 1e6:,.1f} MB"
             meters[what].note(done, total, sizes, done / 1e6)
 
-        with told(listen):
+        with reporting_to(listen):
             yield

@@ -98,20 +98,20 @@ def card_command(
     """Write the store's card: what `hf upload` needs to publish it as a dataset of the hub."""
     from vocagnolm.errors import UsageError
     from vocagnolm.files import write_text
-    from vocagnolm.storage import place_of, scheme_of
+    from vocagnolm.storage import scheme_of, storage_of
     from vocagnolm.store.export import CARD, PARQUET_FOLDER, store_card
     from vocagnolm.store.reader import require_complete
 
     if out is None and scheme_of(store) == "hf":
         raise UsageError(f"{store} cannot be written: say with --out where the card goes.")
-    place = place_of(store)
-    require_complete(place)
-    text = store_card(place, licence)
+    storage = storage_of(store)
+    require_complete(storage)
+    text = store_card(storage, licence)
     if out is None:
-        place.put(CARD, text.encode())
+        storage.put(CARD, text.encode())
     else:
         write_text(out, text)
-    typer.echo(f"wrote {out or place.shown(CARD)}", err=True)
+    typer.echo(f"wrote {out or storage.shown(CARD)}", err=True)
     if "viewer: false" in text:
         typer.echo(
             "for `datasets` and the hub's viewer, and then this command again: vocagnolm store "

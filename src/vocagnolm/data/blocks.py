@@ -37,7 +37,7 @@ from vocagnolm.data.guidance import cut_stretches
 from vocagnolm.data.packing import Bins, chunk_guidance, fill_bins
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import file_digests, local_path, plain_name, read_json
-from vocagnolm.storage import Folder, Place
+from vocagnolm.storage import Folder, Storage
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -330,18 +330,18 @@ def too_few_tokens(place: str, tokens: int, block_size: int) -> BlocksError:
     )
 
 
-def read_manifest(folder: Path | Place) -> dict[str, Any]:
+def read_manifest(folder: Path | Storage) -> dict[str, Any]:
     """The manifest of complete blocks, or an error that says what to run."""
-    place = Folder(folder) if isinstance(folder, Path) else folder
-    path = place.shown(MANIFEST)
+    storage = Folder(folder) if isinstance(folder, Path) else folder
+    path = storage.shown(MANIFEST)
     mend = "Run: vocagnolm prepare RECIPE"
     try:
         manifest = read_json(
-            path, BlocksError, mend, _MANIFEST_KEYS, read=lambda: place.read(MANIFEST)
+            path, BlocksError, mend, _MANIFEST_KEYS, read=lambda: storage.read(MANIFEST)
         )
     except (FileNotFoundError, NotADirectoryError):
-        state = "is not complete" if place.files() else "has no blocks"
-        raise BlocksError(f"{place} {state}: there is no {MANIFEST}. {mend}") from None
+        state = "is not complete" if storage.files() else "has no blocks"
+        raise BlocksError(f"{storage} {state}: there is no {MANIFEST}. {mend}") from None
     if manifest["format_version"] != FORMAT_VERSION:
         raise BlocksError(
             f"{path} has format version {manifest['format_version']}, this program reads "

@@ -336,7 +336,7 @@ def carry_targets(
         found.append(carry_alternatives(*known, inside=plan.inside, begins=ours.origins))
     if len(found) == 1:
         return found[0]
-    weights = np.array(plan.weights)[:, None] * np.stack([one.told for one in found])
+    weights = np.array(plan.weights)[:, None] * np.stack([one.has_targets for one in found])
     shares = (weights / np.maximum(weights.sum(0), 1e-30)).astype(np.float32)
     weighted = [one.probability * share[:, None] for one, share in zip(found, shares, strict=True)]
     return replace(

@@ -16,7 +16,7 @@ from vocagnolm.data.packing import Bins
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import address_of, differences, json_bytes, json_digest
 from vocagnolm.recipe import Recipe
-from vocagnolm.storage import Folder, Place, place_of, require_place
+from vocagnolm.storage import Folder, Storage, require_storage, storage_of
 from vocagnolm.storage.copies import Wanted, cache_folder, copy_files
 from vocagnolm.store import LossStore
 
@@ -59,12 +59,12 @@ def _id_of(tokenizer: TextTokenizer, token: str, where: str) -> int:
 # ---- what a recipe names ----
 
 
-def blocks_place(recipe: Recipe) -> Place:
+def blocks_storage(recipe: Recipe) -> Storage:
     """Where the blocks are, or go."""
     if not recipe.data.blocks:
         raise BlocksError("The recipe does not say where the blocks go: set data.blocks.")
-    require_place(recipe.data.blocks)
-    return place_of(recipe.data.blocks)
+    require_storage(recipe.data.blocks)
+    return storage_of(recipe.data.blocks)
 
 
 def student_tokenizer(recipe: Recipe) -> TextTokenizer:
@@ -112,16 +112,16 @@ def recipe_corpus(recipe: Recipe) -> Corpus:
 def local_blocks(recipe: Recipe) -> Path:
     """The folder to read the recipe's blocks from. Those at an address are copied to `data.cache`,
     by one process of a machine while the others wait, and found there the next time."""
-    place = blocks_place(recipe)
-    if isinstance(place, Folder):
-        return place.path
-    manifest = read_manifest(place)
+    storage = blocks_storage(recipe)
+    if isinstance(storage, Folder):
+        return storage.path
+    manifest = read_manifest(storage)
     folder = blocks_cache(recipe) / str(manifest["fingerprint"])[:32]
     parts = [
         Wanted(part["name"], part.get("bytes"), part.get("sha256")) for part in manifest["parts"]
     ]
     mend = "Remove it there and run `vocagnolm prepare` again: it makes what is missing."
-    copy_files(place, parts, folder, mend)
+    copy_files(storage, parts, folder, mend)
     Folder(folder).create(MANIFEST, json_bytes(manifest, sealed=True))
     return folder
 

@@ -36,7 +36,7 @@ from vocagnolm.data.guidance import GuidancePlan, TargetsPlan, common_alternativ
 from vocagnolm.data.identity import (
     block_settings,
     blocks_cache,
-    blocks_place,
+    blocks_storage,
     described_inputs,
     differing_inputs,
     recipe_corpus,
@@ -48,7 +48,7 @@ from vocagnolm.data.packing import PackingSummary, Part, pack_documents
 from vocagnolm.data.teachers import Chosen, Lookup, chosen_documents
 from vocagnolm.errors import BlocksError, RecipeError, VocagnolmWarning
 from vocagnolm.recipe import Recipe
-from vocagnolm.storage import Folder, Place
+from vocagnolm.storage import Folder, Storage
 from vocagnolm.storage.copies import tell
 from vocagnolm.store import LossStore
 from vocagnolm.workers import WorkerPool
@@ -77,7 +77,7 @@ def prepare(
     With `workers` > 1 documents are tokenised in as many processes; with 1 the tokenizer's own
     threads are used.
     """
-    place = blocks_place(recipe)
+    storage = blocks_storage(recipe)
     if problems := recipe.store_problems():
         raise RecipeError("\n".join(problems))
     corpus = recipe_corpus(recipe)
@@ -85,7 +85,7 @@ def prepare(
     if corpus.conversations:
         tokenizer = student_chat(recipe, tokenizer)
     settings = block_settings(recipe, tokenizer, corpus)
-    _refuse_strangers(place)
+    _refuse_strangers(storage)
 
     def made_in(folder: Path) -> dict[str, Any]:
         with files.folder_lock(folder, "Wait for it to end, or choose another data.blocks."):
@@ -100,105 +100,105 @@ def prepare(
                 files.remove_leftovers(folder)
             return manifest
 
-    if isinstance(place, Folder):
-        manifest = made_in(place.path)
+    if isinstance(storage, Folder):
+        manifest = made_in(storage.path)
     else:
-        found = _finished(place, recipe, settings, corpus)
+        found = _finished(storage, recipe, settings, corpus)
         if found is None:
-            if place.has(SETTINGS):
-                _claim(place, settings)
-            folder = blocks_cache(recipe) / f"making-{files.json_digest(str(place))[:32]}"
+            if storage.has(SETTINGS):
+                _claim(storage, settings)
+            folder = blocks_cache(recipe) / f"making-{files.json_digest(str(storage))[:32]}"
             found = made_in(folder)
-            _upload(folder, place, found)
+            _upload(folder, storage, found)
             files.move_folder(folder, blocks_cache(recipe) / found["fingerprint"][:32])
         manifest = found
     if not corpus.conversations and not block_count(manifest["tokens"], recipe.data.block_size):
-        raise too_few_tokens(str(place), manifest["tokens"], recipe.data.block_size)
+        raise too_few_tokens(str(storage), manifest["tokens"], recipe.data.block_size)
     return manifest
 
 
 # ---- whose the folder is ----
 
 
-def _refuse_strangers(place: Place) -> None:
-    found = place.files()
+def _refuse_strangers(storage: Storage) -> None:
+    found = storage.files()
     if SETTINGS in found or MANIFEST in found:
         return
     if any(name != files.LOCK_FILE and not files.is_leftover(name) for name in found):
         raise BlocksError(
-            f"{place} is not empty and holds no blocks. Choose another place for data.blocks."
+            f"{storage} is not empty and holds no blocks. Choose another place for data.blocks."
         )
 
 
-def _claim(place: Place, settings: dict[str, Any]) -> None:
+def _claim(storage: Storage, settings: dict[str, Any]) -> None:
     """The settings are written before the first part: a place belongs to one recipe."""
-    if place.create(SETTINGS, files.json_bytes(settings, sealed=True)):
+    if storage.create(SETTINGS, files.json_bytes(settings, sealed=True)):
         return
     advice = "Choose another place for data.blocks."
-    path = place.shown(SETTINGS)
-    found = files.read_json(path, BlocksError, advice, read=lambda: place.read(SETTINGS))
+    path = storage.shown(SETTINGS)
+    found = files.read_json(path, BlocksError, advice, read=lambda: storage.read(SETTINGS))
     different = files.differences(found, settings)
-    _refuse(place, [f"{name}: {old!r:.50} -> {new!r:.50}" for name, old, new in different])
+    _refuse(storage, [f"{name}: {old!r:.50} -> {new!r:.50}" for name, old, new in different])
 
 
-def _refuse(place: Place, difference: list[str]) -> None:
+def _refuse(storage: Storage, difference: list[str]) -> None:
     if difference:
         raise BlocksError(
-            f"{place} holds blocks that were made with other settings:\n  "
+            f"{storage} holds blocks that were made with other settings:\n  "
             + "\n  ".join(difference)
             + "\nChoose another place for data.blocks, or give the settings back."
         )
 
 
 def _finished(
-    place: Place, recipe: Recipe, settings: dict[str, Any], corpus: Corpus
+    storage: Storage, recipe: Recipe, settings: dict[str, Any], corpus: Corpus
 ) -> dict[str, Any] | None:
     """The manifest of blocks that serve this recipe and are whole; of those in a bucket the sizes
     alone are looked at. Parts that are damaged or lost are made again, which takes the very
     settings they were made with."""
-    found = place.files()
+    found = storage.files()
     if MANIFEST not in found:
         return None
     try:
-        manifest = read_manifest(place)
+        manifest = read_manifest(storage)
     except BlocksError:
         if SETTINGS in found:
             return None  # ours, and the manifest can be made again from the parts
         raise
-    _refuse(place, differing_inputs(manifest, recipe, settings, corpus))
-    if isinstance(place, Folder):
-        damaged = damaged_parts(place.path, manifest)
+    _refuse(storage, differing_inputs(manifest, recipe, settings, corpus))
+    if isinstance(storage, Folder):
+        damaged = damaged_parts(storage.path, manifest)
     else:
         damaged = cut_parts(manifest, found)
     if not damaged:
         return manifest
     if manifest["settings"] != settings:
         raise BlocksError(
-            f"{place} is damaged ({damaged[0]}), and this recipe did not make it. Run "
+            f"{storage} is damaged ({damaged[0]}), and this recipe did not make it. Run "
             "`vocagnolm prepare` with the recipe that did."
         )
-    place.remove(*(line.partition(":")[0] for line in damaged))
+    storage.remove(*(line.partition(":")[0] for line in damaged))
     return None
 
 
-def _upload(folder: Path, place: Place, manifest: dict[str, Any]) -> None:
+def _upload(folder: Path, storage: Storage, manifest: dict[str, Any]) -> None:
     """Settings first, which make the place ours; then the parts, the manifest last."""
-    _claim(place, manifest["settings"])
-    found = place.files()
+    _claim(storage, manifest["settings"])
+    found = storage.files()
     parts = [part for part in manifest["parts"] if found.get(part["name"]) != part["bytes"]]
     total, done = sum(part["bytes"] for part in parts), 0
 
     def send(part: dict[str, Any]) -> int:
-        place.put(part["name"], (folder / part["name"]).read_bytes())
+        storage.put(part["name"], (folder / part["name"]).read_bytes())
         return int(part["bytes"])
 
     with ThreadPoolExecutor(_UPLOADS) as pool:
         for size in pool.map(send, parts):
             done += size
-            tell(f"{folder} to {place}", folder, done, total)
+            tell(f"{folder} to {storage}", folder, done, total)
     content = files.json_bytes(manifest, sealed=True)
-    if not place.create(MANIFEST, content):
-        place.put(MANIFEST, content)
+    if not storage.create(MANIFEST, content):
+        storage.put(MANIFEST, content)
 
 
 # ---- the manifest ----

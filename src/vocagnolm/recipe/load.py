@@ -11,7 +11,7 @@ from vocagnolm.methods import Method
 from vocagnolm.recipe import sections
 from vocagnolm.recipe.schema import YAML_SUFFIXES, Schema, apply_override, build, read_tree
 from vocagnolm.recipe.shipped import shipped_recipe
-from vocagnolm.storage import require_place
+from vocagnolm.storage import require_storage
 
 
 class Recipe(Schema):
@@ -145,9 +145,9 @@ def recipe_from_dict(tree: Mapping[str, Any], origin: str = "recipe") -> Recipe:
     sections = {name: {} if content is None else content for name, content in tree.items()}
     recipe = build(Recipe, sections, origin, RecipeError)
     for store in recipe.stores:
-        require_place(store, hub=True)
+        require_storage(store, hub=True)
     if recipe.data.blocks is not None:
-        require_place(recipe.data.blocks)
+        require_storage(recipe.data.blocks)
     for path in (recipe.data.cache, recipe.run.folder):
         if path is not None:
             local_path(path)

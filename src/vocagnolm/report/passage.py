@@ -192,7 +192,7 @@ def with_alternatives(
     ids_given = given.ids.tolist()
     targets: list[list[tuple[str | None, float] | None]] = []
     for token, place in enumerate(row.first):
-        if place < 0 or not found.told[token]:
+        if place < 0 or not found.has_targets[token]:
             targets.append([])
             continue
         read = text[int(teacher.spans[place, 0]) : int(student.spans[token, 0])]

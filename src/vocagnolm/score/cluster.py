@@ -39,7 +39,7 @@ from vocagnolm.score.plan import (
 )
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.work import Done, Progress, Scored, ShardQueue, Worker
-from vocagnolm.store.writer import told, with_values_of
+from vocagnolm.store.writer import measured_apart, with_values_of
 
 LOCAL = "local"
 _TICK_SECONDS, _GROW_SECONDS = 1.0, 10.0
@@ -134,8 +134,9 @@ class ScoringActor:
         teacher = plan.teacher_source.open(plan.settings, patient=True)
         here = store_identity(describe(teacher, plan.settings), plan.corpus)
         for name, planned, found in differences(plan.identity, with_values_of(plan.identity, here)):
+            is_here = measured_apart(name, planned, found) or repr(found)[:80]
             raise ScoreError(
-                f"{name} is {told(name, planned, found) or repr(found)[:80]} on this machine, the "
+                f"{name} is {is_here} on this machine, the "
                 f"plan has {planned!r:.80}. Give all machines the same teacher, corpus, packages."
             )
         teacher.load()

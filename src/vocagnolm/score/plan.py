@@ -24,7 +24,7 @@ from vocagnolm.processes import Ranks
 from vocagnolm.score.server import ServerTeacher
 from vocagnolm.score.settings import ScoreSettings, Server
 from vocagnolm.score.teacher import LocalTeacher, Teacher
-from vocagnolm.storage import place_of
+from vocagnolm.storage import storage_of
 from vocagnolm.store.format import encode_vocabulary
 from vocagnolm.store.writer import StoreWriter
 
@@ -140,7 +140,7 @@ class Plan:
         if self.corpus_source is None:
             return None
         content = json_bytes(_encoded(replace(self.absolute(), vocabulary=None)), indent=None)
-        place_of(self.out).put(PLAN_FILE, content)
+        storage_of(self.out).put(PLAN_FILE, content)
         return hashlib.sha256(content).hexdigest()
 
     def absolute(self) -> "Plan":
@@ -160,10 +160,10 @@ class Plan:
 
 def remove_plan(out: str | Path) -> None:
     """Of a store that is complete."""
-    place = place_of(out)
-    place.remove(PLAN_FILE)
-    if place.has(_OLDER_PLAN_FILE):
-        place.remove(_OLDER_PLAN_FILE)
+    storage = storage_of(out)
+    storage.remove(PLAN_FILE)
+    if storage.has(_OLDER_PLAN_FILE):
+        storage.remove(_OLDER_PLAN_FILE)
 
 
 @dataclass(frozen=True)
@@ -222,10 +222,10 @@ def make_plan(
 
 def load_plan(out: str | Path, digest: str | None = None) -> Plan:
     """The plan of a store that grows; with `digest` only the very one that was saved."""
-    place = place_of(out)
-    path = place.shown(PLAN_FILE)
+    storage = storage_of(out)
+    path = storage.shown(PLAN_FILE)
     try:
-        content = bytes(place.read(PLAN_FILE))
+        content = bytes(storage.read(PLAN_FILE))
     except OSError as error:
         raise StoreError(
             f"{path} cannot be read: {error.strerror or error}. The store must lie where every "

@@ -32,7 +32,7 @@ from vocagnolm.score.plan import (
 from vocagnolm.score.settings import ScoreSettings, Server
 from vocagnolm.score.teacher import Teacher
 from vocagnolm.score.work import Done, Progress, Scored, ShardQueue, Share, Worker, finish
-from vocagnolm.storage import require_place
+from vocagnolm.storage import require_storage
 from vocagnolm.store.writer import StoreWriter, store_lock
 
 # ---- seconds ----
@@ -130,7 +130,7 @@ def score_corpus(
     """
     began = time.perf_counter()
     settings = settings or ScoreSettings()
-    require_place(out)
+    require_storage(out)
     teacher_source = corpus_source = None
     if isinstance(teacher, str | Path):
         if isinstance(server, str):

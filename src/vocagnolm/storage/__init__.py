@@ -1,6 +1,6 @@
 """Where stores and blocks live: a folder of this machine, or a bucket behind an address.
 
-A place knows a few steps, of which each happens as a whole or not at all; the protocols of stores
+A storage knows a few steps, of which each happens as a whole or not at all; the protocols of stores
 and blocks are made of these steps alone, and are the same for folders and buckets.
 """
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from vocagnolm.errors import UsageError
 from vocagnolm.files import address_of, local_path
-from vocagnolm.storage.backend import HUB_SCHEME, Folder, Place, hub_folder
+from vocagnolm.storage.backend import HUB_SCHEME, Folder, Storage, hub_folder
 from vocagnolm.storage.bucket import BUCKET_SCHEMES, Bucket
 
-__all__ = ["BACKENDS", "Backend", "Bucket", "Folder", "Place", "place_of", "require_place"]
+__all__ = ["BACKENDS", "Backend", "Bucket", "Folder", "Storage", "require_storage", "storage_of"]
 __all__ += ["scheme_of"]
 
 
@@ -21,8 +21,8 @@ __all__ += ["scheme_of"]
 class Backend:
     """What serves the addresses of one scheme."""
 
-    open: Callable[[str], Place]
-    """The place of an address."""
+    open: Callable[[str], Storage]
+    """The storage at an address."""
     writable: bool = True
 
 
@@ -39,7 +39,7 @@ def scheme_of(path: str | Path) -> str | None:
     return None if address is None else address.partition(":")[0].lower()
 
 
-def require_place(path: str | Path, *, hub: bool = False) -> None:
+def require_storage(path: str | Path, *, hub: bool = False) -> None:
     """Refuse an address that no code serves. `hub`: a dataset of the hub will do too."""
     scheme = scheme_of(path)
     known = [name for name, backend in BACKENDS.items() if backend.writable or hub]
@@ -50,10 +50,10 @@ def require_place(path: str | Path, *, hub: bool = False) -> None:
         )
 
 
-def place_of(path: str | Path) -> Place:
+def storage_of(path: str | Path) -> Storage:
     """A bucket for an address, the copy that `huggingface_hub` keeps for a dataset of the hub, a
     folder for all else."""
-    require_place(path, hub=True)
+    require_storage(path, hub=True)
     address = address_of(path)
     if address is None:
         return Folder(local_path(path))

@@ -13,8 +13,8 @@ from vocagnolm.errors import AddressError, WriteError
 from vocagnolm.files import folder_lock
 
 
-class Place(Protocol):
-    """Files by name (`manifest.json`, `shards/000000.safetensors`). `str(place)` is its path or
+class Storage(Protocol):
+    """Files by name (`manifest.json`, `shards/000000.safetensors`). `str(storage)` is its path or
     address."""
 
     def files(self, *folders: str) -> dict[str, int]:
@@ -52,7 +52,7 @@ class Place(Protocol):
     def lock(
         self, advice: str, *, shared: bool = False, patience: float = 0.0
     ) -> AbstractContextManager[None]:
-        """Keep others from writing, where the place can; `create` is what keeps it whole."""
+        """Keep others from writing, where the storage can; `create` is what keeps it whole."""
 
     def shown(self, name: str) -> str:
         """A file's path or address, for messages."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from vocagnolm import files
 from vocagnolm.errors import AddressError
 from vocagnolm.files import folder_lock
-from vocagnolm.storage.backend import Place
+from vocagnolm.storage.backend import Storage
 
 CACHE_VARIABLE = "VOCAGNOLM_CACHE"
 _THREADS = 8
@@ -31,8 +31,8 @@ def cache_folder() -> Path:
 
 
 @contextlib.contextmanager
-def told(listener: Listener) -> Iterator[None]:
-    """Who is told how far copying is: the command line."""
+def reporting_to(listener: Listener) -> Iterator[None]:
+    """The listener hears how far copying is while this lasts: the command line shows it."""
     _listeners.append(listener)
     try:
         yield
@@ -55,7 +55,7 @@ def copying(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A file of a place, as its manifest lists it."""
+    """A file of a storage, as its manifest lists it."""
 
     name: str
     size: int | None
@@ -76,7 +76,7 @@ class Wanted:
         return self.size in (None, size)
 
 
-def copy_files(place: Place, wanted: Sequence[Wanted], folder: Path, mend: str) -> None:
+def copy_files(storage: Storage, wanted: Sequence[Wanted], folder: Path, mend: str) -> None:
     """Copies of these files in a local folder. What is copied is checked against its checksum; what
     is there already is known by its size, and its readers check it. `mend`: what to do about a
     file that is damaged where it comes from."""
@@ -86,15 +86,15 @@ def copy_files(place: Place, wanted: Sequence[Wanted], folder: Path, mend: str) 
         absent = [one for one in wanted if not one.is_in(folder)]
         total = sum(one.size or 0 for one in absent)
         done = 0
-        for size in pool.map(lambda one: _copy(place, one, folder, mend), absent):
+        for size in pool.map(lambda one: _copy(storage, one, folder, mend), absent):
             done += size
-            tell(str(place), folder, done, max(total, done))
+            tell(str(storage), folder, done, max(total, done))
 
 
-def _copy(place: Place, one: Wanted, folder: Path, mend: str) -> int:
-    shown = place.shown(one.name)
+def _copy(storage: Storage, one: Wanted, folder: Path, mend: str) -> int:
+    shown = storage.shown(one.name)
     try:
-        content = place.read(one.name)
+        content = storage.read(one.name)
     except FileNotFoundError:
         raise AddressError(f"{shown} is missing, and the manifest lists it. {mend}") from None
     if problem := one.wrong(content):

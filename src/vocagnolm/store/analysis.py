@@ -82,7 +82,7 @@ def difference_of(
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankedDocuments:
     """The documents of a store, the best first; what has no score comes last."""
 
     documents: DocumentBits
@@ -115,13 +115,13 @@ class Ranks:
         ]
 
 
-def rank_documents(store: str | Path, against: str | Path | None = None) -> Ranks:
+def rank_documents(store: str | Path, against: str | Path | None = None) -> RankedDocuments:
     """By the teacher's bits per byte, fewest first, or by how much the reference needs more."""
     if against is None:
         bits = document_bits(LossStore.open(store))
-        return Ranks(bits, None, _best_first(-bits.bits_per_byte))
+        return RankedDocuments(bits, None, _best_first(-bits.bits_per_byte))
     bits, found = difference_of(store, against)
-    return Ranks(bits, found, _best_first(found))
+    return RankedDocuments(bits, found, _best_first(found))
 
 
 def _best_first(score: NDArray[np.float64]) -> NDArray[np.int64]:

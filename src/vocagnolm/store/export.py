@@ -12,8 +12,8 @@ import yaml
 from vocagnolm import files
 from vocagnolm.alternatives import Alternatives
 from vocagnolm.errors import MissingExtraError, StoreError
-from vocagnolm.storage import Place
-from vocagnolm.store.analysis import Ranks
+from vocagnolm.storage import Storage
+from vocagnolm.store.analysis import RankedDocuments
 from vocagnolm.store.reader import LossStore, inspect_store, mend_hint
 
 # ---- Parquet ----
@@ -42,7 +42,7 @@ def export_parquet(store: str | Path, out: str | Path) -> int:
     return len(loss_store)
 
 
-def export_ranks(ranks: Ranks, out: str | Path) -> None:
+def export_ranks(ranks: RankedDocuments, out: str | Path) -> None:
     """One row a document, the best first."""
     pa, pq = _pyarrow()
     hashes = [row.tobytes().hex() for row in ranks.documents.hashes[ranks.order]]
@@ -113,16 +113,16 @@ much of the text can be read back from this store: publish it only where you may
 PARQUET_FOLDER = "parquet"
 
 
-def store_card(place: Place, licence: str | None = None) -> str:
+def store_card(storage: Storage, licence: str | None = None) -> str:
     """Of a complete store. `licence`: as the hub calls it (`cc-by-4.0`, `odc-by`); who has made
     corpus and teacher says which one may stand there."""
-    about = inspect_store(str(place))
+    about = inspect_store(str(storage))
     if about["problems"]:
         raise StoreError(
-            f"{place} is damaged: {'; '.join(about['problems'][:3])}. {mend_hint(str(place))}"
+            f"{storage} is damaged: {'; '.join(about['problems'][:3])}. {mend_hint(str(storage))}"
         )
-    has_parquet = any(name.endswith(".parquet") for name in place.files(PARQUET_FOLDER))
-    name = PurePath(str(place)).name
+    has_parquet = any(name.endswith(".parquet") for name in storage.files(PARQUET_FOLDER))
+    name = PurePath(str(storage)).name
     facts = _facts(about)
     header: dict[str, Any] = {"pretty_name": f"Losses of {facts['teacher']} ({name})"}
     if licence is not None:

@@ -24,7 +24,7 @@ from vocagnolm import files
 from vocagnolm.alternatives import NLL_STEPS, STEPS_PER_NAT, Alternatives, Vocabulary
 from vocagnolm.errors import StoreError
 from vocagnolm.files import parse_json, read_json, require_keys
-from vocagnolm.storage import Folder, Place
+from vocagnolm.storage import Folder, Storage
 
 FORMAT_NAME = "vocagnolm-loss-store"
 FORMAT_VERSION = 1
@@ -253,12 +253,12 @@ class ShardFile:
         return None if same else "its content does not match its checksum"
 
 
-def read_shard(place: Place, name: str) -> ShardFile:
-    """A whole shard, mapped where the place is a folder. StoreError where the file is missing, cut
-    short or not a shard."""
-    path = place.shown(name)
+def read_shard(storage: Storage, name: str) -> ShardFile:
+    """A whole shard, mapped where the storage is a folder. StoreError where the file is missing,
+    cut short or not a shard."""
+    path = storage.shown(name)
     with _shard_errors(path):
-        return parse_shard(place.read(name), path)
+        return parse_shard(storage.read(name), path)
 
 
 def parse_shard(view: memoryview, path: str) -> ShardFile:
@@ -268,13 +268,13 @@ def parse_shard(view: memoryview, path: str) -> ShardFile:
     return ShardFile(path=path, about=about, columns=arrays, content=view)
 
 
-def read_about(place: Place, name: str, size: int) -> dict[str, Any]:
+def read_about(storage: Storage, name: str, size: int) -> dict[str, Any]:
     """What a shard of `size` bytes says of itself: only its header is read."""
-    with _shard_errors(place.shown(name)):
-        begin = place.read_range(name, 0, min(size, _HEADER_GUESS_BYTES))
+    with _shard_errors(storage.shown(name)):
+        begin = storage.read_range(name, 0, min(size, _HEADER_GUESS_BYTES))
         end = _header_end(begin)
         if end > len(begin):
-            begin += place.read_range(name, len(begin), min(end, size))
+            begin += storage.read_range(name, len(begin), min(end, size))
         about, _, _ = _parse_header(begin[:end], size)
         return about
 
@@ -330,7 +330,7 @@ def vocabulary_damage(content: bytes | memoryview, identity: Mapping[str, Any]) 
     return None if same else "its bytes do not match the checksum in the manifest"
 
 
-def read_manifest(store: Path | Place, *, partial: bool = False) -> dict[str, Any]:
+def read_manifest(store: Path | Storage, *, partial: bool = False) -> dict[str, Any]:
     store = Folder(store) if isinstance(store, Path) else store
     name = PARTIAL_MANIFEST_FILE if partial else MANIFEST_FILE
     path = store.shown(name)
@@ -420,7 +420,7 @@ def record_bytes(identity: str, record: Record) -> bytes:
 
 
 def read_records(
-    store: Place, found: Mapping[str, int], shard_count: int, identity: str
+    store: Storage, found: Mapping[str, int], shard_count: int, identity: str
 ) -> dict[int, Record]:
     """The records among the files that were `found`, of shards that are there too."""
     numbers = [n for n in range(shard_count) if {record_name(n), shard_name(n)} <= found.keys()]

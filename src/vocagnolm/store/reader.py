@@ -16,7 +16,7 @@ import numpy as np
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary
 from vocagnolm.errors import StoreError
 from vocagnolm.files import json_digest
-from vocagnolm.storage import Folder, Place, place_of
+from vocagnolm.storage import Folder, Storage, storage_of
 from vocagnolm.storage.copies import Wanted, cache_folder, copy_files
 from vocagnolm.store.format import (
     HASH_BYTES,
@@ -67,10 +67,11 @@ class LossStore:
 
     @classmethod
     def open(cls, path: str | Path) -> "LossStore":
-        place = place_of(path)
-        require_complete(place)
+        storage = storage_of(path)
+        require_complete(storage)
         # of a dataset of the hub its copy is the store
-        return cls(place.path if isinstance(place, Folder) else str(place), read_manifest(place))
+        where = storage.path if isinstance(storage, Folder) else str(storage)
+        return cls(where, read_manifest(storage))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -205,7 +206,7 @@ class LossStore:
     def find(self, document_hash: bytes) -> int | None:
         """Index of a document by its hash (`vocagnolm.data.corpus.document_hash`), or None. Equal
         documents have one hash; the first of them is found. The first call makes an index of the
-        whole store; `place_of` needs none."""
+        whole store; `storage_of` needs none."""
         if len(document_hash) != HASH_BYTES:
             raise ValueError(f"a document hash has {HASH_BYTES} bytes, not {len(document_hash)}")
         keys, order = self._hash_index
@@ -266,7 +267,7 @@ class LossStore:
         self._copy(range(len(self._ends)), vocabulary=True)
 
     def _copy(self, numbers: Sequence[int], *, vocabulary: bool = False) -> None:
-        if isinstance(self._place, Folder):
+        if isinstance(self._storage, Folder):
             return
         entries = [self.manifest["shards"][number] for number in numbers]
         wanted = [Wanted(e["file"], e["file_bytes"], e["sha256"]) for e in entries]
@@ -274,24 +275,24 @@ class LossStore:
         if about and vocabulary:
             size, digest = about["vocabulary_bytes"], about["vocabulary_sha256"]
             wanted.append(Wanted(VOCABULARY_FILE, size, digest))
-        copy_files(self._place, wanted, self._folder.path, mend_hint(self.path))
+        copy_files(self._storage, wanted, self._folder.path, mend_hint(self.path))
 
     @functools.cached_property
-    def _place(self) -> Place:
-        return place_of(self.path)
+    def _storage(self) -> Storage:
+        return storage_of(self.path)
 
     @functools.cached_property
     def _folder(self) -> Folder:
         """Where the shards are, or their copies: by what the manifest says, so that another store
         at the same address has copies of its own."""
-        if isinstance(self._place, Folder):
-            return self._place
+        if isinstance(self._storage, Folder):
+            return self._storage
         shards = [entry["sha256"] for entry in self.manifest["shards"]]
         key = json_digest({"identity": self.manifest["identity"], "shards": shards})
         return Folder(cache_folder() / "stores" / key[:32])
 
     def _mend_hint(self) -> str:
-        if isinstance(self._place, Folder):
+        if isinstance(self._storage, Folder):
             return mend_hint(self.path)
         return f"Remove that file: it is copied again from {self.path}."
 
@@ -306,24 +307,24 @@ def mend_hint(path: str | Path) -> str:
     )
 
 
-def require_complete(place: Place) -> None:
+def require_complete(storage: Storage) -> None:
     """A store that is not complete must not be used by accident."""
-    if place.has(MANIFEST_FILE):
+    if storage.has(MANIFEST_FILE):
         return
-    found = place.files(SHARD_FOLDER)
+    found = storage.files(SHARD_FOLDER)
     if PARTIAL_MANIFEST_FILE in found:
         try:
-            wanted = read_manifest(place, partial=True)["shard_count"]
+            wanted = read_manifest(storage, partial=True)["shard_count"]
         except FileNotFoundError:  # completed at this moment
             return
         done = len(shard_names(found))
         raise StoreError(
-            f"{place} is not complete: {done} of {wanted} shards are scored. Run the command that "
-            "started it again; it goes on from there."
+            f"{storage} is not complete: {done} of {wanted} shards are scored. Run the command "
+            "that started it again; it goes on from there."
         )
     raise StoreError(
-        f"{place} is not a loss store: it has no {MANIFEST_FILE}. "
-        f"Make one with: vocagnolm score --teacher T --corpus C --out {place}"
+        f"{storage} is not a loss store: it has no {MANIFEST_FILE}. "
+        f"Make one with: vocagnolm score --teacher T --corpus C --out {storage}"
     )
 
 
@@ -360,13 +361,13 @@ def _strangers(manifest: dict[str, Any], found: Iterable[str]) -> list[str]:
 def inspect_store(path: str | Path) -> dict[str, Any]:
     """What the store is, from its manifest and the shards' headers; complete or not. `problems`
     are those that show without reading the shards, which `verify_store` does."""
-    place = place_of(path)
-    found = place.files(SHARD_FOLDER, RECORD_FOLDER)
+    storage = storage_of(path)
+    found = storage.files(SHARD_FOLDER, RECORD_FOLDER)
     complete = MANIFEST_FILE in found
     if not complete and PARTIAL_MANIFEST_FILE not in found:
-        require_complete(place)  # raises with the right message
+        require_complete(storage)  # raises with the right message
     try:
-        manifest = read_manifest(place, partial=not complete)
+        manifest = read_manifest(storage, partial=not complete)
     except FileNotFoundError:  # completed at this moment
         return inspect_store(path)
     problems: list[str] = []
@@ -375,7 +376,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
         problems = [*listing_problems(manifest, found), *_strangers(manifest, found)]
         names = [e["file"] for e in manifest["shards"] if found.get(e["file"]) == e["file_bytes"]]
     with ThreadPoolExecutor(_THREADS) as pool:
-        shards = list(pool.map(lambda name: read_about(place, name, found[name]), names))
+        shards = list(pool.map(lambda name: read_about(storage, name, found[name]), names))
     totals = add_statistics([about["statistics"] for about in shards])
     if complete and not problems and totals != manifest["totals"]:
         problems.append(f"{MANIFEST_FILE}: its totals are not those of the shards")
@@ -405,7 +406,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
         "missing_shards": _ranges(
             n for n in range(manifest["shard_count"]) if shard_name(n) not in found
         ),
-        "devices": _devices(place, manifest, found),
+        "devices": _devices(storage, manifest, found),
         "file_bytes": file_bytes,
         "bytes_per_token": file_bytes / totals["tokens"] if totals["tokens"] else None,
         "histogram": {"step_nats": HISTOGRAM_STEP_NATS, "counts": totals["histogram"]},
@@ -438,28 +439,28 @@ def _ranges(numbers: Iterable[int]) -> list[list[int]]:
     return found
 
 
-def _devices(place: Place, manifest: dict[str, Any], found: dict[str, int]) -> dict[str, int]:
+def _devices(storage: Storage, manifest: dict[str, Any], found: dict[str, int]) -> dict[str, int]:
     """How many shards each GPU has scored, as far as it is known."""
     if "shards" in manifest:
         named = [entry.get("device") for entry in manifest["shards"]]
     else:
         digest = json_digest(manifest["identity"])
-        records = read_records(place, found, manifest["shard_count"], digest)
+        records = read_records(storage, found, manifest["shard_count"], digest)
         named = [record.get("device") for record in records.values()]
     return dict(Counter(name for name in named if name is not None))
 
 
 def verify_store(path: str | Path) -> list[str]:
     """Everything that is wrong with the store; empty when it is whole. Reads every byte."""
-    place = place_of(path)
-    require_complete(place)
-    manifest = read_manifest(place)
+    storage = storage_of(path)
+    require_complete(storage)
+    manifest = read_manifest(storage)
     identity = manifest["identity"]
     problems: list[str] = []
     expected_first = 0
     for number, entry in enumerate(manifest["shards"]):
         try:
-            shard = read_shard(place, entry["file"])
+            shard = read_shard(storage, entry["file"])
         except StoreError as error:
             problems.append(str(error))
         else:
@@ -476,10 +477,10 @@ def verify_store(path: str | Path) -> list[str]:
     totals = add_statistics(manifest["shards"])
     if any(manifest["totals"].get(key) != value for key, value in totals.items()):
         problems.append(f"{MANIFEST_FILE}: the totals do not add up")
-    problems += _strangers(manifest, place.files(SHARD_FOLDER))
+    problems += _strangers(manifest, storage.files(SHARD_FOLDER))
     if "alternatives" in identity:
         try:
-            damage = vocabulary_damage(place.read(VOCABULARY_FILE), identity)
+            damage = vocabulary_damage(storage.read(VOCABULARY_FILE), identity)
         except FileNotFoundError:
             damage = "it is missing"
         problems += [f"{VOCABULARY_FILE}: {damage}"] if damage else []

@@ -2,7 +2,7 @@
 
 One protocol for folders and buckets, of steps that happen as a whole or not at all:
 
-1. try put-if-absent, and warn where the place ignores it;
+1. try put-if-absent, and warn where the storage ignores it;
 2. create `manifest.partial.json`, or compare its identity; with alternatives, create the
    teacher's vocabulary, whose digest is part of the identity;
 3. create the shard: where it exists the other attempt counts, if it is whole;
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm import files
-from vocagnolm.errors import PlaceWarning, StoreError
-from vocagnolm.storage import place_of
+from vocagnolm.errors import StorageWarning, StoreError
+from vocagnolm.storage import storage_of
 from vocagnolm.storage.bucket import PROBE
 from vocagnolm.store.format import (
     FORMAT_NAME,
@@ -77,7 +77,7 @@ def with_values_of(found: Any, ours: Any) -> Any:
     return {key: with_values_of(found.get(key), value) for key, value in ours.items()}
 
 
-def told(name: str, found: Any, ours: Any) -> str | None:
+def measured_apart(name: str, found: Any, ours: Any) -> str | None:
     """How far two measurements of the name are apart, in words; None: it is something else."""
     both = isinstance(found, list) and isinstance(ours, list)
     if not both or name.rpartition(".")[2] != "measured" or len(found) != len(ours):
@@ -110,13 +110,13 @@ class StoreWriter:
         vocabulary: bytes | None = None,
     ):
         self.path = path
-        self.place = place_of(path)
+        self.storage = storage_of(path)
         self.identity = identity
         self.shard_count = shard_count
         self.device = device
         self._vocabulary = vocabulary
         self._digest = files.json_digest(identity)
-        self._had_manifest = self.place.has(MANIFEST_FILE)
+        self._had_manifest = self.storage.has(MANIFEST_FILE)
         self._listed: list[dict[str, Any]] = []  # by the manifest, where there is one
         self._files: dict[str, int] = {}
         self._known: dict[int, Record] = {}
@@ -135,7 +135,7 @@ class StoreWriter:
             self._begin_new()
             return
         try:
-            found = read_manifest(self.place, partial=not complete)
+            found = read_manifest(self.storage, partial=not complete)
         except FileNotFoundError:  # completed at this moment
             self._begin()
             return
@@ -146,10 +146,10 @@ class StoreWriter:
         # a run that failed before its first shard (a teacher that does not load) must not hold
         # the folder against the corrected command
         if complete or any(name.startswith(f"{SHARD_FOLDER}/") for name in self._files):
-            refuse_other_identity(str(self.place), found["identity"], self.identity)
+            refuse_other_identity(str(self.storage), found["identity"], self.identity)
             self._listed = found.get("shards", [])
         elif found["identity"] != self.identity:
-            self.place.put(PARTIAL_MANIFEST_FILE, files.json_bytes(self._manifest_head(False)))
+            self.storage.put(PARTIAL_MANIFEST_FILE, files.json_bytes(self._manifest_head(False)))
         if not complete:
             self._try_writing()
 
@@ -159,19 +159,23 @@ class StoreWriter:
         if agreed != self.identity:
             self.identity, self._digest = agreed, files.json_digest(agreed)
             if not complete:
-                self._known = read_records(self.place, self._files, self.shard_count, self._digest)
+                self._known = self._records()
 
     def take_identity(self, found: dict[str, Any]) -> None:
         """Of the process that has begun the store, for those that share the work with it."""
         self._agree(found, complete=True)
-        refuse_other_identity(str(self.place), found, self.identity)
+        refuse_other_identity(str(self.storage), found, self.identity)
 
     def _look(self) -> None:
         """One listing, and the records in it."""
-        self._files = self.place.files(SHARD_FOLDER, RECORD_FOLDER)
+        self._files = self.storage.files(SHARD_FOLDER, RECORD_FOLDER)
         self._known = {}
         if MANIFEST_FILE not in self._files:
-            self._known = read_records(self.place, self._files, self.shard_count, self._digest)
+            self._known = self._records()
+
+    def _records(self) -> dict[int, Record]:
+        """Of the shards that are scored, as far as they were listed."""
+        return read_records(self.storage, self._files, self.shard_count, self._digest)
 
     def _require_own_shards(self) -> None:
         """A manifest that cannot be read: every shard must say that it is this run's."""
@@ -179,12 +183,12 @@ class StoreWriter:
             if name not in self._files:
                 continue
             with contextlib.suppress(StoreError):  # a damaged shard is nobody's
-                if read_shard(self.place, name).about["identity"] == self._digest:
+                if read_shard(self.storage, name).about["identity"] == self._digest:
                     continue
             raise StoreError(
-                f"{self.place}: the manifest cannot be read, and {name.partition('/')[2]} does not "
-                "say that this command made it. Remove that file if this command made the store: "
-                "it is scored again. Or choose another --out."
+                f"{self.storage}: the manifest cannot be read, and {name.partition('/')[2]} does "
+                "not say that this command made it. Remove that file if this command made the "
+                "store: it is scored again. Or choose another --out."
             )
 
     def _begin_new(self) -> None:
@@ -196,12 +200,12 @@ class StoreWriter:
         )
         if strangers:
             raise StoreError(
-                f"{self.place} is not empty and not a loss store (it holds "
+                f"{self.storage} is not empty and not a loss store (it holds "
                 f"{', '.join(strangers[:3])}). Choose another --out."
             )
         self._try_writing()
         head = files.json_bytes(self._manifest_head(False))
-        if not self.place.create(PARTIAL_MANIFEST_FILE, head):  # another share has begun it now
+        if not self.storage.create(PARTIAL_MANIFEST_FILE, head):  # another share has begun it now
             self._begin()
 
     def _write_vocabulary(self, content: bytes) -> None:
@@ -209,14 +213,14 @@ class StoreWriter:
         damaged is written again."""
         if self._files.get(VOCABULARY_FILE) == len(content) and not self.was_complete:
             return
-        if not self.place.create(VOCABULARY_FILE, content) and vocabulary_damage(
-            self.place.read(VOCABULARY_FILE), self.identity
+        if not self.storage.create(VOCABULARY_FILE, content) and vocabulary_damage(
+            self.storage.read(VOCABULARY_FILE), self.identity
         ):
-            self.place.put(VOCABULARY_FILE, content)
+            self.storage.put(VOCABULARY_FILE, content)
 
     def _try_writing(self) -> None:
-        if warning := self.place.try_writing():
-            warnings.warn(warning, PlaceWarning, stacklevel=2)
+        if warning := self.storage.try_writing():
+            warnings.warn(warning, StorageWarning, stacklevel=2)
 
     def has_shard(self, number: int) -> tuple[bool, str | None]:
         """(is shard `number` there and whole, what is wrong with it), as `begin` or `absent_shards`
@@ -231,19 +235,19 @@ class StoreWriter:
             return False, damage
         self._known[number] = record
         if not self.was_complete:
-            self.place.put(record_name(number), record_bytes(self._digest, record))
+            self.storage.put(record_name(number), record_bytes(self._digest, record))
         return True, None
 
     def _examined(self, number: int) -> tuple[Record | None, str | None]:
         """A shard that was read through: its record, or what is wrong with it."""
         name = shard_name(number)
         try:
-            shard = read_shard(self.place, name)
+            shard = read_shard(self.storage, name)
             record = record_of(shard, number)
         except StoreError as error:
             return None, str(error)
         except (KeyError, TypeError):
-            return None, f"{self.place.shown(name)} is damaged: its header lacks fields."
+            return None, f"{self.storage.shown(name)} is damaged: its header lacks fields."
         entry = self._listed[number] if number < len(self._listed) else {}
         if entry.get("sha256") == record["sha256"]:  # of these very bytes
             record |= {"device": entry["device"]} if entry.get("device") else {}
@@ -260,19 +264,19 @@ class StoreWriter:
             return
         content = encode_shard(shard, self._digest)
         name, record_at = shard_name(shard.number), record_name(shard.number)
-        created = self.place.create(name, content)
+        created = self.storage.create(name, content)
         self._files[name] = len(content)
         if not created:
             other, _ = self._examined(shard.number)
             if other is not None:
                 # its writer may have been killed, or be about to write the record itself
                 if not self._had_manifest:
-                    self.place.create(record_at, record_bytes(self._digest, other))
+                    self.storage.create(record_at, record_bytes(self._digest, other))
                 self._known[shard.number] = other
                 return
-            self.place.put(name, content)
+            self.storage.put(name, content)
         record = record_of(parse_shard(memoryview(content), name), shard.number, self.device)
-        self.place.put(record_at, record_bytes(self._digest, record))
+        self.storage.put(record_at, record_bytes(self._digest, record))
         self._known[shard.number] = record
 
     @property
@@ -283,7 +287,7 @@ class StoreWriter:
     @property
     def completed_by_others(self) -> bool:
         """Whether the store has got its manifest since this run began."""
-        return not self._had_manifest and self.place.has(MANIFEST_FILE)
+        return not self._had_manifest and self.storage.has(MANIFEST_FILE)
 
     def absent_shards(self) -> list[int]:
         """Those that have no file now. Reads no shard."""
@@ -295,22 +299,22 @@ class StoreWriter:
         """All shards are there: make the manifest of their records, which makes the store complete.
         One that was there before and says something else is written again."""
         if len(self._known) < self.shard_count:  # other processes have scored them
-            self._files = self.place.files(SHARD_FOLDER, RECORD_FOLDER)
-            found = read_records(self.place, self._files, self.shard_count, self._digest)
+            self._files = self.storage.files(SHARD_FOLDER, RECORD_FOLDER)
+            found = self._records()
             self._known = {**found, **self._known}
         records = [self._record(number) for number in range(self.shard_count)]
         totals = add_statistics([record["statistics"] for record in records])
         shards = [listed(record) for record in records]
         manifest = {**self._manifest_head(True), "totals": totals, "shards": shards}
         content = files.json_bytes(manifest, sealed=True)
-        if self.place.create(MANIFEST_FILE, content):
+        if self.storage.create(MANIFEST_FILE, content):
             return
         try:
-            there: Any = read_manifest(self.place)
+            there: Any = read_manifest(self.storage)
         except StoreError:
             there = None
         if there is None or (self._had_manifest and there != json.loads(json.dumps(manifest))):
-            self.place.put(MANIFEST_FILE, content)
+            self.storage.put(MANIFEST_FILE, content)
 
     def _record(self, number: int) -> Record:
         if number not in self._known:
@@ -322,13 +326,13 @@ class StoreWriter:
 
     def tidy(self) -> None:
         """Remove what runs that were killed left of their own behind the finished store."""
-        found = self.place.files(SHARD_FOLDER, RECORD_FOLDER)
+        found = self.storage.files(SHARD_FOLDER, RECORD_FOLDER)
         assert MANIFEST_FILE in found
         records = [n for n in found if n.startswith(f"{RECORD_FOLDER}/") and n.endswith(".json")]
         if PARTIAL_MANIFEST_FILE in found:
-            self.place.remove(PARTIAL_MANIFEST_FILE)  # before the records that it counts on
-        self.place.remove(*records)
-        self.place.tidy(SHARD_FOLDER, RECORD_FOLDER)
+            self.storage.remove(PARTIAL_MANIFEST_FILE)  # before the records that it counts on
+        self.storage.remove(*records)
+        self.storage.tidy(SHARD_FOLDER, RECORD_FOLDER)
 
     def _manifest_head(self, complete: bool) -> dict[str, Any]:
         return {
@@ -348,7 +352,8 @@ def refuse_other_identity(path: str | Path, found: dict[str, Any], wanted: dict[
     different = list(files.differences(found, wanted))
     if different:
         lines = "\n  ".join(
-            f"{name}: {told(name, a, b) or f'the store has {brief(a)}, this run has {brief(b)}'}"
+            f"{name}: "
+            + (measured_apart(name, a, b) or f"the store has {brief(a)}, this run has {brief(b)}")
             for name, a, b in different[:8]
         )
         raise StoreError(
@@ -363,7 +368,7 @@ def store_lock(
 ) -> contextlib.AbstractContextManager[None]:
     """Only one run may write to a store, or several that have a share each. A bucket has no locks:
     there the protocol alone keeps the store whole."""
-    return place_of(path).lock(
+    return storage_of(path).lock(
         "Wait for it to end, or choose another --out. To share the work between processes, start "
         "them together (torchrun --nproc_per_node N -m vocagnolm score ...), or each with a share "
         "of its own (--share I/N).",

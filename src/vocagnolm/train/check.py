@@ -24,7 +24,7 @@ from vocagnolm.data.corpus import Corpus, document_hash
 from vocagnolm.data.guidance import common_alternatives
 from vocagnolm.data.identity import (
     block_settings,
-    blocks_place,
+    blocks_storage,
     differing_inputs,
     opened_count,
     recipe_corpus,
@@ -39,7 +39,7 @@ from vocagnolm.errors import TrainingError, VocagnolmError
 from vocagnolm.files import address_of, model_damage
 from vocagnolm.model import NllModel
 from vocagnolm.recipe import Recipe
-from vocagnolm.storage import place_of
+from vocagnolm.storage import storage_of
 from vocagnolm.store import LossStore
 from vocagnolm.store.analysis import best_store, teacher_warning
 from vocagnolm.store.format import SHARD_FOLDER
@@ -157,7 +157,7 @@ def check_stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> 
         for store in stores
     ]
     for store in stores:
-        listed = listing_problems(store.manifest, place_of(store.path).files(SHARD_FOLDER))
+        listed = listing_problems(store.manifest, storage_of(store.path).files(SHARD_FOLDER))
         for line in listed:
             report.problem(f"{store.path}: {line}. {mend_hint(store.path)}")
     if recipe.needs_targets and not recipe.teacher.online:
@@ -251,7 +251,7 @@ def check_blocks(recipe: Recipe, report: CheckReport, found: Found) -> dict[str,
     """The manifest of prepared blocks."""
     if recipe.data.blocks is None or found.tokenizer is None:
         return None
-    folder = blocks_place(recipe)
+    folder = blocks_storage(recipe)
     if not folder.has(MANIFEST):
         report.plan["blocks"] = {"prepared": False, "next": "vocagnolm prepare RECIPE"}
         return None
