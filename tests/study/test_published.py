@@ -22,11 +22,13 @@ def numbers(value: Any, where: str = "") -> dict[str, Any]:
     return found
 
 
+STUDIES = ["distill", "distill-clean", "distill-long", "distill-why", "second", "share", "weak"]
+
 # studies that read the runs of another one
 KEPT_WITH = {"distill-why": "distill"}
 
 
-@pytest.mark.parametrize("name", ["distill", "distill-why", "second", "share", "weak"])
+@pytest.mark.parametrize("name", STUDIES)
 def test_the_table_follows_from_the_runs(name: str, tmp_path: Path) -> None:
     with tarfile.open(RESULTS / "runs" / f"{KEPT_WITH.get(name, name)}.tar.xz") as kept:
         kept.extractall(tmp_path / "out", filter="data")
