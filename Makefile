@@ -58,6 +58,7 @@ docs: $(INSTALLED)
 # docs/ as a site in build/site; a broken link or page fails it
 site: $(VENV)/.site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python docs/check_site.py
 
 $(VENV)/.site: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
