@@ -17,7 +17,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """MathML instead of TeX: browsers draw it by themselves, and nothing is loaded from elsewhere."""
+    """MathML instead of TeX: browsers draw it, and nothing is loaded from elsewhere."""
     return FORMULA.sub(_mathml, content)
 
 
