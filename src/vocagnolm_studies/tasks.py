@@ -222,7 +222,7 @@ def score_teacher(home: StudyFolder, teacher: str) -> None:
         home.teacher_model(teacher),
         files,
         home.store(teacher),
-        settings=ScoreSettings(**home.study.score),
+        settings=ScoreSettings(**home.study.score | home.study.teachers[teacher].score),
         text_field=base.get("text_field", "text"),
         split=base.get("split", "none"),
     )

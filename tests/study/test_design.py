@@ -1,6 +1,7 @@
 """Study files: shipped ones are whole, mistakes are named."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from vocagnolm_studies.design import (
     shipped_studies,
     study_from_dict,
 )
-from vocagnolm_studies.tasks import StudyTasks
+from vocagnolm_studies.tasks import StudyTasks, score_teacher
 
 
 @pytest.mark.parametrize("name", shipped_studies())
@@ -127,3 +128,20 @@ def test_rows_of_several_teachers_and_of_chosen_documents(tmp_path: Path) -> Non
     assert {"score-sums", "score-products", "score-teacher", "score-start"} <= set(tasks)
     blocks = next(t for name, t in tasks.items() if name.startswith("blocks-teacher"))
     assert stores / "start" / "manifest.json" in blocks.needs
+
+
+def test_a_teacher_is_scored_by_its_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = load_study("distill-teachers", materials=tmp_path)
+    seen = {}
+
+    def score(model, files, store, settings, **_):
+        seen[Path(store).name] = settings.alternatives
+        return SimpleNamespace(tokens=1, seconds=1.0, store={"bits_per_byte": 1.0})
+
+    monkeypatch.setattr("vocagnolm.score.score_corpus", score)
+    home = StudyTasks(study, tmp_path / "out")
+    for teacher in ("crawl", "drawn", "weak"):
+        score_teacher(home, teacher)
+    assert seen == {"crawl": 4, "drawn": "sampled:4", "weak": 4}
