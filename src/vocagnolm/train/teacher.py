@@ -39,8 +39,7 @@ from vocagnolm.data.guidance import (
 )
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.errors import TrainingError
-from vocagnolm.model.alternatives import AlternativeChoice
-from vocagnolm.model.nll import losses_through_logits, token_scores
+from vocagnolm.model.nll import AlternativeChoice, losses_through_logits, token_scores
 from vocagnolm.model.runtime import head_form, last_hidden
 from vocagnolm.objective import (
     IGNORE_INDEX,
