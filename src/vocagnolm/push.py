@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.errors import PushError, TrainingError, UsageError
+from vocagnolm.errors import PushError, TrainingError, UsageError, first_line
 from vocagnolm.files import local_path, model_damage
 
 CARD = "README.md"
@@ -71,9 +71,8 @@ def _send(folder: Path, card: str, upload: Upload) -> str:
             commit_message=message,
         )
     except Exception as error:  # network, rights, a token that is missing: many types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise PushError(
-            f"The hub did not take {upload.repository}: {reason.rstrip('.')}. Log in with "
+            f"The hub did not take {upload.repository}: {first_line(error)}. Log in with "
             "`hf auth login` (a token that may write), check the name, and run the same command "
             "again: what is there is not sent twice."
         ) from error

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vocagnolm.errors import MissingExtraError
+from vocagnolm.errors import optional
 
 RESAMPLES = 10_000
 _AT_ONCE = 500
@@ -20,11 +20,7 @@ Z_95 = 1.96
 
 
 def _scipy_stats() -> Any:
-    try:
-        import scipy.stats
-    except ImportError:
-        raise MissingExtraError("scipy", "study", "A significance test") from None
-    return scipy.stats
+    return optional("scipy.stats", "study", "A significance test")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from vocagnolm.data.identity import (
     teacher_tokenizer,
 )
 from vocagnolm.data.teachers import best_shares
-from vocagnolm.errors import TrainingError, VocagnolmError
+from vocagnolm.errors import TrainingError, VocagnolmError, first_line
 from vocagnolm.files import address_of, model_damage
 from vocagnolm.model import NllModel
 from vocagnolm.recipe import Recipe
@@ -413,10 +413,8 @@ def _config(recipe: Recipe) -> Any:
             **place, revision=recipe.student.revision or "main", trust_remote_code=False
         )
     except Exception as error:  # network, cache, format: many types, one meaning here
-        reason = str(error).strip().splitlines()[0][:160]
-        raise TrainingError(
-            f"student.model {source} has no configuration to read: {reason}"
-        ) from None
+        reason = first_line(error)[:160]
+        raise TrainingError(f"student.model {source} has no configuration: {reason}") from None
 
 
 def _schedule(recipe: Recipe, report: CheckReport, processes: int, found: Found) -> Schedule | None:
