@@ -196,9 +196,9 @@ def _train(
     """`student`: None where each process loads its own, for its shards."""
     recipe, folder, clock = run.recipe, run.folder, run.clock
     known, schedule = found_micro_batch(folder), run.schedule
+    metrics = MetricsFile(folder / "metrics.jsonl")
     console = Console(schedule, quiet=quiet, log_every=recipe.run.log_every)
     resumed: Resumable = Ranks.of().decide(lambda: _where_to_resume(folder, console, restart))
-    metrics = MetricsFile(folder / "metrics.jsonl")
     if is_main():
         begin_run(folder, recipe, schedule, run.blocks.manifest["fingerprint"])
         metrics.resume_at(resumed.step)
