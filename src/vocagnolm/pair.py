@@ -237,11 +237,12 @@ def compare(
     if not documents:
         raise CorpusError("there is no text to compare on: every document is empty")
     ours = _read(student, documents)
-    ours_stress = _plain(student).spans_batch(STRESS)
+    ours_stress = plain_tokenizer(student).spans_batch(STRESS)
     return [_pair(student, teacher, documents, ours, ours_stress, n_widest) for teacher in teachers]
 
 
-def _plain(tokenizer: TextTokenizer) -> TextTokenizer:
+def plain_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer:
+    """The tokenizer behind a chat template, or itself."""
     return tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
 
 
@@ -267,7 +268,7 @@ def _pair(
     n_widest: int,
 ) -> Pair:
     theirs = _read(teacher, documents)
-    theirs_stress = _plain(teacher).spans_batch(STRESS)
+    theirs_stress = plain_tokenizer(teacher).spans_batch(STRESS)
     alignments = align_batch([d.spans for d in ours], [d.spans for d in theirs])
     fit = measure_fit([d.spans for d in ours], [d.spans for d in theirs], alignments)
     n_bytes = sum(d.n_bytes for d in ours)
@@ -276,7 +277,7 @@ def _pair(
     return Pair(
         student=student,
         teacher=teacher,
-        overlap=vocabulary_overlap(_plain(student), _plain(teacher)),
+        overlap=vocabulary_overlap(plain_tokenizer(student), plain_tokenizer(teacher)),
         exact=student_lost == teacher_lost == 0,
         student_lost_bytes=student_lost,
         teacher_lost_bytes=teacher_lost,
@@ -288,7 +289,7 @@ def _pair(
         student_tokens_per_byte=max(fit.student_tokens, 1) / n_bytes,
         teacher_tokens_per_byte=fit.teacher_tokens / n_bytes,
         shared_start_share=_shared_starts(ours, theirs, alignments),
-        spelled=_spelled(_plain(student), _plain(teacher), theirs),
+        spelled=_spelled(plain_tokenizer(student), plain_tokenizer(teacher), theirs),
         widest=_widest(student, teacher, documents, ours, theirs, alignments, n_widest),
     )
 

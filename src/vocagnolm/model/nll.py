@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -39,6 +38,7 @@ from vocagnolm.objective.head import (
     row_operations,
 )
 from vocagnolm.objective.selection import mixed_bits
+from vocagnolm.processes import Ranks
 
 # ---- windows ----
 
@@ -173,15 +173,9 @@ class AlternativeChoice:
 
     def _joined(self, part: VocabularyPart) -> tuple[Tensor, Tensor, Tensor]:
         """Over all processes' rows of the head."""
-        size = dist.get_world_size(part.group)
-
-        def gathered(own: Tensor) -> Tensor:
-            parts = [torch.empty_like(own) for _ in range(size)]
-            dist.all_gather(parts, own.contiguous(), group=part.group)
-            return torch.stack(parts, dim=1)
-
-        values_NPK, lse_NP = gathered(self.values_NK), gathered(self.lse_N)
-        ids_NPK = gathered(self.ids_NK + part.first)
+        ranks = Ranks.of(part.group)
+        own = (self.values_NK, self.lse_N, self.ids_NK + part.first)
+        values_NPK, lse_NP, ids_NPK = (ranks.gather(one).transpose(0, 1) for one in own)
         lse = lse_NP.logsumexp(dim=1)
         if not self.spec.sampled:
             values, index = values_NPK.flatten(1).topk(self.spec.count)
@@ -191,7 +185,7 @@ class AlternativeChoice:
         uniform = uniform_numbers(~self.seeds_N, self.spec.count)
         weight = (lse_NP - lse[:, None]).double().exp().cumsum(1)
         owner = torch.searchsorted(weight, (uniform * weight[:, -1:]).contiguous(), right=True)
-        owner = owner.clamp(max=size - 1)[:, None]
+        owner = owner.clamp(max=ranks.count - 1)[:, None]
         return values_NPK.gather(1, owner)[:, 0], ids_NPK.gather(1, owner)[:, 0], lse
 
 

@@ -24,6 +24,7 @@ from vocagnolm.evaluate.results import Evaluation, in_order, read_results
 from vocagnolm.evaluate.settings import marks
 from vocagnolm.evaluate.suite import AVERAGES, TASKS
 from vocagnolm.files import json_digest, local_path, parse_json, write_text
+from vocagnolm.pair import plain_tokenizer
 from vocagnolm.recipe import Recipe, load_recipe, recipe_from_dict
 from vocagnolm.recipe.schema import parse_yaml
 from vocagnolm.report.page_data import (
@@ -41,7 +42,7 @@ from vocagnolm.report.page_data import (
     plain,
     write_page,
 )
-from vocagnolm.report.passage import Reading, joined, make_passage, plain_tokenizer, preflight
+from vocagnolm.report.passage import Reading, joined, make_passage, preflight
 from vocagnolm.report.selection import statistics, weigh_passages
 from vocagnolm.report.view import environment, model_name, model_scorer, read_text
 from vocagnolm.store import LossStore

@@ -24,10 +24,6 @@ from vocagnolm.model.runtime import find_layers
 from vocagnolm.train.student import GuidedStudent
 
 
-def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def is_main() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 

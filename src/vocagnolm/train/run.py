@@ -60,7 +60,7 @@ from vocagnolm.files import (
 from vocagnolm.model import ModelFiles, open_model
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.objective import Decided, count_kept
-from vocagnolm.processes import Ranks
+from vocagnolm.processes import Ranks, world_size
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
 from vocagnolm.store.analysis import best_store, teacher_warning
@@ -95,7 +95,6 @@ from vocagnolm.train.parallel import (
     listening,
     refuse_lone_process,
     sharding_group,
-    world_size,
 )
 from vocagnolm.train.settings import (
     Schedule,
