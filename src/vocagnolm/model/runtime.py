@@ -200,14 +200,14 @@ class HeadForm:
     softcap: float | None = None
     scale: float = 1.0
 
-    def head(self, model: PreTrainedModel, vocabulary_size: int | None = None) -> Head:
+    def head(self, model: PreTrainedModel) -> Head:
         """Where several processes hold the model together: the rows of this one."""
         linear: Any = model.get_output_embeddings()
         form: dict[str, Any] = {"softcap": self.softcap, "scale": self.scale}
         for name in ("weight", "bias"):
             tensor: Any = getattr(linear, name, None)
             form[name] = tensor.to_local() if _is_split(model, tensor) else tensor
-        return Head(**form, vocabulary_size=vocabulary_size)
+        return Head(**form)
 
     def transform(self, bias: Tensor | None) -> Transform:
         """From the products of a head that has no plain weight."""

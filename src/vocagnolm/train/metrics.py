@@ -283,8 +283,8 @@ class StepReport:
 
 # Packages of transformers' trackers; one of tensorboard's is enough, these are called like them.
 _CALLED_ALIKE = ("clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab")
-PACKAGES = {name: (name,) for name in (*_CALLED_ALIKE, "trackio", "wandb")}
-PACKAGES |= {"tensorboard": ("tensorboard", "tensorboardX")}
+PACKAGES = {name: [name] for name in (*_CALLED_ALIKE, "trackio", "wandb")}
+PACKAGES |= {"tensorboard": ["tensorboard", "tensorboardX"]}
 
 
 def tracker_problems(names: list[str]) -> list[str]:
@@ -292,7 +292,7 @@ def tracker_problems(names: list[str]) -> list[str]:
     problems = []
     known = integration_utils.INTEGRATION_TO_CALLBACK
     for name in names:
-        packages = PACKAGES.get(name, ())
+        packages = PACKAGES.get(name, [])
         if name not in known and name not in ("all", "none"):
             listed = ", ".join(sorted(known))
             problems.append(f"run.report_to: {name} is no tracker. Known are: {listed}.")
