@@ -238,7 +238,37 @@ def compare(
         raise CorpusError("there is no text to compare on: every document is empty")
     ours = _read(student, documents)
     ours_stress = plain_tokenizer(student).spans_batch(STRESS)
-    return [_pair(student, teacher, documents, ours, ours_stress, n_widest) for teacher in teachers]
+    n_bytes = sum(d.n_bytes for d in ours)
+    student_lost = sum(d.lost_bytes for d in [*ours, *ours_stress])
+    pairs = []
+    for teacher in teachers:
+        theirs = _read(teacher, documents)
+        theirs_stress = plain_tokenizer(teacher).spans_batch(STRESS)
+        spans = [d.spans for d in ours], [d.spans for d in theirs]
+        alignments = align_batch(*spans)
+        fit = measure_fit(*spans, alignments)
+        teacher_lost = sum(d.lost_bytes for d in [*theirs, *theirs_stress])
+        pairs.append(
+            Pair(
+                student=student,
+                teacher=teacher,
+                overlap=vocabulary_overlap(plain_tokenizer(student), plain_tokenizer(teacher)),
+                exact=student_lost == teacher_lost == 0,
+                student_lost_bytes=student_lost,
+                teacher_lost_bytes=teacher_lost,
+                unmapped_share=fit.unmapped,
+                one_to_one_share=fit.one_to_one,
+                one_to_many_share=fit.one_to_many,
+                many_to_one_share=fit.many_to_one,
+                ios=float("nan") if fit.ios is None else fit.ios,
+                student_tokens_per_byte=max(fit.student_tokens, 1) / n_bytes,
+                teacher_tokens_per_byte=fit.teacher_tokens / n_bytes,
+                shared_start_share=_shared_starts(ours, theirs, alignments),
+                spelled=_spelled(plain_tokenizer(student), plain_tokenizer(teacher), theirs),
+                widest=_widest(student, teacher, documents, ours, theirs, alignments, n_widest),
+            )
+        )
+    return pairs
 
 
 def plain_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer:
@@ -257,41 +287,6 @@ def _read(tokenizer: TextTokenizer, documents: Sequence[str]) -> list[TokenSpans
         TokenSpans(one.ids[here], one.spans[here], one.n_bytes, lost_bytes=0)
         for one, here in zip(found, held, strict=True)
     ]
-
-
-def _pair(
-    student: TextTokenizer,
-    teacher: TextTokenizer,
-    documents: Sequence[str],
-    ours: list[TokenSpans],
-    ours_stress: list[TokenSpans],
-    n_widest: int,
-) -> Pair:
-    theirs = _read(teacher, documents)
-    theirs_stress = plain_tokenizer(teacher).spans_batch(STRESS)
-    alignments = align_batch([d.spans for d in ours], [d.spans for d in theirs])
-    fit = measure_fit([d.spans for d in ours], [d.spans for d in theirs], alignments)
-    n_bytes = sum(d.n_bytes for d in ours)
-    student_lost = sum(d.lost_bytes for d in [*ours, *ours_stress])
-    teacher_lost = sum(d.lost_bytes for d in [*theirs, *theirs_stress])
-    return Pair(
-        student=student,
-        teacher=teacher,
-        overlap=vocabulary_overlap(plain_tokenizer(student), plain_tokenizer(teacher)),
-        exact=student_lost == teacher_lost == 0,
-        student_lost_bytes=student_lost,
-        teacher_lost_bytes=teacher_lost,
-        unmapped_share=fit.unmapped,
-        one_to_one_share=fit.one_to_one,
-        one_to_many_share=fit.one_to_many,
-        many_to_one_share=fit.many_to_one,
-        ios=float("nan") if fit.ios is None else fit.ios,
-        student_tokens_per_byte=max(fit.student_tokens, 1) / n_bytes,
-        teacher_tokens_per_byte=fit.teacher_tokens / n_bytes,
-        shared_start_share=_shared_starts(ours, theirs, alignments),
-        spelled=_spelled(plain_tokenizer(student), plain_tokenizer(teacher), theirs),
-        widest=_widest(student, teacher, documents, ours, theirs, alignments, n_widest),
-    )
 
 
 def _shared_starts(
@@ -360,8 +355,6 @@ def overlap_bars(
 ) -> Path:
     """Figure 1: the share of each teacher's vocabulary that the student has too, by raw strings
     (the paper's definition) and by bytes."""
-    from vocagnolm.alignment import vocabulary_overlap
-
     title = f"Vocabulary shared with {student.name} ({student.vocabulary_size:,} tokens)"
     room_for_title = 1.0 + 0.085 * len(title)
     matplotlib, figure, axes = new_figure(max(1.6 + 1.15 * len(teachers), room_for_title), 3.4)

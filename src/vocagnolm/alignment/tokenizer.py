@@ -22,7 +22,7 @@ from vocagnolm.errors import (
     first_line,
     optional,
 )
-from vocagnolm.files import parse_json
+from vocagnolm.files import read_json
 
 # ---- what stands before and after a text ----
 
@@ -126,18 +126,11 @@ def _id(tokenizer: Tokenizer, token: Any) -> int | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    mend = "It says which tokens begin and end a text: get it again from where it came from."
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        return read_json(path, TokenizerError, mend)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(
-            f"{path} cannot be read as JSON ({error}). It says which tokens begin and end a text: "
-            "get it again from where the tokenizer came from"
-        ) from None
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} holds a {type(content).__name__}, expected a JSON object")
-    return content
 
 
 # ---- GGUF files ----

@@ -26,19 +26,11 @@ from vocagnolm.model.fp8 import require_fp8, to_fp8
 
 # ---- quantised weights ----
 
-# what config.json calls the kind: {module: what pip calls it}
-_PACKAGES = {
-    "aqlm": {"aqlm": "aqlm"},
-    "auto-round": {"auto_round": "auto-round"},
-    "awq": {"gptqmodel": "gptqmodel"},
-    "bitsandbytes": {"bitsandbytes": "bitsandbytes"},
-    "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
-    "gptq": {"optimum": "optimum", "gptqmodel": "gptqmodel"},
-    "hqq": {"hqq": "hqq"},
-    "torchao": {"torchao": "torchao"},
-}
+# what config.json calls the kind -> packages, where not one of that name
+_PACKAGES = {"awq": ["gptqmodel"], "gptq": ["optimum", "gptqmodel"]}
+_OWN_PACKAGE = ("aqlm", "auto-round", "bitsandbytes", "compressed-tensors", "hqq", "torchao")
 # their matrix products are kernels that this package fetches; a CPU gets plain weights instead
-_KERNELS = {"fp8": {"kernels": "kernels"}, "mxfp8": {"kernels": "kernels"}}
+_KERNELS = {"fp8": ["kernels"], "mxfp8": ["kernels"]}
 
 
 def quantisation_of(config: Any) -> str | None:
@@ -57,12 +49,9 @@ def require_packages(name: str, config: Any, device: torch.device) -> None:
     kind = quantisation_of(config)
     if kind is None:
         return
-    needed = _PACKAGES | (_KERNELS if device.type == "cuda" else {})
-    missing = [
-        package
-        for module, package in needed.get(kind, {}).items()
-        if importlib.util.find_spec(module) is None
-    ]
+    known = _PACKAGES | (_KERNELS if device.type == "cuda" else {})
+    needed = [kind] if kind in _OWN_PACKAGE else known.get(kind, [])
+    missing = [p for p in needed if importlib.util.find_spec(p.replace("-", "_")) is None]
     if missing:
         raise ModelError(
             f"{name} has {kind} weights, which transformers loads with {' and '.join(missing)}, "
@@ -285,7 +274,7 @@ def open_model(
     torch_device, path = resolve_device(device), Path(source)
     gguf_file = path.name if path.suffix.lower() == ".gguf" else None
     if gguf_file is not None:
-        config, files, name, revision = _gguf_config(path), [path], path.name, None
+        config, files, name, revision = gguf_config(path), [path], path.name, None
         tokenizer, path, trust_remote_code = load_tokenizer(path), path.parent, False
     else:
         hub_id = None if path.is_dir() else str(source)
@@ -367,7 +356,7 @@ def weights_fingerprint(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _gguf_config(path: Path) -> Any:
+def gguf_config(path: Path) -> Any:
     if not path.is_file():
         raise ModelError(f"{path} does not exist.")
     if importlib.util.find_spec("gguf") is None:

@@ -38,6 +38,7 @@ from vocagnolm.data.teachers import best_shares
 from vocagnolm.errors import TrainingError, VocagnolmError, first_line
 from vocagnolm.files import address_of, model_damage
 from vocagnolm.model import NllModel
+from vocagnolm.model.load import gguf_config
 from vocagnolm.recipe import Recipe
 from vocagnolm.storage import storage_of
 from vocagnolm.store import LossStore
@@ -404,14 +405,11 @@ def _config(recipe: Recipe) -> Any:
     source = recipe.student.model
     if source is None:
         return None if recipe.student.config is None else model_config(recipe.student.config)
-    path = Path(source)
-    place: dict[str, Any] = {"pretrained_model_name_or_path": source}
-    if path.suffix.lower() == ".gguf":
-        place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if Path(source).suffix.lower() == ".gguf":
+        return gguf_config(Path(source))
+    revision = recipe.student.revision or "main"
     try:
-        return AutoConfig.from_pretrained(
-            **place, revision=recipe.student.revision or "main", trust_remote_code=False
-        )
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:  # network, cache, format: many types, one meaning here
         reason = first_line(error)[:160]
         raise TrainingError(f"student.model {source} has no configuration: {reason}") from None

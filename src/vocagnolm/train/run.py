@@ -216,7 +216,10 @@ def _train(
             _warn_of_teacher(run, loop, console)
         if advice := slow_arithmetic(recipe):
             console.say(f"warning: {advice}")
-        loop.trackers = _trackers(run, loop, resumed.step)
+        if loop.arguments.report_to:
+            about = (run.arguments, recipe, folder, run.tokenizer)
+            loop.trackers = Trackers(*about, model=loop.student.model, step=resumed.step)
+            loop.trackers.shows_texts &= not loop.objective.selects_all
     clock.end("measuring")
     loop.on_step = StepReport(metrics, console, clock, _flops_share(loop))
     loop.requests = run.requests
@@ -371,12 +374,11 @@ def save_result(run: Run, loop: TrainingLoop) -> None:
         card = model_card(recipe, loop.schedule, teacher, last, template)
         (target / "README.md").write_text(card, encoding="utf-8")
     run.clock.end("finishing")
-    times, first_step = asdict(run.clock.times), run.clock.first_step
     note_in_run(
         folder,
         finished=True,
-        times=times,
-        seconds_to_first_step=first_step,
+        times=asdict(run.clock.times),
+        seconds_to_first_step=run.clock.first_step,
         model_files=file_records(folder / "model", "README.md"),  # the card may be edited
     )
 
@@ -386,17 +388,6 @@ def _with_weights(recipe: Recipe, state_dict: dict[str, Any]) -> Any:
     student: Any = add_lora(build_student(recipe), recipe.lora)
     student.load_state_dict(state_dict)
     return student
-
-
-def _trackers(run: Run, loop: TrainingLoop, step: int) -> Trackers | None:
-    if not loop.arguments.report_to:
-        return None
-    model = loop.student.model
-    trackers = Trackers(
-        loop.arguments, run.recipe, run.folder, run.tokenizer, model=model, step=step
-    )
-    trackers.shows_texts &= not loop.objective.selects_all
-    return trackers
 
 
 def _flops_share(loop: TrainingLoop) -> float | None:
