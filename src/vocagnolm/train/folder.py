@@ -25,10 +25,17 @@ from vocagnolm.recipe import Recipe, load_recipe, recipe_difference
 if TYPE_CHECKING:  # it comes with torch
     from vocagnolm.train.settings import Schedule
 
-# ---- metrics.jsonl ----
+# ---- names ----
 
-# names before 0.2.0 -> now: runs of that time stay readable
+# before 0.2.0 -> now, in metrics.jsonl: runs of that time stay readable
 _BEFORE = {"loss_selected": "nll_kept", "loss_all": "nll_all", "selected_share": "kept_share"}
+
+
+def with_current_names(record: dict[str, Any]) -> dict[str, Any]:
+    return {_BEFORE.get(name, name): value for name, value in record.items()}
+
+
+# ---- metrics.jsonl ----
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -43,7 +50,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             record = None
         if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append({_BEFORE.get(name, name): value for name, value in record.items()})
+            records.append(with_current_names(record))
         elif number < len(lines):
             damaged.append(number)
     if damaged:
