@@ -6,7 +6,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -199,8 +198,10 @@ _PROBES = (
 
 def read_sentencepiece(path: Path) -> Tokenizer:
     """Convert the model file; refuse it when the result does not give SentencePiece's own ids."""
-    library = optional("sentencepiece", "sentencepiece", f"Reading {path.name}")
-    proto = import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()
+    modules = ("sentencepiece", "sentencepiece.sentencepiece_model_pb2")
+    purpose = "Reading a SentencePiece tokenizer.model"
+    library, schema = (optional(name, "sentencepiece", purpose) for name in modules)
+    proto = schema.ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())
         processor = library.SentencePieceProcessor(model_proto=path.read_bytes())

@@ -175,7 +175,9 @@ class AlternativeChoice:
         """Over all processes' rows of the head."""
         ranks = Ranks.of(part.group)
         own = (self.values_NK, self.lse_N, self.ids_NK + part.first)
-        values_NPK, lse_NP, ids_NPK = (ranks.gather(one).transpose(0, 1) for one in own)
+        values_NPK, lse_NP, ids_NPK = (
+            ranks.gather(one).transpose(0, 1).contiguous() for one in own
+        )
         lse = lse_NP.logsumexp(dim=1)
         if not self.spec.sampled:
             values, index = values_NPK.flatten(1).topk(self.spec.count)
