@@ -87,6 +87,9 @@ class CheckReport:
         if line not in self.problems:
             self.problems.append(line)
 
+    def warn(self, line: str | None) -> None:
+        self.warnings += [] if line is None else [line]
+
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
         """What goes wrong inside is a problem of the report."""
@@ -172,7 +175,7 @@ def check_stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> 
     wanted = recipe.teacher.model
     names = {Path(store.teacher_name).name for store in stores}
     if wanted is not None and Path(wanted).name not in names:
-        report.warnings.append(
+        report.warn(
             f"the store is of teacher {', '.join(sorted(names))}, the recipe names {wanted}."
         )
     made_from = {store.corpus_fingerprint for store in stores}
@@ -184,7 +187,7 @@ def check_stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> 
                 "corpus, or set data.missing to drop or keep."
             )
         else:
-            report.warnings.append(
+            report.warn(
                 "the store was made from another corpus than the recipe's; documents are looked up "
                 f"by content, and those not in it follow data.missing = {recipe.data.missing}."
             )
@@ -206,7 +209,7 @@ def check_teacher(recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer 
     same_vocabulary = recipe.method.one_vocabulary
     if recipe.teacher_tokenizer is None:
         if same_vocabulary:
-            report.warnings.append(
+            report.warn(
                 f"objective.method {recipe.objective.method} presupposes one vocabulary; set "
                 "teacher.model or teacher.tokenizer so that it can be checked."
             )
@@ -354,7 +357,7 @@ def check(recipe: Recipe, *, processes: int = 1, measure: bool = True) -> CheckR
     with report.collecting():
         _run(recipe, report, found.manifest)
     if recipe.needs_guidance and found.store is not None:
-        _warn_of_teacher(report, found.store.bits_per_byte, recipe.student.bits_per_byte)
+        report.warn(teacher_warning(found.store.bits_per_byte, recipe.student.bits_per_byte))
     if measure and report.ready:
         with report.collecting():
             _weights(recipe, report, found)
@@ -439,28 +442,27 @@ def _schedule(recipe: Recipe, report: CheckReport, processes: int, found: Found)
         "checkpoints": schedule.steps // recipe.run.save_every if recipe.run.save_every else 0,
     }
     if unknown and objective_config(recipe).depends_on_micro_batch:
-        report.warnings.append(
+        report.warn(
             "train.micro_batch: auto with objective.scope: batch: which tokens compete depends on "
             "what is found on the machine that trains. A number, or scope: sequence or global, "
             "makes runs of different machines alike."
         )
     if recipe.optimizer.warmup_steps >= schedule.steps:
-        report.warnings.append(
+        report.warn(
             f"optimizer.warmup_steps = {recipe.optimizer.warmup_steps} is the whole run "
             f"({schedule.steps} steps)."
         )
     if manifest is not None and schedule.epochs > MANY_EPOCHS:
-        report.warnings.append(
+        report.warn(
             f"the run reads its blocks {schedule.epochs:,.0f} times: is train.tokens or "
             "train.epochs meant so?"
         )
     if (saved := report.plan["schedule"]["checkpoints"]) > MANY_CHECKPOINTS:
-        report.warnings.append(
+        report.warn(
             f"run.save_every = {recipe.run.save_every} writes {saved:,} checkpoints, of which "
             f"{recipe.run.keep_checkpoints} are kept at a time."
         )
-    if advice := slow_arithmetic(recipe):
-        report.warnings.append(advice)
+    report.warn(slow_arithmetic(recipe))
     if recipe.run.folder:
         training_arguments(recipe, schedule)  # what transformers refuses of them
     return schedule
@@ -509,8 +511,8 @@ def _run(recipe: Recipe, report: CheckReport, manifest: dict[str, Any] | None) -
     blocks = None if manifest is None else manifest["fingerprint"]
     refuse_other_run(folder, recipe, about, blocks)
     if about:
-        if about["finished"] and (wrong := model_damage(folder / "model", read=False)):
-            report.warnings.append(wrong)
+        if about["finished"]:
+            report.warn(model_damage(folder / "model", read=False))
         newest = newest_complete(folder / "checkpoints", read=False)
         report.plan["run"] = {
             "folder": str(folder),
@@ -540,13 +542,7 @@ def _weights(recipe: Recipe, report: CheckReport, found: Found) -> None:
                 "student_bits_per_byte": strength.student,
                 "documents": strength.documents,
             }
-            _warn_of_teacher(report, strength.teacher, strength.student)
-
-
-def _warn_of_teacher(report: CheckReport, teacher: float | None, student: float | None) -> None:
-    warning = teacher_warning(teacher, student)
-    if warning is not None:
-        report.warnings.append(warning)
+            report.warn(teacher_warning(strength.teacher, strength.student))
 
 
 # ---- is the teacher better than the student? ----

@@ -303,8 +303,7 @@ def _warn_of_teacher(run: Run, loop: TrainingLoop, console: Console) -> None:
             f"on {strength.documents} documents: teacher {teacher:.3f}, student {student:.3f} bits "
             "per byte"
         )
-    warning = teacher_warning(teacher, student)
-    if warning is not None:
+    if warning := teacher_warning(teacher, student):
         console.say(f"warning: {warning}")
 
 
