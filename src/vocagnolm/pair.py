@@ -131,13 +131,11 @@ def measure_fit(
     counts = [shares(alignment) for alignment in alignments]
     covers = [token_overlap(*one) for one in zip(ours, theirs, alignments, strict=True)]
     tokens = max(sum(count.tokens for count in counts), 1)
+    kinds = ("one_to_one", "one_to_many", "many_to_one", "unmapped")
     return Fit(
-        student_tokens=sum(len(spans) for spans in ours),
-        teacher_tokens=sum(len(spans) for spans in theirs),
-        one_to_one=sum(count.one_to_one for count in counts) / tokens,
-        one_to_many=sum(count.one_to_many for count in counts) / tokens,
-        many_to_one=sum(count.many_to_one for count in counts) / tokens,
-        unmapped=sum(count.unmapped for count in counts) / tokens,
+        student_tokens=sum(map(len, ours)),
+        teacher_tokens=sum(map(len, theirs)),
+        **{kind: sum(getattr(count, kind) for count in counts) / tokens for kind in kinds},
         ios=_mean([cover.ios for cover in covers]),
         iou=_mean([cover.iou for cover in covers]),
     )
