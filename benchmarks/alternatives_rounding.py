@@ -49,7 +49,7 @@ from vocagnolm.alignment import (
 from vocagnolm.alignment.targets import spell
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, pack
 from vocagnolm.model import ModelFiles, open_model
-from vocagnolm.model.alternatives import AlternativeChoice
+from vocagnolm.model.nll import AlternativeChoice
 from vocagnolm.model.runtime import head_form, last_hidden
 from vocagnolm.objective.head import TORCH_ROWS, Head, SoftRows, Transform
 from vocagnolm.score.teacher import teacher_vocabulary
@@ -280,7 +280,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         teacher_model, student_model = given.teacher, given.student
         if given.smoke:
-            from vocagnolm.pair.sample import SAMPLE
+            from vocagnolm.pair import SAMPLE
 
             teacher_model = tiny_model(Path(folder) / "teacher", 500, layers=4)
             student_model = tiny_model(Path(folder) / "student", 500, layers=2)

@@ -149,7 +149,7 @@ def tiny_model(folder: Path, vocabulary: int, layers: int) -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from vocagnolm.pair.sample import SAMPLE
+    from vocagnolm.pair import SAMPLE
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -271,7 +271,7 @@ def main() -> None:
         parser.error("MODEL and CORPUS are needed: use --smoke to try the script without them")
     with tempfile.TemporaryDirectory() as folder:
         if given.smoke:
-            from vocagnolm.pair.sample import SAMPLE
+            from vocagnolm.pair import SAMPLE
 
             model = tiny_model(Path(folder) / "teacher", 500, layers=4)
             student: str | None = tiny_model(Path(folder) / "student", 320, layers=2)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.recipe import load_recipe
-from vocagnolm.recipe.shipped import shipped_recipes
+from vocagnolm.recipe.load import shipped_recipes
 from vocagnolm.train.check import check
 from vocagnolm_studies.design import load_study, shipped_studies
 

@@ -175,13 +175,14 @@ def make_lab(folder: Path, count: int = 60, alternatives: int = 0) -> list[str]:
 def built_loop(settings: dict[str, Any]) -> Any:
     """As `vocagnolm train` builds it, not trained yet."""
     from vocagnolm.data.identity import student_tokenizer
+    from vocagnolm.processes import world_size
     from vocagnolm.recipe import recipe_from_dict
-    from vocagnolm.train import parallel, run
+    from vocagnolm.train import run
     from vocagnolm.train.settings import plan_schedule, training_arguments
 
     recipe = recipe_from_dict(settings)
     blocks = run.open_blocks(recipe)
-    plan = plan_schedule(recipe, len(blocks), parallel.world_size())
+    plan = plan_schedule(recipe, len(blocks), world_size())
     arguments = training_arguments(recipe, plan)
     arguments.device  # noqa: B018  (starts torch.distributed)
     return run.build_loop(recipe, blocks, plan, arguments, student_tokenizer(recipe))

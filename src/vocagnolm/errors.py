@@ -1,5 +1,8 @@
 """Errors a user can act on. The command line prints their message alone, without a traceback."""
 
+from importlib import import_module
+from typing import Any
+
 
 class VocagnolmError(Exception):
     """Something the user can mend: the message says what was found, what was expected and
@@ -120,3 +123,19 @@ class EvaluationError(VocagnolmError):
 
 class ObjectiveError(VocagnolmError):
     """Teacher and student do not fit the chosen method."""
+
+
+# ---- other people's packages, and what they say ----
+
+
+def optional(module: str, extra: str, purpose: str) -> Any:
+    """A module that comes with one of our extras."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise MissingExtraError(module.partition(".")[0], extra, purpose) from None
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message, which for those of other packages may be long."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -4,7 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.errors import MissingExtraError, UsageError
+from vocagnolm.errors import UsageError, optional
 from vocagnolm.files import local_path
 
 # Okabe and Ito's colours: told apart by everyone, and by their grey value in print.
@@ -21,12 +21,10 @@ def new_figure(width: float, height: float) -> tuple[Any, Any, Any]:
 
 def new_panels(width: float, height: float, count: int) -> tuple[Any, Any, list[Any]]:
     """The same with several Axes side by side, over one y axis."""
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("matplotlib", "plots", "drawing a figure") from None
+    matplotlib = optional("matplotlib", "plots", "drawing a figure")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(1, count, sharey=True, squeeze=False)[0])

@@ -23,6 +23,11 @@ _ERROR_TIMEOUT = datetime.timedelta(seconds=10)
 _PIECE_BYTES = 4 * 2**20
 
 
+def world_size() -> int:
+    """Of the processes that were started together, as the environment says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The processes of a run, seen from one of them."""
@@ -147,7 +152,7 @@ class TeamRanks(Ranks):
 def running_ranks() -> Iterator[Ranks]:
     """The processes that torchrun has started, as the environment says. A group that the caller
     has already made is used and left alone."""
-    if _world_size() == 1:
+    if world_size() == 1:
         yield Ranks()
         return
     _take_gpu()
@@ -169,7 +174,7 @@ def running_teams(choose: Callable[[int], int]) -> Iterator[Ranks]:
     from torch.distributed import distributed_c10d
     from torch.distributed.rendezvous import rendezvous
 
-    if _world_size() == 1:
+    if world_size() == 1:
         yield Ranks(team_size=choose(1))
         return
     if dist.is_initialized():
@@ -196,10 +201,6 @@ def running_teams(choose: Callable[[int], int]) -> Iterator[Ranks]:
             everyone.leave(timeout)
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _take_gpu() -> None:

@@ -1,10 +1,10 @@
 """`vocagnolm push`: a finished run's model and its card, to the Hugging Face hub."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.errors import PushError, TrainingError, UsageError
+from vocagnolm.errors import PushError, TrainingError, UsageError, first_line
 from vocagnolm.files import local_path, model_damage
 
 CARD = "README.md"
@@ -37,17 +37,15 @@ def push(
     """Upload the model folder of a finished run to `owner/name`. A dry run reaches nothing."""
     _require_repository(repository)
     folder = _model_folder(local_path(run))
-    card = (
-        (folder / CARD)
-        .read_text(encoding="utf-8")
-        .replace(_PLACE, f'from_pretrained("{repository}")')
-    )
-    files = {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if _goes(p)}
+    card = (folder / CARD).read_text(encoding="utf-8")
+    card = card.replace(_PLACE, f'from_pretrained("{repository}")')
+    own = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.is_symlink()]
+    files = {path.name: path.stat().st_size for path in own if not path.name.startswith(".")}
     files[CARD] = len(card.encode())
-    upload = Upload(repository, private, files, _local_paths(card))
-    if dry_run:
-        return upload
-    return Upload(**{**asdict(upload), "url": _send(folder, card, upload)})
+    words = {word.strip("`'\",:|[]") for word in card.split()}
+    local_paths = sorted(word for word in words if word.startswith("/") and len(word) > 1)
+    upload = Upload(repository, private, files, local_paths)
+    return upload if dry_run else replace(upload, url=_send(folder, card, upload))
 
 
 def _send(folder: Path, card: str, upload: Upload) -> str:
@@ -71,9 +69,8 @@ def _send(folder: Path, card: str, upload: Upload) -> str:
             commit_message=message,
         )
     except Exception as error:  # network, rights, a token that is missing: many types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise PushError(
-            f"The hub did not take {upload.repository}: {reason.rstrip('.')}. Log in with "
+            f"The hub did not take {upload.repository}: {first_line(error)}. Log in with "
             "`hf auth login` (a token that may write), check the name, and run the same command "
             "again: what is there is not sent twice."
         ) from error
@@ -105,12 +102,3 @@ def _model_folder(run: Path) -> Path:
     if wrong := model_damage(folder):
         raise TrainingError(wrong)
     return folder
-
-
-def _goes(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink() and not path.name.startswith(".")
-
-
-def _local_paths(card: str) -> list[str]:
-    words = {word.strip("`'\",:|[]") for word in card.split()}
-    return sorted(word for word in words if word.startswith("/") and len(word) > 1)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vocagnolm.errors import MissingExtraError
+from vocagnolm.errors import optional
 
 RESAMPLES = 10_000
 _AT_ONCE = 500
@@ -20,11 +20,7 @@ Z_95 = 1.96
 
 
 def _scipy_stats() -> Any:
-    try:
-        import scipy.stats
-    except ImportError:
-        raise MissingExtraError("scipy", "study", "A significance test") from None
-    return scipy.stats
+    return optional("scipy.stats", "study", "A significance test")
 
 
 @dataclass(frozen=True)
@@ -120,9 +116,8 @@ def bootstrap_interval(
 
 def mean_error(values: Sequence[float]) -> float | None:
     """Standard error of a mean; None for a single value."""
-    if len(values) < 2:
-        return None
-    return float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    _, spread = mean_and_spread(values)
+    return None if spread is None else spread / math.sqrt(len(values))
 
 
 def wilson_lower(hits: NDArray[np.float64], n: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from real import PACKAGES, SOURCES, real
 
 from vocagnolm.alignment import align, shares, token_overlap, vocabulary_overlap
-from vocagnolm.pair.sample import SAMPLE, STRESS
+from vocagnolm.pair import SAMPLE, STRESS
 
 pytestmark = pytest.mark.skipif(
     not PACKAGES.is_dir(), reason="the packages with real tokenizers are not installed: make test"

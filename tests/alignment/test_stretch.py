@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vocagnolm.alignment import KINDS, kinds, load_tokenizer, stretch_losses, stretches
-from vocagnolm.pair.sample import SAMPLE, STRESS
+from vocagnolm.pair import SAMPLE, STRESS
 
 
 def naive(student, teachers, losses):

@@ -22,7 +22,7 @@ from vocagnolm.alignment import (
 )
 from vocagnolm.alignment.targets import spell
 from vocagnolm.alternatives import NOTHING, Alternatives, pack
-from vocagnolm.pair.sample import SAMPLE, STRESS
+from vocagnolm.pair import SAMPLE, STRESS
 
 KINDS = [
     "byte-level",

@@ -20,7 +20,7 @@ def ended(monkeypatch, capsys, error, *arguments):
     def fail():
         raise error
 
-    monkeypatch.setattr("vocagnolm.recipe.shipped.shipped_recipes", fail, raising=True)
+    monkeypatch.setattr("vocagnolm.recipe.load.shipped_recipes", fail, raising=True)
     monkeypatch.setattr(sys, "argv", ["vocagnolm", *arguments, "recipe", "list"])
     with pytest.raises(SystemExit) as stop:
         cli.main()

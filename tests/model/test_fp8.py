@@ -17,7 +17,7 @@ from vocagnolm.errors import UsageError
 from vocagnolm.model import NllModel, fp8, load, open_model
 from vocagnolm.model.fp8 import Fp8Linear, head_to_fp8, rounded_rows, to_fp8
 from vocagnolm.model.runtime import compile_layers, last_hidden
-from vocagnolm.pair.sample import SAMPLE
+from vocagnolm.pair import SAMPLE
 from vocagnolm.score import LocalTeacher, score_corpus
 
 

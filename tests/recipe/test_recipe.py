@@ -7,8 +7,8 @@ import yaml
 
 from vocagnolm.errors import RecipeError
 from vocagnolm.recipe import Recipe, load_recipe, recipe_difference, recipe_from_dict
+from vocagnolm.recipe.load import FOLDER, shipped_recipes
 from vocagnolm.recipe.schema import hints
-from vocagnolm.recipe.shipped import FOLDER, shipped_recipes
 
 SHIPPED = list(shipped_recipes())
 PAPER = [name for name in SHIPPED if name.startswith("paper/")]

@@ -12,7 +12,7 @@ from tokenizers import processors
 from vocagnolm.alternatives import AlternativesSpec, Vocabulary, pack
 from vocagnolm.files import LOCK_FILE
 from vocagnolm.model.nll import TokenScores
-from vocagnolm.pair.sample import SAMPLE
+from vocagnolm.pair import SAMPLE
 from vocagnolm.score import ScoreSettings, TokenizedDocument
 from vocagnolm.score.teacher import described_alternatives
 

@@ -18,8 +18,8 @@ from vocagnolm.alignment import load_tokenizer
 from vocagnolm.alternatives import NOTHING, Alternatives, AlternativesSpec, pack
 from vocagnolm.cli import app
 from vocagnolm.errors import StoreError, UsageError
-from vocagnolm.model import alternatives as choosing
 from vocagnolm.model import fp8, open_model
+from vocagnolm.model import nll as choosing
 from vocagnolm.model.nll import NllModel, token_nll, token_scores
 from vocagnolm.objective.head import Head
 from vocagnolm.processes import running_teams

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from vocagnolm.cli import app
 from vocagnolm.errors import StoreError, UsageError
 from vocagnolm.model.load import fewest_parts, loaded_bytes, possible_sizes
-from vocagnolm.pair.sample import SAMPLE
+from vocagnolm.pair import SAMPLE
 from vocagnolm.processes import running_teams
 from vocagnolm.score import LocalTeacher, RayCluster, score_corpus
 from vocagnolm.score.plan import TeacherSource

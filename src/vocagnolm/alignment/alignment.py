@@ -260,9 +260,7 @@ def chunk_align(n_student: int, n_teacher: int, n_chunks: int) -> Alignment:
     chunk = np.repeat(np.arange(n_chunks), np.diff(student))
     first, last = teacher[chunk], teacher[chunk + 1] - 1
     empty = first > last
-    first[empty] = -1
-    last[empty] = -1
-    return Alignment(first, last)
+    return Alignment(np.where(empty, -1, first), np.where(empty, -1, last))
 
 
 def chunk_bounds(n_tokens: int, n_chunks: int) -> IntArray:

@@ -14,8 +14,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from vocagnolm.alignment.alignment import TokenSpans
 from vocagnolm.alignment.spans import SPACE_MARK, Spanner
-from vocagnolm.errors import MissingExtraError, TokenizerError
-from vocagnolm.files import parse_json
+from vocagnolm.errors import (
+    MissingExtraError,
+    TokenizerError,
+    VocagnolmError,
+    first_line,
+    optional,
+)
+from vocagnolm.files import read_json
 
 # ---- what stands before and after a text ----
 
@@ -119,18 +125,11 @@ def _id(tokenizer: Tokenizer, token: Any) -> int | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    mend = "It says which tokens begin and end a text: get it again from where it came from."
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        return read_json(path, TokenizerError, mend)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(
-            f"{path} cannot be read as JSON ({error}). It says which tokens begin and end a text: "
-            "get it again from where the tokenizer came from"
-        ) from None
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} holds a {type(content).__name__}, expected a JSON object")
-    return content
 
 
 # ---- GGUF files ----
@@ -199,17 +198,13 @@ _PROBES = (
 
 def read_sentencepiece(path: Path) -> Tokenizer:
     """Convert the model file; refuse it when the result does not give SentencePiece's own ids."""
-    try:
-        from sentencepiece import SentencePieceProcessor
-        from sentencepiece import sentencepiece_model_pb2 as schema
-    except ImportError:
-        raise MissingExtraError(
-            "sentencepiece", "sentencepiece", "Reading a SentencePiece tokenizer.model"
-        ) from None
-    proto = schema.ModelProto()  # type: ignore[attr-defined]
+    modules = ("sentencepiece", "sentencepiece.sentencepiece_model_pb2")
+    purpose = "Reading a SentencePiece tokenizer.model"
+    library, schema = (optional(name, "sentencepiece", purpose) for name in modules)
+    proto = schema.ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())
-        processor = SentencePieceProcessor(model_proto=path.read_bytes())
+        processor = library.SentencePieceProcessor(model_proto=path.read_bytes())
     except Exception as error:  # protobuf's and SentencePiece's errors share no useful base
         raise TokenizerError(
             f"{path} is not a SentencePiece model: {error}. Expected a tokenizer.json or a "
@@ -449,7 +444,10 @@ def load_tokenizer(
         loaded.name = path.stem
         return loaded
     if not path.exists():
-        path, name = _download(str(source), revision), str(source)
+        name = str(source)
+        expected = "a folder with tokenizer.json or tokenizer.model, one of these files"
+        wanted = ["tokenizer*", "config.json", "special_tokens_map.json", "chat_template*"]
+        path = from_hub(name, TokenizerError, expected, revision=revision, allow_patterns=wanted)
     folder, of_folder = (path, True) if path.is_dir() else (path.parent, False)
     if of_folder:
         if not trust_remote_code:
@@ -488,23 +486,21 @@ def _read_json(path: Path) -> Tokenizer:
         ) from None
 
 
-def _download(repository: str, revision: str | None) -> Path:
-    """The files of a tokenizer on the hub."""
-    if repository.count("/") > 1 or repository.startswith((".", "/", "~")):
-        raise TokenizerError(
-            f"{repository} does not exist. Expected a folder with tokenizer.json or "
-            "tokenizer.model, one of these files, or a hub id such as Qwen/Qwen2.5-Math-7B"
+def from_hub(name: str, error: type[VocagnolmError], expected: str, **wanted: Any) -> Path:
+    """The folder of a repository of the hub; of its files those that are `wanted`."""
+    if Path(name).exists() or name.count("/") > 1 or name.startswith((".", "/", "~")):
+        wrong = "is no folder" if Path(name).exists() else "does not exist"
+        raise error(
+            f"{name} {wrong}. Expected {expected}, or a hub id such as Qwen/Qwen2.5-Math-7B."
         )
     from huggingface_hub import snapshot_download
 
-    wanted = ["tokenizer*", "config.json", "special_tokens_map.json", "chat_template*"]
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
-    except Exception as error:  # network, authorisation, cache: many types, one meaning here
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TokenizerError(
-            f"'{repository}' is neither a file or folder here nor a tokenizer that the hub gave: "
-            f"{reason.rstrip('.')}. Check the spelling, or download it and pass the folder"
+        return Path(snapshot_download(name, **wanted))
+    except Exception as failure:  # network, authorisation, cache: many types, one meaning here
+        raise error(
+            f"'{name}' is neither a file or folder here nor one that the hub gave: "
+            f"{first_line(failure)}. Check the spelling, or download it and pass the folder."
         ) from None
 
 

@@ -13,7 +13,7 @@ def list_recipes(
     as_json: bool = JSON,
 ) -> None:
     """Name the shipped recipes, among them every run of the paper's tables and figures."""
-    from vocagnolm.recipe.shipped import shipped_recipes
+    from vocagnolm.recipe.load import shipped_recipes
 
     found = shipped_recipes().values()
     if as_json:
@@ -30,6 +30,6 @@ def list_recipes(
 @app.command()
 def show(name: str = typer.Argument(help="A name of `vocagnolm recipe list`.")) -> None:
     """Print a whole recipe, every key with its meaning: a file to start from."""
-    from vocagnolm.recipe.shipped import shipped_recipe
+    from vocagnolm.recipe.load import shipped_recipe
 
     typer.echo(shipped_recipe(name).text, nl=False)

@@ -19,25 +19,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
+from vocagnolm.alignment.tokenizer import from_hub
 from vocagnolm.errors import MissingExtraError, ModelError, UsageError
 from vocagnolm.files import model_damage, parse_json
 from vocagnolm.model.fp8 import require_fp8, to_fp8
 
 # ---- quantised weights ----
 
-# what config.json calls the kind: {module: what pip calls it}
-_PACKAGES = {
-    "aqlm": {"aqlm": "aqlm"},
-    "auto-round": {"auto_round": "auto-round"},
-    "awq": {"gptqmodel": "gptqmodel"},
-    "bitsandbytes": {"bitsandbytes": "bitsandbytes"},
-    "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
-    "gptq": {"optimum": "optimum", "gptqmodel": "gptqmodel"},
-    "hqq": {"hqq": "hqq"},
-    "torchao": {"torchao": "torchao"},
-}
+# what config.json calls the kind -> packages, where not one of that name
+_PACKAGES = {"awq": ["gptqmodel"], "gptq": ["optimum", "gptqmodel"]}
+_OWN_PACKAGE = ("aqlm", "auto-round", "bitsandbytes", "compressed-tensors", "hqq", "torchao")
 # their matrix products are kernels that this package fetches; a CPU gets plain weights instead
-_KERNELS = {"fp8": {"kernels": "kernels"}, "mxfp8": {"kernels": "kernels"}}
+_KERNELS = {"fp8": ["kernels"], "mxfp8": ["kernels"]}
 
 
 def quantisation_of(config: Any) -> str | None:
@@ -56,12 +49,9 @@ def require_packages(name: str, config: Any, device: torch.device) -> None:
     kind = quantisation_of(config)
     if kind is None:
         return
-    needed = _PACKAGES | (_KERNELS if device.type == "cuda" else {})
-    missing = [
-        package
-        for module, package in needed.get(kind, {}).items()
-        if importlib.util.find_spec(module) is None
-    ]
+    known = _PACKAGES | (_KERNELS if device.type == "cuda" else {})
+    needed = [kind] if kind in _OWN_PACKAGE else known.get(kind, [])
+    missing = [p for p in needed if importlib.util.find_spec(p.replace("-", "_")) is None]
     if missing:
         raise ModelError(
             f"{name} has {kind} weights, which transformers loads with {' and '.join(missing)}, "
@@ -284,13 +274,21 @@ def open_model(
     torch_device, path = resolve_device(device), Path(source)
     gguf_file = path.name if path.suffix.lower() == ".gguf" else None
     if gguf_file is not None:
-        config, files, name, revision = _gguf_config(path), [path], path.name, None
+        config, files, name, revision = gguf_config(path), [path], path.name, None
         tokenizer, path, trust_remote_code = load_tokenizer(path), path.parent, False
     else:
         hub_id = None if path.is_dir() else str(source)
         name = hub_id or path.resolve().name
-        if hub_id is not None:
-            path, revision = _from_hub(hub_id, revision, trust_remote_code, weights)
+        if hub_id is not None:  # what is safe to open; nothing else even reaches this machine
+            path = from_hub(
+                hub_id,
+                ModelError,
+                "a model folder, a .gguf file",
+                revision=revision,
+                allow_patterns=[*_HUB_PATTERNS, *["*.py"] * trust_remote_code],
+                ignore_patterns=[*_HUB_IGNORED, *["*.safetensors"] * (not weights)],
+            )
+            revision = path.name
         if weights and (wrong := model_damage(path)):
             raise ModelError(wrong)
         files = _weight_files(path, hub_id) if weights else []
@@ -358,7 +356,7 @@ def weights_fingerprint(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _gguf_config(path: Path) -> Any:
+def gguf_config(path: Path) -> Any:
     if not path.is_file():
         raise ModelError(f"{path} does not exist.")
     if importlib.util.find_spec("gguf") is None:
@@ -369,34 +367,6 @@ def _gguf_config(path: Path) -> Any:
         )
     except Exception as error:
         raise ModelError(f"{path} cannot be read as a GGUF model: {error}") from error
-
-
-def _from_hub(
-    name: str, revision: str | None, trust_remote_code: bool, weights: bool
-) -> tuple[Path, str]:
-    """Download what is safe to open; nothing else even reaches this machine."""
-    if Path(name).exists() or name.count("/") > 1 or name.startswith((".", "/", "~")):
-        wrong = "is no folder" if Path(name).exists() else "does not exist"
-        raise ModelError(
-            f"{name} {wrong}. Expected a model folder, a .gguf file or a hub id such as "
-            "Qwen/Qwen2.5-Math-7B."
-        )
-    from huggingface_hub import snapshot_download
-
-    patterns = [*_HUB_PATTERNS, "*.py"] if trust_remote_code else _HUB_PATTERNS
-    ignored = _HUB_IGNORED if weights else [*_HUB_IGNORED, "*.safetensors"]
-    try:
-        folder = snapshot_download(
-            name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored
-        )
-    except Exception as error:  # network, authorisation, cache: many types, one meaning here
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"'{name}' is neither a folder here nor a model that the hub gave: "
-            f"{reason.rstrip('.')}. "
-            "Check the spelling, or download it and pass the folder."
-        ) from None
-    return Path(folder), Path(folder).name
 
 
 def _weight_files(folder: Path, hub_id: str | None) -> list[Path]:

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.tensor import DTensor, Shard
@@ -29,6 +28,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from vocagnolm.errors import ModelError
 from vocagnolm.objective.head import Head, Transform
+from vocagnolm.processes import Ranks
 from vocagnolm.storage.copies import cache_folder
 
 # ---- the decoder ----
@@ -175,10 +175,7 @@ class VocabularyPart:
 
     def combine(self, nll_N: Tensor, lse_N: Tensor, labels_N: Tensor) -> Tensor:
         """nll over the whole vocabulary, from each process's own over its rows."""
-        own = torch.stack([nll_N, lse_N])
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, own, group=self.group)
-        nll_PN, lse_PN = torch.stack(parts, dim=1).unbind()
+        nll_PN, lse_PN = Ranks.of(self.group).gather(torch.stack([nll_N, lse_N])).unbind(1)
         owner_1N = (labels_N // self.rows_each)[None]
         beside_N = lse_PN.logsumexp(dim=0) - lse_PN.gather(0, owner_1N)[0]
         nll: Tensor = nll_PN.gather(0, owner_1N)[0] + beside_N
@@ -186,9 +183,8 @@ class VocabularyPart:
 
     def all_agree(self, opinion: bool) -> bool:
         """Every process must go the same way, or they would wait for each other."""
-        vote = torch.tensor(float(opinion), device=self.device)
-        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self.group)
-        return bool(vote > 0)
+        against = torch.tensor(float(not opinion), device=self.device)
+        return bool(Ranks.of(self.group).max(against) == 0)
 
 
 def _is_split(model: PreTrainedModel, parameter: Any) -> bool:
@@ -204,14 +200,14 @@ class HeadForm:
     softcap: float | None = None
     scale: float = 1.0
 
-    def head(self, model: PreTrainedModel, vocabulary_size: int | None = None) -> Head:
+    def head(self, model: PreTrainedModel) -> Head:
         """Where several processes hold the model together: the rows of this one."""
         linear: Any = model.get_output_embeddings()
         form: dict[str, Any] = {"softcap": self.softcap, "scale": self.scale}
         for name in ("weight", "bias"):
             tensor: Any = getattr(linear, name, None)
             form[name] = tensor.to_local() if _is_split(model, tensor) else tensor
-        return Head(**form, vocabulary_size=vocabulary_size)
+        return Head(**form)
 
     def transform(self, bias: Tensor | None) -> Transform:
         """From the products of a head that has no plain weight."""

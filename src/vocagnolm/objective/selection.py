@@ -233,22 +233,12 @@ def rank_by_excess(
     return Ranked(float_key(both.own_BT - both.teacher_BT), both.first_BT)
 
 
-def rank_by_loss(
-    batch: ScoredBatch, guidance: Tensor | None, index_B: Tensor, config: ObjectiveConfig, step: int
-) -> Ranked:
-    return Ranked(float_key(batch.nll_BT))
-
-
-def rank_by_chance(
-    batch: ScoredBatch, guidance: Tensor | None, index_B: Tensor, config: ObjectiveConfig, step: int
-) -> Ranked:
-    return Ranked(random_key(index_B, batch.nll_BT.shape[1], config.seed, step))
-
-
 RANKINGS: dict[str, Ranking] = {
     "excess": rank_by_excess,
-    "loss": rank_by_loss,
-    "chance": rank_by_chance,
+    "loss": lambda batch, guidance, index_B, config, step: Ranked(float_key(batch.nll_BT)),
+    "chance": lambda batch, guidance, index_B, config, step: Ranked(
+        random_key(index_B, batch.nll_BT.shape[1], config.seed, step)
+    ),
 }
 """By what tokens are ranked, as rows of `METHODS` name it."""
 

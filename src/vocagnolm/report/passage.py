@@ -22,7 +22,7 @@ from vocagnolm.alignment import (
 from vocagnolm.alignment.alignment import as_spans
 from vocagnolm.alternatives import Alternatives, Vocabulary
 from vocagnolm.chat import ChatTokenizer
-from vocagnolm.pair import measure_fit
+from vocagnolm.pair import measure_fit, plain_tokenizer
 from vocagnolm.report.page_data import Passage, Preflight, TeacherRow, TokenRow
 
 TOKEN_TEXT_LIMIT = 400
@@ -279,8 +279,3 @@ def preflight(
         overlap_marks=overlap.marks,
         overlap_bytes=overlap.bytes,
     )
-
-
-def plain_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer:
-    """The tokenizer behind a chat template, or itself."""
-    return tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer

@@ -15,7 +15,6 @@ import numpy as np
 
 from vocagnolm.alignment import TargetTable, TextTokenizer, TokenSpans, load_tokenizer
 from vocagnolm.alternatives import Alternatives
-from vocagnolm.chat.survey import why_trained
 from vocagnolm.data.corpus import Corpus, Document, document_hash
 from vocagnolm.data.guidance import common_alternatives, target_table, tiling
 from vocagnolm.data.identity import recipe_corpus, student_chat
@@ -25,6 +24,7 @@ from vocagnolm.evaluate.results import Evaluation, in_order, read_results
 from vocagnolm.evaluate.settings import marks
 from vocagnolm.evaluate.suite import AVERAGES, TASKS
 from vocagnolm.files import json_digest, local_path, parse_json, write_text
+from vocagnolm.pair import plain_tokenizer
 from vocagnolm.recipe import Recipe, load_recipe, recipe_from_dict
 from vocagnolm.recipe.schema import parse_yaml
 from vocagnolm.report.page_data import (
@@ -42,9 +42,9 @@ from vocagnolm.report.page_data import (
     plain,
     write_page,
 )
-from vocagnolm.report.passage import Reading, joined, make_passage, plain_tokenizer, preflight
+from vocagnolm.report.passage import Reading, joined, make_passage, preflight
 from vocagnolm.report.selection import statistics, weigh_passages
-from vocagnolm.report.view import environment, model_name, model_scorer, only_answers
+from vocagnolm.report.view import environment, model_name, model_scorer, read_text
 from vocagnolm.store import LossStore
 from vocagnolm.train import folder as run_folder
 
@@ -201,13 +201,10 @@ def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results 
         for name, (at, score) in zip(names, held.items(), strict=True):
             scores[at][name] = score
         for name in sorted(set(names)):
-            measures[name] = (
-                Measure(
-                    name=name.replace("bits_per_byte", "bits per byte"), better="lower", digits=4
-                )
-                if task == "bits_per_byte"
-                else Measure(name=name, unit="%", digits=1)
-            )
+            measures[name] = Measure(name=name, unit="%", digits=1)
+            if task == "bits_per_byte":
+                shown = name.replace("bits_per_byte", "bits per byte")
+                measures[name] = Measure(name=shown, better="lower", digits=4)
     if not measures:
         return None
     groups: dict[str, list[dict[str, tuple[float, float | None]]]] = {}
@@ -434,20 +431,12 @@ def compute_sample(
     count = None if spec is None else spec.count
     teachers = [_Teacher(one, corpus, _table(recipe, tokenizer, one), count) for one in stores]
     read = _choose(corpus, teachers, tokenizer, documents, seed)
-    name = _student_name(recipe)
+    kind = (recipe.student.config or {}).get("model_type", "model")
+    name = model_name(recipe.student.model) if recipe.student.model else f"{kind} from scratch"
     ours = []
     for one, nll in zip(read, score([one.tokens.ids for one in read]), strict=True):
         assert isinstance(nll, np.ndarray)
-        if corpus.conversations:
-            nll = only_answers(one.text, one.tokens, nll, recipe.data.train_on)
-        ids, spans = one.tokens.ids, one.tokens.spans
-        shown = tokenizer.shown(one.text, one.tokens)
-        why = (
-            why_trained(one.text, one.tokens, recipe.data.train_on)
-            if corpus.conversations
-            else None
-        )
-        ours.append(Reading(name=name, spans=spans, ids=ids, nll=nll, shown=shown, trained=why))
+        ours.append(read_text(name, tokenizer, one.text, one.tokens, nll, recipe.data.train_on))
     passages, rule = weigh_passages(
         [
             _passage(read[group], ours[group], recipe.objective.inside)
@@ -484,13 +473,6 @@ def _require_losses(folder: Path, recipe: Recipe) -> None:
         raise SampleError(
             f"{folder} has no loss store in its recipe: a sample needs the teacher's losses"
         )
-
-
-def _student_name(recipe: Recipe) -> str:
-    """The student that a run began with."""
-    if recipe.student.model is not None:
-        return model_name(recipe.student.model)
-    return f"{(recipe.student.config or {}).get('model_type', 'model')} from scratch"
 
 
 def _table(recipe: Recipe, student: TextTokenizer, store: LossStore) -> TargetTable | None:

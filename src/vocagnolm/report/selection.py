@@ -147,20 +147,23 @@ def _scored(
 
     nll = _losses(passage)
     target = ~np.isnan(nll)
+    by_chunk = config.rule.unit == "chunk"
+    first = int(by_chunk and len(target) > 0 and not target[0])
     guidance = stretch = sums = None
     if _scored_teachers(passage):
         ours, theirs = _lay(passage)
         if config.by_stretch:
             guidance, goes_on = stretch_guidance(ours, theirs, how)
             stretch = np.cumsum(~goes_on) - 1
-        elif config.rule.unit == "chunk" and not config.by_chance:
-            guidance = _chunked(passage, target, config.n_chunks, aggregation)
+        elif by_chunk and not config.by_chance:
+            lead = _scored_teachers(passage)[0]
+            ranges = np.stack([lead.first, lead.last], axis=1)[first:]
+            guidance = np.full(len(target), np.nan)
+            guidance[first:] = chunk_guidance(ranges, theirs[0].nll, config.n_chunks, aggregation)
         else:
             guidance = _carried(passage, ours, theirs, aggregation, how)
         known = theirs[0].nll[np.isfinite(theirs[0].nll)]
         sums = np.array([[known.sum(), len(known)]])
-
-    first = int(config.rule.unit == "chunk" and len(target) > 0 and not target[0])
 
     def row(values: NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(values[first:], dtype=dtype)[None]
@@ -172,19 +175,6 @@ def _scored(
         teacher_sums_B2=None if sums is None else torch.as_tensor(sums),
     )
     return ScoredBatch(targets, row(np.where(target, nll, 0.0), torch.float32))
-
-
-def _chunked(
-    passage: Passage, target: NDArray[np.bool_], n_chunks: int, aggregation: Aggregation
-) -> FloatArray:
-    """As blocks are read: among the predicted tokens, which are all but the first."""
-    lead = _scored_teachers(passage)[0]
-    ranges = np.stack([np.array(lead.first), np.array(lead.last)], axis=1)
-    begin = int(len(target) > 0 and not target[0])
-    guidance = np.full(len(target), np.nan)
-    losses = numbers(lead.nll or [])
-    guidance[begin:] = chunk_guidance(ranges[begin:], losses, n_chunks, aggregation)
-    return guidance
 
 
 def _carried(

@@ -3,16 +3,15 @@
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vocagnolm.alignment import (
-    AGGREGATIONS,
     Aggregation,
     TargetTable,
     TextTokenizer,
@@ -24,14 +23,14 @@ from vocagnolm.alternatives import Alternatives, AlternativesSpec
 from vocagnolm.chat import ChatTokenizer, TrainOn, trained_ranges, trained_tokens
 from vocagnolm.chat.survey import why_trained
 from vocagnolm.errors import UsageError
+from vocagnolm.pair import plain_tokenizer
 from vocagnolm.report.page_data import Page
-from vocagnolm.report.passage import SHOWN, Reading, make_passage, plain_tokenizer, preflight
+from vocagnolm.report.passage import SHOWN, Reading, make_passage, preflight
 from vocagnolm.report.selection import add_guidance, statistics, weigh_passages
 
 if TYPE_CHECKING:
     from vocagnolm.model.nll import TokenScores
 
-UNMAPPED = ("include", "exclude", "mean")
 MODEL_CONTEXT = 2048
 """Tokens a model sees at a time when it reads a text for the page; longer texts are windowed."""
 
@@ -66,8 +65,7 @@ def view_page(
 ) -> Page:
     """One passage per `(title, text)`. Tokenizers alone give the alignment; models add their
     losses; the student's and a teacher's together add excess and the selection over all texts."""
-    if not any(text for _, text in texts):
-        raise UsageError("there is no text to show: give some with --text or --file")
+    _require_text(texts)
     contents = [text for _, text in texts]
     spans = [side.tokenizer.spans_batch(contents) for side in (student, *teachers)]
     ours, *theirs = (
@@ -107,6 +105,11 @@ def view_page(
     )
 
 
+def _require_text(texts: Sequence[tuple[str, str]]) -> None:
+    if not any(text for _, text in texts):
+        raise UsageError("there is no text to show: give some with --text or --file")
+
+
 def _read(
     side: Side, texts: Sequence[str], spans: Sequence[TokenSpans], student: TextTokenizer
 ) -> list[Reading]:
@@ -116,26 +119,32 @@ def _read(
     readings = []
     for text, one, score in zip(texts, spans, scores, strict=True):
         nll = score if score is None or isinstance(score, np.ndarray) else score.nll
-        packed = getattr(score, "alternatives", None)
-        if packed is not None:
+        found = read_text(side.label, side.tokenizer, text, one, nll)
+        if (packed := getattr(score, "alternatives", None)) is not None:
             table = table or _target_table(student, side.tokenizer)
-        if nll is not None and isinstance(side.tokenizer, ChatTokenizer):
-            nll = only_answers(text, one, nll)
-        readings.append(
-            Reading(
-                name=side.label,
-                spans=one.spans,
-                ids=one.ids,
-                nll=nll,
-                shown=side.tokenizer.shown(text, one),
-                trained=why_trained(text, one)
-                if isinstance(side.tokenizer, ChatTokenizer)
-                else None,
-                alternatives=None if packed is None else Alternatives(packed),
-                table=table,
-            )
-        )
+            found = replace(found, alternatives=Alternatives(packed), table=table)
+        readings.append(found)
     return readings
+
+
+def read_text(
+    name: str,
+    tokenizer: TextTokenizer,
+    text: str,
+    tokens: TokenSpans,
+    nll: NDArray[np.float32] | None,
+    train_on: TrainOn = "assistant",
+) -> Reading:
+    """A text as a model reads it. Of a conversation only what is trained on has losses: only these
+    tokens are kept or dropped."""
+    why = None
+    if isinstance(tokenizer, ChatTokenizer):
+        why = why_trained(text, tokens, train_on)
+        if nll is not None:
+            trained = trained_tokens(tokens, trained_ranges(text, train_on))
+            nll = np.where(trained, nll, np.float32(np.nan))
+    shown = tokenizer.shown(text, tokens)
+    return Reading(name=name, spans=tokens.spans, ids=tokens.ids, nll=nll, shown=shown, trained=why)
 
 
 def _target_table(student: TextTokenizer, teacher: TextTokenizer) -> TargetTable:
@@ -145,14 +154,6 @@ def _target_table(student: TextTokenizer, teacher: TextTokenizer) -> TargetTable
     turn = teacher.end_of_turn if isinstance(teacher, ChatTokenizer) else None
     ends = [one for one in (base.eos_id, turn) if one is not None]
     return target_table(student, token_texts(base, ends), plain_tokenizer(student).eos_id)
-
-
-def only_answers(
-    text: str, tokens: TokenSpans, nll: NDArray[np.float32], train_on: TrainOn = "assistant"
-) -> NDArray[np.float32]:
-    """Losses of what is trained on: only these tokens are kept or dropped."""
-    trained = trained_tokens(tokens, trained_ranges(text, train_on))
-    return np.where(trained, nll, np.float32(np.nan))
 
 
 def _subtitle(student: Side, teachers: Sequence[Side]) -> str:
@@ -248,29 +249,21 @@ def view_from_sources(
     student_model: str | None,
     teacher_models: Sequence[str],
     texts: Sequence[tuple[str, str]],
-    keep: float = 0.4,
-    aggregation: str = "max",
-    unmapped: str = "include",
     student_template: Template | None = None,
     teacher_template: Template | None = None,
+    **selection: Any,
 ) -> Page:
     """`view_page` from names: tokenizers and models as folders, files or hub ids. One tokenizer
     and one model of a teacher are the same teacher; of several, each is a teacher of its own. With
-    templates the texts are shared texts of conversations."""
-    how = next((known for known in AGGREGATIONS if known == aggregation), None)
-    if how is None:
-        raise UsageError(f"aggregation is {aggregation!r}; expected {', '.join(AGGREGATIONS)}")
-    if unmapped not in UNMAPPED:
-        raise UsageError(f"unmapped is {unmapped!r}; expected {', '.join(UNMAPPED)}")
-    if not any(text for _, text in texts):
-        raise UsageError("there is no text to show: give some with --text or --file")
+    templates the texts are shared texts of conversations. `selection`: what `view_page` takes."""
+    _require_text(texts)  # before a model is loaded
     ours = _side("student", student, student_model, student_template)
     sources: list[tuple[str | None, str | None]] = [(None, model) for model in teacher_models]
     sources += [(tokenizer, None) for tokenizer in teachers]
     if len(teachers) == len(teacher_models) == 1:
         sources = [(teachers[0], teacher_models[0])]
     theirs = [_side("teacher", *source, teacher_template) for source in sources or [(None, None)]]
-    return view_page(ours, theirs, texts, keep=keep, aggregation=how, unmapped=unmapped)
+    return view_page(ours, theirs, texts, **selection)
 
 
 def _side(side: str, tokenizer: str | None, model: str | None, template: Template | None) -> Side:

@@ -11,19 +11,21 @@ import yaml
 
 from vocagnolm import files
 from vocagnolm.alternatives import Alternatives
-from vocagnolm.errors import MissingExtraError, StoreError
+from vocagnolm.errors import StoreError, optional
 from vocagnolm.storage import Storage
 from vocagnolm.store.analysis import RankedDocuments
 from vocagnolm.store.reader import LossStore, inspect_store, mend_hint
 
 # ---- Parquet ----
 
+_PYARROW = ("pyarrow", "pyarrow.parquet")
+
 
 def export_parquet(store: str | Path, out: str | Path) -> int:
     """Write one row a document: document_index, document_hash (hex), token_bytes, nll (float32,
     null where unscored), and where the store has them the alternatives of every token, each with
     its text, id and probability. One row group a shard. Returns the number of rows."""
-    pa, pq = _pyarrow()
+    pa, pq = (optional(name, "data", "exporting to Parquet") for name in _PYARROW)
     loss_store = LossStore.open(store)
     texts = None
     if loss_store.kept_alternatives is not None:
@@ -44,20 +46,11 @@ def export_parquet(store: str | Path, out: str | Path) -> int:
 
 def export_ranks(ranks: RankedDocuments, out: str | Path) -> None:
     """One row a document, the best first."""
-    pa, pq = _pyarrow()
+    pa, pq = (optional(name, "data", "exporting to Parquet") for name in _PYARROW)
     hashes = [row.tobytes().hex() for row in ranks.documents.hashes[ranks.order]]
     table = pa.table({**ranks.columns(), "document_hash": hashes})
     with files.whole_file(_new_file(out)) as file:
         pq.write_table(table, file, compression="zstd")
-
-
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise MissingExtraError("pyarrow", "data", "exporting to Parquet") from None
-    return pa, pq
 
 
 def _new_file(out: str | Path) -> Path:

@@ -4,6 +4,7 @@ whether it can be trusted (`verify`)."""
 import bisect
 import functools
 import hashlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,11 +59,8 @@ class LossStore:
     def __init__(self, path: str | Path, manifest: dict[str, Any]):
         self.path = path
         self.manifest = manifest
-        self._ends: list[int] = []  # index after the last document of every shard
-        total = 0
-        for shard in manifest["shards"]:
-            total += shard["documents"]
-            self._ends.append(total)
+        # index after the last document of every shard
+        self._ends = list(itertools.accumulate(one["documents"] for one in manifest["shards"]))
         self._shards: dict[int, tuple[ShardFile, np.ndarray]] = {}
 
     @classmethod
@@ -430,24 +428,18 @@ def _alternatives(identity: dict[str, Any], totals: dict[str, Any]) -> dict[str,
 
 def _ranges(numbers: Iterable[int]) -> list[list[int]]:
     """`[first, last]` of every run of numbers."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return found
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    found = [[number for _, number in run] for _, run in runs]
+    return [[run[0], run[-1]] for run in found]
 
 
 def _devices(storage: Storage, manifest: dict[str, Any], found: dict[str, int]) -> dict[str, int]:
     """How many shards each GPU has scored, as far as it is known."""
-    if "shards" in manifest:
-        named = [entry.get("device") for entry in manifest["shards"]]
-    else:
+    entries = manifest.get("shards")
+    if entries is None:
         digest = json_digest(manifest["identity"])
-        records = read_records(storage, found, manifest["shard_count"], digest)
-        named = [record.get("device") for record in records.values()]
-    return dict(Counter(name for name in named if name is not None))
+        entries = read_records(storage, found, manifest["shard_count"], digest).values()
+    return dict(Counter(entry["device"] for entry in entries if entry.get("device") is not None))
 
 
 def verify_store(path: str | Path) -> list[str]:

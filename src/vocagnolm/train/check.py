@@ -35,9 +35,10 @@ from vocagnolm.data.identity import (
     teacher_tokenizer,
 )
 from vocagnolm.data.teachers import best_shares
-from vocagnolm.errors import TrainingError, VocagnolmError
+from vocagnolm.errors import TrainingError, VocagnolmError, first_line
 from vocagnolm.files import address_of, model_damage
 from vocagnolm.model import NllModel
+from vocagnolm.model.load import gguf_config
 from vocagnolm.recipe import Recipe
 from vocagnolm.storage import storage_of
 from vocagnolm.store import LossStore
@@ -85,6 +86,9 @@ class CheckReport:
     def problem(self, line: str) -> None:
         if line not in self.problems:
             self.problems.append(line)
+
+    def warn(self, line: str | None) -> None:
+        self.warnings += [] if line is None else [line]
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
@@ -171,7 +175,7 @@ def check_stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> 
     wanted = recipe.teacher.model
     names = {Path(store.teacher_name).name for store in stores}
     if wanted is not None and Path(wanted).name not in names:
-        report.warnings.append(
+        report.warn(
             f"the store is of teacher {', '.join(sorted(names))}, the recipe names {wanted}."
         )
     made_from = {store.corpus_fingerprint for store in stores}
@@ -183,7 +187,7 @@ def check_stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> 
                 "corpus, or set data.missing to drop or keep."
             )
         else:
-            report.warnings.append(
+            report.warn(
                 "the store was made from another corpus than the recipe's; documents are looked up "
                 f"by content, and those not in it follow data.missing = {recipe.data.missing}."
             )
@@ -205,7 +209,7 @@ def check_teacher(recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer 
     same_vocabulary = recipe.method.one_vocabulary
     if recipe.teacher_tokenizer is None:
         if same_vocabulary:
-            report.warnings.append(
+            report.warn(
                 f"objective.method {recipe.objective.method} presupposes one vocabulary; set "
                 "teacher.model or teacher.tokenizer so that it can be checked."
             )
@@ -353,7 +357,7 @@ def check(recipe: Recipe, *, processes: int = 1, measure: bool = True) -> CheckR
     with report.collecting():
         _run(recipe, report, found.manifest)
     if recipe.needs_guidance and found.store is not None:
-        _warn_of_teacher(report, found.store.bits_per_byte, recipe.student.bits_per_byte)
+        report.warn(teacher_warning(found.store.bits_per_byte, recipe.student.bits_per_byte))
     if measure and report.ready:
         with report.collecting():
             _weights(recipe, report, found)
@@ -404,19 +408,14 @@ def _config(recipe: Recipe) -> Any:
     source = recipe.student.model
     if source is None:
         return None if recipe.student.config is None else model_config(recipe.student.config)
-    path = Path(source)
-    place: dict[str, Any] = {"pretrained_model_name_or_path": source}
-    if path.suffix.lower() == ".gguf":
-        place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if Path(source).suffix.lower() == ".gguf":
+        return gguf_config(Path(source))
+    revision = recipe.student.revision or "main"
     try:
-        return AutoConfig.from_pretrained(
-            **place, revision=recipe.student.revision or "main", trust_remote_code=False
-        )
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:  # network, cache, format: many types, one meaning here
-        reason = str(error).strip().splitlines()[0][:160]
-        raise TrainingError(
-            f"student.model {source} has no configuration to read: {reason}"
-        ) from None
+        reason = first_line(error)[:160]
+        raise TrainingError(f"student.model {source} has no configuration: {reason}") from None
 
 
 def _schedule(recipe: Recipe, report: CheckReport, processes: int, found: Found) -> Schedule | None:
@@ -443,28 +442,27 @@ def _schedule(recipe: Recipe, report: CheckReport, processes: int, found: Found)
         "checkpoints": schedule.steps // recipe.run.save_every if recipe.run.save_every else 0,
     }
     if unknown and objective_config(recipe).depends_on_micro_batch:
-        report.warnings.append(
+        report.warn(
             "train.micro_batch: auto with objective.scope: batch: which tokens compete depends on "
             "what is found on the machine that trains. A number, or scope: sequence or global, "
             "makes runs of different machines alike."
         )
     if recipe.optimizer.warmup_steps >= schedule.steps:
-        report.warnings.append(
+        report.warn(
             f"optimizer.warmup_steps = {recipe.optimizer.warmup_steps} is the whole run "
             f"({schedule.steps} steps)."
         )
     if manifest is not None and schedule.epochs > MANY_EPOCHS:
-        report.warnings.append(
+        report.warn(
             f"the run reads its blocks {schedule.epochs:,.0f} times: is train.tokens or "
             "train.epochs meant so?"
         )
     if (saved := report.plan["schedule"]["checkpoints"]) > MANY_CHECKPOINTS:
-        report.warnings.append(
+        report.warn(
             f"run.save_every = {recipe.run.save_every} writes {saved:,} checkpoints, of which "
             f"{recipe.run.keep_checkpoints} are kept at a time."
         )
-    if advice := slow_arithmetic(recipe):
-        report.warnings.append(advice)
+    report.warn(slow_arithmetic(recipe))
     if recipe.run.folder:
         training_arguments(recipe, schedule)  # what transformers refuses of them
     return schedule
@@ -513,8 +511,8 @@ def _run(recipe: Recipe, report: CheckReport, manifest: dict[str, Any] | None) -
     blocks = None if manifest is None else manifest["fingerprint"]
     refuse_other_run(folder, recipe, about, blocks)
     if about:
-        if about["finished"] and (wrong := model_damage(folder / "model", read=False)):
-            report.warnings.append(wrong)
+        if about["finished"]:
+            report.warn(model_damage(folder / "model", read=False))
         newest = newest_complete(folder / "checkpoints", read=False)
         report.plan["run"] = {
             "folder": str(folder),
@@ -544,13 +542,7 @@ def _weights(recipe: Recipe, report: CheckReport, found: Found) -> None:
                 "student_bits_per_byte": strength.student,
                 "documents": strength.documents,
             }
-            _warn_of_teacher(report, strength.teacher, strength.student)
-
-
-def _warn_of_teacher(report: CheckReport, teacher: float | None, student: float | None) -> None:
-    warning = teacher_warning(teacher, student)
-    if warning is not None:
-        report.warnings.append(warning)
+            report.warn(teacher_warning(strength.teacher, strength.student))
 
 
 # ---- is the teacher better than the student? ----

@@ -134,6 +134,11 @@ class TrainingState:
     scheduler: Any
     scaler: torch.amp.GradScaler
 
+    def shards(self) -> dict[str, Any]:
+        """This process's part of weights and moments."""
+        moments = get_optimizer_state_dict(self.model, self.optimizer)
+        return {"model": get_model_state_dict(self.model), "optimizer": moments}
+
 
 class Checkpoints:
     """Saves and loads the state of a run. All processes must call it alike."""
@@ -178,12 +183,8 @@ class Checkpoints:
             # the thread's messages must not mix with those of the training
             self._group = dist.new_group(backend="gloo")
             self._thread = ThreadPoolExecutor(1, "checkpoint")
-        shards = {
-            "model": get_model_state_dict(state.model),
-            "optimizer": get_optimizer_state_dict(state.model, state.optimizer),
-        }
         writer = FileSystemWriter(checkpoint / PARTS)
-        written = async_save(shards, storage_writer=writer, process_group=self._group)
+        written = async_save(state.shards(), storage_writer=writer, process_group=self._group)
         self._pending = self._thread.submit(self._finish, written, checkpoint, step)
 
     def _finish(self, written: Any, checkpoint: Path, step: int) -> None:
@@ -295,11 +296,7 @@ def _load_shards(checkpoint: Path, state: TrainingState) -> None:
             f"{checkpoint} was written by one process of an older version, without sharding. Set "
             "train.parallel to ddp in the run's recipe.yaml and in yours to go on with it."
         )
-    reader = FileSystemReader(checkpoint / PARTS)
-    shards: dict[str, Any] = {
-        "model": get_model_state_dict(state.model),
-        "optimizer": get_optimizer_state_dict(state.model, state.optimizer),
-    }
-    load(shards, storage_reader=reader)
+    shards = state.shards()
+    load(shards, storage_reader=FileSystemReader(checkpoint / PARTS))
     set_model_state_dict(state.model, shards["model"])
     set_optimizer_state_dict(state.model, state.optimizer, shards["optimizer"])

@@ -150,9 +150,7 @@ def begin_run(folder: Path, recipe: Recipe, schedule: "Schedule", blocks: str) -
             },
         }
         write_json(folder / "run.json", about)
-        return
-    about = read_run(folder)
-    if about["schedule"] != asdict(schedule):
+    elif read_run(folder)["schedule"] != asdict(schedule):
         note_in_run(folder, schedule=asdict(schedule))
 
 

@@ -159,18 +159,17 @@ def flops_per_token(model: Any, block_size: int) -> float:
 # ---- metrics.jsonl and progress on stderr ----
 
 
+@dataclass(frozen=True)
 class MetricsFile:
     """`metrics.jsonl`: appended a line a step, cut back to the checkpoint on resume."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    path: Path
 
     def resume_at(self, step: int) -> None:
         """Drop what was written after `step`, and a line that a kill left half-written."""
-        if not self.path.exists():
-            return
-        kept = [json.dumps(r) + "\n" for r in read_metrics(self.path) if r["step"] <= step]
-        write_text(self.path, "".join(kept))
+        if self.path.exists():
+            kept = [json.dumps(r) + "\n" for r in read_metrics(self.path) if r["step"] <= step]
+            write_text(self.path, "".join(kept))
 
     def append(self, record: dict[str, Any]) -> None:
         append_lines(self.path, json.dumps(record) + "\n", sync=False)
@@ -282,19 +281,10 @@ class StepReport:
 # ---- trackers ----
 
 
-# Packages of transformers' trackers, by name; one of them is enough.
-PACKAGES = {
-    "clearml": ("clearml",),
-    "codecarbon": ("codecarbon",),
-    "comet_ml": ("comet_ml",),
-    "dvclive": ("dvclive",),
-    "mlflow": ("mlflow",),
-    "neptune": ("neptune",),
-    "swanlab": ("swanlab",),
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    "trackio": ("trackio",),
-    "wandb": ("wandb",),
-}
+# Packages of transformers' trackers; one of tensorboard's is enough, these are called like them.
+_CALLED_ALIKE = ("clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab")
+PACKAGES = {name: [name] for name in (*_CALLED_ALIKE, "trackio", "wandb")}
+PACKAGES |= {"tensorboard": ["tensorboard", "tensorboardX"]}
 
 
 def tracker_problems(names: list[str]) -> list[str]:
@@ -302,7 +292,7 @@ def tracker_problems(names: list[str]) -> list[str]:
     problems = []
     known = integration_utils.INTEGRATION_TO_CALLBACK
     for name in names:
-        packages = PACKAGES.get(name, ())
+        packages = PACKAGES.get(name, [])
         if name not in known and name not in ("all", "none"):
             listed = ", ".join(sorted(known))
             problems.append(f"run.report_to: {name} is no tracker. Known are: {listed}.")

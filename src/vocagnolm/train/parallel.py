@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -22,10 +23,6 @@ from transformers import TrainingArguments
 from vocagnolm.errors import TrainingError, UsageError
 from vocagnolm.model.runtime import find_layers
 from vocagnolm.train.student import GuidedStudent
-
-
-def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_main() -> bool:
@@ -47,18 +44,16 @@ def refuse_lone_process() -> None:
 # ---- signals ----
 
 
+@dataclass
 class Requests:
     """Set by signals, read between two steps."""
 
-    def __init__(self) -> None:
-        self.stop = False
-        self.save = False
+    stop: bool = False
+    save: bool = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM:
-            self.stop = True
-        else:
-            self.save = True
+        self.stop |= number == signal.SIGTERM
+        self.save |= number == signal.SIGUSR1
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ from vocagnolm.files import (
 from vocagnolm.model import ModelFiles, open_model
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.objective import Decided, count_kept
-from vocagnolm.processes import Ranks
+from vocagnolm.processes import Ranks, world_size
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
 from vocagnolm.store.analysis import best_store, teacher_warning
@@ -95,7 +95,6 @@ from vocagnolm.train.parallel import (
     listening,
     refuse_lone_process,
     sharding_group,
-    world_size,
 )
 from vocagnolm.train.settings import (
     Schedule,
@@ -196,9 +195,9 @@ def _train(
     """`student`: None where each process loads its own, for its shards."""
     recipe, folder, clock = run.recipe, run.folder, run.clock
     known, schedule = found_micro_batch(folder), run.schedule
+    metrics = MetricsFile(folder / "metrics.jsonl")
     console = Console(schedule, quiet=quiet, log_every=recipe.run.log_every)
     resumed: Resumable = Ranks.of().decide(lambda: _where_to_resume(folder, console, restart))
-    metrics = MetricsFile(folder / "metrics.jsonl")
     if is_main():
         begin_run(folder, recipe, schedule, run.blocks.manifest["fingerprint"])
         metrics.resume_at(resumed.step)
@@ -217,7 +216,10 @@ def _train(
             _warn_of_teacher(run, loop, console)
         if advice := slow_arithmetic(recipe):
             console.say(f"warning: {advice}")
-        loop.trackers = _trackers(run, loop, resumed.step)
+        if loop.arguments.report_to:
+            about = (run.arguments, recipe, folder, run.tokenizer)
+            loop.trackers = Trackers(*about, model=loop.student.model, step=resumed.step)
+            loop.trackers.shows_texts &= not loop.objective.selects_all
     clock.end("measuring")
     loop.on_step = StepReport(metrics, console, clock, _flops_share(loop))
     loop.requests = run.requests
@@ -301,8 +303,7 @@ def _warn_of_teacher(run: Run, loop: TrainingLoop, console: Console) -> None:
             f"on {strength.documents} documents: teacher {teacher:.3f}, student {student:.3f} bits "
             "per byte"
         )
-    warning = teacher_warning(teacher, student)
-    if warning is not None:
+    if warning := teacher_warning(teacher, student):
         console.say(f"warning: {warning}")
 
 
@@ -372,12 +373,11 @@ def save_result(run: Run, loop: TrainingLoop) -> None:
         card = model_card(recipe, loop.schedule, teacher, last, template)
         (target / "README.md").write_text(card, encoding="utf-8")
     run.clock.end("finishing")
-    times, first_step = asdict(run.clock.times), run.clock.first_step
     note_in_run(
         folder,
         finished=True,
-        times=times,
-        seconds_to_first_step=first_step,
+        times=asdict(run.clock.times),
+        seconds_to_first_step=run.clock.first_step,
         model_files=file_records(folder / "model", "README.md"),  # the card may be edited
     )
 
@@ -387,17 +387,6 @@ def _with_weights(recipe: Recipe, state_dict: dict[str, Any]) -> Any:
     student: Any = add_lora(build_student(recipe), recipe.lora)
     student.load_state_dict(state_dict)
     return student
-
-
-def _trackers(run: Run, loop: TrainingLoop, step: int) -> Trackers | None:
-    if not loop.arguments.report_to:
-        return None
-    model = loop.student.model
-    trackers = Trackers(
-        loop.arguments, run.recipe, run.folder, run.tokenizer, model=model, step=step
-    )
-    trackers.shows_texts &= not loop.objective.selects_all
-    return trackers
 
 
 def _flops_share(loop: TrainingLoop) -> float | None:

@@ -277,9 +277,8 @@ ROOM = 0.4
 
 def slow_arithmetic(recipe: Recipe) -> str | None:
     on_gpu = uses_accelerator(recipe) and torch.cuda.is_available()
-    if not on_gpu or recipe.train.bf16 or recipe.student.dtype != "float32":
-        return None
-    if not torch.cuda.is_bf16_supported():
+    wide = not recipe.train.bf16 and recipe.student.dtype == "float32"
+    if not (on_gpu and wide and torch.cuda.is_bf16_supported()):
         return None
     return (
         "train.bf16 is false: float32 arithmetic leaves the fast units of this GPU unused. Set "

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_
 
 from vocagnolm.alignment.tokenizer import gguf_tokenizer
 from vocagnolm.data.blocks import Block
-from vocagnolm.errors import MissingExtraError, TrainingError
+from vocagnolm.errors import TrainingError, optional
 from vocagnolm.model.load import DTYPES, load_causal_lm
 from vocagnolm.model.runtime import (
     HeadForm,
@@ -113,19 +113,16 @@ def add_lora(model: PreTrainedModel, section: LoraSection) -> nn.Module:
     """The model with low-rank adapters, or the model itself when the rank is 0."""
     if section.rank == 0:
         return model
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise MissingExtraError("peft", "peft", "training with LoRA (lora.rank > 0)") from None
-    config = LoraConfig(
+    peft = optional("peft", "peft", "training with LoRA (lora.rank > 0)")
+    config = peft.LoraConfig(
         r=section.rank,
-        lora_alpha=section.alpha,  # type: ignore[arg-type]
+        lora_alpha=section.alpha,
         lora_dropout=section.dropout,
         target_modules=section.targets,
         task_type="CAUSAL_LM",
     )
     try:
-        adapted: nn.Module = get_peft_model(model, config)
+        adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
         raise TrainingError(f"lora.targets {section.targets!r}: {error}") from error
     return adapted
@@ -212,8 +209,6 @@ class BlockCollator:
             "teacher_range": _predicted(blocks, "teacher_range"),
             "teacher_pair": _predicted(blocks, "teacher_pair"),
         }
-        if "teacher_stretch" in blocks[0]:
-            view["teacher_stretch"] = torch.from_numpy(_padded(blocks, "teacher_stretch", width))
         if "laid" in blocks[0]:
             view["laid"] = [block["laid"] for block in blocks]
         if "teacher_counts" in blocks[0]:

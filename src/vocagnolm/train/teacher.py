@@ -7,7 +7,7 @@ distributions with (kld, uld).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,7 @@ from vocagnolm.data.guidance import (
 )
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.errors import TrainingError
-from vocagnolm.model.alternatives import AlternativeChoice
-from vocagnolm.model.nll import losses_through_logits, token_scores
+from vocagnolm.model.nll import AlternativeChoice, losses_through_logits, token_scores
 from vocagnolm.model.runtime import head_form, last_hidden
 from vocagnolm.objective import (
     IGNORE_INDEX,
@@ -63,53 +62,32 @@ def refuse_other_vocabulary(student: dict[str, int], teacher: dict[str, int]) ->
         )
 
 
+@dataclass(frozen=True)
 class TeacherView:
     """A training order whose blocks also carry the teacher's tokens of the same text."""
 
-    def __init__(
-        self,
-        order: TrainingOrder,
-        tokenizer: TextTokenizer,
-        prefix: Sequence[int],
-        *,
-        pairing: Pairing = "bytes",
-        by_stretch: bool = False,
-        with_text: bool = False,
-    ):
-        """`with_text`: blocks also carry the text and the spans in it, for targets."""
-        self.with_text = with_text
-        self.order = order
-        self.tokenizer = tokenizer
-        self.prefix = list(prefix)
-        self.pairing: Pairing = pairing
-        self.by_stretch = by_stretch
+    order: TrainingOrder
+    tokenizer: TextTokenizer
+    prefix: Sequence[int]
+    _: KW_ONLY
+    pairing: Pairing = "bytes"
+    by_stretch: bool = False
+    with_text: bool = False
+    """Blocks also carry the text and the spans in it, for targets."""
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __getitem__(self, position: int) -> Block:
-        block = self.order[position]
-        view: dict[str, Any]
-        if self.order.blocks.conversations:
+        block, blocks = self.order[position], self.order.blocks
+        how: dict[str, Any] = {"pairing": self.pairing, "by_stretch": self.by_stretch}
+        if blocks.conversations:
             assert isinstance(self.tokenizer, ChatTokenizer)
-            view = conversation_view(
-                self.order.blocks.conversation_texts(block["block"]),
-                block["trained"],
-                self.tokenizer,
-                pairing=self.pairing,
-                by_stretch=self.by_stretch,
-            )
+            texts = blocks.conversation_texts(block["block"])
+            view = conversation_view(texts, block["trained"], self.tokenizer, **how)
         else:
-            text, spans = self.order.blocks.text(block["block"])
-            view = teacher_view(
-                text,
-                spans,
-                block["document"],
-                self.tokenizer,
-                self.prefix,
-                pairing=self.pairing,
-                by_stretch=self.by_stretch,
-            )
+            text, spans = blocks.text(block["block"])
+            view = teacher_view(text, spans, block["document"], self.tokenizer, self.prefix, **how)
         laid = view.pop("laid")
         return {**block, **view, **({"laid": laid} if self.with_text else {})}
 
@@ -143,12 +121,9 @@ def teacher_view(
     Every document of the block is tokenised on its own, behind the teacher's own prefix (its BOS).
     A block may begin or end inside a character: those bytes are not text to the teacher.
     """
-    ids: list[NDArray[Any]] = []
-    teacher_spans: list[NDArray[Any]] = []
-    owners: list[NDArray[Any]] = []
-    of_text: list[NDArray[Any]] = []
-    by_index = np.full(len(spans), -1, np.int64)
-    before, begins = 0, []
+    ids, owners, placed, of_text, begins = [], [], [], [], []
+    pair = np.full(len(spans), -1, np.int64)
+    before = 0
     for number in np.unique(document):
         here = np.flatnonzero(document == number)
         own = spans[here]
@@ -156,28 +131,22 @@ def teacher_view(
         piece = tokenizer.spans(text[low:high].decode())
         begins.append(low)
         ids += [np.array(prefix, np.int64), piece.ids.astype(np.int64)]
-        teacher_spans += [np.full((len(prefix), 2), low, np.int64), piece.spans + low]
+        placed += [np.full((len(prefix), 2), low, np.int64), piece.spans + low]
         owners.append(np.full(len(prefix) + len(piece), number, np.int64))
         of_text.append(before + len(prefix) + np.arange(len(piece)))
         with_text = here[own[:, 0] < own[:, 1]][: len(piece)]
-        by_index[with_text] = before + len(prefix) + np.arange(len(with_text))
+        pair[with_text] = before + len(prefix) + np.arange(len(with_text))
         before += len(prefix) + len(piece)
-    placed = np.concatenate(teacher_spans)
-    alignment = align(spans, placed)
-    pair = by_index
-    if pairing == "bytes":
-        starts = np.where(alignment.mapped, placed[alignment.first, 0], -1) if len(placed) else -1
-        pair = np.where(alignment.mapped & (starts == spans[:, 0]), alignment.first, -1)
-    view = {
+    laid, where = np.concatenate(placed), np.arange(len(spans))
+    view = _aligned_view(spans, where, laid, pair, pairing)
+    if by_stretch:
+        view |= _stretch_view(spans, where, laid, np.concatenate(of_text))
+    return {
         "teacher_ids": np.concatenate(ids),
         "teacher_document": np.concatenate(owners),
-        "teacher_range": np.stack([alignment.first, alignment.last], axis=1),
-        "teacher_pair": pair,
-        "laid": LaidText(np.frombuffer(text, np.uint8), spans, placed, np.array(begins)),
+        **view,
+        "laid": LaidText(np.frombuffer(text, np.uint8), spans, laid, np.array(begins)),
     }
-    if by_stretch:
-        view |= _stretch_view(spans, placed, np.concatenate(of_text))
-    return view
 
 
 def conversation_view(
@@ -192,7 +161,8 @@ def conversation_view(
     trained on meet the teacher's: as in blocks that are made from a store. `teacher_counts`: the
     teacher's tokens over what is trained on."""
     theirs = tokenizer.outcomes([text for text, _ in conversations])
-    ids, owners, placed = [], [], [np.zeros((0, 2), np.int64)]
+    none = np.zeros(0, np.int64)
+    ids, owners, placed = [none], [none], [np.zeros((0, 2), np.int64)]
     spans = np.zeros((len(trained), 2), np.int64)
     pair = np.full(len(trained), -1, np.int64)
     tokens = before = origin = 0
@@ -212,76 +182,65 @@ def conversation_view(
         tokens += len(own)
         origin += len(text.encode()) + 1
     spans[tokens:] = origin  # padding, behind all text
-    laid = np.concatenate(placed)
+    laid, where = np.concatenate(placed), np.flatnonzero(trained)
+    view = _aligned_view(spans, where, laid, pair, pairing)
+    of_text = laid[:, 0] < laid[:, 1]
+    ranges = view["teacher_range"][view["teacher_range"][:, 0] >= 0]
+    covering = np.zeros(len(laid) + 1, np.int64)
+    np.add.at(covering, ranges[:, 0], 1)
+    np.add.at(covering, ranges[:, 1] + 1, -1)
+    counts = (np.cumsum(covering[:-1]) > 0) & of_text
+    if by_stretch:
+        view |= _stretch_view(spans, where, laid, np.flatnonzero(of_text))
     axis = b"\0".join(text.encode() for text, _ in conversations) + b"\0"
-    view = _trained_view(
-        ids, owners, laid, spans, np.flatnonzero(trained), pair, pairing, by_stretch
-    )
-    none = np.zeros(0, np.int64)  # a template stands before every content
-    return {**view, "laid": LaidText(np.frombuffer(axis, np.uint8), spans, laid, none)}
+    return {
+        "teacher_ids": np.concatenate(ids),
+        "teacher_document": np.concatenate(owners),
+        **view,
+        "teacher_counts": counts.astype(np.int64),
+        # `none`: a template stands before every content
+        "laid": LaidText(np.frombuffer(axis, np.uint8), spans, laid, none),
+    }
 
 
-def _trained_view(
-    ids: list[NDArray[np.int64]],
-    owners: list[NDArray[np.int64]],
-    laid: NDArray[np.int64],
+def _aligned_view(
     spans: NDArray[np.int64],
     where: NDArray[np.int64],
+    laid: NDArray[np.int64],
     pair: NDArray[np.int64],
     pairing: Pairing,
-    by_stretch: bool,
 ) -> dict[str, Any]:
+    """Of the student's tokens at `where`, the others meet none; `pair`: the n-th with the n-th."""
     ours = spans[where]
     alignment = align(ours, laid)
     if pairing == "bytes":
-        pair[:] = -1
+        pair = np.full(len(spans), -1, np.int64)
         if len(laid):
             meets = alignment.mapped & (laid[alignment.first, 0] == ours[:, 0])
             pair[where] = np.where(meets, alignment.first, -1)
     ranges = np.full((len(spans), 2), -1, np.int64)
     ranges[where] = np.stack([alignment.first, alignment.last], axis=1)
-    edges = np.zeros(len(laid) + 1, np.int64)
-    np.add.at(edges, alignment.first[alignment.mapped], 1)
-    np.add.at(edges, alignment.last[alignment.mapped] + 1, -1)
-    counts = (np.cumsum(edges[:-1]) > 0) & (laid[:, 0] < laid[:, 1])
-    none = np.zeros(0, np.int64)
-    view: dict[str, Any] = {
-        "teacher_ids": np.concatenate([none, *ids]),
-        "teacher_document": np.concatenate([none, *owners]),
-        "teacher_range": ranges,
-        "teacher_pair": pair,
-        "teacher_counts": counts.astype(np.int64),
-    }
-    if by_stretch:
-        of_text = np.flatnonzero(laid[:, 0] < laid[:, 1])
-        found = stretches(ours, laid[of_text])
-        behind = stretch_alignment(found, laid[of_text])
-        whole = ~np.isnan(
-            unbroken(np.where(behind.mapped, 0.0, np.nan), behind.mapped & ~found.begins, where)
-        )
-        ranges = np.full((len(spans), 2), -1, np.int64)
-        ranges[where[whole]] = of_text[np.stack([behind.first, behind.last], axis=1)[whole]]
-        begins = np.ones(len(spans), np.int64)
-        begins[where[whole & ~found.begins]] = 0  # every other token is a stretch of its own
-        number = np.cumsum(begins)
-        view |= {"teacher_range": ranges, "stretch": np.maximum(number - number[1], 0)}
-    return view
+    return {"teacher_range": ranges, "teacher_pair": pair}
 
 
 def _stretch_view(
-    spans: NDArray[np.int64], placed: NDArray[np.int64], of_text: NDArray[np.int64]
+    spans: NDArray[np.int64],
+    where: NDArray[np.int64],
+    laid: NDArray[np.int64],
+    of_text: NDArray[np.int64],
 ) -> dict[str, Any]:
     """The student's stretches, and the teacher tokens of each. `of_text`: the teacher's tokens
-    without its prefixes."""
-    found = stretches(spans, placed[of_text])
-    theirs = stretch_alignment(found, placed[of_text])
-    known = theirs.mapped
-    whole, number = cut_stretches(
-        np.where(known, 0.0, np.nan), known & ~found.begins, cut_at_end=False
-    )
+    without its prefixes or its template."""
+    found = stretches(spans[where], laid[of_text])
+    theirs = stretch_alignment(found, laid[of_text])
+    goes_on = theirs.mapped & ~found.begins
+    known = unbroken(np.where(theirs.mapped, 0.0, np.nan), goes_on, where)
+    losses, inner = np.full(len(spans), np.nan), np.zeros(len(spans), bool)
+    losses[where], inner[where] = known, goes_on & ~np.isnan(known)
+    losses, number = cut_stretches(losses, inner, cut_at_end=False)
+    whole = ~np.isnan(losses[where])
     ranges = np.full((len(spans), 2), -1, np.int64)
-    kept = ~np.isnan(whole)
-    ranges[kept] = of_text[np.stack([theirs.first, theirs.last], axis=1)[kept]]
+    ranges[where[whole]] = of_text[np.stack([theirs.first, theirs.last], axis=1)[whole]]
     return {"teacher_range": ranges, "stretch": number}
 
 
@@ -443,22 +402,15 @@ class OnlineTeacher:
     def distribution(self, inputs: dict[str, Any]) -> Teacher:
         """The teacher's predictions for kld and uld. With two vocabularies they are compared where
         `teacher_pair` says (`objective.pairing`), if the teacher had something to predict from."""
-        if "teacher_ids" not in inputs:
-            return self._distribution(inputs["input_ids"], inputs.get("position_ids"), None)
-        pair = inputs["teacher_pair"]
-        follows = inputs["teacher_follows"].gather(1, pair.clamp(min=0))
-        position = torch.where((pair >= 0) & follows, pair - 1, -1)
-        return self._distribution(
-            inputs["teacher_ids"], inputs.get("teacher_position_ids"), position
-        )
-
-    def _distribution(
-        self, ids: Tensor, position_ids: Tensor | None, position_BT: Tensor | None
-    ) -> Teacher:
+        ids, where, position = inputs["input_ids"], inputs.get("position_ids"), None
+        if "teacher_ids" in inputs:
+            ids, where = inputs["teacher_ids"], inputs.get("teacher_position_ids")
+            pair = inputs["teacher_pair"]
+            follows = inputs["teacher_follows"].gather(1, pair.clamp(min=0))
+            position = torch.where((pair >= 0) & follows, pair - 1, -1)
         if self.form is None:
-            where = {} if position_ids is None else {"position_ids": position_ids}
-            logits = self.model(input_ids=ids, use_cache=False, **where).logits
-            return Teacher(hidden=logits, head=None, position_BT=position_BT)
-        head = self.form.head(self.model)
-        hidden = last_hidden(self.model, ids, position_ids)
-        return Teacher(hidden=hidden, head=head, position_BT=position_BT)
+            options = {} if where is None else {"position_ids": where}
+            logits = self.model(input_ids=ids, use_cache=False, **options).logits
+            return Teacher(hidden=logits, head=None, position_BT=position)
+        hidden = last_hidden(self.model, ids, where)
+        return Teacher(hidden=hidden, head=self.form.head(self.model), position_BT=position)

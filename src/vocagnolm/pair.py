@@ -22,7 +22,6 @@ from vocagnolm.alignment import (
 )
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.errors import CorpusError
-from vocagnolm.pair.sample import SAMPLE, STRESS
 from vocagnolm.plots import COLOURS, INK, LINE, SOFT, new_figure, save_figure
 
 __all__ = [
@@ -35,6 +34,77 @@ __all__ = [
     "overlap_bars",
     "tokenisation_rows",
 ]
+
+
+# Text of the kinds that a mathematical web corpus is made of.
+SAMPLE: tuple[str, ...] = (
+    """Probability, Uncertainty
+
+A bag holds 3 red marbles and 5 blue ones. We draw two marbles without putting the first one back.
+What is the probability that both are blue? The first marble is blue with probability 5/8. If it
+was, 4 of the remaining 7 marbles are blue, so the answer is 5/8 x 4/7 = 20/56 = 5/14, or about
+35.7%. Notice that the two draws are not independent: what we learn from the first changes what we
+expect of the second.
+""",
+    r"""\begin{theorem}[Bayes]
+Let $A$ and $B$ be events with $\Pr(B) > 0$. Then
+\[
+  \Pr(A \mid B) = \frac{\Pr(B \mid A)\,\Pr(A)}{\Pr(B)} .
+\]
+\end{theorem}
+\begin{proof}
+Both sides, multiplied by $\Pr(B)$, equal $\Pr(A \cap B)$. \qedhere
+\end{proof}
+For a partition $A_1, \dots, A_n$ of the sample space, $\Pr(B) = \sum_{i=1}^{n} \Pr(B \mid A_i)\Pr(A_i)$,
+and with $\lambda = 0.5$ we get $\int_0^\infty \lambda e^{-\lambda x}\,dx = 1$.
+""",  # noqa: E501
+    """Question: A shop sells pencils in boxes of 12. Lena buys 7 boxes and gives 19 pencils away. How
+many pencils does she have left?
+Answer: 7 boxes hold 7 * 12 = <<7*12=84>>84 pencils. After giving 19 away, 84 - 19 = <<84-19=65>>65
+pencils are left.
+#### 65
+""",  # noqa: E501
+    """import math
+
+def newton_sqrt(a: float, tolerance: float = 1e-12) -> float:
+    \"\"\"Square root by Newton's method.\"\"\"
+    x = max(a, 1.0)
+    while abs(x * x - a) > tolerance * a:
+        x = 0.5 * (x + a / x)
+    return x
+
+assert math.isclose(newton_sqrt(2), 1.41421356237, rel_tol=1e-9)
+""",
+    """<div class="post"><p>Posted by <b>euler_fan_1707</b> &middot; 3 hours ago</p>
+<p>Can somebody check this? I get ∫₀¹ x² dx = ⅓, but the book says 0,33… 🤔</p>
+<a href="/t/4711?page=2#reply">Reply</a> | Share | Report</div>
+  * * *
+Cookie settings    Privacy    © All rights reserved
+""",
+    """Soit f une fonction dérivable sur [a, b]. D'après le théorème des accroissements finis, il existe c
+tel que f(b) − f(a) = f′(c)(b − a). Für stetige Funktionen gilt der Zwischenwertsatz.
+数学の問題：三角形の内角の和は180度である。 α + β + γ = π, ∀ε > 0 ∃δ > 0.
+""",  # noqa: E501
+    """| n | n! | 2^n |
+|---|---:|---:|
+| 0 | 1 | 1 |
+| 5 | 120 | 32 |
+| 10 | 3,628,800 | 1,024 |
+| 20 | 2,432,902,008,176,640,000 | 1,048,576 |
+""",
+)
+
+# Texts on which tokenizers part ways with their own input. They decide `exact` or `lossy`; they
+# are no part of the measured shares.
+STRESS: tuple[str, ...] = (
+    " leading and trailing ",
+    "runs   of    spaces\t\ttabs\r\nand lines\n\n\n",
+    # decomposed, Hangul jamo, excluded, Ångström sign
+    "e\u0301 A\u030a \u1112\u1161\u11ab \u0958 \u212b",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1f0 "
+    "\u2581literal \u2581\u2581 <0x0A> </s> <|endoftext|>",
+    "\ufeffbyte order mark, NUL \x00, bell \x07",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +131,11 @@ def measure_fit(
     counts = [shares(alignment) for alignment in alignments]
     covers = [token_overlap(*one) for one in zip(ours, theirs, alignments, strict=True)]
     tokens = max(sum(count.tokens for count in counts), 1)
+    kinds = ("one_to_one", "one_to_many", "many_to_one", "unmapped")
     return Fit(
-        student_tokens=sum(len(spans) for spans in ours),
-        teacher_tokens=sum(len(spans) for spans in theirs),
-        one_to_one=sum(count.one_to_one for count in counts) / tokens,
-        one_to_many=sum(count.one_to_many for count in counts) / tokens,
-        many_to_one=sum(count.many_to_one for count in counts) / tokens,
-        unmapped=sum(count.unmapped for count in counts) / tokens,
+        student_tokens=sum(map(len, ours)),
+        teacher_tokens=sum(map(len, theirs)),
+        **{kind: sum(getattr(count, kind) for count in counts) / tokens for kind in kinds},
         ios=_mean([cover.ios for cover in covers]),
         iou=_mean([cover.iou for cover in covers]),
     )
@@ -167,11 +235,42 @@ def compare(
     if not documents:
         raise CorpusError("there is no text to compare on: every document is empty")
     ours = _read(student, documents)
-    ours_stress = _plain(student).spans_batch(STRESS)
-    return [_pair(student, teacher, documents, ours, ours_stress, n_widest) for teacher in teachers]
+    ours_stress = plain_tokenizer(student).spans_batch(STRESS)
+    n_bytes = sum(d.n_bytes for d in ours)
+    student_lost = sum(d.lost_bytes for d in [*ours, *ours_stress])
+    pairs = []
+    for teacher in teachers:
+        theirs = _read(teacher, documents)
+        theirs_stress = plain_tokenizer(teacher).spans_batch(STRESS)
+        spans = [d.spans for d in ours], [d.spans for d in theirs]
+        alignments = align_batch(*spans)
+        fit = measure_fit(*spans, alignments)
+        teacher_lost = sum(d.lost_bytes for d in [*theirs, *theirs_stress])
+        pairs.append(
+            Pair(
+                student=student,
+                teacher=teacher,
+                overlap=vocabulary_overlap(plain_tokenizer(student), plain_tokenizer(teacher)),
+                exact=student_lost == teacher_lost == 0,
+                student_lost_bytes=student_lost,
+                teacher_lost_bytes=teacher_lost,
+                unmapped_share=fit.unmapped,
+                one_to_one_share=fit.one_to_one,
+                one_to_many_share=fit.one_to_many,
+                many_to_one_share=fit.many_to_one,
+                ios=float("nan") if fit.ios is None else fit.ios,
+                student_tokens_per_byte=max(fit.student_tokens, 1) / n_bytes,
+                teacher_tokens_per_byte=fit.teacher_tokens / n_bytes,
+                shared_start_share=_shared_starts(ours, theirs, alignments),
+                spelled=_spelled(plain_tokenizer(student), plain_tokenizer(teacher), theirs),
+                widest=_widest(student, teacher, documents, ours, theirs, alignments, n_widest),
+            )
+        )
+    return pairs
 
 
-def _plain(tokenizer: TextTokenizer) -> TextTokenizer:
+def plain_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer:
+    """The tokenizer behind a chat template, or itself."""
     return tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
 
 
@@ -186,41 +285,6 @@ def _read(tokenizer: TextTokenizer, documents: Sequence[str]) -> list[TokenSpans
         TokenSpans(one.ids[here], one.spans[here], one.n_bytes, lost_bytes=0)
         for one, here in zip(found, held, strict=True)
     ]
-
-
-def _pair(
-    student: TextTokenizer,
-    teacher: TextTokenizer,
-    documents: Sequence[str],
-    ours: list[TokenSpans],
-    ours_stress: list[TokenSpans],
-    n_widest: int,
-) -> Pair:
-    theirs = _read(teacher, documents)
-    theirs_stress = _plain(teacher).spans_batch(STRESS)
-    alignments = align_batch([d.spans for d in ours], [d.spans for d in theirs])
-    fit = measure_fit([d.spans for d in ours], [d.spans for d in theirs], alignments)
-    n_bytes = sum(d.n_bytes for d in ours)
-    student_lost = sum(d.lost_bytes for d in [*ours, *ours_stress])
-    teacher_lost = sum(d.lost_bytes for d in [*theirs, *theirs_stress])
-    return Pair(
-        student=student,
-        teacher=teacher,
-        overlap=vocabulary_overlap(_plain(student), _plain(teacher)),
-        exact=student_lost == teacher_lost == 0,
-        student_lost_bytes=student_lost,
-        teacher_lost_bytes=teacher_lost,
-        unmapped_share=fit.unmapped,
-        one_to_one_share=fit.one_to_one,
-        one_to_many_share=fit.one_to_many,
-        many_to_one_share=fit.many_to_one,
-        ios=float("nan") if fit.ios is None else fit.ios,
-        student_tokens_per_byte=max(fit.student_tokens, 1) / n_bytes,
-        teacher_tokens_per_byte=fit.teacher_tokens / n_bytes,
-        shared_start_share=_shared_starts(ours, theirs, alignments),
-        spelled=_spelled(_plain(student), _plain(teacher), theirs),
-        widest=_widest(student, teacher, documents, ours, theirs, alignments, n_widest),
-    )
 
 
 def _shared_starts(
@@ -289,8 +353,6 @@ def overlap_bars(
 ) -> Path:
     """Figure 1: the share of each teacher's vocabulary that the student has too, by raw strings
     (the paper's definition) and by bytes."""
-    from vocagnolm.alignment import vocabulary_overlap
-
     title = f"Vocabulary shared with {student.name} ({student.vocabulary_size:,} tokens)"
     room_for_title = 1.0 + 0.085 * len(title)
     matplotlib, figure, axes = new_figure(max(1.6 + 1.15 * len(teachers), room_for_title), 3.4)
