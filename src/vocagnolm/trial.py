@@ -221,14 +221,15 @@ class Trial:
         with torch.device("meta"):  # shapes only, no weights
             configs = [one.config for one in self.files.values()]
             sizes = [AutoModelForCausalLM.from_config(one).num_parameters() for one in configs]
-        files, count, seconds = self.files[self.student], LEAST, 0.0
+        files = self.files[self.student]
         model = files.load()
-        while seconds < 1.0 and count < 4 * len(usable):  # a little text; more where that is quick
+        for count in (LEAST, 8 * LEAST, 64 * LEAST):  # a little text; more where that is quick
             self.write("held-out", [text[:300] for _, text in usable[:count]])
             pilot = bits_per_byte(model, files, [self.sample("held-out")])
-            count, seconds = 4 * count, pilot.seconds
+            if pilot.seconds > 1.0 or count >= len(usable):
+                break
         times_read = len(RULES) + sum(sizes) / sizes[0]
-        room = HELD_OUT_SHARE * 60 * self.minutes * pilot.scored_bytes / seconds / times_read
+        room = HELD_OUT_SHARE * 60 * self.minutes * pilot.scored_bytes / pilot.seconds / times_read
         ends = accumulate(len(text.encode()) for _, text in usable)
         chosen = usable[: max(LEAST, sum(end <= room for end in ends))]
         facts = self.write("held-out", [text for _, text in chosen])
@@ -331,9 +332,10 @@ class Trial:
         block = longest if whole else min(1024, longest, 2 ** int(math.log2(fitting)))
         batch = 16 if whole else max(1, min(64, tokens // (block * STEPS)))
         fits = [n for n in (1, 2, 4, 8) if batch % n == 0 and (on_gpu or n * block <= 2048)]
-        # the paper's rate for 1.1B parameters; smaller models want larger steps
+        # the paper's for 1.1B parameters; small models want larger steps, small batches smaller
         usual = 8e-5 * math.sqrt(1.1e9 / self.state["held_out"]["parameters"])
-        rate = self.learning_rate or float(f"{min(4e-3, max(1e-5, usual)):.2g}")
+        usual = min(4e-3, usual) * min(1.0, math.sqrt(block * batch / 4096))
+        rate = self.learning_rate or float(f"{usual:.2g}")
         out, warmup = (self.out / "whole", STEPS) if whole else (self.out, STEPS // 10)
         tree: dict[str, Facts] = {
             "student": {"model": self.student},
