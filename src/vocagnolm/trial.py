@@ -41,8 +41,9 @@ from vocagnolm.train.run import train
 RULES = {"cpt": "every token", "guided": "guided", "distill": "distilled"}
 """The methods that are tried, and what they are called."""
 BEFORE = "the student before"
-DOCUMENT_CHARACTERS = 8_000
-"""Of a longer document the sample has the beginning: many documents say more than a few."""
+CHARACTERS = 500, 8_000
+"""At least and at most of a document in the sample, from its beginning: where time is short, many
+documents say more than long ones."""
 LEAST, MOST_HELD_OUT, MOST_DOCUMENTS = 16, 2_000, 300_000
 """Documents: on either side of the split, on the held-out side, in all."""
 HELD_OUT_SHARE = 0.25
@@ -217,7 +218,7 @@ class Trial:
         most = max(LEAST, min(MOST_HELD_OUT, len(self.corpus) // 4))
         drawn = self.texts(0, most)
         unique = {document_hash(text): (place, text) for place, text in reversed(drawn)}
-        usable = [(place, text[:DOCUMENT_CHARACTERS]) for place, text in sorted(unique.values())]
+        usable = sorted(unique.values())
         with torch.device("meta"):  # shapes only, no weights
             configs = [one.config for one in self.files.values()]
             sizes = [AutoModelForCausalLM.from_config(one).num_parameters() for one in configs]
@@ -230,13 +231,15 @@ class Trial:
                 break
         times_read = len(RULES) + sum(sizes) / sizes[0]
         room = HELD_OUT_SHARE * 60 * self.minutes * pilot.scored_bytes / pilot.seconds / times_read
+        cut = round(min(CHARACTERS[1], max(CHARACTERS[0], room / (4 * LEAST))))
+        usable = [(place, text[:cut]) for place, text in usable]
         ends = accumulate(len(text.encode()) for _, text in usable)
         chosen = usable[: max(LEAST, sum(end <= room for end in ends))]
         facts = self.write("held-out", [text for _, text in chosen])
         self.say(f"held out: {facts['documents']:,} of {len(self.corpus):,} documents")
         facts["next_place"], facts["parameters"] = chosen[-1][0] + 1, sizes[0]
         whole = sum(len(text.encode()) for _, text in drawn) / most * len(self.corpus)
-        return facts | {"corpus_bytes": round(whole)}
+        return facts | {"corpus_bytes": round(whole), "characters": cut}
 
     def read(self, source: str, name: str = "") -> Facts:
         """The held-out documents, read by a model."""
@@ -267,7 +270,7 @@ class Trial:
         room = max(left, 6 * self.minutes) / seconds_per_byte
         count = max(LEAST, round(room * held["documents"] / held["bytes"]))
         never = {document_hash(text) for text in read_texts(self.sample("held-out"))[0]}
-        drawn = (text[:DOCUMENT_CHARACTERS] for _, text in self.texts(held["next_place"], count))
+        drawn = (one[: held["characters"]] for _, one in self.texts(held["next_place"], count))
         texts = [text for text in drawn if document_hash(text) not in never]
         facts = self.write("training", texts)
         spans = self.files[self.student].tokenizer.spans_batch(texts[:64])
@@ -326,17 +329,20 @@ class Trial:
 
     def recipe(self, rule: str, whole: Facts | None = None) -> dict[str, Facts]:
         """Of a short run; or, with its section `corpus`, of one pass over the whole corpus."""
-        tokens, files = self.state["training"]["student_tokens"], self.files[self.student]
-        longest, on_gpu = min(2048, files.max_context or 2048), files.device.type == "cuda"
-        fitting = max(min(128, tokens / 4), tokens / STEPS)
-        block = longest if whole else min(1024, longest, 2 ** int(math.log2(fitting)))
-        batch = 16 if whole else max(1, min(64, tokens // (block * STEPS)))
+        held, training = self.state["held_out"], self.state["training"]
+        files = self.files[self.student]
+        tokens, on_gpu = training["student_tokens"], files.device.type == "cuda"
+        if whole:
+            tokens = round(tokens * held["corpus_bytes"] / training["bytes"])
+        fitting = 2 ** int(math.log2(max(min(128, tokens / 4), tokens / STEPS)))
+        block = min(fitting, 2048 if whole else 1024, files.max_context or 1024)
+        batch = max(1, min(64, tokens // (block * STEPS)))
         fits = [n for n in (1, 2, 4, 8) if batch % n == 0 and (on_gpu or n * block <= 2048)]
         # the paper's for 1.1B parameters; small models want larger steps, small batches smaller
-        usual = 8e-5 * math.sqrt(1.1e9 / self.state["held_out"]["parameters"])
-        usual = min(4e-3, usual) * min(1.0, math.sqrt(block * batch / 4096))
+        usual = min(4e-3, 8e-5 * math.sqrt(1.1e9 / held["parameters"]))
+        usual *= min(1.0, math.sqrt(block * batch / 4096))
         rate = self.learning_rate or float(f"{usual:.2g}")
-        out, warmup = (self.out / "whole", STEPS) if whole else (self.out, STEPS // 10)
+        out, warmup = self.out / "whole" if whole else self.out, tokens // (block * batch) // 10
         tree: dict[str, Facts] = {
             "student": {"model": self.student},
             "corpus": whole or {"files": [str(self.sample("training"))]},
@@ -346,7 +352,7 @@ class Trial:
             "train": {"batch_blocks": batch, "micro_batch": max(fits), "bf16": on_gpu},
             "run": {"folder": str(out / "runs" / rule), "seed": self.seed},
         }
-        tree["optimizer"]["warmup_steps"] = warmup
+        tree["optimizer"]["warmup_steps"] = min(STEPS, warmup)
         tree["train"]["device"] = "auto" if on_gpu else "cpu"
         if not whole:  # blocks that serve all rules
             tree["data"]["extra_columns"] = ["targets"]
