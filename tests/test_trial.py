@@ -133,6 +133,9 @@ def test_the_verdict_says_what_the_intervals_say(rules, method, words):
     assert trial.recommended(rows) == method and words in said[-1]
     assert said[0] == "big is better than small on this text: 0.800 against 1.200 bits per byte."
     if abs(rules["distilled"]) < 0.02:
-        assert "Distilled: no difference that this sample can show" in " ".join(said)
+        assert (
+            "Distilled: no difference from training on every token that this sample can show"
+            in " ".join(said)
+        )
     weak = trial.verdict([score("big", 1.19, -0.01, 0.1), strength[1]], rows, "small", "big")
     assert "can do harm" in weak[1] and "not clearly better than" in weak[0]

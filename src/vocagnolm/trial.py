@@ -408,15 +408,19 @@ def verdict(
     ]
     if teacher_warning(theirs.bits_per_byte, ours.bits_per_byte) is not None:
         sentences.append("A teacher that is not clearly better than its student can do harm.")
-    words |= {"equal": "no difference that this sample can show to"}
+    words = {
+        "better": "better than training on every token",
+        "worse": "worse than training on every token",
+        "equal": "no difference from training on every token that this sample can show",
+    }
     for name in (RULES["guided"], RULES["distill"]):
         one = by_name[name]
         size, low, high = (
             value / plain.bits_per_byte for value in (one.difference, *one.difference_interval)
         )
         sentences.append(
-            f"{name.capitalize()}: {words[one.outcome]} training on every token, {size:+.1%} bits "
-            f"per byte ({low:+.1%} to {high:+.1%})."
+            f"{name.capitalize()}: {words[one.outcome]}, {size:+.1%} bits per byte "
+            f"({low:+.1%} to {high:+.1%})."
         )
     if rules[0].name == BEFORE:
         sentences.append(
@@ -424,7 +428,7 @@ def verdict(
             "try a lower --learning-rate or more --minutes."
         )
     elif recommended(rules) == "cpt":
-        sentences.append("Nothing here speaks for the teacher: train on every token.")
+        sentences.append("Nothing here favours the teacher: train on every token.")
     else:
         sentences.append(f"Train with this teacher, {rules[0].name}.")
     return sentences
