@@ -47,6 +47,7 @@ SLOW = (
     "train/test_trainer.py",
     "test_cli.py",
     "test_paper.py",
+    "test_trial.py",
 )
 
 

@@ -110,8 +110,26 @@ def bootstrap_interval(
     for at in range(resamples):
         drawn = contributions_SQ[generator.integers(0, n_seeds, n_seeds)].mean(0)
         means[at] = sum(drawn[generator.choice(place, len(place))].sum() for place in places)
-    low, high = np.quantile(means, [0.025, 0.975])
+    return middle_95(means)
+
+
+def middle_95(values: NDArray[np.float64]) -> tuple[float, float]:
+    low, high = np.quantile(values, [0.025, 0.975])
     return float(low), float(high)
+
+
+def resampled_ratios(
+    above_MD: NDArray[np.float64], below_MD: NDArray[np.float64], resamples: int = 2000
+) -> NDArray[np.float64]:
+    """[R, M]: the sum of `above` over the sum of `below` for M models over D documents that are
+    drawn again with replacement, the same ones for all models: the difference of two columns is
+    paired. The draws are fixed, so that a table is the same every time."""
+    generator = np.random.default_rng(0)
+    ratios = np.empty((resamples, len(above_MD)))
+    for at in range(resamples):
+        drawn = generator.integers(0, above_MD.shape[1], above_MD.shape[1])
+        ratios[at] = above_MD[:, drawn].sum(1) / below_MD[:, drawn].sum(1)
+    return ratios
 
 
 def mean_error(values: Sequence[float]) -> float | None:

@@ -22,6 +22,7 @@ from vocagnolm.cli.prepare import prepare
 from vocagnolm.cli.report import report
 from vocagnolm.cli.score import ScoreCommand, score
 from vocagnolm.cli.train import check, push, train
+from vocagnolm.cli.try_ import try_
 from vocagnolm.cli.view import view
 
 app = typer.Typer(
@@ -35,7 +36,7 @@ app = typer.Typer(
         "Train a language model under the guidance of any teacher, whatever the two "
         "vocabularies are."
     ),
-    epilog="Start with: vocagnolm demo, or vocagnolm compare --student S --teacher T",
+    epilog="Start with: vocagnolm demo, or vocagnolm try --student S --teacher T --corpus C",
 )
 
 
@@ -79,6 +80,7 @@ app.command()(report)
 app.command(cls=ScoreCommand)(score)
 app.add_typer(store.app, name="store")
 app.command()(train)
+app.command("try")(try_)
 app.command()(view)
 
 

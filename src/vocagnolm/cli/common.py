@@ -98,6 +98,7 @@ KEPT = {
     "same model. (SIGTERM instead of Ctrl-C writes a checkpoint first.)",
     "evaluate": "with --out every answer is kept, and the same command goes on; without --out "
     "nothing is.",
+    "try": "finished steps are kept; run the same command again to go on.",
     "demo": "finished steps and students are kept; run the same command again to go on.",
     "study": "finished runs and checkpoints are kept; run the same command again to go on.",
     "push": "files that were uploaded are not uploaded again; run the same command again.",

@@ -1,5 +1,6 @@
 """`vocagnolm evaluate`: the paper's math suite and bits per byte for a model."""
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,15 +9,19 @@ import typer
 
 from vocagnolm.cli.common import Meter, print_json, progress, quiet_libraries
 from vocagnolm.cli.options import JSON, Given, option, options, with_options
+from vocagnolm.errors import UsageError
 from vocagnolm.recipe.sections import CorpusSection, EngineSection, QuestionsSection
 
 if TYPE_CHECKING:
+    from vocagnolm.evaluate.bits import BitsPerByte
     from vocagnolm.evaluate.run import Progress
 
 
 @with_options
 def evaluate(
-    model: str = typer.Argument(help="Model folder, hub id (owner/name) or GGUF file."),
+    model: list[str] = typer.Argument(
+        help="Model folder, hub id (owner/name) or GGUF file; several are ranked on --text."
+    ),
     questions: Given = options(QuestionsSection),
     text: list[str] = option(
         CorpusSection, "files", "--text", before="Held-out text for bits per byte. "
@@ -28,26 +33,48 @@ def evaluate(
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Score a model: few-shot chain of thought on the math suite, bits per byte on text."""
-    from vocagnolm.data.corpus import LeftOut
-    from vocagnolm.evaluate.results import format_table, scores_table
+    """Score a model: few-shot chain of thought on the math suite, bits per byte on text.
+
+    Several models are ranked by their bits per byte on --text, with 95 % intervals (bootstrap over
+    documents) and paired differences to the best.
+    """
+    from vocagnolm.evaluate.results import format_table, ranking_table, scores_table
     from vocagnolm.evaluate.run import evaluate as evaluate_model
 
-    left_out: list[LeftOut] = []
-    notes: list[str] = []
-    with quiet_libraries(), progress("answering", "questions") as meter:
-        evaluation = evaluate_model(
-            model,
-            text=text,
-            out=out,
-            on_left_out=left_out.append,
-            on_progress=partial(_note, meter),
-            on_note=notes.append,
-            **questions,
-            **engine,
-            **reading,
+    several = len(model) > 1
+    if several and (not text or questions or out is not None or len(set(model)) < len(model)):
+        raise UsageError(
+            "several different models are ranked on --text alone, without tasks and --out. Tasks: "
+            "evaluate one model after the other with --out, then `vocagnolm report`."
         )
-    if as_json:
+    read: list[BitsPerByte] = []
+    notes: list[str] = []
+    for source in model:
+        with quiet_libraries(), progress("answering", "questions") as meter:
+            evaluation = evaluate_model(
+                source,
+                text=text,
+                out=out,
+                on_text=read.append,
+                on_progress=partial(_note, meter),
+                on_note=notes.append,
+                **questions,
+                **engine,
+                **reading,
+            )
+    left_out = [one.left_out for one in read]
+    if several:
+        from vocagnolm.evaluate.bits import rank_texts
+        from vocagnolm.report.view import model_names
+
+        names = model_names(model).values()
+        ranked = rank_texts({n: one.by_document for n, one in zip(names, read, strict=True)})
+        if as_json:
+            print_json([asdict(one) for one in ranked])
+        else:
+            typer.echo(f"{ranked[0].documents:,} documents; fewer bits per byte are better")
+            typer.echo(format_table(ranking_table(ranked)))
+    elif as_json:
         values = evaluation.to_json()
         if notes:
             values["notes"] = notes
@@ -58,7 +85,8 @@ def evaluate(
         typer.echo(format_table(scores_table(evaluation)))
         if out is not None and evaluation.tasks:
             typer.echo(f"answers: {out / 'evaluation' / 'outputs'}", err=True)
-        for line in (*notes, *(line for one in left_out for line in one.lines())):
+    if several or not as_json:
+        for line in dict.fromkeys([*notes, *(line for one in left_out for line in one.lines())]):
             typer.echo(line, err=True)
 
 

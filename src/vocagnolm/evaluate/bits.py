@@ -1,9 +1,12 @@
-"""Bits per byte: how well a model predicts a text, whatever its vocabulary is."""
+"""Bits per byte: how well models predict a text, whatever their vocabularies are, and which of them
+predicts it best."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -14,6 +17,7 @@ from vocagnolm.data.corpus import Corpus, Document, LeftOut, left_out_of, open_c
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import CorpusError, EvaluationError, TemplateError, TilingError
 from vocagnolm.model import ModelFiles, NllModel
+from vocagnolm.statistics import middle_95, resampled_ratios
 
 DEFAULT_CONTEXT = 2048
 _TOKENS_AT_A_TIME = 2**20
@@ -25,6 +29,10 @@ class BitsPerByte:
     scored_bytes: int
     documents: int
     left_out: LeftOut
+    by_document: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """Place in the corpus -> bits, and the bytes that were scored."""
+    seconds: float = field(default=0.0, compare=False)
+    """Of reading the text, without loading the model."""
 
     @property
     def skipped_documents(self) -> int:
@@ -75,19 +83,23 @@ def bits_per_byte(
     )
     nats = 0.0
     scored_bytes = documents = 0
+    by_document: dict[int, tuple[float, int]] = {}
     lost: list[dict[str, str]] = []
-    waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray, int]] = []
+    began = time.perf_counter()
 
     def score() -> None:
         nonlocal nats, scored_bytes
-        for nll, (_, sizes, counts) in zip(
-            scorer.document_nll([ids for ids, _, _ in waiting]), waiting, strict=True
+        for nll, (_, sizes, counts, index) in zip(
+            scorer.document_nll([ids for ids, *_ in waiting]), waiting, strict=True
         ):
             known = ~np.isnan(nll) & counts
             if corpus.conversations:  # a template's own tokens hold no text
                 known &= sizes > 0
-            nats += float(nll[known].sum(dtype=np.float64))
-            scored_bytes += int(sizes[known].sum())
+            lost_nats, read = float(nll[known].sum(dtype=np.float64)), int(sizes[known].sum())
+            by_document[index] = lost_nats / math.log(2), read
+            nats += lost_nats
+            scored_bytes += read
         waiting.clear()
 
     for document in corpus:
@@ -103,8 +115,9 @@ def bits_per_byte(
             lost.append({"place": document.place, "reason": problem or "no tokens"})
         else:
             documents += 1
-            waiting.append((spans.ids, spans.token_bytes, _counting(spans, document, parts)))
-        if sum(len(ids) for ids, _, _ in waiting) >= _TOKENS_AT_A_TIME:
+            counts = _counting(spans, document, parts)
+            waiting.append((spans.ids, spans.token_bytes, counts, document.index))
+        if sum(len(ids) for ids, *_ in waiting) >= _TOKENS_AT_A_TIME:
             score()
         if on_documents is not None:
             on_documents(documents + len(lost) - len(waiting), len(corpus))
@@ -116,7 +129,14 @@ def bits_per_byte(
             f"{', '.join(map(str, paths))}: no text that the model could be scored on "
             f"({len(lost)} documents could not be read or tokenised)."
         )
-    return BitsPerByte(nats / math.log(2), scored_bytes, documents, left_out_of(lost))
+    return BitsPerByte(
+        nats / math.log(2),
+        scored_bytes,
+        documents,
+        left_out_of(lost),
+        by_document,
+        time.perf_counter() - began,
+    )
 
 
 def _parts(paths: Sequence[str | Path], field: str | None) -> Corpus | None:
@@ -142,3 +162,54 @@ def _counting(spans: TokenSpans, document: Document, parts: Corpus | None) -> np
             "parts that count, in characters: [[start, stop], ...]."
         ) from None
     return spans.inside((len(text[:a].encode()), len(text[:b].encode())) for a, b in ranges)
+
+
+# ---- several models on one text ----
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """One of several models on the documents that all of them could read."""
+
+    name: str
+    documents: int
+    bits_per_byte: float
+    interval: tuple[float, float]
+    """95 %, bootstrap over documents."""
+    difference: float
+    """To the baseline, paired; below zero is better."""
+    difference_interval: tuple[float, float]
+    outcome: Literal["better", "worse", "equal"]
+    """Than the baseline; equal: no difference that these documents can show."""
+
+
+def rank_texts(
+    found: Mapping[str, Mapping[int, Sequence[float]]], baseline: str | None = None
+) -> list[TextScore]:
+    """Models by their bits per byte, the best first, from the `BitsPerByte.by_document` of each.
+    `baseline`: the model that all are compared with; None: the best."""
+    names = list(found)
+    common = set.intersection(*({at for at, (_, n) in one.items() if n} for one in found.values()))
+    if not common:
+        raise EvaluationError(
+            f"{', '.join(names)}: there is no document that all of them can read."
+        )
+    sums_MD2 = np.array([[one[at] for at in sorted(common)] for one in found.values()], np.float64)
+    value_M = np.divide(*sums_MD2.sum(1).T)
+    drawn_RM = resampled_ratios(sums_MD2[..., 0], sums_MD2[..., 1])
+    base = int(value_M.argmin()) if baseline is None else names.index(baseline)
+    ranked = []
+    for at in np.argsort(value_M, kind="stable").tolist():
+        low, high = middle_95(drawn_RM[:, at] - drawn_RM[:, base])
+        ranked.append(
+            TextScore(
+                name=names[at],
+                documents=len(common),
+                bits_per_byte=float(value_M[at]),
+                interval=middle_95(drawn_RM[:, at]),
+                difference=float(value_M[at] - value_M[base]),
+                difference_interval=(low, high),
+                outcome="better" if high < 0 else "worse" if low > 0 else "equal",
+            )
+        )
+    return ranked

@@ -14,10 +14,10 @@ test for the averages and for anything that pools tasks.
 import contextlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,6 +45,9 @@ from vocagnolm.files import (
     write_text,
 )
 from vocagnolm.statistics import mcnemar_exact, mean_error, sign_flip_p
+
+if TYPE_CHECKING:  # it comes with torch
+    from vocagnolm.evaluate.bits import TextScore
 
 
 @dataclass(frozen=True)
@@ -516,6 +519,21 @@ def scores_table(evaluation: Evaluation) -> list[list[str]]:
             rows.append([title_of(key), _with_error(value, errors[key]), "", ""])
     if evaluation.bits_per_byte is not None:
         rows.append(["bits per byte", f"{evaluation.bits_per_byte:.4f}", "", ""])
+    return rows
+
+
+OUTCOMES = {"better": "better", "worse": "worse", "equal": "no difference that this sample shows"}
+
+
+def ranking_table(ranked: "Sequence[TextScore]", baseline: str = "the best") -> list[list[str]]:
+    """Rows of cells for models on one text; `baseline` names what they are compared with."""
+    rows = [["model", "bits per byte", "95 % interval", f"against {baseline}", ""]]
+    for one in ranked:
+        low, high = one.difference_interval
+        against = f"{one.difference:+.4f} ({low:+.4f} to {high:+.4f})"
+        compared = [] if one.difference == low == high else [against, OUTCOMES[one.outcome]]
+        interval = "{:.4f} to {:.4f}".format(*one.interval)
+        rows.append([one.name, f"{one.bits_per_byte:.4f}", interval, *compared])
     return rows
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vocagnolm.chat.messages import is_conversation, readable
 from vocagnolm.data.corpus import LeftOut
@@ -23,6 +23,9 @@ from vocagnolm.evaluate.settings import (
 )
 from vocagnolm.files import local_path
 from vocagnolm.recipe import CorpusSection
+
+if TYPE_CHECKING:  # it comes with torch
+    from vocagnolm.evaluate.bits import BitsPerByte
 
 # part of a run's identity: answers made by another version of the loop may differ
 _FORMAT = 1
@@ -53,6 +56,7 @@ def evaluate(
     text_field: str = CorpusSection.text_field,
     split: Split = CorpusSection.split,
     on_left_out: Callable[[LeftOut], None] | None = None,
+    on_text: "Callable[[BitsPerByte], None] | None" = None,
     out: str | Path | None = None,
     on_progress: OnProgress | None = None,
     on_note: Callable[[str], None] | None = None,
@@ -64,7 +68,8 @@ def evaluate(
     `evaluate("model", tasks="gsm8k", limit=100, device="cpu")`. Without `suite` and `tasks`, and
     with `text`, only bits per byte are computed; with none of the three, the whole math suite is
     run. With `out`, all answers are kept there and an interrupted run goes on where it stopped.
-    `on_note` is told what whoever reads the scores should know, such as prompts that were cut.
+    `on_text` is given the bits of every document of `text`, `on_note` what whoever reads the scores
+    should know, such as prompts that were cut.
     """
     questions, engine = grouped(questions, engine, keywords)
     if out is not None:
@@ -137,6 +142,8 @@ def evaluate(
             bits = measured.value
             if on_left_out is not None:
                 on_left_out(measured.left_out)
+            if on_text is not None:
+                on_text(measured)
         scores = {name: score_records(run.records(name) or []) for name in requests}
         conditions = {name: task_conditions(listed) for name, listed in requests.items()}
         if text:

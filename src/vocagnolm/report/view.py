@@ -207,6 +207,12 @@ def model_name(source: str | Path) -> str:
     return path.name
 
 
+def model_names(sources: Sequence[str]) -> dict[str, str]:
+    """Models by their short names, or as they were given where two would be called the same."""
+    names = {source: model_name(source) for source in sources}
+    return names if len(set(names.values())) == len(names) else {one: one for one in names}
+
+
 def model_scorer(
     source: str,
     tokenizer: TextTokenizer | None = None,

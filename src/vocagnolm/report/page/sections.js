@@ -20,7 +20,7 @@ function resultsSection() {
   const asked = results.groups.some((g) => seedsOf(g) === 1 && results.measures.some((_, at) => plusMinus(g, at) !== null));
   const caption = [
     most > 1 ? "± is the standard deviation over n seeds." : null,
-    asked ? `${most > 1 ? "With one seed it" : "± "} is the standard error over questions.`.replace("  ", " ") : null,
+    asked ? `${most > 1 ? "With one seed it" : "± "} is the standard error over questions or documents.`.replace("  ", " ") : null,
     results.groups.some((g) => results.measures.some((_, at) => interval(g, at))) ? "In the plots a line is the 95 % interval of the mean." : null,
     best.some(Boolean) ? "Bold: better than all others by more than the 95 % intervals allow." : null,
   ].filter(Boolean).join(" ");

@@ -1,0 +1,117 @@
+"""`vocagnolm try`: a student, its possible teachers and a corpus; a verdict in minutes."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from vocagnolm.cli.common import print_json, progress, quiet_libraries
+from vocagnolm.cli.options import JSON, Given, option, options, with_options
+from vocagnolm.recipe.sections import CorpusSection, EngineSection, RunSection
+
+
+@with_options
+def try_(
+    student: str = typer.Option(
+        ..., help="The model that is to learn: folder, hub id (owner/name) or GGUF file."
+    ),
+    teacher: list[str] = typer.Option(
+        ..., help="A model that may teach it, likewise. Give it several times: they are ranked."
+    ),
+    corpus: list[str] = option(CorpusSection, "files", default=...),
+    reading: Given = options(CorpusSection, "text_field", "split", recipe_key="corpus"),
+    minutes: float = typer.Option(
+        10.0, min=0.1, help="About how long it may take: the sample is as large as fits."
+    ),
+    learning_rate: float | None = typer.Option(
+        None, help="Peak learning rate of the short runs.", show_default="by the student's size"
+    ),
+    seed: int = option(RunSection, "seed", help="Decides the sample and the order of the blocks."),
+    engine: Given = options(EngineSection, "device"),
+    out: Path = typer.Option(Path("out/try"), help="Where its files, recipe and page go."),
+    as_json: bool = JSON,
+) -> None:
+    """Should this teacher teach this student on this text? A verdict on a sample, in minutes.
+
+    Ranks student and teachers by bits per byte on held-out documents; trains the student for a
+    short while on every token, guided and distilled, and compares the three; says what the whole
+    corpus would take; writes a recipe and a page. Interrupted, the same command goes on.
+    """
+    from vocagnolm.trial import try_pair
+
+    if learning_rate is not None and learning_rate <= 0:
+        raise typer.BadParameter("must be above 0", param_hint="--learning-rate")
+    with quiet_libraries():
+        result = try_pair(
+            student,
+            teacher,
+            corpus,
+            out,
+            minutes=minutes,
+            learning_rate=learning_rate,
+            seed=seed,
+            say=lambda line: typer.echo(f"✓ {line}", err=True),
+            progress=progress,
+            **engine,
+            **reading,
+        )
+    if as_json:
+        print_json(result)
+    else:
+        _print(result)
+
+
+def _print(result: dict[str, Any]) -> None:
+    from vocagnolm.evaluate.bits import TextScore
+    from vocagnolm.evaluate.results import format_table, ranking_table
+    from vocagnolm.trial import CAVEAT
+
+    def table(rows: list[dict[str, Any]], baseline: str) -> str:
+        return format_table(ranking_table([TextScore(**row) for row in rows], baseline))
+
+    run, blocks, whole = result["runs"]["cpt"], result["blocks"], result["whole_corpus"]
+    costs = [["the whole corpus", "time", "disk"]] + [
+        [step, _time(whole[step][0]), _size(whole[step][1])]
+        for step in ("scoring", "preparing", "training")
+    ]
+    teacher, recipe = result["recommended"] != "cpt", result["recipe"]
+    typer.echo(f"""
+Who predicts this text better? ({result["held_out"]["documents"]:,} held-out documents)
+
+{table(result["strength"], "the student")}
+
+Do the vocabularies fit? The teacher's tokens cover {blocks["mapped_share"]:.1%} of the student's, \
+{blocks["one_to_one_share"]:.1%} one to one; {blocks["target_share"]:.1%} have targets to distil.
+
+Does the teacher help? (held-out bits per byte after {run["tokens"]:,} tokens in {run["steps"]:,} \
+steps, learning rate {run["learning_rate"]:g})
+
+{table(result["rules"], "every token")}
+
+{CAVEAT}
+
+VERDICT
+{chr(10).join(result["verdict"])}
+
+{format_table(costs)}
+{whole["documents"]:,} documents, about {_size(whole["bytes"])} of text, on this machine \
+({result["device"]}) at the rates just measured.
+
+Next:
+{f"  vocagnolm score --recipe {recipe}{chr(10)}" if teacher else ""}  vocagnolm prepare {recipe}
+  vocagnolm train {recipe}
+To look at: {result["page"]}""")
+
+
+def _time(seconds: float) -> str:
+    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:,.0f} seconds"
+
+
+def _size(count: float) -> str:
+    unit, size = next(
+        (one for one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if count >= one[1]), ("kB", 1e3)
+    )
+    return f"{count / size:,.1f} {unit}"
