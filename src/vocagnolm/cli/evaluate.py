@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from vocagnolm.cli.common import Meter, print_json, progress, quiet_libraries
-from vocagnolm.cli.options import JSON, Given, option, options, with_options
-from vocagnolm.recipe.sections import CorpusSection, EngineSection, QuestionsSection
+from vocagnolm.cli.options import JSON, Given, option, options, require_asked, with_options
+from vocagnolm.recipe.sections import (
+    CorpusSection,
+    EngineSection,
+    QuestionsSection,
+    ServerSection,
+)
 
 if TYPE_CHECKING:
     from vocagnolm.evaluate.run import Progress
@@ -16,28 +21,43 @@ if TYPE_CHECKING:
 
 @with_options
 def evaluate(
-    model: str = typer.Argument(help="Model folder, hub id (owner/name) or GGUF file."),
+    model: str | None = typer.Argument(
+        None,
+        help="Model folder, hub id (owner/name) or GGUF file. With --server it gives tokenizer and "
+        "template; without it these are looked for under the server's name of its model.",
+        show_default=False,
+    ),
     questions: Given = options(QuestionsSection),
     text: list[str] = option(
         CorpusSection, "files", "--text", before="Held-out text for bits per byte. "
     ),
     reading: Given = options(CorpusSection, "text_field", "split", recipe_key="corpus"),
     engine: Given = options(EngineSection),
+    server: str | None = typer.Option(
+        None,
+        metavar="URL",
+        help="A server of vLLM or SGLang that has the model's weights and answers in its place. "
+        "Its key: the environment variable VOCAGNOLM_SERVER_KEY, or OPENAI_API_KEY.",
+    ),
+    server_settings: Given = options(ServerSection),
     out: Path | None = typer.Option(
         None, help="Run folder: keeps every answer, and an interrupted run goes on."
     ),
     as_json: bool = JSON,
 ) -> None:
     """Score a model: few-shot chain of thought on the math suite, bits per byte on text."""
+    require_asked("server", server, server_settings)
     from vocagnolm.data.corpus import LeftOut
     from vocagnolm.evaluate.results import format_table, scores_table
     from vocagnolm.evaluate.run import evaluate as evaluate_model
+    from vocagnolm.model.server import Server
 
     left_out: list[LeftOut] = []
     notes: list[str] = []
     with quiet_libraries(), progress("answering", "questions") as meter:
         evaluation = evaluate_model(
             model,
+            server=None if server is None else Server(url=server, **server_settings),
             text=text,
             out=out,
             on_left_out=left_out.append,

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -14,6 +16,7 @@ from vocagnolm.data.corpus import Corpus, Document, LeftOut, left_out_of, open_c
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import CorpusError, EvaluationError, TemplateError, TilingError
 from vocagnolm.model import ModelFiles, NllModel
+from vocagnolm.model.server import SERVER_REQUEST_TOKENS, ServedModel
 
 DEFAULT_CONTEXT = 2048
 _TOKENS_AT_A_TIME = 2**20
@@ -36,7 +39,7 @@ class BitsPerByte:
 
 
 def bits_per_byte(
-    model: PreTrainedModel,
+    model: PreTrainedModel | ServedModel,
     files: ModelFiles,
     paths: Sequence[str | Path],
     *,
@@ -66,13 +69,20 @@ def bits_per_byte(
         tokenizer = ChatTokenizer(tokenizer, template_of(tokenizer, chat_template))
     prefix = tokenizer.prefix_ids
     window = min(context or DEFAULT_CONTEXT, files.max_context or DEFAULT_CONTEXT)
-    scorer = NllModel(
-        model,
-        context=window,
-        stride=max(1, (window - len(prefix)) // 4),
-        batch_tokens=batch_tokens or (4096 if model.device.type == "cpu" else 32768),
-        prefix_ids=prefix,
-    )
+    if isinstance(model, ServedModel):
+        window = min(window, model.engine.longest or window)
+    reading: dict[str, Any] = {
+        "context": window,
+        "stride": max(1, (window - len(prefix)) // 4),
+        "prefix_ids": prefix,
+    }
+    document_nll: Callable[[list[np.ndarray]], list[np.ndarray]]
+    if isinstance(model, ServedModel):
+        reading["batch_tokens"] = batch_tokens or SERVER_REQUEST_TOKENS
+        document_nll = partial(model.document_nll, **reading)
+    else:
+        reading["batch_tokens"] = batch_tokens or (4096 if model.device.type == "cpu" else 32768)
+        document_nll = NllModel(model, **reading).document_nll
     nats = 0.0
     scored_bytes = documents = 0
     lost: list[dict[str, str]] = []
@@ -81,7 +91,7 @@ def bits_per_byte(
     def score() -> None:
         nonlocal nats, scored_bytes
         for nll, (_, sizes, counts) in zip(
-            scorer.document_nll([ids for ids, _, _ in waiting]), waiting, strict=True
+            document_nll([ids for ids, _, _ in waiting]), waiting, strict=True
         ):
             known = ~np.isnan(nll) & counts
             if corpus.conversations:  # a template's own tokens hold no text
