@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +68,18 @@ def bits_per_byte(
         tokenizer = ChatTokenizer(tokenizer, template_of(tokenizer, chat_template))
     prefix = tokenizer.prefix_ids
     window = min(context or DEFAULT_CONTEXT, files.max_context or DEFAULT_CONTEXT)
+    scorer: NllModel | ServedModel
+    reading: dict[str, Any] = {"prefix_ids": prefix}
     if isinstance(model, ServedModel):
         window = min(window, model.engine.longest or window)
-    reading: dict[str, Any] = {
-        "context": window,
-        "stride": max(1, (window - len(prefix)) // 4),
-        "prefix_ids": prefix,
-    }
-    document_nll: Callable[[list[np.ndarray]], list[np.ndarray]]
-    if isinstance(model, ServedModel):
         reading["batch_tokens"] = batch_tokens or SERVER_REQUEST_TOKENS
-        document_nll = partial(model.document_nll, **reading)
     else:
         reading["batch_tokens"] = batch_tokens or (4096 if model.device.type == "cpu" else 32768)
-        document_nll = NllModel(model, **reading).document_nll
+    reading |= {"context": window, "stride": max(1, (window - len(prefix)) // 4)}
+    if isinstance(model, ServedModel):
+        scorer = model
+    else:
+        scorer, reading = NllModel(model, **reading), {}
     nats = 0.0
     scored_bytes = documents = 0
     lost: list[dict[str, str]] = []
@@ -91,7 +88,7 @@ def bits_per_byte(
     def score() -> None:
         nonlocal nats, scored_bytes
         for nll, (_, sizes, counts) in zip(
-            document_nll([ids for ids, _, _ in waiting]), waiting, strict=True
+            scorer.document_nll([ids for ids, _, _ in waiting], **reading), waiting, strict=True
         ):
             known = ~np.isnan(nll) & counts
             if corpus.conversations:  # a template's own tokens hold no text
