@@ -219,16 +219,18 @@ def test_another_model_is_refused(live, model_folder, other_model_folder, benchm
     assert not RunFolder(tmp_path / "new").answers("gsm8k")
 
 
-def test_a_server_that_stays_away_ends_it_and_keeps_the_answers(
+def test_an_error_of_the_server_ends_it_and_keeps_the_answers(
     live, model_folder, benchmarks, tmp_path
 ):
     # the probe, and then answers with a probe after each
-    live.faults.extend([None] * 5 + [503] * 1000)
+    live.faults.extend([None] * 5 + [400])
     asked = {"tasks": "gsm8k", "benchmarks": benchmarks, "out": tmp_path, "batch_size": 1}
-    asked |= {"max_new_tokens": 2}
-    with pytest.raises(EvaluationError, match=r"of no use for 1 s.* is done is kept"):
-        evaluate(model_folder, server=live.server(patience_seconds=1, requests=1), **asked)
+    asked |= {"max_new_tokens": 2, "server": live.server(patience_seconds=600, requests=1)}
+    with pytest.raises(EvaluationError, match="refuses /v1/completions: 400"):
+        evaluate(model_folder, **asked)
     assert len(RunFolder(tmp_path).answers("gsm8k")) == 2
+    evaluate(model_folder, **asked)
+    assert set(prompts_of(live).values()) == {1}  # the refused one was not read
 
 
 def test_where_the_tokenizer_comes_from(live, model_folder, benchmarks, tmp_path):
