@@ -44,7 +44,7 @@ CONTEXT = 4096
 def random_model(folder: Path, layers: int, width: int) -> Path:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from vocagnolm.evaluate.render import shots_of
     from vocagnolm.evaluate.suite import tasks_named
@@ -60,7 +60,8 @@ def random_model(folder: Path, layers: int, width: int) -> Path:
     )
     texts = [text for task in tasks_named(None) for shot in shots_of(task) for text in shot]
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    end = "<|endoftext|>"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),

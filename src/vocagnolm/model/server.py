@@ -13,6 +13,7 @@ hundredths of a nat. Another model, revision or quantisation moves the mean of a
 import contextlib
 import email.utils
 import http.client
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -708,12 +709,19 @@ class ServedModel:
     def each(
         self, work: Callable[[_Item], _Result], items: Sequence[_Item]
     ) -> Iterator[tuple[_Item, _Result]]:
-        """What `work` makes of every item, as it comes, with several requests under way."""
+        """What `work` makes of every item, as it comes, with several requests under way. What has
+        come before an error, or together with it, comes before it here."""
         pool = ThreadPoolExecutor(self._requests)
+        left, calls = iter(items), {}
         with self._exchange.all_or_none(pool):
-            calls = {pool.submit(work, item): item for item in items}
-            for call in as_completed(calls):
-                yield calls[call], call.result()
+            while True:
+                for item in itertools.islice(left, 2 * self._requests - len(calls)):
+                    calls[pool.submit(work, item)] = item
+                if not calls:
+                    return
+                done, _ = wait(calls, return_when=FIRST_COMPLETED)
+                for call in sorted(done, key=lambda call: call.exception() is not None):
+                    yield calls.pop(call), call.result()
 
     def document_nll(self, documents: Sequence[np.ndarray], **options: Any) -> list[np.ndarray]:
         return [scores.nll for scores in self.document_scores(documents, **options)]
