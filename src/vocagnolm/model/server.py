@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -712,7 +712,8 @@ class ServedModel:
         """What `work` makes of every item, as it comes, with several requests under way. What has
         come before an error, or together with it, comes before it here."""
         pool = ThreadPoolExecutor(self._requests)
-        left, calls = iter(items), {}
+        left = iter(items)
+        calls: dict[Future[_Result], _Item] = {}
         with self._exchange.all_or_none(pool):
             while True:
                 for item in itertools.islice(left, 2 * self._requests - len(calls)):
