@@ -102,17 +102,14 @@ def make_model(folder: Path, seed: int = 0, context: int = 4096, **options) -> P
     tokenizer = small_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     config = LlamaConfig(
+        **{"hidden_size": 48, "intermediate_size": 64, "initializer_range": 0.4} | options,
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=48,
-        intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=context,
-        initializer_range=0.4,
         bos_token_id=None,
         eos_token_id=0,
-        **options,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder

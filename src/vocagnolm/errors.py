@@ -121,6 +121,10 @@ class EvaluationError(VocagnolmError):
     """An evaluation folder does not fit the command, or holds no results."""
 
 
+class ServerError(ScoreError, EvaluationError):
+    """A server does not answer, or its answers are not usable."""
+
+
 class ObjectiveError(VocagnolmError):
     """Teacher and student do not fit the chosen method."""
 

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from vocagnolm import LossStore
 from vocagnolm.cli import app
 from vocagnolm.errors import ScoreError, StoreError, UsageError
-from vocagnolm.score import Server, Share, engines, score_corpus
+from vocagnolm.model import server as client
+from vocagnolm.score import Server, Share, score_corpus
 from vocagnolm.score.cluster import ScoringActor, worker_resources
 from vocagnolm.score.plan import PLAN_FILE, CorpusSource, TeacherSource, describe, make_plan
 from vocagnolm.store import verify_store
@@ -46,8 +47,9 @@ def lab(tmp_path_factory):
 
 @pytest.fixture
 def replay(monkeypatch):
-    monkeypatch.setattr(engines, "_FIRST_PAUSE_SECONDS", 0.02)
-    monkeypatch.delenv(engines.KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(client, "_FIRST_PAUSE_SECONDS", 0.02)
+    for name in (client.KEY_VARIABLE, client.USUAL_KEY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
     one = Replay()
     one.start()
     yield one
@@ -229,7 +231,7 @@ def test_a_server_that_says_when_to_come_again(lab, replay, whole, tmp_path):
 def test_retry_after_is_a_number_or_a_date(header, least, most):
     if isinstance(header, int):
         header = email.utils.formatdate(time.time() + header, usegmt=True)
-    assert least <= engines._seconds_until(header) <= most
+    assert least <= client._seconds_until(header) <= most
 
 
 def test_an_answer_that_does_not_come_is_asked_for_again(lab, replay, whole, tmp_path):
@@ -542,7 +544,7 @@ def test_a_worker_of_a_cluster_opens_the_server_of_the_plan(lab, replay, whole, 
 
 
 def test_the_key_is_sent_and_nowhere_written(lab, replay, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv(engines.KEY_VARIABLE, KEY)
+    monkeypatch.setenv(client.KEY_VARIABLE, KEY)
     out = tmp_path / "s"
     replay.faults.extend([None, 401])
     with pytest.raises(ScoreError, match=r"401 no: Bearer \(key\)\. Its key comes from") as error:
@@ -563,7 +565,7 @@ def test_the_key_is_sent_and_nowhere_written(lab, replay, tmp_path, monkeypatch,
 
 
 def test_a_key_that_no_header_may_have_is_not_shown(lab, replay, tmp_path, monkeypatch):
-    monkeypatch.setenv(engines.KEY_VARIABLE, "two\nlines-of-a-key")
+    monkeypatch.setenv(client.KEY_VARIABLE, "two\nlines-of-a-key")
     with pytest.raises(UsageError, match="no header may have") as error:
         score(lab, replay, tmp_path / "s")
     assert "lines-of-a-key" not in str(error.value)

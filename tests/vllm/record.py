@@ -21,8 +21,8 @@ from score.server_kit import (
     write_served_corpus,
 )
 
+from vocagnolm.model.server import Exchange
 from vocagnolm.score import score_corpus
-from vocagnolm.score.engines import Exchange
 
 
 def main(url):

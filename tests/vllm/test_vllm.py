@@ -1,6 +1,7 @@
 """The client against a real vLLM: `make test-vllm`. A start takes a minute or more."""
 
 import dataclasses
+import json
 import os
 import signal
 import threading
@@ -8,12 +9,14 @@ import time
 
 import numpy as np
 import pytest
+from evaluation_kit import ROWS, make_model, write_rows
 from score.server_kit import SERVER_SETTINGS, save_served_teacher, write_served_corpus
 from score.teacher_kit import SETTINGS, write_corpus
 from vllm_kit import MODEL, Vllm
 
 from vocagnolm import LossStore
 from vocagnolm.errors import ScoreError, StoreError, UsageError
+from vocagnolm.evaluate import evaluate
 from vocagnolm.score import Server, Share, score_corpus
 from vocagnolm.store.format import shard_name
 
@@ -129,3 +132,43 @@ def test_another_model_under_the_same_name_cannot_go_on_with_a_store(lab, tmp_pa
     lab.vllm.start(lab.folder / "other")
     with pytest.raises(StoreError, match=r"server.probe.measured: .* apart on the mean"):
         lab.score(tmp_path / "s")
+
+
+def answers(out):
+    files = (out / "evaluation/outputs").glob("*.jsonl")
+    lines = {p.stem: p.read_text().splitlines() for p in files}
+    return {name: [json.loads(line) for line in found] for name, found in lines.items()}
+
+
+def test_evaluation_killed_midway_has_the_answers_of_the_local_model(lab, tmp_path):
+    """All benchmarks, by generation and by likelihood; the model has a penalty of its own in
+    generation_config.json, which a server would apply if it were not told."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    make_model(folder, hidden_size=128, initializer_range=0.2)
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": 0, "repetition_penalty": 1.5})
+    )
+    for name, rows in ROWS.items():
+        write_rows(tmp_path / "benchmarks", name, rows)
+    lab.vllm.kill()
+    lab.vllm.start(folder, length=4096)
+    killed = threading.Event()
+
+    def kill(now):
+        if not killed.is_set() and now.fresh >= 4:
+            killed.set()
+            lab.vllm.kill()
+            lab.vllm.start(folder, length=4096, wait=False)
+
+    asked = {"benchmarks": tmp_path / "benchmarks", "max_new_tokens": 12, "batch_size": 4}
+    server = Server(url=lab.vllm.url, patience_seconds=600)
+    for choices in ("generate", "likelihood"):
+        here, there = tmp_path / f"{choices}-here", tmp_path / f"{choices}-there"
+        evaluate(folder, device="cpu", out=here, choices=choices, **asked)
+        evaluate(folder, server=server, out=there, choices=choices, on_progress=kill, **asked)
+        assert answers(there) == answers(here)
+    assert killed.is_set()
+    text = write_corpus(tmp_path / "corpus.jsonl", documents=4)
+    local = evaluate(folder, device="cpu", text=[text]).bits_per_byte
+    assert evaluate(server=server, text=[text]).bits_per_byte == pytest.approx(local, rel=1e-3)

@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from vocagnolm.cli.common import Meter, print_json, progress, quiet_libraries
-from vocagnolm.cli.options import JSON, Given, option, options, with_options
+from vocagnolm.cli.options import JSON, Given, option, options, require_asked, with_options
 from vocagnolm.errors import UsageError
-from vocagnolm.recipe.sections import CorpusSection, EngineSection, QuestionsSection
+from vocagnolm.recipe.sections import (
+    CorpusSection,
+    EngineSection,
+    QuestionsSection,
+    ServerSection,
+)
 
 if TYPE_CHECKING:
     from vocagnolm.evaluate.bits import BitsPerByte
@@ -19,8 +24,12 @@ if TYPE_CHECKING:
 
 @with_options
 def evaluate(
-    model: list[str] = typer.Argument(
-        help="Model folder, hub id (owner/name) or GGUF file; several are ranked on --text."
+    model: list[str] | None = typer.Argument(
+        None,
+        help="Model folder, hub id (owner/name) or GGUF file; several are ranked on --text. With "
+        "--server it gives tokenizer and template; without it these are looked for under the "
+        "server's name of its model.",
+        show_default=False,
     ),
     questions: Given = options(QuestionsSection),
     text: list[str] = option(
@@ -28,6 +37,13 @@ def evaluate(
     ),
     reading: Given = options(CorpusSection, "text_field", "split", recipe_key="corpus"),
     engine: Given = options(EngineSection),
+    server: str | None = typer.Option(
+        None,
+        metavar="URL",
+        help="A server of vLLM or SGLang that has the model's weights and answers in its place. "
+        "Its key: the environment variable VOCAGNOLM_SERVER_KEY, or OPENAI_API_KEY.",
+    ),
+    server_settings: Given = options(ServerSection),
     out: Path | None = typer.Option(
         None, help="Run folder: keeps every answer, and an interrupted run goes on."
     ),
@@ -38,21 +54,27 @@ def evaluate(
     Several models are ranked by their bits per byte on --text, with 95 % intervals (bootstrap over
     documents) and paired differences to the best.
     """
+    require_asked("server", server, server_settings)
     from vocagnolm.evaluate.results import format_table, ranking_table, scores_table
     from vocagnolm.evaluate.run import evaluate as evaluate_model
+    from vocagnolm.model.server import Server
 
-    several = len(model) > 1
-    if several and (not text or questions or out is not None or len(set(model)) < len(model)):
+    models = model or []
+    several = len(models) > 1
+    if several and (
+        not text or questions or out or server is not None or len(set(models)) < len(models)
+    ):
         raise UsageError(
-            "several different models are ranked on --text alone, without tasks and --out. Tasks: "
-            "evaluate one model after the other with --out, then `vocagnolm report`."
+            "several different models are ranked on --text alone, without tasks, --out or "
+            "--server. Tasks: evaluate one model after the other with --out, then `vocagnolm report`."
         )
     read: list[BitsPerByte] = []
     notes: list[str] = []
-    for source in model:
+    for source in models or [None]:
         with quiet_libraries(), progress("answering", "questions") as meter:
             evaluation = evaluate_model(
                 source,
+                server=None if server is None else Server(url=server, **server_settings),
                 text=text,
                 out=out,
                 on_text=read.append,
@@ -67,7 +89,7 @@ def evaluate(
         from vocagnolm.evaluate.bits import rank_texts
         from vocagnolm.report.view import model_names
 
-        names = model_names(model).values()
+        names = model_names(models).values()
         ranked = rank_texts({n: one.by_document for n, one in zip(names, read, strict=True)})
         if as_json:
             print_json([asdict(one) for one in ranked])

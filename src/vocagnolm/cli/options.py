@@ -106,6 +106,13 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def require_asked(name: str, asked: str | None, more: Given) -> None:
+    """Options such as `--server-requests` say how `--server` is used."""
+    if asked is None and more:
+        named = f"--{name}-{next(iter(more)).partition('_')[0]}"
+        raise UsageError(f"{named} is for --{name}: give --{name} as well.")
+
+
 def _checked(section: type[Schema], typed: Given) -> Given:
     """As the fields hold it; what a field refuses is named as the option it came from."""
     given = {name: _value(section, name, value) for name, value in typed.items()}

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from vocagnolm.cli.common import Meter, leading, print_json, progress, quiet_libraries
-from vocagnolm.cli.options import JSON, Given, option, options, with_options
+from vocagnolm.cli.options import JSON, Given, option, options, require_asked, with_options
 from vocagnolm.cli.store import print_store
 from vocagnolm.errors import UsageError
 from vocagnolm.recipe.sections import (
@@ -71,7 +71,7 @@ def score(
         None,
         metavar="URL",
         help="A server of vLLM or SGLang that has the teacher's weights; --teacher gives the "
-        "tokenizer. Its key: the environment variable VOCAGNOLM_SERVER_KEY.",
+        "tokenizer. Its key: the environment variable VOCAGNOLM_SERVER_KEY, or OPENAI_API_KEY.",
     ),
     server_settings: Given = options(ServerSection),
     loading: Given = options(EngineSection, "revision", "trust_remote_code"),
@@ -115,10 +115,8 @@ def score(
         where = f"; the recipe {recipe} does not say either" if recipe else ", or --recipe"
         raise UsageError(f"score needs {', '.join(lacking)}{where}.")
     assert teacher is not None and out is not None
-    for name, asked, more in (("server", server, server_settings), ("ray", ray, ray_settings)):
-        if asked is None and more:
-            named = f"--{name}-{next(iter(more)).partition('_')[0]}"
-            raise UsageError(f"{named} is for --{name}: give --{name} as well.")
+    require_asked("server", server, server_settings)
+    require_asked("ray", ray, ray_settings)
 
     from vocagnolm.score import RayCluster, ScoreSettings, Server, Share, score_corpus
     from vocagnolm.store.analysis import teacher_warning

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -17,6 +17,7 @@ from vocagnolm.data.corpus import Corpus, Document, LeftOut, left_out_of, open_c
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import CorpusError, EvaluationError, TemplateError, TilingError
 from vocagnolm.model import ModelFiles, NllModel
+from vocagnolm.model.server import SERVER_REQUEST_TOKENS, ServedModel
 from vocagnolm.statistics import middle_95, resampled_ratios
 
 DEFAULT_CONTEXT = 2048
@@ -44,7 +45,7 @@ class BitsPerByte:
 
 
 def bits_per_byte(
-    model: PreTrainedModel,
+    model: PreTrainedModel | ServedModel,
     files: ModelFiles,
     paths: Sequence[str | Path],
     *,
@@ -74,13 +75,18 @@ def bits_per_byte(
         tokenizer = ChatTokenizer(tokenizer, template_of(tokenizer, chat_template))
     prefix = tokenizer.prefix_ids
     window = min(context or DEFAULT_CONTEXT, files.max_context or DEFAULT_CONTEXT)
-    scorer = NllModel(
-        model,
-        context=window,
-        stride=max(1, (window - len(prefix)) // 4),
-        batch_tokens=batch_tokens or (4096 if model.device.type == "cpu" else 32768),
-        prefix_ids=prefix,
-    )
+    scorer: NllModel | ServedModel
+    reading: dict[str, Any] = {"prefix_ids": prefix}
+    if isinstance(model, ServedModel):
+        window = min(window, model.engine.longest or window)
+        reading["batch_tokens"] = batch_tokens or SERVER_REQUEST_TOKENS
+    else:
+        reading["batch_tokens"] = batch_tokens or (4096 if model.device.type == "cpu" else 32768)
+    reading |= {"context": window, "stride": max(1, (window - len(prefix)) // 4)}
+    if isinstance(model, ServedModel):
+        scorer = model
+    else:
+        scorer, reading = NllModel(model, **reading), {}
     nats = 0.0
     scored_bytes = documents = 0
     by_document: dict[int, tuple[float, int]] = {}
@@ -91,7 +97,7 @@ def bits_per_byte(
     def score() -> None:
         nonlocal nats, scored_bytes
         for nll, (_, sizes, counts, index) in zip(
-            scorer.document_nll([ids for ids, *_ in waiting]), waiting, strict=True
+            scorer.document_nll([ids for ids, *_ in waiting], **reading), waiting, strict=True
         ):
             known = ~np.isnan(nll) & counts
             if corpus.conversations:  # a template's own tokens hold no text

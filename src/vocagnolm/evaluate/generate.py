@@ -1,4 +1,4 @@
-"""Answers to many prompts, greedy or sampled: torch and transformers alone.
+"""Answers to many prompts, greedy or sampled: torch and transformers alone, or a server.
 
 Prompts of similar length share a batch, the worked examples before them are read once, and a row
 leaves the batch when its answer is complete. The batches are fixed by the prompts and the batch
@@ -12,6 +12,7 @@ alone; the two are joined under one softmax, so that the result is that of ordin
 layers with a sliding window a query sees the end of the shared part alone, as far as it reaches.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
@@ -28,12 +30,14 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.evaluate.results import Answer
 from vocagnolm.model import ModelFiles
+from vocagnolm.model.server import ServedModel
 
 # below this a shared prefix is not worth a pass of its own
 _LEAST_SHARED_TOKENS = 16
 # A prompt is shortened for this much of an answer and no more: with 1,024 tokens allowed, the
 # worked examples would lose their beginning in a context of 2,048.
 _ROOM_TOKENS = 512
+SERVER_PROMPTS = 32  # in a request
 _GPU_CHECK_STEPS = 8  # on a GPU, looking at the tokens means waiting for them
 _END_TOKENS = (
     "</s>", "<|endoftext|>", "<|im_end|>", "<eos>", "<end_of_turn>", "<|eot_id|>",
@@ -114,64 +118,35 @@ class _Row:
         return Answer(bytes(self.data).decode("utf-8", "replace"), complete=self.done)
 
 
-class Generator:
-    """A model that answers prompts, and compares continuations."""
+class _Reader:
+    """How a model reads prompts, and where what it writes ends: wherever its weights are."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        files: ModelFiles,
-        batch_size: int | None = None,
-        chat: ChatTokenizer | None = None,
+        self, files: ModelFiles, batch_size: int, chat: ChatTokenizer | None, *, context: int | None
     ) -> None:
-        """`chat`: prompts are shared texts of conversations, and are read in its template."""
-        if batch_size is not None and batch_size < 1:
+        if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-        self.model = model
         self.tokenizer = files.tokenizer
         self.chat = chat
         self.prefix_ids = list(files.prefix_ids) if chat is None else []
-        self.max_context = files.max_context
-        self.device = model.device
-        self.batch_size = batch_size or default_batch_size(model)
-        # rows of a recurrent model cannot be padded apart
-        self._drops_rows = can_drop_rows(self.model)
-        if not self._drops_rows:
-            self.batch_size = 1
-        self._shares = enable_shared_prefix(self.model)
+        self.max_context = context
+        self.batch_size = batch_size
+        ends = {self.tokenizer.id_of(token) for token in _END_TOKENS} | set(files.end_ids)
+        if chat is not None:
+            ends.add(chat.end_of_turn)
+        self._ends = {int(end) for end in ends if end is not None}
         self._last_id = max(self.tokenizer.vocabulary.values()) + 1
-        self._ends = self._end_ids()
         self.truncated_prompts = 0
-        self.halvings = 0
 
     def notes(self) -> list[str]:
         """What whoever reads the scores should know."""
-        found = []
-        if self.truncated_prompts:
-            found.append(
-                f"Too long for the model's context of {self.max_context:,} tokens: "
-                f"{self.truncated_prompts:,} of the prompts, which lost their beginning (worked "
-                "examples, as a rule)."
-            )
-        if self.halvings:
-            found.append(
-                f"The device had too little memory left, and batches were halved {self.halvings:,} "
-                f"times. A batch size below {self.batch_size} saves the time."
-            )
-        return found
-
-    def close(self) -> None:
-        """Give the model its ordinary attention back."""
-        disable_shared_prefix(self.model)
-
-    def _end_ids(self) -> set[int]:
-        ends = {self.tokenizer.id_of(token) for token in _END_TOKENS}
-        for config in (self.model.config, self.model.generation_config):
-            declared = getattr(config, "eos_token_id", None)
-            ends |= set(declared) if isinstance(declared, list | tuple) else {declared}
-        if self.chat is not None:
-            ends.add(self.chat.end_of_turn)
-        return {int(end) for end in ends if end is not None}
+        if not self.truncated_prompts:
+            return []
+        return [
+            f"Too long for the model's context of {self.max_context:,} tokens: "
+            f"{self.truncated_prompts:,} of the prompts, which lost their beginning (worked "
+            "examples, as a rule)."
+        ]
 
     def encode(self, prompts: Sequence[str], room_for: int = 0) -> list[list[int]]:
         """Token ids with the model's own beginning-of-text. A prompt that does not fit loses its
@@ -192,6 +167,77 @@ class Generator:
         if self.chat is None:
             return [one.ids.tolist() for one in self.tokenizer.spans_batch(list(prompts))]
         return [self.chat.answering_ids(prompt) for prompt in prompts]
+
+    def _take(self, row: _Row, tokens: list[int], stops: list[bytes]) -> None:
+        """Append tokens to an answer until it ends."""
+        for token in tokens:
+            if row.done:
+                return
+            if token in self._ends:
+                row.done = True
+                return
+            before = len(row.data)
+            row.data += self.tokenizer.bytes_of(token) or b""
+            for stop in stops:
+                found = row.data.find(stop, max(0, before - len(stop)))
+                if found >= 0:
+                    del row.data[found:]
+                    row.done = True
+
+    def _with_options(
+        self, prompts: Sequence[str], options: Sequence[Sequence[str]], room_for: int = 0
+    ) -> list[list[tuple[list[int], int]]]:
+        """Of every prompt with each of its options the tokens, and how many of them are the
+        prompt's. Should the two fuse into one token, it is not among these."""
+        return [
+            [
+                (row, _agreed(row, context))
+                for row in (
+                    self._fitted(ids, room_for)
+                    for ids in self._read([prompt + option for option in listed])
+                )
+            ]
+            for prompt, context, listed in zip(
+                prompts, self.encode(prompts, room_for), options, strict=True
+            )
+        ]
+
+
+class Generator(_Reader):
+    """A model that answers prompts, and compares continuations."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        files: ModelFiles,
+        batch_size: int | None = None,
+        chat: ChatTokenizer | None = None,
+    ) -> None:
+        """`chat`: prompts are shared texts of conversations, and are read in its template."""
+        if batch_size is None:
+            batch_size = default_batch_size(model)
+        super().__init__(files, batch_size, chat, context=files.max_context)
+        self.model = model
+        self.device = model.device
+        # rows of a recurrent model cannot be padded apart
+        self._drops_rows = can_drop_rows(self.model)
+        if not self._drops_rows:
+            self.batch_size = 1
+        self._shares = enable_shared_prefix(self.model)
+        self.halvings = 0
+
+    def notes(self) -> list[str]:
+        found = super().notes()
+        if self.halvings:
+            found.append(
+                f"The device had too little memory left, and batches were halved {self.halvings:,} "
+                f"times. A batch size below {self.batch_size} saves the time."
+            )
+        return found
+
+    def close(self) -> None:
+        """Give the model its ordinary attention back."""
+        disable_shared_prefix(self.model)
 
     def _shared(self, rows: Sequence[Sequence[int]]) -> "tuple[int, Prefix | None]":
         length = common_prefix_length(rows) if self._shares else 0
@@ -321,22 +367,6 @@ class Generator:
             next_ids = choose(logits[:, -1])
         return answers
 
-    def _take(self, row: _Row, tokens: list[int], stops: list[bytes]) -> None:
-        """Append tokens to an answer until it ends."""
-        for token in tokens:
-            if row.done:
-                return
-            if token in self._ends:
-                row.done = True
-                return
-            before = len(row.data)
-            row.data += self.tokenizer.bytes_of(token) or b""
-            for stop in stops:
-                found = row.data.find(stop, max(0, before - len(stop)))
-                if found >= 0:
-                    del row.data[found:]
-                    row.done = True
-
     @torch.inference_mode()
     def compare(
         self,
@@ -345,32 +375,25 @@ class Generator:
         is_done: Callable[[Sequence[int]], bool] | None = None,
     ) -> Iterator[list[tuple[int, list[float]]]]:
         """Log-likelihood in nats of every option after its prompt, batch by batch."""
-        contexts = self.encode(prompts)
-        whole = [
-            [self._fitted(ids) for ids in self._read([prompt + option for option in listed])]
-            for prompt, listed in zip(prompts, options, strict=True)
-        ]
-        batches = plan_batches([len(rows[0]) for rows in whole], self.batch_size)
+        whole = self._with_options(prompts, options)
+        batches = plan_batches([len(rows[0][0]) for rows in whole], self.batch_size)
         batches = [batch for batch in batches if is_done is None or not is_done(batch)]
         if not batches:
             return
         # what is compared stays out of the shared part, and so does the token that predicts it
-        length, shared = self._shared(
-            [row[: _agreed(row, contexts[i])] for i, rows in enumerate(whole) for row in rows]
-        )
+        length, shared = self._shared([row[:agreed] for rows in whole for row, agreed in rows])
 
-        def compare(part: list[tuple[int, list[int]]]) -> list[float]:
-            # prompt and option must not fuse into one token: then all of it is compared
-            counts = [max(1, len(row) - _agreed(row, contexts[i])) for i, row in part]
-            return self._likelihood([row[length:] for _, row in part], length, counts)
+        def compare(part: list[tuple[int, list[int], int]]) -> list[float]:
+            counts = [max(1, len(row) - agreed) for _, row, agreed in part]
+            return self._likelihood([row[length:] for _, row, _ in part], length, counts)
 
         for batch in batches:
-            rows = [(i, row) for i in batch for row in whole[i]]
+            rows = [(i, row, agreed) for i in batch for row, agreed in whole[i]]
             likelihoods: dict[int, list[float]] = {i: [] for i in batch}
             with sharing(shared):
                 for at in range(0, len(rows), self.batch_size):
                     part = rows[at : at + self.batch_size]
-                    for (i, _), value in zip(part, self._in_memory(compare, part), strict=True):
+                    for (i, *_), value in zip(part, self._in_memory(compare, part), strict=True):
                         likelihoods[i].append(value)
             yield list(likelihoods.items())
 
@@ -383,6 +406,97 @@ class Generator:
         log_p = torch.log_softmax(logits[:, :-1].float(), -1)
         taken = log_p.gather(-1, ids[:, -(widest - 1) :, None])[..., 0]
         return [float(row[-count:].sum()) for row, count in zip(taken, counts, strict=True)]
+
+
+class ServerGenerator(_Reader):
+    """The same of a model behind a server, asked in requests of `batch_size` prompts. What the
+    server writes is read token by token, as if the model were here."""
+
+    def __init__(
+        self,
+        served: ServedModel,
+        files: ModelFiles,
+        batch_size: int | None = None,
+        chat: ChatTokenizer | None = None,
+    ) -> None:
+        known = [limit for limit in (files.max_context, served.engine.context) if limit]
+        super().__init__(
+            files,
+            SERVER_PROMPTS if batch_size is None else batch_size,
+            chat,
+            context=min(known, default=None),
+        )
+        self._served = served
+
+    def close(self) -> None:
+        """The server goes on."""
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        stop: Sequence[str],
+        max_new_tokens: int,
+        is_done: Callable[[Sequence[int]], bool] | None = None,
+    ) -> Iterator[list[tuple[int, Answer]]]:
+        """As `Generator.generate`, request by request as they come. A prompt of which `is_done`
+        says that its answer is there is not sent."""
+        rows = self.encode(prompts, room_for=min(max_new_tokens, _ROOM_TOKENS))
+        stops = [text.encode() for text in stop]
+
+        def ask(planned: tuple[list[int], int]) -> list[tuple[int, Answer]]:
+            batch, limit = planned
+            answers = self._served.write(
+                [rows[i] for i in batch], tokens=limit, stop=stop, ends=sorted(self._ends)
+            )
+            found = []
+            for index, written in zip(batch, answers, strict=True):
+                row = _Row(index, bytearray())
+                known = [token for token in written.ids if token < self._last_id]
+                self._take(row, known, stops)
+                row.done |= written.ended
+                found.append((index, row.answer))
+            return found
+
+        requests = []
+        for batch in plan_batches([len(row) for row in rows], self.batch_size):
+            limit = max_new_tokens
+            if self.max_context is not None:  # as much as all of a batch have room for
+                limit = max(1, min(limit, self.max_context - len(rows[batch[0]])))
+            if batch := [i for i in batch if is_done is None or not is_done([i])]:
+                requests.append((batch, limit))
+        for _, answers in self._served.each(ask, requests):
+            yield answers
+
+    def compare(
+        self,
+        prompts: Sequence[str],
+        options: Sequence[Sequence[str]],
+        is_done: Callable[[Sequence[int]], bool] | None = None,
+    ) -> Iterator[list[tuple[int, list[float]]]]:
+        """As `Generator.compare`. A server writes a token after what it reads, which needs room."""
+        whole = self._with_options(prompts, options, room_for=1)
+
+        def ask(batch: list[int]) -> list[tuple[int, list[float]]]:
+            scores = iter(self._served.scores([row for i in batch for row, _ in whole[i]]))
+            return [
+                (i, [_log_likelihood(next(scores).nll, agreed) for _, agreed in whole[i]])
+                for i in batch
+            ]
+
+        left = [i for i in range(len(prompts)) if is_done is None or not is_done([i])]
+        most = max((len(rows) for rows in whole), default=1)
+        lengths = [len(whole[i][0][0]) for i in left]
+        batches = plan_batches(lengths, max(1, self.batch_size // most))
+        for _, found in self._served.each(ask, [[left[n] for n in batch] for batch in batches]):
+            yield found
+
+
+def _log_likelihood(nll: np.ndarray, agreed: int) -> float:
+    """Of a row's tokens from `agreed` on, and of the last in any case. A first token has nothing
+    before it; one without a loss has the probability zero."""
+    compared = nll[max(1, min(agreed, len(nll) - 1)) :]
+    return -math.inf if np.isnan(compared).any() else -float(compared.sum(dtype=np.float64))
 
 
 # ---- attention in which all rows of a batch share one prefix ----

@@ -1,7 +1,7 @@
 """Numbers of an evaluation, the folder they are kept in, and several of them side by side.
 
-    RUN/evaluation/settings.json       model, precision, batch size, protocol, prompts: must not
-                                       change
+    RUN/evaluation/settings.json       model, precision or server, batch size, protocol, prompts:
+                                       must not change
     RUN/evaluation/outputs/TASK.jsonl  a line a question: prompt, output, extracted, gold, correct,
                                        complete (false: broken off at the limit)
     RUN/evaluation/results.json        the scores, and the conditions they were made under
@@ -13,6 +13,7 @@ test for the averages and for anything that pools tasks.
 
 import contextlib
 import json
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -33,6 +34,7 @@ from vocagnolm.evaluate.suite import (
 )
 from vocagnolm.files import (
     append_lines,
+    differences,
     folder_lock,
     json_digest,
     local_path,
@@ -45,6 +47,7 @@ from vocagnolm.files import (
     write_text,
 )
 from vocagnolm.statistics import mcnemar_exact, mean_error, sign_flip_p
+from vocagnolm.store.writer import measured_apart, with_values_of
 
 if TYPE_CHECKING:  # it comes with torch
     from vocagnolm.evaluate.bits import TextScore
@@ -183,10 +186,11 @@ class RunFolder:
             there.setdefault("protocol", "strict")  # once there was one, and no word for it
         elif "protocol" in settings:  # bits per byte alone: of no protocol
             there["protocol"] = settings["protocol"]
+        settings = with_values_of(there, settings)  # of a server: its probe, within the tolerance
+        before_now = differences({key: there.get(key) for key in settings}, settings)
         different = [
-            f"{key}: {there.get(key)!r} there, {settings[key]!r} now"
-            for key in settings
-            if there.get(key) != settings[key]
+            f"{name}: {measured_apart(name, a, b) or f'{_brief(a)} there, {_brief(b)} now'}"
+            for name, a, b in before_now
         ]
         different += [
             f"the prompts of {name} (--limit, --benchmarks, --choices, --max-new-tokens)"
@@ -277,6 +281,10 @@ class RunFolder:
         )
         write_json(self.folder / "results.json", merged.to_json())
         return merged
+
+
+def _brief(value: Any) -> str:
+    return textwrap.shorten(repr(value), 80, placeholder="...")
 
 
 class NotEvaluated(EvaluationError):

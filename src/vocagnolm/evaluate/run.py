@@ -1,5 +1,6 @@
 """Evaluate a model: render the prompts, generate the answers, grade them."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vocagnolm.chat.messages import is_conversation, readable
 from vocagnolm.data.corpus import LeftOut
 from vocagnolm.data.sources import Split
+from vocagnolm.errors import ModelError, UsageError
 from vocagnolm.evaluate.graders import grade
 from vocagnolm.evaluate.render import Request
 from vocagnolm.evaluate.results import Answer, Evaluation, Record, RunFolder, score_records
@@ -24,8 +26,10 @@ from vocagnolm.evaluate.settings import (
 from vocagnolm.files import local_path
 from vocagnolm.recipe import CorpusSection
 
-if TYPE_CHECKING:  # it comes with torch
+if TYPE_CHECKING:  # they come with torch
     from vocagnolm.evaluate.bits import BitsPerByte
+    from vocagnolm.model import ModelFiles
+    from vocagnolm.model.server import ServedModel, Server
 
 # part of a run's identity: answers made by another version of the loop may differ
 _FORMAT = 1
@@ -48,10 +52,11 @@ OnProgress = Callable[[Progress], None]
 
 
 def evaluate(
-    model: str | Path,
+    model: str | Path | None = None,
     questions: Questions | None = None,
     engine: Engine | None = None,
     *,
+    server: "str | Server | None" = None,
     text: Sequence[str | Path] = (),
     text_field: str = CorpusSection.text_field,
     split: Split = CorpusSection.split,
@@ -70,6 +75,10 @@ def evaluate(
     run. With `out`, all answers are kept there and an interrupted run goes on where it stopped.
     `on_text` is given the bits of every document of `text`, `on_note` what whoever reads the scores
     should know, such as prompts that were cut.
+
+    server: the address of a server of vLLM or SGLang that has the weights, or a `Server`. Then
+        `model` gives tokenizer and template alone; without it, they are those of the name that the
+        server has for its model.
     """
     questions, engine = grouped(questions, engine, keywords)
     if out is not None:
@@ -81,17 +90,12 @@ def evaluate(
 
     from vocagnolm.chat import ChatTokenizer, template_of
     from vocagnolm.evaluate.bits import bits_per_byte
-    from vocagnolm.evaluate.generate import Generator
-    from vocagnolm.model import open_model
+    from vocagnolm.evaluate.generate import Generator, ServerGenerator
+    from vocagnolm.model.server import ServedModel
 
-    files = open_model(
-        model,
-        device=engine.device,
-        dtype=engine.dtype,
-        revision=engine.revision,
-        trust_remote_code=engine.trust_remote_code,
-    )
-    settings = {
+    served = None if server is None else _served(server, engine)
+    files = _found(model, engine, served)
+    settings: dict[str, Any] = {
         "format": _FORMAT,
         "model": files.describe()["fingerprint"],
         "tokenizer": files.tokenizer.fingerprint,
@@ -99,6 +103,9 @@ def evaluate(
         "dtype": files.dtype_name,
         "batch_size": engine.batch_size,
     }
+    if served is not None:
+        served.take_probe(files.tokenizer, files.prefix_ids, given=files.name)
+        settings |= {"device": "a server", "dtype": "as started", "server": served.describe()}
     if requests:  # text knows no protocol
         settings["protocol"] = questions.protocol
     chat = None
@@ -112,10 +119,14 @@ def evaluate(
     ):
         run.claim(settings, {name: checksum(listed) for name, listed in requests.items()})
         missing = {name: r for name, r in requests.items() if not run.records(name)}
-        loaded = files.load() if missing or text else None
+        loaded = served or (files.load() if missing or text else None)
         if missing:
             assert loaded is not None
-            generator = Generator(loaded, files, engine.batch_size, chat)
+            generator = (
+                ServerGenerator(loaded, files, engine.batch_size, chat)
+                if isinstance(loaded, ServedModel)
+                else Generator(loaded, files, engine.batch_size, chat)
+            )
             try:
                 count = _Count(sum(map(len, missing.values())), on_progress)
                 for name, listed in missing.items():
@@ -150,6 +161,45 @@ def evaluate(
             conditions["bits_per_byte"] = text_conditions(text, text_field)
         protocol = questions.protocol if requests else None
         return run.write_results(Evaluation(scores, bits, protocol, conditions))
+
+
+def _served(server: "str | Server", engine: Engine) -> "ServedModel":
+    from vocagnolm.model.server import ServedModel, Server
+
+    if engine.dtype != "auto" or engine.device == "cuda":
+        raise UsageError(
+            "--dtype and --device cuda are the server's business: leave them out with --server, "
+            "and start the server with what you want."
+        )
+    return ServedModel(Server(url=server) if isinstance(server, str) else server)
+
+
+def _found(model: str | Path | None, engine: Engine, served: "ServedModel | None") -> "ModelFiles":
+    """With its weights, or without those that a server has."""
+    from vocagnolm.model import open_model
+
+    source = model if model is not None or served is None else served.engine.source
+    if source is None:
+        raise UsageError(
+            "evaluate needs a MODEL: a model folder, a hub id (owner/name), a GGUF file, or "
+            "--server URL."
+        )
+    try:
+        return open_model(
+            source,
+            device=engine.device if served is None else "cpu",
+            dtype=engine.dtype,
+            revision=engine.revision,
+            trust_remote_code=engine.trust_remote_code,
+            weights=served is None,
+        )
+    except ModelError as error:
+        if model is not None or served is None:
+            raise
+        raise ModelError(
+            f"{served.url} has the model {source}, whose tokenizer is needed here: "
+            f"{error} Give its folder or hub id: vocagnolm evaluate MODEL --server {served.url}"
+        ) from None
 
 
 class _Count:
@@ -198,7 +248,8 @@ def answer_task(
     """Answer what an interrupted run has left open, batch by batch.
 
     A batch of which any answer is missing is done again as a whole: alone in another batch, a
-    question could get another answer.
+    question could get another answer. A server makes its own batches, and is asked for what is
+    missing alone.
     """
     task = requests[0].task
     count = count or _Count(len(requests), None)
@@ -231,10 +282,11 @@ def answer_task(
             is_done=is_done,
         )
     count.begin(task, len(requests))
-    for batch in batches:
-        run.add_answers(task, [(requests[i].index, answer) for i, answer in batch])
-        done += len(batch)
-        count.note(done, len(batch))
+    with contextlib.closing(batches):  # an error here ends what is asked of a server, too
+        for batch in batches:
+            run.add_answers(task, [(requests[i].index, answer) for i, answer in batch])
+            done += len(batch)
+            count.note(done, len(batch))
     count.end()
 
 

@@ -422,10 +422,12 @@ class ScoreSection(Schema, frozen=True):
 
 
 class ServerSection(Schema, frozen=True):
-    """A server that has a teacher's weights, and how it is asked."""
+    """A server that has a model's weights, and how it is asked."""
 
     model: str | None = key(
-        "the model, as the server calls it", unset="the only one it has", option="--server-model"
+        "the model, as the server calls it",
+        unset="the only one it has",
+        option="--server-model,--model",
     )
     requests: int = key(
         "requests of one process under way at a time", 4, option="--server-requests", ge=1
@@ -494,7 +496,11 @@ class EngineSection(Schema, frozen=True):
     """How the model that is asked runs."""
 
     chat_template: str | None = key(CHAT_TEMPLATE, unset=OWN_TEMPLATE)
-    batch_size: int | None = key("prompts at a time", unset="32 on a CPU, by memory on a GPU", ge=1)
+    batch_size: int | None = key(
+        "prompts at a time, or in a request to a server",
+        unset="32, by memory on a GPU",
+        ge=1,
+    )
     device: Device = key("where the model runs", "auto")
     dtype: Dtype = key("auto: float32 on a CPU, the model's half precision on a GPU", "auto")
     revision: str | None = key("branch, tag or commit of a hub model")

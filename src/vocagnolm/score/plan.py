@@ -20,10 +20,10 @@ from vocagnolm.data.sources import DatasetSource, JsonLines, ParquetRows, Remote
 from vocagnolm.errors import CorpusError, StoreError, UsageError
 from vocagnolm.files import address_of, json_bytes, parse_json
 from vocagnolm.model.load import ModelFiles, open_model
+from vocagnolm.model.server import Server
 from vocagnolm.processes import Ranks
-from vocagnolm.score.server import ServerTeacher
-from vocagnolm.score.settings import ScoreSettings, Server
-from vocagnolm.score.teacher import LocalTeacher, Teacher
+from vocagnolm.score.settings import ScoreSettings
+from vocagnolm.score.teacher import LocalTeacher, ServerTeacher, Teacher
 from vocagnolm.storage import storage_of
 from vocagnolm.store.format import encode_vocabulary
 from vocagnolm.store.writer import StoreWriter

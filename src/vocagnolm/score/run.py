@@ -16,6 +16,7 @@ from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import UsageError
 from vocagnolm.model.runtime import compiling_seconds
+from vocagnolm.model.server import Server
 from vocagnolm.processes import Ranks, running_ranks, running_teams
 from vocagnolm.progress import Seconds
 from vocagnolm.recipe import CorpusSection
@@ -29,7 +30,7 @@ from vocagnolm.score.plan import (
     planned_corpus,
     shared_corpus,
 )
-from vocagnolm.score.settings import ScoreSettings, Server
+from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.teacher import Teacher
 from vocagnolm.score.work import Done, Progress, Scored, ShardQueue, Share, Worker, finish
 from vocagnolm.storage import require_storage

@@ -1,4 +1,5 @@
-"""What scoring asks of a teacher, and the teacher that is a model in this process."""
+"""What scoring asks of a teacher, the teacher that is a model in this process, and the one whose
+tokenizer is here and whose weights are behind a server."""
 
 import contextlib
 import dataclasses
@@ -20,6 +21,7 @@ from vocagnolm.model import fp8
 from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.nll import LENGTH_STEP, NllModel, TokenScores
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
+from vocagnolm.model.server import SERVER_REQUEST_TOKENS, ServedModel, Server
 from vocagnolm.score.settings import (
     CPU_BATCH_TOKENS,
     CUDA_BATCH_TOKENS,
@@ -249,6 +251,99 @@ class LocalTeacher:
             return self._tokenizer.spans(text)
         except TilingError as error:
             return f"does not tile: {error}"
+
+
+class ServerTeacher:
+    """Token ids go to the server, losses come back. The folder of the teacher gives tokenizer,
+    prefix and windows; its weights are neither needed nor read."""
+
+    device_name = None
+    packages = ("tokenizers", "transformers")
+
+    def __init__(
+        self, files: ModelFiles, server: Server, settings: ScoreSettings, *, patient: bool = False
+    ):
+        if settings.dtype != "auto" or settings.device == "cuda" or settings.compiled:
+            raise UsageError(
+                "--dtype, --device cuda and --compile are the server's business: leave them out "
+                "with --server, and start the server with what you want."
+            )
+        kept = settings.kept_alternatives
+        if kept is not None and kept.sampled:
+            raise UsageError(
+                f"--alternatives {kept}: a server tells its likeliest tokens and draws none. Use "
+                f"--alternatives {kept.count}, or score without --server."
+            )
+        self.alternatives = 0 if kept is None else kept.count
+        self._served = ServedModel(server, patient=patient)
+        self._reader = LocalTeacher(files, self._with_context(settings, files))
+        self._batch_tokens = settings.batch_tokens or SERVER_REQUEST_TOKENS
+        self.settings = dataclasses.replace(
+            self._reader.settings,
+            device="cpu",
+            dtype="auto",
+            batch_tokens=self._batch_tokens,
+            compiled=None,
+            threads=1,
+        )
+        self._served.take_probe(
+            files.tokenizer,
+            self._reader.prefix_ids,
+            context=self._reader.context,
+            given="--teacher",
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The requests' size is not there: it decides nothing that could be had again."""
+        about = self._reader.describe()
+        named = ("context", "stride", "prefix_ids")
+        return {
+            **about,
+            "scoring": {
+                "dtype": "as started",
+                "device": "a server",
+                **{name: about["scoring"][name] for name in named},
+            },
+            "server": self._served.describe(),
+        }
+
+    def vocabulary(self) -> Vocabulary:
+        return self._reader.vocabulary()
+
+    def load(self) -> None:
+        """It was loaded where it is."""
+
+    def tokenize(self, texts: Sequence[str]) -> list[TokenizedDocument | str]:
+        return self._reader.tokenize(texts)
+
+    def nll(
+        self,
+        documents: Sequence[TokenizedDocument],
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> list[TokenScores]:
+        return self._served.document_scores(
+            [document.ids for document in documents],
+            on_tokens,
+            context=self._reader.context,
+            stride=self._reader.stride,
+            batch_tokens=self._batch_tokens,
+            prefix_ids=self._reader.prefix_ids,
+            alternatives=self.alternatives,
+        )
+
+    def _with_context(self, settings: ScoreSettings, files: ModelFiles) -> ScoreSettings:
+        """The server's longest prompt is a limit as the model's own is."""
+        longest, wanted = self._served.engine.longest, settings.context
+        if longest is None:
+            return settings
+        if wanted is not None and wanted > longest:
+            raise UsageError(
+                f"--context {wanted}: the server at {self._served.url} reads at most {longest} "
+                f"tokens and writes one. Start it with --max-model-len {wanted + 1}, or leave "
+                "--context out."
+            )
+        usual = min(DEFAULT_CONTEXT, files.max_context or DEFAULT_CONTEXT)
+        return dataclasses.replace(settings, context=wanted or min(usual, longest))
 
 
 def described_alternatives(

@@ -1,35 +1,56 @@
-"""Servers that have a teacher's weights: JSON over HTTP, with patience and a key that is never
-shown, and what vLLM and SGLang want to be asked. Prompts of token ids in, their losses out, and
-the likeliest tokens beside them where these are asked for.
+"""Models whose weights are behind a server: JSON over HTTP, with patience and a key that is never
+shown, and what vLLM and SGLang want to be asked. Prompts of token ids in; out come their losses,
+with the likeliest tokens beside them where these are asked for, or what the model writes next.
 
 The standard library's client is enough: a request carries thousands of tokens, so its connection
 costs nothing. It follows no redirection, which could carry the key to another host.
+
+A server is known again by a probe: its losses of a few short documents. Not to the last bit: a
+server puts other requests into the same batch, and in half precision that moves a loss by
+hundredths of a nat. Another model, revision or quantisation moves the mean of all tokens by more.
 """
 
 import contextlib
 import email.utils
 import http.client
+import itertools
 import json
 import math
 import os
 import random
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from vocagnolm.alternatives import pack
-from vocagnolm.errors import ScoreError, UsageError
-from vocagnolm.model.nll import TokenScores
+from vocagnolm.alignment import TextTokenizer
+from vocagnolm.alternatives import NOTHING, pack
+from vocagnolm.errors import ServerError, TilingError, UsageError
+from vocagnolm.model.nll import Batch, TokenScores, plan_batches
+from vocagnolm.recipe.sections import ServerSection
+from vocagnolm.store.writer import apart, measured
+
+SERVER_REQUEST_TOKENS = 16384
+
+
+class Server(ServerSection, frozen=True):
+    """A server that has a model's weights, and how it is asked. The key, where it wants one, is
+    in the environment of every process that asks."""
+
+    url: str
+
 
 # ---- JSON over HTTP ----
 
 KEY_VARIABLE = "VOCAGNOLM_SERVER_KEY"
+USUAL_KEY_VARIABLE = "OPENAI_API_KEY"  # what other clients of such servers read
 _FIRST_PAUSE_SECONDS = 0.25
 _LONGEST_PAUSE_SECONDS = 15.0
 _TOO_MANY_REQUESTS = 429
@@ -92,13 +113,13 @@ class Exchange:
                 reason = _hidden(f"{type(error).__name__}: {error}".removeprefix("_PassingError: "))
                 wait = max(pause * random.uniform(0.5, 1.0), getattr(error, "after_seconds", 0.0))
             if time.monotonic() + wait - failing_since > self.patience_seconds:
-                raise ScoreError(
+                raise ServerError(
                     f"the server at {self.url} has been of no use for "
                     f"{self.patience_seconds:.0f} s; the last word: {reason[:300].rstrip('.')}. "
-                    "What is scored is kept: look at the server, and run the same command again."
+                    "What is done is kept: look at the server, and run the same command again."
                 )
             if self._given_up.wait(wait):
-                raise ScoreError("given up, because another request has failed.")
+                raise ServerError("given up, because another request has failed.")
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _once(self, path: str, content: bytes | None) -> Any:
@@ -123,7 +144,8 @@ class Exchange:
             wanted = response.headers.get("Retry-After")
             raise _PassingError(f"{status} {_said(body)}", _seconds_until(wanted))
         if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:
-            where = f" Its key comes from {KEY_VARIABLE}." if status in (401, 403) else ""
+            variables = f"{KEY_VARIABLE} or {USUAL_KEY_VARIABLE}"
+            where = f" Its key comes from {variables}." if status in (401, 403) else ""
             raise RefusedError(
                 f"the server at {self.url} refuses {path}: {status} {_said(body)}.{where}"
             )
@@ -133,7 +155,7 @@ class Exchange:
             raise _PassingError(f"an answer that is no JSON: {_said(body)}") from None
 
 
-class RefusedError(ScoreError):
+class RefusedError(ServerError):
     """An answer that will be the same next time."""
 
 
@@ -166,9 +188,10 @@ def _headers() -> dict[str, str]:
 def _key() -> str:
     """Read where it is used and kept nowhere, so that nothing that is printed, pickled or written
     can hold it."""
-    key = os.environ.get(KEY_VARIABLE, "").strip()
+    name = KEY_VARIABLE if KEY_VARIABLE in os.environ else USUAL_KEY_VARIABLE
+    key = os.environ.get(name, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise UsageError(f"{KEY_VARIABLE} holds characters that no header may have.")
+        raise UsageError(f"{name} holds characters that no header may have.")
     return key
 
 
@@ -206,22 +229,54 @@ class Engine:
     def __init__(self, exchange: Exchange, entry: dict[str, Any]):
         self._exchange = exchange
         self.model = str(entry["id"])
+        self.source = str(entry.get("root") or self.model)
+        """Where the server has the model from."""
         self._most = entry.get("max_model_len")
 
     @property
+    def context(self) -> int | None:
+        """Tokens of a prompt and of what is written after it; None: it does not say."""
+        return None if self._most is None else int(self._most)
+
+    @property
     def longest(self) -> int | None:
-        """Tokens of a prompt at most, for one more is generated; None: it does not say."""
-        return None if self._most is None else int(self._most) - 1
+        """Tokens of a prompt at most, for one more is generated."""
+        return None if self.context is None else self.context - 1
 
     def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
         """Of every token of every prompt its nll, NaN for the first and where the server has none,
         and so many alternatives. An error where it has not read exactly these tokens."""
         raise NotImplementedError
 
+    def write(
+        self, prompts: Sequence[list[int]], *, tokens: int, stop: Sequence[str], ends: Sequence[int]
+    ) -> list["Written"]:
+        """The likeliest tokens after every prompt: `tokens` of them at most, up to one of `ends`
+        or until a string of `stop` stands there."""
+        raise NotImplementedError
+
     def tokenize(self, text: str) -> list[int] | None:
         """A text as the server's own tokenizer reads it, without special tokens; None: it does not
         say."""
         return None
+
+    def _post(self, path: str, content: dict[str, Any]) -> Any:
+        answer = self._exchange.ask(path, content)
+        if answer is None:
+            raise ServerError(
+                f"{self._exchange.url} has no such endpoint any more, or no longer this model."
+            )
+        return answer
+
+
+# A server takes what it is not told from the model's generation_config.json: a penalty there would
+# change the likeliest tokens, too.
+_GREEDY = {
+    "temperature": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 
 class VLLM(Engine):
@@ -233,9 +288,9 @@ class VLLM(Engine):
     def __init__(self, exchange: Exchange, entry: dict[str, Any]):
         super().__init__(exchange, entry)
         if (owner := entry.get("owned_by")) == "llamacpp":
-            raise ScoreError(
+            raise ServerError(
                 f"{exchange.url} is a server of llama.cpp, which has no log-probabilities of the "
-                "prompt. Use vLLM or SGLang, or give the GGUF file as --teacher without --server."
+                "prompt. Use vLLM or SGLang, or give the GGUF file itself, without --server."
             )
         if about := exchange.ask("/version"):
             self.version = str(about["version"])
@@ -252,15 +307,30 @@ class VLLM(Engine):
             "return_token_ids": True,
         }
         try:
-            answer = self._exchange.ask("/v1/completions", content)
+            answer = self._post("/v1/completions", content)
         except RefusedError as error:
             if not alternatives or "logprobs" not in str(error):
                 raise
-            raise ScoreError(
+            raise ServerError(
                 f"{error} Start the server with --max-logprobs {alternatives}, or ask for fewer "
                 "--alternatives."
             ) from None
         return _read(self._exchange.url, prompts, answer, _vllm_answers, alternatives)
+
+    def write(
+        self, prompts: Sequence[list[int]], *, tokens: int, stop: Sequence[str], ends: Sequence[int]
+    ) -> list["Written"]:
+        content = {
+            "model": self.model,
+            "prompt": list(prompts),
+            "max_tokens": tokens,
+            "stop": list(stop),
+            "stop_token_ids": list(ends),
+            "return_token_ids": True,
+            **_GREEDY,
+        }
+        answer = self._post("/v1/completions", content)
+        return _read_written(self._exchange.url, prompts, answer, _vllm_written)
 
     def tokenize(self, text: str) -> list[int] | None:
         content = {"model": self.model, "prompt": text, "add_special_tokens": False}
@@ -291,8 +361,16 @@ class SGLang(Engine):
             "return_text_in_logprobs": False,
             **({"top_logprobs_num": alternatives} if alternatives else {}),
         }
-        answer = self._exchange.ask("/generate", content)
+        answer = self._post("/generate", content)
         return _read(self._exchange.url, prompts, answer, _sglang_answers, alternatives)
+
+    def write(
+        self, prompts: Sequence[list[int]], *, tokens: int, stop: Sequence[str], ends: Sequence[int]
+    ) -> list["Written"]:
+        sampling = {"max_new_tokens": tokens, "stop": list(stop), "stop_token_ids": list(ends)}
+        content = {"input_ids": list(prompts), "sampling_params": {**sampling, **_GREEDY}}
+        answer = self._post("/generate", content)
+        return _read_written(self._exchange.url, prompts, answer, _sglang_written)
 
 
 def open_engine(exchange: Exchange, wanted: str | None) -> Engine:
@@ -301,7 +379,7 @@ def open_engine(exchange: Exchange, wanted: str | None) -> Engine:
     listed = found.get("data") if isinstance(found, dict) else None
     models = {str(entry["id"]): entry for entry in listed or ()}
     if not models:
-        raise ScoreError(
+        raise ServerError(
             f"{exchange.url} lists no model under /v1/models: it is not a server of vLLM or SGLang."
         )
     if wanted is None and len(models) == 1:
@@ -319,6 +397,7 @@ def open_engine(exchange: Exchange, wanted: str | None) -> Engine:
 # ---- answers ----
 
 
+_Parsed = TypeVar("_Parsed")
 _Likeliest = list[tuple[int, float]]
 """Ids and log-probabilities at one place."""
 
@@ -363,6 +442,65 @@ def _sglang_answers(answer: Any) -> list[_Answer]:
     return found
 
 
+class Written(NamedTuple):
+    """What a model has written after one prompt. `ended`: by itself, not at the limit."""
+
+    ids: list[int]
+    ended: bool
+
+
+def _vllm_written(answer: Any) -> list[tuple[Any, Written | None]]:
+    found = []
+    for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"])):
+        ids = choice.get("token_ids")
+        written = None if ids is None else Written(ids, choice["finish_reason"] == "stop")
+        found.append((choice.get("prompt_token_ids"), written))
+    return found
+
+
+def _sglang_written(answer: Any) -> list[tuple[Any, Written | None]]:
+    """It does not say what it has read."""
+    found: list[tuple[Any, Written | None]] = []
+    for one in answer if isinstance(answer, list) else [answer]:
+        ids = one.get("output_ids")
+        reason = one["meta_info"].get("finish_reason") or {}
+        found.append((None, None if ids is None else Written(ids, reason.get("type") == "stop")))
+    return found
+
+
+def _read_written(
+    url: str,
+    prompts: Sequence[list[int]],
+    answer: Any,
+    parse: Callable[[Any], list[tuple[Any, Written | None]]],
+) -> list[Written]:
+    found = []
+    for sent, (ids, written) in zip(prompts, _parsed(url, prompts, answer, parse), strict=True):
+        if written is None:
+            raise ServerError(
+                f"{url} does not return the token ids that the model has written. vLLM (0.10.2 or "
+                "newer) and SGLang do."
+            )
+        if ids is not None and ids != sent:
+            raise ServerError(f"{url} {_change(sent, ids)}. Its answer would be to another text.")
+        found.append(written)
+    return found
+
+
+def _parsed(
+    url: str, prompts: Sequence[list[int]], answer: Any, parse: Callable[[Any], list[_Parsed]]
+) -> list[_Parsed]:
+    try:
+        answers = parse(answer)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ServerError(
+            f"{url} answers in a form that is not known: {type(error).__name__}: {error}."
+        ) from None
+    if len(answers) != len(prompts):
+        raise ServerError(f"{url} answers {len(answers)} of {len(prompts)} prompts.")
+    return answers
+
+
 def _read(
     url: str,
     prompts: Sequence[list[int]],
@@ -370,31 +508,22 @@ def _read(
     parse: Callable[[Any], list[_Answer]],
     alternatives: int,
 ) -> list[TokenScores]:
-    if answer is None:
-        raise ScoreError(f"{url} has no such endpoint any more, or no longer this model.")
-    try:
-        answers = parse(answer)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ScoreError(
-            f"{url} answers in a form that is not known: {type(error).__name__}: {error}."
-        ) from None
-    if len(answers) != len(prompts):
-        raise ScoreError(f"{url} answers {len(answers)} of {len(prompts)} prompts.")
     found = []
+    answers = _parsed(url, prompts, answer, parse)
     for sent, (ids, values, likeliest) in zip(prompts, answers, strict=True):
         if ids is None or values is None:
             lacking = "log-probabilities" if values is None else "token ids"
-            raise ScoreError(
+            raise ServerError(
                 f"{url} does not return the {lacking} of the prompt. vLLM (0.10.2 or newer) and "
                 "SGLang do; llama.cpp has none."
             )
         if ids != sent:
-            raise ScoreError(f"{url} {_change(sent, ids)}. Its losses would be of another text.")
+            raise ServerError(f"{url} {_change(sent, ids)}. Its losses would be of another text.")
         _refuse_impossible(url, values)
         packed = None
         if alternatives:
             if likeliest is None or len(likeliest) != len(ids):
-                raise ScoreError(
+                raise ServerError(
                     f"{url} does not return the likeliest tokens of the prompt's places, which "
                     "--alternatives asks for."
                 )
@@ -415,7 +544,7 @@ def _packed(
         _refuse_impossible(url, [value for _, value in given])
         ranked = sorted(given, key=lambda entry: -entry[1])[:count]
         if len(ranked) < count:
-            raise ScoreError(
+            raise ServerError(
                 f"{url} returns {len(ranked)} of the {count} likeliest tokens that --alternatives "
                 "asks for."
             )
@@ -438,7 +567,7 @@ def _refuse_impossible(url: str, values: Sequence[float | None]) -> None:
     """A probability above 1, or one that no model in half precision gives."""
     for value in values:
         if value is not None and (value > _ROUNDING or -math.inf < value < _NO_PROBABILITY):
-            raise ScoreError(
+            raise ServerError(
                 f"{url} gives a token the log-probability {value:g}, which no model has. This "
                 "answer was not kept. Check the server and its version."
             )
@@ -450,3 +579,192 @@ def _losses(values: list[float | None]) -> np.ndarray:
     nll[:1] = np.nan
     nll[~np.isfinite(nll)] = np.nan
     return nll
+
+
+# ---- the model behind a server ----
+
+TOLERANCE = 0.05
+"""Nats that a token's loss may differ, on the mean of a probe."""
+TEXTS = (
+    "The bridge was closed for repairs in the spring of 1911, and everyone who lived on the far "
+    "bank had to take the ferry. It ran every half hour, except in fog.",
+    "Let $f(x) = x^2 - 4x + 7$. Completing the square gives $f(x) = (x-2)^2 + 3$, so the least "
+    "value of $f$ is $3$, and it is taken at $x = 2$ only.",
+    "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n"
+    "    return total / len(values)\n",
+)
+# An address that nobody answers is told soon; a server that has answered once is waited for.
+_START_SECONDS = 5.0
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The prompts, and what the server made of them when this process met it."""
+
+    prompts: list[list[int]]
+    losses: list[np.ndarray]
+
+    @classmethod
+    def of(cls, engine: Engine, url: str, prompts: list[list[int]]) -> "Probe":
+        losses = [scores.nll[1:] for scores in engine.scores(prompts)]
+        if missing := sum(int(np.isnan(nll).sum()) for nll in losses):
+            raise ServerError(
+                f"{url} has no log-probability for {missing} tokens of the probe. Check the "
+                "model's weights and the dtype that the server runs it in."
+            )
+        return cls(prompts, losses)
+
+    def describe(self) -> dict[str, Any]:
+        return measured([float(value) for nll in self.losses for value in nll], TOLERANCE)
+
+    @property
+    def shortest(self) -> int:
+        return min(range(len(self.prompts)), key=lambda number: len(self.prompts[number]))
+
+    def require_same(self, number: int, nll: np.ndarray, url: str) -> None:
+        """A server that was started again with something else behind the same address."""
+        off = apart(self.losses[number].tolist(), nll[1:].tolist())
+        if not off <= TOLERANCE:
+            raise ServerError(
+                f"the losses of {url} have changed since this run began: those of a probe by "
+                f"{off:.3f} nats a token, {TOLERANCE} are allowed. Another model, revision or "
+                "precision was started there; this answer was not kept. Start the server as it "
+                "was, and run the same command again."
+            )
+
+
+class ServedModel:
+    """A model behind a server: token ids go there, losses come back, or more token ids.
+
+    Every request has a probe with it, so that no answer of another model is taken, whenever the
+    server was started again."""
+
+    _probe: Probe
+
+    def __init__(self, server: Server, *, patient: bool = False):
+        """`patient` waits for a server that is being started."""
+        start = server.patience_seconds if patient else _START_SECONDS
+        self._exchange = Exchange(server.url, min(start, server.patience_seconds))
+        self._requests = server.requests
+        self.engine = open_engine(self._exchange, server.model)
+        self._exchange.patience_seconds = server.patience_seconds
+
+    @property
+    def url(self) -> str:
+        return self._exchange.url
+
+    def take_probe(
+        self,
+        tokenizer: TextTokenizer,
+        prefix_ids: Sequence[int],
+        *,
+        given: str,
+        context: int | None = None,
+    ) -> None:
+        """Where the server says how it reads text, it must be as the tokenizer that the user has
+        given does: ids of another vocabulary would be read as nonsense, without an error."""
+        prompts = []
+        longest = min(limit for limit in (context, self.engine.longest, sys.maxsize) if limit)
+        for text in TEXTS:
+            try:
+                ids = tokenizer.spans(text).ids.tolist()
+            except TilingError as error:
+                raise ServerError(
+                    f"the tokenizer of {given} cannot read a probe: {error}"
+                ) from None
+            there = self.engine.tokenize(text)
+            if there is not None and there != ids:
+                raise ServerError(
+                    f"the model {self.engine.model} of {self.url} has another tokenizer than "
+                    f"{given}: it reads a probe as {len(there)} tokens, {there[:6]}..., and "
+                    f"{given} as {len(ids)}, {ids[:6]}.... Start the server with the same model."
+                )
+            prompts.append([*prefix_ids, *ids[: longest - len(prefix_ids)]])
+        self._probe = Probe.of(self.engine, self.url, prompts)
+
+    def describe(self) -> dict[str, Any]:
+        """What is needed to know the server again."""
+        return {
+            "engine": self.engine.name,
+            "version": self.engine.version,
+            "model": self.engine.model,
+            "probe": self._probe.describe(),
+        }
+
+    def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
+        """One request: every token of every prompt."""
+        number = self._probe.shortest
+        probed, *found = self.engine.scores([self._probe.prompts[number], *prompts], alternatives)
+        self._probe.require_same(number, probed.nll, self.url)
+        return found
+
+    def write(self, prompts: Sequence[list[int]], **options: Any) -> list[Written]:
+        """Greedy answers to prompts in one request; options as in `Engine.write`."""
+        found = self.engine.write(prompts, **options)
+        self.scores([])
+        return found
+
+    def each(
+        self, work: Callable[[_Item], _Result], items: Sequence[_Item]
+    ) -> Iterator[tuple[_Item, _Result]]:
+        """What `work` makes of every item, as it comes, with several requests under way. What has
+        come before an error, or together with it, comes before it here."""
+        pool = ThreadPoolExecutor(self._requests)
+        left = iter(items)
+        calls: dict[Future[_Result], _Item] = {}
+        with self._exchange.all_or_none(pool):
+            while True:
+                for item in itertools.islice(left, 2 * self._requests - len(calls)):
+                    calls[pool.submit(work, item)] = item
+                if not calls:
+                    return
+                done, _ = wait(calls, return_when=FIRST_COMPLETED)
+                for call in sorted(done, key=lambda call: call.exception() is not None):
+                    yield calls.pop(call), call.result()
+
+    def document_nll(self, documents: Sequence[np.ndarray], **options: Any) -> list[np.ndarray]:
+        return [scores.nll for scores in self.document_scores(documents, **options)]
+
+    def document_scores(
+        self,
+        documents: Sequence[np.ndarray],
+        on_tokens: Callable[[int], None] | None = None,
+        *,
+        context: int,
+        stride: int,
+        batch_tokens: int,
+        prefix_ids: Sequence[int],
+        alternatives: int = 0,
+    ) -> list[TokenScores]:
+        """Of the token ids of every document, in windows as `NllModel` reads them."""
+        prefix = list(prefix_ids)
+        found = [_no_scores(len(ids), alternatives) for ids in documents]
+        batches = plan_batches(
+            [len(ids) for ids in documents],
+            context=context,
+            stride=stride,
+            prefix_tokens=len(prefix),
+            batch_tokens=batch_tokens,
+        )
+
+        def ask(batch: Batch) -> list[TokenScores]:
+            cut = [documents[w.document][w.start : w.stop].tolist() for w in batch.windows]
+            return self.scores([prefix + ids for ids in cut], alternatives)
+
+        for batch, answers in self.each(ask, batches):
+            for window, scores in zip(batch.windows, answers, strict=True):
+                skipped = len(prefix) + window.first_scored - window.start
+                here, scored = found[window.document], slice(window.first_scored, window.stop)
+                here.nll[scored] = scores.nll[skipped:]
+                if here.alternatives is not None and scores.alternatives is not None:
+                    here.alternatives[scored] = scores.alternatives[skipped:]
+            if on_tokens is not None:
+                on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
+        return found
+
+
+def _no_scores(tokens: int, alternatives: int) -> TokenScores:
+    packed = np.full((tokens, alternatives), NOTHING, np.uint32) if alternatives else None
+    return TokenScores(np.full(tokens, np.nan, np.float32), packed)
