@@ -273,10 +273,17 @@ def test_a_compressed_copy_of_the_corpus_scores_to_the_same_shards(tmp_path, cor
     assert all((x[1].tobytes() == y[1].tobytes()) for x, y in zip(a, b, strict=True))
 
 
-def test_a_corpus_edited_while_it_is_scored_makes_no_store(tmp_path, corpus):
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_corpus_edited_while_it_is_scored_makes_no_store(tmp_path, corpus, kept):
+    """`kept`: with the size and the time that it had."""
+    before = corpus.stat()
+
     class Editor(ArithmeticTeacher):
         def nll(self, documents, on_tokens=None):
-            corpus.write_text(corpus.read_text() + "\n")
+            text = corpus.read_text()
+            corpus.write_text(text.replace("1: ", "1; ", 1) if kept else text + "\n")
+            if kept:
+                os.utime(corpus, ns=(before.st_atime_ns, before.st_mtime_ns))
             return super().nll(documents, on_tokens)
 
     with pytest.raises(CorpusError, match="changed while"):

@@ -152,7 +152,8 @@ class StoreWriter:
             refuse_other_identity(str(self.storage), found["identity"], self.identity)
             self._listed = found.get("shards", [])
         elif found["identity"] != self.identity:
-            self.storage.put(PARTIAL_MANIFEST_FILE, files.json_bytes(self._manifest_head(False)))
+            head = files.json_bytes(self._manifest_head(False), sealed=True)
+            self.storage.put(PARTIAL_MANIFEST_FILE, head)
         if not complete:
             self._try_writing()
 
@@ -207,7 +208,7 @@ class StoreWriter:
                 f"{', '.join(strangers[:3])}). Choose another --out."
             )
         self._try_writing()
-        head = files.json_bytes(self._manifest_head(False))
+        head = files.json_bytes(self._manifest_head(False), sealed=True)
         if not self.storage.create(PARTIAL_MANIFEST_FILE, head):  # another share has begun it now
             self._begin()
 

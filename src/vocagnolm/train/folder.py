@@ -84,7 +84,10 @@ _MEND = "Choose another run.folder, or remove that file to begin the run anew."
 def run_folder(recipe: Recipe) -> Path:
     if not recipe.run.folder:
         raise TrainingError("The recipe does not say where the run goes: set run.folder.")
-    return Path(recipe.run.folder)
+    folder = Path(recipe.run.folder)
+    if folder.exists() and not folder.is_dir():
+        raise TrainingError(f"{folder} is a file, and run.folder is a folder. Choose another one.")
+    return folder
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -149,7 +152,7 @@ def begin_run(folder: Path, recipe: Recipe, schedule: "Schedule", blocks: str) -
                 "python": platform.python_version(),
             },
         }
-        write_json(folder / "run.json", about)
+        write_json(folder / "run.json", about, sealed=True)
         return
     about = read_run(folder)
     if about["schedule"] != asdict(schedule):
@@ -158,7 +161,7 @@ def begin_run(folder: Path, recipe: Recipe, schedule: "Schedule", blocks: str) -
 
 def note_in_run(folder: Path, **facts: Any) -> None:
     """Into run.json."""
-    write_json(folder / "run.json", {**read_run(folder), **facts})
+    write_json(folder / "run.json", {**read_run(folder), **facts}, sealed=True)
 
 
 def found_micro_batch(folder: Path) -> int | None:
