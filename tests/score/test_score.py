@@ -134,7 +134,9 @@ def test_two_processes_of_torchrun_give_the_same_bytes(tmp_path, teacher, corpus
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["scored_shards"] == 3  # rank 0 did 0, 2, 4
+    summary = json.loads(done.stdout)  # of rank 0, which has done as many as it could claim
+    assert summary["store"]["complete"] and summary["scored_shards"] <= 5
+    assert summary["found_shards"] == 0 and not summary["missing_shards"]
     assert store_bytes(tmp_path / "one") == store_bytes(tmp_path / "two")
 
 
