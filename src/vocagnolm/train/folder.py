@@ -84,7 +84,10 @@ _MEND = "Choose another run.folder, or remove that file to begin the run anew."
 def run_folder(recipe: Recipe) -> Path:
     if not recipe.run.folder:
         raise TrainingError("The recipe does not say where the run goes: set run.folder.")
-    folder = Path(recipe.run.folder)
+    return _not_a_file(Path(recipe.run.folder))
+
+
+def _not_a_file(folder: Path) -> Path:
     if folder.exists() and not folder.is_dir():
         raise TrainingError(f"{folder} is a file, and run.folder is a folder. Choose another one.")
     return folder
@@ -92,6 +95,7 @@ def run_folder(recipe: Recipe) -> Path:
 
 def read_run(folder: Path) -> dict[str, Any]:
     """run.json; empty where there is none yet."""
+    _not_a_file(folder)
     keys = {"finished": bool, "schedule": dict}
     try:
         return read_json(folder / "run.json", TrainingError, _MEND, keys)
