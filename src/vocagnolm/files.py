@@ -215,7 +215,8 @@ def move_folder(path: Path, target: Path) -> None:
 
 def remove(path: Path) -> None:
     reached("begin removing", path)
-    path.unlink(missing_ok=True)
+    if os.path.lexists(path):  # on read-only media also a name that is not there is refused
+        path.unlink(missing_ok=True)
 
 
 def is_leftover(name: str) -> bool:
@@ -425,6 +426,9 @@ def folder_lock(
 
     patience: seconds to wait for the holder."""
     path = local_path(folder) / LOCK_FILE
+    if path.parent.is_dir() and _is_read_only(path.parent):
+        yield  # nobody writes there; what is finished can be read
+        return
     with contextlib.ExitStack() as held:
         file = held.enter_context(_open_lock(path))
         patient_until = time.monotonic() + patience
@@ -446,6 +450,10 @@ def folder_lock(
         finally:
             if not shared:  # others may hold it, under its name
                 path.unlink(missing_ok=True)
+
+
+def _is_read_only(folder: Path) -> bool:
+    return bool(os.statvfs(folder).f_flag & os.ST_RDONLY) or not os.access(folder, os.W_OK)
 
 
 @contextlib.contextmanager

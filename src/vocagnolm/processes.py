@@ -79,6 +79,14 @@ class Ranks:
             raise failure
         return result
 
+    def decide_in_team(self, work: Callable[[], Any]) -> Any:
+        """Run `work` in the process that leads this team; all of the team get its result."""
+        if self.team_size == 1:
+            return work()
+        carried = [work() if self.leads_team else None]
+        dist.broadcast_object_list(carried, src=0)  # teams are groups of their own
+        return carried[0]
+
     def _broadcast(self, message: Any) -> Any:
         """The leading process's message, in every process."""
         carried = [message]
@@ -187,13 +195,8 @@ def running_teams(choose: Callable[[int], int]) -> Iterator[Ranks]:
         size = everyone.decide(lambda: choose(int(os.environ.get("LOCAL_WORLD_SIZE", str(count)))))
         ranks = replace(everyone, team_size=size)
         if size > 1:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                store=distributed_c10d.PrefixStore(f"team {ranks.team}", store),
-                rank=rank % size,
-                world_size=size,
-                timeout=_TIMEOUT,
-            )
+            meeting = distributed_c10d.PrefixStore(f"team {ranks.team}", store)
+            join_team(rank % size, size, store=meeting)
         yield ranks
         timeout = _TIMEOUT
     finally:
@@ -201,6 +204,13 @@ def running_teams(choose: Callable[[int], int]) -> Iterator[Ranks]:
             everyone.leave(timeout)
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def join_team(rank: int, size: int, **meeting: Any) -> None:
+    """Make a group of the processes that hold a model together. `meeting`: where they find each
+    other, as torch.distributed takes it."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=_TIMEOUT, **meeting)
 
 
 def _take_gpu() -> None:

@@ -12,6 +12,7 @@ from training_kit import make_lab, recipe_dict
 
 from vocagnolm import cli
 from vocagnolm.cli.common import KEPT
+from vocagnolm.errors import UsageError
 
 
 def ended(monkeypatch, capsys, error, *arguments):
@@ -25,6 +26,21 @@ def ended(monkeypatch, capsys, error, *arguments):
     with pytest.raises(SystemExit) as stop:
         cli.main()
     return stop.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_under_torchrun_one_process_prints_and_torchrun_has_the_message(
+    monkeypatch, capsys, tmp_path, rank
+):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    monkeypatch.setenv("RANK", rank)
+    code, said = ended(monkeypatch, capsys, UsageError("no such thing."))
+    assert code == 2 and said == ("error: no such thing.\n" if rank == "0" else "")
+    shown = str(ChildFailedError("vocagnolm", {int(rank): ProcessFailure(0, 1, 2, str(report))}))
+    assert "traceback : error: no such thing." in shown
 
 
 def test_an_unforeseen_error_is_one_line_and_a_file(monkeypatch, capsys, tmp_path):

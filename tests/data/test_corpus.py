@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import os
 import pickle
 import sys
 
@@ -191,6 +192,23 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path):
     corpus = open_corpus(path)
     corpus.require_unchanged()
     path.write_text(path.read_text() + '{"text": "more"}\n')
+    with pytest.raises(CorpusError, match="changed while"):
+        corpus.require_unchanged()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
+def test_an_edit_that_keeps_size_and_time_is_noticed_and_new_rights_are_none(tmp_path, name):
+    path = tmp_path / name
+    opened = gzip.open if name.endswith(".gz") else open
+    for digit in "12":
+        with opened(path, "wt") as file:
+            file.write(f'{{"text": "one {digit}"}}\n')
+        if digit == "1":
+            corpus, before = open_corpus(path), path.stat()
+            path.chmod(0o600)
+            corpus.require_unchanged()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
     with pytest.raises(CorpusError, match="changed while"):
         corpus.require_unchanged()
 

@@ -1,6 +1,7 @@
 """Damaged files and wild settings: one message, never a traceback, nothing lost."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -113,6 +114,61 @@ def test_broken_files_of_a_run(lab, tmp_path, name):
             assert run(folder)["finished"]
         except VocagnolmError as error:
             assert name in str(error) or "another recipe" in str(error), content
+
+
+def test_a_flipped_bit_in_run_json_is_noticed(lab, tmp_path):
+    from vocagnolm.train.run import train
+
+    recipe = recipe_from_dict(tiny_tree(lab, tmp_path / "run"))
+    train(recipe, quiet=True)
+    about = tmp_path / "run" / "run.json"
+    about.write_text(about.read_text().replace('"steps": 3', '"steps": 2'))
+    with pytest.raises(VocagnolmError, match=r"run\.json is damaged: .* checksum"):
+        train(recipe, quiet=True)
+
+
+def test_a_file_where_a_run_is_meant(lab, tmp_path):
+    from vocagnolm.evaluate.results import open_run
+    from vocagnolm.train.run import train
+
+    (tmp_path / "run").touch()
+    with pytest.raises(VocagnolmError, match=r"run is a file, and run\.folder is a folder"):
+        train(recipe_from_dict(tiny_tree(lab, tmp_path / "run")), quiet=True)
+    with pytest.raises(VocagnolmError, match="run is a file; expected the folder of a run"):
+        open_run(tmp_path / "run")
+
+
+def test_what_is_finished_can_be_read_from_read_only_media(lab, tmp_path, monkeypatch):
+    """Store, blocks and run; as root every right is there, so the file system's answer is given
+    here."""
+    from vocagnolm import files
+    from vocagnolm.train.run import train
+
+    folder = copy_of(lab, tmp_path / "media")
+    recipe = recipe_from_dict(tiny_tree(folder, folder / "run"))
+    prepare(recipe)
+    train(recipe, quiet=True)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def refusing(real):
+        def call(path, *given, **named):
+            writes = real is not open_file or (given and given[0] & (os.O_CREAT | os.O_RDWR))
+            if writes and str(path).startswith(str(folder)):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            return real(path, *given, **named)
+
+        return call
+
+    open_file = os.open
+    for name in ("open", "unlink", "rmdir", "replace", "rename", "link", "truncate", "chmod"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    with pytest.raises(WriteError, match="Read-only"), folder_lock(folder / "run", ""):
+        pass
+    monkeypatch.setattr(files, "_is_read_only", lambda path: str(path).startswith(str(folder)))
+    fresh_process()
+    assert prepare(recipe)["parts"] and train(recipe, quiet=True)["finished"]
+    assert len(LossStore.open(folder / "store")) and inspect_store(folder / "store")["complete"]
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_link_planted_in_a_shared_folder_reaches_nothing(tmp_path):

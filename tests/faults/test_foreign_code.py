@@ -104,6 +104,16 @@ def test_a_regular_expression_that_runs_away_is_an_error_of_that_text():
     assert len(tokenizer.spans("y y")) == 3
 
 
+@pytest.mark.parametrize("step", ["9 ** 9 ** 9", "'x' * 10 ** 9 * 100", "[1] * 10 ** 9"])
+def test_a_single_step_of_a_template_has_a_limit(step):
+    """Which the time could not end: it is one call of C."""
+    template = chat_template.ChatTemplate("{{ " + step + " }}", (), (), "given")
+    with pytest.raises(chat_template.TemplateRaised, match=r"repeats something|too large"):
+        template.render([Message("user", "a", True)])
+    fine = chat_template.ChatTemplate("{{ '-' * 40 }}{{ 2 ** 10 }}", (), (), "given")
+    assert fine.render([Message("user", "a", True)]) == "-" * 40 + "1024"
+
+
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_a_template_that_never_ends_is_ended(monkeypatch, in_thread):
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.3)

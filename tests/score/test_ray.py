@@ -18,11 +18,12 @@ import pytest
 from faults_kit import LONG
 from score.server_kit import SERVER_SETTINGS, Replay, save_served_teacher, write_served_corpus
 from score.teacher_kit import SETTINGS, save_teacher, store_bytes, write_corpus
+from training_kit import run_processes
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.errors import ScoreError, WaitingWarning
-from vocagnolm.score import RayCluster, score_corpus
+from vocagnolm.score import RayCluster, cluster, score_corpus
 from vocagnolm.score.plan import PLAN_FILE, TeacherSource, describe
 from vocagnolm.store.format import shard_name
 
@@ -233,9 +234,7 @@ def test_a_shard_that_kills_its_workers_is_set_aside_and_named(lab, tmp_path):
 @pytest.mark.filterwarnings("ignore::vocagnolm.errors.WaitingWarning")
 def test_nobody_alive_is_an_end_and_not_a_wait(lab, tmp_path):
     """More is asked of every node than it has."""
-    with pytest.raises(
-        ScoreError, match=r"no worker has been alive for 1 s \(0 shards.*num_cpus 64"
-    ):
+    with pytest.raises(ScoreError, match=r"no worker has been alive for 1 s \(0 shards.*64 CPUs"):
         score_corpus(
             lab.teacher,
             lab.corpus,
@@ -249,7 +248,7 @@ def test_nobody_alive_is_an_end_and_not_a_wait(lab, tmp_path):
 def test_a_driver_without_a_gpu_asks_a_worker_what_the_teacher_is(lab):
     source = TeacherSource(str(lab.teacher), trust_remote_code=True)
     with RayCluster(address=lab.cluster.address).connected() as connection:
-        there = connection.describe_there(source, SETTINGS, {"num_cpus": 1})
+        there = connection.describe(source, SETTINGS, [{"CPU": 1}])
     assert there == describe(source.open(SETTINGS), SETTINGS)
 
 
@@ -282,6 +281,34 @@ def test_workers_without_a_gpu_ask_a_server_when_there_is_room(lab, tmp_path):
     assert waiting == ["waiting for room: 0 of 2 CPUs free"]
     assert len(replay.requests) > asked
     assert store_bytes(tmp_path / "s") == store_bytes(tmp_path / "whole")
+
+
+@pytest.mark.skipif(not LONG, reason="make faults: processes of torchrun beside those of Ray")
+def test_a_teacher_over_two_gpus_of_a_node(lab, tmp_path, monkeypatch):
+    """Ray finds the node by its GPUs, which are two names here; the store is that of torchrun."""
+    import ray
+
+    teacher, corpus = save_teacher(tmp_path / "t"), write_corpus(tmp_path / "corpus.jsonl")
+    settings = dataclasses.replace(SETTINGS, shard_teacher=2)
+    run_processes(score_in_processes, 2, teacher, corpus, tmp_path / "torchrun", settings)
+    monkeypatch.setattr(cluster, "worker_bundles", lambda settings: [{"GPU": 1, "CPU": 1}] * 2)
+    node = lab.cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=80 * 2**20)
+    groups = []
+    real = ray.util.placement_group
+    monkeypatch.setattr(
+        ray.util, "placement_group", lambda *a, **b: groups.append(a) or real(*a, **b)
+    )
+    try:
+        on = RayCluster(address=lab.cluster.address)
+        summary = score_corpus(teacher, corpus, tmp_path / "s", settings=settings, cluster=on)
+    finally:
+        lab.cluster.remove_node(node)
+    assert summary.scored_shards == 5 and groups == [([{"GPU": 1, "CPU": 1}] * 2,)]
+    assert store_bytes(tmp_path / "s") == store_bytes(tmp_path / "torchrun")
+
+
+def score_in_processes(teacher, corpus, out, settings):
+    score_corpus(teacher, corpus, out, settings=settings)
 
 
 # ---- connecting ----
@@ -330,6 +357,8 @@ def test_a_cluster_that_wants_a_token(tmp_path):
         said = connect(plain, address)
         assert "wants a token" in said and "RAY_AUTH_MODE=token" in said
         assert connect(token, address) == "connected\n"
+        said = connect(token | {"RAY_AUTH_TOKEN": "f" * 32}, address)
+        assert "wants a token, and that of this machine is not used, missing or another" in said
     finally:
         head.communicate("")
     said = connect(plain, address)

@@ -24,7 +24,7 @@ from vocagnolm.cli import app
 from vocagnolm.errors import ScoreError, StoreError, UsageError
 from vocagnolm.model import server as client
 from vocagnolm.score import Server, Share, score_corpus
-from vocagnolm.score.cluster import ScoringActor, worker_resources
+from vocagnolm.score.cluster import ScoringActor, worker_bundles
 from vocagnolm.score.plan import PLAN_FILE, CorpusSource, TeacherSource, describe, make_plan
 from vocagnolm.store import verify_store
 
@@ -522,7 +522,7 @@ def test_a_worker_of_a_cluster_opens_the_server_of_the_plan(lab, replay, whole, 
     source = TeacherSource(str(lab / "teacher"), server=replay.server())
     corpus = CorpusSource.of(lab / "corpus.jsonl")
     teacher = source.open(SERVER_SETTINGS)
-    assert worker_resources(teacher.settings) == {"num_cpus": 1}
+    assert worker_bundles(teacher.settings) == [{"CPU": 1}]
     about = describe(teacher, SERVER_SETTINGS)
     out = str(tmp_path / "s")
     plan = make_plan(about, corpus.open(), out, teacher_source=source, corpus_source=corpus)

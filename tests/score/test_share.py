@@ -10,6 +10,7 @@ import time
 import pytest
 from faults_kit import flip_bit, in_child, kill_at, some, was_killed, write_points
 from score.teacher_kit import TEACHERS, save_teacher, store_bytes, write_corpus
+from training_kit import run_processes
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
@@ -114,6 +115,50 @@ def test_a_share_killed_while_others_work(lab):
     other = in_child(lambda: score(corpus, out, "2/2", Slow()))
     assert was_killed(victim) and not was_killed(other)
     assert score(corpus, out, "1/2").store["complete"]
+    assert store_bytes(out) == whole
+
+
+def test_a_share_that_died_is_finished_by_one_that_is_at_work(lab):
+    """Also the shard that it had claimed, once that is late."""
+    corpus, out, whole = lab
+
+    class Dying(ArithmeticTeacher):
+        """The first shard is written, and the second claimed."""
+
+        calls = 0
+
+        def nll(self, documents, on_tokens=None):
+            self.calls += 1
+            while self.calls == 2:
+                if (out / shard_name(0)).exists():
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return super().nll(documents, on_tokens)
+
+    assert was_killed(in_child(lambda: score(corpus, out, "1/3", Dying())))
+    assert (out / "claims" / "000003-0").exists() and not (out / shard_name(3)).exists()
+    summary = score(corpus, out, "2/3")  # the third has not begun, and is left alone
+    assert summary.scored_shards == 3 and summary.missing_shares == ["3/3"]
+    assert score(corpus, out, "3/3").store["complete"]
+    assert store_bytes(out) == whole
+
+
+def score_as_rank(corpus, out, settings):
+    """Rank 1 waits with its first shard until the other has taken its second."""
+
+    class Waiting(ArithmeticTeacher):
+        def nll(self, documents, on_tokens=None):
+            while os.environ["RANK"] == "1" and not (out / shard_name(3)).exists():
+                time.sleep(0.01)
+            return super().nll(documents, on_tokens)
+
+    summary = score_corpus(Waiting(), corpus, out, settings=settings)
+    assert summary.store["complete"]
+    assert summary.scored_shards == {"0": 4, "1": 1}[os.environ["RANK"]]
+
+
+def test_a_rank_that_is_done_takes_the_shards_of_one_that_is_slow(lab):
+    corpus, out, whole = lab
+    run_processes(score_as_rank, 2, corpus, out, SETTINGS)
     assert store_bytes(out) == whole
 
 

@@ -8,7 +8,7 @@ from score.teacher_kit import SETTINGS, ArithmeticTeacher, store_bytes, write_co
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
-from vocagnolm.errors import ScoreError
+from vocagnolm.errors import ScoreError, StoreError
 from vocagnolm.score import score_corpus
 from vocagnolm.store import LossStore, inspect_store, verify_store, writer
 from vocagnolm.store.format import shard_name
@@ -139,6 +139,16 @@ def test_shards_and_identity_are_those_of_a_store_without_devices(half, tmp_path
     assert manifest.pop("content_sha256") != without.pop("content_sha256")
     assert manifest == without
     assert named == whole
+
+
+def test_a_flipped_partial_manifest_is_made_again(half, corpus):
+    out, whole = half
+    partial = out / "manifest.partial.json"
+    partial.write_text(partial.read_text().replace('"shard_count": 5', '"shard_count": 6'))
+    with pytest.raises(StoreError, match=r"manifest\.partial\.json is damaged: .* checksum"):
+        inspect_store(out)
+    assert score(corpus, out).store["complete"]
+    assert store_bytes(out) == whole
 
 
 def test_a_stray_shard_stops_nothing_and_its_remedy_is_named(half, corpus):

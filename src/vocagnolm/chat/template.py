@@ -40,6 +40,38 @@ Origin = Literal["own", "given", "plain"]
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 RENDER_SECONDS = 20.0
+_MOST_REPEATED, _LARGEST_POWER = 10**6, 10**4
+
+
+@lru_cache
+def _compiled(source: str) -> Any:
+    """In transformers' sandbox, which limits `range` alone. The time of a loop is limited by
+    `time_limit`, which cannot end a single step: `9 ** 9 ** 9`, `'x' * 10 ** 11`. So these are
+    limited in their size."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    # of a comment: compiling works out what is constant
+    own = hashlib.sha256(source.encode()).hexdigest()
+    environment = _compile_jinja_template(f"{{# {own} #}}").environment
+    environment.intercepted_binops = frozenset(("*", "**"))
+    environment.binop_table = {**environment.binop_table, "*": _product, "**": _power}
+    return environment.from_string(source)
+
+
+def _product(left: Any, right: Any) -> Any:
+    sizes = [len(one) for one in (left, right) if hasattr(one, "__len__")]
+    numbers = [abs(one) for one in (left, right) if isinstance(one, int)]
+    if sizes and numbers and sizes[0] * numbers[0] > _MOST_REPEATED:
+        raise OverflowError(f"it repeats something {numbers[0]:,} times")
+    return left * right
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if abs(base) > _LARGEST_POWER or abs(exponent) > _LARGEST_POWER:
+        raise OverflowError("it computes a power that is too large")
+    return base**exponent
+
+
 """A template takes milliseconds; one of somebody else may never end."""
 
 
@@ -88,10 +120,7 @@ class ChatTemplate:
         """The rendering, and the characters of it that the template marks by `{% generation %}`."""
         # transformers' own sandbox: a template may come from anywhere. Not through its
         # `render_jinja_template`, in which the day cannot be fixed.
-        from transformers.utils.chat_template_utils import (
-            _compile_jinja_template,
-            _render_with_assistant_indices,
-        )
+        from transformers.utils.chat_template_utils import _render_with_assistant_indices
 
         variables = {
             "messages": [{"role": m.role, "content": m.content} for m in messages],
@@ -102,7 +131,7 @@ class ChatTemplate:
         }
         try:
             with time_limit(RENDER_SECONDS):
-                compiled = _compile_jinja_template(self.source)
+                compiled = _compiled(self.source)
                 if not self.marks_generation:
                     return str(compiled.render(**variables)), []
                 text, marked = _render_with_assistant_indices(compiled, **variables)

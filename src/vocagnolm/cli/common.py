@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -181,7 +182,15 @@ def end(error: BaseException) -> NoReturn:
 
 
 def _leave(message: str, code: int) -> NoReturn:
-    typer.echo(message, err=True)
+    """Under torchrun only the leading process prints: torchrun itself shows, behind its own trace,
+    what the process that failed first has left in a file."""
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:
+        about = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(report).write_text(json.dumps({"message": about}))
+    if not report or leading():
+        typer.echo(message, err=True)
     sys.exit(code)
 
 

@@ -66,7 +66,7 @@ def evaluate(
     ):
         raise UsageError(
             "several different models are ranked on --text alone, without tasks, --out or "
-            "--server. Tasks: evaluate one model after the other with --out, then `vocagnolm report`."
+            "--server. Tasks: evaluate one after the other with --out, then `vocagnolm report`."
         )
     read: list[BitsPerByte] = []
     notes: list[str] = []

@@ -7,6 +7,7 @@ import typer
 
 from vocagnolm.cli.common import print_json, quiet_libraries
 from vocagnolm.cli.options import JSON
+from vocagnolm.errors import UsageError
 
 
 def report(
@@ -34,6 +35,8 @@ def report(
     from vocagnolm.files import model_damage
 
     for run in runs:
+        if run.is_file():
+            raise UsageError(f"{run} is a file; expected the folder of a run or an evaluation.")
         if wrong := model_damage(run / "model"):
             typer.echo(f"warning: {wrong}", err=True)
     if html is not None:

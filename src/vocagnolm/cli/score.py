@@ -57,8 +57,8 @@ def score(
     settings: Given = options(ScoreSection),
     share: str | None = typer.Option(
         None,
-        help="I/N: do a share of the shards only, for machines that are not started together "
-        "(an array job); the one that ends last completes the store.",
+        help="I/N: do a share of the shards, for machines that are not started together (an array "
+        "job), then what is left of shares that have begun; the last one completes the store.",
     ),
     ray: str | None = typer.Option(
         None,

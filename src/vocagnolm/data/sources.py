@@ -232,10 +232,18 @@ class _File:
         self.name = name
         self._state = self._stat()
 
-    def _stat(self) -> tuple[int, int]:
+    def _stat(self) -> tuple[int, int, int]:
         with self._readable():
             status = self.path.stat()
-        return status.st_size, status.st_mtime_ns
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    def _open(self) -> io.BufferedIOBase:
+        with self._readable():
+            return io.BufferedReader(io.FileIO(self.path), _READ_BYTES)
+
+    def _digest(self) -> str:
+        with self._open() as file, self._readable():
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     @contextlib.contextmanager
     def _readable(self) -> Iterator[None]:
@@ -255,8 +263,19 @@ class _File:
                 f"{self.path} cannot be read as {self.path.suffix[1:]}: {error}."
             ) from error
 
+    fingerprint: str
+    """SHA-256 of the content."""
+
     def changed(self) -> bool:
-        return self._stat() != self._state
+        """An edit can keep the size and set the time back, but not that of the inode, which other
+        things touch too (a link, new rights): where it has moved, the content decides."""
+        now = self._stat()
+        if now[:2] != self._state[:2] or (
+            now != self._state and self._digest() != self.fingerprint
+        ):
+            return True
+        self._state = now
+        return False
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in vars(self).items() if name not in self._opened}
@@ -342,9 +361,7 @@ class JsonLines(_File):
         with self._readable():
             if suffix == ".gz":
                 return gzip.open(self.path, "rb")
-            if suffix == ".zst":
-                return _open_zstandard(self.path)
-            return io.BufferedReader(io.FileIO(self.path), _READ_BYTES)
+            return _open_zstandard(self.path) if suffix == ".zst" else super()._open()
 
 
 def _open_zstandard(path: Path) -> io.BufferedIOBase:
@@ -410,13 +427,12 @@ class TextFile(_File):
         # Of every piece: first byte, byte after the last, line. Numbers, not objects: a line may
         # be a document, and there may be many.
         self._pieces = array("Q")
-        with self._readable(), open(path, "rb") as file:
-            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-            file.seek(0)
-            if not self._whole:
+        self.fingerprint = self._digest()
+        if not self._whole:
+            with self._open() as file, self._readable():
                 self._find_pieces(file, join=split == "blank_line")
 
-    def _find_pieces(self, file: IO[bytes], *, join: bool) -> None:
+    def _find_pieces(self, file: io.BufferedIOBase, *, join: bool) -> None:
         position = 0
         inside = False
         for number, line in enumerate(file, 1):
@@ -459,8 +475,7 @@ class ParquetRows(_File):
         super().__init__(path, name)
         self._text_field = text_field
         self._rows = int(self._file.metadata.num_rows)
-        with open(path, "rb") as file:
-            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+        self.fingerprint = self._digest()
 
     @cached_property
     def _file(self) -> Any:

@@ -294,6 +294,8 @@ class NotEvaluated(EvaluationError):
 def open_run(path: str | Path) -> tuple[RunFolder, Evaluation]:
     """A finished evaluation: the run's folder, or its `evaluation` folder."""
     given = local_path(path)
+    if given.exists() and not given.is_dir():
+        raise EvaluationError(f"{path} is a file; expected the folder of a run or an evaluation.")
     if given.name == "evaluation" and not (given / "evaluation").is_dir():
         given = given.parent
     run = RunFolder(given)

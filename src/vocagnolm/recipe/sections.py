@@ -397,8 +397,8 @@ class ScoreSection(Schema, frozen=True):
         le=1024,
     )
     shard_teacher: Annotated[int, Limits(ge=1)] | Literal["auto"] = key(
-        "GPUs of one machine that hold one teacher together, under torchrun; auto: as few as hold "
-        "its weights",
+        "GPUs of one machine that hold one teacher together, under torchrun or --ray; auto: as few "
+        "as hold its weights",
         1,
         metavar="N",
     )

@@ -1,49 +1,36 @@
-"""Scoring on a Ray cluster: Ray places workers, starts their processes and ends them; a coroutine
-for each worker claims shards for it, and replaces it when it dies or hangs."""
+"""Scoring on a Ray cluster: Ray places workers, starts their processes and ends them; the driver
+hands shards to those that wait, and replaces those that die or hang."""
 
-import asyncio
 import contextlib
 import importlib
 import logging
 import os
 import re
+import secrets
 import socket
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
-from vocagnolm.errors import (
-    AddressError,
-    MissingExtraError,
-    ScoreError,
-    VocagnolmError,
-    WaitingWarning,
-    WriteError,
-)
-from vocagnolm.files import differences
+from vocagnolm import errors
+from vocagnolm.errors import AddressError, ScoreError, VocagnolmError, WriteError
+from vocagnolm.processes import join_team
 from vocagnolm.recipe.sections import RaySection
-from vocagnolm.score.plan import (
-    Description,
-    Plan,
-    TeacherSource,
-    describe,
-    load_plan,
-    store_identity,
-)
+from vocagnolm.score.plan import Description, Plan, TeacherSource, describe, load_plan
 from vocagnolm.score.settings import ScoreSettings
-from vocagnolm.score.work import Done, Progress, Scored, ShardQueue, Worker
-from vocagnolm.store.writer import measured_apart, with_values_of
+from vocagnolm.score.work import Claims, Done, Progress, Scored, ShardQueue, Worker
 
 LOCAL = "local"
 _TICK_SECONDS, _GROW_SECONDS = 1.0, 10.0
 _FIRST_REST_SECONDS, _LONGEST_REST_SECONDS = 0.5, 5.0
+Bundles = list[dict[str, float]]
+"""CPUs and GPUs for each process of a worker, as Ray's placement groups have it."""
 
 
 class RayCluster(RaySection, frozen=True):
@@ -76,7 +63,7 @@ def import_ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError:
-        raise MissingExtraError("ray", "ray", "scoring on a Ray cluster") from None
+        raise errors.MissingExtraError("ray", "ray", "scoring on a Ray cluster") from None
 
 
 def _connect(ray: Any, address: str) -> None:
@@ -117,8 +104,8 @@ def first_line(error: BaseException) -> str:
 
 
 class ScoringActor:
-    """What the driver asks of a worker. It is made from two short strings and reads its plan from
-    the growing store, so that it can be made again on any machine at any time."""
+    """A process of a worker. It is made from two short strings and reads its plan from the growing
+    store, so that it can be made again on any machine at any time."""
 
     def __init__(self, out: str, digest: str):
         self._out, self._digest = out, digest
@@ -127,91 +114,91 @@ class ScoringActor:
         """The machine, as soon as the process is there."""
         return socket.gethostname()
 
-    def load(self) -> None:
-        """Make the teacher ready. It must be, on this machine too, the one of the plan."""
-        plan = load_plan(self._out, self._digest).on_this_machine()
-        assert plan.teacher_source is not None
-        teacher = plan.teacher_source.open(plan.settings, patient=True)
-        here = store_identity(describe(teacher, plan.settings), plan.corpus)
-        for name, planned, found in differences(plan.identity, with_values_of(plan.identity, here)):
-            is_here = measured_apart(name, planned, found) or repr(found)[:80]
-            raise ScoreError(
-                f"{name} is {is_here} on this machine, the "
-                f"plan has {planned!r:.80}. Give all machines the same teacher, corpus, packages."
-            )
+    def load(self, rank: int = 0, team: str = "") -> None:
+        """Make the teacher ready, or the part of it that process `rank` of a team holds."""
+        plan, teacher = load_plan(self._out, self._digest).on_this_machine()
+        if (size := len(worker_bundles(plan.settings))) > 1:  # all of a team are on one machine
+            join_team(rank, size, init_method=f"file://{tempfile.gettempdir()}/vocagnolm-{team}")
         teacher.load()
-        self._worker = Worker(plan, teacher, plan.writer(teacher.device_name))
+        self._worker = Worker(plan, teacher, plan.writer(teacher.device_name), writes=rank == 0)
 
     def work(self, number: int, ahead: int | None) -> Scored:
         """Score shard `number`; `ahead` is read meanwhile, for the next call."""
         return self._worker.work(number, ahead)
 
 
-def worker_resources(settings: ScoreSettings) -> dict[str, float]:
-    """What a worker is given; `settings` have been chosen."""
-    if settings.device == "cuda":
-        return {"num_gpus": 1, "num_cpus": 1}
-    assert settings.threads is not None
-    return {"num_cpus": settings.threads}
+def worker_bundles(settings: ScoreSettings) -> Bundles:
+    """`settings` have been chosen; as many processes as hold a teacher together."""
+    assert settings.shard_teacher != "auto"
+    on_cpus: dict[str, float] = {"CPU": settings.threads or 1}
+    one = {"GPU": 1.0, "CPU": 1.0} if settings.device == "cuda" else on_cpus
+    return [one] * settings.shard_teacher
+
+
+def _options(bundle: dict[str, float]) -> dict[str, float]:
+    """The same as arguments of `ray.remote`."""
+    return {f"num_{name.lower()}s": count for name, count in bundle.items()}
 
 
 @dataclass(eq=False)
 class _Member:
-    """A worker of the run; after a death it goes on with another process."""
+    """A worker of the run; after a death it goes on with other processes."""
 
-    actor: Any = None
-    machine: str = "a machine that has not answered"
-    loaded: bool = False
+    state: Literal["absent", "placed", "loaded", "useless"] = "absent"
     alive: bool = False
-    """Its process runs, and its last attempt to write did not fail."""
+    """Its processes run, and its last attempt to write did not fail."""
+    machine: str = "a machine that has not answered"
+    group: Any = None
+    """Of Ray: the room for its processes."""
+    actors: list[Any] = field(default_factory=list)
+    awaited: set[Any] = field(default_factory=set)
+    """Answers that are to come."""
+    shard: int = -1
+    rest_seconds: float = _FIRST_REST_SECONDS
+    rests_until: float = 0.0
 
 
 class Connection:
     """A cluster that answers, and the run on it."""
 
     def __init__(self, ray: Any, cluster: RayCluster):
-        self._ray = ray
-        self._workers, self._patience_seconds = cluster.workers, cluster.patience_seconds
+        self._ray, self._cluster = ray, cluster
         self._members: list[_Member] = []
-        self._useless = 0
-        self._scored = Scored()
-        self._started: float | None = None
-        self._interrupted = False
+        self._scored, self._started = Scored(), 0.0
         self._notes: list[str] = []
         self._trouble: VocagnolmError | None = None
         self._last_words = "nothing was heard of one."
 
-    def describe(self, source: TeacherSource, settings: ScoreSettings) -> Description:
-        """The teacher as the workers will have it: a driver without a GPU asks one that has."""
-        here = settings.device == "cpu" or source.server is not None or torch.cuda.is_available()
-        if here or not self._room({"num_gpus": 1})[0]:
-            return describe(source.open(settings), settings)
-        return self.describe_there(source, settings, {"num_gpus": 1})
-
-    def describe_there(
-        self, source: TeacherSource, settings: ScoreSettings, resources: dict[str, float]
+    def describe(
+        self, source: TeacherSource, settings: ScoreSettings, needed: Bundles | None = None
     ) -> Description:
-        source = source.absolute()
-        task = self._ray.remote(**resources)(lambda: describe(source.open(settings), settings))
-        room = self._room(resources, say=True)[1]
+        """The teacher as the workers will have it: a driver without a GPU asks a node that has one,
+        or what is `needed`."""
+        here = settings.device == "cpu" or source.server is not None or torch.cuda.is_available()
+        if needed is None and (here or not self._room([{"GPU": 1}])[0]):
+            return describe(source.open(settings), settings)
+        there, needed = source.absolute(), needed or [{"GPU": 1}]
+        task = self._ray.remote(lambda: describe(there.open(settings), settings))
+        room, patience = self._room(needed, say=True)[1], self._cluster.patience_seconds
         try:
-            found: Description = self._ray.get(task.remote(), timeout=self._patience_seconds)
+            answer = task.options(**_options(needed[0])).remote()
+            found: Description = self._ray.get(answer, timeout=patience)
         except self._ray.exceptions.GetTimeoutError:
-            raise ScoreError(f"no room within {self._patience_seconds:.0f} s: {room}.") from None
+            raise ScoreError(f"no room within {patience:.0f} s: {room}.") from None
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from None
         return found
 
-    def _room(self, resources: dict[str, float], *, say: bool = False) -> tuple[int, str]:
+    def _room(self, worker: Bundles, *, say: bool = False) -> tuple[int, str]:
         """How many workers the nodes can hold, and what of them is free. `say`: that we wait."""
-        name = "GPU" if "num_gpus" in resources else "CPU"
-        needed = resources[f"num_{name.lower()}s"]
+        name = "GPU" if "GPU" in worker[0] else "CPU"
+        needed = sum(bundle[name] for bundle in worker)
         there = [node["Resources"].get(name, 0) for node in self._ray.nodes() if node["Alive"]]
         free = self._ray.available_resources().get(name, 0)
         each = f", {needed:g} for a worker" if needed > 1 else ""
         room = f"{free:g} of {sum(there):g} {name}s free{each}"
         if say and free < needed:
-            warnings.warn(f"waiting for room: {room}", WaitingWarning, stacklevel=2)
+            warnings.warn(f"waiting for room: {room}", errors.WaitingWarning, stacklevel=2)
         return sum(int(one // needed) for one in there), room
 
     def work_through(
@@ -219,136 +206,135 @@ class Connection:
         plan: Plan,
         numbers: list[int],
         digest: str | None,
+        claims: Claims | None = None,
+        *,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Done:
         """Score these shards; those that are set aside are an error in the end."""
-        self._queue = ShardQueue(numbers)
-        self._resources = worker_resources(plan.settings)
-        remote = self._ray.remote(max_task_retries=0, **self._resources)(ScoringActor)
-        self._new_actor: Callable[[], Any] = lambda: remote.remote(plan.absolute().out, digest)
+        self._queue, self._bundles = (
+            ShardQueue(numbers, claims=claims),
+            worker_bundles(plan.settings),
+        )
+        self._made_from = (plan.absolute().out, digest)
         documents = sum(len(plan.documents_in(number)) for number in numbers)
-
-        def report() -> None:
-            if on_progress is not None and self._started is not None:
-                alive = sum(member.alive for member in self._members)
-                so_far = (self._scored.documents, documents, self._scored.tokens)
-                on_progress(Progress(*so_far, len(self._queue.done), len(numbers), alive))
-
-        with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop of its own
-            try:
-                thread.submit(asyncio.run, self._run(report)).result()
-            finally:
-                self._interrupted = True
-        self._queue.require_none_set_aside(plan)
-        seconds = 0.0 if self._started is None else time.monotonic() - self._started
-        return Done(self._scored.tokens, seconds, notes=tuple(self._notes))
-
-    async def _run(self, report: Callable[[], None]) -> None:
-        self._news = asyncio.Event()
-        tasks: list[asyncio.Task[None]] = []
         alive_at, grows_at = time.monotonic(), 0.0
-        self._room(self._resources, say=True)
+        self._room(self._bundles, say=True)
         try:
-            while self._queue.open and not self._interrupted:
+            while self._queue.open:
                 now = time.monotonic()
                 if now >= grows_at:  # one is asked for in any case: there are clusters that grow
                     grows_at = now + _GROW_SECONDS
-                    wanted = self._workers or max(1, self._room(self._resources)[0])
-                    for _ in range(min(wanted, self._queue.open) - len(self._members)):
-                        self._members.append(_Member())
-                        tasks.append(asyncio.create_task(self._live(self._members[-1])))
+                    wanted = self._cluster.workers or max(1, self._room(self._bundles)[0])
+                    missing = min(wanted, self._queue.open) - len(self._members)
+                    self._members += [_Member() for _ in range(missing)]
                 if any(member.alive for member in self._members):
                     alive_at = now
-                elif now - alive_at > self._patience_seconds:
+                elif now - alive_at > self._cluster.patience_seconds:
                     raise self._trouble or self._nobody()
-                for member in filter(self._queue.is_stuck, self._members):
-                    self._kill(member)
-                report()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), _TICK_SECONDS)
-                self._news.clear()
-                for task in filter(asyncio.Task.done, tasks):
-                    task.result()  # raises what ended it
-            report()
+                for member in self._members:
+                    if self._queue.is_stuck(member):
+                        self._end(member)
+                    elif not member.awaited and now >= member.rests_until:
+                        member.awaited = {*self._asked(member)}
+                self._listen()
+                if on_progress is not None and self._started:
+                    alive = sum(member.alive for member in self._members)
+                    so_far = (self._scored.documents, documents, self._scored.tokens)
+                    on_progress(Progress(*so_far, len(self._queue.done), len(numbers), alive))
         finally:
-            for task in tasks:
-                task.cancel()
             for member in self._members:
-                self._kill(member)
+                self._end(member)
+        self._queue.require_none_set_aside(plan)
+        seconds = time.monotonic() - self._started if self._started else 0.0
+        done = len(self._queue.done)
+        return Done(self._scored.tokens, seconds, shards=done, notes=tuple(self._notes))
 
-    async def _live(self, member: _Member) -> None:
-        """The life of a worker, through as many processes as it takes."""
-        rest = _FIRST_REST_SECONDS
-        while True:
-            try:
-                await self._work(member)
-            except self._ray.exceptions.RayTaskError as error:
-                cause = error.cause
-                if isinstance(cause, WriteError | AddressError):  # storage that may come back
-                    self._trouble = cause
-                    self._note(member, "gave back", self._queue.give_back(member), str(cause))
-                elif not isinstance(cause, VocagnolmError):  # what is left in it may be broken
-                    self._lost(member, cause)
-                elif member.loaded or self._useless + 1 == len(self._members):
-                    raise cause from None
-                else:  # it keeps its place: another worker would fare no better there
-                    self._useless += 1
-                    member.alive = False
-                    self._notes.append(f"a worker on {member.machine} was of no use: {cause}")
-                    return
-            except self._ray.exceptions.RayError as error:  # process, node or the way to it
-                self._lost(member, error)
-            else:
-                rest = _FIRST_REST_SECONDS
+    def _asked(self, member: _Member) -> list[Any]:
+        """The next step of a worker: its processes, its teacher, or a shard."""
+        if member.state == "absent":
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Placed
+
+            member.group = self._ray.util.placement_group(self._bundles, strategy="STRICT_PACK")
+            actor = self._ray.remote(**_options(self._bundles[0]))(ScoringActor)
+            member.actors = [
+                actor.options(scheduling_strategy=Placed(member.group, rank)).remote(
+                    *self._made_from
+                )
+                for rank in range(len(self._bundles))
+            ]
+            return [one.hello.remote() for one in member.actors]
+        if member.state == "placed":
+            member.alive, team = True, secrets.token_hex(8)
+            return [one.load.remote(rank, team) for rank, one in enumerate(member.actors)]
+        if member.state == "useless" or (claim := self._queue.claim(member)) is None:
+            return []
+        member.shard = claim[0]
+        return [one.work.remote(*claim) for one in member.actors]
+
+    def _listen(self) -> None:
+        """To answers that are there, or come within a moment."""
+        awaited = {answer: member for member in self._members for answer in member.awaited}
+        if not awaited:
+            return time.sleep(_TICK_SECONDS / 2)
+        for answer in self._ray.wait([*awaited], timeout=_TICK_SECONDS)[0]:
+            member = awaited[answer]
+            if answer not in member.awaited:  # another process of this worker has failed
                 continue
-            member.alive = False
-            self._news.set()
-            await asyncio.sleep(rest)
-            rest = min(2 * rest, _LONGEST_REST_SECONDS)
+            member.awaited.remove(answer)
+            try:
+                said = self._ray.get(answer)
+            except self._ray.exceptions.RayError as error:  # of ours, or the process, or its node
+                self._failed(member, getattr(error, "cause", error))
+                continue
+            if member.awaited:
+                continue
+            if member.state == "absent":
+                member.state, member.machine = "placed", said
+            elif member.state == "placed":
+                member.state, self._started = "loaded", self._started or time.monotonic()
+            else:
+                member.alive, member.rest_seconds = True, _FIRST_REST_SECONDS
+                if self._queue.finished(member, member.shard):
+                    self._scored += said
 
-    async def _work(self, member: _Member) -> None:
-        """One step: a process, its teacher, or a shard."""
-        if member.actor is None:
-            member.actor = self._new_actor()
-            member.machine = await member.actor.hello.remote()
-        elif not member.loaded:
-            member.alive = True
-            await member.actor.load.remote()
-            member.loaded = True
-            self._started = self._started or time.monotonic()
-        elif (claim := self._queue.claim(member)) is None:
-            await asyncio.sleep(_TICK_SECONDS / 2)
-        else:
-            scored = await member.actor.work.remote(*claim)
-            member.alive = True
-            if self._queue.finished(member, claim[0]):
-                self._scored += scored
-            self._news.set()
-
-    def _lost(self, member: _Member, error: BaseException) -> None:
-        reason = first_line(error)
-        self._note(member, "died with", self._queue.give_back(member, reason), reason)
-        self._kill(member)
-        member.actor, member.loaded = None, False
-
-    def _note(self, member: _Member, what: str, shards: list[int], reason: str) -> None:
-        self._last_words = reason
-        for number in shards:
+    def _failed(self, member: _Member, error: BaseException) -> None:
+        member.alive, member.awaited = False, set()
+        away = isinstance(error, WriteError | AddressError)
+        if isinstance(error, WriteError | AddressError):  # storage that may come back
+            self._trouble = error
+        elif isinstance(error, VocagnolmError):
+            others = [one for one in self._members if one is not member]
+            if member.state == "loaded" or all(one.state == "useless" for one in others):
+                raise error from None
+            member.state = "useless"  # its room is kept: another would fare no better there
+            self._notes.append(f"a worker on {member.machine} was of no use: {error}")
+            return
+        self._last_words = str(error) if away else first_line(error)
+        what, blamed = ("gave back", None) if away else ("died with", self._last_words)
+        for number in self._queue.give_back(member, blamed):
             self._notes.append(
                 f"a worker on {member.machine} {what} shard {number}, which went to another: "
-                f"{reason}"
+                f"{self._last_words}"
             )
+        if not (away and member.state == "loaded"):  # what is left in it may be broken
+            self._end(member)
+            member.state = "absent"
+        member.rests_until = time.monotonic() + member.rest_seconds
+        member.rest_seconds = min(2 * member.rest_seconds, _LONGEST_REST_SECONDS)
 
-    def _kill(self, member: _Member) -> None:
+    def _end(self, member: _Member) -> None:
         with contextlib.suppress(Exception):  # it is dead, or the cluster is
-            self._ray.kill(member.actor)
+            for actor in member.actors:
+                self._ray.kill(actor)
+            self._ray.util.remove_placement_group(member.group)
 
     def _nobody(self) -> ScoreError:
-        needs = ", ".join(f"{name} {value:g}" for name, value in self._resources.items())
+        one, count = self._bundles[0], len(self._bundles)
+        needs = " and ".join(f"{count * amount:g} {name}s" for name, amount in one.items())
         return ScoreError(
-            f"no worker has been alive for {self._patience_seconds:.0f} s "
+            f"no worker has been alive for {self._cluster.patience_seconds:.0f} s "
             f"({len(self._queue.done):,} shards were scored and are kept). Each needs {needs}, and "
-            f"there are {self._room(self._resources)[1]}; the last word: {self._last_words} Look "
+            f"there are {self._room(self._bundles)[1]}; the last word: {self._last_words} Look "
             "at `ray status`, and run the same command again, with a longer --ray-patience for a "
             "busy cluster: it goes on from there."
         )

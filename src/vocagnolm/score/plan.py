@@ -17,8 +17,8 @@ from typing import Any
 from vocagnolm import __version__
 from vocagnolm.data.corpus import Corpus, files_of_folder, open_corpus
 from vocagnolm.data.sources import DatasetSource, JsonLines, ParquetRows, RemoteFile, TextFile
-from vocagnolm.errors import CorpusError, StoreError, UsageError
-from vocagnolm.files import address_of, json_bytes, parse_json
+from vocagnolm.errors import CorpusError, ScoreError, StoreError, UsageError
+from vocagnolm.files import address_of, differences, json_bytes, parse_json
 from vocagnolm.model.load import ModelFiles, open_model
 from vocagnolm.model.server import Server
 from vocagnolm.processes import Ranks
@@ -26,7 +26,7 @@ from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.teacher import LocalTeacher, ServerTeacher, Teacher
 from vocagnolm.storage import storage_of
 from vocagnolm.store.format import encode_vocabulary
-from vocagnolm.store.writer import StoreWriter
+from vocagnolm.store.writer import StoreWriter, measured_apart, with_values_of
 
 PLAN_FILE = "plan.json"
 _OLDER_PLAN_FILE = "plan.pickle"
@@ -50,7 +50,10 @@ class TeacherSource:
         """Found and identified; its weights are loaded later. `patient` waits for a server that is
         being started."""
         if self.server is None:
-            return LocalTeacher(self.find(settings), settings, conversations=self.conversations)
+            files = self.find(settings)
+            if settings.shard_teacher == "auto":
+                settings = replace(settings, shard_teacher=files.fewest_shards())
+            return LocalTeacher(files, settings, conversations=self.conversations)
         if self.conversations:
             raise UsageError(
                 "--server reads texts; conversations are scored by a teacher in this process. "
@@ -152,10 +155,20 @@ class Plan:
             teacher_source=self.teacher_source and self.teacher_source.absolute(),
         )
 
-    def on_this_machine(self) -> "Plan":
-        """With the corpus as it is here: a machine may have a copy of its own."""
-        assert self.corpus_source is not None
-        return replace(self, corpus=_as_here(self.corpus, self.corpus_source.open, "this machine"))
+    def on_this_machine(self) -> "tuple[Plan, LocalTeacher | ServerTeacher]":
+        """With the corpus as it is here, since a machine may have a copy of its own, and with the
+        teacher, which must be the one of the plan."""
+        assert self.corpus_source is not None and self.teacher_source is not None
+        corpus = _as_here(self.corpus, self.corpus_source.open, "this machine")
+        teacher = self.teacher_source.open(self.settings, patient=True)
+        here = store_identity(describe(teacher, self.settings), corpus)
+        for name, planned, found in differences(self.identity, with_values_of(self.identity, here)):
+            is_here = measured_apart(name, planned, found) or repr(found)[:80]
+            raise ScoreError(
+                f"{name} is {is_here} on this machine, the "
+                f"plan has {planned!r:.80}. Give all machines the same teacher, corpus, packages."
+            )
+        return replace(self, corpus=corpus), teacher
 
 
 def remove_plan(out: str | Path) -> None:

@@ -32,7 +32,16 @@ from vocagnolm.score.plan import (
 )
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.teacher import Teacher
-from vocagnolm.score.work import Done, Progress, Scored, ShardQueue, Share, Worker, finish
+from vocagnolm.score.work import (
+    Claims,
+    Done,
+    Progress,
+    Scored,
+    ShardQueue,
+    Share,
+    Worker,
+    finish,
+)
 from vocagnolm.storage import require_storage
 from vocagnolm.store.writer import StoreWriter, store_lock
 
@@ -117,8 +126,8 @@ def score_corpus(
         which the teacher reads in its own template.
     split: a text file is one document (`none`), or one a paragraph (`blank_line`) or a `line`.
     settings: context, dtype, device and the like; `ScoreSettings()` chooses by the model.
-    share: do a share of the shards only, for machines that are not started together; the one that
-        ends last completes the store.
+    share: do a share of the shards, for machines that are not started together, and then what is
+        left of shares that others have begun; the one that ends last completes the store.
     cluster: let the workers of a Ray cluster do it; `out` and `corpus` must lie where all of its
         machines see them. A worker that dies is replaced, and its shard is scored by another.
     server: the address of a server of vLLM or SGLang that has the teacher's weights, or a `Server`;
@@ -126,8 +135,8 @@ def score_corpus(
     on_progress: is called with a `Progress` after every batch, on a cluster after every shard.
 
     Documents that cannot be read are counted in `summary.store`, not scored. Run again to resume;
-    a finished store is recognised. Under torchrun the shards are split by rank; the store has the
-    same bytes whatever the number of processes.
+    a finished store is recognised. Under torchrun the ranks claim shards one by one; the store has
+    the same bytes whatever the number of processes.
     """
     began = time.perf_counter()
     settings = settings or ScoreSettings()
@@ -148,9 +157,10 @@ def score_corpus(
             limit=limit_documents,
             max_document_bytes=max_document_bytes,
         )
-    with _ranks(teacher_source, settings) as ranks:
-        settings = replace(settings, shard_teacher=ranks.team_size)
-        if cluster is not None:
+    with _ranks(teacher_source, settings, cluster) as ranks:
+        if cluster is None:
+            settings = replace(settings, shard_teacher=ranks.team_size)
+        else:
             _require_fit_for_cluster(teacher_source, corpus_source, share, ranks)
         if corpus_source is not None:
             corpus = shared_corpus(partial(planned_corpus, out, corpus_source), ranks)
@@ -176,12 +186,12 @@ def score_corpus(
         assert not isinstance(teacher, str | Path)
         plan = planned(describe(teacher, settings))
         writer = plan.writer(getattr(teacher, "device_name", None))
-        here = partial(_work_here, plan, writer, teacher, ranks.leads_team, on_progress)
+        here = partial(_work_here, plan, writer, teacher, ranks, on_progress)
         return _score(plan, writer, ranks, share or Share(), here, began)
 
 
 def _ranks(
-    teacher: TeacherSource | None, settings: ScoreSettings
+    teacher: TeacherSource | None, settings: ScoreSettings, cluster: RayCluster | None
 ) -> contextlib.AbstractContextManager[Ranks]:
     if settings.shard_teacher == 1:
         return running_ranks()
@@ -189,6 +199,8 @@ def _ranks(
         raise ValueError("shard_teacher needs a teacher that is opened by name: give its path")
     if teacher.server is not None:
         raise UsageError("--server has the weights already: leave --shard-teacher out.")
+    if cluster is not None:  # which makes its teams itself
+        return running_ranks()
     return running_teams(partial(team_size, teacher, settings))
 
 
@@ -197,8 +209,6 @@ def _require_fit_for_cluster(
 ) -> None:
     if teacher is None or corpus is None:
         raise ValueError("on a cluster teacher and corpus are opened by name: give paths")
-    if ranks.team_size > 1:
-        raise UsageError("--shard-teacher needs torchrun, and --ray does without: leave one out.")
     if share is not None or ranks.count > 1:
         raise UsageError("--ray hands out the shards itself: leave --share and torchrun out.")
 
@@ -208,27 +218,33 @@ def _score(
     writer: StoreWriter,
     ranks: Ranks,
     share: Share,
-    work: Callable[[list[int], str | None], Done],
+    work: Callable[[list[int], str | None, Claims | None], Done],
     began: float,
 ) -> ScoreSummary:
-    """`work` is given the shards that are this process's to do, and the digest of the plan."""
+    """`work` is given the shards that are to be done, first those of this process, the digest of
+    the plan, and what tells it of other processes, where there are some."""
     alone = share.count == 1
+    together = ranks.teams > 1 or not alone
     with contextlib.ExitStack() as held:
 
-        def begin() -> tuple[list[int], list[str], str | None, dict[str, Any]]:
+        def begin() -> tuple[list[int], dict[int, str], str | None, dict[str, Any]]:
             held.enter_context(store_lock(writer.path, shared=not alone))
             writer.begin()
             states = {number: writer.has_shard(number) for number in share.shards(plan.shard_count)}
             missing = [number for number, (whole, _) in states.items() if not whole]
-            damages = [damage for _, damage in states.values() if damage]
+            damages = {number: damage for number, (_, damage) in states.items() if damage}
+            if missing and together:
+                writer.begin_claims(missing, share.marker)
             begun = replace(plan, identity=writer.identity)
             return missing, damages, begun.save() if missing else None, writer.identity
 
         missing, mended, digest, identity = ranks.decide(begin)
         writer.take_identity(identity)
         ours = missing[ranks.team :: ranks.teams]
+        rest = sorted({*missing} - {*ours}, reverse=True)  # from the end, where others are last
+        claims = Claims(writer, share, [*mended]) if together else None
         started = time.perf_counter()
-        done = work(ours, digest) if ours else Done()
+        done = work(ours + rest, digest, claims) if ours else Done()
         ended = time.perf_counter()
         ranks.wait_for_all()
 
@@ -240,9 +256,9 @@ def _score(
         left, summary = ranks.decide(end)
     return ScoreSummary(
         store=summary,
-        scored_shards=len(ours),
+        scored_shards=done.shards,
         found_shards=len(share.shards(plan.shard_count)) - len(missing),
-        mended=mended,
+        mended=[*mended.values()],
         tokens=done.tokens,
         seconds=done.seconds,
         times=Times(
@@ -262,34 +278,44 @@ def _work_here(
     plan: Plan,
     writer: StoreWriter,
     teacher: Teacher,
-    writes: bool,
+    ranks: Ranks,
     on_progress: Callable[[Progress], None] | None,
     numbers: list[int],
     digest: str | None,
+    claims: Claims | None,
 ) -> Done:
-    """One shard after the other, in this process."""
-    total = sum(len(plan.documents_in(number)) for number in numbers)
-    scored = Scored()
+    """One shard after the other, in this process. As many as would be its part are counted as its
+    work; it may become more or less."""
+    part_of_ours = numbers[: -(-len(numbers) // ranks.teams)]
+    total = sum(len(plan.documents_in(number)) for number in part_of_ours)
+    scored, shards = Scored(), 0
+    queue = ShardQueue(numbers, claims=claims)
 
     def note(part: Scored) -> None:
         if on_progress is not None:
             now = scored + part
-            on_progress(Progress(now.documents, total, now.tokens))
+            on_progress(Progress(now.documents, max(total, int(now.documents)), now.tokens))
 
-    with contextlib.closing(Worker(plan, teacher, writer, writes)) as worker:
+    def claimed() -> tuple[int, int | None] | None:
+        while (found := queue.claim(worker)) is None and queue.wait_for_others():
+            pass
+        return found
+
+    with contextlib.closing(Worker(plan, teacher, writer, ranks.leads_team)) as worker:
         worker.read_ahead(numbers[0])
         before = compiling_seconds()
         teacher.load()
         started, loaded = time.perf_counter(), compiling_seconds()
-        queue = ShardQueue(numbers)
-        while (claim := queue.claim(worker)) is not None:
-            scored += worker.begin(*claim, note)
-            queue.finished(worker, claim[0])
+        while (claim := ranks.decide_in_team(claimed)) is not None:
+            number, ahead = claim
+            scored += worker.begin(number, ahead, note)
+            shards += 1
+            queue.finished(worker, number)
             note(Scored())
         worker.settle()
     compiled = compiling_seconds()
     seconds = time.perf_counter() - started - (compiled - loaded)
-    return Done(scored.tokens, seconds, compiled - before)
+    return Done(scored.tokens, seconds, compiled - before, shards)
 
 
 # ---- teachers over several processes ----

@@ -21,7 +21,15 @@ from vocagnolm.score.plan import Plan, remove_plan
 from vocagnolm.score.settings import ScoreSettings
 from vocagnolm.score.teacher import Teacher, TokenizedDocument
 from vocagnolm.store import inspect_store
-from vocagnolm.store.format import HASH_BYTES, Shard, narrowest_unsigned, to_float16
+from vocagnolm.store.format import (
+    CLAIM_FOLDER,
+    HASH_BYTES,
+    SHARD_FOLDER,
+    Shard,
+    narrowest_unsigned,
+    shard_name,
+    to_float16,
+)
 from vocagnolm.store.writer import StoreWriter, store_lock
 
 # ---- who scores what ----
@@ -54,6 +62,11 @@ class Share:
     def shards(self, shard_count: int) -> range:
         return range(self.number - 1, shard_count, self.count)
 
+    @property
+    def marker(self) -> str:
+        """The name of the file that says that this share has begun."""
+        return f"share-{self.number}-of-{self.count}"
+
     def of_shards(self, numbers: list[int]) -> list[str]:
         """The shares that these shards belong to."""
         return [f"{n + 1}/{self.count}" for n in sorted({m % self.count for m in numbers})]
@@ -68,15 +81,48 @@ _MOST_NAMED = 8
 # A shard is handed out a second time when it takes so many times the median, or, when nothing else
 # is left, to a worker that would be idle; never within the first seconds.
 _LATE, _LATE_AT_THE_END, _LATE_SECONDS = 4.0, 1.5, 2.0
+_LONGEST_PAUSE_SECONDS = 10.0
+
+
+class Claims:
+    """What processes that make one store together (the ranks of torchrun, shares) know of each
+    other: files in the store."""
+
+    def __init__(self, writer: StoreWriter, share: Share, damaged: Sequence[int]):
+        self._writer, self._share, self._damaged = writer, share, set(damaged)
+
+    def take(self, number: int, holders: int) -> bool:
+        """Whether this process is the first to claim a shard that `holders` others have."""
+        return self._writer.claim(number, holders)
+
+    def is_done(self, number: int) -> bool:
+        """Not to be said of a shard that stood there before, damaged."""
+        return number not in self._damaged and self._writer.storage.has(shard_name(number))
+
+    def left_by_others(self) -> list[int]:
+        """What is missing of other shares that have begun; from the end, which they reach last."""
+        found, count = self._writer.storage.files(SHARD_FOLDER, CLAIM_FOLDER), self._share.count
+        others = [Share(n + 1, count) for n in range(count) if n + 1 != self._share.number]
+        begun = [one for one in others if f"{CLAIM_FOLDER}/{one.marker}" in found]
+        numbers = [n for one in begun for n in one.shards(self._writer.shard_count)]
+        return [n for n in sorted(numbers, reverse=True) if shard_name(n) not in found]
 
 
 class ShardQueue:
     """Hands out shards to workers, one at a time and one to be read ahead. Every shard is waiting,
     with a worker, done, or set aside; a late one is with two workers, and the first commit counts.
-    A worker is any key of a dictionary. No step grows with the number of shards."""
+    A worker is any key of a dictionary. No step grows with the number of shards.
 
-    def __init__(self, numbers: Sequence[int], clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
+    `claims`: other processes have queues of their own for the same shards. A shard that one of them
+    has claimed is with a worker of which no more is known, and may be late like any other."""
+
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        clock: Callable[[], float] = time.monotonic,
+        claims: Claims | None = None,
+    ):
+        self._clock, self._claims, self._helping = clock, claims, False
         self._waiting = deque(numbers)
         self._open = set(numbers)
         self._ahead: dict[Any, int] = {}
@@ -96,9 +142,10 @@ class ShardQueue:
 
     def claim(self, worker: Any) -> tuple[int, int | None] | None:
         """A shard to be scored, and one to be read meanwhile; None: nothing is left for now."""
-        number = self._next(worker)
+        while (number := self._next(worker)) is not None and not self._granted(number):
+            pass
         if number is None:
-            return None
+            return None if self._claims is None or self._helping else self._help(worker)
         self._begun[worker] = (number, self._clock())
         self._holders[number] += 1
         # A shard that was with a worker when it died is handed out alone: should it be the cause,
@@ -119,6 +166,39 @@ class ShardQueue:
         if number is None and self._ahead:
             return self._ahead.pop(next(iter(self._ahead)))
         return self._late(_LATE_AT_THE_END) if number is None else number
+
+    def _granted(self, number: int) -> bool:
+        """Whether no other process has done or claimed this shard."""
+        if self._claims is None:
+            return True
+        if self._claims.is_done(number):
+            self.finished(None, number)
+        elif self._claims.take(number, self._holders[number]):
+            return True
+        else:
+            self._begun[number, self._holders[number]] = (number, self._clock())
+            self._holders[number] += 1
+        return False
+
+    def _help(self, worker: Any) -> tuple[int, int | None] | None:
+        """All of ours is done, or with others: go on with what they have not begun."""
+        assert self._claims is not None
+        self._helping = True
+        others = [number for number in self._claims.left_by_others() if number not in self._open]
+        self._waiting.extend(others)
+        self._open.update(others)
+        return self.claim(worker)
+
+    def wait_for_others(self) -> bool:
+        """Whether there is a reason to ask again: a shard that another process has claimed, and may
+        be late with. Pauses, and looks what is done meanwhile."""
+        held = [n for n in self._open if self._holders[n] == 1] if self._seconds else []
+        if held:
+            time.sleep(min(_LONGEST_PAUSE_SECONDS, self._limit(_LATE_AT_THE_END) / 10))
+        for number in held:
+            if self._claims is not None and self._claims.is_done(number):
+                self.finished(None, number)
+        return bool(held)
 
     def _late(self, factor: float) -> int | None:
         """The shard that its only worker has had for longest, if that is too long."""
@@ -324,6 +404,7 @@ class Done:
     seconds: float = 0.0
     """Without loading the teacher and without compiling it."""
     compiling: float = 0.0
+    shards: int = 0
     notes: tuple[str, ...] = ()
 
 

@@ -5,9 +5,10 @@ One protocol for folders and buckets, of steps that happen as a whole or not at 
 1. try put-if-absent, and warn where the storage ignores it;
 2. create `manifest.partial.json`, or compare its identity; with alternatives, create the
    teacher's vocabulary, whose digest is part of the identity;
-3. create the shard: where it exists the other attempt counts, if it is whole;
-4. put `records/N.json`, its digest and statistics;
-5. create `manifest.json` from the records.
+3. where several processes share the work, create `claims/N-0`, or leave the shard to its holder;
+4. create the shard: where it exists the other attempt counts, if it is whole;
+5. put `records/N.json`, its digest and statistics;
+6. create `manifest.json` from the records.
 
 A process may be killed between any two instructions: the next one lists what is there once, and
 goes on from that.
@@ -15,8 +16,9 @@ goes on from that.
 
 import contextlib
 import json
+import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from vocagnolm.errors import StorageWarning, StoreError
 from vocagnolm.storage import storage_of
 from vocagnolm.storage.bucket import PROBE
 from vocagnolm.store.format import (
+    CLAIM_FOLDER,
     FORMAT_NAME,
     MANIFEST_FILE,
     PARTIAL_MANIFEST_FILE,
@@ -149,7 +152,8 @@ class StoreWriter:
             refuse_other_identity(str(self.storage), found["identity"], self.identity)
             self._listed = found.get("shards", [])
         elif found["identity"] != self.identity:
-            self.storage.put(PARTIAL_MANIFEST_FILE, files.json_bytes(self._manifest_head(False)))
+            head = files.json_bytes(self._manifest_head(False), sealed=True)
+            self.storage.put(PARTIAL_MANIFEST_FILE, head)
         if not complete:
             self._try_writing()
 
@@ -193,7 +197,7 @@ class StoreWriter:
 
     def _begin_new(self) -> None:
         # a run killed while it began may have left these
-        ours = (files.LOCK_FILE, SHARD_FOLDER, RECORD_FOLDER)
+        ours = (files.LOCK_FILE, SHARD_FOLDER, RECORD_FOLDER, CLAIM_FOLDER)
         names = {name.partition("/")[0] for name in self._files}.difference(ours)
         strangers = sorted(
             n for n in names if not (files.is_leftover(n) or n.startswith(f"{PROBE}-"))
@@ -204,7 +208,7 @@ class StoreWriter:
                 f"{', '.join(strangers[:3])}). Choose another --out."
             )
         self._try_writing()
-        head = files.json_bytes(self._manifest_head(False))
+        head = files.json_bytes(self._manifest_head(False), sealed=True)
         if not self.storage.create(PARTIAL_MANIFEST_FILE, head):  # another share has begun it now
             self._begin()
 
@@ -279,6 +283,18 @@ class StoreWriter:
         self.storage.put(record_at, record_bytes(self._digest, record))
         self._known[shard.number] = record
 
+    def begin_claims(self, numbers: Collection[int], marker: str) -> None:
+        """Whoever begins takes all of these shards: those who have claimed them may be dead, and if
+        they are not, the first commit counts."""
+        found = self.storage.files(CLAIM_FOLDER)
+        before = {claim_name(number, holders) for number in numbers for holders in (0, 1)}
+        self.storage.remove(*before.intersection(found))
+        self.storage.put(f"{CLAIM_FOLDER}/{marker}", b"")
+
+    def claim(self, number: int, holders: int) -> bool:
+        """Whether a shard that `holders` processes have claimed is now this one's too."""
+        return self.storage.create(claim_name(number, holders), secrets.token_bytes(8))
+
     @property
     def was_complete(self) -> bool:
         """Whether the store had a manifest, and a whole one, when it was taken up."""
@@ -326,13 +342,15 @@ class StoreWriter:
 
     def tidy(self) -> None:
         """Remove what runs that were killed left of their own behind the finished store."""
-        found = self.storage.files(SHARD_FOLDER, RECORD_FOLDER)
+        folders = (SHARD_FOLDER, RECORD_FOLDER, CLAIM_FOLDER)
+        found = self.storage.files(*folders)
         assert MANIFEST_FILE in found
         records = [n for n in found if n.startswith(f"{RECORD_FOLDER}/") and n.endswith(".json")]
+        records += [name for name in found if name.startswith(f"{CLAIM_FOLDER}/")]
         if PARTIAL_MANIFEST_FILE in found:
             self.storage.remove(PARTIAL_MANIFEST_FILE)  # before the records that it counts on
         self.storage.remove(*records)
-        self.storage.tidy(SHARD_FOLDER, RECORD_FOLDER)
+        self.storage.tidy(*folders)
 
     def _manifest_head(self, complete: bool) -> dict[str, Any]:
         return {
@@ -342,6 +360,10 @@ class StoreWriter:
             "shard_count": self.shard_count,
             "identity": self.identity,
         }
+
+
+def claim_name(number: int, holders: int) -> str:
+    return f"{CLAIM_FOLDER}/{number:06d}-{holders}"
 
 
 def refuse_other_identity(path: str | Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -84,11 +84,18 @@ _MEND = "Choose another run.folder, or remove that file to begin the run anew."
 def run_folder(recipe: Recipe) -> Path:
     if not recipe.run.folder:
         raise TrainingError("The recipe does not say where the run goes: set run.folder.")
-    return Path(recipe.run.folder)
+    return _not_a_file(Path(recipe.run.folder))
+
+
+def _not_a_file(folder: Path) -> Path:
+    if folder.exists() and not folder.is_dir():
+        raise TrainingError(f"{folder} is a file, and run.folder is a folder. Choose another one.")
+    return folder
 
 
 def read_run(folder: Path) -> dict[str, Any]:
     """run.json; empty where there is none yet."""
+    _not_a_file(folder)
     keys = {"finished": bool, "schedule": dict}
     try:
         return read_json(folder / "run.json", TrainingError, _MEND, keys)
@@ -149,14 +156,14 @@ def begin_run(folder: Path, recipe: Recipe, schedule: "Schedule", blocks: str) -
                 "python": platform.python_version(),
             },
         }
-        write_json(folder / "run.json", about)
+        write_json(folder / "run.json", about, sealed=True)
     elif read_run(folder)["schedule"] != asdict(schedule):
         note_in_run(folder, schedule=asdict(schedule))
 
 
 def note_in_run(folder: Path, **facts: Any) -> None:
     """Into run.json."""
-    write_json(folder / "run.json", {**read_run(folder), **facts})
+    write_json(folder / "run.json", {**read_run(folder), **facts}, sealed=True)
 
 
 def found_micro_batch(folder: Path) -> int | None:
