@@ -41,5 +41,10 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as folder:
         dataset, store = demo_data.conversations(Path(folder))
-        settings = {"output_dir": folder, "max_steps": 20, "learning_rate": 2e-3, "logging_steps": 1}
+        settings = {
+            "output_dir": folder,
+            "max_steps": 20,
+            "learning_rate": 2e-3,
+            "logging_steps": 1,
+        }
         guided(*demo_data.student(), dataset, settings, store).train()

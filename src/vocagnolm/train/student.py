@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from vocagnolm.objective import (
     ObjectiveConfig,
     Targets,
     Teacher,
+    guided_loss,
     objective_loss,
     student_nll,
 )
@@ -405,6 +407,12 @@ def understood_head(model: PreTrainedModel) -> HeadForm:
             "Please report the architecture."
         )
     return form
+
+
+def use_guided_loss(model: nn.Module, config: ObjectiveConfig) -> None:
+    """Let a model of transformers, in whatever adapters, make this loss where it is given labels."""
+    require_precision(model)
+    causal_lm_of(model).loss_function = partial(guided_loss, config=config)
 
 
 def require_precision(model: nn.Module) -> None:
