@@ -3,9 +3,9 @@
 python examples/trl_sft.py            # conversations of the demo, scored on the spot
 
 TRL makes labels and packs by itself and would lose the guidance on the way: `guide` makes the
-labels, TRL's `pack_dataset` packs all columns, and the trainer leaves the dataset as it is. TRL's own
-loss does not ask the model's loss function, that of transformers does; what TRL measures beside it
-(entropy, mean_token_accuracy) is then not logged.
+labels, TRL's `pack_dataset` packs all columns, and the trainer leaves the dataset as it is. TRL's
+own loss does not ask the model's loss function, that of transformers does; what TRL measures beside
+it (entropy, mean_token_accuracy) is then not logged.
 """
 
 import tempfile

@@ -47,6 +47,7 @@ def our_losses(
 ) -> list[float]:
     """The loss of every step when `vocagnolm train` reads these rows, in their order."""
     import demo_data
+
     from vocagnolm.data.prepare import prepare
     from vocagnolm.demo import students
     from vocagnolm.recipe import recipe_from_dict

@@ -4,9 +4,10 @@
       - vocagnolm.axolotl.GuidedPlugin
     guidance: {store: out/store}
 
-Further keys of `guidance` are those of `vocagnolm.guide` (`missing`, `train_on`, ...), and `objective`
-takes the keys of a recipe's section of that name. The datasets are read by axolotl and tokenised by
-`guide`; `sequence_len`, `sample_packing`, `val_set_size`, adapters and the rest are axolotl's.
+Further keys of `guidance` are those of `vocagnolm.guide` (`missing`, `train_on`, ...), and
+`objective` takes the keys of a recipe's section of that name. The datasets are read by axolotl and
+tokenised by `guide`; `sequence_len`, `sample_packing`, `val_set_size`, adapters and the rest are
+axolotl's.
 """
 
 from typing import Any
@@ -42,9 +43,7 @@ class GuidedPlugin(BasePlugin):  # type: ignore[misc]
 
     def register(self, cfg: dict[str, Any]) -> None:
         if not (cfg.get("guidance") or {}).get("store"):
-            raise UsageError(
-                "vocagnolm.axolotl.GuidedPlugin needs the key `guidance: {store: ...}`."
-            )
+            raise UsageError("GuidedPlugin needs to know the store: guidance: {store: out/store}")
         if other := [name for name in _OTHER_LOSSES if cfg.get(name)]:
             raise UsageError(f"{', '.join(other)} puts another loss in place of the guided one.")
         cfg["remove_unused_columns"] = False
@@ -79,17 +78,16 @@ def _rows(cfg: Any) -> Any:
     tokenizer = load_tokenizer(cfg)
     if cfg.chat_template:
         tokenizer.chat_template = get_chat_template_from_config(cfg=cfg, tokenizer=tokenizer)
-    options = {
-        name: one for name, one in cfg.guidance.items() if name not in ("store", "objective")
-    }
+    options = {**cfg.guidance}
+    store = options.pop("store")
+    options.pop("objective", None)
     found = []
     for entry in map(DictDefault, cfg.datasets):
         rows = load_dataset_with_config(entry, cfg.hf_use_auth_token)
         if isinstance(rows, DatasetDict):
             rows = rows[entry.split or "train"]
         field = {"text_field": entry.field} if entry.field else {}
-        store, processes = cfg.guidance["store"], cfg.dataset_num_proc
-        guided = guide(rows, store, tokenizer, num_proc=processes, **field, **options)
+        guided = guide(rows, store, tokenizer, num_proc=cfg.dataset_num_proc, **field, **options)
         found.append(guided.remove_columns(rows.column_names))
 
     def length(row: dict[str, Any]) -> dict[str, int]:

@@ -261,7 +261,11 @@ class _Columns:
                     f"A row cannot be guided: {problem}. Leave such rows out with missing='drop'; "
                     "missing='keep' trains on those without guidance too."
                 )
-        columns: dict[str, list[Any]] = {name: [[] for _ in rows] for name in self.types}
+        width = 0 if self.targets is None else self.targets.spec.count
+        columns: dict[str, list[Any]] = {
+            name: [np.zeros((0, width) if name.startswith("target") else 0, kind)] * len(rows)
+            for name, kind in self.types.items()
+        }
         if kept:
             made = self._made(
                 [str(texts[n]) for n in kept], [tokens[n] for n in kept], [losses[n] for n in kept]

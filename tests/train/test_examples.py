@@ -1,15 +1,13 @@
-"""The examples are run, torchtitan's with stand-ins for what it inherits from; those that need other
-packages are in `tests/trainers`."""
+"""The examples are run, torchtitan's with stand-ins for what it inherits from; those in other
+packages' trainers are in `tests/trainers`."""
 
 import contextlib
 import inspect
 import sys
 import types
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -19,10 +17,8 @@ from trainers_kit import ARGUMENTS, BATCH, STEPS, cut, load, logged, our_losses
 from training_kit import run_processes
 from transformers import TrainingArguments
 
-from vocagnolm import GuidedCollator, GuidedTrainer, guide, guided_loss
-from vocagnolm.data.blocks import Blocks
-from vocagnolm.errors import ObjectiveError, TrainingError
-from vocagnolm.objective import Decided, Head, ObjectiveConfig, Targets, count_items, objective_loss
+from vocagnolm import guide
+from vocagnolm.objective import Decided, Head, ObjectiveConfig, Targets, objective_loss
 
 MOST_LINES = 8
 

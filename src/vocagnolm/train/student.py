@@ -293,8 +293,8 @@ class GuidedCollator:
     together: `labels` and the guidance stay with their tokens.
 
     Packed rows have no padding between their documents: positions begin again with every one of
-    them, which makes transformers keep attention inside it, and its first token is not predicted.
-    A row that was packed before (by `trl.pack_dataset`) says so in `seq_lengths`; a list of rows in
+    them, which makes transformers keep attention inside it (where the model makes no cache, as in
+    its trainers: `use_cache=False`), and its first token is not predicted. A row that was packed before (by `trl.pack_dataset`) says so in `seq_lengths`; a list of rows in
     place of a row, which is what axolotl's sampler gives, is packed here.
     """
 
@@ -410,7 +410,7 @@ def understood_head(model: PreTrainedModel) -> HeadForm:
 
 
 def use_guided_loss(model: nn.Module, config: ObjectiveConfig) -> None:
-    """Let a model of transformers, in whatever adapters, make this loss where it is given labels."""
+    """Let a model of transformers, with or without adapters, make this loss out of its labels."""
     require_precision(model)
     causal_lm_of(model).loss_function = partial(guided_loss, config=config)
 
