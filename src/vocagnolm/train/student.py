@@ -294,8 +294,9 @@ class GuidedCollator:
 
     Packed rows have no padding between their documents: positions begin again with every one of
     them, which makes transformers keep attention inside it (where the model makes no cache, as in
-    its trainers: `use_cache=False`), and its first token is not predicted. A row that was packed before (by `trl.pack_dataset`) says so in `seq_lengths`; a list of rows in
-    place of a row, which is what axolotl's sampler gives, is packed here.
+    its trainers: `use_cache=False`), and its first token is not predicted. A row that was packed
+    before (by `trl.pack_dataset`) says so in `seq_lengths`; a list of rows in place of a row, which
+    is what axolotl's sampler gives, is packed here.
     """
 
     def __init__(
