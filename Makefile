@@ -18,7 +18,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 TRAINERS := trl axolotl torchtitan
 PIN_trl := trl==1.16.0
 PIN_axolotl := axolotl==0.19.0
-PIN_torchtitan := torchtitan==0.3.0
+PIN_torchtitan := torchtitan==0.3.0 triton
 
 .PHONY: demo test test-fast test-vllm test-trainers coverage faults smoke lint types docs site env clean
 

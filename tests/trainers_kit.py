@@ -37,23 +37,15 @@ def load(path: str) -> Any:
         sys.path.remove(str(EXAMPLES))
 
 
-def our_losses(
-    folder: Path,
-    rows: Any,
-    *,
-    micro_batch: int = BATCH,
-    packed: bool = False,
-    **objective: Any,
-) -> list[float]:
-    """The loss of every step when `vocagnolm train` reads these rows, in their order."""
+def prepared(folder: Path, micro_batch: int = BATCH, **objective: Any) -> dict[str, Any]:
+    """A recipe for the demo's pair, with store and blocks of some documents."""
     import demo_data
 
     from vocagnolm.data.prepare import prepare
     from vocagnolm.demo import students
     from vocagnolm.recipe import recipe_from_dict
-    from vocagnolm.train import BlockCollator
 
-    demo_data.texts(folder / "ours", 20)
+    demo_data.texts(folder / "ours", 60)
     tree = {
         "student": {"model": str(students.START)},
         "corpus": {"files": [str(folder / "ours/corpus.jsonl")]},
@@ -77,7 +69,16 @@ def our_losses(
     }
     if not (folder / "ours/blocks").exists():
         prepare(recipe_from_dict(tree))
-    loop = built_loop(tree)
+    return tree
+
+
+def our_losses(
+    folder: Path, rows: Any, *, micro_batch: int = BATCH, packed: bool = False, **objective: Any
+) -> list[float]:
+    """The loss of every step when `vocagnolm train` reads these rows, in their order."""
+    from vocagnolm.train import BlockCollator
+
+    loop = built_loop(prepared(folder, micro_batch, **objective))
     loop.blocks = rows
     loop.collator = BlockCollator(document_mask=packed)
     losses: list[float] = []
