@@ -14,7 +14,13 @@ SIDE_BY_SIDE = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-fast test-vllm coverage faults smoke lint types docs site env clean
+# Trainers of others, each with the packages that it pins: environments apart, about 2 GB each.
+TRAINERS := trl axolotl torchtitan
+PIN_trl := trl==1.16.0
+PIN_axolotl := axolotl==0.19.0
+PIN_torchtitan := torchtitan==0.3.0 triton
+
+.PHONY: demo test test-fast test-vllm test-trainers coverage faults smoke lint types docs site env clean
 
 demo: $(INSTALLED)
 	$(BIN)/vocagnolm demo
@@ -43,6 +49,13 @@ smoke: $(INSTALLED)
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED)
 	VOCAGNOLM_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python \
 		$(BIN)/python -m pytest --timeout=1800 tests/vllm
+
+# the examples in other people's trainers with the real packages: some minutes, once they are there
+test-trainers: $(TRAINERS:%=.venv-%/.installed)
+	for name in $(TRAINERS); do \
+		AXOLOTL_DO_NOT_TRACK=1 OMP_NUM_THREADS=1 .venv-$$name/bin/python -m pytest \
+			--timeout=900 tests/trainers/test_$$name.py || exit 1; \
+	done
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -79,5 +92,11 @@ $(VLLM_INSTALLED): Makefile
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+.venv-%/.installed: Makefile pyproject.toml
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+		-e '.[data]' $(PIN_$*) pytest pytest-timeout
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(TRAINERS:%=.venv-%)

@@ -1,57 +1,44 @@
-"""The shortest loop with the guided loss: blocks, a model, AdamW. No trainer, no recipe.
+"""The shortest loop with the guided loss: a dataset, a model, AdamW. No trainer, no recipe.
 
-python examples/plain_loop.py                 # a few documents of the demo, made on the spot
-python examples/plain_loop.py BLOCKS MODEL    # blocks that `vocagnolm prepare` made
+python examples/plain_loop.py         # a few documents of the demo, scored on the spot
 """
 
-import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch.utils.data import DataLoader
 
-from vocagnolm import Head, ObjectiveConfig, objective_loss
-from vocagnolm.data.blocks import Blocks, TrainingOrder
-from vocagnolm.train import BlockCollator
-from vocagnolm.train.student import batch_targets
+from vocagnolm import GuidedCollator, guide, guided_loss
+from vocagnolm.objective import count_items
 
-STEPS, ROWS, LENGTH = 30, 8, 128
+STEPS, ROWS, MICRO_BATCHES = 30, 4, 2
 
 
-def train(blocks: str, model: str) -> list[float]:
-    student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    order = TrainingOrder(Blocks(blocks, LENGTH), STEPS * ROWS, seed=0)
-    loader = torch.utils.data.DataLoader(order, ROWS, collate_fn=BlockCollator())
-    head = Head(weight=student.lm_head.weight)
-    optimizer = torch.optim.AdamW(student.parameters(), lr=2e-3)
+def train(model: Any, tokenizer: Any, dataset: Any, store: Any) -> list[float]:
+    rows = guide(dataset, store, tokenizer)
+    batches = iter(DataLoader(rows, ROWS, collate_fn=GuidedCollator(max_length=128)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     losses = []
-    for step, batch in enumerate(loader):
-        hidden = student.model(batch["input_ids"]).last_hidden_state
-        output = objective_loss(hidden, head, batch_targets(batch), ObjectiveConfig(), step=step)
-        output.loss.backward()
-        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+    for step in range(STEPS):
+        micro_batches = [next(batches) for _ in range(MICRO_BATCHES)]
+        items, total = count_items(micro_batches), 0.0
+        for batch in micro_batches:
+            logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            loss = guided_loss(logits, batch["labels"], batch, num_items_in_batch=items)
+            loss.backward()  # with DDP: times the number of processes
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(output.loss.item())
-        print(f"{step:3}  loss {losses[-1]:.3f}  kept {output.stats['kept_share']:.0%}")
+        losses.append(total)
+        print(f"{step:3}  loss {total:.3f}")
     return losses
 
 
-def demo_blocks(folder: Path) -> tuple[str, str]:
-    """The demo's teacher reads some of its documents; the blocks, and the student to start with."""
-    from vocagnolm.data.prepare import prepare
-    from vocagnolm.demo import corpus, students
-
-    corpus.write_jsonl(folder / "corpus.jsonl", corpus.corpus_documents(200))
-    students.score(students.TEACHER, folder / "corpus.jsonl", folder / "store")
-    prepare(students.recipe_of(folder, "guided", 0, students.Budget()))
-    return str(folder / "blocks"), str(students.START)
-
-
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        train(*sys.argv[1:])
-    else:
-        with tempfile.TemporaryDirectory() as made:
-            train(*demo_blocks(Path(made)))
+    import demo_data
+
+    with tempfile.TemporaryDirectory() as folder:
+        train(*demo_data.student(), *demo_data.texts(Path(folder), STEPS * ROWS * MICRO_BATCHES))

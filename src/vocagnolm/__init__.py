@@ -20,16 +20,20 @@ _PUBLIC = {
     "chunk_align": "vocagnolm.alignment",
     "load_tokenizer": "vocagnolm.alignment",
     "token_spans": "vocagnolm.alignment",
+    "export_columns": "vocagnolm.columns",
+    "guide": "vocagnolm.columns",
     "VocagnolmError": "vocagnolm.errors",
     "Grade": "vocagnolm.evaluate",
     "grade": "vocagnolm.evaluate",
     "Head": "vocagnolm.objective",
     "ObjectiveConfig": "vocagnolm.objective",
     "Targets": "vocagnolm.objective",
+    "guided_loss": "vocagnolm.objective",
     "objective_loss": "vocagnolm.objective",
     "Recipe": "vocagnolm.recipe",
     "load_recipe": "vocagnolm.recipe",
     "LossStore": "vocagnolm.store",
+    "GuidedCollator": "vocagnolm.train",
     "GuidedTrainer": "vocagnolm.train",
     "ScoreSettings": "vocagnolm.score",
     "score_corpus": "vocagnolm.score",
@@ -47,13 +51,14 @@ if TYPE_CHECKING:
         load_tokenizer,
         token_spans,
     )
+    from vocagnolm.columns import export_columns, guide
     from vocagnolm.errors import VocagnolmError
     from vocagnolm.evaluate import Grade, grade
-    from vocagnolm.objective import Head, ObjectiveConfig, Targets, objective_loss
+    from vocagnolm.objective import Head, ObjectiveConfig, Targets, guided_loss, objective_loss
     from vocagnolm.recipe import Recipe, load_recipe
     from vocagnolm.score import ScoreSettings, score_corpus
     from vocagnolm.store import LossStore
-    from vocagnolm.train import GuidedTrainer
+    from vocagnolm.train import GuidedCollator, GuidedTrainer
 
 __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "__version__",
@@ -66,11 +71,15 @@ __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "Head",
     "ObjectiveConfig",
     "Targets",
+    "guided_loss",
     "objective_loss",
     "Recipe",
     "load_recipe",
     "LossStore",
+    "GuidedCollator",
     "GuidedTrainer",
+    "export_columns",
+    "guide",
     "ScoreSettings",
     "score_corpus",
     "align",

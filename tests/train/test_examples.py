@@ -1,43 +1,95 @@
-"""The examples are run, torchtitan's with stand-ins for what it inherits from."""
+"""The examples are run, torchtitan's with stand-ins for what it inherits from; those in other
+packages' trainers are in `tests/trainers`."""
 
 import contextlib
-import importlib.util
+import inspect
 import sys
 import types
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from trainers_kit import ARGUMENTS, BATCH, STEPS, cut, load, logged, our_losses
 from training_kit import run_processes
+from transformers import TrainingArguments
 
+from vocagnolm import guide
 from vocagnolm.objective import Decided, Head, ObjectiveConfig, Targets, objective_loss
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+MOST_LINES = 8
 
 
-def load(path: str) -> Any:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, EXAMPLES / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="session")
+def demo() -> Any:
+    return load("demo_data.py")
 
 
-def test_the_plain_loop_learns(lab, monkeypatch, capsys):
+@pytest.fixture(scope="session")
+def scored(demo, tmp_path_factory) -> Any:
+    """A folder, and in it documents and their store."""
+    folder = tmp_path_factory.mktemp("examples")
+    sys.modules["demo_data"] = demo
+    return folder, *demo.texts(folder, STEPS * BATCH)
+
+
+def added_lines(example: Any) -> int:
+    sources = [inspect.getsource(one).splitlines()[1:] for one in (example.guided, example.plain)]
+    guided, plain = ({line.strip() for line in lines if line.strip()} for lines in sources)
+    return len(guided - plain)
+
+
+@pytest.mark.parametrize("name", ["hf_trainer.py", "trl_sft.py"])
+def test_guidance_takes_few_lines(name):
+    assert 4 <= added_lines(load(name)) <= MOST_LINES
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_transformers_trainer_makes_the_steps_of_our_loop(demo, scored, tmp_path, micro_batches):
+    folder, dataset, store = scored
+    model, tokenizer = demo.student()
+    rows = BATCH // micro_batches
+    expected = our_losses(folder, cut(guide(dataset, store, tokenizer)), micro_batch=rows)
+    settings = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": micro_batches}
+    arguments = TrainingArguments(str(tmp_path), **{**ARGUMENTS, **settings})
+    trainer = load("hf_trainer.py").guided(model, tokenizer, dataset, arguments, store)
+    trainer.train()
+    np.testing.assert_allclose(logged(trainer), expected, rtol=1e-5)
+    one = trainer.train_dataset.select([0])
+    batch = trainer.data_collator([*one])
+    nll = F.cross_entropy(model(batch["input_ids"]).logits[0, :-1], batch["labels"][0, 1:])
+    assert trainer.evaluate(one)["eval_loss"] == pytest.approx(nll.item(), rel=1e-5)
+
+
+def two_trainers(demo, scored, folder, expected):
+    _, dataset, store = scored
+    model, tokenizer = demo.student()
+    settings = {**ARGUMENTS, "per_device_train_batch_size": BATCH // 2}
+    arguments = TrainingArguments(str(folder), **settings)
+    trainer = load("hf_trainer.py").guided(model, tokenizer, dataset, arguments, store)
+    trainer.train()
+    np.testing.assert_allclose(logged(trainer), expected, rtol=1e-5)
+
+
+def test_transformers_trainer_on_two_processes(demo, scored, tmp_path):
+    folder, dataset, store = scored
+    rows = cut(guide(dataset, store, demo.student()[1]))
+    expected = our_losses(folder, rows, micro_batch=BATCH // 2)
+    run_processes(two_trainers, 2, demo, scored, tmp_path, expected)
+
+
+def test_the_plain_loop_makes_the_steps_of_our_loop(demo, scored, monkeypatch):
+    folder, dataset, store = scored
     loop = load("plain_loop.py")
-    monkeypatch.setattr(loop, "LENGTH", 32)
-    losses = loop.train(str(lab / "blocks"), str(lab / "twin"))
-    assert len(losses) == loop.STEPS and sum(losses[-5:]) < 0.8 * sum(losses[:5])
-    assert "kept 4" in capsys.readouterr().out
-
-
-def test_the_plain_loop_makes_its_own_blocks(tmp_path, monkeypatch):
-    loop = load("plain_loop.py")
-    monkeypatch.setattr(loop, "STEPS", 2)
-    assert all(0 < loss < 3 for loss in loop.train(*loop.demo_blocks(tmp_path)))
+    monkeypatch.setattr(loop, "STEPS", STEPS)
+    monkeypatch.setattr(loop, "ROWS", BATCH // loop.MICRO_BATCHES)
+    losses = loop.train(*demo.student(), dataset, store)
+    rows = cut(guide(dataset, store, demo.student()[1]))
+    expected = our_losses(folder, rows, micro_batch=BATCH // loop.MICRO_BATCHES)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 # ---- torchtitan ----

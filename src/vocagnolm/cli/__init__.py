@@ -18,6 +18,7 @@ from vocagnolm.cli.common import DEBUG_VARIABLE, Commands, end, showing_copies, 
 from vocagnolm.cli.compare import compare
 from vocagnolm.cli.demo import demo
 from vocagnolm.cli.evaluate import evaluate
+from vocagnolm.cli.options import with_options
 from vocagnolm.cli.prepare import prepare
 from vocagnolm.cli.report import report
 from vocagnolm.cli.score import ScoreCommand, score
@@ -73,6 +74,7 @@ app.command()(check)
 app.command()(compare)
 app.command()(demo)
 app.command()(evaluate)
+app.command("export-columns")(with_options(store.export_columns))
 app.command()(prepare)
 app.command()(push)
 app.add_typer(recipe.app, name="recipe")

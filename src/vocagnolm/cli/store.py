@@ -10,8 +10,13 @@ from typing import Any
 import typer
 
 from vocagnolm.cli.common import print_histogram, print_json, print_table
-from vocagnolm.cli.options import JSON, Given, option, options, with_options
-from vocagnolm.recipe.sections import CorpusSection
+from vocagnolm.cli.options import JSON, STUDENT, Given, option, options, with_options
+from vocagnolm.recipe.sections import (
+    CorpusSection,
+    DataSection,
+    ObjectiveSection,
+    StudentSection,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Look at, check and export loss stores.")
 
@@ -83,6 +88,44 @@ def export_command(
         print_json({"file": str(target), "rows": rows})
     else:
         typer.echo(f"{target}: {rows:,} rows")
+
+
+def export_columns(
+    store: str = _STORE,
+    student: str = STUDENT,
+    out: Path = typer.Option(..., help="The folder, which `datasets.load_from_disk` opens."),
+    corpus: list[str] = option(
+        CorpusSection,
+        "files",
+        before="The corpus that was scored; default: the files that the store names, beside it. ",
+    ),
+    reading: Given = options(CorpusSection, "text_field", recipe_key="corpus"),
+    template: Given = options(StudentSection, "chat_template"),
+    training: Given = options(DataSection, "train_on"),
+    carrying: Given = options(ObjectiveSection, "aggregation"),
+    workers: int | None = typer.Option(None, min=1, help="Processes."),
+    as_json: bool = JSON,
+) -> None:
+    """Write a store's guidance as columns of a dataset, to train on without this package.
+
+    One row a document: input_ids, labels, guidance, and with alternatives target_ids and target_p.
+    """
+    from vocagnolm.columns import export_columns as run
+
+    found = run(
+        store,
+        student,
+        out,
+        corpus,
+        reading=reading,
+        num_proc=workers,
+        **{**template, **training, **carrying},
+    )
+    columns = list(found.column_names)
+    if as_json:
+        print_json({"folder": str(out), "rows": len(found), "columns": columns})
+    else:
+        typer.echo(f"{out}: {len(found):,} rows of {', '.join(columns)}")
 
 
 @app.command("card")

@@ -15,7 +15,15 @@ from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS
 from vocagnolm.objective.distill import DISTANCES
 from vocagnolm.objective.head import IGNORE_INDEX, Head, Implementation
 from vocagnolm.objective.inputs import Decided, ObjectiveConfig, Pairing, Targets, Teacher
-from vocagnolm.objective.loss import ObjectiveOutput, objective_loss, student_nll, token_losses
+from vocagnolm.objective.loss import (
+    COLUMNS,
+    ObjectiveOutput,
+    count_items,
+    guided_loss,
+    objective_loss,
+    student_nll,
+    token_losses,
+)
 from vocagnolm.objective.selection import (
     RANKINGS,
     WEIGHTINGS,
@@ -28,6 +36,7 @@ from vocagnolm.objective.selection import (
 )
 
 __all__ = [
+    "COLUMNS",
     "IGNORE_INDEX",
     "Counts",
     "Decided",
@@ -41,7 +50,9 @@ __all__ = [
     "StepWeights",
     "Targets",
     "Teacher",
+    "count_items",
     "count_kept",
+    "guided_loss",
     "objective_loss",
     "select",
     "student_nll",

@@ -2,13 +2,15 @@
 
 import bisect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vocagnolm.errors import ObjectiveError
 from vocagnolm.objective.distill import distil, distil_reference
 from vocagnolm.objective.head import (
     IGNORE_INDEX,
@@ -38,10 +40,16 @@ from vocagnolm.objective.selection import (
 )
 from vocagnolm.processes import Ranks
 
+FLOAT16 = (
+    "The student's weights are float16, in which small gradients vanish and large ones overflow: "
+    "it would train to NaN. Load it in float32 (from_pretrained(..., dtype=torch.float32), "
+    "student.dtype: float32); for fast arithmetic train with bf16=True or fp16=True."
+)
+
 
 def objective_loss(
     hidden_BTD: Tensor,
-    head: Head,
+    head: Head | None,
     targets: Targets,
     config: ObjectiveConfig | None = None,
     *,
@@ -61,6 +69,7 @@ def objective_loss(
 
     hidden_BTD: last hidden states, after the final norm; `hidden[b, t]` predicts
         `targets.labels_BT[b, t]`.
+    head: None: `hidden_BTD` holds the logits themselves, which takes more memory.
     targets: labels, -100 where there is nothing to predict, and the guidance, NaN where there is
         none; for distill the teacher's alternatives in the student's vocabulary. Rows of unequal
         length: `Targets.from_rows`.
@@ -92,6 +101,8 @@ def objective_loss(
     if config.rule.distribution and config.distill_weight > 0:
         if teacher is None:
             raise ValueError(f"method {config.method} needs an online teacher, got teacher=None")
+        if head is None:
+            raise ValueError(f"method {config.method} reads hidden states: give their head")
         function = distil_reference if impl == "reference" else distil
         total, nll_BT, stats = function(hidden_BTD, head, targets.labels_BT, teacher, config)
         return _output(total, nll_BT, targets.valid_BT, targets, config, decided, stats, ranks)
@@ -107,8 +118,9 @@ def objective_loss(
             return rule.weights(losses_BT.flatten()).view(losses_BT.shape)
         return select_batches([ScoredBatch(targets, losses_BT)], config, step, ranks)[0]
 
-    if impl == "reference":
-        found = _with_full_logits(hidden_BTD, head, targets, weigh, soft)
+    if head is None or impl == "reference":
+        logits_BTV = hidden_BTD.float() if head is None else head.logits(hidden_BTD)
+        found = _with_full_logits(logits_BTV, targets, weigh, soft)
     else:
         rows = row_operations(impl, hidden_BTD)
         found = _in_chunks(hidden_BTD, head, targets, config, decided, rows, weigh, rule, soft)
@@ -128,10 +140,10 @@ _Found = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def _with_full_logits(
-    hidden_BTD: Tensor, head: Head, targets: Targets, weigh: Weigh, soft: "_Soft | None"
+    logits_BTV: Tensor, targets: Targets, weigh: Weigh, soft: "_Soft | None"
 ) -> _Found:
     """The reference."""
-    logits_BTV, labels_BT, above_BT = head.logits(hidden_BTD), targets.labels_BT, None
+    labels_BT, above_BT = targets.labels_BT, None
     nll_BT = token_nll(logits_BTV, labels_BT).detach()
     weights_BT = weigh(nll_BT)
     total = weighted_sum(logits_BTV, labels_BT, weights_BT)
@@ -293,6 +305,104 @@ def _output(
     )
 
 
+# ---- in anybody's trainer ----
+
+COLUMNS: dict[str, tuple[str, float]] = {
+    "guidance": ("guidance_BT", float("nan")),
+    "stretch": ("stretch_BT", 0),
+    "target_ids": ("soft_ids_BTK", 0),
+    "target_p": ("soft_p_BTK", 0.0),
+}
+"""Columns of a dataset (`vocagnolm.guide`): the targets that they become, and their padding."""
+
+
+def guided_loss(
+    logits: Tensor,
+    labels: Tensor,
+    columns: Mapping[str, Tensor] | None = None,
+    config: ObjectiveConfig | None = None,
+    *,
+    head: Head | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    shift_labels: Tensor | None = None,
+    step: int | None = None,
+    **more: Any,
+) -> Tensor:
+    """`objective_loss` as the loss of a causal language model of transformers, for any trainer:
+
+        model.loss_function = guided_loss                                           # or
+        model.loss_function = functools.partial(guided_loss, config=ObjectiveConfig(keep=0.6))
+        loss = guided_loss(logits, labels, {"guidance": guidance})                  # in a loop
+
+    logits: or the last hidden states, with their `head`: then the logits are never held at once.
+    labels: as transformers has them: `labels[b, t]` is the token at t, and is predicted from
+        position t - 1. `shift_labels` are moved already.
+    columns: `guidance`, and for distill `target_ids` and `target_p`, at the same positions as the
+        labels. A model hands its loss function whatever else its forward was given: there they
+        come as keywords.
+    num_items_in_batch: labels of the whole step, over all micro-batches and processes
+        (`count_items`). The losses of the micro-batches then add up to the step's. DDP and FSDP
+        average gradients over processes: multiply by their number, as transformers' Trainer does.
+    step: for methods that draw at random.
+
+    Without gradients, in an evaluation, it is the mean loss of all tokens whatever the method is.
+    """
+    config = config or ObjectiveConfig()
+    device = logits.device.type
+    if not torch.is_grad_enabled():
+        config = ObjectiveConfig(method="cpt")
+    elif logits.dtype == torch.float16 and not torch.is_autocast_enabled(device):
+        raise ObjectiveError(FLOAT16)
+
+    def moved(values: Tensor, fill: float) -> Tensor:
+        return torch.cat([values[:, 1:], torch.full_like(values[:, :1], fill)], dim=1)
+
+    given = {**(columns or {}), **more}
+    targets = Targets(
+        labels_BT=moved(labels, IGNORE_INDEX) if shift_labels is None else shift_labels,
+        **{
+            name: moved(given[column], fill)
+            for column, (name, fill) in COLUMNS.items()
+            if given.get(column) is not None
+        },
+    )
+    needed = ["guidance"] * config.rule.guidance + ["stretch"] * config.by_stretch
+    needed += ["target_ids", "target_p"] * config.rule.alternatives
+    if missing := [column for column in needed if given.get(column) is None]:
+        raise ObjectiveError(
+            f"method {config.method} needs the columns {', '.join(needed)}, and the batch has no "
+            f"{', '.join(missing)}. Make them with vocagnolm.guide, collate with GuidedCollator, "
+            "and set remove_unused_columns=False in the trainer's arguments."
+        )
+    if step is None and (config.rule.ranking == "chance" or config.by_chance):
+        raise ObjectiveError(f"method {config.method} draws anew in every step: give step=")
+    if config.at(0.0) is not config:
+        raise ObjectiveError("mix_end changes the mix during a run: give config.at(progress)")
+    if num_items_in_batch is not None and (
+        config.reaches_over_step or config.normalise == "selected"
+    ):
+        count = targets.valid_BT.sum()
+        if config.scope == "global":
+            count = Ranks.of().sum(count)
+        if int(num_items_in_batch) != int(count):
+            raise ObjectiveError(
+                f"objective.scope {config.scope} with objective.normalise {config.normalise} is "
+                f"decided over a whole step of {int(num_items_in_batch)} labels, and this "
+                f"micro-batch has {int(count)}. Use scope batch or sequence and normalise all, or "
+                "GuidedTrainer, which reads a step ahead."
+            )
+        num_items_in_batch = None
+    decided = Decided(denominator=num_items_in_batch)
+    return objective_loss(logits, head, targets, config, step=step or 0, decided=decided).loss
+
+
+def count_items(batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
+    """Labels that are predicted in the micro-batches of a step, on all processes: the
+    `num_items_in_batch` of `guided_loss`."""
+    counts = [(batch["labels"][:, 1:] != IGNORE_INDEX).sum() for batch in batches]
+    return Ranks.of().sum(torch.stack(counts).sum())
+
+
 @torch.no_grad()
 def student_nll(
     hidden_BTD: Tensor, head: Head, labels_BT: Tensor, *, impl: Implementation = "auto"
@@ -340,13 +450,12 @@ def _phase_one(
 
 
 def _check(
-    hidden_BTD: Tensor, head: Head, targets: Targets, decided: Decided | None = None
+    hidden_BTD: Tensor, head: Head | None, targets: Targets, decided: Decided | None = None
 ) -> None:
-    if hidden_BTD.dim() != 3 or hidden_BTD.shape[-1] != head.weight.shape[1]:
-        raise ValueError(
-            f"hidden_BTD must be [B, T, {head.weight.shape[1]}] for this head, "
-            f"got {list(hidden_BTD.shape)}"
-        )
+    width = hidden_BTD.shape[-1] if head is None else head.weight.shape[1]
+    if hidden_BTD.dim() != 3 or hidden_BTD.shape[-1] != width:
+        what = "logits" if head is None else "hidden_BTD"
+        raise ValueError(f"{what} must be [B, T, {width}], got {list(hidden_BTD.shape)}")
     names = ("labels_BT", "guidance_BT", "entropy_BT", "stretch_BT", "weights_BT", "nll_BT")
     for name in (*names, "soft_ids_BTK", "soft_p_BTK"):
         tensor = getattr(targets, name, None)
@@ -356,7 +465,7 @@ def _check(
             raise ValueError(
                 f"{name} must be {list(hidden_BTD.shape[:2])}, got {list(tensor.shape)}"
             )
-    if hasattr(head.weight, "full_tensor"):
+    if head is not None and hasattr(head.weight, "full_tensor"):
         raise ValueError(
             "Head.weight is a sharded DTensor; call the objective inside the forward of the "
             "FSDP root module, where the parameters are gathered, or pass a gathered tensor"

@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vocagnolm.train.run import train
-    from vocagnolm.train.student import BlockCollator
+    from vocagnolm.train.student import BlockCollator, GuidedCollator
     from vocagnolm.train.teacher import OnlineTeacher
     from vocagnolm.train.trainer import GuidedTrainer
 
 # loaded on first use: `folder` is read without torch
 _PUBLIC = {
     "BlockCollator": "vocagnolm.train.student",
+    "GuidedCollator": "vocagnolm.train.student",
     "GuidedTrainer": "vocagnolm.train.trainer",
     "OnlineTeacher": "vocagnolm.train.teacher",
     "train": "vocagnolm.train.run",
 }
 
-__all__ = ["BlockCollator", "GuidedTrainer", "OnlineTeacher", "train"]
+__all__ = ["BlockCollator", "GuidedCollator", "GuidedTrainer", "OnlineTeacher", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,9 @@
 """The student: how it is loaded, what it reads (blocks become batches), how its loss is made."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from vocagnolm.model.runtime import (
     separates_documents,
 )
 from vocagnolm.objective import (
+    COLUMNS,
     IGNORE_INDEX,
     Counts,
     Decided,
@@ -34,9 +36,11 @@ from vocagnolm.objective import (
     ObjectiveConfig,
     Targets,
     Teacher,
+    guided_loss,
     objective_loss,
     student_nll,
 )
+from vocagnolm.objective.loss import FLOAT16
 from vocagnolm.recipe import LoraSection, Recipe
 from vocagnolm.train.settings import uses_accelerator
 
@@ -172,26 +176,29 @@ class BlockCollator:
 
     `document_mask`: positions count from each document's start, which makes transformers keep
     attention inside it, and the first token of a document is not predicted from the one before.
-    Tokens of conversations that are not `trained` on are read and not predicted.
+    Tokens of conversations that are not `trained` on are read and not predicted. Rows of unequal
+    length, of a dataset that is not made of blocks, are padded; where they have `labels`, those
+    are predicted.
     """
 
     def __init__(self, document_mask: bool = False):
         self.document_mask = document_mask
 
     def __call__(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        ids = np.stack([block["input_ids"] for block in blocks])
-        labels = ids[:, 1:].copy()
+        ids = padded(blocks, "input_ids")
+        labels = padded(blocks, "labels" if "labels" in blocks[0] else "input_ids", IGNORE_INDEX)
+        labels = labels[:, 1:].copy()
         batch: dict[str, Any] = {"input_ids": torch.from_numpy(ids[:, :-1].copy())}
         if self.document_mask:
-            document = np.stack([block["document"] for block in blocks])
+            document = padded(blocks, "document", -1)
             labels[document[:, 1:] != document[:, :-1]] = IGNORE_INDEX
             batch["position_ids"] = torch.from_numpy(positions_in_document(document[:, :-1]))
         if "trained" in blocks[0]:
-            labels[~np.stack([block["trained"] for block in blocks])[:, 1:]] = IGNORE_INDEX
+            labels[~padded(blocks, "trained")[:, 1:]] = IGNORE_INDEX
         batch["labels"] = torch.from_numpy(labels)
-        for name in ("guidance", "stretch", "target_ids", "target_p"):
+        for name, (_, filling) in COLUMNS.items():
             if name in blocks[0]:
-                batch[name] = _predicted(blocks, name)
+                batch[name] = _predicted(blocks, name, filling)
         batch["counts"] = token_counts(batch)
         for name in ("block", "teacher_sums"):
             if name in blocks[0]:
@@ -202,17 +209,16 @@ class BlockCollator:
 
     def _teacher(self, blocks: Sequence[Block]) -> dict[str, Any]:
         """The teacher's view of the same text, padded on the right (causal: the pad is unseen)."""
-        width = max(len(block["teacher_ids"]) for block in blocks)
-        document = _padded(blocks, "teacher_document", width)
+        document = padded(blocks, "teacher_document", -1)
         view: dict[str, Any] = {
-            "teacher_ids": torch.from_numpy(_padded(blocks, "teacher_ids", width).clip(min=0)),
-            "teacher_range": _predicted(blocks, "teacher_range"),
-            "teacher_pair": _predicted(blocks, "teacher_pair"),
+            "teacher_ids": torch.from_numpy(padded(blocks, "teacher_ids")),
+            "teacher_range": _predicted(blocks, "teacher_range", -1),
+            "teacher_pair": _predicted(blocks, "teacher_pair", -1),
         }
         if "laid" in blocks[0]:
             view["laid"] = [block["laid"] for block in blocks]
         if "teacher_counts" in blocks[0]:
-            view["teacher_counts"] = torch.from_numpy(_padded(blocks, "teacher_counts", width) > 0)
+            view["teacher_counts"] = torch.from_numpy(padded(blocks, "teacher_counts") > 0)
         # what a teacher token is predicted from must be of its own document where those are apart
         follows = document >= 0
         follows[:, 0] = False
@@ -244,17 +250,28 @@ def token_counts(batch: dict[str, Any]) -> Counts:
     return [(predicted, mapped) for predicted, mapped in counted.tolist()]
 
 
-def _predicted(blocks: Sequence[Block], name: str) -> Tensor:
+def _predicted(blocks: Sequence[Block], name: str, filling: float) -> Tensor:
     """A column of the blocks without its first token, which is read and not predicted."""
-    return torch.from_numpy(np.stack([block[name] for block in blocks])[:, 1:].copy())
+    return torch.from_numpy(padded(blocks, name, filling)[:, 1:].copy())
 
 
-def _padded(blocks: Sequence[Block], name: str, width: int) -> NDArray[np.int64]:
-    """Rows of a column of the teacher's tokens, filled up with -1."""
-    rows = np.full((len(blocks), width), -1, np.int64)
-    for row, block in zip(rows, blocks, strict=True):
-        row[: len(block[name])] = block[name]
-    return rows
+def padded(
+    rows: Sequence[Mapping[str, Any]], name: str, filling: float = 0, width: int = 0
+) -> NDArray[Any]:
+    """A column of rows that may be of unequal length and may be lists, as one array, which is at
+    least so wide."""
+    arrays = [np.asarray(row[name]) for row in rows]
+    if arrays[0].dtype == np.float64:  # a list of Python's numbers
+        arrays = [array.astype(np.float32) for array in arrays]
+    elif name in ("input_ids", "labels"):
+        arrays = [array.astype(np.int64, copy=False) for array in arrays]
+    width = max(width, *(len(array) for array in arrays))
+    if all(len(array) == width for array in arrays):
+        return np.stack(arrays)
+    whole = np.full((len(arrays), width, *arrays[0].shape[1:]), filling, arrays[0].dtype)
+    for row, array in zip(whole, arrays, strict=True):
+        row[: len(array)] = array
+    return whole
 
 
 def positions_in_document(document_BT: np.ndarray) -> np.ndarray:
@@ -264,6 +281,64 @@ def positions_in_document(document_BT: np.ndarray) -> np.ndarray:
     new[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
     start = np.maximum.accumulate(np.where(new, index, 0), axis=1)
     return index - start
+
+
+class GuidedCollator:
+    """Rows of `vocagnolm.guide` for the models of transformers, all columns cut, padded or packed
+    together: `labels` and the guidance stay with their tokens.
+
+    Packed rows have no padding between their documents: positions begin again with every one of
+    them, which makes transformers keep attention inside it (where the model makes no cache, as in
+    its trainers: `use_cache=False`), and its first token is not predicted. A row that was packed
+    before (by `trl.pack_dataset`) says so in `seq_lengths`; a list of rows in place of a row, which
+    is what axolotl's sampler gives, is packed here.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_length: int | None = None,
+        packing: bool = False,
+        pad_to_multiple_of: int = 1,
+    ):
+        """`max_length`: longer documents are cut. `packing`: all rows of a batch become one."""
+        self.max_length, self.packing = max_length, packing
+        self.pad_to_multiple_of = pad_to_multiple_of
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        groups = [row if isinstance(row, list) else [row] for row in rows]
+        if self.packing:
+            groups = [[row for group in groups for row in group]]
+        first = groups[0][0]
+        packed = self.packing or any(len(g) > 1 for g in groups) or "seq_lengths" in first
+        together = [self._together(group) for group in groups]
+        longest = max(len(row["input_ids"]) for row in together)
+        width = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        fillings = {"labels": IGNORE_INDEX, **{name: fill for name, (_, fill) in COLUMNS.items()}}
+        batch = {
+            name: torch.from_numpy(padded(together, name, fillings.get(name, 0), width))
+            for name in together[0]
+            if name != "position_ids" or packed
+        }
+        if not packed:
+            lengths = torch.tensor([len(row["input_ids"]) for row in together])
+            batch["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
+        return batch
+
+    def _together(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
+        """Documents end to end."""
+        lengths = [n for row in rows for n in row.get("seq_lengths", [len(row["input_ids"])])]
+        cuts = np.cumsum(lengths)[:-1]
+        names = [name for name in ("input_ids", *COLUMNS) if name in rows[0]]
+        columns = {name: [np.asarray(row[name]) for row in rows] for name in names}
+        columns["labels"] = [np.asarray(row.get("labels", row["input_ids"])) for row in rows]
+        columns["position_ids"] = [np.concatenate([np.arange(n) for n in lengths])]
+        found: dict[str, NDArray[Any]] = {}
+        for name, values in columns.items():
+            documents = np.split(np.concatenate(values), cuts)
+            found[name] = np.concatenate([one[: self.max_length] for one in documents])
+        found["labels"][found["position_ids"] == 0] = IGNORE_INDEX
+        return found
 
 
 # ---- the forward pass ----
@@ -306,6 +381,7 @@ class GuidedStudent(nn.Module):
         configuration says."""
         super().__init__()
         self.model = model
+        require_precision(model)
         self.form = understood_head(self.causal_lm)
         self.router = router_loss_of(self.causal_lm, router_loss)
 
@@ -327,6 +403,18 @@ def understood_head(model: PreTrainedModel) -> HeadForm:
             "Please report the architecture."
         )
     return form
+
+
+def use_guided_loss(model: nn.Module, config: ObjectiveConfig) -> None:
+    """Let a model of transformers, with or without adapters, make this loss out of its labels."""
+    require_precision(model)
+    causal_lm_of(model).loss_function = partial(guided_loss, config=config)
+
+
+def require_precision(model: nn.Module) -> None:
+    """Refuse weights that cannot be trained: half of a float16 model's updates round to nothing."""
+    if any(p.requires_grad and p.dtype == torch.float16 for p in model.parameters()):
+        raise TrainingError(FLOAT16)
 
 
 def causal_lm_of(model: nn.Module) -> PreTrainedModel:

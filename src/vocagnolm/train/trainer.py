@@ -19,6 +19,7 @@ from vocagnolm.train.student import (
     MicroBatch,
     causal_lm_of,
     guided_forward,
+    require_precision,
     require_separation,
     understood_head,
 )
@@ -29,7 +30,10 @@ class GuidedTrainer(Trainer):
     """Trains any causal LM by any method of the objective, from blocks of ids and guidance.
 
     Ordinary `TrainingArguments`, callbacks, checkpoints and trackers. Give it a map-style dataset
-    of blocks (`vocagnolm.data.blocks`), or of dictionaries with `input_ids` and `guidance` [L].
+    of blocks (`vocagnolm.data.blocks`), or of dictionaries with `input_ids` and `guidance` [L],
+    and `labels` where not every token is predicted (`vocagnolm.guide`); L may differ from row to
+    row. What a Trainer of your own cannot do, it can: it reads a step ahead, so that tokens of
+    several micro-batches and processes compete (scope global), and never holds all logits.
     `vocagnolm train` has a loop of its own, which resumes exactly and reads no loss before it must.
     """
 
@@ -134,6 +138,7 @@ def install_guided_forward(model: nn.Module, *, router_loss: bool | None = None)
     """Let the causal LM inside `model` take a `micro_batch`, through whatever the Trainer wraps it
     in. Installing twice is harmless. `router_loss`: as of `GuidedStudent`."""
     causal_lm = causal_lm_of(model)
+    require_precision(model)
     if getattr(causal_lm, "_vocagnolm_forward", False):
         return
     form = understood_head(causal_lm)

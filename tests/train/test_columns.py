@@ -1,0 +1,229 @@
+"""Columns of a dataset, their collator and their loss: the same numbers as blocks and our loop."""
+
+import json
+from functools import partial
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from training_kit import LLAMA, recipe_dict
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, set_seed
+from typer.testing import CliRunner
+
+from vocagnolm import GuidedCollator, GuidedTrainer, LossStore, guide, guided_loss
+from vocagnolm.cli import app
+from vocagnolm.data.blocks import Blocks
+from vocagnolm.errors import CorpusError, ObjectiveError, TrainingError, UsageError
+from vocagnolm.objective import Head, ObjectiveConfig, Targets, count_items, objective_loss
+from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.train.run import train
+from vocagnolm.train.student import use_guided_loss
+
+
+@pytest.fixture(scope="module")
+def rows(lab):
+    texts = [json.loads(line) for line in (lab / "corpus.jsonl").read_text().splitlines()]
+    return datasets.Dataset.from_list(texts)
+
+
+@pytest.fixture(scope="module")
+def guided(lab, rows):
+    return guide(rows, lab / "store", lab / "student")
+
+
+def student(dtype=torch.float32):
+    set_seed(0)
+    settings = {name: value for name, value in LLAMA.items() if name != "model_type"}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **settings), dtype=dtype)
+
+
+def test_columns_are_those_of_blocks(lab, guided):
+    blocks = Blocks(lab / "blocks", 32, targets=True)
+    names = {"ids": "input_ids", "guidance": "guidance", "target_ids": "target_ids"}
+    names |= {"target_p": "target_p"}
+    for column, name in names.items():
+        stream = blocks.read(column, 0, blocks.tokens)
+        laid = np.concatenate([np.array(values) for values in guided[name]])
+        np.testing.assert_array_equal(laid.astype(np.float32), stream.astype(np.float32))
+    assert guided["labels"] == guided["input_ids"] and "text" in guided.column_names
+
+
+def test_a_stream_and_processes_give_the_same_and_map_caches(lab, rows, guided, monkeypatch):
+    streamed = guide(rows.to_iterable_dataset(), lab / "store", lab / "student")
+    for ours, theirs in zip(guided, streamed, strict=True):
+        np.testing.assert_array_equal(ours["guidance"], theirs["guidance"])
+    store = LossStore.open(lab / "store")
+    options = {"num_proc": 2, "batch_size": 8}
+    several = guide(rows, store, lab / "student", **options)
+    assert several["input_ids"][:] == guided["input_ids"][:]
+    mean = guide(rows, store, lab / "student", aggregation="mean")
+    assert mean._fingerprint != guided._fingerprint != several._fingerprint
+    again = guide(rows, str(lab / "store"), lab / "student")
+    assert again._fingerprint == guided._fingerprint
+
+
+def test_rows_without_guidance(lab, rows):
+    other = datasets.Dataset.from_list(
+        [*rows.select([0]), {"text": "never scored"}, {"text": None}]
+    )
+    make = partial(guide, other, lab / "store", lab / "student")
+    with pytest.raises(CorpusError, match="does not hold 'never scored"):
+        make()
+    assert len(make(missing="drop")) == 1
+    kept = make(missing="keep")
+    assert len(kept) == 2 and np.isnan(kept[1]["guidance"]).all() and len(kept[1]["input_ids"]) > 2
+    with pytest.raises(CorpusError, match="has the columns other"):
+        guide(datasets.Dataset.from_list([{"other": 1}]), lab / "store", lab / "student")
+    with pytest.raises(UsageError, match="num_proc needs a store"):
+        guide(rows, lab / "other", lab / "student", num_proc=2)
+
+
+def test_a_teacher_may_read_now(lab, rows):
+    found = guide(rows.select(range(3)), lab / "other", lab / "student")
+    known = np.concatenate([np.array(row) for row in found["guidance"]])
+    assert np.isfinite(known).mean() > 0.9 and "target_ids" not in found.column_names
+
+
+def test_conversations_are_trained_on_where_they_answer(lab, tmp_path):
+    turns = [
+        {
+            "messages": [
+                {"role": "user", "content": "the sum"},
+                {"role": "assistant", "content": "is a number"},
+            ]
+        }
+    ]
+    found = guide(datasets.Dataset.from_list(turns), lab / "other", lab / "student")[0]
+    trained = np.array(found["labels"]) != -100
+    assert 0 < trained.sum() < len(trained)
+    assert np.isnan(np.array(found["guidance"])[~trained]).all()
+    assert np.isfinite(np.array(found["guidance"])[trained]).all()
+
+
+def test_the_collator_keeps_columns_together(guided):
+    some = [guided[n] for n in range(3)]
+    lengths = [min(len(row["input_ids"]), 20) for row in some]
+    padded = GuidedCollator(max_length=20, pad_to_multiple_of=8)(some)
+    assert {tuple(value.shape[:2]) for value in padded.values()} == {(3, 24)}
+    assert padded["attention_mask"].sum(1).tolist() == lengths
+    assert padded["target_ids"].shape[2] == 3
+    packed = GuidedCollator(max_length=20, packing=True)(some)
+    assert "attention_mask" not in packed
+    assert packed["position_ids"][0].tolist() == [n for size in lengths for n in range(size)]
+    assert (packed["labels"][0] == -100).sum() == 3
+    kept = padded["attention_mask"].bool()
+    for name in ("input_ids", "labels", "guidance", "target_p"):
+        torch.testing.assert_close(padded[name][kept], packed[name][0], equal_nan=True)
+    # packed before, or by a sampler that gives lists of rows
+    joined = {name: [x for row in some for x in row[name]] for name in ("input_ids", "guidance")}
+    before = GuidedCollator(max_length=20)(
+        [{**joined, "seq_lengths": [len(r["input_ids"]) for r in some]}]
+    )
+    listed = GuidedCollator(max_length=20)([some])
+    for batch in (before, listed):
+        assert torch.equal(batch["input_ids"], packed["input_ids"])
+        assert torch.equal(batch["position_ids"], packed["position_ids"])
+
+
+@pytest.mark.parametrize("method", ["guided", "distill", "cpt", "no_teacher"])
+def test_logits_and_hidden_states_give_the_objective(guided, method):
+    batch = GuidedCollator()([guided[n] for n in range(3)])
+    model, config = student(), ObjectiveConfig(method=method)
+    hidden = model.model(batch["input_ids"]).last_hidden_state
+    head = Head(weight=model.lm_head.weight)
+    targets = Targets(
+        labels_BT=batch["labels"][:, 1:],
+        guidance_BT=batch["guidance"][:, 1:],
+        soft_ids_BTK=batch["target_ids"][:, 1:],
+        soft_p_BTK=batch["target_p"][:, 1:],
+    )
+    expected = objective_loss(hidden[:, :-1], head, targets, config).loss
+    from_hidden = guided_loss(hidden, batch["labels"], batch, config, head=head)
+    model.loss_function = partial(guided_loss, config=config)
+    from_model = model(**batch).loss
+    torch.testing.assert_close(from_hidden, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(from_model, expected, rtol=1e-5, atol=1e-6)
+    ours = torch.autograd.grad(expected, model.lm_head.weight, retain_graph=True)[0]
+    theirs = torch.autograd.grad(from_model, model.lm_head.weight)[0]
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-7)
+
+
+def test_packed_documents_are_as_apart_as_padded_ones(guided):
+    model = student()
+    model.loss_function, model.config.use_cache = guided_loss, False
+    some = [guided[n] for n in range(4)]
+    padded, packed = (model(**GuidedCollator(packing=way)(some)).loss for way in (False, True))
+    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_micro_batch_cannot_decide_is_refused(guided):
+    one, two = (GuidedCollator()([guided[n] for n in range(at, at + 2)]) for at in (0, 2))
+    logits = torch.randn(*one["labels"].shape, 320, requires_grad=True)
+    call = partial(guided_loss, logits, one["labels"])
+    whole, step = count_items([one]), count_items([one, two])
+    for settings in ({"scope": "global"}, {"normalise": "selected"}):
+        config = ObjectiveConfig(**settings)
+        alone = call(one, config, num_items_in_batch=whole)
+        torch.testing.assert_close(alone, call(one, config))
+        with pytest.raises(ObjectiveError, match="decided over a whole step"):
+            call(one, config, num_items_in_batch=step)
+    torch.testing.assert_close(call(one, num_items_in_batch=step) * step, call(one) * whole)
+    with pytest.raises(ObjectiveError, match="remove_unused_columns"):
+        call({})
+    with pytest.raises(ObjectiveError, match="draws anew"):
+        call(one, ObjectiveConfig(method="random"))
+    assert call(one, ObjectiveConfig(method="random"), step=3) > 0
+    with pytest.raises(ObjectiveError, match="mix_end"):
+        call(one, ObjectiveConfig(method="distill", mix_end=0.0))
+    with torch.no_grad():
+        mean = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), one["labels"][:, 1:].flatten()
+        )
+        torch.testing.assert_close(call({}), mean)
+
+
+def test_a_float16_model_is_refused_at_every_entrance(lab, guided, tmp_path):
+    model = student(torch.float16)
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(TrainingError, match="float16"):
+        GuidedTrainer(model, arguments, objective=ObjectiveConfig())
+    with pytest.raises(TrainingError, match="float16"):
+        use_guided_loss(model, ObjectiveConfig())
+    model.loss_function = guided_loss
+    batch = GuidedCollator()([guided[0]])
+    with pytest.raises(ObjectiveError, match=r"dtype=torch\.float32"):
+        model(**batch)
+    with torch.no_grad():
+        assert torch.isfinite(model(**batch).loss)  # an evaluation may be
+    tree = recipe_dict(lab, run={"folder": str(tmp_path / "run")})
+    tree["student"]["dtype"] = "float16"
+    with pytest.raises(TrainingError, match="float16"):
+        train(recipe_from_dict(tree), quiet=True)
+
+
+def test_guided_trainer_takes_rows_of_unequal_length(guided, tmp_path):
+    data = guided.select_columns(["input_ids", "guidance"]).select(range(8))
+    settings = {"max_steps": 2, "use_cpu": True, "report_to": "none", "logging_steps": 1}
+    arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, **settings)
+    trainer = GuidedTrainer(student(), arguments, objective=ObjectiveConfig(), train_dataset=data)
+    trainer.train()
+    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    assert len(losses) == 2 and all(1 < loss < 7 for loss in losses)
+
+
+def test_columns_are_exported_as_a_folder(lab, guided, tmp_path):
+    out = tmp_path / "columns"
+    given = ["export-columns", str(lab / "store"), "--student", str(lab / "student")]
+    given += ["--out", str(out), "--json"]
+    refused = CliRunner().invoke(app, given)  # made-up: it names no corpus
+    assert isinstance(refused.exception, UsageError) and "--corpus" in str(refused.exception)
+    done = CliRunner().invoke(app, [*given, "--corpus", str(lab / "corpus.jsonl")])
+    assert done.exit_code == 0, done.exception
+    found = datasets.load_from_disk(str(out))
+    assert json.loads(done.stdout)["rows"] == len(found) == len(guided)
+    for name in found.column_names:
+        np.testing.assert_array_equal(found[3][name], guided[3][name])
+    assert "text" not in found.column_names and [*tmp_path.iterdir()] == [out]
+    again = CliRunner().invoke(app, [*given, "--corpus", str(lab / "corpus.jsonl")])
+    assert isinstance(again.exception, UsageError) and "exists already" in str(again.exception)
