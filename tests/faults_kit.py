@@ -31,6 +31,11 @@ def some(things: Iterable[Thing], n: int) -> list[Thing]:
     return [listed[place] for place in places]
 
 
+def examples(n: int) -> int:
+    """How many of its examples hypothesis tries: a third of them, or all in a long run."""
+    return n if LONG else n // 3
+
+
 def tiny_tree(lab: Path, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """A recipe of three steps with a checkpoint after each."""
     sections["train"] = {"tokens": 3 * 4 * 32, "batch_blocks": 4} | sections.get("train", {})

@@ -1,6 +1,7 @@
 """The paper's numbers, and exact tiling, on the real tokenizers."""
 
 import pytest
+from faults_kit import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from real import PACKAGES, SOURCES, real
@@ -41,7 +42,10 @@ TEXTS = st.one_of(st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join),
 
 @pytest.mark.parametrize("name", SOURCES)
 @settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(150),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(text=TEXTS)
 def test_spans_tile_any_text(name, text):

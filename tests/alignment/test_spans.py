@@ -5,6 +5,7 @@ import unicodedata
 import made
 import numpy as np
 import pytest
+from faults_kit import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
@@ -42,7 +43,10 @@ TEXTS = st.one_of(
     st.text(max_size=30),
 )
 many = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
 )
 
 

@@ -7,6 +7,7 @@ from functools import cache
 import made
 import numpy as np
 import pytest
+from faults_kit import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from real import PACKAGES, real
@@ -187,7 +188,7 @@ def test_as_defined_on_real_text(student, teacher, count):
     assert told > 500
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     text=st.one_of(
         st.text(), st.lists(st.sampled_from([*SAMPLE[4].split(), " ", "é", "½"])).map("".join)
