@@ -11,6 +11,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# otherwise torch.compile starts a process for every core, each of which imports torch
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 TESTS = Path(__file__).parent
 # they need a real server of vLLM, from an environment of its own: `make test-vllm`

@@ -1,6 +1,7 @@
 """docs/paper.md is walked: its commands parse, its recipes are ready, and are the paper's rows."""
 
 import functools
+import json
 import re
 import shutil
 from pathlib import Path
@@ -203,7 +204,7 @@ def save(folder: Path, tokenizer: Tokenizer) -> None:
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.id_to_token(2)}
-    (folder / "tokenizer_config.json").write_text(str(settings).replace("'", '"'))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     config = AutoConfig.for_model(
         "llama",
         vocab_size=tokenizer.get_vocab_size(),
