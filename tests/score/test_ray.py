@@ -81,7 +81,7 @@ class Lab:
             initialize_head=True,
             head_node_args={"num_cpus": 0, "include_dashboard": False, **small},
         )
-        self.add_node = lambda: self.cluster.add_node(num_cpus=1, **small)
+        self.add_node = lambda **more: self.cluster.add_node(num_cpus=1, **small, **more)
         self.nodes = [self.add_node(), self.add_node()]
 
     def score(self, out, **options):
@@ -159,11 +159,15 @@ def lab(tmp_path_factory):
 
 def test_a_worker_dies_with_its_node_and_another_stops(lab, tmp_path, monkeypatch):
     """A command that goes on where another ended loses both workers: one is killed with its node,
-    the other neither works nor dies. Another node comes, and finishes their shards."""
+    the other neither works nor dies. Another node has room then, and finishes their shards."""
+    import ray
+
     out = tmp_path / "s"
     with pytest.raises(Left):
         lab.score(out, on_progress=leave_midway)
     second, stopped = lab.nodes[1], []
+    lab.nodes[1] = lab.add_node(resources={"spare": 1})
+    other = another_run(resources={"spare": 1})
 
     def lose_both(workers):
         (there,) = [pid for pid in workers if raylet_of(second) in parents_of(pid)]
@@ -173,12 +177,12 @@ def test_a_worker_dies_with_its_node_and_another_stops(lab, tmp_path, monkeypatc
         lab.cluster.remove_node(second, allow_graceful=False)
         with contextlib.suppress(ProcessLookupError):  # it would outlive its raylet a while
             os.kill(there, signal.SIGKILL)
-        lab.nodes[1] = lab.add_node()
+        ray.kill(other)
 
     monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "0")
     try:
         with lab.once_held(lose_both):
-            result = CliRunner().invoke(app, lab.command(out))
+            result = CliRunner().invoke(app, [*lab.command(out), "--ray-workers", "2"])
     finally:
         for pid in stopped:
             with contextlib.suppress(ProcessLookupError):
@@ -189,6 +193,20 @@ def test_a_worker_dies_with_its_node_and_another_stops(lab, tmp_path, monkeypatc
     lines = [line for line in result.stderr.splitlines() if line.startswith("scoring: ")]
     # how many workers a line sees depends on when it is written
     assert re.search(r" shards, \d workers, 100%, ", lines[-1]) and "tokens/s, ETA" in lines[-1]
+
+
+def another_run(**needs):
+    """Has the CPU of a node until it is killed."""
+    import ray
+
+    @ray.remote(num_cpus=1, max_restarts=0, **needs)
+    class Other:
+        def pid(self):
+            return os.getpid()
+
+    other = Other.remote()
+    ray.get(other.pid.remote())
+    return other
 
 
 class Left(Exception):
@@ -298,13 +316,7 @@ def test_a_driver_without_a_gpu_asks_a_worker_what_the_teacher_is(lab):
 def test_workers_without_a_gpu_ask_a_server_when_there_is_room(lab, tmp_path):
     import ray
 
-    @ray.remote(num_cpus=1, max_restarts=0)
-    class Other:
-        def pid(self):
-            return os.getpid()
-
-    others = [Other.remote() for _ in range(2)]  # another run has all of the cluster
-    ray.get([other.pid.remote() for other in others])
+    others = [another_run() for _ in range(2)]  # all of the cluster
     (tmp_path / "teacher").mkdir()
     teacher = save_served_teacher(tmp_path / "teacher")
     corpus = write_served_corpus(tmp_path / "corpus.jsonl")

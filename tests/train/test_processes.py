@@ -33,6 +33,7 @@ def name_of(objective: dict) -> str:
 def settings(lab, folder, objective, **train_section):
     return recipe_dict(
         lab,
+        student={"bits_per_byte": 8.0},  # given, it is not measured in every run
         objective=objective,
         train={"tokens": 4 * 256, "micro_batch": 2, **train_section},
         run={"folder": str(folder), "save_every": 0},
