@@ -27,6 +27,8 @@ TOKENS = STEPS * 8 * 32
 
 def run(lab, folder, **sections):
     """Train a variant of the lab's recipe and return its metrics."""
+    # given, it is not measured in every run
+    sections["student"] = {"bits_per_byte": 8.0, **sections.get("student", {})}
     sections["train"] = {"tokens": TOKENS, **sections.get("train", {})}
     sections["run"] = {"folder": str(folder), "save_every": 0, **sections.get("run", {})}
     train(recipe_from_dict(recipe_dict(lab, **sections)), quiet=True)
@@ -371,7 +373,7 @@ def test_only_the_shape_of_training_is_compiled(lab, tmp_path, monkeypatch):
         compile_layers(model, backend=backend)
 
     monkeypatch.setattr(run_module, "compile_layers", compile_with)
-    twin = {"config": None, "model": str(lab / "twin")}
+    twin = {"config": None, "model": str(lab / "twin"), "bits_per_byte": None}
     compared = []
     original = run_module.measure_strength
     monkeypatch.setattr(
