@@ -238,7 +238,7 @@ def test_every_method_reads_conversations(lab, tmp_path, name):
         "teacher": {**given.get("teacher", {}), "model": str(lab / model)},
         "objective": {"method": method, **given.get("objective", {})},
         "run": {"folder": str(tmp_path / "run")},
-        "train": {"epochs": None, "tokens": 2 * 4 * SIZE},
+        "train": {"tokens": 2 * 4 * SIZE},
     }
     ready = check(recipe(lab, **tree), measure=False)
     assert ready.problems == []

@@ -83,7 +83,7 @@ def test_a_run_goes_on_with_another_number_of_processes(lab, tmp_path, whole, pa
     scopes = SCOPES if LONG else SCOPES[parallel == "ddp" :][:1]  # one of each
     trees = [settings(lab, tmp_path / o["scope"], o, parallel) for o in scopes]
     run_processes(train_until, 2, 3, trees)
-    if LONG or parallel == "fsdp2":
+    if LONG:
         run_processes(train_until, 4, 5, trees[:1])
     run_processes(train_until, 1, 7, trees)
     run_processes(train_until, 2, 0, trees)
