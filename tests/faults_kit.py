@@ -32,8 +32,8 @@ def some(things: Iterable[Thing], n: int) -> list[Thing]:
 
 
 def examples(n: int) -> int:
-    """How many of its examples hypothesis tries: a third of them, or all in a long run."""
-    return n if LONG else n // 3
+    """How many of its examples hypothesis tries: a quarter of them, or all in a long run."""
+    return n if LONG else n // 4
 
 
 def tiny_tree(lab: Path, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
