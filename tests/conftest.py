@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,40 +12,44 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# otherwise torch.compile starts a process for every core, each of which imports torch
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 TESTS = Path(__file__).parent
 # they need a real server of vLLM, from an environment of its own: `make test-vllm`
 collect_ignore = [] if "VOCAGNOLM_VLLM_PYTHON" in os.environ else ["vllm"]
-# they start processes, train, generate, open a browser or read large vocabularies
+# They start processes, train, generate, open a browser or read large vocabularies; those that take
+# longest come first.
 SLOW = (
-    "faults",
+    "score/test_ray.py",
+    "train/test_elastic.py",
+    "study/test_study.py",
+    "train/test_trainer.py",
     "alignment/test_real_tokenizers.py",
-    "chat/test_real_tokenizers.py",
-    "chat/test_templates.py",
-    "demo/test_demo.py",
-    "evaluate/test_compare.py",
+    "score",
+    "faults",
+    "train/test_processes.py",
+    "report/test_browser.py",
+    "train/test_read_behind.py",
     "evaluate/test_generation.py",
+    "train/test_conversations.py",
+    "storage",
+    "train/test_resume.py",
     "evaluate/test_run.py",
+    "train/test_conversation_example.py",
+    "demo/test_demo.py",
+    "study/test_selection_study.py",
+    "chat/test_templates.py",
+    "evaluate/test_compare.py",
     "evaluate/graders/test_hostile.py",
     "model/test_architectures.py",
     "model/test_document_nll.py",
     "objective/test_ranks.py",
-    "storage",
-    "report/test_browser.py",
-    "score",
-    "study/test_selection_study.py",
-    "study/test_study.py",
     "study/test_tuning.py",
     "train/test_check.py",
-    "train/test_conversation_example.py",
-    "train/test_conversations.py",
-    "train/test_elastic.py",
     "train/test_examples.py",
     "train/test_launchers.py",
     "train/test_online.py",
-    "train/test_processes.py",
-    "train/test_resume.py",
-    "train/test_trainer.py",
     "test_cli.py",
     "test_paper.py",
     "test_trial.py",
@@ -53,10 +58,17 @@ SLOW = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _is_in_slow_file(item):
+        if _place(item.path) < len(SLOW):
             item.add_marker(pytest.mark.slow)
     # first what takes long: of files side by side none is then left for the end alone
-    items.sort(key=lambda item: not _is_in_slow_file(item))
+    items.sort(key=lambda item: _place(item.path))
+
+
+@cache
+def _place(file: Path) -> int:
+    """In SLOW, or behind it."""
+    found = (n for n, name in enumerate(SLOW) if file.is_relative_to(TESTS / name))
+    return next(found, len(SLOW))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -72,10 +84,6 @@ def _imported_code_is_not_garbage() -> None:
     """A collection would look at every object of torch and transformers again: 0.3 s each time."""
     gc.collect()
     gc.freeze()
-
-
-def _is_in_slow_file(item: pytest.Item) -> bool:
-    return any(item.path.is_relative_to(TESTS / name) for name in SLOW)
 
 
 @pytest.fixture(autouse=True)

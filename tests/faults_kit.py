@@ -31,8 +31,15 @@ def some(things: Iterable[Thing], n: int) -> list[Thing]:
     return [listed[place] for place in places]
 
 
+def examples(n: int) -> int:
+    """How many of its examples hypothesis tries: a quarter of them, or all in a long run."""
+    return n if LONG else n // 4
+
+
 def tiny_tree(lab: Path, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """A recipe of three steps with a checkpoint after each."""
+    # given, it is not measured in every run
+    sections["student"] = {"bits_per_byte": 8.0} | sections.get("student", {})
     sections["train"] = {"tokens": 3 * 4 * 32, "batch_blocks": 4} | sections.get("train", {})
     sections["run"] = {"folder": str(folder), "save_every": 1} | sections.get("run", {})
     return recipe_dict(lab, **sections)

@@ -62,15 +62,15 @@ def write_materials(folder: Path) -> Path:
                 found.append({"source": "noise", "text": f"Notes: {words} é 🙂"})
         return found
 
-    main, extra = documents(150), documents(20)
+    main, extra = documents(90), documents(20)
     rest = [d for d in main if d["source"] != "problems"]
     files = {
         "main": main,
         "extra": extra,
         "without": rest * 2 + extra,
-        "start": documents(60),
-        **{f"held-out-{n}": documents(6) for n in ("gsm8k", "math", "nlab", "openstax")},
-        **{f"validation-{n}": documents(6) for n in ("problems", "text")},
+        "start": documents(30),
+        **{f"held-out-{n}": documents(3) for n in ("gsm8k", "math", "nlab", "openstax")},
+        **{f"validation-{n}": documents(3) for n in ("problems", "text")},
     }
     for name, found in files.items():
         lines = "".join(json.dumps(d, ensure_ascii=False) + "\n" for d in found)
@@ -94,6 +94,7 @@ def write_materials(folder: Path) -> Path:
 
 TINY: dict[str, Any] = {
     "base": {
+        "student": {"bits_per_byte": 8.0},  # given, it is not measured in every run
         "data": {"block_size": 64},
         "train": {
             "tokens": 1024,

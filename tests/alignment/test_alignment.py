@@ -6,6 +6,7 @@ import pydoc
 
 import numpy as np
 import pytest
+from faults_kit import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ from vocagnolm.alignment import (
 from vocagnolm.alignment.alignment import ranks
 
 TOKENS = TokenSpans(np.array([1, 2], np.int32), np.array([[0, 2], [2, 4]]), 4, 0)
-many = settings(max_examples=200, deadline=None, derandomize=True)
+many = settings(max_examples=examples(200), deadline=None, derandomize=True)
 
 
 @st.composite

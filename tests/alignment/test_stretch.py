@@ -6,6 +6,7 @@ import math
 import made
 import numpy as np
 import pytest
+from faults_kit import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +74,7 @@ def tilings(draw):
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(tilings(), st.randoms(use_true_random=False))
 def test_equals_the_definition(spans, draw):
     student, *teachers = spans

@@ -4,6 +4,7 @@ meet over it alone."""
 import chat_kit
 import numpy as np
 import pytest
+from faults_kit import examples
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -52,7 +53,7 @@ def rendered(name: str, messages: list[Message]):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(messages=talks())
 @example(messages=[Message("system", " s "), Message("user", "u"), Message("assistant", "<")])
 @example(messages=[Message("user", "a"), Message("assistant", "b</think>\n\nc")])
@@ -99,7 +100,7 @@ def brute_force(name: str, text: str) -> tuple[list[set[int]], list[bool]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(messages=talks())
 def test_tokens_spell_what_their_spans_say(name, messages):
     assume(rendered(name, messages) is not None)
@@ -122,7 +123,7 @@ def test_tokens_spell_what_their_spans_say(name, messages):
 
 
 @pytest.mark.parametrize("pair", [(a, b) for n, a in enumerate(NAMES) for b in NAMES[n + 1 :][:3]])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(messages=talks())
 def test_alignment_over_contents_alone(pair, messages):
     student, teacher = pair
@@ -229,7 +230,7 @@ def test_a_template_that_cannot_be_followed_is_refused():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(messages=talks(), train_on=st.sampled_from(["assistant", "last", "all"]))
 def test_trained_tokens_are_those_that_the_model_writes(name, messages, train_on):
     assume(rendered(name, messages) is not None)

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
-from faults_kit import some
+from faults_kit import in_child, some
 from training_kit import make_lab, recipe_dict
 
 from vocagnolm import cli
@@ -75,29 +74,38 @@ def test_every_named_command_exists():
 
 
 @pytest.mark.parametrize("workers", some(["1", "2"], 1))
-def test_ctrl_c_says_what_is_kept_and_the_same_command_goes_on(workers, tmp_path):
+def test_ctrl_c_says_what_is_kept_and_the_same_command_goes_on(workers, tmp_path, monkeypatch):
     """The real keys: every process of the terminal gets the signal."""
     import json
 
-    make_lab(tmp_path, 400)
-    tree = recipe_dict(tmp_path, data={"blocks": str(tmp_path / "blocks"), "part_documents": 10})
+    make_lab(tmp_path, 200)
+    tree = recipe_dict(tmp_path, data={"blocks": str(tmp_path / "blocks"), "part_documents": 2})
     (tmp_path / "r.yaml").write_text(json.dumps(tree))
-    command = [sys.executable, "-m", "vocagnolm", "prepare", str(tmp_path / "r.yaml")]
-    command += ["--workers", workers]
-    process = subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+    words = ["vocagnolm", "prepare", str(tmp_path / "r.yaml"), "--workers"]
+
+    def prepare():
+        os.setsid()
         # a shell that runs the tests in the background lets them ignore the key
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv, sys.stderr = [*words, workers], (tmp_path / "said").open("w")
+        os.dup2(sys.stderr.fileno(), 2)
+        try:
+            cli.main()
+        except SystemExit as left:
+            sys.stderr.flush()
+            os._exit(left.code or 0)
+
+    child = in_child(prepare)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not list((tmp_path / "blocks").glob("part*")):
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
+    os.killpg(child, signal.SIGINT)
+    _, status = os.waitpid(child, 0)
+    said = (tmp_path / "said").read_text()
+    assert os.waitstatus_to_exitcode(status) == 130, said
     assert said.endswith(f"Interrupted: {KEPT['prepare']}\n") and "Traceback" not in said
     assert not (tmp_path / "blocks" / "manifest.json").exists()
-    assert subprocess.run(command, capture_output=True).returncode == 0
+    monkeypatch.setattr(sys, "argv", [*words, "1"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code

@@ -8,6 +8,7 @@ import chat_kit
 import numpy as np
 import pytest
 from chat_kit import Message
+from faults_kit import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -216,7 +217,7 @@ def test_conversations_that_are_too_long_are_cut_and_counted(tmp_path):
     assert (values["cut_documents"], values["documents_without_training"]) == (1, 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 40)), max_size=60), st.integers(2, 32)
 )

@@ -146,7 +146,7 @@ def test_the_demo_runs_from_end_to_end(tmp_path, capsys, monkeypatch) -> None:
     if not LONG:
         monkeypatch.setattr(pipeline, "WorkerPool", InThisProcess)
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    budget = students.Budget(tokens=4096, documents=300, problems=10, seeds=1)
+    budget = students.Budget(tokens=2048, documents=150, problems=4, seeds=1)
     pipeline.run_demo(tmp_path, budget)
     said = " ".join(capsys.readouterr().out.split())  # a terminal may wrap anywhere
     assert "By exact answers, guidance (" in said and "By exact answers, distillation (" in said
@@ -254,12 +254,12 @@ def test_the_toy_study_runs_on_the_materials_of_the_demo(tmp_path) -> None:
     materials = tmp_path / "materials"
     done = CliRunner().invoke(app, ["demo", "--materials", str(materials)])
     assert done.exit_code == 0 and done.stdout == f"{materials}\n"
-    for name, lines in (("corpus", 150), ("held-out", 5), ("requests", 6)):
+    for name, lines in (("corpus", 60), ("held-out", 3), ("requests", 4)):
         path = materials / f"{name}.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:lines]))
     few = [
         "use=[cpt,guided,kld,uld-0.5]",
-        "base.train.tokens=2048",
+        "base.train.tokens=1024",
         "teachers.same.train.run.seed=9",
     ]
     few += [f"rows.{name}.seeds=[1]" for name in ("cpt", "guided", "kld", "uld")]

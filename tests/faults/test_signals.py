@@ -14,17 +14,7 @@ from training_kit import fresh_process, recipe_dict, run_processes
 from vocagnolm.train.checkpoint import newest_complete
 from vocagnolm.train.folder import read_metrics
 
-STEPS = 200
-
-
-def start(*words: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+STEPS = 40
 
 
 def wait_until(condition, alive, seconds: float = 90.0) -> None:
@@ -34,14 +24,23 @@ def wait_until(condition, alive, seconds: float = 90.0) -> None:
         time.sleep(0.02)
 
 
-def train_in_child(recipe: Path) -> int:
-    """The command in a forked process: all is imported already."""
+def command_in_child(*words: object) -> int:
+    """The command in a forked process, where all is imported already. It trains ten steps in a
+    second."""
 
     def work():
         from vocagnolm.cli import main
+        from vocagnolm.train.loop import TrainingLoop
 
+        end_step = TrainingLoop.end_step
+
+        def slowly(self, learning_rate):
+            time.sleep(0.1)
+            end_step(self, learning_rate)
+
+        TrainingLoop.end_step = slowly
         fresh_process()
-        sys.argv = ["vocagnolm", "train", str(recipe), "--quiet"]
+        sys.argv = ["vocagnolm", *map(str, words)]
         try:
             main()
         except SystemExit as left:
@@ -64,7 +63,7 @@ def test_sigusr1_saves_and_goes_on_sigterm_saves_and_leaves(lab, tmp_path):
         return tiny_tree(lab, folder, train={"tokens": STEPS * 4 * 32}, run={"save_every": 0})
 
     folder, whole = tmp_path / "run", tmp_path / "whole"
-    child = train_in_child(write_recipe(tmp_path / "r.yaml", tree(folder)))
+    child = command_in_child("train", write_recipe(tmp_path / "r.yaml", tree(folder)), "--quiet")
 
     def steps():
         return len(read_metrics(folder / "metrics.jsonl"))
@@ -138,10 +137,16 @@ def test_torchrun_without_a_gpu(lab, tmp_path):
     for processes in (1, 2):
         tree = tiny_tree(lab, tmp_path / str(processes), train={"device": "auto", "micro_batch": 2})
         recipe = write_recipe(tmp_path / f"{processes}.yaml", tree)
-        words = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        process = start(*words, "-m", "vocagnolm", "train", str(recipe), "--quiet")
-        _, errors = process.communicate(timeout=180)
-        assert process.returncode == 0, errors[-2000:]
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        words = [*launcher, "-m", "vocagnolm", "train", str(recipe), "--quiet"]
+        done = subprocess.run(
+            [sys.executable, "-m", *words],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            timeout=180,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
         records = read_metrics(tmp_path / str(processes) / "metrics.jsonl")
         losses.append([record["loss"] for record in records])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -153,14 +158,12 @@ def test_the_workers_of_prepare_end_with_it(lab, tmp_path, number):
     files = [str(lab / "corpus.jsonl")] * 40
     tree = recipe_dict(lab, data=data, corpus={"files": files})
     recipe = write_recipe(tmp_path / "r.yaml", tree)
-    process = start("vocagnolm", "prepare", str(recipe), "--workers", "2")
-    wait_until(
-        lambda: len(list((tmp_path / "b").glob("part-*"))) > 2, lambda: process.poll() is None
-    )
-    workers = children_of(process.pid)
+    child = command_in_child("prepare", recipe, "--workers", 2)
+    wait_until(lambda: len(list((tmp_path / "b").glob("part-*"))) > 2, lambda: alive(child))
+    workers = children_of(child)
     assert workers
-    process.send_signal(number)
-    process.wait(20)
+    os.kill(child, number)
+    os.waitpid(child, 0)
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline, "a worker goes on"

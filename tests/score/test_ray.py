@@ -82,7 +82,7 @@ class Lab:
             initialize_head=True,
             head_node_args={"num_cpus": 0, "include_dashboard": False, **small},
         )
-        self.add_node = lambda: self.cluster.add_node(num_cpus=1, **small)
+        self.add_node = lambda **more: self.cluster.add_node(num_cpus=1, **small, **more)
         self.nodes = [self.add_node(), self.add_node()]
 
     def score(self, out, **options):
@@ -100,6 +100,7 @@ class Lab:
         ]
         return [str(word) for word in words]
 
+    @contextlib.contextmanager
     def once_held(self, do):
         """Hold workers in the middle of a shard, and call `do` in the background when two of them
         are; then let go."""
@@ -109,19 +110,20 @@ class Lab:
         hold.touch()
 
         def wait():
-            deadline = time.monotonic() + 200
-            try:
-                while time.monotonic() < deadline:
-                    held = [int(path.name) for path in (self.folder / "held").iterdir()]
-                    if len(held) >= 2:
-                        return do(held)
-                    time.sleep(0.02)
-            finally:
-                hold.unlink()
+            while hold.exists():
+                held = [int(path.name) for path in (self.folder / "held").iterdir()]
+                if len(held) >= 2:
+                    do(held)
+                    hold.unlink()
+                time.sleep(0.02)
 
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
-        return thread
+        try:
+            yield
+        finally:
+            hold.unlink(missing_ok=True)
+            thread.join()
 
 
 def raylet_of(node):
@@ -156,7 +158,69 @@ def lab(tmp_path_factory):
     lab.cluster.shutdown()
 
 
-def test_driver_worker_and_node_are_killed_in_turn(lab, tmp_path, monkeypatch):
+def test_a_worker_dies_with_its_node_and_another_stops(lab, tmp_path, monkeypatch):
+    """A command that goes on where another ended loses both workers: one is killed with its node,
+    the other neither works nor dies. Another node has room then, and finishes their shards."""
+    import ray
+
+    out = tmp_path / "s"
+    with pytest.raises(Left):
+        lab.score(out, on_progress=leave_midway)
+    second, stopped = lab.nodes[1], []
+    lab.nodes[1] = lab.add_node(resources={"spare": 1})
+    other = another_run(resources={"spare": 1})
+
+    def lose_both(workers):
+        (there,) = [pid for pid in workers if raylet_of(second) in parents_of(pid)]
+        (here,) = {*workers} - {there}
+        os.kill(here, signal.SIGSTOP)
+        stopped.append(here)
+        lab.cluster.remove_node(second, allow_graceful=False)
+        with contextlib.suppress(ProcessLookupError):  # it would outlive its raylet a while
+            os.kill(there, signal.SIGKILL)
+        ray.kill(other)
+
+    monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "0")
+    try:
+        with lab.once_held(lose_both):
+            result = CliRunner().invoke(app, [*lab.command(out), "--ray-workers", "2"])
+    finally:
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert stopped and result.exit_code == 0, (result.output, result.exception)
+    assert store_bytes(out) == lab.whole
+    assert "died with shard" in result.stdout and "were there" in result.stdout
+    lines = [line for line in result.stderr.splitlines() if line.startswith("scoring: ")]
+    # how many workers a line sees depends on when it is written
+    assert re.search(r" shards, \d workers, 100%, ", lines[-1]) and "tokens/s, ETA" in lines[-1]
+
+
+def another_run(**needs):
+    """Has the CPU of a node until it is killed."""
+    import ray
+
+    @ray.remote(num_cpus=1, max_restarts=0, **needs)
+    class Other:
+        def pid(self):
+            return os.getpid()
+
+    other = Other.remote()
+    ray.get(other.pid.remote())
+    return other
+
+
+class Left(Exception):
+    pass
+
+
+def leave_midway(progress):
+    if progress.documents >= 15:
+        raise Left
+
+
+@pytest.mark.skipif(not LONG, reason="make faults: starts seven processes that import torch")
+def test_driver_worker_and_node_are_killed_in_turn(lab, tmp_path):
     """The driver first; the command, run again, loses a worker and a node that never comes back."""
     out = tmp_path / "s"
     process = subprocess.Popen(
@@ -180,19 +244,15 @@ def test_driver_worker_and_node_are_killed_in_turn(lab, tmp_path, monkeypatch):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "0")
-    killed = lab.once_held(kill_both)
-    result = CliRunner().invoke(app, lab.command(out))
-    killed.join()
+    with lab.once_held(kill_both):
+        result = CliRunner().invoke(app, lab.command(out))
     lab.nodes[1] = lab.add_node()
     assert result.exit_code == 0, (result.output, result.exception)
     assert store_bytes(out) == lab.whole
     assert result.stdout.count("died with shard") == 2 and "were there" in result.stdout
-    lines = [line for line in result.stderr.splitlines() if line.startswith("scoring: ")]
-    # how many workers a line sees depends on when it is written
-    assert re.search(r" shards, \d workers, 100%, ", lines[-1]) and "tokens/s, ETA" in lines[-1]
 
 
+@pytest.mark.skipif(not LONG, reason="make faults")
 def test_a_stopped_worker_does_not_hold_its_shard(lab, tmp_path):
     """It neither works nor dies: its shard goes to the other, and it is replaced."""
     stopped = []
@@ -201,11 +261,10 @@ def test_a_stopped_worker_does_not_hold_its_shard(lab, tmp_path):
         os.kill(workers[0], signal.SIGSTOP)
         stopped.append(workers[0])
 
-    held = lab.once_held(stop_one)
     try:
-        summary = lab.score(tmp_path / "s", cluster=RayCluster(address=lab.cluster.address))
+        with lab.once_held(stop_one):
+            summary = lab.score(tmp_path / "s", cluster=RayCluster(address=lab.cluster.address))
     finally:
-        held.join()
         for pid in stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -245,6 +304,7 @@ def test_nobody_alive_is_an_end_and_not_a_wait(lab, tmp_path):
         )
 
 
+# a process that has run a task is used for an actor: the next two tests import torch once
 def test_a_driver_without_a_gpu_asks_a_worker_what_the_teacher_is(lab):
     source = TeacherSource(str(lab.teacher), trust_remote_code=True)
     with RayCluster(address=lab.cluster.address).connected() as connection:
@@ -255,13 +315,7 @@ def test_a_driver_without_a_gpu_asks_a_worker_what_the_teacher_is(lab):
 def test_workers_without_a_gpu_ask_a_server_when_there_is_room(lab, tmp_path):
     import ray
 
-    @ray.remote(num_cpus=1, max_restarts=0)
-    class Other:
-        def pid(self):
-            return os.getpid()
-
-    others = [Other.remote() for _ in range(2)]  # another run has all of the cluster
-    ray.get([other.pid.remote() for other in others])
+    others = [another_run() for _ in range(2)]  # all of the cluster
     (tmp_path / "teacher").mkdir()
     teacher = save_served_teacher(tmp_path / "teacher")
     corpus = write_served_corpus(tmp_path / "corpus.jsonl")
@@ -270,9 +324,9 @@ def test_workers_without_a_gpu_ask_a_server_when_there_is_room(lab, tmp_path):
     given = {"settings": SERVER_SETTINGS, "server": replay.server()}
     score_corpus(teacher, corpus, tmp_path / "whole", **given)
     asked = len(replay.requests)
-    ended = threading.Timer(3.0, lambda: [ray.kill(other) for other in others])
+    ended = threading.Timer(1.0, lambda: [ray.kill(other) for other in others])
     ended.start()
-    cluster = RayCluster(address=lab.cluster.address, workers=2)
+    cluster = RayCluster(address=lab.cluster.address, workers=1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         score_corpus(teacher, corpus, tmp_path / "s", **given, cluster=cluster)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from faults_kit import LONG
 from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_bytes, write_corpus
 from training_kit import run_processes
 from transformers import AutoConfig
@@ -49,8 +50,13 @@ def save_losses(folder, out, size):
 
 
 # 417 rows: the second process has one less than the first
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    [
+        *(("llama", False), ("qwen2", True), ("gemma2", False)),
+        *([("llama", True), ("qwen2", False), ("gemma2", True)] if LONG else []),
+    ],
+)
 def test_two_processes_give_the_losses_of_one(tmp_path, kind, tied):
     changes = {"final_logit_softcapping": 0.3, "head_dim": 8} if kind == "gemma2" else {}
     save_teacher(tmp_path / "llama")

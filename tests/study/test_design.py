@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from faults_kit import some
 
 from vocagnolm.errors import StudyError
 from vocagnolm_studies.design import (
@@ -21,7 +22,7 @@ from vocagnolm_studies.tasks import StudyTasks, score_teacher
 def test_every_recipe_of_a_shipped_study_is_valid(name: str, tmp_path: Path) -> None:
     home = StudyTasks(load_study(name, materials="materials"), tmp_path)
     assert home.tasks()
-    for run in home.runs:
+    for run in some(home.runs, 6):
         recipe = home.recipe(run, learning_rate=1e-4)
         assert recipe.run.seed == run.seed
         own = run.overrides.get("optimizer.learning_rate", 1e-4)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults_kit import LONG
 
 from vocagnolm_studies.run import run_study
 
@@ -28,7 +29,7 @@ STUDIES = ["distill", "distill-clean", "distill-long", "distill-why", "second", 
 KEPT_WITH = {"distill-why": "distill"}
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", STUDIES if LONG else ["distill-clean", "second"])
 def test_the_table_follows_from_the_runs(name: str, tmp_path: Path) -> None:
     with tarfile.open(RESULTS / "runs" / f"{KEPT_WITH.get(name, name)}.tar.xz") as kept:
         kept.extractall(tmp_path / "out", filter="data")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from faults_kit import LONG, some
+from faults_kit import LONG
 from safetensors.torch import load_file
 from training_kit import recipe_dict, run_processes, stop_after
 
@@ -30,11 +30,12 @@ def name_of(objective: dict) -> str:
     return "-".join(map(str, objective.values()))
 
 
-def settings(lab, folder, objective, tokens=4 * 256, **train_section):
+def settings(lab, folder, objective, **train_section):
     return recipe_dict(
         lab,
+        student={"bits_per_byte": 8.0},  # given, it is not measured in every run
         objective=objective,
-        train={"tokens": tokens, "micro_batch": 2, **train_section},
+        train={"tokens": 4 * 256, "micro_batch": 2, **train_section},
         run={"folder": str(folder), "save_every": 0},
     )
 
@@ -53,8 +54,8 @@ def one_process(lab, tmp_path_factory):
     return folder
 
 
-def assert_same(folder, reference):
-    for objective in OBJECTIVES:
+def assert_same(folder, reference, objectives=OBJECTIVES):
+    for objective in objectives:
         ours, theirs = (f / name_of(objective) for f in (folder, reference))
         a, b = (read_metrics(f / "metrics.jsonl") for f in (ours, theirs))
         for field in ("loss", "nll_all", "kept_share", "mapped_share", "excess_p50", "tokens"):
@@ -89,16 +90,17 @@ def train_sharded(trees: list[dict]) -> None:
 
 
 def test_fsdp2_equals_one_process(lab, tmp_path, one_process):
-    trees = [settings(lab, tmp_path / name_of(o), o, parallel="fsdp2") for o in OBJECTIVES]
+    objectives = OBJECTIVES if LONG else OBJECTIVES[:1] + OBJECTIVES[-1:]
+    trees = [settings(lab, tmp_path / name_of(o), o, parallel="fsdp2") for o in objectives]
     run_processes(train_sharded, 2, trees)
-    assert_same(tmp_path, one_process)
+    assert_same(tmp_path, one_process, objectives)
 
 
-@pytest.mark.parametrize("parallel", some(["ddp", "fsdp2"], 1))
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"] if LONG else ["ddp"])
 def test_two_processes_resume(lab, tmp_path, parallel):
     """Interrupted by hand after a checkpoint, then run again."""
-    whole = settings(lab, tmp_path / "whole", OBJECTIVES[0], 6 * 256, parallel=parallel)
-    broken = settings(lab, tmp_path / "broken", OBJECTIVES[0], 6 * 256, parallel=parallel)
+    whole = settings(lab, tmp_path / "whole", OBJECTIVES[0], parallel=parallel)
+    broken = settings(lab, tmp_path / "broken", OBJECTIVES[0], parallel=parallel)
     for tree in (whole, broken):
         tree["run"]["save_every"] = 2
     run_processes(train_all, 2, [whole])
@@ -107,7 +109,7 @@ def test_two_processes_resume(lab, tmp_path, parallel):
     assert len(read_metrics(tmp_path / "broken" / "metrics.jsonl")) == 3
     run_processes(train_all, 2, [broken])
     a, b = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("broken", "whole"))
-    assert [r["step"] for r in a] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in a] == [1, 2, 3, 4]
     assert [r["loss"] for r in a] == [r["loss"] for r in b]
 
 

@@ -37,7 +37,10 @@ def tree(lab: Path, folder: Path) -> dict:
     return recipe_dict(
         lab,
         # dropout: the state of the random numbers is part of what is resumed
-        student={"config": dict(recipe_dict(lab)["student"]["config"], attention_dropout=0.1)},
+        student={
+            "config": dict(recipe_dict(lab)["student"]["config"], attention_dropout=0.1),
+            "bits_per_byte": 8.0,  # given, it is not measured in every run
+        },
         # the mix, which changes from step to step, too
         objective={
             "method": "distill",

@@ -38,12 +38,8 @@ def read_all(output: str) -> None:
 @pytest.mark.parametrize("piece", PIECES, ids=ascii)
 def test_long_repetitions(piece):
     repeated = piece * (LENGTH // len(piece))
-    for before, after in (
-        ("", "."),
-        ("The answer is 5", "x"),
-        ("so \\boxed{", "} 7"),
-        ("= 5 ", ""),
-    ):
+    around = [("", "."), ("so \\boxed{", "} 7"), ("The answer is 5", "x"), ("= 5 ", "")]
+    for before, after in around if LONG else around[:2]:
         started = time.process_time()
         read_all(before + repeated + after)
         assert time.process_time() - started < SECONDS, (before, after)
