@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import typer
 
@@ -70,7 +70,7 @@ def evaluate(
         )
     read: list[BitsPerByte] = []
     notes: list[str] = []
-    for source in models or [None]:
+    for source in cast("list[str | None]", models) or [None]:
         with quiet_libraries(), progress("answering", "questions") as meter:
             evaluation = evaluate_model(
                 source,
