@@ -278,7 +278,7 @@ def build_optimizer(model: Any, arguments: "TrainingArguments") -> "torch.optim.
         # as the Trainer makes it, whose import takes a second where datasets is installed
         betas = (arguments.adam_beta1, arguments.adam_beta2)
         fused = {"fused": True} if arguments.optim == "adamw_torch_fused" else {}
-        adam = {"betas": betas, "eps": arguments.adam_epsilon, **fused}
+        adam: dict[str, Any] = {"betas": betas, "eps": arguments.adam_epsilon, **fused}
         return torch.optim.AdamW(groups, lr=arguments.learning_rate, **adam)
     try:
         from transformers import Trainer
