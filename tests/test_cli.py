@@ -67,6 +67,8 @@ QUICK = [
     ["recipe", "show", "laptop"],
     ["study", "list"],
     ["store", "inspect", "store"],
+    ["check", "recipe.yaml", "--json"],
+    ["prepare", "recipe.yaml", "--workers", "1"],
 ]
 TYPOS = [
     ["check", "typo.yaml"],
@@ -86,14 +88,17 @@ for arguments, code in {calls!r}:
         main()
     except SystemExit as stop:
         assert (stop.code or 0) == code, arguments
-    heavy = {{"torch", "transformers"}} & set(sys.modules)
+    heavy = {{"torch", "transformers", "datasets", "pyarrow", "pandas", "scipy"}} & set(sys.modules)
     assert not heavy, (arguments, heavy)
 """
 
 
 def test_what_needs_no_model_and_what_is_a_typo_is_answered_at_once(tmp_path):
-    """Without torch, one command after the other: the first that imports it is named."""
+    """Without torch, one command after the other: the first that imports it is named. What only
+    transformers knows of a recipe is asked once and remembered."""
     training_kit.make_lab(tmp_path, count=4)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(training_kit.recipe_dict(tmp_path)))
+    asked = run("check", tmp_path / "recipe.yaml", "--json")
     (tmp_path / "typo.yaml").write_text("objective: {keeep: 0.4}\n")
     calls = [(words, 0) for words in QUICK] + [(words, 2) for words in TYPOS]
     command = [sys.executable, "-c", ONE_BY_ONE.format(calls=calls)]
@@ -101,6 +106,9 @@ def test_what_needs_no_model_and_what_is_a_typo_is_answered_at_once(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     said = "unknown key 'keeep' in objective. Did you mean 'keep'?"
     assert done.stderr.count(said) == len(TYPOS)
+    assert asked.returncode == 0
+    parameters = json.loads(asked.stdout)["plan"]["student"]["parameters"]
+    assert f'"parameters": {parameters}' in done.stdout
 
 
 def test_version_help_and_exit_codes():

@@ -14,6 +14,7 @@ Three ways, from fast to forgiving. Each is taken only where it is right:
 import contextlib
 import copy
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -58,6 +59,8 @@ class Pipeline:
     """Written after the last token of a word (`</w>`); no text."""
     lossy_normaliser: bool
     """The normaliser removes text on purpose (accents, control characters, outer white space)."""
+    by_word: bool
+    """A byte-level BPE model reads word by word, and a word depends on nothing before it."""
 
     @property
     def joins(self) -> bool:
@@ -117,6 +120,10 @@ def describe(description: dict[str, Any]) -> Pipeline:
         inner_prefix=model.get("continuing_subword_prefix") or "",
         word_suffix=model.get("end_of_word_suffix") or "",
         lossy_normaliser=bool(types & {"StripAccents", "BertNormalizer", "Strip", "Nmt"}),
+        by_word="ByteLevel" in types
+        and (model.get("type") or "BPE") == "BPE"
+        and any(step["type"] == "Split" or step.get("use_regex") for step in pre_tokenisers)
+        and "(?<" not in json.dumps(pre_tokenisers),
     )
 
 
@@ -253,6 +260,13 @@ def _trace(
 # ---- spans ----
 
 
+LONG_TEXT = 2**20
+"""Characters from which on a text is read in pieces."""
+PIECE = 2**16
+_PIECES = 4  # that the library reads side by side
+_AROUND = 256  # characters before and behind a cut
+_WORD_END = re.compile("[A-Za-z0-9](?= )")
+_LINE_START = re.compile(r"\S\n(?=[A-Za-z])")
 CACHED_WORDS = 2**17
 """Whose merges a BPE model remembers; the library's own 10,000 are used up after a megabyte."""
 
@@ -349,14 +363,102 @@ class Spanner:
 
     def spans_batch(self, texts: Sequence[str]) -> list[TokenSpans]:
         """All texts at once. The tokenizer works in parallel and without the GIL; offsets are
-        asked for again only where a text needs them."""
-        encoded_texts = [encode_utf8(text) for text in texts]
+        asked for again only where a text needs them. A long text is read in pieces where that
+        gives the same tokens: the library takes some hundred bytes for every byte it reads."""
+        found = [self._in_pieces(text) if len(text) > LONG_TEXT else None for text in texts]
+        rest = [text for text, known in zip(texts, found, strict=True) if known is None]
+        encoded_texts = [encode_utf8(text) for text in rest]
         with _without_panic():
-            encodings = self._encodings(list(texts))
-        result = []
-        for text, encoded, encoding in zip(texts, encoded_texts, encodings, strict=True):
-            result.append(self._by_bytes(encoding.ids, encoded) or self.spans(text))
-        return result
+            encodings = self._encodings(rest)
+        whole = (
+            self._by_bytes(encoding.ids, encoded) or self.spans(text)
+            for text, encoded, encoding in zip(rest, encoded_texts, encodings, strict=True)
+        )
+        return [next(whole) if known is None else known for known in found]
+
+    def _in_pieces(self, text: str) -> TokenSpans | None:
+        """The spans of a long text, a few pieces at a time; None where it must be read whole."""
+        encode_utf8(text)  # refused before anything is read, as other texts are
+        cuts = self._cuts(text)
+        if cuts is None:
+            return None
+        ids: list[NDArray[np.int32]] = []
+        spans: list[NDArray[np.uint32]] = []  # half as large, each from its own piece's beginning
+        sizes: list[int] = []
+        pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+        for start in range(0, len(pieces), _PIECES):
+            batch = read = pieces[start : start + _PIECES]
+            reader = self._tokenizer
+            if self._bare is not None:  # only the first piece stands behind the text's own mark
+                reader, read = self._bare[0], [one.replace(" ", SPACE_MARK) for one in batch]
+                read[0] = SPACE_MARK * (start == 0) + read[0]
+            with _without_panic():
+                encodings = reader.encode_batch_fast(read, add_special_tokens=False)
+            for piece, encoding in zip(batch, encodings, strict=True):
+                encoded = piece.encode()
+                tokens = self._by_bytes(encoding.ids, encoded)
+                if tokens is None:
+                    array = np.array(encoding.ids, np.int32)
+                    traced = (
+                        None if self._is_added[array].any() else self._trace_segment(piece, array)
+                    )
+                    if traced is None or not self.pipeline.joins:
+                        return None
+                    tokens = TokenSpans(array, traced, len(encoded), lost_bytes=0)
+                ids.append(tokens.ids)
+                spans.append(tokens.spans.astype(np.uint32))
+                sizes.append(len(encoded))
+        whole = np.empty((sum(map(len, ids)), 2), np.int64)
+        end = origin = 0
+        for relative, size in zip(spans, sizes, strict=True):
+            np.add(relative, origin, out=whole[end : end + len(relative)], casting="unsafe")
+            end, origin = end + len(relative), origin + size
+        lost = origin - int(whole[:, 1].sum() - whole[:, 0].sum())
+        return TokenSpans(np.concatenate(ids), whole, origin, lost)
+
+    def _cuts(self, text: str) -> list[int] | None:
+        """Places where a long text can be cut without a change of its tokens; None where there may
+        be none.
+
+        Where a model reads the marked text as one word: before a space, since no entry of the
+        vocabulary, and so no merge, has a mark behind another character. Where words are read one
+        by one: before the letter that begins a line, if the text around it gives the same tokens
+        when it is cut there, and no pattern of the tokenizer looks back further.
+        """
+        if self._bare is not None:
+            marked = text.replace(" ", SPACE_MARK)
+            inner = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}")
+            if any(name in marked for name in self._bare[1]) or any(
+                map(inner.search, self._tokenizer.get_vocab(with_added_tokens=False))
+            ):
+                return None
+            places = _WORD_END
+        elif self.pipeline.by_word:
+            places = _LINE_START
+        else:
+            return None
+        cuts: list[int] = []
+        place = PIECE
+        while place < len(text) - PIECE:
+            found = places.search(text, place)
+            if found is None:
+                break
+            place = found.end()
+            if self._bare is None and not self._same_when_cut(text, place):
+                if place - (cuts[-1] if cuts else 0) > LONG_TEXT:
+                    return None
+                continue
+            cuts.append(place)
+            place += PIECE
+        return cuts or None
+
+    def _same_when_cut(self, text: str, place: int) -> bool:
+        before, behind = text[place - _AROUND : place], text[place : place + _AROUND]
+        whole, *parts = (
+            self._tokenizer.encode(part, add_special_tokens=False).ids
+            for part in (before + behind, before, behind)
+        )
+        return whole == parts[0] + parts[1]
 
     def _bare_of(self, tokenizer: Tokenizer) -> tuple[Tokenizer, list[str]] | None:
         """Where all that comes before the model is marking spaces: the model alone, and what a

@@ -22,6 +22,7 @@ from vocagnolm.errors import (
     optional,
 )
 from vocagnolm.files import read_json
+from vocagnolm.storage.copies import remembered
 
 # ---- what stands before and after a text ----
 
@@ -427,7 +428,7 @@ def load_tokenizer(
     GGUF file, a hub id, a `tokenizers.Tokenizer` or a transformers fast tokenizer.
 
     `check`: refuse a folder for which transformers would build a tokenizer with other ids. That
-    imports transformers (seconds); what needs no model can do without.
+    imports transformers (seconds) the first time; what needs no model can do without.
     `trust_remote_code`: take the tokenizer.json of a folder that brings code for its tokenizer;
     the code itself is never run. Without, such a folder is refused."""
     if isinstance(source, TextTokenizer):
@@ -457,7 +458,9 @@ def load_tokenizer(
     frame = read_frame(tokenizer, folder)  # files that cannot be read are named before all else
     configured = any((folder / f).is_file() for f in ("tokenizer_config.json", "config.json"))
     if of_folder and check and configured and path.suffix == ".json":
-        _check_auto_tokenizer(tokenizer, folder)
+        remembered(
+            "AutoTokenizer", _digests(folder), lambda: _check_auto_tokenizer(tokenizer, folder)
+        )
     # a file is called by its folder when its own name says nothing
     generic = path.name in ("tokenizer.json", "tokenizer.model")
     name = name or (folder.resolve().name if generic else path.stem) or path.stem
@@ -522,6 +525,13 @@ def _from_transformers(source: Any, special_tokens: str) -> TextTokenizer:
         special_tokens=special_tokens,
         frame=frame_of(source),
     )
+
+
+def _digests(folder: Path) -> list[tuple[str, str]]:
+    """Of all files that may say what the tokenizer is; weights and corpora are larger."""
+    kinds, largest = (".json", ".model", ".spm", ".tiktoken", ".txt"), 2**27
+    files = [p for p in folder.iterdir() if p.suffix in kinds and p.stat().st_size < largest]
+    return sorted((p.name, hashlib.sha256(p.read_bytes()).hexdigest()) for p in files)
 
 
 def _check_auto_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

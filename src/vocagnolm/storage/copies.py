@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from vocagnolm import files
-from vocagnolm.errors import AddressError
+from vocagnolm.errors import AddressError, WriteError
 from vocagnolm.files import folder_lock
 from vocagnolm.storage.backend import Storage
 
@@ -28,6 +30,22 @@ def cache_folder() -> Path:
         return files.local_path(given)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "vocagnolm"
+
+
+def remembered(name: str, about: Sequence[object], work: Callable[[], Any]) -> Any:
+    """What `work` gives, a JSON value: out of the user's cache where it has been done before with
+    all that it is `about` and these versions of the libraries. For answers of transformers, which
+    takes seconds to import. An error is not remembered."""
+    installed = [version(package) for package in ("torch", "transformers", "tokenizers")]
+    key = hashlib.sha256(repr([name, *installed, *about]).encode()).hexdigest()
+    path = cache_folder() / "remembered" / f"{key[:32]}.json"
+    try:
+        return files.parse_json(path.read_bytes())["answer"]
+    except (OSError, ValueError, KeyError, TypeError):
+        answer = work()
+    with contextlib.suppress(WriteError):  # a home that cannot be written: asked again next time
+        files.write_json(path, {"name": name, "answer": answer})
+    return answer
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """`vocagnolm check`: everything that can be known about a run before it begins.
 
 Findings are collected, not raised one by one: a user mends a recipe once. What `train` would refuse
-is refused here.
+is refused here. torch and transformers, which take seconds to import, are asked where nothing else
+can answer, and what they say of a tokenizer and of a configuration is remembered.
 """
 
 import contextlib
@@ -11,11 +12,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer
 from vocagnolm.chat import ChatTokenizer, survey
@@ -37,33 +36,26 @@ from vocagnolm.data.identity import (
 from vocagnolm.data.teachers import best_shares
 from vocagnolm.errors import TrainingError, VocagnolmError, first_line
 from vocagnolm.files import address_of, model_damage
-from vocagnolm.model import NllModel
-from vocagnolm.model.load import gguf_config
 from vocagnolm.recipe import Recipe
 from vocagnolm.storage import storage_of
+from vocagnolm.storage.copies import remembered
 from vocagnolm.store import LossStore
 from vocagnolm.store.analysis import best_store, teacher_warning
 from vocagnolm.store.format import SHARD_FOLDER
 from vocagnolm.store.reader import listing_problems, mend_hint
-from vocagnolm.train.checkpoint import newest_complete
 from vocagnolm.train.folder import found_micro_batch, read_run, refuse_other_run
-from vocagnolm.train.metrics import tracker_problems
 from vocagnolm.train.settings import (
     Schedule,
+    check_arguments,
     check_batch,
     objective_config,
     plan_schedule,
     slow_arithmetic,
-    training_arguments,
     what_a_step_depends_on,
 )
-from vocagnolm.train.student import (
-    build_student,
-    model_config,
-    require_separation,
-    understood_head,
-)
-from vocagnolm.train.teacher import refuse_other_vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # ---- what is reported ----
 
@@ -222,6 +214,8 @@ def check_teacher(recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer 
         "vocabulary": teacher.vocabulary_size,
     }
     if same_vocabulary and tokenizer is not None:
+        from vocagnolm.train.teacher import refuse_other_vocabulary
+
         refuse_other_vocabulary(tokenizer.vocabulary, teacher.vocabulary)
 
 
@@ -320,7 +314,10 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
     ):
         if wanted and find_spec(package) is None:
             problems.append(f"the package {package} is missing: pip install 'vocagnolm[{extra}]'")
-    problems += tracker_problems(recipe.run.report_to)
+    if recipe.run.report_to:
+        from vocagnolm.train.metrics import tracker_problems
+
+        problems += tracker_problems(recipe.run.report_to)
     for work in (lambda: check_batch(recipe, processes), lambda: objective_config(recipe)):
         try:
             work()
@@ -380,35 +377,62 @@ def _tokenizer(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> Te
 
 def _student(recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer | None) -> int | None:
     """The number of parameters, from the configuration alone."""
-    config = _config(recipe)
-    if config is None:
+    section = recipe.student
+    if section.model is None and section.config is None:
         return None
-    with torch.device("meta"):  # shapes only, no weights
-        parameters = int(AutoModelForCausalLM.from_config(config).num_parameters())
+    file = Path(section.model or "", "config.json")
+    if section.model is None:
+        about = remembered("student", [section.config], lambda: _about(recipe))
+    elif file.is_file():
+        about = remembered("student", [file.read_bytes()], lambda: _about(recipe))
+    else:  # on the hub, or in a GGUF file
+        about = _about(recipe)
     report.plan["student"] = {
         "model": recipe.student.model or "from config",
-        "architecture": config.model_type,
-        "parameters": parameters,
+        "architecture": about["architecture"],
+        "parameters": about["parameters"],
     }
-    text_config = config.get_text_config()
-    limit = getattr(text_config, "max_position_embeddings", None)
+    limit, rows = about["positions"], about["rows"]
     if isinstance(limit, int) and recipe.data.block_size > limit:
         report.problem(
             f"data.block_size is {recipe.data.block_size:,}, the student reads at most {limit:,}."
         )
-    if tokenizer is not None and max(tokenizer.vocabulary.values()) >= text_config.vocab_size:
+    if tokenizer is not None and max(tokenizer.vocabulary.values()) >= rows:
         report.problem(
-            f"the student has {text_config.vocab_size:,} embedding rows, its tokenizer has ids up "
+            f"the student has {rows:,} embedding rows, its tokenizer has ids up "
             f"to {max(tokenizer.vocabulary.values()):,}."
         )
-    return parameters
+    return int(about["parameters"])
+
+
+def _about(recipe: Recipe) -> dict[str, Any]:
+    """What transformers says of the student's configuration."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = _config(recipe)
+    with torch.device("meta"):  # shapes only, no weights
+        parameters = int(AutoModelForCausalLM.from_config(config).num_parameters())
+    text_config = config.get_text_config()
+    return {
+        "architecture": config.model_type,
+        "parameters": parameters,
+        "positions": getattr(text_config, "max_position_embeddings", None),
+        "rows": text_config.vocab_size,
+    }
 
 
 def _config(recipe: Recipe) -> Any:
+    from transformers import AutoConfig
+
+    from vocagnolm.train.student import model_config
+
     source = recipe.student.model
     if source is None:
-        return None if recipe.student.config is None else model_config(recipe.student.config)
+        return model_config(recipe.student.config or {})
     if Path(source).suffix.lower() == ".gguf":
+        from vocagnolm.model.load import gguf_config
+
         return gguf_config(Path(source))
     revision = recipe.student.revision or "main"
     try:
@@ -464,7 +488,7 @@ def _schedule(recipe: Recipe, report: CheckReport, processes: int, found: Found)
         )
     report.warn(slow_arithmetic(recipe))
     if recipe.run.folder:
-        training_arguments(recipe, schedule)  # what transformers refuses of them
+        check_arguments(recipe, schedule)
     return schedule
 
 
@@ -511,6 +535,8 @@ def _run(recipe: Recipe, report: CheckReport, manifest: dict[str, Any] | None) -
     blocks = None if manifest is None else manifest["fingerprint"]
     refuse_other_run(folder, recipe, about, blocks)
     if about:
+        from vocagnolm.train.checkpoint import newest_complete
+
         if about["finished"]:
             report.warn(model_damage(folder / "model", read=False))
         newest = newest_complete(folder / "checkpoints", read=False)
@@ -528,6 +554,8 @@ def _weights(recipe: Recipe, report: CheckReport, found: Found) -> None:
     apart = recipe.data.document_mask or isinstance(found.tokenizer, ChatTokenizer)
     if not has_weights and not apart:
         return  # random weights of a known kind
+    from vocagnolm.train.student import build_student, require_separation, understood_head
+
     student = build_student(recipe)
     understood_head(student)
     if apart:
@@ -565,9 +593,13 @@ class Strength:
 
 
 def measure_strength(
-    model: PreTrainedModel, tokenizer: TextTokenizer, store: LossStore, corpus: Corpus
+    model: "PreTrainedModel", tokenizer: TextTokenizer, store: LossStore, corpus: Corpus
 ) -> Strength | None:
     """None where no document of the store is in the corpus."""
+    import torch
+
+    from vocagnolm.model import NllModel
+
     operations = _GPU_OPERATIONS if model.device.type == "cuda" else _CPU_OPERATIONS
     budget = int(np.clip(operations / (2 * model.num_parameters()), *_TOKENS))
     places, texts = _sample(tokenizer, store, corpus, budget)

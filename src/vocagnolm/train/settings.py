@@ -1,17 +1,21 @@
-"""What a recipe's sections mean on this machine: steps, batches, the objective, the optimizer."""
+"""What a recipe's sections mean on this machine: steps, batches, the objective, the optimizer.
 
+Steps, batches and the objective need no torch: it is imported where the machine is asked.
+"""
+
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
-from transformers import Trainer, TrainingArguments
-from transformers.trainer_pt_utils import get_parameter_names
+from typing import TYPE_CHECKING, Any
 
 from vocagnolm.errors import RecipeError
-from vocagnolm.objective import ObjectiveConfig
 from vocagnolm.recipe import Recipe
+from vocagnolm.recipe.schema import fields_of
+from vocagnolm.recipe.sections import ObjectiveConfig, OptimizerSection
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import TrainingArguments
 
 # ---- steps and batches ----
 
@@ -128,7 +132,25 @@ def what_a_step_depends_on(recipe: Recipe) -> str:
 
 def uses_accelerator(recipe: Recipe) -> bool:
     """What `train.device: auto` means, everywhere: the accelerator if there is one."""
+    import torch
+
     return recipe.train.device != "cpu" and torch.accelerator.is_available()
+
+
+def may_use_gpu(recipe: Recipe) -> bool:
+    """False where torch need not be asked, which takes seconds: Linux shows a GPU as a device."""
+    devices = ("nvidiactl", "kfd", "dxg")  # NVIDIA's, AMD's, and any in Windows' Linux
+    seen = sys.platform != "linux" or any(Path("/dev", name).exists() for name in devices)
+    return recipe.train.device != "cpu" and seen
+
+
+def check_arguments(recipe: Recipe, schedule: Schedule) -> None:
+    """Raise what transformers refuses of a recipe's settings. It is asked, which takes seconds,
+    where it may refuse any: not of the usual optimizer, where the arithmetic fits every machine."""
+    refuse_arguments(recipe.train.arguments)
+    unusual = recipe.optimizer.name != fields_of(OptimizerSection)["name"].default
+    if recipe.train.arguments or unusual or (recipe.train.bf16 and may_use_gpu(recipe)):
+        training_arguments(recipe, schedule)
 
 
 # Arguments of transformers that `train.arguments` may set; those that the recipe has a key for.
@@ -194,9 +216,12 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
             )
 
 
-def training_arguments(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
+def training_arguments(recipe: Recipe, schedule: Schedule) -> "TrainingArguments":
     """What transformers' optimizers and trackers read of a run. Its device starts
     torch.distributed. The loop reads the recipe itself."""
+    import torch
+    from transformers import TrainingArguments
+
     optimizer, train, run = recipe.optimizer, recipe.train, recipe.run
     assert run.folder is not None
     refuse_arguments(train.arguments)
@@ -234,8 +259,12 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
-def build_optimizer(model: Any, arguments: TrainingArguments) -> torch.optim.Optimizer:
+def build_optimizer(model: Any, arguments: "TrainingArguments") -> "torch.optim.Optimizer":
     """Any optimizer that transformers knows by name."""
+    import torch
+    from torch import nn
+    from transformers.trainer_pt_utils import get_parameter_names
+
     decayed = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups: Any = [
@@ -245,7 +274,15 @@ def build_optimizer(model: Any, arguments: TrainingArguments) -> torch.optim.Opt
         }
         for decays in (True, False)
     ]
+    if arguments.optim in ("adamw_torch", "adamw_torch_fused") and not arguments.optim_args:
+        # as the Trainer makes it, whose import takes a second where datasets is installed
+        betas = (arguments.adam_beta1, arguments.adam_beta2)
+        fused = {"fused": True} if arguments.optim == "adamw_torch_fused" else {}
+        adam: dict[str, Any] = {"betas": betas, "eps": arguments.adam_epsilon, **fused}
+        return torch.optim.AdamW(groups, lr=arguments.learning_rate, **adam)
     try:
+        from transformers import Trainer
+
         make, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
     except (ValueError, ImportError) as error:
         raise RecipeError(f"optimizer.name {arguments.optim}: {error}") from error
@@ -276,9 +313,13 @@ ROOM = 0.4
 
 
 def slow_arithmetic(recipe: Recipe) -> str | None:
-    on_gpu = uses_accelerator(recipe) and torch.cuda.is_available()
-    wide = not recipe.train.bf16 and recipe.student.dtype == "float32"
-    if not (on_gpu and wide and torch.cuda.is_bf16_supported()):
+    if recipe.train.bf16 or recipe.student.dtype != "float32" or not may_use_gpu(recipe):
+        return None
+    import torch
+
+    if not (uses_accelerator(recipe) and torch.cuda.is_available()):
+        return None
+    if not torch.cuda.is_bf16_supported():
         return None
     return (
         "train.bf16 is false: float32 arithmetic leaves the fast units of this GPU unused. Set "
@@ -288,6 +329,8 @@ def slow_arithmetic(recipe: Recipe) -> str | None:
 
 def room_left(schedule: Schedule) -> str | None:
     """After a step: small micro-batches of a small student keep the host busy and a GPU waiting."""
+    import torch
+
     if schedule.accumulation == 1 or not torch.cuda.is_initialized():
         return None
     taken = torch.cuda.max_memory_reserved()
