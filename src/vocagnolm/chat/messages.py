@@ -106,6 +106,23 @@ def _message_of(text: str, role: str, given: bool) -> Message:
     return Message(role, content, given, reasoning if reasoned else "", more)
 
 
+def record_of(text: str) -> dict[str, Any]:
+    """A record that is read as the conversation behind a shared text."""
+    messages = messages_of(text)
+    of_record = {name: messages[0].fields.get(name) for name in ("tools", "chat_template_kwargs")}
+    entries = [
+        {
+            "role": message.role,
+            "content": message.content,
+            **{name: one for name, one in message.fields.items() if name not in of_record},
+            "reasoning_content": message.reasoning,
+            "weight": 0 if message.given else None,
+        }
+        for message in messages
+    ]
+    return {"messages": entries, **of_record}
+
+
 def is_mark(byte: int) -> bool:
     """Whether a byte of a shared text is the end of a turn."""
     return chr(byte) in _ROLE_OF

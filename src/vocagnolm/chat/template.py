@@ -96,6 +96,7 @@ _MESSAGE_FIELDS = ("name", "tool_call_id", "tool_calls")
 _PARTS = re.compile("[\"']type[\"']")
 _PROBE = "probe-content"
 _PROBE_CALL = {"id": "abcdefghi", "function": {"name": "f", "arguments": {}}, "type": "function"}
+_PROBE_NULL = {"tool_calls": [_PROBE_CALL], "content": None}
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,10 @@ class ChatTemplate:
         answer = replace(answer, reasoning="")
         if not prints(form, Message("developer", _PROBE), asked, answer):
             form = form._replace(developer="system")
+        with suppress(TemplateRaised):
+            call = replace(call, content="", reasoning="", more=as_json(_PROBE_NULL))
+            if "None" in self._rendered([asked, call], False, form)[0]:
+                form = form._replace(null="")
         return form
 
     def _rendered(
@@ -727,7 +732,7 @@ def _described(
     for number, slot in enumerate(slots):
         pieces = [s for s in segments if s.message == number]
         kept = "".join(piece.text for piece in pieces)
-        if kept in (slot.text, slot.stored) and pieces:
+        if kept in (slot.text, slot.forms(slot.text)[1]) and pieces:
             continue
         its = f"the {messages[slot.message].role}'s {slot.what}"
         if not pieces or (slot.text.strip() and not kept):

@@ -105,7 +105,13 @@ class ServerTeacher:
     packages = ("tokenizers", "transformers")
 
     def __init__(
-        self, files: ModelFiles, server: Server, settings: ScoreSettings, *, patient: bool = False
+        self,
+        files: ModelFiles,
+        server: Server,
+        settings: ScoreSettings,
+        *,
+        patient: bool = False,
+        conversations: bool = False,
     ):
         if settings.dtype != "auto" or settings.device == "cuda" or settings.compiled:
             raise UsageError(
@@ -123,7 +129,8 @@ class ServerTeacher:
         self._exchange = Exchange(server.url, min(start, server.patience_seconds))
         self._server = server
         self._engine = open_engine(self._exchange, server.model)
-        self._reader = LocalTeacher(files, self._with_context(settings, files))
+        inside = self._with_context(settings, files)
+        self._reader = LocalTeacher(files, inside, conversations=conversations)
         self.settings = dataclasses.replace(
             self._reader.settings,
             device="cpu",
@@ -133,7 +140,8 @@ class ServerTeacher:
             threads=1,
         )
         self._exchange.patience_seconds = server.patience_seconds
-        self._probe = self._probed()
+        # the probe is text, also where conversations are scored
+        self._probe = self._probed(LocalTeacher(files, inside))
 
     def describe(self) -> dict[str, Any]:
         """The requests' size is not there: it decides nothing that could be had again."""
@@ -197,7 +205,10 @@ class ServerTeacher:
     ) -> Sequence[TokenScores]:
         """One request: every token of every prompt, the prefix's too."""
         number = self._probe.shortest
-        prompts = [self._prompt(documents[w.document].ids[w.start : w.stop]) for w in batch.windows]
+        prefix = self._reader.prefix_ids
+        prompts = [
+            [*prefix, *documents[w.document].ids[w.start : w.stop].tolist()] for w in batch.windows
+        ]
         probed, *answers = self._engine.scores(
             [self._probe.prompts[number], *prompts], self.alternatives
         )
@@ -215,18 +226,16 @@ class ServerTeacher:
             if here.alternatives is not None and scores.alternatives is not None:
                 here.alternatives[place] = scores.alternatives[skipped:]
 
-    def _prompt(self, ids: np.ndarray) -> list[int]:
-        return [*self._reader.prefix_ids, *ids.tolist()]
-
-    def _probed(self) -> Probe:
+    def _probed(self, reader: LocalTeacher) -> Probe:
         url = self._exchange.url
-        outcomes = self.tokenize(TEXTS)
+        outcomes = reader.tokenize(TEXTS)
         if reasons := [outcome for outcome in outcomes if isinstance(outcome, str)]:
             raise ScoreError(f"the tokenizer of --teacher cannot read a probe: {reasons[0]}.")
         documents = [outcome for outcome in outcomes if isinstance(outcome, TokenizedDocument)]
         require_same_tokens(self._engine, url, documents)
-        room = self._reader.context - len(self._reader.prefix_ids)
-        return Probe.of(self._engine, url, [self._prompt(d.ids[:room]) for d in documents])
+        room = reader.context - len(reader.prefix_ids)
+        prompts = [[*reader.prefix_ids, *d.ids[:room].tolist()] for d in documents]
+        return Probe.of(self._engine, url, prompts)
 
     def _with_context(self, settings: ScoreSettings, files: ModelFiles) -> ScoreSettings:
         """The server's longest prompt is a limit as the model's own is."""
