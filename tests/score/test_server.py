@@ -619,7 +619,7 @@ def test_conversations_are_read_in_the_template(tmp_path, monkeypatch):
             return [TokenScores(one, None) for one in nll]
 
     monkeypatch.setattr("vocagnolm.score.server.open_engine", lambda *_: Served())
-    server = Server("http://localhost:1")
+    server = Server(url="http://localhost:1")
     served = dataclasses.replace(SERVER_SETTINGS, context=None, stride=None)
     score_corpus(teacher, corpus, tmp_path / "served", settings=served, server=server)
     about = json.loads((tmp_path / "served" / "manifest.json").read_text())["identity"]
