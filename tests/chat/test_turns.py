@@ -313,7 +313,8 @@ def test_a_student_generates_what_it_was_trained_on(name):
         assert len(starts) == sum(message.role == "assistant" for message in messages)
         prompt = chat.prompt_ids(messages[:-1])
         agrees = prompt == tokens.ids[: len(prompt)].tolist()
-        assert agrees or name not in ("llama2", "mistral", *SHORT_ANSWERS)
+        plain = messages in ANSWERS and name in ("llama2", "mistral", *SHORT_ANSWERS)
+        assert agrees or not plain  # some templates drop the reasoning of turns before the last
         if agrees:
             assert starts[-1] == len(prompt)
         for start in starts:  # greedy: as long as each token is the likeliest behind those before
