@@ -732,7 +732,8 @@ def _described(
     for number, slot in enumerate(slots):
         pieces = [s for s in segments if s.message == number]
         kept = "".join(piece.text for piece in pieces)
-        if kept in (slot.text, slot.forms(slot.text)[1]) and pieces:
+        whole = slot.text, slot.in_json if slot.what == "result" else slot.stored
+        if kept in whole and pieces:
             continue
         its = f"the {messages[slot.message].role}'s {slot.what}"
         if not pieces or (slot.text.strip() and not kept):
