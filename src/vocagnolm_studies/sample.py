@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vocagnolm.chat.messages import record_of
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.data.corpus import Corpus, document_hash, open_corpus
 from vocagnolm.data.prepare import prepare
@@ -159,13 +160,21 @@ class SampleBlocks:
 
 @contextmanager
 def packed_blocks(
-    sample: SpreadSample, tokenizer: str, store: str | Path, block_size: int, eos: str | None
+    sample: SpreadSample,
+    tokenizer: str,
+    store: str | Path,
+    block_size: int,
+    eos: str | None,
+    *,
+    talks: bool = False,
 ) -> Iterator[dict[Guidance, Blocks]]:
-    """The sample as packed blocks, one set for every kind of guidance, in a folder that goes."""
+    """The sample as packed blocks, one set for every kind of guidance, in a folder that goes.
+    `talks`: its texts are conversations."""
     with tempfile.TemporaryDirectory(prefix="vocagnolm-selection-") as name:
         folder = Path(name)
         file = folder / "sample.jsonl"
-        file.write_text("".join(json.dumps({"text": t}) + "\n" for t in sample.texts), "utf-8")
+        records = map(record_of, sample.texts) if talks else ({"text": t} for t in sample.texts)
+        file.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
         found: dict[Guidance, Blocks] = {}
         for how in AGGREGATIONS:
             data: dict[str, Any] = {
@@ -218,8 +227,8 @@ def read_blocks(
         elif key == STRETCH:
             stretch = batch["stretch"].numpy()
     all_ranges = blocks.read("teacher_range", 0, blocks.tokens).astype(np.int64)
-    windows = [blocks.window(index) for index in indices]
-    ranges = [all_ranges[start + 1 : stop] for start, stop in windows]
+    positions = np.stack([blocks.positions(index)[1:] for index in indices])
+    ranges = np.where(positions[..., None] < 0, -1, all_ranges[positions])
     places = [blocks.places(index) for index in indices]
     named = None
     if sources is not None:
@@ -229,7 +238,7 @@ def read_blocks(
         labels=batch["labels"].numpy(),
         guidance=guidance,
         stretch=stretch,
-        teacher_range=np.stack(ranges),
+        teacher_range=ranges,
         teacher_sums=sums,
         document=np.stack([document[1:] for document, _ in places]),
         place=np.stack([place[1:] for _, place in places]),
@@ -255,9 +264,11 @@ def student_nll(
     input_ids: NDArray[np.int64],
     labels: NDArray[np.int64],
     on_tokens: Callable[[int, int], None] | None,
+    documents: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float32]:
-    """nll [N, L] of the token after each position."""
-    windows = np.concatenate([input_ids, labels[:, -1:]], axis=1)
+    """nll [N, L] of the token after each position. `documents`: each token's, where attention never
+    crosses from one to the next; 0 for a token that nothing stands before."""
+    windows = np.concatenate([input_ids, np.maximum(labels[:, -1:], 0)], axis=1)
     scorer = NllModel(
         files.load(),
         context=windows.shape[1],
@@ -272,7 +283,13 @@ def student_nll(
         if on_tokens is not None:
             on_tokens(done, windows.size)
 
-    return np.stack(scorer.document_nll(list(windows), note))[:, 1:]
+    if documents is None:
+        return np.stack(scorer.document_nll(list(windows), note))[:, 1:]
+    pieces = []
+    for window, own in zip(windows, documents, strict=True):
+        pieces += np.split(window, np.flatnonzero(np.diff(own)) + 2)
+    nll = np.concatenate(scorer.document_nll(pieces, note)).reshape(windows.shape)
+    return np.nan_to_num(nll[:, 1:])
 
 
 # ---- the sources of tokens ----

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from vocagnolm.alignment import KINDS
+from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.data.identity import separator_ids
 from vocagnolm.data.prepare import tokenise
@@ -233,13 +234,18 @@ def selection_study(
         )
     losses = LossStore.open(store)
     tokenizer_source = str(student) if files.gguf_file else str(files.folder)
-    prefix, end = separator_ids(files.tokenizer, "auto", eos)
+    texts = open_corpus(corpus, text_field=text_field)
+    tokenizer = files.tokenizer
+    if texts.conversations:
+        tokenizer = ChatTokenizer(tokenizer, template_of(tokenizer))
+    prefix, end = separator_ids(tokenizer, "auto", eos)
     separators = len(prefix) + (end is not None)
 
     def counts(texts: Sequence[str]) -> list[int]:
-        return [len(spans) + separators for spans in tokenise(files.tokenizer, texts)]
+        if isinstance(tokenizer, ChatTokenizer):  # those that its template refuses are left out
+            return [0 if isinstance(one, str) else len(one) for one in tokenizer.outcomes(texts)]
+        return [len(spans) + separators for spans in tokenise(tokenizer, texts)]
 
-    texts = open_corpus(corpus, text_field=text_field, format="text")
     sample = spread_documents(texts, losses, counts, tokens)
     if sample.tokens < block_size:
         raise StudyError(
@@ -248,9 +254,12 @@ def selection_study(
             "--block-size."
         )
     sources = sources_of(corpus, source_field, sample)
-    with packed_blocks(sample, tokenizer_source, losses.path, block_size, eos) as by_guidance:
+    talks = texts.conversations
+    folder = packed_blocks(sample, tokenizer_source, losses.path, block_size, eos, talks=talks)
+    with folder as by_guidance:
         read = read_blocks(by_guidance, sources, min(tokens, sample.tokens), scope_blocks, seed)
-    nll = student_nll(files, read.input_ids, read.labels, on_tokens)
+    apart = read.document if talks else None
+    nll = student_nll(files, read.input_ids, read.labels, on_tokens, apart)
     masks = {v.name: _select(v, read, nll) for v in compared}
     reducible = _reducible(read, nll)
     return SelectionStudy(
@@ -282,7 +291,7 @@ def selection_study(
             labels,
             corpus,
             sample,
-            tokenise(files.tokenizer, sample.texts),
+            tokenise(tokenizer, sample.texts),
             read,
             {
                 "student loss": nll,

@@ -1,12 +1,13 @@
 """Conversations out of records: what is read, and what is refused, counted and named."""
 
+import json
 import pickle
 
 import chat_kit
 import pytest
 
 from vocagnolm.chat import Message, Refused, conversation_of, messages_of, shared_text, template_of
-from vocagnolm.chat.messages import format_of
+from vocagnolm.chat.messages import format_of, record_of
 
 
 def test_there_and_back():
@@ -46,19 +47,85 @@ def test_records():
         Message("user", "a\n\nc"),
         pair[1],
     ]
-    with pytest.raises(Refused, match="unknown role: 'observation' in message 0"):
-        conversation_of({"conversations": [{"from": "observation", "value": "x"}]}, "messages")
+    with pytest.raises(Refused, match="unknown role: 'critic' in message 0"):
+        conversation_of({"conversations": [{"from": "critic", "value": "x"}]}, "messages")
+    # a system text beside the messages
+    for record in ({"messages": talk}, {"prompt": "a", "completion": "b"}):
+        format_ = format_of(record, "text")
+        assert conversation_of({**record, "system": "s"}, format_) == [system, *pair]
+    own = {"messages": [{"role": "system", "content": "s"}, *talk], "system": "s"}
+    assert conversation_of(own, "messages") == [system, *pair]
+    with pytest.raises(Refused, match="system: the record holds one beside its messages"):
+        conversation_of({**own, "system": "t"}, "messages")
     assert format_of({"text": "x", "messages": talk}, "text") == "text"
     assert format_of({"prompt": "x", "messages": talk}, "text") == "messages"
     assert format_of({"prompt": "x", "completion": "y"}, "text") == "prompt_completion"
     assert format_of({"prompt": "x"}, "text") is None
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": "x"}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def test_tools_and_reasoning():
+    record = {
+        "messages": [
+            {"role": "developer", "content": "d"},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "thinking": "hm"},
+            {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "f"},
+            {"role": "assistant", "content": "b", "reasoning_content": "so"},
+        ],
+        "tools": [TOOL],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    found = conversation_of(record, "messages")
+    assert [m.role for m in found] == ["developer", "user", "assistant", "tool", "assistant"]
+    assert [m.reasoning for m in found] == ["", "", "hm", "", "so"]
+    assert found[2].fields == {"tool_calls": [CALL], "content": None}
+    assert found[3].fields == {"name": "f", "tool_call_id": "c1"}
+    assert found[0].fields == {k: record[k] for k in ("tools", "chat_template_kwargs")}
+    text = shared_text(found)
+    assert messages_of(text) == found
+    assert conversation_of(record_of(text), "messages") == found
+    # the same in the forms of others
+    string = {**CALL, "function": {"name": "f", "arguments": '{"a": 1, "b": "x"}'}}
+    older = {"role": "assistant", "content": None, "function_call": string["function"]}
+    for entry in (
+        {"role": "assistant", "content": None, "tool_calls": [string], "reasoning": "hm"},
+        {"role": "assistant", "tool_calls": [string], "thinking": "hm", "reasoning_content": "hm"},
+    ):
+        other = {**record, "messages": [*record["messages"][:2], entry, *record["messages"][3:]]}
+        assert conversation_of({**other, "tools": json.dumps([TOOL])}, "messages") == found
+        assert conversation_of({**other, "tools": [TOOL["function"]]}, "messages") == found
+    (call,) = conversation_of({"messages": [older]}, "messages")[0].fields["tool_calls"]
+    assert call == {k: CALL[k] for k in ("type", "function")}
+    parts = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "b"}]
+    (message,) = conversation_of(
+        {"messages": [{"role": "assistant", "content": parts}]}, "messages"
+    )
+    assert (message.reasoning, message.content) == ("hm", "b")
+    share = [
+        {"from": "function_call", "value": json.dumps(CALL["function"])},
+        {"from": "observation", "value": "3"},
+    ]
+    called, result = conversation_of({"conversations": share}, "messages")
+    assert called.fields["tool_calls"] == [call] and (result.role, result.content) == ("tool", "3")
+    # what a row of a table lacks is null
+    filled = {**CALL, "function": {"name": "f", "arguments": {"a": 1, "b": "x", "c": None}}}
+    row = {"messages": [{"role": "assistant", "content": None, "tool_calls": [filled]}]}
+    (message,) = conversation_of(row, "messages", of_a_table=True)
+    assert message.fields["tool_calls"] == [CALL]
+    assert conversation_of(row, "messages")[0].fields["tool_calls"] == [filled]
+
+
 REFUSED = {
-    "tool calls: message 1 (assistant)": [
+    "tool calls: one of message 1 names no function": [
         {"role": "assistant", "content": None, "tool_calls": [1]}
     ],
-    "tool calls: message 1 (tool)": [{"role": "tool", "content": "3"}],
+    "tool calls: message 1 (user), not an assistant's": [
+        {"role": "user", "content": "3", "tool_calls": [{"name": "f"}]}
+    ],
     "unknown role: 'critic' in message 1": [{"role": "critic", "content": "no"}],
     "images: message 1 holds a part of type 'image'": [
         {"role": "user", "content": [{"type": "image", "url": "x"}]}
@@ -67,8 +134,13 @@ REFUSED = {
     "not text: the content of message 1 is int": [{"role": "assistant", "content": 3}],
     "not a message: entry 1 is str, not a mapping": ["hello"],
     "control character: message 1 holds U+0003": [{"role": "user", "content": "a\x03"}],
-    "reasoning apart: message 1 holds 'thinking'": [
-        {"role": "assistant", "content": "a", "thinking": "b"}
+    "control character: message 1 holds U+FDD5": [{"role": "user", "content": "a\ufdd5"}],
+    "reasoning: message 1 (user)": [{"role": "user", "content": "a", "thinking": "b"}],
+    "reasoning: message 1 (assistant); an assistant has one text": [
+        {"role": "assistant", "content": "a", "thinking": "b", "reasoning": "c"}
+    ],
+    "reasoning: that of message 1 is list": [
+        {"role": "assistant", "content": "a", "thinking": ["b"]}
     ],
 }
 
@@ -87,7 +159,7 @@ def test_records_without_a_conversation():
         ({"messages": []}, "empty: 'messages' lists no message"),
         ({"messages": "hi"}, "field 'messages' holds str, not a list of messages"),
         ({"messages": [{"role": "user", "content": ""}]}, "empty: no message has content"),
-        ({"messages": [], "tools": [{}]}, "tool calls: the record lists tools"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": "x"}, "tools: str, not a list"),
         ({"text": "x"}, "no field 'messages'"),
     ):
         with pytest.raises(Refused, match=reason):

@@ -13,17 +13,18 @@ import pytest
 import torch
 from chat_kit import Message
 from faults_kit import LONG
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from torch.nn import functional as F
 from training_kit import save_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from vocagnolm.alignment import TextTokenizer
+from vocagnolm.alignment import TextTokenizer, align
 from vocagnolm.alignment.tokenizer import Frame
 from vocagnolm.chat import (
     ChatTokenizer,
     Refused,
+    conversation_of,
     render,
     shared_text,
     survey,
@@ -35,9 +36,12 @@ from vocagnolm.chat.survey import why_trained
 from vocagnolm.chat.template import DATE, ChatTemplate
 from vocagnolm.cli import app
 
-WILD = sorted((chat_kit.TEMPLATES / "trl").glob("*.jinja"))
+WILD = [path for folder in ("trl", "wild") for path in (chat_kit.TEMPLATES / folder).iterdir()]
+WILD = {path.stem: path for path in sorted(WILD) if path.suffix == ".jinja"}
 CONTROL = re.compile(
-    r"<\|[^|<>\s]+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>|\[/?INST\]"
+    r"<\|[^|<>\s]+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>|\[/?[A-Z_]{3,}\]"
+    r"|<\|(?:tool\w*|channel|turn)>|<(?:tool\w*|channel|turn)\|>|<end_of_utterance>|<escape>"
+    r"|<(?:start|end)_function_\w+>|\[\|\w+\|\]"
 )
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TALK = [
@@ -49,6 +53,8 @@ TALK = [
 
 def tokenizer_of(source: str, kind: str = "byte-level", **added) -> ChatTokenizer:
     inner = Tokenizer.from_str(made.tokenizer(kind).to_str())
+    if kind == "byte-level":  # transformers finds no token for white space that is trimmed
+        inner.post_processor = processors.ByteLevel(trim_offsets=False)
     control = sorted({*CONTROL.findall(source), *SPECIAL.values()})
     inner.add_special_tokens(
         [AddedToken(token, special=True, normalized=False, **added) for token in control]
@@ -60,7 +66,7 @@ def tokenizer_of(source: str, kind: str = "byte-level", **added) -> ChatTokenize
 
 @cache
 def wild(name: str) -> ChatTokenizer:
-    return tokenizer_of((chat_kit.TEMPLATES / "trl" / f"{name}.jinja").read_text("utf-8"))
+    return tokenizer_of(WILD[name].read_text("utf-8"))
 
 
 def theirs_of(chat: ChatTokenizer) -> PreTrainedTokenizerFast:
@@ -76,9 +82,15 @@ class Fixed(datetime):
 
 
 def applied(chat: ChatTokenizer, messages: list[Message], **options):
-    written = [{"role": m.role, "content": m.content} for m in messages]
     options = {"date_string": DATE, "return_dict": True, **options}
-    return theirs_of(chat).apply_chat_template(written, **options)
+    own, error = chat.template._form, None
+    for form in (own, own._replace(null=""), own._replace(null="", arguments_as_text=True)):
+        written = [form.given(message) for message in messages]
+        try:
+            return theirs_of(chat).apply_chat_template(written, **options)
+        except TypeError as raised:  # some templates want texts
+            error = raised
+    raise error
 
 
 def trained_of(chat: ChatTokenizer, messages: list[Message], train_on="assistant", **options):
@@ -88,31 +100,163 @@ def trained_of(chat: ChatTokenizer, messages: list[Message], train_on="assistant
     return tokens, trained_tokens(tokens, trained_ranges(text, train_on))
 
 
-@pytest.mark.parametrize("name", [path.stem for path in WILD])
+def reads(chat: ChatTokenizer, messages: list[Message], tools=None, train_on="assistant") -> bool:
+    """What is read is what `apply_chat_template` reads, and what is trained on what is marked."""
+    text = shared_text(messages)
+    if isinstance(chat.outcomes([text])[0], str):
+        return False
+    tokens, mask = trained_of(chat, messages)
+    marks = chat.template.marks_generation
+    expected = applied(chat, messages, return_assistant_tokens_mask=marks, tools=tools)
+    assert tokens.ids.tolist() == list(expected["input_ids"])
+    if marks:
+        # where a mark ends with a character of several tokens, transformers takes its first one
+        apart = np.flatnonzero(mask != np.array(expected["assistant_masks"], bool))
+        assert mask[apart].all()
+        assert all((chat.bytes_of(int(tokens.ids[n])) or b"a")[0] & 0xC0 == 0x80 for n in apart)
+    # by the rule: from where the prompt ends, if the template agrees with its own prompt
+    _, by_rule = trained_of(chat, messages, "last", by_rule=True)
+    prompt = applied(chat, messages[:-1], add_generation_prompt=True, tools=tools)["input_ids"]
+    assert by_rule.any()
+    if list(prompt) == tokens.ids[: len(prompt)].tolist():
+        assert np.flatnonzero(by_rule)[0] == len(prompt)
+    # all that the model writes is one piece, and only white space is left behind it
+    (where,) = np.nonzero(by_rule)
+    assert (np.diff(where) == 1).all()
+    behind = chat.base._tokenizer.decode(tokens.ids[where[-1] + 1 :].tolist())
+    assert not behind.replace("Ċ", "").replace("Ġ", "").strip()
+    return True
+
+
+@pytest.mark.parametrize("name", WILD)
 def test_templates_of_the_wild(name, monkeypatch):
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Fixed)
     chat = wild(name)
     for messages in (TALK, TALK[1:], TALK[1:3]):
-        if isinstance(chat.outcomes([shared_text(messages)])[0], str):
-            assert messages is TALK and name.startswith("gemma"), "no system messages"
+        if not reads(chat, messages):
+            assert (messages is TALK and name.startswith("gemma")) or "function" in name
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "Which city."}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+
+
+def tool_talk(n: int = 0, *, content=None, reasoning="", calls=1) -> dict:
+    """A record in which a tool is called."""
+    cities = ["東京", 'a "b"\nc', "Rome", "naïve"]
+    thought = {"reasoning_content": reasoning} if reasoning else {}
+    listed = [
+        {
+            "id": f"abcdefgh{k}",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": {"city": cities[n + k], "days": n}},
+        }
+        for k in range(calls)
+    ]
+    results = [
+        {"role": "tool", "name": "get_weather", "tool_call_id": one["id"], "content": '{"rain": 1}'}
+        for one in listed
+    ]
+    messages = [
+        {"role": "user", "content": f"Is it raining? {n}"},
+        {"role": "assistant", "content": content, "tool_calls": listed, **thought},
+        *results,
+        {"role": "assistant", "content": f"Yes, in {cities[n]}.", **thought},
+    ]
+    return {"messages": messages, "tools": TOOLS}
+
+
+TOOL_TALKS = {
+    "null": tool_talk(),
+    "escaped": tool_talk(1, content=""),
+    "thought": tool_talk(content=None, reasoning="Let me think."),
+    "two": tool_talk(calls=2),
+    "said": tool_talk(content="Let me see."),
+}
+SHORT = ("qwen3", "qwen3_training", "gptoss", "llama3_1", "deepseekv3", "glm4moe_training")
+SHORT += ("nemotron_3_nano_training", "axolotl__exaone4", "vllm__tool_chat_template_gemma4")
+NO_CALLS = re.compile("cohere|idefics3|lfm2|llama3(_training)?$|phi3|^gemma|llava|2_5_vl|jamba$")
+
+
+@pytest.mark.parametrize("name", WILD if LONG else SHORT)
+def test_tool_calls_and_reasoning(name, monkeypatch):
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Fixed)
+    chat = wild(name)
+    thought = [*TALK[1:4], Message("assistant", "so it is", reasoning="hm, 2\n3")]
+    assert reads(chat, thought) or "function" in name
+    for kind, record in TOOL_TALKS.items():
+        messages = conversation_of(record, "messages")
+        text = shared_text(messages)
+        (outcome,) = chat.outcomes([text])
+        if isinstance(outcome, str):
+            assert kind == "two" or NO_CALLS.search(name), outcome
             continue
-        tokens, mask = trained_of(chat, messages)
-        marks = chat.template.marks_generation
-        expected = applied(chat, messages, return_assistant_tokens_mask=marks)
-        assert tokens.ids.tolist() == list(expected["input_ids"])
-        if marks:
-            assert mask.tolist() == [bool(one) for one in expected["assistant_masks"]]
-        # by the rule: from where the prompt ends, if the template agrees with its own prompt
-        _, by_rule = trained_of(chat, messages, "last", by_rule=True)
-        prompt = applied(chat, messages[:-1], add_generation_prompt=True)["input_ids"]
-        assert by_rule.any()
-        if list(prompt) == tokens.ids[: len(prompt)].tolist():
-            assert np.flatnonzero(by_rule)[0] == len(prompt)
-        # all that the model writes is one piece, and only white space is left behind it
-        (where,) = np.nonzero(by_rule)
-        assert (np.diff(where) == 1).all()
-        behind = chat.base._tokenizer.decode(tokens.ids[where[-1] + 1 :].tolist())
-        assert not behind.replace("Ċ", "").strip()
+        rendering = chat.rendering(text)
+        if rendering.changes and any("moves" in change for change in rendering.changes):
+            assert "gemma" in name and kind in ("said", "escaped")
+            continue
+        assert reads(chat, messages, tools=TOOLS)
+        tokens, mask = trained_of(chat, messages, by_rule=True)
+        # a call is trained on, from its first word through its last; its result is not
+        shown = b"".join(chat.bytes_of(index) or b"" for index in tokens.ids[mask].tolist())
+        assert shown.count(b"get_weather") >= len(messages) - 3 and b"rain" not in shown
+        reasons = [why for why in why_trained(text, tokens) if why]
+        assert reasons.count("end of turn") <= 2 and "tool call" in reasons
+        if kind == "thought" and not any("reasoning" in change for change in rendering.changes):
+            assert "reasoning" in reasons
+
+
+def test_two_templates_share_the_words_of_a_tool_call():
+    """Each model writes the call in its own form; names, keys and values are guided."""
+    text = shared_text(conversation_of(tool_talk(1, reasoning="Let me think."), "messages"))
+    ours, theirs = wild("qwen3").spans(text), wild("nemotron_3_nano").spans(text)
+    found, encoded = align(ours, theirs), text.encode()
+    trained = trained_tokens(ours, trained_ranges(text, "assistant"))
+    guided = [encoded[a:b] for a, b in ours.spans[trained & (found.first >= 0)].tolist()]
+    said = b"".join(guided).decode()
+    for word in ("get_weather", "city", 'a \\"b'[:2], "days", "1", "Let me think."):
+        assert word in said
+    for token in np.flatnonzero(trained & (found.first >= 0)):
+        (a, b), first, last = ours.spans[token], found.first[token], found.last[token]
+        assert theirs.spans[first, 1] > a and theirs.spans[last, 0] < b
+
+
+def test_a_template_that_cannot_call_tools_refuses():
+    text = shared_text(conversation_of(tool_talk(content="x"), "messages"))
+    assert chat_kit.chat("zephyr").outcomes([text]) == ["tool calls: the template leaves some out"]
+    developer = [Message("developer", "Be kind."), *TALK[1:3]]
+    assert "Be kind." in wild("qwen3").rendering(shared_text(developer)).text  # as a system message
+    listed = conversation_of(
+        {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}, "messages"
+    )
+    assert wild("phi3").rendering(shared_text(listed)).changes == ("leaves out the list of tools",)
+
+
+def test_prompt_and_completion_end_to_end():
+    """As TRL tokenizes two texts."""
+    base = wild("qwen3").base
+    chat = ChatTokenizer(base, template_of(base, "concatenate"))
+    pair = conversation_of({"prompt": "2+2 =", "completion": " 4."}, "prompt_completion")
+    tokens, mask = trained_of(chat, pair)
+    inner = base._tokenizer
+    inner.encode_special_tokens = False
+    ids = [inner.encode(one, add_special_tokens=False).ids for one in ("2+2 =", " 4.", "</s>")]
+    assert tokens.ids.tolist() == [*ids[0], *ids[1], *ids[2]]
+    assert mask.tolist() == [False] * len(ids[0]) + [True] * len(ids[1] + ids[2])
+    (reason,) = chat.outcomes([shared_text(TALK)])
+    assert "concatenate is for a prompt and a completion" in reason
 
 
 def test_disputed_tokens_are_named():
@@ -128,18 +272,23 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama2", "qwen3", "glm4moe_training", *(["mistral", "phi3", "gptoss"] if LONG else [])],
-)
+SHORT_ANSWERS = ("qwen3", "glm4moe_training", "axolotl__mistral_v3_tekken")
+
+
+@pytest.mark.parametrize("name", ["llama2", *(["mistral", *WILD] if LONG else SHORT_ANSWERS)])
 def test_a_student_generates_what_it_was_trained_on(name):
     """A loss near zero proves nothing: tokens that have no loss are never written."""
     chat = chat_kit.chat(name) if name in ("llama2", "mistral") else wild(name)
-    read = [trained_of(chat, messages) for messages in ANSWERS]
-    room = max(len(tokens) for tokens, _ in read)
+    records = [tool_talk(n, reasoning=f"thought {n}") for n in range(3 if LONG else 1)]
+    records = [{"messages": record["messages"]} for record in records]
+    talks = [*ANSWERS, *(conversation_of(record, "messages") for record in records)]
+    calls = [one for one in talks if not isinstance(chat.outcomes([shared_text(one)])[0], str)]
+    read = [(messages, *trained_of(chat, messages)) for messages in calls]
+    assert len(read) >= 3
+    room = max(len(tokens) for _, tokens, _ in read)
     ids = torch.zeros(len(read), room, dtype=torch.long)
     labels = torch.full((len(read), room), -100)
-    for row, (tokens, mask) in enumerate(read):
+    for row, (_, tokens, mask) in enumerate(read):
         ids[row, : len(tokens)] = torch.from_numpy(tokens.ids.astype(np.int64))
         labels[row, : len(tokens)] = torch.from_numpy(np.where(mask, tokens.ids, -100))
     torch.manual_seed(0)
@@ -151,7 +300,7 @@ def test_a_student_generates_what_it_was_trained_on(name):
         )
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(150):
+    for _ in range(400):
         logits = model(ids).logits[:, :-1].flatten(0, 1)
         loss = F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
         optimizer.zero_grad()
@@ -159,15 +308,21 @@ def test_a_student_generates_what_it_was_trained_on(name):
         optimizer.step()
         if loss < 1e-2:
             break
-    for (tokens, mask), messages in zip(read, ANSWERS, strict=True):
+    for messages, tokens, mask in read:
+        starts = np.flatnonzero(np.diff(mask, prepend=False) & mask)
+        assert len(starts) == sum(message.role == "assistant" for message in messages)
         prompt = chat.prompt_ids(messages[:-1])
-        wanted = tokens.ids[len(prompt) : np.flatnonzero(mask)[-1] + 1].tolist()
-        assert tokens.ids[: len(prompt)].tolist() == prompt
-        found = list(prompt)
-        with torch.no_grad():
-            for _ in wanted:
-                found.append(int(model(torch.tensor([found])).logits[0, -1].argmax()))
-        assert found[len(prompt) :] == wanted
+        agrees = prompt == tokens.ids[: len(prompt)].tolist()
+        plain = messages in ANSWERS and name in ("llama2", "mistral", *SHORT_ANSWERS)
+        assert agrees or not plain  # some templates drop the reasoning of turns before the last
+        if agrees:
+            assert starts[-1] == len(prompt)
+        for start in starts:  # greedy: as long as each token is the likeliest behind those before
+            wanted = tokens.ids[start : start + int(np.argmin([*mask[start:], False]))].tolist()
+            with torch.no_grad():
+                before = torch.from_numpy(tokens.ids[: start + len(wanted)].astype(np.int64))
+                likeliest = model(before[None]).logits[0].argmax(-1)[start - 1 : -1]
+            assert likeliest.tolist() == wanted
 
 
 def test_control_tokens_take_no_content():

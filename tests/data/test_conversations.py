@@ -74,7 +74,7 @@ def test_refusals_are_counted_and_named(tmp_path):
     path = write_lines(tmp_path / "c.jsonl", [{"messages": TALK}, *bad])
     problems = [d.problem for d in open_corpus(path) if d.text is None]
     assert problems == [
-        "tool calls: message 2 (assistant)",
+        "tool calls: one of message 2 names no function",
         "images: message 0 holds a part of type 'image'",
         "unknown role: 'critic' in message 0",
         "empty: no message has content",
@@ -112,10 +112,10 @@ def test_nothing_of_a_record_is_dropped_in_silence(tmp_path):
     assert [d.problem for d in found if d.text is None] == [
         "weight: 0.5 of message 1 (assistant); an assistant's is 0 or 1",
         "weight: 0 of message 0 (user); an assistant's is 0 or 1",
-        "chat_template_kwargs: the record sets 'enable_thinking'; set it for all records with "
-        "template_options",
         "no field 'messages': the record holds prompt",
     ]
+    options = messages_of(found[3].text)[0].fields
+    assert options == {"chat_template_kwargs": {"enable_thinking": False}}
     assert found[4].text == found[5].text == shared_text(messages_of(found[4].text))
 
 

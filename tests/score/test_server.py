@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from chat_kit import make_chat_lab
 from score.server_kit import (
     LOCAL_SETTINGS,
     RECORDED_ALTERNATIVES,
@@ -22,7 +23,9 @@ from typer.testing import CliRunner
 from vocagnolm import LossStore
 from vocagnolm.cli import app
 from vocagnolm.errors import ScoreError, StoreError, UsageError
+from vocagnolm.model import NllModel, open_model
 from vocagnolm.model import server as client
+from vocagnolm.model.nll import TokenScores
 from vocagnolm.score import Server, Share, score_corpus
 from vocagnolm.score.cluster import ScoringActor, worker_bundles
 from vocagnolm.score.plan import PLAN_FILE, CorpusSource, TeacherSource, describe, make_plan
@@ -595,3 +598,36 @@ def test_the_command(lab, replay, whole, tmp_path):
 def test_a_teacher_of_the_caller_s_has_no_server(tmp_path, lab):
     with pytest.raises(ValueError, match="opened by name"):
         score_corpus(object(), lab / "corpus.jsonl", tmp_path / "s", server="http://localhost:1")
+
+
+def test_conversations_are_read_in_the_template(tmp_path, monkeypatch):
+    """The probe stays a text."""
+    make_chat_lab(tmp_path, 4)
+    teacher, corpus = tmp_path / "teacher", tmp_path / "corpus.jsonl"
+    settings = dataclasses.replace(LOCAL_SETTINGS, context=None, stride=None)
+    score_corpus(teacher, corpus, tmp_path / "local", settings=settings)
+    model = NllModel(
+        open_model(teacher, device="cpu").load(), context=512, stride=1, batch_tokens=512
+    )
+
+    class Served:
+        name, version, model, longest = "vllm", "1", "tiny", 512
+
+        def tokenize(self, text):
+            return None
+
+        def scores(self, prompts, alternatives=0):
+            nll = model.document_nll([np.array(prompt) for prompt in prompts])
+            return [TokenScores(one, None) for one in nll]
+
+    monkeypatch.setattr("vocagnolm.model.server.open_engine", lambda *_: Served())
+    server = Server(url="http://localhost:1")
+    served = dataclasses.replace(SERVER_SETTINGS, context=None, stride=None)
+    score_corpus(teacher, corpus, tmp_path / "served", settings=served, server=server)
+    about = json.loads((tmp_path / "served" / "manifest.json").read_text())["identity"]
+    assert about["template"]["origin"] == "own"
+    pairs = list(zip(losses(tmp_path / "served"), losses(tmp_path / "local"), strict=True))
+    assert len(pairs) == 4
+    for (our_bytes, ours), (local_bytes, local) in pairs:
+        assert np.array_equal(our_bytes, local_bytes)
+        np.testing.assert_allclose(ours, local, atol=0.01)

@@ -326,3 +326,20 @@ def test_the_source_of_every_document_by_the_rule_of_every_corpus(tmp_path: Path
     (tmp_path / "c.txt").write_text("text")
     with pytest.raises(StudyError, match=r"plain \.jsonl"):
         document_sources([str(tmp_path / "c.txt")], "source")
+
+
+def test_conversations_are_read_in_the_template(tmp_path):
+    from chat_kit import make_chat_lab
+
+    make_chat_lab(tmp_path, 24)
+    corpus = tmp_path / "corpus.jsonl"
+    settings = ScoreSettings(device="cpu", threads=1)
+    score_corpus(str(tmp_path / "teacher"), [str(corpus)], tmp_path / "store", settings=settings)
+    sizes = {"tokens": 4096, "block_size": 512, "scope_blocks": 2, "device": "cpu"}
+    study = selection_study(tmp_path / "start", tmp_path / "store", str(corpus), **sizes)
+    assert study.pair.mapped > 0.9 and study.documents > 4
+    assert 0 < study.tokens < study.blocks * 512  # the assistant's tokens alone
+    by_name = {row.name: row for row in study.rows}
+    assert by_name[REFERENCE].kept == pytest.approx(0.4, abs=0.1)
+    assert by_name["chunk-16"].tokens > 0
+    assert all(np.isfinite(row.student_nll) for row in study.rows)

@@ -220,6 +220,7 @@ METHODS = {
     "guided-stretch": {"objective": {"compare": "stretch"}},
     "guided-online": {"teacher": {"online": True}},
     "random": {},
+    "chunk": {},
     "alm": {},
     "alm-online": {"teacher": {"online": True}},
     "uld": {},

@@ -1,33 +1,44 @@
 """Conversations as they stand in files, and as the one shared text that both models are laid over.
 
 ```
-shared text:  content MARK content MARK ...        one MARK a message: the end of its turn
+shared text:  message MARK message MARK ...        one MARK a message: the end of its turn
+message:      [reasoning U+FDD4] content [U+FDD5 JSON]
 ```
 
-The mark is one byte, and which one says whose turn it was. So a conversation is a text like any
-other: it has a hash, it may be sent to a worker, and it can be taken apart again.
+The mark is one byte, and which one says whose turn it was. The JSON holds what else a template is
+given: tool calls, the tools of the record. So a conversation is a text like any other: it has a
+hash, it may be sent to a worker, and it can be taken apart again.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from vocagnolm.recipe.sections import Format as Format
 
-CONVERSATION_FIELDS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
-RENAMED_FIELDS = ("conversations", "system", "instruction", "input", "output", "tools")
+_SHARED_FIELDS = ("system", "tools", "chat_template_kwargs")
+CONVERSATION_FIELDS = ("messages", "prompt", "completion", *_SHARED_FIELDS)
+RENAMED_FIELDS = ("conversations", "instruction", "input", "output", *_SHARED_FIELDS)
 """ShareGPT's and Alpaca's, which are read where there is neither `messages` nor `prompt`."""
-ROLES = ("system", "user", "assistant")
-_MARKS = {"system": "\x01", "user": "\x02", "assistant": "\x03"}
+_MARKS = {"system": "\x01", "developer": "\x01", "user": "\x02", "tool": "\x02"}
+_MARKS["assistant"] = "\x03"
+ROLES = tuple(_MARKS)
 _GIVEN_MARK = "\x04"
-_ROLE_OF = {mark: (role, False) for role, mark in _MARKS.items()} | {
-    _GIVEN_MARK: ("assistant", True)
+_ROLE_OF = {
+    "\x01": ("system", False),
+    "\x02": ("user", False),
+    "\x03": ("assistant", False),
+    _GIVEN_MARK: ("assistant", True),
 }
+_BYTE_MARK = re.compile(b"[\x01-\x04]")
 _MESSAGE = re.compile("([^\x01-\x04]*)([\x01-\x04])")
-_ANY_MARK = re.compile("[\x01-\x04]")
-# what a template may print and we would lose
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+# noncharacters: Unicode keeps them out of texts
+_REASONED, _MORE = "\ufdd4", "\ufdd5"
+_ANY_MARK = re.compile(f"[\x01-\x04{_REASONED}{_MORE}]")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class Refused(ValueError):
@@ -40,31 +51,87 @@ class Message:
     content: str
     given: bool = False
     """An assistant's message that belongs to the prompt, or has weight 0: never trained on."""
+    reasoning: str = ""
+    more: str = ""
+    """What else a template is given, as JSON: `tool_calls` of an assistant, `name` and
+    `tool_call_id` of a tool's result, `content` where it is null. The first message also holds the
+    record's `tools` and `chat_template_kwargs`."""
 
     @property
     def mark(self) -> str:
         return _GIVEN_MARK if self.given else _MARKS[self.role]
 
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """What `more` holds."""
+        found: dict[str, Any] = json.loads(self.more) if self.more else {}
+        return found
+
+    @property
+    def text(self) -> str:
+        """The message in the shared text, without its mark."""
+        more = self.more
+        if self.role not in (role for role, _ in _ROLE_OF.values()):
+            more = as_json({"role": self.role, **self.fields})
+        start = self.reasoning + _REASONED if self.reasoning else ""
+        return start + self.content + (_MORE + more if more else "")
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
 
 def shared_text(messages: Sequence[Message]) -> str:
-    return "".join(message.content + message.mark for message in messages)
+    return "".join(message.text + message.mark for message in messages)
 
 
 def messages_of(text: str) -> list[Message]:
     """The conversation behind a shared text."""
     found, end = [], 0
     for match in _MESSAGE.finditer(text):
-        role, given = _ROLE_OF[match[2]]
-        found.append(Message(role, match[1], given))
+        found.append(_message_of(match[1], *_ROLE_OF[match[2]]))
         end = match.end()
     if not found or end != len(text):
         raise ValueError(f"not the shared text of a conversation: {text[-60:]!r}")
     return found
 
 
+def _message_of(text: str, role: str, given: bool) -> Message:
+    text, _, more = text.partition(_MORE)
+    reasoning, reasoned, content = text.rpartition(_REASONED)
+    if more.startswith('{"role":'):
+        fields = json.loads(more)
+        role = fields.pop("role")
+        more = as_json(fields) if fields else ""
+    return Message(role, content, given, reasoning if reasoned else "", more)
+
+
+def record_of(text: str) -> dict[str, Any]:
+    """A record that is read as the conversation behind a shared text."""
+    messages = messages_of(text)
+    of_record = {name: messages[0].fields.get(name) for name in ("tools", "chat_template_kwargs")}
+    entries = [
+        {
+            "role": message.role,
+            "content": message.content,
+            **{name: one for name, one in message.fields.items() if name not in of_record},
+            "reasoning_content": message.reasoning,
+            "weight": 0 if message.given else None,
+        }
+        for message in messages
+    ]
+    return {"messages": entries, **of_record}
+
+
 def is_mark(byte: int) -> bool:
     """Whether a byte of a shared text is the end of a turn."""
     return chr(byte) in _ROLE_OF
+
+
+def is_end(message_text: str, place: int) -> bool:
+    """Whether nothing but white space of reasoning and content stands behind a place."""
+    text = message_text.partition(_MORE)[0]
+    return not text[place:].replace(_REASONED, "").strip()
 
 
 def is_conversation(text: str) -> bool:
@@ -77,9 +144,26 @@ def split_answer(text: str) -> tuple[str, str]:
     return text[:end], text[end:]
 
 
+def part_of(encoded: bytes, place: int) -> str:
+    """Which part of its message a byte of a shared text belongs to."""
+    end = _BYTE_MARK.search(encoded, place)
+    start = [0, *(match.end() for match in _BYTE_MARK.finditer(encoded, 0, place))][-1]
+    if _MORE.encode() in encoded[start:place]:
+        return "tool call"
+    reasoned = _REASONED.encode() in encoded[place : end.start() if end else None]
+    return "reasoning" if reasoned else "content"
+
+
 def readable(text: str) -> str:
     """A shared text for the eye: `role: content` a line."""
-    return "\n".join(f"{message.role}: {message.content}" for message in messages_of(text))
+    lines = []
+    for message in messages_of(text):
+        parts = (message.reasoning, message.content, message.more)
+        lines.append(f"{message.role}: {' '.join(part for part in parts if part)}")
+    return "\n".join(lines)
+
+
+# ---- records ----
 
 
 def format_of(fields: Mapping[str, Any], text_field: str) -> Format | None:
@@ -96,7 +180,7 @@ def _format_of(fields: Mapping[str, Any]) -> Format | None:
 
 
 _FIELD_OF: dict[Format, str] = {"messages": "messages", "prompt_completion": "prompt"}
-_FROM = {"human": "user", "gpt": "assistant"}
+_FROM = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 
 def _renamed(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -108,37 +192,32 @@ def _renamed(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     names: dict[str, Any] = {}
     if isinstance(listed := fields.get("conversations"), list | tuple):
         names["messages"] = [_renamed_message(entry) for entry in listed]
-        if fields.get("system"):
-            names["messages"].insert(0, {"role": "system", "content": fields["system"]})
     elif "instruction" in fields and "output" in fields:
         asked = [fields["instruction"], *([fields["input"]] if fields.get("input") else [])]
         texts = all(isinstance(one, str) for one in asked)
-        prompt = "\n\n".join(asked) if texts else asked
-        if fields.get("system"):
-            start = {"role": "system", "content": fields["system"]}
-            prompt = [start, {"role": "user", "content": prompt}]
-        names |= {"prompt": prompt, "completion": fields["output"]}
+        names["prompt"] = "\n\n".join(asked) if texts else asked
+        names["completion"] = fields["output"]
     return {**fields, **names}
 
 
 def _renamed_message(entry: Any) -> Any:
     if not isinstance(entry, Mapping) or "from" not in entry:
         return entry
-    return {**entry, "role": _FROM.get(entry["from"], entry["from"]), "content": entry.get("value")}
+    role, value = entry["from"], entry.get("value")
+    if role == "function_call":
+        calls = _parsed(value)
+        calls = calls if isinstance(calls, list) else [calls]
+        return {**entry, "role": "assistant", "content": None, "tool_calls": calls}
+    return {**entry, "role": _FROM.get(role, role), "content": value}
 
 
-def conversation_of(fields: Mapping[str, Any], format_: Format) -> list[Message]:
+def conversation_of(
+    fields: Mapping[str, Any], format_: Format, *, of_a_table: bool = False
+) -> list[Message]:
     """The messages of a record, or a `Refused` that says why not. Rows of both formats may stand in
-    one file."""
-    fields = _renamed(fields)
+    one file. `of_a_table`: all rows have the same fields, and null means that there is none."""
+    fields = _renamed(_without_nulls(fields) if of_a_table else fields)
     format_ = format_ if _FIELD_OF[format_] in fields else _format_of(fields) or format_
-    if fields.get("tools"):
-        raise Refused("tool calls: the record lists tools")
-    if options := _kept(fields.get("chat_template_kwargs")):
-        raise Refused(
-            f"chat_template_kwargs: the record sets {', '.join(map(str, options))!r:.60}; set it "
-            "for all records with template_options"
-        )
     if format_ == "messages":
         messages = _listed(_field(fields, "messages"), "messages")
     else:
@@ -146,16 +225,50 @@ def conversation_of(fields: Mapping[str, Any], format_: Format) -> list[Message]
         messages = [
             replace(m, given=m.role == "assistant") for m in _either(prompt, "prompt", "user")
         ] + _either(completion, "completion", "assistant")
-    if not any(message.content for message in messages):
+    if system := fields.get("system"):
+        start = _checked(0, "system", _content(0, system)[0])
+        if messages[0].role == "system" and messages[0].content != start.content:
+            raise Refused("system: the record holds one beside its messages, which have their own")
+        messages = [start, *messages[messages[0].role == "system" :]]
+    if not any(m.content or m.reasoning or "tool_calls" in m.fields for m in messages):
         raise Refused("empty: no message has content")
+    more = {"tools": _tools(fields.get("tools"))}
+    more["chat_template_kwargs"] = _without_nulls(_parsed(fields.get("chat_template_kwargs")))
+    if found := {name: value for name, value in more.items() if value}:
+        messages[0] = replace(messages[0], more=_checked_json({**messages[0].fields, **found}))
     return messages
 
 
-def _kept(value: Any) -> Any:
-    """What tables hold for a row that lacks a field is nothing: None, or a mapping of Nones."""
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: one for name, one in value.items() if one is not None}
-    return value
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _parsed(value: Any) -> Any:
+    """What a text that holds JSON holds."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _checked_json(value: Any) -> str:
+    try:
+        return as_json(value)
+    except TypeError as error:
+        raise Refused(f"not JSON: {error}") from None
+
+
+def _tools(value: Any) -> list[Any]:
+    """Tools in OpenAI's form, which templates read."""
+    tools = _parsed(value) or []
+    if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
+        raise Refused(f"tools: {type(value).__name__}, not a list of mappings")
+    return [
+        {"type": "function", "function": one} if "name" in one and "type" not in one else one
+        for one in tools
+    ]
 
 
 def _field(fields: Mapping[str, Any], name: str) -> Any:
@@ -181,47 +294,74 @@ def _listed(value: Any, name: str) -> list[Message]:
 def _message(number: int, entry: Any) -> Message:
     if not isinstance(entry, Mapping):
         raise Refused(f"not a message: entry {number} is {type(entry).__name__}, not a mapping")
-    role = entry.get("role")
-    if entry.get("tool_calls") or entry.get("function_call") or role in ("tool", "function"):
-        raise Refused(f"tool calls: message {number} ({role})")
+    role = "tool" if entry.get("role") == "function" else entry.get("role")
     if role not in ROLES:
         raise Refused(f"unknown role: {role!r:.40} in message {number}")
-    for name in _REASONING:
-        if entry.get(name):
-            raise Refused(
-                f"reasoning apart: message {number} holds {name!r} beside its content; write it "
-                "into the content"
-            )
     weight = entry.get("weight")
     if weight not in (None, 0, 1) or (weight == 0 and role != "assistant"):
         raise Refused(
             f"weight: {weight!r:.20} of message {number} ({role}); an assistant's is 0 or 1"
         )
-    found = _checked(number, role, _content(number, entry.get("content")))
-    return replace(found, given=True) if weight == 0 else found
+    more: dict[str, Any] = {}
+    if calls := _calls(number, entry):
+        more["tool_calls"] = calls
+    if role == "tool":
+        more |= {name: entry[name] for name in ("name", "tool_call_id") if entry.get(name)}
+    content = entry.get("content")
+    if content is None and calls:
+        more["content"], content = None, ""
+    content, reasoning = _content(number, content)
+    told = [one for one in (reasoning, *map(entry.get, REASONING_FIELDS)) if one]
+    if told and (role != "assistant" or any(one != told[0] for one in told)):
+        raise Refused(f"reasoning: message {number} ({role}); an assistant has one text of it")
+    if told and not isinstance(told[0], str):
+        raise Refused(f"reasoning: that of message {number} is {type(told[0]).__name__}, not text")
+    message = _checked(number, role, content, told[0] if told else "")
+    return replace(message, given=weight == 0, more=_checked_json(more) if more else "")
 
 
-def _content(number: int, content: Any) -> str:
+def _calls(number: int, entry: Mapping[str, Any]) -> list[Any]:
+    """Tool calls in OpenAI's form, with arguments that are mappings, as templates read them."""
+    calls = entry.get("tool_calls") or []
+    if entry.get("function_call"):  # OpenAI's older form
+        calls = [entry["function_call"]]
+    found = []
+    for call in calls if isinstance(calls, list | tuple) else [calls]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise Refused(f"tool calls: one of message {number} names no function")
+        if entry.get("role") != "assistant":
+            raise Refused(f"tool calls: message {number} ({entry.get('role')}), not an assistant's")
+        arguments = function.get("arguments") or {}
+        parsed = _parsed(arguments)
+        named = {**function, "arguments": parsed if isinstance(parsed, Mapping) else arguments}
+        start = call if "function" in call else {"type": "function"}
+        found.append({**start, "function": named})
+    return found
+
+
+def _content(number: int, content: Any) -> tuple[str, str]:
+    """A message's text, and the reasoning that stands in parts of its own."""
     if isinstance(content, str):
-        return content
+        return content, ""
     if content is None:
         raise Refused(f"no content: message {number}")
-    if isinstance(content, Sequence):
-        parts = []
-        for part in content:
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            if kind != "text" or not isinstance(part.get("text"), str):
-                name = "images" if kind in ("image", "image_url") else "not text"
-                raise Refused(f"{name}: message {number} holds a part of type {kind!r:.40}")
-            parts.append(part["text"])
-        return "".join(parts)
-    raise Refused(f"not text: the content of message {number} is {type(content).__name__}")
+    if not isinstance(content, Sequence):
+        raise Refused(f"not text: the content of message {number} is {type(content).__name__}")
+    texts: dict[str, list[str]] = {"text": [], "thinking": []}
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in texts or not isinstance(part.get(kind), str):
+            name = "images" if kind in ("image", "image_url") else "not text"
+            raise Refused(f"{name}: message {number} holds a part of type {kind!r:.40}")
+        texts[kind].append(part[kind])
+    return "".join(texts["text"]), "".join(texts["thinking"])
 
 
-def _checked(number: int, role: str, content: str) -> Message:
-    if found := _ANY_MARK.search(content):
+def _checked(number: int, role: str, content: str, reasoning: str = "") -> Message:
+    if found := _ANY_MARK.search(content + reasoning):
         raise Refused(
             f"control character: message {number} holds U+{ord(found[0]):04X}, which stands for "
-            "the end of a turn in the shared text"
+            "the end of a turn or a part of a message in the shared text"
         )
-    return Message(role, content)
+    return Message(role, content, reasoning=reasoning)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vocagnolm.alignment import TokenSpans
-from vocagnolm.chat.messages import Refused, is_mark
+from vocagnolm.chat.messages import Refused, is_mark, part_of
 from vocagnolm.chat.tokens import ChatTokenizer, TrainOn, trained_ranges, trained_tokens
 
 _ORIGINS = {
@@ -101,8 +101,10 @@ def why_trained(text: str, tokens: TokenSpans, train_on: TrainOn = "assistant") 
     trained = trained_tokens(tokens, trained_ranges(text, train_on))
     reasons: list[str | None] = []
     for (start, end), is_trained in zip(tokens.spans.tolist(), trained.tolist(), strict=True):
-        why = "content" if start < end else "written by the template behind the prompt"
+        why = "written by the template behind the prompt"
         if end - start == 1 and is_mark(encoded[start]):
             why = "end of turn"
+        elif start < end:
+            why = part_of(encoded, start)
         reasons.append(why if is_trained else None)
     return reasons

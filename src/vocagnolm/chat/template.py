@@ -1,28 +1,30 @@
 """Chat templates: a model's own, one that is given, or plain `role: content`; and where each
 message's content lies in a rendering, found without knowing the template.
 
-The conversation is rendered with unique marks in place of its contents; what stands between the
-marks is the template's own. With the contents put back it must be the real rendering, character for
-character: then every place is known. Where it is not, the template changes contents; they are then
-rendered inside a pair of marks, and what survives between, behind or before them is found. A
-template that writes something else in place of a content is refused.
+The conversation is rendered with unique marks in place of its contents, its reasoning and the words
+of its tool calls; what stands between the marks is the template's own. With the contents put back
+it must be the real rendering, character for character: then every place is known. Where it is not,
+the template changes contents; they are then rendered inside a pair of marks, and what survives
+between, behind or before them is found. A template that writes something else in place of a content
+is refused.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from difflib import SequenceMatcher
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, groupby, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from vocagnolm.alignment import TextTokenizer
 from vocagnolm.alignment.tokenizer import read_template
-from vocagnolm.chat.messages import Message, Refused
+from vocagnolm.chat.messages import REASONING_FIELDS, Message, Refused, as_json
 from vocagnolm.errors import TokenizerError
 from vocagnolm.workers import TookTooLong, time_limit
 
@@ -31,6 +33,12 @@ PLAIN = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
     "{{ eos_token if message['role'] == 'assistant' and eos_token is defined else '' }}{{ '\\n' }}"
     "{% endfor %}{{ 'assistant:' if add_generation_prompt }}"
+)
+CONCATENATE = (
+    "{% if messages | map(attribute='role') | list not in (['user'], ['user', 'assistant']) %}"
+    "{{ raise_exception('concatenate is for a prompt and a completion that are two texts') }}"
+    "{% endif %}{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
 )
 # Templates may print the day; scores and blocks must not depend on it. The option `date_string`,
 # where a template has one, or `date`, says another.
@@ -79,6 +87,50 @@ class TemplateRaised(ValueError):
     """A template that refuses a conversation; its text is what the template says."""
 
 
+class _Form(NamedTuple):
+    """How a template reads what templates read differently."""
+
+    in_parts: bool = False
+    """Contents as lists of parts of type `text`."""
+    reasoning: str = REASONING_FIELDS[0]
+    """The field of a message; `parts`: a part of type `thinking`."""
+    developer: str = "developer"
+    """The role of a developer's message."""
+    arguments_as_text: bool = False
+    """Those of a tool call as JSON, not as a mapping."""
+    null: str | None = None
+    """The content of a message that has none."""
+
+    def given(self, message: Message) -> dict[str, Any]:
+        more = message.fields
+        role = self.developer if message.role == "developer" else message.role
+        found: dict[str, Any] = {"role": role, "content": message.content}
+        found |= {name: more[name] for name in _MESSAGE_FIELDS if name in more}
+        parts = [{"type": "text", "text": message.content}]
+        if "content" in more:
+            found["content"], parts = self.null, []
+        elif self.in_parts:
+            found["content"] = parts
+        if message.reasoning and self.reasoning == "parts":
+            found["content"] = [{"type": "thinking", "thinking": message.reasoning}, *parts]
+        elif message.reasoning:
+            found[self.reasoning] = message.reasoning
+        if self.arguments_as_text and "tool_calls" in found:
+            found["tool_calls"] = [
+                {**call, "function": {**function, "arguments": as_json(function["arguments"])}}
+                for call in found["tool_calls"]
+                for function in [call["function"]]
+            ]
+        return found
+
+
+_MESSAGE_FIELDS = ("name", "tool_call_id", "tool_calls")
+_PARTS = re.compile("[\"']type[\"']")
+_PROBE = "probe-content"
+_PROBE_CALL = {"id": "abcdefghi", "function": {"name": "f", "arguments": {}}, "type": "function"}
+_PROBE_NULL = {"tool_calls": [_PROBE_CALL], "content": None}
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """A Jinja template with all that it is rendered with, but the messages."""
@@ -118,16 +170,59 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """The rendering, and the characters of it that the template marks by `{% generation %}`."""
+        try:
+            return self._rendered(messages, add_generation_prompt, self._form)
+        except TemplateRaised:
+            # DeepSeek's want arguments that are texts, others contents that are texts
+            calls = any("tool_calls" in message.fields for message in messages)
+            for as_text, null in ((True, None), (False, ""), (True, "")) if calls else ():
+                form = self._form._replace(arguments_as_text=as_text, null=null)
+                with suppress(TemplateRaised):
+                    return self._rendered(messages, add_generation_prompt, form)
+            raise
+
+    @cached_property
+    def _form(self) -> _Form:
+        def prints(form: _Form, *messages: Message) -> bool:
+            try:
+                text, _ = self._rendered(messages, False, form)
+            except TemplateRaised:
+                return False
+            return _PROBE in text and not _PARTS.search(text)  # nor a list as it stands
+
+        asked, answer = Message("user", _PROBE), Message("assistant", "b", reasoning=_PROBE)
+        parts = _Form(in_parts=True)
+        form = parts if not prints(_Form(), asked) and prints(parts, asked) else _Form()
+        asked = Message("user", "a")
+        call = replace(answer, more=as_json({"tool_calls": [_PROBE_CALL]}))  # Gemma 4: there alone
+        forms = [form._replace(reasoning=name) for name in (*REASONING_FIELDS, "parts")]
+        tried = [(one, said) for said in (answer, call) for one in forms]
+        form = next((one for one, said in tried if prints(one, asked, said)), form)
+        answer = replace(answer, reasoning="")
+        if not prints(form, Message("developer", _PROBE), asked, answer):
+            form = form._replace(developer="system")
+        with suppress(TemplateRaised):
+            call = replace(call, content="", reasoning="", more=as_json(_PROBE_NULL))
+            if "None" in self._rendered([asked, call], False, form)[0]:
+                form = form._replace(null="")
+        return form
+
+    def _rendered(
+        self, messages: Sequence[Message], add_generation_prompt: bool, form: _Form
+    ) -> tuple[str, list[tuple[int, int]]]:
         # transformers' own sandbox: a template may come from anywhere. Not through its
         # `render_jinja_template`, in which the day cannot be fixed.
         from transformers.utils.chat_template_utils import _render_with_assistant_indices
 
+        of_record = messages[0].fields if messages else {}
         variables = {
-            "messages": [{"role": m.role, "content": m.content} for m in messages],
+            "messages": [form.given(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
-            **{"tools": None, "documents": None, "strftime_now": _fixed_date},
+            **{"documents": None, "strftime_now": _fixed_date},
+            "tools": of_record.get("tools"),
             **dict(self.special_tokens),
             **dict(self.options),
+            **of_record.get("chat_template_kwargs", {}),
         }
         try:
             with time_limit(RENDER_SECONDS):
@@ -160,15 +255,19 @@ def template_of(
     given: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> ChatTemplate:
-    """The template of a model: `given` (a Jinja file, a folder with one, or `plain`), its own, or
-    plain where there is none."""
+    """The template of a model: `given` (a Jinja file, a folder with one, `plain`, or `concatenate`
+    for prompts and completions that are put end to end), its own, or plain where there is none."""
+    more = tuple(sorted((options or {}).items()))
+    if given == "concatenate":
+        ends = dict(tokenizer.frame.special_tokens)
+        ends["bos_token"] = "".join(map(tokenizer.token, tokenizer.prefix_ids))
+        return ChatTemplate(CONCATENATE, tuple(ends.items()), more, "given")
     origin: Origin = "own" if given is None else "given"
     source = tokenizer.frame.template
     if given is not None:
         source = None if given == "plain" else _read_given(given)
     if source is None:
         source, origin = PLAIN, "plain"
-    more = tuple(sorted((options or {}).items()))
     return ChatTemplate(source, tokenizer.frame.special_tokens, more, origin)
 
 
@@ -185,7 +284,7 @@ def _read_given(given: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(
             f"the chat template {given} cannot be read: {error}. Expected a Jinja file, a folder "
-            "that has one, or plain"
+            "that has one, plain or concatenate"
         ) from None
 
 
@@ -194,6 +293,9 @@ def _read_given(given: str) -> str:
 # noncharacters: Unicode keeps them out of texts
 _OPEN, _SHUT = ("\ufdd0{}\ufdd1", "\ufdd2{}\ufdd3")
 _MARKED = re.compile("\ufdd0(\\d+)\ufdd1|\ufdd2(\\d+)\ufdd3")
+# a number is marked by a number, which a template may not put in quotes
+_NUMBER = 7_319_060_000_000_000
+_BLANK = re.compile("\ufdd0(\\d+)\ufdd1|(73190[67]\\d{10})(?!\\d)")
 _UNITS = re.compile(r"<[^<>\s]*>|\w+|\s|.")
 _WORDS = re.compile(r"\s|\w+|[^\w\s]")
 _LOST = "template: it changes contents in a way that cannot be followed"
@@ -208,7 +310,7 @@ class Segment:
     text: str
     message: int | None = None
     start: int = 0
-    """Where the piece begins in the message's content."""
+    """Where the piece begins in the message's text."""
     template: bool = False
 
 
@@ -225,6 +327,8 @@ class Turn:
     """The end of the text that closes the turn; the next message may begin here."""
     next: int
     """The beginning of the next content."""
+    calls: bool = False
+    """It ends with tool calls, which the template closes."""
     marked: tuple[int, int] | None = None
     """What a template that marks generation marks of an assistant's turn, which may be nothing."""
 
@@ -252,67 +356,172 @@ def render(
         real, marked = template.render_marked(messages, add_generation_prompt=prompt)
     except TemplateRaised as error:
         raise Refused(f"template: {error}") from None
-    contents = [message.content for message in messages]
-    roles = tuple((message.role, message.given) for message in messages)
-    frame = _frame(template, roles, prompt)
-    found = _put_back(frame, contents, real)
-    if found is None and not all(contents):
-        empty = tuple(not content for content in contents)
-        found = _put_back(_frame(template, roles, prompt, empty), contents, real)
-    if found is None:
-        found = _inside_marks(template, messages, prompt, frame, real)
-    rendering = _in_order(_described(found, messages), messages)
-    return replace(rendering, turns=_turns(template, rendering.segments, roles, marked))
+    calls = any("tool_calls" in message.fields for message in messages)
+    for leaves in ("all", "values", "names") if calls else ("names",):
+        slots, blank = _slots(messages, leaves)
+        frame = _frame(template, blank, prompt)
+        found = _put_back(frame, slots, real)
+        if found is None and not all(slot.text for slot in slots):
+            found = _put_back(_frame(template, _kept_empty(slots, blank), prompt), slots, real)
+        if found is not None:
+            break
+    else:
+        found = _inside_marks(template, messages, slots, prompt, frame, real)
+    rendering = _in_order(_described(found, slots, messages), slots, messages)
+    rendering = replace(rendering, segments=tuple(_located(rendering.segments, slots)))
+    if "tools" in messages[0].fields and not _prints_tools(template, messages, prompt, real):
+        rendering = replace(rendering, changes=(*rendering.changes, "leaves out the list of tools"))
+    return replace(rendering, turns=_turns(template, rendering.segments, blank, marked))
+
+
+def _prints_tools(
+    template: ChatTemplate, messages: Sequence[Message], prompt: bool, real: str
+) -> bool:
+    first = messages[0]
+    others = as_json({name: one for name, one in first.fields.items() if name != "tools"})
+    try:
+        without = [replace(first, more=others), *messages[1:]]
+        return template.render(without, add_generation_prompt=prompt) != real
+    except TemplateRaised:
+        return True
+
+
+# ---- what is looked for ----
+
+
+class _Slot(NamedTuple):
+    """A text of a conversation that templates print."""
+
+    message: int
+    start: int
+    """Where it begins in the message's text."""
+    text: str
+    what: str
+    """`content`, `reasoning`, a tool's `result`; of a tool call `name`, and `argument`: a key or a
+    value."""
+
+    @property
+    def in_json(self) -> str:
+        return as_json(self.text)[1:-1]
+
+    @property
+    def stored(self) -> str:
+        """As it stands in the message's text."""
+        return self.in_json if self.what in ("name", "argument") else self.text
+
+    def forms(self, text: str) -> tuple[str, ...]:
+        """In which a template may print (a piece of) it."""
+        stripped = text.rstrip(), text.lstrip(), text.strip()
+        if self.what in ("content", "reasoning"):
+            return text, *stripped
+        return (text, self.in_json, *(stripped if self.what == "result" else ()))
+
+
+Leaves = Literal["all", "values", "names"]
+"""What is looked for of a tool call: also the keys of its arguments, also their values, or the name
+of the function alone."""
+
+
+def _slots(messages: Sequence[Message], leaves: Leaves) -> tuple[list[_Slot], tuple[Message, ...]]:
+    """All slots in the order of the shared text, and the conversation with marks in them."""
+    slots: list[_Slot] = []
+    blank = []
+    for number, message in enumerate(messages):
+        found: list[tuple[str, str]] = []
+
+        def mark(value: Any, what: str, found: list[tuple[str, str]] = found) -> Any:
+            place = len(slots) + len(found)
+            found.append((value if isinstance(value, str) else as_json(value), what))
+            return _OPEN.format(place) if isinstance(value, str) else _NUMBER + place
+
+        blank.append(_filled(message, leaves, mark))
+        text, start, end = blank[-1].text, 0, 0
+        places = {int(m[1] or int(m[2]) - _NUMBER): m.span() for m in _BLANK.finditer(text)}
+        for entry in found:
+            opens, shuts = places[len(slots)]
+            start += opens - end
+            slots.append(_Slot(number, start, *entry))
+            start, end = start + len(slots[-1].stored), shuts
+    return slots, tuple(blank)
+
+
+def _filled(message: Message, leaves: Leaves, fill: Callable[[Any, str], Any]) -> Message:
+    """The message with something else in its slots; `fill` is shown them in their order."""
+    reasoning = fill(message.reasoning, "reasoning") if message.reasoning else ""
+    is_null = "content" in message.fields
+    what = "result" if message.role == "tool" else "content"
+    content, more = "" if is_null else fill(message.content, what), message.more
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, dict):
+            every = leaves == "all"
+            return {fill(k, "argument") if every else k: walk(one) for k, one in value.items()}
+        if isinstance(value, list):
+            return [walk(one) for one in value]
+        kept = leaves == "names" or value is None or isinstance(value, bool)
+        return value if kept else fill(value, "argument")
+
+    if "tool_calls" in message.fields:
+        calls = [
+            {
+                **call,
+                "function": {
+                    name: fill(one, "name") if name == "name" else walk(one)
+                    for name, one in call["function"].items()
+                },
+            }
+            for call in message.fields["tool_calls"]
+        ]
+        more = as_json({**message.fields, "tool_calls": calls})
+    return replace(message, reasoning=reasoning, content=content, more=more)
 
 
 @lru_cache(maxsize=512)
 def _frame(
-    template: ChatTemplate,
-    roles: tuple[tuple[str, bool], ...],
-    prompt: bool,
-    empty: tuple[bool, ...] = (),
+    template: ChatTemplate, blank: tuple[Message, ...], prompt: bool
 ) -> tuple[Segment, ...] | None:
-    """The template's own text around the contents of messages of these roles, which are left
-    blank. None where the template raises because of the marks."""
-    blank = [
-        Message(role, "" if empty and empty[n] else _OPEN.format(n), given)
-        for n, (role, given) in enumerate(roles)
-    ]
+    """The template's own text around the slots of a conversation, which are left blank; segments
+    have the numbers of slots. None where the template raises because of the marks."""
     try:
-        return tuple(_segments(template.render(blank, add_generation_prompt=prompt)))
+        marked = template.render(blank, add_generation_prompt=prompt)
     except TemplateRaised:
         return None
-
-
-def _segments(marked: str) -> list[Segment]:
-    """The template's own text, and for each mark (the first of its number) an empty segment."""
     found: list[Segment] = []
     seen: set[int] = set()
     end = 0
-    for match in _MARKED.finditer(marked):
+    for match in _BLANK.finditer(marked):
         found.append(Segment(marked[end : match.start()], template=True))
-        number = int(match[1])
+        number = int(match[1] or int(match[2]) - _NUMBER)
         # a copy of a content is text that is not aligned: it is put back all the same
         found.append(Segment("", number, start=-1 if number in seen else 0))
         seen.add(number)
         end = match.end()
-    found.append(Segment(marked[end:], template=True))
-    return found
+    return (*found, Segment(marked[end:], template=True))
+
+
+def _kept_empty(slots: Sequence[_Slot], blank: Sequence[Message]) -> tuple[Message, ...]:
+    """Without marks in contents that are empty."""
+    empty = {s.message for s in slots if s.what in ("content", "result") and not s.text}
+    return tuple(replace(m, content="") if n in empty else m for n, m in enumerate(blank))
 
 
 def _put_back(
-    frame: tuple[Segment, ...] | None, contents: Sequence[str], real: str
+    frame: tuple[Segment, ...] | None, slots: Sequence[_Slot], real: str
 ) -> tuple[Segment, ...] | None:
     """The contents, whole or without the white space around them, give the real rendering."""
-    if frame is None:
+    if frame is None or any(s.message is not None and s.message >= len(slots) for s in frame):
         return None
+    contents = [slot.text for slot in slots]
     for kept in (contents, [content.strip() for content in contents]):
         if "".join(s.text if s.message is None else kept[s.message] for s in frame) == real:
-            return tuple(_filled(s, contents, kept) for s in frame)
-    return None
+            return tuple(_with_content(s, contents, kept) for s in frame)
+    if all(slot.what in ("content", "reasoning") for slot in slots):
+        return None
+    whole = [s if s.message is None else replace(s, text=contents[s.message]) for s in frame]
+    return _stripped(whole, slots, real)
 
 
-def _filled(segment: Segment, contents: Sequence[str], kept: Sequence[str]) -> Segment:
+def _with_content(segment: Segment, contents: Sequence[str], kept: Sequence[str]) -> Segment:
     number = segment.message
     if number is None:
         return segment
@@ -321,34 +530,60 @@ def _filled(segment: Segment, contents: Sequence[str], kept: Sequence[str]) -> S
     return Segment(kept[number], number, contents[number].find(kept[number]))
 
 
+def _located(segments: Sequence[Segment], slots: Sequence[_Slot]) -> Iterator[Segment]:
+    """Segments with their messages and places in the messages' texts, for their slots. Characters
+    that JSON writes differently have none."""
+    for segment in segments:
+        if segment.message is None:
+            yield segment
+            continue
+        slot = slots[segment.message]
+        escaped = slot.in_json
+        if (
+            slot.text == escaped
+            or segment.text not in (slot.text, escaped)
+            or segment.text == slot.stored
+        ):
+            yield replace(segment, message=slot.message, start=slot.start + segment.start)
+            continue
+        shown = (lambda one: as_json(one)[1:-1]) if segment.text == escaped else str
+        stored = str if segment.text == escaped else (lambda one: as_json(one)[1:-1])
+        place = slot.start
+        for same, run in groupby(slot.text, lambda one: as_json(one)[1:-1] == one):
+            text = "".join(run)
+            located = Segment(text, slot.message, place)
+            yield located if same else Segment(shown(text), template=True)
+            place += len(stored(text))
+
+
 # ---- templates that change contents ----
 
 
 def _inside_marks(
     template: ChatTemplate,
     messages: Sequence[Message],
+    slots: Sequence[_Slot],
     prompt: bool,
     frame: tuple[Segment, ...] | None,
     real: str,
 ) -> tuple[Segment, ...]:
-    contents = [message.content for message in messages]
-    for number, content in enumerate(contents):
-        if _NONCHARACTER.search(content):
-            raise Refused(f"noncharacter: message {number} holds one of U+FDD0 to U+FDD3")
-    wrapped = [
-        Message(m.role, _OPEN.format(n) + m.content + _SHUT.format(n), m.given)
-        for n, m in enumerate(messages)
-    ]
+    contents = [slot.text for slot in slots]
+    for slot in slots:
+        if _NONCHARACTER.search(slot.text):
+            raise Refused(f"noncharacter: message {slot.message} holds one of U+FDD0 to U+FDD3")
+
+    def filled(fill: Callable[[int, str], str]) -> list[Message]:
+        numbers = count()
+        return [_filled(m, "names", lambda text, _: fill(next(numbers), text)) for m in messages]
+
+    wrapped = filled(lambda n, text: _OPEN.format(n) + text + _SHUT.format(n))
     try:
         marked = template.render(wrapped, add_generation_prompt=prompt)
     except TemplateRaised:
         raise Refused(_LOST) from None
     gone = [n for n, text in enumerate(contents) if text.strip() and not _has_mark(marked, n)]
     if gone:  # a content that is dropped decides nothing
-        others = [
-            Message(m.role, "another text" if n in gone else m.content, m.given)
-            for n, m in enumerate(messages)
-        ]
+        others = filled(lambda n, text: "another text" if n in gone else text)
         try:
             same = template.render(others, add_generation_prompt=prompt) == real
         except TemplateRaised:
@@ -356,7 +591,7 @@ def _inside_marks(
         if not same:
             raise Refused(_LOST)
     found = _survivors(marked, contents, _neighbours(frame or ()))
-    return _stripped(found, real) or _carried_over(found, real)
+    return _stripped(found, slots, real) or _carried_over(found, real)
 
 
 def _has_mark(marked: str, number: int) -> bool:
@@ -463,9 +698,12 @@ def _cut(text: str, pieces: list[tuple[int, int, int, int]]) -> list[Segment]:
     return [*found, Segment(text[end:], template=True)]
 
 
-def _stripped(segments: list[Segment], real: str) -> tuple[Segment, ...] | None:
+def _stripped(
+    segments: Sequence[Segment], slots: Sequence[_Slot], real: str
+) -> tuple[Segment, ...] | None:
     """The marks keep a template from stripping contents: with the white space that it takes away
-    from the real ones, the segments must give the real rendering."""
+    from the real ones, the segments must give the real rendering. What it prints of a tool call may
+    be JSON."""
     found: list[Segment] = []
     at = 0
     for segment, behind in zip(segments, [*segments[1:], Segment("")], strict=True):
@@ -476,12 +714,13 @@ def _stripped(segments: list[Segment], real: str) -> tuple[Segment, ...] | None:
             found.append(segment)
             at += len(text)
             continue
-        for kept in (text, text.rstrip(), text.lstrip(), text.strip()):
+        for kept in slots[segment.message].forms(text):
             if real.startswith(kept + behind.text, at):
                 break
         else:
             return None
-        found.append(Segment(kept, segment.message, segment.start + text.find(kept)))
+        place = segment.start + max(text.find(kept), 0)
+        found.append(Segment(kept) if place < 0 else Segment(kept, segment.message, place))
         at += len(kept)
     return tuple(found) if at == len(real) else None
 
@@ -515,37 +754,44 @@ def _common_prefix(a: str, b: str) -> int:
 # ---- what became of the contents ----
 
 
-def _described(segments: tuple[Segment, ...], messages: Sequence[Message]) -> Rendering:
+def _described(
+    segments: tuple[Segment, ...], slots: Sequence[_Slot], messages: Sequence[Message]
+) -> Rendering:
     changes = []
-    for number, message in enumerate(messages):
+    for number, slot in enumerate(slots):
         pieces = [s for s in segments if s.message == number]
         kept = "".join(piece.text for piece in pieces)
-        if kept == message.content and pieces:
+        whole = slot.text, slot.in_json if slot.what == "result" else slot.stored
+        if kept in whole and pieces:
             continue
-        if not pieces or (message.content.strip() and not kept):
-            changes.append(f"drops the {message.role}'s content")
-        elif kept == message.content.strip():
-            changes.append(f"strips the {message.role}'s content")
+        its = f"the {messages[slot.message].role}'s {slot.what}"
+        if not pieces or (slot.text.strip() and not kept):
+            changes.append(f"drops {its}")
+            if slot.what == "name":
+                raise Refused("tool calls: the template leaves some out")
+        elif kept == slot.text.strip():
+            changes.append(f"strips {its}")
         else:
-            changes.append(f"leaves out a part of the {message.role}'s content")
+            changes.append(f"leaves out a part of {its}")
     return Rendering(segments, tuple(dict.fromkeys(changes)))
 
 
-def _in_order(found: Rendering, messages: Sequence[Message]) -> Rendering:
+def _in_order(found: Rendering, slots: Sequence[_Slot], messages: Sequence[Message]) -> Rendering:
     """Spans run forward: contents that the template moves out of their order are not aligned, as
     few as can be, and the assistant's last of all."""
     places = [n for n, s in enumerate(found.segments) if s.message is not None]
     order = [found.segments[n].message or 0 for n in places]
     if all(a <= b for a, b in pairwise(order)):
         return found
-    kept = _heaviest_chain(order, [1000 if messages[m].role == "assistant" else 1 for m in order])
+    role_of = [messages[slot.message].role for slot in slots]
+    kept = _heaviest_chain(order, [1000 if role_of[n] == "assistant" else 1 for n in order])
     moved = {places[n] for n in range(len(places)) if n not in kept}
     segments = tuple(
         Segment(segment.text) if n in moved else segment for n, segment in enumerate(found.segments)
     )
-    roles = dict.fromkeys(messages[found.segments[n].message or 0].role for n in sorted(moved))
-    changes = tuple(f"moves the {role}'s content" for role in roles)
-    return Rendering(segments, found.changes + changes)
+    those = [slots[found.segments[n].message or 0] for n in sorted(moved)]
+    changes = dict.fromkeys(f"moves the {messages[s.message].role}'s {s.what}" for s in those)
+    return Rendering(segments, (*found.changes, *changes))
 
 
 def _heaviest_chain(order: Sequence[int], weights: Sequence[int]) -> set[int]:
@@ -568,7 +814,7 @@ def _heaviest_chain(order: Sequence[int], weights: Sequence[int]) -> set[int]:
 def _turns(
     template: ChatTemplate,
     segments: Sequence[Segment],
-    roles: tuple[tuple[str, bool], ...],
+    blank: tuple[Message, ...],
     marked: Sequence[tuple[int, int]],
 ) -> tuple[Turn, ...]:
     """From the end of the generation prompt through the end of the turn, of every message that is
@@ -584,6 +830,10 @@ def _turns(
         number = -1 if segment.message is None else segment.message
         if contents and contents[-1][2] == number >= 0:
             start = contents.pop()[0]
+        elif number >= 0 and "tool_calls" in blank[number].fields:
+            # a copy of a name or an argument may stand between
+            while any(one[2] == number for one in contents):
+                start = contents.pop()[0]
         contents.append((start, end, number))
     found = []
     around = zip([(0, 0, -1), *contents], contents, [*contents[1:], None], strict=False)
@@ -592,45 +842,49 @@ def _turns(
         if number < 0:
             continue
         begin, stop = start, behind
-        if roles[number][0] == "assistant":
+        if blank[number].role == "assistant":
             begin = before + _prompt_end(
-                template, roles[:number], text[before:start], previous == number - 1
+                template, blank[:number], text[before:start], previous == number - 1
             )
         if following is not None:
-            closing = _tail(template, roles[: number + 1], False)
+            closing = _tail(template, blank[: number + 1], False)
             stop = end + _common_units(text[end:behind], closing or "")
         mine = None
-        if template.marks_generation and roles[number][0] == "assistant":
+        if template.marks_generation and blank[number].role == "assistant":
             inside = [(a, b) for a, b in marked if a <= end and b >= start]
             mine = (inside[0][0], inside[-1][1]) if inside else (start, start)
-        found.append(Turn(number, begin, end, stop, behind, mine))
+        calls = "tool_calls" in blank[number].fields
+        found.append(Turn(number, begin, end, stop, behind, calls, mine))
     return tuple(found)
 
 
 def _prompt_end(
-    template: ChatTemplate, roles: tuple[tuple[str, bool], ...], gap: str, adjoining: bool
+    template: ChatTemplate, blank: tuple[Message, ...], gap: str, adjoining: bool
 ) -> int:
     """Where the generation prompt ends in the template's text before an assistant's content."""
-    prompt = _tail(template, roles, True)
+    prompt = _tail(template, blank, True)
     if prompt is None:
         return len(gap)
     if gap.startswith(prompt) and adjoining:
         return len(prompt)
-    own = prompt.removeprefix(_tail(template, roles, False) or "")
+    own = prompt.removeprefix(_tail(template, blank, False) or "")
     if own and own in gap:
         return gap.rindex(own) + len(own)
     return (adjoining and _common_units(gap, prompt)) or len(gap)
 
 
 @lru_cache(maxsize=8192)
-def _tail(template: ChatTemplate, roles: tuple[tuple[str, bool], ...], prompt: bool) -> str | None:
+def _tail(template: ChatTemplate, blank: tuple[Message, ...], prompt: bool) -> str | None:
     """The template's text behind the last content of such a conversation; None where there is no
     such text to be seen."""
-    frame = _frame.__wrapped__(template, roles, prompt)
+    frame = _frame.__wrapped__(template, blank, prompt)
     if frame is None:
         return None
-    last = frame[-2].message if len(frame) > 1 else -1
-    return frame[-1].text if last == len(roles) - 1 else None
+    last = frame[-2].message if len(frame) > 1 else None
+    if last is None or not blank:
+        return frame[-1].text if last is None and not blank else None
+    own = any(mark in blank[-1].text for mark in (_OPEN.format(last), str(_NUMBER + last)))
+    return frame[-1].text if own else None
 
 
 def _common_units(a: str, b: str) -> int:

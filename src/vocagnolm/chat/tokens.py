@@ -22,6 +22,7 @@ from vocagnolm.alignment.spans import BYTE_FALLBACK
 from vocagnolm.chat.messages import (
     Message,
     Refused,
+    is_end,
     is_mark,
     messages_of,
     shared_text,
@@ -174,7 +175,8 @@ class ChatTokenizer(TextTokenizer):
 
     def _lay(self, found: Rendering, messages: Sequence[Message], by_rule: bool = False) -> "_Laid":
         """Pieces of contents: where they stand in the text that is read, and in the shared one."""
-        sizes = [len(message.content.encode()) for message in messages]
+        contents = [message.text for message in messages]
+        sizes = [len(content.encode()) for content in contents]
         origins = list(accumulate((size + 1 for size in sizes), initial=0))
         texts: list[str] = []
         pieces: list[tuple[int, int, int]] = []
@@ -189,11 +191,10 @@ class ChatTokenizer(TextTokenizer):
             width = len(text.encode())
             number = segment.message
             if number is not None:
-                content = messages[number].content
-                start = len(content[: segment.start].encode())
+                start = len(contents[number][: segment.start].encode())
                 pieces.append((at, at + width, origins[number] + start))
                 ends.pop(number, None)
-                if not content[segment.start + len(text) :].strip():
+                if is_end(contents[number], segment.start + len(text)):
                     ends[number] = (at + width, at + width)
                 ended = number
             elif segment.template and ended >= 0 and ended in ends:
@@ -202,6 +203,11 @@ class ChatTokenizer(TextTokenizer):
             texts.append(text)
             at += width
         at_byte = partial(self._at_byte, found, edges)
+        if any("tool_calls" in message.fields for message in messages):
+            for number, (start, stop) in self._written(found, True):
+                closing = [m.start() for m in self._control.finditer(found.text, start, stop)]
+                if "tool_calls" in messages[number].fields:  # the turn's last one, not a call's
+                    ends[number] = (at_byte(max(closing, default=stop - 1)), at_byte(stop))
         return _Laid(
             text="".join(texts),
             pieces=pieces,
@@ -211,6 +217,7 @@ class ChatTokenizer(TextTokenizer):
                 for n, (start, stop) in self._written(found, by_rule)
             ],
             n_bytes=origins[-1],
+            n_hidden=sum(sizes) - sum(len((m.reasoning + m.content).encode()) for m in messages),
         )
 
     def _aliased(self, text: str) -> str:
@@ -229,6 +236,8 @@ class ChatTokenizer(TextTokenizer):
             closing = [one.end() for one in self._control.finditer(text[turn.end : turn.stop])]
             if closing:
                 size = closing[-1]
+            elif turn.calls and turn.stop > turn.end:
+                size = turn.stop - turn.end
             elif (first := self._control.search(text[turn.end : turn.next])) is not None:
                 size = first.end()
             else:
@@ -274,7 +283,8 @@ class ChatTokenizer(TextTokenizer):
         cuts = np.cumsum([0, *counts]).tolist()
         return [
             ChatTokens(
-                *(one.ids, spans[a:b], own.n_bytes, own.n_bytes - int(covered[b] - covered[a])),
+                *(one.ids, spans[a:b], own.n_bytes),
+                max(own.n_bytes - own.n_hidden - int(covered[b] - covered[a]), 0),
                 turns=turns[a:b],
             )
             for one, own, (a, b) in zip(read, laid, pairwise(cuts), strict=True)
@@ -293,6 +303,9 @@ class _Laid:
     """Per message in its place: what the model writes, from, to in the bytes of `text`, and the
     place of its mark in the shared text."""
     n_bytes: int
+    n_hidden: int
+    """Bytes of the shared text that templates print in a form of their own: JSON around the words
+    of tool calls, and lists of tools."""
 
 
 def _add_ends(
@@ -419,7 +432,7 @@ def trained_ranges(text: str, train_on: TrainOn) -> NDArray[np.int64]:
     if train_on == "last" and any(wanted):
         last = max(n for n, one in enumerate(wanted) if one)
         wanted = [n == last for n in range(len(messages))]
-    ends = np.cumsum([len(message.content.encode()) + 1 for message in messages])
+    ends = np.cumsum([len(message.text.encode()) + 1 for message in messages])
     starts = np.concatenate([[0], ends[:-1]])
     ranges: NDArray[np.int64] = np.stack([starts, ends], axis=1).astype(np.int64)
     chosen: NDArray[np.int64] = ranges[np.array(wanted, bool)]

@@ -226,13 +226,19 @@ class Blocks:
         found: list[int] = indices[first : int(np.searchsorted(starts, high, side="left"))].tolist()
         return found
 
+    def positions(self, index: int) -> NDArray[np.int64]:
+        """Where the tokens of the window [L + 1] stand in the stream; -1 for padding."""
+        found = np.concatenate([np.arange(*window) for window in self.windows(index)])
+        return _padded(found, self.block_size + 1, -1)
+
     def places(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Per token of the window [L + 1]: the corpus index of its document, and its number there
-        (separators counted)."""
+        (separators counted); -1 for padding."""
         starts, indices = self._document_table()
-        positions = np.arange(*self.window(index))
+        positions = self.positions(index)
         at = np.searchsorted(starts, positions, side="right") - 1
-        return np.asarray(indices)[at], positions - np.asarray(starts)[at]
+        documents = np.where(positions < 0, -1, np.asarray(indices)[at])
+        return documents, np.where(positions < 0, -1, positions - np.asarray(starts)[at])
 
     def read(self, column: str, start: int, stop: int) -> NDArray[Any]:
         """Tokens `start..stop` of a per-token column, over part borders."""

@@ -124,7 +124,7 @@ class Corpus:
                 continue
             inside = range(max(start, first) - first, min(stop, last) - first)
             for offset, record in zip(inside, source.read(inside.start, inside.stop), strict=True):
-                yield self._document(first + offset, record, self._formats[number])
+                yield self._document(first + offset, record, number)
 
     def __iter__(self) -> Iterator[Document]:
         return self.read()
@@ -148,10 +148,10 @@ class Corpus:
         """Sources that are not, on this machine, the files that were counted and hashed."""
         return [source.name for source in self.sources if source.changed()]
 
-    def _document(self, index: int, record: Record, format: Format) -> Document:
-        place, value = record.place, record.value
+    def _document(self, index: int, record: Record, number: int) -> Document:
+        place, value, format = record.place, record.value, self._formats[number]
         if format != "text" and not isinstance(value, Problem):
-            value = _conversation(value, format)
+            value = _conversation(value, format, not isinstance(self.sources[number], JsonLines))
         elif isinstance(value, dict):
             value = value.get(self.text_field, Problem(f"no field {self.text_field!r}"))
         if not isinstance(value, str | Problem):
@@ -208,11 +208,11 @@ class Corpus:
         )
 
 
-def _conversation(value: Any, format: Format) -> str | Problem:
+def _conversation(value: Any, format: Format, of_a_table: bool) -> str | Problem:
     if not isinstance(value, dict):
         return Problem("no conversation: a text, not a record")
     try:
-        return shared_text(conversation_of(value, format))
+        return shared_text(conversation_of(value, format, of_a_table=of_a_table))
     except Refused as error:
         return Problem(str(error))
 

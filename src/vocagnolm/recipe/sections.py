@@ -29,7 +29,8 @@ Choices = Literal["generate", "likelihood"]
 Protocol = Literal["strict", "paper"]
 
 CHAT_TEMPLATE = (
-    "conversations: a chat template: a Jinja file, a folder with one, or plain (`role: content`)"
+    "conversations: a chat template: a Jinja file, a folder with one, plain (`role: content`), "
+    "or concatenate (prompt and completion, which are texts, end to end)"
 )
 OWN_TEMPLATE = "the model's own, or plain where it has none"
 

@@ -54,13 +54,9 @@ class TeacherSource:
             if settings.shard_teacher == "auto":
                 settings = replace(settings, shard_teacher=files.fewest_shards())
             return LocalTeacher(files, settings, conversations=self.conversations)
-        if self.conversations:
-            raise UsageError(
-                "--server reads texts; conversations are scored by a teacher in this process. "
-                "Leave --server out."
-            )
         files = self.find(replace(settings, device="cpu", dtype="auto"), weights=False)
-        return ServerTeacher(files, self.server, settings, patient=patient)
+        talks = self.conversations
+        return ServerTeacher(files, self.server, settings, patient=patient, conversations=talks)
 
     def find(self, settings: ScoreSettings, *, weights: bool = True) -> ModelFiles:
         return open_model(

@@ -261,7 +261,13 @@ class ServerTeacher:
     packages = ("tokenizers", "transformers")
 
     def __init__(
-        self, files: ModelFiles, server: Server, settings: ScoreSettings, *, patient: bool = False
+        self,
+        files: ModelFiles,
+        server: Server,
+        settings: ScoreSettings,
+        *,
+        patient: bool = False,
+        conversations: bool = False,
     ):
         if settings.dtype != "auto" or settings.device == "cuda" or settings.compiled:
             raise UsageError(
@@ -276,7 +282,8 @@ class ServerTeacher:
             )
         self.alternatives = 0 if kept is None else kept.count
         self._served = ServedModel(server, patient=patient)
-        self._reader = LocalTeacher(files, self._with_context(settings, files))
+        inside = self._with_context(settings, files)
+        self._reader = LocalTeacher(files, inside, conversations=conversations)
         self._batch_tokens = settings.batch_tokens or SERVER_REQUEST_TOKENS
         self.settings = dataclasses.replace(
             self._reader.settings,
@@ -286,11 +293,9 @@ class ServerTeacher:
             compiled=None,
             threads=1,
         )
+        of_texts = LocalTeacher(files, inside)  # the probe is text, also beside conversations
         self._served.take_probe(
-            files.tokenizer,
-            self._reader.prefix_ids,
-            context=self._reader.context,
-            given="--teacher",
+            files.tokenizer, of_texts.prefix_ids, context=of_texts.context, given="--teacher"
         )
 
     def describe(self) -> dict[str, Any]:
