@@ -289,7 +289,7 @@ def student_nll(
     for window, own in zip(windows, documents, strict=True):
         pieces += np.split(window, np.flatnonzero(np.diff(own)) + 2)
     nll = np.concatenate(scorer.document_nll(pieces, note)).reshape(windows.shape)
-    return np.nan_to_num(nll[:, 1:])
+    return np.asarray(np.nan_to_num(nll[:, 1:]), dtype=np.float32)
 
 
 # ---- the sources of tokens ----
