@@ -140,7 +140,8 @@ def uses_accelerator(recipe: Recipe) -> bool:
 def may_use_gpu(recipe: Recipe) -> bool:
     """False where torch need not be asked, which takes seconds: Linux shows a GPU as a device."""
     devices = ("nvidiactl", "kfd", "dxg")  # NVIDIA's, AMD's, and any in Windows' Linux
-    seen = sys.platform != "linux" or any(Path("/dev", name).exists() for name in devices)
+    loaded = "torch" in sys.modules or sys.platform != "linux"
+    seen = loaded or any(Path("/dev", name).exists() for name in devices)
     return recipe.train.device != "cpu" and seen
 
 
