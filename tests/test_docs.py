@@ -44,7 +44,7 @@ def test_the_page_on_trainers_runs_as_printed(tmp_path, monkeypatch):
 
 
 def test_the_table_of_faults_names_every_test_of_faults():
-    page = (ROOT / "docs/limits.md").read_text()
+    page = (ROOT / "research/faults.md").read_text()
     named = set(re.findall(r"`((?:faults|score)/test_\w+\.py)`", page))
     tried = {f"faults/{path.name}" for path in (ROOT / "tests/faults").glob("test_*.py")}
     assert named == tried | {"score/test_ray.py", "score/test_score_crash.py"}

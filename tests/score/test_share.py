@@ -103,16 +103,31 @@ def test_a_share_killed_at_any_step_of_writing_is_run_again(lab, tmp_path):
 def test_a_share_killed_while_others_work(lab):
     corpus, out, whole = lab
 
-    class Dying(Slow):
+    died = out.with_name("died")
+
+    class Dying(ArithmeticTeacher):
         """The first shard is written, and the second read."""
 
+        calls = 0
+
         def nll(self, documents, on_tokens=None):
-            if (out / shard_name(0)).exists():
-                os.kill(os.getpid(), signal.SIGKILL)
+            self.calls += 1
+            while self.calls == 2:
+                if (out / shard_name(0)).exists():
+                    died.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return super().nll(documents, on_tokens)
+
+    class Working(ArithmeticTeacher):
+        """At its first shard until the other one dies."""
+
+        def nll(self, documents, on_tokens=None):
+            while not died.exists():
+                time.sleep(0.01)
             return super().nll(documents, on_tokens)
 
     victim = in_child(lambda: score(corpus, out, "1/2", Dying()))
-    other = in_child(lambda: score(corpus, out, "2/2", Slow()))
+    other = in_child(lambda: score(corpus, out, "2/2", Working()))
     assert was_killed(victim) and not was_killed(other)
     assert score(corpus, out, "1/2").store["complete"]
     assert store_bytes(out) == whole
