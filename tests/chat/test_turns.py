@@ -213,7 +213,8 @@ def test_tool_calls_and_reasoning(name, monkeypatch):
         shown = b"".join(chat.bytes_of(index) or b"" for index in tokens.ids[mask].tolist())
         assert shown.count(b"get_weather") >= len(messages) - 3 and b"rain" not in shown
         reasons = [why for why in why_trained(text, tokens) if why]
-        assert reasons.count("end of turn") <= 2 and "tool call" in reasons
+        ends = 3 if name == "vllm__tool_chat_template_deepseekv31" else 2  # it ends the calls twice
+        assert reasons.count("end of turn") <= ends and "tool call" in reasons
         if kind == "thought" and not any("reasoning" in change for change in rendering.changes):
             assert "reasoning" in reasons
 
@@ -300,13 +301,14 @@ def test_a_student_generates_what_it_was_trained_on(name):
         )
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(400):
+    wanted = labels[:, 1:].flatten()
+    for _ in range(1500):
         logits = model(ids).logits[:, :-1].flatten(0, 1)
-        loss = F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
+        loss = F.cross_entropy(logits, wanted, ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if loss < 1e-2:
+        if loss < 1e-2 and ((logits.argmax(-1) == wanted) | (wanted == -100)).all():
             break
     for messages, tokens, mask in read:
         starts = np.flatnonzero(np.diff(mask, prepend=False) & mask)
@@ -315,8 +317,8 @@ def test_a_student_generates_what_it_was_trained_on(name):
         agrees = prompt == tokens.ids[: len(prompt)].tolist()
         plain = messages in ANSWERS and name in ("llama2", "mistral", *SHORT_ANSWERS)
         assert agrees or not plain  # some templates drop the reasoning of turns before the last
-        if agrees:
-            assert starts[-1] == len(prompt)
+        if agrees:  # a template may open the reasoning in its prompt, and close it in a text's
+            assert starts[-1] == len(prompt) or (starts[-1] < len(prompt) and not plain)
         for start in starts:  # greedy: as long as each token is the likeliest behind those before
             wanted = tokens.ids[start : start + int(np.argmin([*mask[start:], False]))].tolist()
             with torch.no_grad():
