@@ -158,6 +158,7 @@ def lab(tmp_path_factory):
     lab.cluster.shutdown()
 
 
+@pytest.mark.timeout(1200)  # a minute; on a busy machine many
 def test_a_worker_dies_with_its_node_and_another_stops(lab, tmp_path, monkeypatch):
     """A command that goes on where another ended loses both workers: one is killed with its node,
     the other neither works nor dies. Another node has room then, and finishes their shards."""
