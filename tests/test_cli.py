@@ -5,7 +5,6 @@ import io
 import json
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -45,15 +44,13 @@ def pair(tmp_path_factory):
     )
 
 
-def test_start_up_is_quick_and_without_torch():
+def test_start_up_is_without_torch():
     heavy = "{'torch', 'transformers', 'numpy', 'tokenizers'}"
     code = f"import sys, vocagnolm.cli; print(sorted({heavy} & set(sys.modules)))"
-    started = time.perf_counter()
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert loaded.stdout.strip() == "[]"
-    assert time.perf_counter() - started < 6.0  # 0.3 s alone; the test machine may be busy
 
 
 PAIR = ["--student", "student", "--teacher", "teacher"]

@@ -2,6 +2,7 @@
 `datasets`, `export_columns` writes them as a folder that is trained from without this package."""
 
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,6 @@ from vocagnolm.chat import (
     Refused,
     TrainOn,
     conversation_of,
-    messages_of,
     shared_text,
     template_of,
     trained_ranges,
@@ -28,7 +28,7 @@ from vocagnolm.data.corpus import Corpus, document_hash, open_corpus
 from vocagnolm.data.guidance import GuidancePlan, TargetsPlan, target_table
 from vocagnolm.data.identity import separator_ids
 from vocagnolm.data.packing import pack_documents
-from vocagnolm.errors import CorpusError, MissingExtraError, StoreError, UsageError
+from vocagnolm.errors import CorpusError, StoreError, UsageError, VocagnolmWarning, optional
 from vocagnolm.files import address_of, json_digest, local_path, whole_folder
 from vocagnolm.model.nll import TokenScores
 from vocagnolm.objective.head import IGNORE_INDEX
@@ -39,6 +39,8 @@ from vocagnolm.store import LossStore
 
 Missing = Literal["error", "drop", "keep"]
 _VERSION = 1  # of the columns, for the cache of `datasets`
+_SHARED_TEXT = "vocagnolm_shared_text"
+"""A column of conversations that are read already, as `shared_text` writes them."""
 
 
 def guide(
@@ -79,7 +81,7 @@ def guide(
     first = next(iter(dataset), None)
     if first is None:
         return dataset
-    row_format = format_of(first, text_field)
+    row_format = "messages" if _SHARED_TEXT in first else format_of(first, text_field)
     if row_format is None:
         raise CorpusError(
             f"the dataset has the columns {', '.join(first)}, and neither the text "
@@ -110,11 +112,7 @@ def _has_tokens(row: Mapping[str, Any]) -> bool:
 
 
 def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtraError("datasets", "data", "columns of a dataset") from None
-    return datasets
+    return optional("datasets", "data", "columns of a dataset")
 
 
 @dataclass(frozen=True)
@@ -276,6 +274,8 @@ class _Columns:
         return columns
 
     def _text(self, row: Mapping[str, Any]) -> str | Refused:
+        if _SHARED_TEXT in row:
+            return str(row[_SHARED_TEXT])
         if self.row_format == "text":
             text = row[self.text_field]
             return text if isinstance(text, str) else Refused(f"it has no {self.text_field}")
@@ -360,6 +360,13 @@ def export_columns(
             raise StoreError(
                 f"{store} holds none of these documents. Give the corpus it was made from."
             )
+        if lost := len(rows) - len(found):
+            warnings.warn(
+                f"{lost:,} of {len(rows):,} documents were left out: {store} does not hold them, "
+                "or they cannot be read.",
+                VocagnolmWarning,
+                stacklevel=2,
+            )
         found = found.remove_columns(rows.column_names)
         found.info.description = f"Guidance of {opened.teacher_name} for the tokens of {student}."
         with whole_folder(path) as folder:
@@ -368,19 +375,10 @@ def export_columns(
 
 
 def _rows(corpus: Corpus) -> Iterator[dict[str, Any]]:
+    column = _SHARED_TEXT if corpus.conversations else "text"
     for document in corpus.read():
-        if document.text is None:
-            continue
-        if not corpus.conversations:
-            yield {"text": document.text}
-            continue
-        messages = messages_of(document.text)
-        yield {
-            "messages": [
-                {"role": one.role, "content": one.content, "weight": 0 if one.given else None}
-                for one in messages
-            ]
-        }
+        if document.text is not None:
+            yield {column: document.text}
 
 
 def _beside(store: LossStore) -> list[Path]:

@@ -164,7 +164,7 @@ def test_the_workers_of_prepare_end_with_it(lab, tmp_path, number):
     assert workers
     os.kill(child, number)
     os.waitpid(child, 0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline, "a worker goes on"
         time.sleep(0.05)

@@ -43,6 +43,22 @@ class Slow(ArithmeticTeacher):
         return super().nll(documents, on_tokens)
 
 
+class Dying(ArithmeticTeacher):
+    """Is killed once its first shard is written and its second claimed; `died` is there then."""
+
+    def __init__(self, out, died):
+        super().__init__()
+        self.first, self.died, self.calls = out / shard_name(0), died, 0
+
+    def nll(self, documents, on_tokens=None):
+        self.calls += 1
+        while self.calls == 2:
+            if self.first.exists():
+                self.died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().nll(documents, on_tokens)
+
+
 @pytest.mark.parametrize("order", itertools.permutations(["1/3", "2/3", "3/3"]))
 def test_the_last_share_completes_the_store_in_any_order(lab, order):
     corpus, out, whole = lab
@@ -102,21 +118,7 @@ def test_a_share_killed_at_any_step_of_writing_is_run_again(lab, tmp_path):
 
 def test_a_share_killed_while_others_work(lab):
     corpus, out, whole = lab
-
     died = out.with_name("died")
-
-    class Dying(ArithmeticTeacher):
-        """The first shard is written, and the second read."""
-
-        calls = 0
-
-        def nll(self, documents, on_tokens=None):
-            self.calls += 1
-            while self.calls == 2:
-                if (out / shard_name(0)).exists():
-                    died.touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return super().nll(documents, on_tokens)
 
     class Working(ArithmeticTeacher):
         """At its first shard until the other one dies."""
@@ -126,7 +128,7 @@ def test_a_share_killed_while_others_work(lab):
                 time.sleep(0.01)
             return super().nll(documents, on_tokens)
 
-    victim = in_child(lambda: score(corpus, out, "1/2", Dying()))
+    victim = in_child(lambda: score(corpus, out, "1/2", Dying(out, died)))
     other = in_child(lambda: score(corpus, out, "2/2", Working()))
     assert was_killed(victim) and not was_killed(other)
     assert score(corpus, out, "1/2").store["complete"]
@@ -137,19 +139,9 @@ def test_a_share_that_died_is_finished_by_one_that_is_at_work(lab):
     """Also the shard that it had claimed, once that is late."""
     corpus, out, whole = lab
 
-    class Dying(ArithmeticTeacher):
-        """The first shard is written, and the second claimed."""
-
-        calls = 0
-
-        def nll(self, documents, on_tokens=None):
-            self.calls += 1
-            while self.calls == 2:
-                if (out / shard_name(0)).exists():
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return super().nll(documents, on_tokens)
-
-    assert was_killed(in_child(lambda: score(corpus, out, "1/3", Dying())))
+    assert was_killed(
+        in_child(lambda: score(corpus, out, "1/3", Dying(out, out.with_name("died"))))
+    )
     assert (out / "claims" / "000003-0").exists() and not (out / shard_name(3)).exists()
     summary = score(corpus, out, "2/3")  # the third has not begun, and is left alone
     assert summary.scored_shards == 3 and summary.missing_shares == ["3/3"]

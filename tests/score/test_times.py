@@ -30,7 +30,7 @@ class SlowTeacher(ArithmeticTeacher):
 
     def load(self):
         self.events.append("loading")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while "tokenised" not in self.events and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.2)
@@ -51,7 +51,7 @@ def test_times_add_up_and_the_first_shard_is_tokenised_while_weights_are_loaded(
     assert teacher.events.index("tokenised") < teacher.events.index("loaded")
     assert times.loading >= 0.2 and times.compiling == 0
     assert times.scoring == summary.seconds > 0 and times.start > 0 and times.finishing > 0
-    assert passed / 2 < times.total <= passed  # equal on an idle machine
+    assert times.loading + times.scoring < times.total <= passed
 
     again = score_corpus(teacher, corpus, tmp_path / "s", settings=SETTINGS)
     assert again.times.loading < times.loading

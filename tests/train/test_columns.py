@@ -11,12 +11,26 @@ from training_kit import LLAMA, recipe_dict
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, set_seed
 from typer.testing import CliRunner
 
-from vocagnolm import GuidedCollator, GuidedTrainer, LossStore, guide, guided_loss
+from vocagnolm import (
+    GuidedCollator,
+    GuidedTrainer,
+    LossStore,
+    export_columns,
+    guide,
+    guided_loss,
+)
 from vocagnolm.cli import app
 from vocagnolm.data.blocks import Blocks
-from vocagnolm.errors import CorpusError, ObjectiveError, TrainingError, UsageError
+from vocagnolm.errors import (
+    CorpusError,
+    ObjectiveError,
+    TrainingError,
+    UsageError,
+    VocagnolmWarning,
+)
 from vocagnolm.objective import Head, ObjectiveConfig, Targets, count_items, objective_loss
 from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.score import score_corpus
 from vocagnolm.train.run import train
 from vocagnolm.train.student import use_guided_loss
 
@@ -99,6 +113,31 @@ def test_conversations_are_trained_on_where_they_answer(lab, tmp_path):
     assert 0 < trained.sum() < len(trained)
     assert np.isnan(np.array(found["guidance"])[~trained]).all()
     assert np.isfinite(np.array(found["guidance"])[trained]).all()
+
+
+def test_exported_conversations_are_those_that_were_scored(lab, tmp_path):
+    """With all that a message holds; what the store has not is counted."""
+
+    def talk(**more):
+        asked = {"role": "user", "content": "the sum"}
+        return {"messages": [asked, {"role": "assistant", "content": "is a number", **more}]}
+
+    talks = [talk(), talk(reasoning_content="a number it is"), talk(weight=0)]
+    for name, rows in (("scored", talks[:2]), ("all", talks)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    score_corpus(lab / "other", tmp_path / "scored.jsonl", tmp_path / "store")
+    with pytest.warns(VocagnolmWarning, match="1 of 3 documents were left out"):
+        found = export_columns(
+            tmp_path / "store", lab / "student", tmp_path / "columns", [tmp_path / "all.jsonl"]
+        )
+    made = [
+        guide(datasets.Dataset.from_list([row]), tmp_path / "store", lab / "student")[0]
+        for row in talks[:2]
+    ]
+    assert [row["input_ids"] for row in found] == [row["input_ids"] for row in made]
+    for ours, theirs in zip(found, made, strict=True):
+        np.testing.assert_array_equal(ours["guidance"], theirs["guidance"])
 
 
 def test_the_collator_keeps_columns_together(guided):

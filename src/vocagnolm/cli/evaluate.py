@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -60,6 +60,7 @@ def evaluate(
     from vocagnolm.model.server import Server
 
     models = model or []
+    sources: list[str | None] = [*models] or [None]  # None: by the server's name of its model
     several = len(models) > 1
     if several and (
         not text or questions or out or server is not None or len(set(models)) < len(models)
@@ -70,7 +71,7 @@ def evaluate(
         )
     read: list[BitsPerByte] = []
     notes: list[str] = []
-    for source in cast("list[str | None]", models) or [None]:
+    for source in sources:
         with quiet_libraries(), progress("answering", "questions") as meter:
             evaluation = evaluate_model(
                 source,

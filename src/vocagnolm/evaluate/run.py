@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from vocagnolm.chat.messages import is_conversation, readable
-from vocagnolm.data.corpus import LeftOut
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import ModelError, UsageError
 from vocagnolm.evaluate.graders import grade
@@ -60,7 +59,6 @@ def evaluate(
     text: Sequence[str | Path] = (),
     text_field: str = CorpusSection.text_field,
     split: Split = CorpusSection.split,
-    on_left_out: Callable[[LeftOut], None] | None = None,
     on_text: "Callable[[BitsPerByte], None] | None" = None,
     out: str | Path | None = None,
     on_progress: OnProgress | None = None,
@@ -151,8 +149,6 @@ def evaluate(
                 on_documents=report,
             )
             bits = measured.value
-            if on_left_out is not None:
-                on_left_out(measured.left_out)
             if on_text is not None:
                 on_text(measured)
         scores = {name: score_records(run.records(name) or []) for name in requests}

@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -220,7 +221,7 @@ _NO_PROBABILITY = -9999.0
 _ROUNDING = 0.01  # by which half precision may put a log-probability above 0
 
 
-class Engine:
+class Engine(ABC):
     """A server and the one model that we ask it for."""
 
     name: str
@@ -243,17 +244,17 @@ class Engine:
         """Tokens of a prompt at most, for one more is generated."""
         return None if self.context is None else self.context - 1
 
+    @abstractmethod
     def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
         """Of every token of every prompt its nll, NaN for the first and where the server has none,
         and so many alternatives. An error where it has not read exactly these tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(
         self, prompts: Sequence[list[int]], *, tokens: int, stop: Sequence[str], ends: Sequence[int]
     ) -> list["Written"]:
         """The likeliest tokens after every prompt: `tokens` of them at most, up to one of `ends`
         or until a string of `stop` stands there."""
-        raise NotImplementedError
 
     def tokenize(self, text: str) -> list[int] | None:
         """A text as the server's own tokenizer reads it, without special tokens; None: it does not
