@@ -40,8 +40,7 @@ from vocagnolm.data.corpus import open_corpus
 from vocagnolm.evaluate.render import spread
 from vocagnolm.model import fp8, load, open_model
 from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, ScoredBatch, Targets, select
-from vocagnolm.score.settings import ScoreSettings
-from vocagnolm.score.teacher import LocalTeacher, TokenizedDocument
+from vocagnolm.score.teacher import LocalTeacher, ScoreSettings, TokenizedDocument
 from vocagnolm.store.format import to_float16
 
 KEEP = 0.4

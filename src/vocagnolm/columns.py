@@ -33,8 +33,7 @@ from vocagnolm.files import address_of, json_digest, local_path, whole_folder
 from vocagnolm.model.nll import TokenScores
 from vocagnolm.objective.head import IGNORE_INDEX
 from vocagnolm.score.plan import TeacherSource
-from vocagnolm.score.settings import ScoreSettings
-from vocagnolm.score.teacher import Teacher, TokenizedDocument
+from vocagnolm.score.teacher import ScoreSettings, Teacher, TokenizedDocument
 from vocagnolm.store import LossStore
 
 Missing = Literal["error", "drop", "keep"]

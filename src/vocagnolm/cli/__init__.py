@@ -1,10 +1,10 @@
 """The command line: parse, call one function, print.
 
-Every command lives in the file of its name, or in another package that is installed beside this one
-(`study` is such a command). Those files import nothing heavy at the top, so that `vocagnolm --help`
-starts at once; the work is imported when a command runs. Results go to stdout, progress and
-messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a fault of
-the program, 130 interrupted, 143 stopped by SIGTERM.
+Every command lives in the file of its name or subject, or in another package that is installed
+beside this one (`study` is such a command). Those files import nothing heavy at the top, so that
+`vocagnolm --help` starts at once; the work is imported when a command runs. Results go to stdout,
+progress and messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a fault of the
+program, 130 interrupted, 143 stopped by SIGTERM.
 """
 
 import os
@@ -12,18 +12,17 @@ import os
 import typer
 
 from vocagnolm import __version__
-from vocagnolm.cli import recipe, store
+from vocagnolm.cli import store
 from vocagnolm.cli.align import align
 from vocagnolm.cli.common import DEBUG_VARIABLE, Commands, end, showing_copies, showing_warnings
 from vocagnolm.cli.compare import compare
-from vocagnolm.cli.demo import demo
 from vocagnolm.cli.evaluate import evaluate
 from vocagnolm.cli.options import with_options
 from vocagnolm.cli.prepare import prepare
 from vocagnolm.cli.report import report
 from vocagnolm.cli.score import ScoreCommand, score
-from vocagnolm.cli.train import check, push, train
-from vocagnolm.cli.try_ import try_
+from vocagnolm.cli.train import check, push, recipes, train
+from vocagnolm.cli.try_ import demo, try_
 from vocagnolm.cli.view import view
 
 app = typer.Typer(
@@ -77,7 +76,7 @@ app.command()(evaluate)
 app.command("export-columns")(with_options(store.export_columns))
 app.command()(prepare)
 app.command()(push)
-app.add_typer(recipe.app, name="recipe")
+app.add_typer(recipes, name="recipe")
 app.command()(report)
 app.command(cls=ScoreCommand)(score)
 app.add_typer(store.app, name="store")

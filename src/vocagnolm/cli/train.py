@@ -1,4 +1,4 @@
-"""`vocagnolm check`, `train` and `push`: one recipe, one run, and its model on the hub."""
+"""`vocagnolm recipe`, `check`, `train`, `push`: one recipe, one run, and its model on the hub."""
 
 import time
 from pathlib import Path
@@ -8,6 +8,35 @@ import typer
 
 from vocagnolm.cli.common import leading, print_json
 from vocagnolm.cli.options import JSON, RECIPE, SET
+
+recipes = typer.Typer(no_args_is_help=True, help="Recipes that come with the package: list, show.")
+
+
+@recipes.command("list")
+def list_recipes(
+    as_json: bool = JSON,
+) -> None:
+    """Name the shipped recipes, among them every run of the paper's tables and figures."""
+    from vocagnolm.recipe.load import shipped_recipes
+
+    found = shipped_recipes().values()
+    if as_json:
+        rows = {r.name: {"shows": r.shows, "about": r.about, "after": r.after} for r in found}
+        print_json(rows)
+        return
+    width = max(len(recipe.name) for recipe in found)
+    for recipe in found:
+        shows = f"{recipe.shows}: " if recipe.shows else ""
+        after = f" (first: {recipe.after})" if recipe.after else ""
+        typer.echo(f"{recipe.name:{width}}  {shows}{recipe.about}{after}")
+
+
+@recipes.command()
+def show(name: str = typer.Argument(help="A name of `vocagnolm recipe list`.")) -> None:
+    """Print a whole recipe, every key with its meaning: a file to start from."""
+    from vocagnolm.recipe.load import shipped_recipe
+
+    typer.echo(shipped_recipe(name).text, nl=False)
 
 
 def check(

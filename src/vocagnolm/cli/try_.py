@@ -1,4 +1,5 @@
-"""`vocagnolm try`: a student, its possible teachers and a corpus; a verdict in minutes."""
+"""`vocagnolm demo`: the whole pipeline on an embedded example. `vocagnolm try`: a student, its
+possible teachers and a corpus; a verdict in minutes."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,28 @@ import typer
 from vocagnolm.cli.common import print_json, progress, quiet_libraries
 from vocagnolm.cli.options import JSON, Given, option, options, with_options
 from vocagnolm.recipe.sections import CorpusSection, EngineSection, RunSection
+
+
+def demo(
+    out: Path = typer.Option(Path("out/demo"), help="Where its files and its page go."),
+    materials: Path | None = typer.Option(
+        None, help="Run nothing; write what `vocagnolm study run toy` needs into this folder."
+    ),
+) -> None:
+    """Run the whole pipeline on an embedded example: no download, no GPU, a few minutes.
+
+    Four methods train the same small student on the same noisy corpus, three seeds each, and are
+    measured on held-out problems. Interrupted, it goes on where it stopped.
+    """
+    if materials is not None:
+        from vocagnolm.demo.pipeline import write_materials
+
+        write_materials(materials)
+        typer.echo(str(materials))
+    else:
+        from vocagnolm.demo.pipeline import run_demo
+
+        run_demo(out)
 
 
 @with_options

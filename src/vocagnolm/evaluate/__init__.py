@@ -8,10 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
-    "Engine": "vocagnolm.evaluate.settings",
+    "Engine": "vocagnolm.evaluate.run",
     "Evaluation": "vocagnolm.evaluate.results",
     "Grade": "vocagnolm.evaluate.graders",
-    "Questions": "vocagnolm.evaluate.settings",
+    "Questions": "vocagnolm.evaluate.run",
     "averages": "vocagnolm.evaluate.suite",
     "compare_runs": "vocagnolm.evaluate.results",
     "evaluate": "vocagnolm.evaluate.run",
@@ -21,8 +21,7 @@ _PUBLIC = {
 if TYPE_CHECKING:
     from vocagnolm.evaluate.graders import Grade, grade
     from vocagnolm.evaluate.results import Evaluation, compare_runs
-    from vocagnolm.evaluate.run import evaluate
-    from vocagnolm.evaluate.settings import Engine, Questions
+    from vocagnolm.evaluate.run import Engine, Questions, evaluate
     from vocagnolm.evaluate.suite import averages
 
 __all__ = [

@@ -3,8 +3,13 @@
 from vocagnolm.model.server import Server
 from vocagnolm.score.cluster import RayCluster
 from vocagnolm.score.run import ScoreSummary, score_corpus
-from vocagnolm.score.settings import ScoreSettings
-from vocagnolm.score.teacher import LocalTeacher, ServerTeacher, Teacher, TokenizedDocument
+from vocagnolm.score.teacher import (
+    LocalTeacher,
+    ScoreSettings,
+    ServerTeacher,
+    Teacher,
+    TokenizedDocument,
+)
 from vocagnolm.score.work import Share, score_shard
 
 __all__ = [

@@ -23,7 +23,7 @@ from vocagnolm.errors import AddressError, ScoreError, VocagnolmError, WriteErro
 from vocagnolm.processes import join_team
 from vocagnolm.recipe.sections import RaySection
 from vocagnolm.score.plan import Description, Plan, TeacherSource, describe, load_plan
-from vocagnolm.score.settings import ScoreSettings
+from vocagnolm.score.teacher import ScoreSettings
 from vocagnolm.score.work import Claims, Done, Progress, Scored, ShardQueue, Worker
 
 LOCAL = "local"

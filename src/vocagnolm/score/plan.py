@@ -22,8 +22,7 @@ from vocagnolm.files import address_of, differences, json_bytes, parse_json
 from vocagnolm.model.load import ModelFiles, open_model
 from vocagnolm.model.server import Server
 from vocagnolm.processes import Ranks
-from vocagnolm.score.settings import ScoreSettings
-from vocagnolm.score.teacher import LocalTeacher, ServerTeacher, Teacher
+from vocagnolm.score.teacher import LocalTeacher, ScoreSettings, ServerTeacher, Teacher
 from vocagnolm.storage import storage_of
 from vocagnolm.store.format import encode_vocabulary
 from vocagnolm.store.writer import StoreWriter, measured_apart, with_values_of

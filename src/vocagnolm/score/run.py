@@ -30,8 +30,7 @@ from vocagnolm.score.plan import (
     planned_corpus,
     shared_corpus,
 )
-from vocagnolm.score.settings import ScoreSettings
-from vocagnolm.score.teacher import Teacher
+from vocagnolm.score.teacher import ScoreSettings, Teacher
 from vocagnolm.score.work import (
     Claims,
     Done,

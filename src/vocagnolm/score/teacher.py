@@ -22,15 +22,24 @@ from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.nll import LENGTH_STEP, NllModel, TokenScores
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.model.server import SERVER_REQUEST_TOKENS, ServedModel, Server
-from vocagnolm.score.settings import (
-    CPU_BATCH_TOKENS,
-    CUDA_BATCH_TOKENS,
-    DEFAULT_CONTEXT,
-    MOST_THREADS,
-    STRIDE_SHARE,
-    ScoreSettings,
-)
+from vocagnolm.recipe.sections import ScoreSection
 from vocagnolm.store.format import encode_vocabulary
+
+DEFAULT_CONTEXT = 2048
+CUDA_BATCH_TOKENS = 16384
+CPU_BATCH_TOKENS = 4096
+MOST_THREADS = 16
+# Below this a stride gives hardly any context; an eighth of the window costs at most 1/7 more work.
+STRIDE_SHARE = 8
+
+
+class ScoreSettings(ScoreSection, frozen=True):
+    """Settings of `vocagnolm score`. None means: chosen by model and device, and written down in
+    the manifest."""
+
+    @property
+    def kept_alternatives(self) -> AlternativesSpec | None:
+        return AlternativesSpec.parse(self.alternatives)
 
 
 @dataclass(frozen=True)

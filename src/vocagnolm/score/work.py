@@ -18,8 +18,7 @@ from vocagnolm.data.corpus import Corpus, Document, document_hash
 from vocagnolm.errors import BusyError, ScoreError, StoreError, UsageError
 from vocagnolm.model.nll import TokenScores
 from vocagnolm.score.plan import Plan, remove_plan
-from vocagnolm.score.settings import ScoreSettings
-from vocagnolm.score.teacher import Teacher, TokenizedDocument
+from vocagnolm.score.teacher import ScoreSettings, Teacher, TokenizedDocument
 from vocagnolm.store import inspect_store
 from vocagnolm.store.format import (
     CLAIM_FOLDER,
