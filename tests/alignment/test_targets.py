@@ -175,6 +175,9 @@ def assert_as_defined(student, teacher, text, count, seed, inside=True, sampled=
     return found
 
 
+OTHERS = [{"inside": False}, {"sampled": True}]
+
+
 @pytest.mark.parametrize(
     ("student", "teacher", "count"),
     [*((*pair, 4) for pair in PAIRS), *((*pair, 1) for pair in (PAIRS if LONG else PAIRS[:1]))],
@@ -183,8 +186,8 @@ def test_as_defined_on_real_text(student, teacher, count):
     told = 0
     for seed, text in enumerate((*SAMPLE, *STRESS, " x", "a", "")):
         found = assert_as_defined(student, teacher, text, count, seed)
-        assert_as_defined(student, teacher, text, count, seed, inside=False)
-        assert_as_defined(student, teacher, text, count, seed, sampled=True)
+        for other in OTHERS if LONG else OTHERS[seed % 2 :][:1]:
+            assert_as_defined(student, teacher, text, count, seed, **other)
         told += int(found.has_targets.sum())
     assert told > 500
 

@@ -61,11 +61,15 @@ def loaded(model_folder):
     return files, files.load()
 
 
+@pytest.fixture(scope="module")
+def expected(loaded):
+    return {i: reference(*loaded, prompt) for i, prompt in enumerate(PROMPTS)}
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 @pytest.mark.parametrize("shared", [True, False])
-def test_same_answers_as_generate(loaded, batch_size, shared):
+def test_same_answers_as_generate(loaded, expected, batch_size, shared):
     files, model = loaded
-    expected = {i: reference(files, model, p) for i, p in enumerate(PROMPTS)}
     generator = Generator(model, files, batch_size)
     assert generator._shares
     generator._shares = shared

@@ -1,12 +1,11 @@
 """Scope global over two processes: the selection and the loss of one process."""
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from training_kit import run_processes
 
 from vocagnolm.objective import (
     Head,
@@ -66,14 +65,9 @@ def loss(x: dict[str, torch.Tensor], rows: slice, config: ObjectiveConfig):
     return output.loss.detach(), weight.grad
 
 
-def work(rank: int, folder: Path) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(minutes=2),
-    )
+def work(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     x, results = data(), []
     for config in CONFIGS:
         # two micro-batches of two sequences a rank, dealt as accelerate deals them
@@ -94,11 +88,7 @@ def work(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    other = mp.get_context("spawn").Process(target=work, args=(1, folder))
-    other.start()
-    work(0, folder)
-    other.join()
-    assert other.exitcode == 0
+    run_processes(work, 2, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -3,6 +3,7 @@ bytes."""
 
 import dataclasses
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -44,11 +45,15 @@ def corpus(tmp_path):
     return write_corpus(tmp_path / "corpus.jsonl")
 
 
+@cache
+def plain_model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
 def own_log_probabilities(folder, ids, prefix):
-    """Of every token's place, by the plain model: [tokens, vocabulary]."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    """Of every token's position, by the plain model: [tokens, vocabulary]."""
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*prefix, *ids]])).logits[0].double()
+        logits = plain_model(folder)(input_ids=torch.tensor([[*prefix, *ids]])).logits[0].double()
     return logits.log_softmax(-1)[len(prefix) - 1 : -1].numpy()
 
 
@@ -79,9 +84,7 @@ def test_a_store_holds_the_plain_model_s_likeliest_tokens(tmp_path, corpus, bos)
         np.testing.assert_array_equal(found.present.all(axis=1), ~np.isnan(store[index][1]))
         first = 0 if bos else 1
         shown = ids[: 64 - len(prefix)]
-        log_p = own_log_probabilities(folder, shown, prefix or shown[:1])
-        if not bos:
-            log_p = own_log_probabilities(folder, shown[1:], shown[:1])
+        log_p = own_log_probabilities(folder, shown[first:], prefix or shown[:1])
         part = Alternatives(found.packed[first : len(shown)])
         assert_likeliest(part, log_p, shown[first:])
         compared += len(part)

@@ -43,32 +43,35 @@ def losses(folder, settings):
     return np.concatenate(teacher.nll(teacher.tokenize(TEXTS)))
 
 
-def save_losses(folder, out, size):
+def save_losses(folders, size):
     with running_teams(lambda processes: size) as ranks:
         assert ranks.team_size == size
-        np.save(out / f"{ranks.rank}.npy", losses(folder, split(size)))
+        for folder in folders:
+            np.save(folder / f"{ranks.rank}.npy", losses(folder, split(size)))
 
 
 # 417 rows: the second process has one less than the first
-@pytest.mark.parametrize(
-    ("kind", "tied"),
-    [
-        *(("llama", False), ("qwen2", True), ("gemma2", False)),
-        *([("llama", True), ("qwen2", False), ("gemma2", True)] if LONG else []),
-    ],
-)
-def test_two_processes_give_the_losses_of_one(tmp_path, kind, tied):
-    changes = {"final_logit_softcapping": 0.3, "head_dim": 8} if kind == "gemma2" else {}
+KINDS = {
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": False, "final_logit_softcapping": 0.3, "head_dim": 8},
+}
+
+
+def test_two_processes_give_the_losses_of_one(tmp_path):
     save_teacher(tmp_path / "llama")
-    folder = save_teacher(
-        tmp_path / "t", kind=kind, tie_word_embeddings=tied, vocab_size=417, **changes
-    )
-    alone = losses(folder, SETTINGS)
-    run_processes(save_losses, 2, folder, tmp_path, 2)
-    first, second = (np.load(tmp_path / f"{rank}.npy") for rank in range(2))
-    assert np.isfinite(alone).all() and alone.std() > 0.01
-    np.testing.assert_allclose(first, alone, rtol=0, atol=1e-5)
-    assert np.array_equal(first, second)
+    folders = []
+    for kind, config in KINDS.items():
+        for tied in {config["tie_word_embeddings"], *((True, False) if LONG else ())}:
+            changes = config | {"kind": kind, "tie_word_embeddings": tied, "vocab_size": 417}
+            folders.append(save_teacher(tmp_path / f"{kind}-{tied}", **changes))
+    run_processes(save_losses, 2, folders, 2)
+    for folder in folders:
+        alone = losses(folder, SETTINGS)
+        first, second = (np.load(folder / f"{rank}.npy") for rank in range(2))
+        assert np.isfinite(alone).all() and alone.std() > 0.01
+        np.testing.assert_allclose(first, alone, rtol=0, atol=1e-5)
+        assert np.array_equal(first, second)
 
 
 def score(folder, corpus, out, settings):

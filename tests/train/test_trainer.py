@@ -39,6 +39,20 @@ def column(records, name):
     return [record[name] for record in records]
 
 
+@pytest.fixture(scope="module")
+def guided(lab, tmp_path_factory):
+    """The folder of the lab's own recipe."""
+    folder = tmp_path_factory.mktemp("guided") / "run"
+    run(lab, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(lab, tmp_path_factory):
+    """The metrics of training on every token."""
+    return run(lab, tmp_path_factory.mktemp("cpt") / "run", objective={"method": "cpt"})
+
+
 def tiny(kind="llama", **settings):
     set_seed(0)
     base = {k: v for k, v in LLAMA.items() if k != "model_type"}
@@ -85,11 +99,11 @@ def reference_losses(lab, keep):
     return losses, model
 
 
-def test_a_run_equals_the_loop_written_out(lab, tmp_path):
-    records = run(lab, tmp_path / "run")
+def test_a_run_equals_the_loop_written_out(lab, guided):
+    records = read_metrics(guided / "metrics.jsonl")
     losses, model = reference_losses(lab, 0.4)
     np.testing.assert_allclose(column(records, "loss"), losses, rtol=2e-6)
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    trained = AutoModelForCausalLM.from_pretrained(guided / "model")
     for (name, ours), (_, theirs) in zip(
         trained.named_parameters(), model.named_parameters(), strict=True
     ):
@@ -98,10 +112,9 @@ def test_a_run_equals_the_loop_written_out(lab, tmp_path):
     assert rates[0] == pytest.approx(3e-3) and rates[-1] < 1e-3
 
 
-def test_keeping_everything_is_plain_pretraining(lab, tmp_path):
-    guided = run(lab, tmp_path / "guided", objective={"keep": 1.0})
-    plain = run(lab, tmp_path / "cpt", objective={"method": "cpt"})
-    assert column(guided, "loss") == column(plain, "loss")
+def test_keeping_everything_is_plain_pretraining(lab, tmp_path, plain):
+    whole = run(lab, tmp_path / "guided", objective={"keep": 1.0})
+    assert column(whole, "loss") == column(plain, "loss")
     assert column(plain, "loss") == pytest.approx(column(plain, "nll_all"), rel=1e-6)
     assert column(plain, "kept_share") == [1.0] * STEPS
 
@@ -176,14 +189,13 @@ def test_methods_train_in_other_ways_than_the_pinned_ones(lab, tmp_path, objecti
         assert records[0]["mapped_share"] is None or records[0]["mapped_share"] > 0.9
 
 
-def test_zero_weight_distillation_is_plain_pretraining(lab, tmp_path):
+def test_zero_weight_distillation_is_plain_pretraining(lab, tmp_path, plain):
     none = run(
         lab,
         tmp_path / "kld",
         objective={"method": "kld", "distill_weight": 0.0},
         teacher={"model": str(lab / "twin")},
     )
-    plain = run(lab, tmp_path / "cpt", objective={"method": "cpt"})
     assert column(none, "loss") == column(plain, "loss")
 
 
@@ -272,9 +284,8 @@ def test_a_head_that_is_not_understood_is_refused():
         GuidedStudent(model)
 
 
-def test_the_result_is_an_ordinary_model_folder(lab, tmp_path):
-    run(lab, tmp_path / "run")
-    folder = tmp_path / "run" / "model"
+def test_the_result_is_an_ordinary_model_folder(guided):
+    folder = guided / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("the sum of", return_tensors="pt").input_ids
@@ -283,13 +294,13 @@ def test_the_result_is_an_ordinary_model_folder(lab, tmp_path):
     for fact in ("`guided`", "`made-up`", "keep 0.4", "1,280 in 5 steps", "learning_rate: 0.003"):
         assert fact in card
     assert not list(folder.glob("*.bin")) and (folder / "model.safetensors").is_file()
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+    assert sorted(p.name for p in guided.iterdir()) == [
         *("metrics.jsonl", "model", "recipe.yaml", "run.json")
     ]
 
 
-def test_metrics_have_every_step_and_field(lab, tmp_path):
-    records = run(lab, tmp_path / "run")
+def test_metrics_have_every_step_and_field(guided):
+    records = read_metrics(guided / "metrics.jsonl")
     assert column(records, "step") == [1, 2, 3, 4, 5]
     assert column(records, "tokens") == [256 * step for step in range(1, 6)]
     for name in ("loss", "nll_all", "kept_share", "mapped_share", "tokens_per_second"):
@@ -335,8 +346,8 @@ def test_lora_trains_the_adapters_and_merges(lab, tmp_path):
 
 
 @pytest.mark.parametrize("train_section", [{"bf16": True}, {"gradient_checkpointing": True}])
-def test_memory_and_precision_options(lab, tmp_path, train_section):
-    plain = run(lab, tmp_path / "plain")
+def test_memory_and_precision_options(lab, tmp_path, guided, train_section):
+    plain = read_metrics(guided / "metrics.jsonl")
     other = run(lab, tmp_path / "other", train=train_section)
     tolerance = 2e-2 if "bf16" in train_section else 1e-6
     np.testing.assert_allclose(column(other, "loss"), column(plain, "loss"), rtol=tolerance)

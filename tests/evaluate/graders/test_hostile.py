@@ -39,7 +39,7 @@ def read_all(output: str) -> None:
 def test_long_repetitions(piece):
     repeated = piece * (LENGTH // len(piece))
     around = [("", "."), ("so \\boxed{", "} 7"), ("The answer is 5", "x"), ("= 5 ", "")]
-    for before, after in around if LONG else around[:2]:
+    for before, after in around if LONG else around[len(piece) % 2 :][:1]:
         started = time.process_time()
         read_all(before + repeated + after)
         assert time.process_time() - started < SECONDS, (before, after)
