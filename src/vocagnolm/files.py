@@ -351,9 +351,9 @@ def file_digests(paths: Sequence[Path]) -> list[str]:
         return list(pool.map(file_digest, paths))
 
 
-def file_records(folder: Path, *left_out: str) -> dict[str, dict[str, Any]]:
+def file_records(folder: Path, *excluded: str) -> dict[str, dict[str, Any]]:
     """Size and checksum of every file below a folder, but for those of these names."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in left_out)
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in excluded)
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
         for path, digest in zip(paths, file_digests(paths), strict=True)

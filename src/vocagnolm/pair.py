@@ -363,8 +363,8 @@ def overlap_bars(
             ("equal bytes", [overlap.bytes for overlap in overlaps]),
         ]
     ):
-        places = [place + (at - 0.5) * 0.38 for place in range(len(teachers))]
-        bars = axes.bar(places, [100 * v for v in values], 0.34, color=COLOURS[at], label=label)
+        centres = [group + (at - 0.5) * 0.38 for group in range(len(teachers))]
+        bars = axes.bar(centres, [100 * v for v in values], 0.34, color=COLOURS[at], label=label)
         axes.bar_label(bars, [_percent(v) for v in values], padding=2, fontsize=8, color=INK)
     axes.set_xticks(
         range(len(teachers)), [f"{t.name}\n{t.vocabulary_size:,}" for t in teachers], color=INK

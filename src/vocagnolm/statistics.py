@@ -105,11 +105,11 @@ def bootstrap_interval(
     which `scipy.stats.bootstrap` does not draw)."""
     generator = np.random.default_rng(0)
     n_seeds = len(contributions_SQ)
-    places = [np.flatnonzero(stratum_Q == stratum) for stratum in np.unique(stratum_Q)]
+    members = [np.flatnonzero(stratum_Q == stratum) for stratum in np.unique(stratum_Q)]
     means = np.empty(resamples)
     for at in range(resamples):
         drawn = contributions_SQ[generator.integers(0, n_seeds, n_seeds)].mean(0)
-        means[at] = sum(drawn[generator.choice(place, len(place))].sum() for place in places)
+        means[at] = sum(drawn[generator.choice(one, len(one))].sum() for one in members)
     return middle_95(means)
 
 

@@ -196,10 +196,10 @@ class Trial:
         """Usable documents from this part of a random order, with their places in it."""
         documents = len(self.corpus)
         order = random.Random(self.seed).sample(range(documents), min(documents, MOST_DOCUMENTS))
-        places = {index: start + at for at, index in enumerate(order[start : start + count])}
+        positions = {index: start + at for at, index in enumerate(order[start : start + count])}
         # from front to back: a compressed file is then read once
-        read = (one for index in sorted(places) for one in self.corpus.read(index, index + 1))
-        return sorted((places[one.index], one.text) for one in read if one.text is not None)
+        read = (one for index in sorted(positions) for one in self.corpus.read(index, index + 1))
+        return sorted((positions[one.index], one.text) for one in read if one.text is not None)
 
     def write(self, name: str, texts: Sequence[str]) -> Facts:
         if len(texts) < LEAST:
@@ -217,7 +217,7 @@ class Trial:
         the time, at most a quarter of the corpus."""
         most = max(LEAST, min(MOST_HELD_OUT, len(self.corpus) // 4))
         drawn = self.texts(0, most)
-        unique = {document_hash(text): (place, text) for place, text in reversed(drawn)}
+        unique = {document_hash(text): (position, text) for position, text in reversed(drawn)}
         usable = sorted(unique.values())
         with torch.device("meta"):  # shapes only, no weights
             configs = [one.config for one in self.files.values()]
@@ -232,7 +232,7 @@ class Trial:
         times_read = len(RULES) + sum(sizes) / sizes[0]
         room = HELD_OUT_SHARE * 60 * self.minutes * pilot.scored_bytes / pilot.seconds / times_read
         cut = round(min(CHARACTERS[1], max(CHARACTERS[0], room / (4 * LEAST))))
-        usable = [(place, text[:cut]) for place, text in usable]
+        usable = [(position, text[:cut]) for position, text in usable]
         ends = accumulate(len(text.encode()) for _, text in usable)
         chosen = usable[: max(LEAST, sum(end <= room for end in ends))]
         facts = self.write("held-out", [text for _, text in chosen])

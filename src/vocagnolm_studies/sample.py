@@ -85,7 +85,7 @@ def spread_documents(
             (document,) = corpus.read(index, index + 1)
             if document.text is None:
                 sample.unusable += 1
-            elif lookup.place(index, document_hash(document.text)) is None:
+            elif lookup.row(index, document_hash(document.text)) is None:
                 sample.missing += 1
             else:
                 found[index] = document.text

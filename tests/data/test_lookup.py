@@ -55,7 +55,7 @@ def test_by_number_as_by_content(lab, no_index):
     store = LossStore.open(folder / "store")
     lookup = Lookup(store, open_corpus(folder / "corpus.jsonl").fingerprint)
     for number, text in enumerate(texts):
-        place = lookup.place(number, document_hash(text))
+        place = lookup.row(number, document_hash(text))
         assert (place is None) == (number in SKIPPED)
         if place is not None:
             assert store.document_index(place) == number
@@ -70,11 +70,11 @@ def test_another_corpus_or_another_text_is_found_by_content(lab):
     store = LossStore.open(folder / "store")
     for fingerprint in ("another", None):
         lookup = Lookup(store, fingerprint)
-        assert store.document_index(lookup.place(0, document_hash(texts[5]))) == 5
-        assert lookup.place(5, document_hash("something else")) is None
+        assert store.document_index(lookup.row(0, document_hash(texts[5]))) == 5
+        assert lookup.row(5, document_hash("something else")) is None
     same = Lookup(store, store.corpus_fingerprint)  # and yet the text at this number is not its
-    assert store.document_index(same.place(2, document_hash(texts[5]))) == 5
-    assert same.place(2, document_hash("something else")) is None
+    assert store.document_index(same.row(2, document_hash(texts[5]))) == 5
+    assert same.row(2, document_hash("something else")) is None
 
 
 def test_prepare_makes_no_index_of_the_store_it_was_scored_for(lab, tmp_path, request):

@@ -340,13 +340,13 @@ def stretch_alignment(found: Stretches, teacher_spans: ArrayLike) -> Alignment:
     if len(bounds) < 2 or not len(spans):
         return Alignment(np.full(len(found.number), -1), np.full(len(found.number), -1))
     # tokens that start inside a stretch; those without text at its end belong to the next
-    place = ranks(spans[:, 0], bounds, side="left")
+    index = ranks(spans[:, 0], bounds, side="left")
     covered = np.concatenate([[0], np.cumsum(spans[:, 1] - spans[:, 0])])
-    spelled = np.diff(covered[place]) == np.diff(bounds)
+    spelled = np.diff(covered[index]) == np.diff(bounds)
     known = (found.number >= 0) & spelled[found.number]
     return Alignment(
-        np.where(known, place[:-1][found.number], -1),
-        np.where(known, place[1:][found.number] - 1, -1),
+        np.where(known, index[:-1][found.number], -1),
+        np.where(known, index[1:][found.number] - 1, -1),
     )
 
 

@@ -229,23 +229,23 @@ def _trace(
     if not normalised:
         end = np.array([0 if lossy else len(original.encode())])
         return NormalisedText(encoded, np.zeros(1, np.int64), end)
-    place = byte_positions(original)
+    byte_of = byte_positions(original)
     starts = np.maximum.accumulate(starts)
     # characters that come from the same original one (an expansion) form a group
     new_group = np.append(True, starts[1:] > starts[:-1])
-    group_start = place[starts[new_group]]
+    group_start = byte_of[starts[new_group]]
     if lossy:
         last_of_group = np.append(new_group[1:], True)
-        group_end = np.maximum(place[ends[last_of_group]], group_start)
-        group_end = np.minimum(group_end, np.append(group_start[1:], place[-1]))
+        group_end = np.maximum(byte_of[ends[last_of_group]], group_start)
+        group_end = np.minimum(group_end, np.append(group_start[1:], byte_of[-1]))
     else:
         # what a composition swallowed (e + combining accent = é) belongs to the composed character
         group_start[0] = 0
-        group_end = np.append(group_start[1:], place[-1])
+        group_end = np.append(group_start[1:], byte_of[-1])
 
-    normal_place = byte_positions(normalised)
-    normal_start = normal_place[:-1][new_group]
-    normal_end = np.append(normal_start[1:], normal_place[-1])
+    normal_bytes = byte_positions(normalised)
+    normal_start = normal_bytes[:-1][new_group]
+    normal_end = np.append(normal_start[1:], normal_bytes[-1])
     widths = normal_end - normal_start
     # every byte boundary inside a group: spread over the group's original bytes in proportion
     group_of_byte = np.repeat(np.arange(len(normal_start)), widths)
@@ -432,28 +432,28 @@ class Spanner:
                 map(inner.search, self._tokenizer.get_vocab(with_added_tokens=False))
             ):
                 return None
-            places = _WORD_END
+            pattern = _WORD_END
         elif self.pipeline.by_word:
-            places = _LINE_START
+            pattern = _LINE_START
         else:
             return None
         cuts: list[int] = []
-        place = PIECE
-        while place < len(text) - PIECE:
-            found = places.search(text, place)
+        at = PIECE
+        while at < len(text) - PIECE:
+            found = pattern.search(text, at)
             if found is None:
                 break
-            place = found.end()
-            if self._bare is None and not self._same_when_cut(text, place):
-                if place - (cuts[-1] if cuts else 0) > LONG_TEXT:
+            at = found.end()
+            if self._bare is None and not self._same_when_cut(text, at):
+                if at - (cuts[-1] if cuts else 0) > LONG_TEXT:
                     return None
                 continue
-            cuts.append(place)
-            place += PIECE
+            cuts.append(at)
+            at += PIECE
         return cuts or None
 
-    def _same_when_cut(self, text: str, place: int) -> bool:
-        before, behind = text[place - _AROUND : place], text[place : place + _AROUND]
+    def _same_when_cut(self, text: str, at: int) -> bool:
+        before, behind = text[at - _AROUND : at], text[at : at + _AROUND]
         whole, *parts = (
             self._tokenizer.encode(part, add_special_tokens=False).ids
             for part in (before + behind, before, behind)
@@ -539,21 +539,21 @@ class Spanner:
 
     def _traced(self, text: str, encoded: bytes, encoding: Encoding) -> TokenSpans:
         ids = np.array(encoding.ids, np.int32)
-        place = byte_positions(text)
+        byte_of = byte_positions(text)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        spans = self._trace_segments(text, ids, offsets, place) if self.pipeline.joins else None
+        spans = self._trace_segments(text, ids, offsets, byte_of) if self.pipeline.joins else None
         if spans is None:
-            spans = self._offset_spans(text, ids, offsets, place)
+            spans = self._offset_spans(text, ids, offsets, byte_of)
         lost = len(encoded) - int((spans[:, 1] - spans[:, 0]).sum())
         return TokenSpans(ids, spans, len(encoded), lost)
 
     def _trace_segments(
-        self, text: str, ids: NDArray[np.int32], offsets: IntArray, place: IntArray
+        self, text: str, ids: NDArray[np.int32], offsets: IntArray, byte_of: IntArray
     ) -> IntArray | None:
         """Spans of the text between added tokens, a segment at a time; added tokens literally."""
         spans = np.empty((len(ids), 2), np.int64)
         added = [i for i, index in enumerate(ids.tolist()) if index in self._added]
-        spans[added] = place[offsets[added]]
+        spans[added] = byte_of[offsets[added]]
         for before, after in pairwise([-1, *added, len(ids)]):
             start = int(offsets[before, 1]) if before >= 0 else 0
             end = int(offsets[after, 0]) if after < len(ids) else len(text)
@@ -563,7 +563,7 @@ class Spanner:
             segment = self._trace_segment(text[start:end], ids[inside])
             if segment is None:
                 return None
-            spans[inside] = segment + place[start]
+            spans[inside] = segment + byte_of[start]
         return spans
 
     def _trace_segment(self, text: str, ids: NDArray[np.int32]) -> IntArray | None:
@@ -571,15 +571,15 @@ class Spanner:
         if None in pieces:
             return None
         normalised = self._normaliser(text)
-        placed = self._place(pieces, normalised.encoded)
-        if placed is None:
+        located = self._locate(pieces, normalised.encoded)
+        if located is None:
             return None
-        starts, ends = placed
+        starts, ends = located
         spans = np.stack([normalised.start_of[starts], normalised.end_of[ends]], axis=1)
         # a zero-width token (a dummy space) stays where it stands
         return np.maximum(spans, spans[:, :1])
 
-    def _place(self, pieces: list[bytes], text: bytes) -> tuple[IntArray, IntArray] | None:
+    def _locate(self, pieces: list[bytes], text: bytes) -> tuple[IntArray, IntArray] | None:
         """Where each piece stands in the normalised text, None when they do not spell it."""
         lengths = np.array([len(piece) for piece in pieces], np.int64)
         joined = b"".join(pieces)
@@ -599,10 +599,10 @@ class Spanner:
         return starts, starts + lengths
 
     def _offset_spans(
-        self, text: str, ids: NDArray[np.int32], offsets: IntArray, place: IntArray
+        self, text: str, ids: NDArray[np.int32], offsets: IntArray, byte_of: IntArray
     ) -> IntArray:
         offsets = self._with_leading_space(text, ids, offsets)
-        spans = place[offsets]
+        spans = byte_of[offsets]
         # tokens with one and the same offset share its bytes evenly (byte fallback, expansions)
         new_run = np.append(True, (offsets[1:] != offsets[:-1]).any(axis=1))[: len(offsets)]
         run = np.cumsum(new_run) - 1

@@ -71,19 +71,19 @@ class Speller:
         it."""
         ids = np.full(len(texts), -1, np.int32)
         decoded: list[tuple[int, str]] = []
-        for place, text in enumerate(texts):
+        for index, text in enumerate(texts):
             try:
-                decoded.append((place, text.decode()))
+                decoded.append((index, text.decode()))
             except UnicodeDecodeError:  # not whole characters: no tokenizer reads that
-                ids[place] = self._longest_prefix(text)
+                ids[index] = self._longest_prefix(text)
         encodings = self._tokenizer.encode_batch_fast(
             [text for _, text in decoded], add_special_tokens=False
         )
-        for (place, _), encoding in zip(decoded, encodings, strict=True):
+        for (index, _), encoding in zip(decoded, encodings, strict=True):
             first = encoding.ids[0] if len(encoding.ids) else -1
             spelled = self.texts[first] if first >= 0 else None
-            if spelled and texts[place].startswith(spelled):  # else a normaliser changed it
-                ids[place] = first
+            if spelled and texts[index].startswith(spelled):  # else a normaliser changed it
+                ids[index] = first
         exact = [n >= 0 and self.texts[n] == text for n, text in zip(ids, texts, strict=True)]
         return ids, np.array(exact, bool)
 
@@ -132,15 +132,15 @@ def spell(speller: Speller, vocabulary: Vocabulary, *, inside: bool = True) -> S
     content = vocabulary.content.tobytes()
     offsets = vocabulary.offsets.tolist()
     number: dict[bytes, int] = {}
-    places = np.full(len(content), -1, np.int64)
+    numbers = np.full(len(content), -1, np.int64)
     for start, end in pairwise(offsets):
-        for place in range(start, end if inside else min(start + 1, end)):
-            places[place] = number.setdefault(content[place:end], len(number))
+        for position in range(start, end if inside else min(start + 1, end)):
+            numbers[position] = number.setdefault(content[position:end], len(number))
     ids, exact = speller(list(number))
-    known = places >= 0
+    known = numbers >= 0
     first = np.full(len(content), -1, np.int32)
     whole = np.zeros(len(content), bool)
-    first[known], whole[known] = ids[places[known]], exact[places[known]]
+    first[known], whole[known] = ids[numbers[known]], exact[numbers[known]]
     behind_space = np.full(len(vocabulary), -1, np.int32)
     if speller.dummy_space and inside:
         (spelled,) = np.nonzero(vocabulary.lengths)
@@ -192,10 +192,10 @@ class TargetTable:
         end = UNSPELLED if self.end_id < 0 else EXACT
         return self._by_id(self._starts(kinds, UNSPELLED), UNSPELLED, end)
 
-    def _starts(self, by_place: NDArray[Any], missing: int) -> NDArray[Any]:
+    def _starts(self, values: NDArray[Any], missing: int) -> NDArray[Any]:
         """[V] What is known of the first place of every entry."""
-        first = np.append(by_place, by_place.dtype.type(missing))[self.vocabulary.offsets[:-1]]
-        return np.where(self.vocabulary.lengths > 0, first, by_place.dtype.type(missing))
+        first = np.append(values, values.dtype.type(missing))[self.vocabulary.offsets[:-1]]
+        return np.where(self.vocabulary.lengths > 0, first, values.dtype.type(missing))
 
     def _by_id(self, values: NDArray[Any], missing: int, end: int) -> NDArray[Any]:
         """[V + 1] With what the teacher's ends become."""
@@ -307,17 +307,17 @@ def carry_alternatives(
         ids = np.repeat(labels[:, None], given.packed.shape[1], axis=1)
         nowhere, none = np.zeros(ids.shape, np.float32), np.zeros(len(labels), bool)
         return SoftTargets(ids, nowhere, none, TargetMass(tokens=len(labels)))
-    place = alignment.first
-    # -1, where a token is unmapped, is a place too, and is not looked at
-    mapped = (place >= 0) & (given.packed[:, 0] != NOTHING).take(place)
-    read = spans[:, 0] - teacher.spans[:, 0].take(place)
+    position = alignment.first
+    # -1, where a token is unmapped, is a position too, and is not looked at
+    mapped = (position >= 0) & (given.packed[:, 0] != NOTHING).take(position)
+    read = spans[:, 0] - teacher.spans[:, 0].take(position)
     begins = np.zeros(1, np.int64) if begins is None else begins
-    behind = 2 * _behind_space(table, teacher, begins).take(place)
+    behind = 2 * _behind_space(table, teacher, begins).take(position)
     behind = behind + _student_behind_space(table, labels, spans)
 
     # of all tokens, which is faster than of those alone that begin with a teacher token
     has_targets = mapped & (read == 0) & (behind < _ODD)
-    here = given.at(place)
+    here = given.at(position)
     alternative = here.packed >> ID_SHIFT
     target = table.targets[0].take(alternative, mode="clip")
     for row in np.flatnonzero((behind > 0) & has_targets).tolist():  # few: where texts begin
@@ -328,30 +328,30 @@ def carry_alternatives(
     ids = np.where(takes_part, target, own)
     probability = here.mass
     probability *= takes_part
-    mass = _measured(table, given, place, has_targets)
+    mass = _measured(table, given, position, has_targets)
 
     within = np.flatnonzero(mapped & (read > 0))
     if inside:
         plain = within[behind.take(within) == 0]
-        _continue(table, plain, place, read, teacher, text, ids, probability, has_targets)
+        _continue(table, plain, position, read, teacher, text, ids, probability, has_targets)
     mass = replace(mass, inside=len(within), continued=int(has_targets[within].sum()))
     return SoftTargets(ids, probability, has_targets, mass)
 
 
 def _measured(
-    table: TargetTable, given: Alternatives, place: IntArray, shared: NDArray[np.bool_]
+    table: TargetTable, given: Alternatives, position: IntArray, shared: NDArray[np.bool_]
 ) -> TargetMass:
     """What became of the alternatives at shared starts; of many tokens, evenly spread ones stand
     for all."""
     (where,) = np.nonzero(shared)
     some = where[:: len(where) // _MEASURED_TOKENS + 1]
-    here = given.at(place.take(some))
+    here = given.at(position.take(some))
     kinds = table.kinds.take(here.packed >> ID_SHIFT, mode="clip")
     kinds[(here.packed & FOLLOWS_BIT) != 0] = FOLLOWING
     sums = np.bincount(kinds.ravel(), here.mass.ravel(), minlength=4).astype(np.float64)
     sums *= len(where) / max(len(some), 1)
     return TargetMass(
-        tokens=len(place),
+        tokens=len(position),
         shared=len(where),
         following=float(sums[FOLLOWING]),
         exact=float(sums[EXACT]),
@@ -363,7 +363,7 @@ def _measured(
 def _continue(
     table: TargetTable,
     tokens: IntArray,
-    place: IntArray,
+    position: IntArray,
     read: IntArray,
     teacher: TeacherTokens,
     text: NDArray[np.uint8],
@@ -373,7 +373,7 @@ def _continue(
 ) -> None:
     """Student tokens that begin inside a teacher token, in place: alternatives that begin with the
     bytes already read, renormalised by all that these do not rule out."""
-    vocabulary, there = table.vocabulary, place.take(tokens)
+    vocabulary, there = table.vocabulary, position.take(tokens)
     given = teacher.alternatives.at(there)
     alternative, p, follows = given.packed >> ID_SHIFT, given.mass, given.follows
     begins = teacher.spans[:, 0].take(there)

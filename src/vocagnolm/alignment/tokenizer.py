@@ -172,16 +172,16 @@ def metadata(path: Path, key: str) -> bool | str | None:
     of every token before it can say anything, which takes it tens of seconds."""
     name = struct.pack("<Q", len(key)) + key.encode()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        place = content.find(name, 0, _HEADER_BYTES)
-        if place < 0:
+        offset = content.find(name, 0, _HEADER_BYTES)
+        if offset < 0:
             return None
-        place += len(name)
-        (kind,) = struct.unpack_from("<I", content, place)
+        offset += len(name)
+        (kind,) = struct.unpack_from("<I", content, offset)
         if kind == _BOOL:
-            return bool(content[place + 4])
+            return bool(content[offset + 4])
         if kind == _STRING:
-            (size,) = struct.unpack_from("<Q", content, place + 4)
-            return content[place + 12 : place + 12 + size].decode()
+            (size,) = struct.unpack_from("<Q", content, offset + 4)
+            return content[offset + 12 : offset + 12 + size].decode()
     return None
 
 

@@ -72,11 +72,11 @@ def showing_warnings() -> Iterator[None]:
     """Our own warnings as plain lines; those of libraries as ever."""
     usual = warnings.showwarning
 
-    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, VocagnolmWarning):
             typer.echo(f"warning: {message}", err=True)
         else:
-            usual(message, category, *place, **more)
+            usual(message, category, *where, **more)
 
     warnings.showwarning = show
     try:

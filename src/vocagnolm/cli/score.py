@@ -34,9 +34,9 @@ class ScoreCommand(TyperCommand):
     """`--ray` alone means: without an address."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for place, word in enumerate(args):
-            if word == "--ray" and (place + 1 == len(args) or args[place + 1].startswith("-")):
-                args = [*args[:place], "--ray", "", *args[place + 1 :]]
+        for at, word in enumerate(args):
+            if word == "--ray" and (at + 1 == len(args) or args[at + 1].startswith("-")):
+                args = [*args[:at], "--ray", "", *args[at + 1 :]]
                 break
         return super().parse_args(ctx, args)
 
@@ -179,8 +179,8 @@ def _print(summary: "ScoreSummary") -> None:
     if store["skipped"]:
         from vocagnolm.data.corpus import LeftOut
 
-        places = store["skipped_documents"]
-        for line in LeftOut(store["skipped"], store["skipped_reasons"], places).lines():
+        documents = store["skipped_documents"]
+        for line in LeftOut(store["skipped"], store["skipped_reasons"], documents).lines():
             typer.echo(line)
         typer.echo(f"  all of them: vocagnolm store inspect {store['path']} --json")
 

@@ -80,8 +80,8 @@ def export_command(
     from vocagnolm.files import address_of
     from vocagnolm.store import export_parquet
 
-    place = store.rstrip("/")
-    near = Path(place.rpartition("/")[2]) if address_of(place) else Path(place)
+    address = store.rstrip("/")
+    near = Path(address.rpartition("/")[2]) if address_of(address) else Path(address)
     target = out or near.with_name(near.name + ".parquet")
     rows = export_parquet(store, target)
     if as_json:

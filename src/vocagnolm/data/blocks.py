@@ -329,9 +329,9 @@ def block_count(tokens: int, block_size: int) -> int:
     return max(tokens - 1, 0) // block_size
 
 
-def too_few_tokens(place: str, tokens: int, block_size: int) -> BlocksError:
+def too_few_tokens(where: str, tokens: int, block_size: int) -> BlocksError:
     return BlocksError(
-        f"{place} holds {tokens:,} tokens; a block of {block_size:,} needs {block_size + 1:,}. Use "
+        f"{where} holds {tokens:,} tokens; a block of {block_size:,} needs {block_size + 1:,}. Use "
         "a smaller data.block_size or a larger corpus."
     )
 
@@ -403,11 +403,11 @@ class TrainingOrder:
         return self.length
 
     def block_index(self, position: int) -> int:
-        epoch, place = divmod(position, len(self.blocks))
+        epoch, number = divmod(position, len(self.blocks))
         if self._permutation is None or self._permutation[0] != epoch:
             order = np.random.default_rng([self.seed, epoch]).permutation(len(self.blocks))
             self._permutation = epoch, order
-        return int(self._permutation[1][place])
+        return int(self._permutation[1][number])
 
     def __getitem__(self, position: int) -> Block:
         if not 0 <= position < self.length:

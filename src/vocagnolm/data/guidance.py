@@ -173,11 +173,11 @@ def stretch_guidance(
 
 
 def unbroken(
-    losses: NDArray[Any], goes_on: NDArray[np.bool_], place: NDArray[np.int64]
+    losses: NDArray[Any], goes_on: NDArray[np.bool_], position: NDArray[np.int64]
 ) -> NDArray[Any]:
     """Without the stretches whose tokens are not neighbours at their places: a template's tokens
     stand between them."""
-    apart = goes_on & (np.diff(place, prepend=place[:1] - 1) != 1)
+    apart = goes_on & (np.diff(position, prepend=position[:1] - 1) != 1)
     if not apart.any():
         return losses
     number = np.cumsum(~goes_on)

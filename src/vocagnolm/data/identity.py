@@ -330,9 +330,9 @@ def _needed(settings: dict[str, Any], wanted: dict[str, Any], recipe: Recipe) ->
         needed["guidance"] = {key: has.get(key) for key in keys}
         if recipe.needs_targets and (targets := has.get("targets")):
             known = wanted["guidance"]["targets"]["alternatives"] is not None
-            left_out = () if known else ("alternatives",)
+            ignored = () if known else ("alternatives",)
             needed["guidance"]["targets"] = {
-                key: value for key, value in targets.items() if key not in left_out
+                key: value for key, value in targets.items() if key not in ignored
             }
     return needed
 

@@ -242,12 +242,12 @@ def pack_documents(
     All documents are aligned at once, their byte axes laid end to end: no Python loop over tokens.
     """
     counts = np.array([len(student) for student in students], np.int64)
-    place = _places(counts, before=len(prefix), after=int(eos is not None))
+    at = _positions(counts, before=len(prefix), after=int(eos is not None))
     extra = len(prefix) + (eos is not None)
     n_tokens = int(counts.sum()) + extra * len(students)
 
     ids = np.zeros(n_tokens, id_dtype)
-    ids[place] = np.concatenate([s.ids for s in students]) if students else []
+    ids[at] = np.concatenate([s.ids for s in students]) if students else []
     document_tokens = counts + extra
     ends = np.cumsum(document_tokens)
     for number, token in enumerate(prefix):
@@ -267,7 +267,7 @@ def pack_documents(
         lost_bytes=sum(student.lost_bytes for student in students),
     )
     if teachers is not None or trained is not None:
-        ours, there = lay(students), place
+        ours, there = lay(students), at
     if trained is not None:
         ranges = end_to_end(trained, ours.origins)
         turns = [
@@ -276,7 +276,7 @@ def pack_documents(
             if isinstance(one, ChatTokens)
         ]
         mask = trained_spans(ours.spans, np.concatenate([*turns, np.zeros(0, np.int64)]), ranges)
-        _add_trained(columns, summary, mask, place, document_tokens)
+        _add_trained(columns, summary, mask, at, document_tokens)
     if teachers is not None:
         theirs = [
             lay_teacher(entries, ours, alternatives[n] if alternatives is not None else None)
@@ -285,28 +285,28 @@ def pack_documents(
         if trained is not None:
             theirs = [_only_trained(teacher, ranges) for teacher in theirs]
             ours = Laid(ours.spans[mask], ours.document[mask], ours.origins)
-            there = place[mask]
+            there = at[mask]
         alignments = [align(ours.spans, teacher.spans) for teacher in theirs]
         _add_guidance(columns, summary, ours, there, theirs, alignments, guidance)
         if targets is not None:
             assert texts is not None
             axis = _on_axis(texts, ours.origins)
             found = carry_targets(ids[there], ours, theirs, alignments, axis, targets)
-            columns["target_ids"] = _rows_placed(found.ids.astype(id_dtype), there, n_tokens)
-            columns["target_p"] = _rows_placed(
+            columns["target_ids"] = _rows_scattered(found.ids.astype(id_dtype), there, n_tokens)
+            columns["target_p"] = _rows_scattered(
                 found.probability.astype(np.float16), there, n_tokens
             )
             summary.targets = asdict(found.mass)
     if texts is not None and keep_text:
         columns["text"] = np.frombuffer(b"".join(texts), np.uint8)
         # separators hold no text: they stand, zero-width, where the previous token ended
-        placed = np.zeros((n_tokens, 2), np.int64)
+        spans = np.zeros((n_tokens, 2), np.int64)
         widths = [student.n_bytes for student in students]
         begins = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])[:-1].astype(np.int64)
-        placed[place] = end_to_end([student.spans for student in students], begins)
-        columns["spans"] = np.maximum.accumulate(placed, axis=0).astype(np.int32)
+        spans[at] = end_to_end([student.spans for student in students], begins)
+        columns["spans"] = np.maximum.accumulate(spans, axis=0).astype(np.int32)
         separator = np.ones(n_tokens, bool)
-        separator[place] = False
+        separator[at] = False
         columns["spans"][separator, 0] = columns["spans"][separator, 1]
     return Part(columns, summary)
 
@@ -315,12 +315,12 @@ def _add_trained(
     columns: dict[str, NDArray[Any]],
     summary: PackingSummary,
     mask: NDArray[np.bool_],
-    place: NDArray[np.int64],
+    at: NDArray[np.int64],
     document_tokens: NDArray[np.int64],
 ) -> None:
     """Which tokens are trained on, and per document the first of them; -1 where there is none."""
     trained = np.zeros(len(columns["ids"]), np.uint8)
-    trained[place] = mask
+    trained[at] = mask
     starts = np.cumsum(document_tokens) - document_tokens
     where = np.append(np.flatnonzero(trained), len(trained))
     first = where[np.searchsorted(where, starts)] - starts
@@ -342,7 +342,7 @@ def _add_guidance(
     columns: dict[str, NDArray[Any]],
     summary: PackingSummary,
     ours: Laid,
-    place: NDArray[np.int64],
+    at: NDArray[np.int64],
     theirs: Sequence[LaidTeacher],
     alignments: Sequence[Alignment],
     plan: GuidancePlan,
@@ -353,9 +353,9 @@ def _add_guidance(
         ours,
         plan.combine,
     )
-    columns["guidance"] = _placed(carried, place, len(columns["ids"]))
+    columns["guidance"] = _scattered(carried, at, len(columns["ids"]))
     if plan.stretch:
-        columns["stretch"] = _stretch_column(ours, theirs, place, len(columns["ids"]), plan.combine)
+        columns["stretch"] = _stretch_column(ours, theirs, at, len(columns["ids"]), plan.combine)
     known = carried[~np.isnan(carried)]
     summary.mapped = len(known)
     # of the first teacher, where there are several
@@ -365,7 +365,7 @@ def _add_guidance(
     summary.guidance_histogram = guidance_histogram(known)
     if plan.teacher_losses:
         ranges = np.full((len(columns["ids"]), 2), -1, np.int32)
-        ranges[place, 0], ranges[place, 1] = alignments[0].first, alignments[0].last
+        ranges[at, 0], ranges[at, 1] = alignments[0].first, alignments[0].last
         columns["teacher_nll"] = theirs[0].nll.astype(np.float16)
         columns["teacher_range"] = ranges
 
@@ -378,32 +378,32 @@ def _on_axis(texts: Sequence[bytes], origins: NDArray[np.int64]) -> NDArray[np.u
     return joined
 
 
-def _placed(values: NDArray[Any], place: NDArray[np.int64], n_tokens: int) -> NDArray[np.float16]:
+def _scattered(values: NDArray[Any], at: NDArray[np.int64], n_tokens: int) -> NDArray[np.float16]:
     """Values of the text's own tokens among all tokens; NaN for separators."""
     column = np.full(n_tokens, np.nan, np.float16)
-    column[place] = np.minimum(values, np.finfo(np.float16).max)
+    column[at] = np.minimum(values, np.finfo(np.float16).max)
     return column
 
 
-def _rows_placed(rows: NDArray[Any], place: NDArray[np.int64], n_tokens: int) -> NDArray[Any]:
+def _rows_scattered(rows: NDArray[Any], at: NDArray[np.int64], n_tokens: int) -> NDArray[Any]:
     """Rows of the text's own tokens among all tokens; zeros for separators."""
     column = np.zeros((n_tokens, rows.shape[1]), rows.dtype)
     # as one thing each: several times faster than number by number
     whole = np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))
-    column.view(whole)[place] = rows.view(whole)
+    column.view(whole)[at] = rows.view(whole)
     return column
 
 
 def _stretch_column(
-    ours: Laid, theirs: Sequence[LaidTeacher], place: NDArray[np.int64], n_tokens: int, how: Combine
+    ours: Laid, theirs: Sequence[LaidTeacher], at: NDArray[np.int64], n_tokens: int, how: Combine
 ) -> NDArray[np.float16]:
     """The teacher's loss of each token's stretch; minus its sign where the token goes on with the
     stretch of the token before it: losses are never negative, so that the sign is free."""
     losses, goes_on = stretch_guidance(ours, theirs, how)
-    losses = unbroken(losses, goes_on, place)
+    losses = unbroken(losses, goes_on, at)
     goes_on &= ~np.isnan(losses)
-    column = _placed(losses, place, n_tokens)
-    column[place] = np.copysign(column[place], np.where(goes_on, -1.0, 1.0)).astype(np.float16)
+    column = _scattered(losses, at, n_tokens)
+    column[at] = np.copysign(column[at], np.where(goes_on, -1.0, 1.0)).astype(np.float16)
     return column
 
 
@@ -452,7 +452,7 @@ def _one_to_one(
     return exact
 
 
-def _places(counts: NDArray[np.int64], *, before: int, after: int) -> NDArray[np.int64]:
+def _positions(counts: NDArray[np.int64], *, before: int, after: int) -> NDArray[np.int64]:
     """Where the text's own tokens stand in a stream that also holds separators."""
     document = np.repeat(np.arange(len(counts)), counts)
     return np.arange(len(document)) + document * (before + after) + before

@@ -345,7 +345,7 @@ class PartMaker:
 
     def _pack(self, documents: Sequence[NumberedText]) -> Part:
         plan, recipe, settings = self.plan, self.plan.recipe, self.plan.settings
-        kept, places, missing, left_out = self._select(documents)
+        kept, rows, missing, left_out = self._select(documents)
         refused: dict[str, int] = {}
         trained = None
         if isinstance(plan.tokenizer, ChatTokenizer):
@@ -354,14 +354,14 @@ class PartMaker:
             readable = [n for n, one in enumerate(outcomes) if not isinstance(one, str)]
             students: list[TokenSpans] = [one for one in outcomes if not isinstance(one, str)]
             kept = [kept[n] for n in readable]
-            places = [[entries[n] for n in readable] for entries in places]
+            rows = [[entries[n] for n in readable] for entries in rows]
             trained = [trained_ranges(text, recipe.data.train_on) for _, text in kept]
         else:
             students = tokenise(plan.tokenizer, [text for _, text in kept])
-        held = self._held(places, lambda store, at: store[at]) if self.stores else None
+        held = self._held(rows, lambda store, at: store[at]) if self.stores else None
         alternatives = None
         if plan.targets is not None:
-            alternatives = self._held(places, lambda store, at: store.alternatives(at).packed)
+            alternatives = self._held(rows, lambda store, at: store.alternatives(at).packed)
         guidance = settings["guidance"] or {}
         with_texts = settings["text"] or plan.targets is not None
         part = pack_documents(
@@ -395,7 +395,7 @@ class PartMaker:
         """The documents to pack, their places in every store; the number that no store has, and the
         number that is not worth reading."""
         kept: list[tuple[int, str]] = []
-        places: list[list[int | None]] = [[] for _ in self.stores]
+        rows: list[list[int | None]] = [[] for _ in self.stores]
         missing = left_out = 0
         for index, text in documents:
             if text is None:
@@ -404,25 +404,25 @@ class PartMaker:
             if self.plan.chosen is not None and digest not in self.plan.chosen:
                 left_out += 1
                 continue
-            found = [lookup.place(index, digest) for lookup in self._lookups]
-            if found and all(place is None for place in found):
+            found = [lookup.row(index, digest) for lookup in self._lookups]
+            if found and all(row is None for row in found):
                 missing += 1
                 if index in self.plan.skipped or self.plan.recipe.data.missing == "drop":
                     continue
                 if self.plan.recipe.data.missing == "error":
                     raise _not_in_store(index, text, self.plan.recipe.stores)
             kept.append((index, text))
-            for entries, place in zip(places, found, strict=True):
-                entries.append(place)
-        return kept, places, missing, left_out
+            for entries, row in zip(rows, found, strict=True):
+                entries.append(row)
+        return kept, rows, missing, left_out
 
     def _held(
-        self, places: Sequence[Sequence[int | None]], read: Callable[[LossStore, int], Read]
+        self, rows: Sequence[Sequence[int | None]], read: Callable[[LossStore, int], Read]
     ) -> list[list[Read | None]]:
         """What every store holds of the documents; None where it lacks one."""
         return [
             [None if at is None else read(store, at) for at in entries]
-            for store, entries in zip(self.stores, places, strict=True)
+            for store, entries in zip(self.stores, rows, strict=True)
         ]
 
 

@@ -31,12 +31,12 @@ class Lookup:
         self.store = store
         self._by_number = store.made_from(corpus_fingerprint)
 
-    def place(self, number: int, document_hash: bytes) -> int | None:
+    def row(self, number: int, document_hash: bytes) -> int | None:
         """Index in the store of the document that has this number in the corpus."""
         if self._by_number:
-            place = self.store.place_of(number)
-            if place is None or self.store.document_hash(place) == document_hash:
-                return place
+            row = self.store.place_of(number)
+            if row is None or self.store.document_hash(row) == document_hash:
+                return row
         return self.store.find(document_hash)
 
 
@@ -51,8 +51,8 @@ class Chosen:
 
     def __contains__(self, document_hash: bytes) -> bool:
         key = np.frombuffer(document_hash, "<u8", count=1)[0]
-        place = int(np.searchsorted(self.keys, key))
-        return place < len(self.keys) and bool(self.keys[place] == key)
+        row = int(np.searchsorted(self.keys, key))
+        return row < len(self.keys) and bool(self.keys[row] == key)
 
 
 def chosen_documents(recipe: Recipe) -> Chosen | None:
@@ -82,13 +82,13 @@ _BATCH_DOCUMENTS = 256
 def best_shares(stores: Sequence[LossStore], documents: int = 500) -> list[float] | None:
     """How often each teacher is the best, over documents spread evenly over the first store; None
     where they have none in common."""
-    sums = [_sums(_entries(stores, places)) for places in _common(stores, documents)]
+    sums = [_sums(_entries(stores, rows)) for rows in _common(stores, documents)]
     return _compared(sums)["best_share"] if sums else None
 
 
-def _entries(stores: Sequence[LossStore], places: Sequence[int]) -> list[TeacherLosses]:
+def _entries(stores: Sequence[LossStore], rows: Sequence[int]) -> list[TeacherLosses]:
     """One document, as every store has it."""
-    return [store[place] for store, place in zip(stores, places, strict=True)]
+    return [store[row] for store, row in zip(stores, rows, strict=True)]
 
 
 def _sums(entries: Sequence[TeacherLosses]) -> NDArray[np.float64]:
@@ -137,12 +137,12 @@ def compare_stores(
     stores = [LossStore.open(path) for path in paths]
     first = stores[0]
 
-    def document(place: int) -> Document | None:
+    def document(row: int) -> Document | None:
         """In the corpus, if that is the one which was scored."""
-        index = first.document_index(place)
+        index = first.document_index(row)
         for found in () if corpus is None else corpus.read(index, index + 1):
             text = found.text
-            if text is not None and document_hash(text) == first.document_hash(place):
+            if text is not None and document_hash(text) == first.document_hash(row):
                 return found
         return None
 
@@ -158,12 +158,12 @@ def compare_stores(
     widest: list[_Stretch] = []
     common = _common(stores, limit)
     while batch := list(itertools.islice(common, _BATCH_DOCUMENTS)):
-        entries = [_entries(stores, places) for places in batch]
-        for places, entry in zip(batch, entries, strict=True):
+        entries = [_entries(stores, rows) for rows in batch]
+        for rows, entry in zip(batch, entries, strict=True):
             sums.append(_sums(entry))
-            if (found := document(places[0])) is not None:
+            if (found := document(rows[0])) is not None:
                 by_source[source(found)].append(sums[-1])
-        known, differ, wide = _stretches_apart(entries, [places[0] for places in batch], examples)
+        known, differ, wide = _stretches_apart(entries, [rows[0] for rows in batch], examples)
         tokens += known
         apart += differ
         widest = heapq.nlargest(examples, [*widest, *wide])
@@ -175,11 +175,11 @@ def compare_stores(
     everywhere, shares = _compared(sums), apart / np.maximum(tokens, 1)
 
     def shown(stretch: _Stretch) -> dict[str, Any]:
-        _, place, start, end, nats = stretch
-        found, text = document(place), None
+        _, row, start, end, nats = stretch
+        found, text = document(row), None
         if found is not None and found.text is not None:
             text = found.text.encode()[start:end].decode(errors="replace")
-        where = {"document": first.document_index(place), "bytes": [start, end]}
+        where = {"document": first.document_index(row), "bytes": [start, end]}
         return {**where, "text": text, "nats": nats}
 
     return {
@@ -206,11 +206,11 @@ def _common(stores: Sequence[LossStore], limit: int | None) -> Iterator[tuple[in
     first = stores[0]
     lookups = [Lookup(store, first.corpus_fingerprint) for store in stores[1:]]
     step = 1 if limit is None else max(1, len(first) // limit)
-    for place in range(0, len(first), step):
-        digest = first.document_hash(place)
-        number = first.document_index(place)
-        places = [place, *(lookup.place(number, digest) for lookup in lookups)]
-        found = tuple(one for one in places if one is not None)
+    for row in range(0, len(first), step):
+        digest = first.document_hash(row)
+        number = first.document_index(row)
+        rows = [row, *(lookup.row(number, digest) for lookup in lookups)]
+        found = tuple(one for one in rows if one is not None)
         if len(found) == len(stores):
             yield found
 
@@ -221,7 +221,7 @@ the one behind it, and every teacher's nats."""
 
 
 def _stretches_apart(
-    entries: Sequence[Sequence[TeacherLosses]], places: Sequence[int], examples: int
+    entries: Sequence[Sequence[TeacherLosses]], rows: Sequence[int], examples: int
 ) -> tuple[NDArray[Any], NDArray[Any], list[_Stretch]]:
     """Of some documents, for every store: tokens of the first one that both know, and those on
     which the two are apart; and the widest stretches."""
@@ -246,5 +246,5 @@ def _stretches_apart(
         start, end = found.boundaries[found.number[token] :][:2].tolist()
         inside = int(np.searchsorted(origins, start, side="right")) - 1
         begin, nats = int(origins[inside]), losses[:, token].tolist()
-        widest.append((float(spread[token]), places[inside], start - begin, end - begin, nats))
+        widest.append((float(spread[token]), rows[inside], start - begin, end - begin, nats))
     return known.sum(1), (np.where(known, apart, 0.0) > APART_NATS).sum(1), widest

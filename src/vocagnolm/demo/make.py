@@ -167,8 +167,8 @@ def batches(tokenizer: Tokenizer, documents: Iterator[str]) -> Iterator[torch.Te
 def learning_rate(step: int, steps: int) -> float:
     if step < WARMUP:
         return PEAK * (step + 1) / WARMUP
-    place = (step - WARMUP) / (steps - WARMUP)
-    return FLOOR + 0.5 * (PEAK - FLOOR) * (1 + math.cos(math.pi * place))
+    progress = (step - WARMUP) / (steps - WARMUP)
+    return FLOOR + 0.5 * (PEAK - FLOOR) * (1 + math.cos(math.pi * progress))
 
 
 def make_model(plan: Plan, folder: Path) -> None:

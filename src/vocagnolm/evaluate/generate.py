@@ -565,8 +565,8 @@ def shared_prefix_attention(
 def _seen(prefix: Prefix, kept: int, window: int, at: int, rows: int) -> torch.Tensor:
     """Which of the last `kept` shared tokens each query sees [B, Q, P]."""
     assert prefix.positions is not None
-    place = torch.arange(prefix.tokens - kept, prefix.tokens, device=prefix.positions.device)
-    return prefix.positions[at : at + rows, :, None] - place < window
+    position = torch.arange(prefix.tokens - kept, prefix.tokens, device=prefix.positions.device)
+    return prefix.positions[at : at + rows, :, None] - position < window
 
 
 def _rows_mask(

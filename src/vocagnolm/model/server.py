@@ -435,8 +435,8 @@ def _sglang_answers(answer: Any) -> list[_Answer]:
             found.append(_Answer(None, None))
             continue
         likeliest = top and [
-            place and [(int(row[1]), row[0]) for row in place if row[0] is not None]
-            for place in top
+            position and [(int(row[1]), row[0]) for row in position if row[0] is not None]
+            for position in top
         ]
         ids, values = [int(row[1]) for row in rows], [row[0] for row in rows]
         found.append(_Answer(ids, values, likeliest))
@@ -539,8 +539,8 @@ def _packed(
     """The likeliest at every place, as a store keeps them; none at the first."""
     chosen = np.full((len(ids), count), -1, np.int64)
     nll = np.full((len(ids), count), np.nan)
-    for place, given in enumerate(likeliest):
-        if place == 0 or not given:
+    for position, given in enumerate(likeliest):
+        if position == 0 or not given:
             continue
         _refuse_impossible(url, [value for _, value in given])
         ranked = sorted(given, key=lambda entry: -entry[1])[:count]
@@ -549,8 +549,8 @@ def _packed(
                 f"{url} returns {len(ranked)} of the {count} likeliest tokens that --alternatives "
                 "asks for."
             )
-        chosen[place] = [index for index, _ in ranked]
-        nll[place] = [np.nan if value == _NO_PROBABILITY else -value for _, value in ranked]
+        chosen[position] = [index for index, _ in ranked]
+        nll[position] = [np.nan if value == _NO_PROBABILITY else -value for _, value in ranked]
     return pack(chosen, nll, chosen == np.array(ids)[:, None])
 
 
@@ -560,8 +560,8 @@ def _change(sent: list[int], back: list[int]) -> str:
     if len(back) != len(sent):
         changes = "drops" if len(back) < len(sent) else "adds"
         return f"{changes} tokens: it was given {len(sent)} and has read {len(back)}"
-    place = next(i for i, (a, b) in enumerate(zip(sent, back, strict=True)) if a != b)
-    return f"changes token ids: at position {place} it has read {back[place]} for {sent[place]}"
+    at = next(i for i, (a, b) in enumerate(zip(sent, back, strict=True)) if a != b)
+    return f"changes token ids: at position {at} it has read {back[at]} for {sent[at]}"
 
 
 def _refuse_impossible(url: str, values: Sequence[float | None]) -> None:

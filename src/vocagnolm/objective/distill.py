@@ -87,8 +87,8 @@ def _ranked(probability: Tensor) -> tuple[Tensor, Tensor]:
     if probability.device.type != "cpu" or probability.dtype != torch.float32:
         return torch.sort(probability, dim=-1, descending=True, stable=True)
     # the bits of a positive float are ordered like it, and its place fits below them
-    place = torch.arange(probability.shape[1])
-    keys = (~probability.contiguous().view(torch.int32)).long() << 32 | place
+    column = torch.arange(probability.shape[1])
+    keys = (~probability.contiguous().view(torch.int32)).long() << 32 | column
     keys.numpy().sort(axis=-1)
     return (~(keys >> 32)).int().view(torch.float32), keys & 0xFFFFFFFF
 

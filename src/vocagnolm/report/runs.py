@@ -503,7 +503,7 @@ class _Teacher:
 
     def read(self, index: int, digest: bytes) -> Reading:
         """A document; without tokens where the store lacks it."""
-        at = self._lookup.place(index, digest)
+        at = self._lookup.row(index, digest)
         token_bytes, nll = np.zeros(0, np.int64), np.zeros(0, np.float32)
         given = None
         if at is not None:

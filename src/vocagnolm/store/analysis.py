@@ -70,9 +70,9 @@ def difference_of(
     if len(reference):
         order = np.argsort(reference.keys, kind="stable")
         keys = reference.keys[order]
-        place = np.minimum(np.searchsorted(keys, teacher.keys), len(keys) - 1)
-        more = reference.bits_per_byte[order][place] - teacher.bits_per_byte
-        found = np.where(keys[place] == teacher.keys, more, np.nan)
+        position = np.minimum(np.searchsorted(keys, teacher.keys), len(keys) - 1)
+        more = reference.bits_per_byte[order][position] - teacher.bits_per_byte
+        found = np.where(keys[position] == teacher.keys, more, np.nan)
     if np.isnan(found).all():
         raise StoreError(
             f"{against} and {store} have no document in common: they are stores of other corpora. "

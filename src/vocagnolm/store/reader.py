@@ -102,7 +102,7 @@ class LossStore:
         where the teacher gave none. The lengths add up to the document's UTF-8 bytes. A slice
         gives a list of such pairs."""
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+            return [self[position] for position in range(*index.indices(len(self)))]
         columns, tokens = self._tokens(index)
         return columns["token_bytes"][tokens].astype(np.int64), columns["nll"][tokens].astype("f4")
 
@@ -209,12 +209,12 @@ class LossStore:
             raise ValueError(f"a document hash has {HASH_BYTES} bytes, not {len(document_hash)}")
         keys, order = self._hash_index
         key = np.frombuffer(document_hash, "<u8", count=1)[0]
-        place = int(np.searchsorted(keys, key))
-        while place < len(keys) and keys[place] == key:
-            index = int(order[place])
+        position = int(np.searchsorted(keys, key))
+        while position < len(keys) and keys[position] == key:
+            index = int(order[position])
             if self.document_hash(index) == document_hash:
                 return index
-            place += 1
+            position += 1
         return None
 
     @functools.cached_property

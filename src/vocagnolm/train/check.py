@@ -602,7 +602,7 @@ def measure_strength(
 
     operations = _GPU_OPERATIONS if model.device.type == "cuda" else _CPU_OPERATIONS
     budget = int(np.clip(operations / (2 * model.num_parameters()), *_TOKENS))
-    places, texts = _sample(tokenizer, store, corpus, budget)
+    rows, texts = _sample(tokenizer, store, corpus, budget)
     if not texts:
         return None
     spans = tokenizer.spans_batch(texts)
@@ -624,7 +624,7 @@ def measure_strength(
             nll[one.token_bytes == 0] = np.nan
     model.train(training)
     return Strength(
-        teacher=_bits([store[place] for place in places]),
+        teacher=_bits([store[row] for row in rows]),
         student=_bits([(s.token_bytes, nll) for s, nll in zip(spans, student, strict=True)]),
         documents=len(texts),
     )
@@ -634,27 +634,27 @@ def _sample(
     tokenizer: TextTokenizer, store: LossStore, corpus: Corpus, budget: int
 ) -> tuple[list[int], list[str]]:
     """Documents evenly spread over the store, up to so many student tokens (at least one)."""
-    places: list[int] = []
+    rows: list[int] = []
     texts: list[str] = []
     step = max(1, len(store) // _CANDIDATES)
-    for place in range(step // 2, len(store), step):
-        index = store.document_index(place)
+    for row in range(step // 2, len(store), step):
+        index = store.document_index(row)
         for document in corpus.read(index, index + 1):
             text = document.text
-            if text is None or document_hash(text) != store.document_hash(place):
+            if text is None or document_hash(text) != store.document_hash(row):
                 continue
             if isinstance(tokenizer, ChatTokenizer) and isinstance(
                 tokenizer.outcomes([text])[0], str
             ):
                 continue
             tokens = len(tokenizer.spans(text))
-            if tokens <= budget or not places:
-                places.append(place)
+            if tokens <= budget or not rows:
+                rows.append(row)
                 texts.append(text)
                 budget -= tokens
         if budget <= 0:
             break
-    return places, texts
+    return rows, texts
 
 
 def _bits(documents: list[tuple[np.ndarray, np.ndarray]]) -> float:

@@ -213,8 +213,8 @@ class Checkpoints:
             _load_shards(checkpoint, state)
         else:
             _load_weights(checkpoint, state.model)
-            place = device if self.ranks.count > 1 and device.type != "cpu" else "cpu"
-            state.optimizer.load_state_dict(_load(checkpoint / _OPTIMIZER, place))
+            destination = device if self.ranks.count > 1 and device.type != "cpu" else "cpu"
+            state.optimizer.load_state_dict(_load(checkpoint / _OPTIMIZER, destination))
         state.scheduler.load_state_dict(_load(checkpoint / _SCHEDULER))
         if (checkpoint / _SCALER).is_file():
             state.scaler.load_state_dict(_load(checkpoint / _SCALER))

@@ -601,7 +601,7 @@ def _tokens_per_second(loop: TrainingLoop, blocks: int) -> float | None:
     model: Any = loop.model
     best = math.inf
     try:
-        batch = loop.sent(loop.collator([loop.blocks[place] for place in range(blocks)]))
+        batch = loop.sent(loop.collator([loop.blocks[index] for index in range(blocks)]))
         for _ in range(1 + _PASSES):  # the first one compiles, and fills the gradients
             began = time.perf_counter()
             try_pass(loop, batch)
