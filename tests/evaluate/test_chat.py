@@ -11,7 +11,8 @@ from vocagnolm.chat import messages_of
 from vocagnolm.cli import app
 from vocagnolm.errors import UsageError
 from vocagnolm.evaluate.generate import Generator
-from vocagnolm.evaluate.run import Questions, evaluate
+from vocagnolm.evaluate.run import evaluate
+from vocagnolm.evaluate.settings import Questions
 from vocagnolm.model import open_model
 
 

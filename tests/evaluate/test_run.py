@@ -13,7 +13,7 @@ from vocagnolm.errors import EvaluationError, UsageError
 from vocagnolm.evaluate import averages, evaluate, grade
 from vocagnolm.evaluate import generate as generation
 from vocagnolm.evaluate.results import Record, RunFolder, score_records
-from vocagnolm.evaluate.run import Engine, Questions
+from vocagnolm.evaluate.settings import Engine, Questions
 from vocagnolm.evaluate.suite import SUITES, average_stderrs
 
 PAPER_CPT = {

@@ -60,10 +60,10 @@ def option(
     elif kind is str and default is not None:
         default = str(default)
     listed = " Give it several times for several." if kind == list[str] else ""
-    key = f" {recipe_key}.{name} in a recipe." if recipe_key else ""
+    place = f" {recipe_key}.{name} in a recipe." if recipe_key else ""
     given = {
         "default": default,
-        "help": f"{before}{_sentence(about.metadata['help'], kind)}{listed}{key}",
+        "help": f"{before}{_sentence(about.metadata['help'], kind)}{listed}{place}",
         "metavar": about.metadata["metavar"],
         "show_default": about.metadata["unset"] or True,
         "min": limits.get("ge"),

@@ -8,10 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
-    "Engine": "vocagnolm.evaluate.run",
+    "Engine": "vocagnolm.evaluate.settings",
     "Evaluation": "vocagnolm.evaluate.results",
     "Grade": "vocagnolm.evaluate.graders",
-    "Questions": "vocagnolm.evaluate.run",
+    "Questions": "vocagnolm.evaluate.settings",
     "averages": "vocagnolm.evaluate.suite",
     "compare_runs": "vocagnolm.evaluate.results",
     "evaluate": "vocagnolm.evaluate.run",
@@ -21,7 +21,8 @@ _PUBLIC = {
 if TYPE_CHECKING:
     from vocagnolm.evaluate.graders import Grade, grade
     from vocagnolm.evaluate.results import Evaluation, compare_runs
-    from vocagnolm.evaluate.run import Engine, Questions, evaluate
+    from vocagnolm.evaluate.run import evaluate
+    from vocagnolm.evaluate.settings import Engine, Questions
     from vocagnolm.evaluate.suite import averages
 
 __all__ = [

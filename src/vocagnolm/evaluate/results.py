@@ -15,7 +15,7 @@ import contextlib
 import json
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vocagnolm.errors import EvaluationError, VocagnolmWarning
+from vocagnolm.evaluate.settings import OF_THE_QUESTIONS, differing
 from vocagnolm.evaluate.suite import (
     AVERAGE_TITLES,
     AVERAGES,
@@ -310,9 +311,6 @@ def open_run(path: str | Path) -> tuple[RunFolder, Evaluation]:
 
 # ---- side by side ----
 
-# Two runs may have been asked other questions of one task: a pair is compared on those of both.
-_OF_THE_QUESTIONS = ("questions", "prompts", "protocol")
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -474,7 +472,7 @@ def _unlike(first: Run, second: Run, row: str) -> list[str]:
     if row == "bits_per_byte":
         if a.bits_per_byte is None or b.bits_per_byte is None:
             return []
-        return _differing(a.conditions.get(row), b.conditions.get(row))
+        return differing(a.conditions.get(row), b.conditions.get(row))
     tasks = AVERAGES.get(row, (row,))
     if any(task not in run.tasks for task in tasks for run in (a, b)):
         return []
@@ -490,9 +488,9 @@ def _unlike_task(first: Run, second: Run, task: str) -> list[str]:
     pair = []
     for run in (first, second):
         known = run.evaluation.conditions.get(task, {})
-        pair.append({k: v for k, v in known.items() if k not in _OF_THE_QUESTIONS})
+        pair.append({k: v for k, v in known.items() if k not in (*OF_THE_QUESTIONS, "protocol")})
     shared = first.asked[task].keys() & second.asked[task].keys()
-    lines = _differing(*pair)
+    lines = differing(*pair)
     old = not any(pair) and first.asked[task] == second.asked[task]
     sums = [run.checksums.get(task) for run in (first, second)]
     if old and None not in sums and sums[0] != sums[1]:
@@ -500,45 +498,6 @@ def _unlike_task(first: Run, second: Run, task: str) -> list[str]:
     if any(first.asked[task][number] != second.asked[task][number] for number in shared):
         lines.append("prompts (another version of the task or of its questions)")
     return lines
-
-
-def _differing(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> list[str]:
-    """`name first / second` for every condition that two scores do not share. What an older version
-    did not record may be anything: it differs from all that was."""
-    if not first and not second:
-        return []
-    if not first or not second:
-        return ["conditions that an older version did not record"]
-    return [
-        f"{name} {_shown(first.get(name))} / {_shown(second.get(name))}"
-        for name in dict.fromkeys([*first, *second])
-        if first.get(name) != second.get(name)
-    ]
-
-
-def marks(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For scores of one task side by side: what sets each apart from the others, or nothing."""
-    recorded = [one for one in conditions if len(one) > 1]
-    apart = _apart(recorded)
-    # other questions have other prompts: their number says it
-    if "questions" in apart:
-        apart = [name for name in apart if name != "prompts"]
-    shared = [name for name in _apart(conditions) if all(name in one for one in conditions)]
-    result = []
-    for one in conditions:
-        old = recorded and one not in recorded
-        parts = [f"{name} {_shown(one.get(name))}" for name in (shared if old else apart)]
-        result.append(", ".join([*parts, *(["conditions not recorded"] if old else [])]))
-    return result
-
-
-def _apart(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = dict.fromkeys(name for one in conditions for name in one)
-    return [n for n in names if len({_shown(one.get(n)) for one in conditions}) > 1]
-
-
-def _shown(value: Any) -> str:
-    return "not recorded" if value is None else str(value)
 
 
 # ---- as text ----

@@ -3,23 +3,27 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from vocagnolm.chat.messages import is_conversation, messages_of, readable
+from vocagnolm.chat.messages import is_conversation, readable
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import ModelError, UsageError
-from vocagnolm.evaluate.benchmarks import tasks_asked
 from vocagnolm.evaluate.graders import grade
-from vocagnolm.evaluate.render import Request, render
+from vocagnolm.evaluate.render import Request
 from vocagnolm.evaluate.results import Answer, Evaluation, Record, RunFolder, score_records
-from vocagnolm.evaluate.suite import TASKS
-from vocagnolm.files import file_digest, json_digest, local_path
+from vocagnolm.evaluate.settings import (
+    Engine,
+    Questions,
+    grouped,
+    task_conditions,
+    text_conditions,
+)
+from vocagnolm.files import local_path
 from vocagnolm.recipe import CorpusSection
-from vocagnolm.recipe.sections import EngineSection, QuestionsSection
 
 if TYPE_CHECKING:  # they come with torch
     from vocagnolm.evaluate.bits import BitsPerByte
@@ -28,33 +32,6 @@ if TYPE_CHECKING:  # they come with torch
 
 # part of a run's identity: answers made by another version of the loop may differ
 _FORMAT = 1
-
-
-class Questions(QuestionsSection, frozen=True):
-    """What is asked: `tasks`, or a whole suite, the paper's ten unless another is named."""
-
-    def render(self) -> dict[str, list[Request]]:
-        asked = {f.name: getattr(self, f.name) for f in fields(QuestionsSection)}
-        suite, tasks = asked.pop("suite"), asked.pop("tasks")
-        return render(tasks_asked(tasks, suite or "math"), **asked)
-
-
-class Engine(EngineSection, frozen=True):
-    """How the model runs."""
-
-
-def _grouped(
-    questions: Questions | None, engine: Engine | None, keywords: Mapping[str, Any]
-) -> tuple[Questions, Engine]:
-    """The two groups, with what was given one by one put in its place."""
-    asked, how = questions or Questions(), engine or Engine()
-    known = {f.name: group for group in (asked, how) for f in fields(group)}
-    if unknown := keywords.keys() - known.keys():
-        raise TypeError(f"evaluate() got an unexpected keyword argument '{min(unknown)}'")
-    return (
-        replace(asked, **{k: v for k, v in keywords.items() if known[k] is asked}),
-        replace(how, **{k: v for k, v in keywords.items() if known[k] is how}),
-    )
 
 
 @dataclass(frozen=True)
@@ -101,7 +78,7 @@ def evaluate(
         `model` gives tokenizer and template alone; without it, they are those of the name that the
         server has for its model.
     """
-    questions, engine = _grouped(questions, engine, keywords)
+    questions, engine = grouped(questions, engine, keywords)
     if out is not None:
         local_path(out)
     # the questions first: a missing file shows before a model is loaded
@@ -175,9 +152,9 @@ def evaluate(
             if on_text is not None:
                 on_text(measured)
         scores = {name: score_records(run.records(name) or []) for name in requests}
-        conditions = {name: _task_conditions(listed) for name, listed in requests.items()}
+        conditions = {name: task_conditions(listed) for name, listed in requests.items()}
         if text:
-            conditions["bits_per_byte"] = _text_conditions(text, text_field)
+            conditions["bits_per_byte"] = text_conditions(text, text_field)
         protocol = questions.protocol if requests else None
         return run.write_results(Evaluation(scores, bits, protocol, conditions))
 
@@ -333,28 +310,3 @@ def grade_task(run: RunFolder, task: str, requests: list[Request]) -> None:
             Record(request.index, prompt, output, extracted, request.gold, correct, complete)
         )
     run.finish_task(task, records)
-
-
-def _task_conditions(requests: Sequence[Request]) -> dict[str, Any]:
-    """Of one task. `prompts` stands for the benchmark's files and the task's version."""
-    first = requests[0]
-    shots, talk = TASKS[first.task].shots, {}
-    if is_conversation(first.prompt):
-        shots = sum(message.role == "assistant" for message in messages_of(first.prompt))
-        talk = {"chat": True}
-    return {
-        "protocol": first.protocol,
-        **talk,
-        "few_shot": shots,
-        "choices": "likelihood" if first.options else "generate",
-        "max_new_tokens": first.max_new_tokens,
-        "stop": list(first.stop),
-        "questions": len(requests),
-        "prompts": json_digest([[r.index, r.prompt, r.gold] for r in requests])[:16],
-    }
-
-
-def _text_conditions(text: Sequence[str | Path], text_field: str) -> dict[str, Any]:
-    """Of bits per byte: the text itself, whatever its files are called."""
-    content = [file_digest(path) if Path(path).is_file() else str(path) for path in text]
-    return {"text": json_digest([content, text_field])[:16]}

@@ -20,7 +20,8 @@ from vocagnolm.data.guidance import common_alternatives, target_table, tiling
 from vocagnolm.data.identity import recipe_corpus, student_chat
 from vocagnolm.data.teachers import Lookup
 from vocagnolm.errors import TemplateError, VocagnolmError
-from vocagnolm.evaluate.results import Evaluation, in_order, marks, read_results
+from vocagnolm.evaluate.results import Evaluation, in_order, read_results
+from vocagnolm.evaluate.settings import marks
 from vocagnolm.evaluate.suite import AVERAGES, TASKS
 from vocagnolm.files import json_digest, local_path, parse_json, write_text
 from vocagnolm.pair import plain_tokenizer
