@@ -10,7 +10,6 @@ import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from vocagnolm.model.server import Server
 from vocagnolm.processes import Ranks
 from vocagnolm.score.teacher import LocalTeacher, ScoreSettings, ServerTeacher, Teacher
 from vocagnolm.storage import storage_of
+from vocagnolm.storage.copies import version
 from vocagnolm.store.format import encode_vocabulary
 from vocagnolm.store.writer import StoreWriter, measured_apart, with_values_of
 

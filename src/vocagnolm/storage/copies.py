@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vocagnolm.storage.backend import Storage
 
 CACHE_VARIABLE = "VOCAGNOLM_CACHE"
 _THREADS = 8
+version = cache(metadata.version)  # of a package: a file of some kilobytes is parsed for it
 _FOR_EVER = 7 * 24 * 3600.0  # another process of this machine copies: its copy is ours
 
 Listener = Callable[[str, Path, int, int], None]

@@ -4,7 +4,6 @@ import html
 import platform
 import warnings
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from vocagnolm.files import (
     write_text,
 )
 from vocagnolm.recipe import Recipe, load_recipe, recipe_difference
+from vocagnolm.storage.copies import version
 
 if TYPE_CHECKING:  # it comes with torch
     from vocagnolm.train.settings import Schedule
