@@ -22,6 +22,7 @@ collect_ignore = [] if "VOCAGNOLM_VLLM_PYTHON" in os.environ else ["vllm"]
 # longest come first.
 SLOW = (
     "score/test_ray.py",
+    "chat/test_turns.py",
     "train/test_elastic.py",
     "study/test_study.py",
     "train/test_trainer.py",
@@ -36,6 +37,7 @@ SLOW = (
     "storage",
     "train/test_resume.py",
     "evaluate/test_run.py",
+    "evaluate/test_served.py",
     "train/test_conversation_example.py",
     "demo/test_demo.py",
     "study/test_selection_study.py",

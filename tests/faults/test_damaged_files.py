@@ -65,7 +65,7 @@ def described(folder):
 def test_every_file_of_a_run(finished, lab, tmp_path):
     cases = [(p, c) for p in described(finished / "run") for c in BROKEN]
     failures = []
-    for number, (path, content) in enumerate(some(cases, 6)):
+    for number, (path, content) in enumerate(some(cases, 4)):
         run = copy_of(finished / "run", tmp_path / f"{number}")
         (run / path).write_bytes(content)
         recipe = write_recipe(tmp_path / f"{number}.yaml", tiny_tree(lab, run))

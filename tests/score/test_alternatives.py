@@ -289,41 +289,37 @@ def test_a_head_that_is_not_understood(tmp_path, monkeypatch):
             assert ((a >> 12) == (b >> 12)).mean() > 0.98
 
 
-def parts_of_a_teacher(folder, corpus, out, settings):
+def alternatives_of(folder, corpus, settings):
+    teacher = LocalTeacher(open_model(folder, device="cpu"), settings)
+    found = teacher.start(teacher.tokenize([json.loads(x)["text"] for x in corpus.open()]))()
+    return np.concatenate([one.alternatives for one in found])
+
+
+def parts_of_a_teacher(folder, corpus, out, kinds):
     with running_teams(lambda processes: 2) as ranks:
-        teacher = LocalTeacher(open_model(folder, device="cpu"), settings)
-        found = teacher.start(teacher.tokenize([json.loads(x)["text"] for x in corpus.open()]))()
-        np.save(out / f"{ranks.rank}.npy", np.concatenate([one.alternatives for one in found]))
+        for kind in kinds:
+            settings = dataclasses.replace(change(alternatives=kind), shard_teacher=2)
+            np.save(out / f"{kind}-{ranks.rank}.npy", alternatives_of(folder, corpus, settings))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [K, "sampled:32"])
-def test_two_processes_that_hold_one_teacher(tmp_path, corpus, kind):
+def test_two_processes_that_hold_one_teacher(tmp_path, corpus):
     """417 rows: the second process has one less than the first."""
-    folder = save_teacher(tmp_path / "t", vocab_size=417)
-    settings = change(alternatives=kind)
-    teacher = LocalTeacher(open_model(folder, device="cpu"), settings)
-    texts = [json.loads(line)["text"] for line in corpus.open()]
-    alone = np.concatenate([s.alternatives for s in teacher.start(teacher.tokenize(texts))()])
-    run_processes(
-        parts_of_a_teacher,
-        2,
-        folder,
-        corpus,
-        tmp_path,
-        dataclasses.replace(settings, shard_teacher=2),
-    )
-    first, second = (np.load(tmp_path / f"{rank}.npy") for rank in range(2))
-    assert np.array_equal(first, second)
-    if kind == K:
-        assert (first == alone).mean() > 0.995  # sums of parts round otherwise
-    else:  # other draws of the same distribution
-        ours, theirs = (Alternatives(one, sampled=True) for one in (first, alone))
-        mean = [float(np.log(x.probability[x.present]).mean()) for x in (ours, theirs)]
-        assert mean[0] == pytest.approx(mean[1], abs=0.02)
-        counts = [np.bincount(x.ids[x.present], minlength=417) for x in (ours, theirs)]
-        deviation = (counts[0] - counts[1]) / np.sqrt(np.maximum(counts[0] + counts[1], 1))
-        assert np.abs(deviation).max() < 5 and 0.8 < deviation.std() < 1.2
+    folder, kinds = save_teacher(tmp_path / "t", vocab_size=417), [K, "sampled:32"]
+    run_processes(parts_of_a_teacher, 2, folder, corpus, tmp_path, kinds)
+    for kind in kinds:
+        alone = alternatives_of(folder, corpus, change(alternatives=kind))
+        first, second = (np.load(tmp_path / f"{kind}-{rank}.npy") for rank in range(2))
+        assert np.array_equal(first, second)
+        if kind == K:
+            assert (first == alone).mean() > 0.995  # sums of parts round otherwise
+        else:  # other draws of the same distribution
+            ours, theirs = (Alternatives(one, sampled=True) for one in (first, alone))
+            mean = [float(np.log(x.probability[x.present]).mean()) for x in (ours, theirs)]
+            assert mean[0] == pytest.approx(mean[1], abs=0.02)
+            counts = [np.bincount(x.ids[x.present], minlength=417) for x in (ours, theirs)]
+            deviation = (counts[0] - counts[1]) / np.sqrt(np.maximum(counts[0] + counts[1], 1))
+            assert np.abs(deviation).max() < 5 and 0.8 < deviation.std() < 1.2
 
 
 # ---- conversations ----
