@@ -62,6 +62,10 @@ test-trainers: $(TRAINERS:%=.venv-%/.installed)
 			--timeout=900 tests/trainers/test_$$name.py || exit 1; \
 	done
 
+# what only CUDA runs, on a machine that has a GPU: some minutes
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu --durations=5
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
