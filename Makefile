@@ -25,7 +25,7 @@ PIN_trl := trl==1.16.0
 PIN_axolotl := axolotl==0.19.0
 PIN_torchtitan := torchtitan==0.3.0 triton
 
-.PHONY: demo test test-fast test-vllm test-trainers coverage faults smoke lint types docs site env clean
+.PHONY: demo test test-fast test-gpu test-vllm test-trainers coverage faults smoke lint types docs site env clean
 
 demo: $(CORE)
 	$(BIN)/vocagnolm demo
