@@ -15,9 +15,8 @@ import torch
 from chat_kit import Message
 from faults_kit import LONG
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
-from torch.nn import functional as F
 from training_kit import save_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from vocagnolm.alignment import TextTokenizer, align
@@ -345,35 +344,6 @@ def asked_as_trained(chat: ChatTokenizer, messages: list[Message]) -> list[Messa
     return messages
 
 
-def learned_by_heart(size: int, rows: list[list[int]], masks: list[np.ndarray]) -> LlamaForCausalLM:
-    """A student that was trained until every trained token is the likeliest."""
-    room = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (room - len(row)) for row in rows])
-    trained = torch.tensor([[*mask, *[False] * (room - len(mask))] for mask in masks])[:, 1:]
-    wanted = ids[:, 1:][trained]
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            **{"vocab_size": size, "hidden_size": 48, "intermediate_size": 96},
-            **{"num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": True},
-            initializer_range=0.1,
-        )
-    )
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, total_iters=20)
-    for _ in range(600):
-        logits = model.lm_head(model.model(ids).last_hidden_state[:, :-1][trained])
-        loss = F.cross_entropy(logits, wanted)
-        if loss < 1e-2 and (logits.argmax(-1) == wanted).all():
-            return model
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        warmup.step()
-    raise AssertionError(f"the student did not learn: its loss is {loss:.3f}")
-
-
 @pytest.mark.parametrize("name", ["llama2", *(["mistral", *WILD] if LONG else SHORT_ANSWERS)])
 def test_a_student_generates_what_it_was_trained_on(name, monkeypatch):
     """A loss near zero proves nothing: tokens that have no loss are never written. Every answer and
@@ -407,7 +377,7 @@ def test_a_student_generates_what_it_was_trained_on(name, monkeypatch):
     rows = [tokens.ids.tolist() for _, tokens, _ in read]
     skipped = common_prefix_length(rows)  # what all begin with tells none of them apart
     size = int(max(chat.vocabulary.values())) + 1
-    model = learned_by_heart(
+    model = chat_kit.learned_by_heart(
         size, [row[skipped:] for row in rows], [mask[skipped:] for _, _, mask in read]
     )
     differs = False
@@ -524,3 +494,48 @@ def test_align_says_what_is_trained_on(tmp_path):
     tokens = json.loads(CliRunner().invoke(app, [*call, "--json"]).stdout)["student"]
     assert [one["token"] for one in tokens if one["trained"] == "end of turn"] == ["<|return|>"]
     assert tokens[0]["trained"] is None
+
+
+def in_pieces(name: str) -> ChatTokenizer:
+    """Behind a control token its texts begin with a space."""
+    return tokenizer_of(WILD[name].read_text("utf-8"), kind="sentencepiece always")
+
+
+READ = [(wild, name) for name in WILD if name not in NEEDS_TOOLS]
+READ += [(chat_kit.chat, name) for name in chat_kit.SHAPES]
+READ += [(in_pieces, name) for name in ("gptoss", "qwen3", "axolotl__command_a_tool_use")]
+
+
+@pytest.mark.parametrize(("chat_of", "name"), READ)
+def test_answers_are_read_as_the_template_holds_them(chat_of, name):
+    """What the template writes before and behind a content is no part of it."""
+    chat = chat_of(name)
+    ends = chat.end_of_turn
+    for reasoning in ("", "hm, 2\n3"):
+        messages = [TALK[1], Message("assistant", "so it is.\n東京", reasoning=reasoning)]
+        tokens, mask = trained_of(chat, messages, by_rule=True)
+        written = tokens.ids[mask].tolist()
+        written = written[: written.index(ends)] if ends in written else written
+        text = b"".join(chat.private_bytes_of(n) or b"" for n in written).decode()
+        drops = chat.rendering(shared_text(messages)).changes
+        assert chat.answer_of(text) == ("" if drops else reasoning, messages[-1].content)
+
+
+def test_answers_in_parts():
+    def private(text: str) -> str:
+        return chat._aliased(text)
+
+    chat = wild("gptoss")
+    thought = private("<|channel|>analysis<|message|>2 and 2")
+    final = private("<|end|><|start|>assistant<|channel|>final<|message|>")
+    remark = private("<|end|><|start|>assistant<|channel|>commentary<|message|> so")
+    assert chat.answer_of(thought + final + "It is <|end|> 4.") == ("2 and 2", "It is <|end|> 4.")
+    assert chat.answer_of(thought + remark + final + "4")[1] == "4"
+    assert chat.answer_of(thought) == ("2 and 2", "")  # broken off
+    assert chat.answer_of("4 without any") == ("", "4 without any")
+    assert wild("qwen3").answer_of("<think>\n\n</think>\n\n4") == ("", "4")
+    assert wild("qwen3").answer_of("<think>\nso") == ("so", "")
+    assert wild("nemotron_3_nano").answer_of("so\n</think>\n4") == ("so", "4")
+    # of this one the prompt opens the reasoning, and no rendering shows any
+    assert wild("deepseekv3").answer_of("so it\n</think>\n\n4") == ("so it", "\n\n4")
+    assert wild("deepseekv3").answer_of("4") == ("", "4")

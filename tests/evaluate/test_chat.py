@@ -1,13 +1,14 @@
 """Benchmarks as conversations, in the model's own template."""
 
 import json
+from dataclasses import replace
 
 import chat_kit
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from vocagnolm.chat import messages_of
+from vocagnolm.chat import Message, messages_of, shared_text, trained_ranges, trained_tokens
 from vocagnolm.cli import app
 from vocagnolm.errors import UsageError
 from vocagnolm.evaluate.generate import Generator
@@ -105,6 +106,29 @@ def test_evaluate_chat(lab, benchmarks, tmp_path):
     (file,) = (tmp_path / "run" / "evaluation" / "outputs").glob("gsm8k*")
     first = json.loads(file.read_text().splitlines()[0])
     assert first["prompt"].startswith("user: Tom has 0 apples")
+
+
+def test_the_content_is_graded_and_the_reasoning_kept_apart(lab, benchmarks, tmp_path):
+    """gpt-oss writes both in channels of their own."""
+    source = (chat_kit.TEMPLATES / "trl" / "gptoss.jinja").read_text("utf-8")
+    control = ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"]
+    folder = chat_kit.save_chat_tokenizer(tmp_path / "student", lab / "bytes", source, control)
+    chat = chat_kit.loaded(folder)
+    asks = replace(asked(benchmarks, shots=0, max_new_tokens=64), tasks="gsm8k", limit=1)
+    (request,) = asks.render()["gsm8k"]
+    answer = Message("assistant", f"The answer is {request.gold}.", reasoning="let me see")
+    text = shared_text([*messages_of(request.prompt), answer])
+    tokens = chat.spans(text)
+    mask = trained_tokens(tokens, trained_ranges(text, "assistant"))
+    size = max(chat.vocabulary.values()) + 1
+    model = chat_kit.learned_by_heart(size, [tokens.ids.tolist()], [mask])
+    model.save_pretrained(folder)
+    found = evaluate(str(folder), asks, out=tmp_path / "run", device="cpu")
+    assert found.tasks["gsm8k"].score == 100
+    (file,) = (tmp_path / "run" / "evaluation" / "outputs").glob("gsm8k*")
+    record = json.loads(file.read_text())
+    assert record["output"] == answer.content and record["reasoning"] == answer.reasoning
+    assert record["complete"] is True
 
 
 def test_command(lab, benchmarks):
