@@ -246,6 +246,22 @@ def test_a_template_that_cannot_call_tools_refuses():
     assert wild("phi3").rendering(shared_text(listed)).changes == ("leaves out the list of tools",)
 
 
+def test_what_a_record_says_of_its_messages_is_followed():
+    user = {"role": "user", "content": "a"}
+    answers = [{"role": "assistant", "content": text} for text in ("no", "yes")]
+    record = {"messages": [user, {**answers[0], "weight": 0}, user, answers[1]]}
+    chat = wild("nemotron_3_nano")
+    tokens, mask = trained_of(chat, conversation_of(record, "messages"))
+    said = b"".join(chat.bytes_of(n) or b"" for n in tokens.ids[mask].tolist())
+    assert b"yes" in said and b"no" not in said
+    ends = {}
+    for thinking in (True, False):
+        asked = {"messages": [user], "chat_template_kwargs": {"enable_thinking": thinking}}
+        ids = chat.prompt_ids(conversation_of(asked, "messages"))
+        ends[thinking] = b"".join(chat.bytes_of(n) or b"" for n in ids)[-16:]
+    assert ends[True].endswith(b"<think>\n") and ends[False].endswith(b"<think></think>")
+
+
 def test_prompt_and_completion_end_to_end():
     """As TRL tokenizes two texts."""
     base = wild("qwen3").base
