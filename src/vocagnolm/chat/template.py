@@ -48,6 +48,7 @@ Origin = Literal["own", "given", "plain"]
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 RENDER_SECONDS = 20.0
+"""A template takes milliseconds; one of somebody else may never end."""
 _MOST_REPEATED, _LARGEST_POWER = 10**6, 10**4
 
 
@@ -78,9 +79,6 @@ def _power(base: Any, exponent: Any) -> Any:
     if abs(base) > _LARGEST_POWER or abs(exponent) > _LARGEST_POWER:
         raise OverflowError("it computes a power that is too large")
     return base**exponent
-
-
-"""A template takes milliseconds; one of somebody else may never end."""
 
 
 class TemplateRaised(ValueError):

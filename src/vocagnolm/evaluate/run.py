@@ -108,7 +108,7 @@ def evaluate(
         settings["protocol"] = questions.protocol
     chat = None
     if requests and questions.chat:
-        template = template_of(files.tokenizer, engine.chat_template)
+        template = template_of(files.tokenizer, engine.chat_template, engine.template_options)
         chat = ChatTokenizer(files.tokenizer, template)
         settings["template"] = template.fingerprint
         if chat.writes_around:
@@ -148,6 +148,7 @@ def evaluate(
                 text_field=text_field,
                 split=split,
                 chat_template=engine.chat_template,
+                template_options=engine.template_options,
                 on_documents=report,
             )
             bits = measured.value
