@@ -1,5 +1,6 @@
 """LitGPT's model and data module in Lightning's Trainer: `make test-trainers`."""
 
+import inspect
 import sys
 
 import numpy as np
@@ -52,6 +53,14 @@ def test_the_converted_student_is_the_demos(example, checkpoint):
     theirs = example.LLM.load(checkpoint, distribute=None)
     theirs.trainer_setup()
     torch.testing.assert_close(theirs(ids), model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_guidance_takes_one_line_of_the_step(example):
+    guided, plain = (
+        set(inspect.getsource(one.training_step).splitlines())
+        for one in (example.GuidedLLM, example.LitLLM)
+    )
+    assert len(guided - plain) == 1
 
 
 def test_lightnings_trainer_makes_the_steps_of_our_loop(example, checkpoint, tmp_path):
