@@ -347,6 +347,11 @@ def guided_loss(
 
     Without gradients, in an evaluation, it is the mean loss of all tokens whatever the method is.
     """
+    if not isinstance(logits, Tensor):  # the outputs of a model
+        raise ObjectiveError(
+            f"guided_loss takes logits or hidden states, not {type(logits).__name__}. A Trainer's "
+            "compute_loss_func never gets the guidance: set model.loss_function instead."
+        )
     config = config or ObjectiveConfig()
     device = logits.device.type
     if not torch.is_grad_enabled():
