@@ -190,9 +190,8 @@ def render(
     """Prompts of every task, in the order of the benchmark.
 
     `choices="likelihood"` compares the options of the multiple-choice tasks instead of generating
-    an answer; the other tasks are not touched by it. `max_new_tokens` shortens the answers that
-    the tasks allow. `chat`: the question is a user's message and the worked examples are turns
-    before it, `shots` of them.
+    an answer; other tasks are not affected. `max_new_tokens` shortens the answers that the tasks
+    allow. `chat`: the question is a user message, and `shots` worked examples are earlier turns.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"--limit must be at least 1, not {limit}")

@@ -106,10 +106,10 @@ class Evaluation:
     tasks: dict[str, TaskScore]
     bits_per_byte: float | None = None
     protocol: Protocol | None = None
-    """None where there are no tasks."""
+    """None if there are no tasks."""
     conditions: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By task (and `bits_per_byte`): what must be equal for scores to be compared. Evaluations of
-    older versions have none."""
+    """For each task (and `bits_per_byte`), what must be equal for scores to be comparable.
+    Evaluations by older versions have none."""
 
     def averages(self) -> dict[str, float | None]:
         return averages({name: task.score for name, task in self.tasks.items()})
@@ -435,7 +435,7 @@ def load_run(path: str | Path, name: str | None = None) -> Run:
 
 
 def compare_runs(paths: list[str | Path]) -> Comparison:
-    """Read finished evaluations; the first is the one the others are compared with."""
+    """Read finished evaluations and compare the others with the first."""
     runs, evaluated = [], []
     for path in paths:
         try:
