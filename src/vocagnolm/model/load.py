@@ -131,7 +131,7 @@ logging.getLogger("transformers.modeling_gguf_pytorch_utils").setLevel(logging.E
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model that was found and identified, its weights not yet in memory."""
+    """A model that was found and identified, but whose weights are not loaded yet."""
 
     folder: Path
     gguf_file: str | None
@@ -144,11 +144,11 @@ class ModelFiles:
     dtype: torch.dtype
     trust_remote_code: bool = False
     fp8: bool = False
-    """The decoder's products, where `dtype` is that of everything else."""
+    """Whether the decoder's products are in fp8; `dtype` is that of everything else."""
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """What the tokenizer puts before a text (beginning-of-text), as the model was trained."""
+        """What the tokenizer puts before a text (beginning-of-text), as in the model's training."""
         return self.tokenizer.prefix_ids
 
     @property
@@ -166,7 +166,7 @@ class ModelFiles:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens with which the model ends what it writes, as its files say."""
+        """Tokens with which the model ends its output, according to its files."""
         generation = self.folder / "generation_config.json"
         named = [self.tokenizer.eos_id, self.config.get_text_config().eos_token_id]
         if self.gguf_file is None and generation.is_file():
@@ -175,7 +175,7 @@ class ModelFiles:
         return tuple(sorted({index for index in flat if isinstance(index, int)}))
 
     def describe(self) -> dict[str, Any]:
-        """What is needed to know the model again."""
+        """Everything needed to recognize the model."""
         config_file = () if self.gguf_file else (self.folder / "config.json",)
         return {
             "name": self.name,
@@ -201,7 +201,7 @@ class ModelFiles:
             )
 
     def fewest_shards(self) -> int:
-        """As few GPUs of this machine as hold the weights; 1 on a CPU."""
+        """The smallest number of GPUs of this machine that can hold the weights; 1 on a CPU."""
         if self.device.type != "cuda":
             return 1
         self.require_shardable(1)
@@ -211,8 +211,8 @@ class ModelFiles:
         return fewest_parts(self.name, self.config, weights, memory)
 
     def load(self, shards: int = 1) -> PreTrainedModel:
-        """The model, in evaluation mode, on its device. Only safetensors or GGUF are opened.
-        `shards`: this process's part of it, in a group of so many processes."""
+        """Load the model on its device, in evaluation mode. Only safetensors and GGUF files are
+        opened. `shards`: load this process's part, in a group of this many processes."""
         options: dict[str, Any] = {"dtype": self.dtype}
         if self.gguf_file:
             options |= {"gguf_file": self.gguf_file}
@@ -252,7 +252,7 @@ class ModelFiles:
 
 
 def load_causal_lm(source: str | Path, **options: Any) -> PreTrainedModel:
-    """Load a model folder, a model of the hub (`owner/name`) or a GGUF file; options as in
+    """Load a model folder, a hub model (`owner/name`) or a GGUF file; options as in
     `open_model`."""
     return open_model(source, **options).load()
 
@@ -266,10 +266,10 @@ def open_model(
     trust_remote_code: bool = False,
     weights: bool = True,
 ) -> ModelFiles:
-    """Find a model and its tokenizer, without loading the weights; with `weights=False` they need
-    not be there, and are not downloaded.
+    """Find a model and its tokenizer without loading the weights. With `weights=False` the weights
+    need not exist and are not downloaded.
 
-    `dtype="auto"`: float32 on a CPU; on a GPU the checkpoint's own half precision, else bfloat16.
+    `dtype="auto"`: float32 on a CPU; on a GPU the checkpoint's own half precision, or bfloat16.
     """
     torch_device, path = resolve_device(device), Path(source)
     gguf_file = path.name if path.suffix.lower() == ".gguf" else None

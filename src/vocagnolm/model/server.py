@@ -42,8 +42,8 @@ SERVER_REQUEST_TOKENS = 16384
 
 
 class Server(ServerSection, frozen=True):
-    """A server that has a model's weights, and how it is asked. The key, where it wants one, is
-    in the environment of every process that asks."""
+    """A server that runs a model, and how requests are sent to it. If it needs a key, the key is in
+    the environment of every process that sends requests."""
 
     url: str
 
@@ -222,7 +222,7 @@ _ROUNDING = 0.01  # by which half precision may put a log-probability above 0
 
 
 class Engine(ABC):
-    """A server and the one model that we ask it for."""
+    """A server and the one model that we use on it."""
 
     name: str
     version = "unknown"
@@ -236,29 +236,30 @@ class Engine(ABC):
 
     @property
     def context(self) -> int | None:
-        """Tokens of a prompt and of what is written after it; None: it does not say."""
+        """Maximum number of tokens of a prompt and its output; None if the server does not say."""
         return None if self._most is None else int(self._most)
 
     @property
     def longest(self) -> int | None:
-        """Tokens of a prompt at most, for one more is generated."""
+        """Maximum number of tokens of a prompt, leaving room for one generated token."""
         return None if self.context is None else self.context - 1
 
     @abstractmethod
     def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
-        """Of every token of every prompt its nll, NaN for the first and where the server has none,
-        and so many alternatives. An error where it has not read exactly these tokens."""
+        """The nll of every token of every prompt (NaN for the first and where the server returns
+        none), and this many alternatives. Raises an error if the server has not read exactly these
+        tokens."""
 
     @abstractmethod
     def write(
         self, prompts: Sequence[list[int]], *, tokens: int, stop: Sequence[str], ends: Sequence[int]
     ) -> list["Written"]:
-        """The likeliest tokens after every prompt: `tokens` of them at most, up to one of `ends`
-        or until a string of `stop` stands there."""
+        """The most likely tokens after every prompt: at most `tokens` of them, up to one of `ends`
+        or until a string of `stop` appears."""
 
     def tokenize(self, text: str) -> list[int] | None:
-        """A text as the server's own tokenizer reads it, without special tokens; None: it does not
-        say."""
+        """A text as the server's own tokenizer reads it, without special tokens; None if the server
+        does not say."""
         return None
 
     def _post(self, path: str, content: dict[str, Any]) -> Any:

@@ -259,18 +259,17 @@ class LossSection(UsesMethod, Schema):
 
 
 class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the recipe's is not
-    """One training objective: the keys of a recipe's `objective` that the loss reads, by the same
-    names and with the same defaults, and a seed. The guidance itself (which teacher, max / mean /
-    sum over the teacher's tokens) is decided before, when teacher losses are carried to student
-    tokens.
+    """A training objective: the keys of a recipe's `objective` that the loss uses, with the same
+    names and defaults, and a seed. The guidance itself (which teacher, and max, mean or sum over
+    its tokens) is decided earlier, when teacher losses are assigned to student tokens.
 
-    Of n tokens `keep * n` are kept, rounded half up, and at least 1 where `keep` and n are not 0;
-    for chunk, of the chunks. reducible: a token counts `floor + (1 - floor) * max(0, 1 - T / S)`,
-    by the student's loss S and the teacher's T; `keep` is not read. distill: the loss is the cross
-    entropy against `(1 - mix) * label + mix * targets`, where the targets are the teacher's
-    alternatives and the label has what they leave; `mix_by` reducible multiplies the mix with
-    `max(0, 1 - T / S)`. rho1 with `entropy_keep`: `keep` stays a share of all mapped tokens, so
-    that both variants train on equally many."""
+    Of n tokens (for chunk: of n chunks), `keep * n` are kept, rounded half up, and at least 1 if
+    `keep` and n are not 0. reducible: a token has weight `floor + (1 - floor) * max(0, 1 - T / S)`,
+    with the student's loss S and the teacher's T; `keep` is not used. distill: the loss is the
+    cross entropy against `(1 - mix) * label + mix * targets`, where the targets are the teacher's
+    alternatives and the label gets the rest; `mix_by` reducible multiplies the mix by `max(0, 1 - T
+    / S)`. rho1 with `entropy_keep`: `keep` stays a share of all mapped tokens, so that both
+    variants train on the same number."""
 
     seed: int = key("random choices depend on (seed, step, sequence, position) alone", 0)
 
@@ -294,7 +293,7 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
                 )
 
     def at(self, progress: float) -> "ObjectiveConfig":
-        """As it is after this share of a run, from 0 at the first step to 1 at the last."""
+        """The objective after this fraction of a run, from 0 at the first step to 1 at the last."""
         if self.mix_end is None or not self.rule.alternatives:
             return self
         moved = max(0.0, progress - self.mix_hold) / (1.0 - self.mix_hold)
@@ -302,8 +301,8 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
 
     @property
     def graded_by(self) -> str | None:
-        """The weighting by which every token counts, as its own stretch decides; None: some tokens
-        are chosen, and count alike."""
+        """The weighting that gives every token a weight based on its own stretch; None: some tokens
+        are selected and have equal weights."""
         if self.rule.weighting is not None:
             return self.rule.weighting
         return self.weighting if self.rule.selects and self.weighting != "top_k" else None
@@ -314,12 +313,13 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
 
     @property
     def reaches_over_step(self) -> bool:
-        """The weights of a micro-batch depend on the other micro-batches and ranks of its step."""
+        """Whether the weights of a micro-batch depend on the other micro-batches and ranks of its
+        step."""
         return self.scope == "global" and self._competes
 
     @property
     def depends_on_micro_batch(self) -> bool:
-        """A step of other micro-batches would give its tokens other weights."""
+        """Whether a different micro-batch size would change the weights of the tokens."""
         return self.scope == "batch" and self._competes
 
     @property
@@ -329,13 +329,14 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
 
     @property
     def counts_by_losses(self) -> bool:
-        """What the loss is divided by is known only when the losses are."""
+        """Whether the divisor of the loss depends on the losses."""
         whole_units = self.graded or self.by_stretch or self.rule.unit == "chunk"
         return self.normalise == "selected" and whole_units and not self.selects_all
 
     @property
     def selects_all(self) -> bool:
-        """Every predicted token counts fully, whatever the losses are: no first phase needed."""
+        """Whether every predicted token counts fully, whatever the losses: no first phase is
+        needed."""
         if self.graded:
             return False
         if not self.rule.selects:

@@ -34,17 +34,18 @@ Bundles = list[dict[str, float]]
 
 
 class RayCluster(RaySection, frozen=True):
-    """Where shards are scored, by one worker for every GPU, or on CPUs for every `threads` of
-    them; with a server, for every CPU. Its workers are as many as the cluster has room for, also
-    when it grows, where their number is not given."""
+    """A Ray cluster for scoring, with one worker per GPU, or per `threads` CPUs, or with a server
+    per CPU. If their number is not given, there are as many workers as fit, also when the cluster
+    grows."""
 
     address: str | None = None
-    """As `ray.init` takes it: `auto`, `HOST:6379`. None: the cluster that RAY_ADDRESS names, else
-    one on this machine, for this run."""
+    """As for `ray.init`: `auto`, `HOST:6379`. None: the cluster that RAY_ADDRESS names, otherwise
+    one on this machine for this run."""
 
     @contextlib.contextmanager
     def connected(self) -> Iterator["Connection"]:
-        """A connection that the caller's program already has is used and left alone."""
+        """Connect to the cluster. An existing connection of the calling program is used and left
+        open."""
         ray = import_ray()
         ours = not ray.is_initialized()
         if ours:

@@ -37,8 +37,8 @@ from vocagnolm.store.writer import StoreWriter, store_lock
 
 @dataclass(frozen=True)
 class Share:
-    """Share `number` of `count`, from 1, of all shards, not only of those that are missing: what is
-    missing changes while others work, and a shard could be left to nobody."""
+    """Share `number` of `count`, from 1, of all shards and not only of the missing ones: these
+    change while others work, so a shard could be left to nobody."""
 
     number: int = 1
     count: int = 1
@@ -64,11 +64,11 @@ class Share:
 
     @property
     def marker(self) -> str:
-        """The name of the file that says that this share has begun."""
+        """Name of the file that marks this share as begun."""
         return f"share-{self.number}-of-{self.count}"
 
     def of_shards(self, numbers: list[int]) -> list[str]:
-        """The shares that these shards belong to."""
+        """The shares to which these shards belong."""
         return [f"{n + 1}/{self.count}" for n in sorted({m % self.count for m in numbers})]
 
     def __str__(self) -> str:

@@ -22,9 +22,9 @@ _PYARROW = ("pyarrow", "pyarrow.parquet")
 
 
 def export_parquet(store: str | Path, out: str | Path) -> int:
-    """Write one row a document: document_index, document_hash (hex), token_bytes, nll (float32,
-    null where unscored), and where the store has them the alternatives of every token, each with
-    its text, id and probability. One row group a shard. Returns the number of rows."""
+    """Write one row per document: document_index, document_hash (hex), token_bytes, nll (float32,
+    null where unscored), and, if the store has them, the alternatives of every token with text, id
+    and probability. One row group per shard. Returns the number of rows."""
     pa, pq = (optional(name, "data", "exporting to Parquet") for name in _PYARROW)
     loss_store = LossStore.open(store)
     texts = None

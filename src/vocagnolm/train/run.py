@@ -122,11 +122,11 @@ from vocagnolm.train.teacher import OnlineTeacher, TeacherView, refuse_other_voc
 def train(
     recipe: Recipe, *, quiet: bool = False, restart: bool = False, earlier: float = 0.0
 ) -> dict[str, Any]:
-    """Train a recipe, or go on where it was interrupted. Returns the run's summary.
+    """Train a recipe, or resume it. Returns a summary of the run.
 
-    `restart`: begin anew where no checkpoint can be used any more. SIGTERM writes a checkpoint and
-    ends with `StoppedError`; SIGUSR1 writes one and goes on. `earlier`: seconds that a command has
-    taken before this call.
+    `restart`: start over if no checkpoint can be used. SIGTERM writes a checkpoint and raises
+    `StoppedError`; SIGUSR1 writes one and continues. `earlier`: seconds that a command has used
+    before this call.
     """
     clock = Clock(earlier)
     refuse_lone_process()
