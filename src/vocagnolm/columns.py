@@ -258,8 +258,8 @@ class _Columns:
                 problem = self._not_known(str(text))
             if self.missing == "error":
                 raise CorpusError(
-                    f"A row cannot be guided: {problem}. Leave such rows out with missing='drop'; "
-                    "missing='keep' trains on those without guidance too."
+                    f"A row cannot be guided: {problem}. Drop such rows with missing='drop'; "
+                    f"missing='keep' also trains on those without guidance."
                 )
         width = 0 if self.targets is None else self.targets.spec.count
         columns: dict[str, list[Any]] = {
@@ -391,7 +391,7 @@ def _beside(store: LossStore) -> list[Path]:
     if not found or not all(path.is_file() for path in found):
         named = ", ".join(names) or "does not say what"
         raise UsageError(
-            f"{store.path} holds no text, and the corpus it was made from ({named}) is not beside "
-            "it. Say where it is: --corpus FILES."
+            f"{store.path} contains no text, and the corpus it was made from ({named}) was not "
+            f"found. Pass it with --corpus FILES."
         )
     return found

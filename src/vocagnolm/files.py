@@ -45,13 +45,13 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     `s3:` here."""
     address = address_of(path)
     if "\0" in str(path):
-        raise UsageError(f"{str(path)!r} is no path: it has a zero byte in it.")
+        raise UsageError(f"{str(path)!r} is not a path: it contains a zero byte.")
     if address is None:
         return Path(path)
     raise UsageError(
-        f"{address} is an address; here a local file or folder is needed. Corpora, loss stores "
-        "and blocks may be at an address; for all else a bucket can be mounted (rclone mount, "
-        "gcsfuse) and its mount point be named."
+        f"{address} is an address, but a local file or folder is needed here. Only corpora, loss "
+        f"stores and blocks can be remote; for anything else, mount the bucket (rclone mount, "
+        f"gcsfuse) and use the mount point."
     )
 
 
@@ -476,8 +476,8 @@ def _open_lock(path: Path) -> IO[bytes]:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise WriteError(
-                f"{path} is a symbolic link, which no run of ours makes. "
-                "Look who put it there, and remove it."
+                f"{path} is a symbolic link, which this program never creates. Find out who "
+                f"created it, and remove it."
             ) from None
         raise not_written(path, error) from error
 

@@ -118,8 +118,8 @@ def test_every_setting_has_a_help_text(section):
         (["--text-field", ""], "--text-field is '', expected a text that is not empty."),
         (["--template-option", "x"], "--template-option wants key=value, found 'x'."),
         (["--alternatives", "65"], "--alternatives is 65, expected a number from 0 to 64"),
-        (["--server-requests", "2"], "--server-requests is for --server: give --server as well."),
-        (["--ray-patience", "2"], "--ray-patience is for --ray: give --ray as well."),
+        (["--server-requests", "2"], "--server-requests can only be used with --server."),
+        (["--ray-patience", "2"], "--ray-patience can only be used with --ray."),
         (["--share", "1/0"], "--share 1/0: the work is split into at least one share, 1/1."),
     ],
 )

@@ -92,7 +92,7 @@ def test_partial_answers(content, finished, tmp_path):
         *("evaluate", finished / "run" / "model", "--tasks", "svamp", "--out", tmp_path),
         *("--device", "cpu", "--benchmarks", finished / "benchmarks", "--max-new-tokens", "2"),
     )
-    assert "svamp.partial.jsonl, line 1 is no answer" in said or not content.strip(), said
+    assert "svamp.partial.jsonl, line 1 is not an answer" in said or not content.strip(), said
 
 
 def test_every_file_of_a_tokenizer(lab, tmp_path):

@@ -477,7 +477,7 @@ def test_more_than_the_vocabulary_has(tmp_path, corpus):
 
 
 def test_a_teacher_of_losses_alone(tmp_path, corpus):
-    with pytest.raises(UsageError, match="this teacher gives losses alone"):
+    with pytest.raises(UsageError, match="this teacher provides only losses"):
         score_corpus(ArithmeticTeacher(), corpus, tmp_path / "s", settings=change())
 
 

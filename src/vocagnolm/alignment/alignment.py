@@ -219,7 +219,7 @@ def carry(
     if alignment.teacher_tokens not in (None, len(values)):
         raise ValueError(
             f"the alignment is to {alignment.teacher_tokens} teacher tokens, but there are "
-            f"{len(values)} teacher values: they are of another text or tokenizer"
+            f"{len(values)} teacher values: they belong to another text or tokenizer"
         )
     first, last = alignment.first, alignment.last
     if not len(values):

@@ -100,9 +100,9 @@ def refuse_code(folder: Path) -> None:
     named = _read(folder / "tokenizer_config.json").get("auto_map")
     if isinstance(named, dict) and named.get("AutoTokenizer"):
         raise TokenizerError(
-            f"{folder} needs Python code of its own for its tokenizer (auto_map in "
-            "tokenizer_config.json), which is not run. Read that code; if tokenizer.json stands "
-            "for itself, pass that file, or --trust-remote-code to `score` or `evaluate`"
+            f"{folder} has Python code of its own for its tokenizer (auto_map in "
+            f"tokenizer_config.json), which is not run. Review that code; if tokenizer.json "
+            f"works without it, pass that file, or --trust-remote-code to `score` or `evaluate`"
         )
 
 
@@ -502,7 +502,7 @@ def from_hub(name: str, error: type[VocagnolmError], expected: str, **wanted: An
         return Path(snapshot_download(name, **wanted))
     except Exception as failure:  # network, authorisation, cache: many types, one meaning here
         raise error(
-            f"'{name}' is neither a file or folder here nor one that the hub gave: "
+            f"'{name}' is neither a local file or folder nor available on the hub: "
             f"{first_line(failure)}. Check the spelling, or download it and pass the folder."
         ) from None
 
@@ -564,7 +564,7 @@ def _refuse_other_ids(file: Tokenizer, other: Tokenizer, file_name: str, other_n
         except Exception as error:  # the Rust side raises bare Exception
             raise TokenizerError(
                 f"{other_name}, made for {file_name}, cannot encode {probe!r}: {error}. The "
-                "configuration beside tokenizer.json belongs to another tokenizer"
+                f"configuration next to tokenizer.json belongs to another tokenizer"
             ) from None
         if expected.ids != found.ids:
             raise TokenizerError(

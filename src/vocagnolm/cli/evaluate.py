@@ -66,8 +66,8 @@ def evaluate(
         not text or questions or out or server is not None or len(set(models)) < len(models)
     ):
         raise UsageError(
-            "several different models are ranked on --text alone, without tasks, --out or "
-            "--server. Tasks: evaluate one after the other with --out, then `vocagnolm report`."
+            "several models can only be ranked on --text, without tasks, --out or --server. To "
+            "compare tasks, evaluate each model with --out, then run `vocagnolm report`."
         )
     read: list[BitsPerByte] = []
     notes: list[str] = []

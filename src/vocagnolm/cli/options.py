@@ -110,7 +110,7 @@ def require_asked(name: str, asked: str | None, more: Given) -> None:
     """Options such as `--server-requests` say how `--server` is used."""
     if asked is None and more:
         named = f"--{name}-{next(iter(more)).partition('_')[0]}"
-        raise UsageError(f"{named} is for --{name}: give --{name} as well.")
+        raise UsageError(f"{named} can only be used with --{name}.")
 
 
 def _checked(section: type[Schema], typed: Given) -> Given:

@@ -104,7 +104,7 @@ def score(
             fields = ("text_field", "format", "split", "limit_documents")
             reading = {name: getattr(given.corpus, name) for name in fields} | reading
         if out is None and len(given.stores) > 1:
-            raise UsageError(f"{recipe} names several stores: say with --out which one to make.")
+            raise UsageError(f"{recipe} names several stores: choose one with --out.")
         if out is None and given.stores:
             out = given.stores[0]
         if given.method.alternatives:

@@ -146,7 +146,7 @@ def card_command(
     from vocagnolm.store.reader import require_complete
 
     if out is None and scheme_of(store) == "hf":
-        raise UsageError(f"{store} cannot be written: say with --out where the card goes.")
+        raise UsageError(f"{store} cannot be written: choose a file for the card with --out.")
     storage = storage_of(store)
     require_complete(storage)
     text = store_card(storage, licence)

@@ -58,7 +58,7 @@ def view(
         from vocagnolm.errors import UsageError
 
         if text or file:
-            raise UsageError("a page shows texts or conversations: give --messages alone")
+            raise UsageError("a page shows either texts or conversations: give --messages alone")
         for side, given in (("student", student_template), ("teacher", teacher_template)):
             templates[f"{side}_template"] = lambda tokenizer, given=given: ChatTokenizer(
                 tokenizer, template_of(tokenizer, given)

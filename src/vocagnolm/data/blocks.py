@@ -296,7 +296,7 @@ class Blocks:
             except (OSError, ValueError, RuntimeError) as error:
                 raise BlocksError(
                     f"{path} cannot be opened ({error}). "
-                    "Run `vocagnolm prepare` again: it makes what is missing or damaged."
+                    "Run `vocagnolm prepare` again to rebuild what is missing or damaged."
                 ) from error
         return self._handles[part]
 

@@ -200,12 +200,12 @@ def render(
     check_protocol(protocol)
     if shots is not None and not chat:
         raise UsageError(
-            "--shots is for --chat: the tasks say how many examples their prompts have"
+            "--shots can only be used with --chat: otherwise the tasks set the number of examples"
         )
     if chat and protocol == "paper":
-        raise UsageError("the paper's protocol knows no conversations: leave out --chat")
+        raise UsageError("the paper's protocol has no conversations: remove --chat")
     if protocol == "paper" and choices == "likelihood":
-        raise UsageError("the paper's protocol generates its answers: leave --choices likelihood")
+        raise UsageError("the paper's protocol generates its answers: remove --choices likelihood")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:
         from lm_eval.tasks import TaskManager

@@ -148,7 +148,7 @@ def read_results(path: Path) -> Evaluation:
         return Evaluation.from_json(content)
     except (TypeError, KeyError, AttributeError) as error:
         raise EvaluationError(
-            f"{path} is no result of `vocagnolm evaluate` ({error}). {_BEGIN_ANEW}"
+            f"{path} is not a result of `vocagnolm evaluate` ({error}). {_BEGIN_ANEW}"
         ) from None
 
 
@@ -230,7 +230,7 @@ class RunFolder:
                 answers[index] = Answer(**fields)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise EvaluationError(
-                    f"{path}, line {number} is no answer of an interrupted run ({error}). "
+                    f"{path}, line {number} is not an answer of an interrupted run ({error}). "
                     "Remove the file: its questions are asked again."
                 ) from None
         return answers

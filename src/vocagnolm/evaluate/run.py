@@ -164,8 +164,8 @@ def _served(server: "str | Server", engine: Engine) -> "ServedModel":
 
     if engine.dtype != "auto" or engine.device == "cuda":
         raise UsageError(
-            "--dtype and --device cuda are the server's business: leave them out with --server, "
-            "and start the server with what you want."
+            "--dtype and --device cuda do not apply with --server: remove them, and configure "
+            "the server instead."
         )
     return ServedModel(Server(url=server) if isinstance(server, str) else server)
 

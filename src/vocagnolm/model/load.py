@@ -56,7 +56,7 @@ def require_packages(name: str, config: Any, device: torch.device) -> None:
         raise ModelError(
             f"{name} has {kind} weights, which transformers loads with {' and '.join(missing)}, "
             f"not installed here. Install with: pip install {' '.join(missing)}. Or use the "
-            "model's weights that are not quantised."
+            f"unquantized weights."
         )
 
 
@@ -94,7 +94,7 @@ def fewest_parts(name: str, config: Any, weight_bytes: int, memory_bytes: int) -
     raise UsageError(
         f"--shard-teacher auto: {name} has {weight_bytes / 2**30:,.0f} GiB of weights, which "
         f"{possible[-1]} GPUs of {memory_bytes / 2**30:,.0f} GiB do not hold, and it cannot be "
-        "split into more parts. Use larger GPUs, or weights that are quantised."
+        "split into more parts. Use larger GPUs, or quantized weights."
     )
 
 
@@ -186,7 +186,9 @@ class ModelFiles:
 
     def require_shardable(self, shards: int) -> None:
         if self.fp8:
-            raise UsageError("--shard-teacher and --dtype fp8 do not go together: leave one out.")
+            raise UsageError(
+                "--shard-teacher and --dtype fp8 cannot be combined: remove one of them."
+            )
         if self.gguf_file:
             raise UsageError(
                 f"--shard-teacher: {self.name} is a GGUF file, which is loaded whole. Use the "
@@ -239,7 +241,7 @@ class ModelFiles:
             # transformers fills them with random numbers and only warns
             raise ModelError(
                 f"{self.folder} lacks the weights of {', '.join(missing[:3])} ({len(missing)} in "
-                "all). It is cut short, or not a causal language model."
+                "all). It is truncated, or not a causal language model."
             )
         if model.get_output_embeddings() is None:
             raise ModelError(f"{self.folder}: {type(model).__name__} has no language-model head.")

@@ -645,8 +645,8 @@ class _Attached(torch.autograd.Function):
         gradients: Gradients | None = ctx.gradients
         if gradients is None:
             raise RuntimeError(
-                "this loss was already sent backward once and its gradients were handed over; "
-                "compute it again instead of using retain_graph"
+                "backward was already called on this loss; compute it again instead of using "
+                "retain_graph"
             )
         ctx.gradients = None  # scaled in place below: they may be as large as the head
 

@@ -102,7 +102,7 @@ def objective_loss(
         if teacher is None:
             raise ValueError(f"method {config.method} needs an online teacher, got teacher=None")
         if head is None:
-            raise ValueError(f"method {config.method} reads hidden states: give their head")
+            raise ValueError(f"method {config.method} needs hidden states: pass their head")
         function = distil_reference if impl == "reference" else distil
         total, nll_BT, stats = function(hidden_BTD, head, targets.labels_BT, teacher, config)
         return _output(total, nll_BT, targets.valid_BT, targets, config, decided, stats, ranks)
@@ -377,9 +377,9 @@ def guided_loss(
             "and set remove_unused_columns=False in the trainer's arguments."
         )
     if step is None and (config.rule.ranking == "chance" or config.by_chance):
-        raise ObjectiveError(f"method {config.method} draws anew in every step: give step=")
+        raise ObjectiveError(f"method {config.method} uses random numbers: pass step=")
     if config.at(0.0) is not config:
-        raise ObjectiveError("mix_end changes the mix during a run: give config.at(progress)")
+        raise ObjectiveError("mix_end changes the mix during a run: pass config.at(progress)")
     if num_items_in_batch is not None and (
         config.reaches_over_step or config.normalise == "selected"
     ):

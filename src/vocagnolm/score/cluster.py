@@ -83,8 +83,8 @@ def _connect(ray: Any, address: str) -> None:
             token = isinstance(error, ray.exceptions.AuthenticationError)
             if token or b"Unauthenticated" in printed.read():
                 raise ScoreError(
-                    f"the Ray cluster at {address} wants a token, and that of this machine is not "
-                    "used, missing or another. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+                    f"the Ray cluster at {address} requires a token, and that of this machine is "
+                    f"unused, missing or different. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
                     "RAY_AUTH_TOKEN_PATH (or ~/.ray/auth_token) to the token of the cluster."
                 ) from None
             raise ScoreError(

@@ -199,7 +199,7 @@ def _ranks(
     if teacher is None:
         raise ValueError("shard_teacher needs a teacher that is opened by name: give its path")
     if teacher.server is not None:
-        raise UsageError("--server has the weights already: leave --shard-teacher out.")
+        raise UsageError("--shard-teacher does not apply with --server: remove it.")
     if cluster is not None:  # which makes its teams itself
         return running_ranks()
     return running_teams(partial(team_size, teacher, settings))
@@ -211,7 +211,9 @@ def _require_fit_for_cluster(
     if teacher is None or corpus is None:
         raise ValueError("on a cluster teacher and corpus are opened by name: give paths")
     if share is not None or ranks.count > 1:
-        raise UsageError("--ray hands out the shards itself: leave --share and torchrun out.")
+        raise UsageError(
+            "--ray distributes the shards itself: do not combine it with --share or torchrun."
+        )
 
 
 def _score(

@@ -271,14 +271,14 @@ class ServerTeacher:
     ):
         if settings.dtype != "auto" or settings.device == "cuda" or settings.compiled:
             raise UsageError(
-                "--dtype, --device cuda and --compile are the server's business: leave them out "
-                "with --server, and start the server with what you want."
+                "--dtype, --device cuda and --compile do not apply with --server: remove them, "
+                "and configure the server instead."
             )
         kept = settings.kept_alternatives
         if kept is not None and kept.sampled:
             raise UsageError(
-                f"--alternatives {kept}: a server tells its likeliest tokens and draws none. Use "
-                f"--alternatives {kept.count}, or score without --server."
+                f"--alternatives {kept}: a server returns its most likely tokens and cannot "
+                f"sample. Use --alternatives {kept.count}, or score without --server."
             )
         self.alternatives = 0 if kept is None else kept.count
         self._served = ServedModel(server, patient=patient)

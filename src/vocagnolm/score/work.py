@@ -264,8 +264,8 @@ class ShardQueue:
         raise ScoreError(
             f"{len(self.set_aside):,} shards were set aside: {MOST_DEATHS} workers died on each.\n"
             + "\n".join(named)
-            + f"\nThe other {len(self.done):,} were scored and are kept. Look at the workers' logs "
-            "and at these documents (out of memory?), and run the same command again."
+            + f"\nThe other {len(self.done):,} were scored and are kept. Check the workers' logs "
+            f"and these documents (out of memory?), and run the same command again."
         )
 
 
@@ -325,7 +325,7 @@ def prepare_shard(
         if settings.strict:
             raise ScoreError(
                 f"{document.place} (document {document.index}) cannot be scored: {outcome}. "
-                "Mend it, or run without --strict to skip and count such documents."
+                "Fix it, or run without --strict to skip and count such documents."
             )
         skipped.append(
             {"document": document.index, "place": document.place, "reason": outcome or "unknown"}
@@ -345,7 +345,9 @@ def finished_shard(prepared: PreparedShard, given: Scores, settings: ScoreSettin
     if kept is not None:
         rows = [one.alternatives for _, one in stored if one.alternatives is not None]
         if len(rows) < len(stored):
-            raise ScoreError("--alternatives: this teacher gives losses alone. Leave it out.")
+            raise ScoreError(
+                "--alternatives: this teacher provides only losses. Remove the option."
+            )
         alternatives = np.concatenate([np.zeros((0, kept.count), "<u4"), *rows])
     return Shard(
         number=prepared.number,

@@ -45,8 +45,8 @@ def require_storage(path: str | Path, *, hub: bool = False) -> None:
     known = [name for name, backend in BACKENDS.items() if backend.writable or hub]
     if scheme is not None and scheme not in known:
         raise UsageError(
-            f"{address_of(path)} is an address of a kind that cannot be used here. Known are local "
-            f"folders and {', '.join(f'{name}://' for name in known)}."
+            f"{address_of(path)} has a scheme that is not supported here. Use a local folder or "
+            f"{', '.join(f'{name}://' for name in known)}."
         )
 
 

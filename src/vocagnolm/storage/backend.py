@@ -156,8 +156,8 @@ def hub_folder(address: str) -> Path:
     except Exception as error:  # network, rights, a name that is wrong: a dozen kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise AddressError(
-            f"{address} cannot be had from the hub: {reason.rstrip('.')}. Check the name, and log "
-            "in with `hf auth login` where the dataset is not public."
+            f"{address} cannot be downloaded from the hub: {reason.rstrip('.')}. Check the name, "
+            "and log in with `hf auth login` if the dataset is not public."
         ) from None
     return Path(folder) / inside
 
@@ -165,6 +165,8 @@ def hub_folder(address: str) -> Path:
 def _parts(address: str) -> tuple[str, str | None, str]:
     kind, *names = address.rstrip("/").partition("://")[2].split("/")
     if kind != "datasets" or len(names) < 2 or not all(names):
-        raise AddressError(f"{address}: expected hf://datasets/OWNER/NAME, with @REVISION or not.")
+        raise AddressError(
+            f"{address}: expected hf://datasets/OWNER/NAME, optionally with @REVISION."
+        )
     name, _, revision = names[1].partition("@")
     return f"{names[0]}/{name}", revision or None, "/".join(names[2:])

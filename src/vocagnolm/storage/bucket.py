@@ -44,8 +44,8 @@ class Bucket:
         parts = urlsplit(self.address)
         if "@" in parts.netloc:  # not repeated: it may hold a secret
             raise AddressError(
-                f"an address {parts.scheme}://...@... with credentials in it is not taken: they "
-                "would stand in manifests and logs. Use the environment or a profile."
+                f"an address {parts.scheme}://...@... with credentials in it is refused: they "
+                f"would appear in manifests and logs. Use the environment or a profile."
             )
         if not parts.netloc:
             raise AddressError(f"{address} names no bucket.")

@@ -318,7 +318,7 @@ def require_complete(storage: Storage) -> None:
         done = len(shard_names(found))
         raise StoreError(
             f"{storage} is not complete: {done} of {wanted} shards are scored. Run the command "
-            "that started it again; it goes on from there."
+            f"that started it again to resume."
         )
     raise StoreError(
         f"{storage} is not a loss store: it has no {MANIFEST_FILE}. "

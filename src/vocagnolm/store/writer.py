@@ -192,8 +192,8 @@ class StoreWriter:
                     continue
             raise StoreError(
                 f"{self.storage}: the manifest cannot be read, and {name.partition('/')[2]} does "
-                "not say that this command made it. Remove that file if this command made the "
-                "store: it is scored again. Or choose another --out."
+                f"not show that this command made it. If it did, remove that file and it is "
+                f"scored again. Otherwise choose another --out."
             )
 
     def _begin_new(self) -> None:
@@ -381,7 +381,7 @@ def refuse_other_identity(path: str | Path, found: dict[str, Any], wanted: dict[
         )
         raise StoreError(
             f"{path} was made with other settings or another corpus:\n  {lines}\n"
-            "Run with the store's settings to go on with it, or choose another --out. "
+            "Use the store's settings to continue it, or choose another --out. "
             "Nothing was changed."
         )
 

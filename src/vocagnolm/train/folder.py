@@ -127,7 +127,7 @@ def refuse_other_run(
         raise TrainingError(
             f"{folder} holds a run with another recipe:\n  "
             + "\n  ".join(difference)
-            + "\nGive these settings back to go on with it, or choose another run.folder."
+            + "\nRestore these settings to continue it, or choose another run.folder."
             + f" To train its model further there: student.model={folder / 'model'}." * finished
         )
 

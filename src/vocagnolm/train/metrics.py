@@ -118,7 +118,7 @@ def require_finite(step: int, losses: list[tuple[Tensor, Tensor | None]], rank: 
         raise TrainingError(
             f"The loss is {value} in step {step}, micro-batch {number} of rank {rank}{named}. The "
             "weights are still those of the step before; the newest checkpoint is untouched. Lower "
-            "optimizer.learning_rate, or look at these blocks."
+            "optimizer.learning_rate, or check these blocks."
         )
 
 

@@ -398,7 +398,7 @@ def understood_head(model: PreTrainedModel) -> HeadForm:
     form = head_form(model)
     if form is None:
         raise TrainingError(
-            f"{type(model).__name__} makes its logits in a way that is not known here (weight, "
+            f"{type(model).__name__} computes its logits in an unsupported way (weight, "
             "bias, scale and soft cap of the head do not explain them). "
             "Please report the architecture."
         )
@@ -439,7 +439,7 @@ def require_separation(model: PreTrainedModel, who: str) -> None:
     if not separates_documents(model):
         raise TrainingError(
             f"{who} ({type(model).__name__}) lets a document see the one packed before it: its "
-            "architecture knows no positions that start again. Set data.document_mask to false, "
+            f"architecture does not support restarting positions. Set data.document_mask to false, "
             "or use another model."
         )
 
