@@ -80,7 +80,7 @@ BROKEN = [
     ("gsm8k", "gsm8k/test.jsonl", "[1, 2]\n", "line 1 is not a JSON object"),
     ("gsm8k", "gsm8k/test.jsonl", "\n\n", "no questions"),
     ("math", "math/test.jsonl", '{"problem": "p", "solution": "2"}\n', "boxed"),
-    ("svamp", "svamp/test.jsonl", '{"Body": "b", "Question": "q", "Answer": "x"}\n', "not a number"),
+    ("svamp", "svamp/test.jsonl", '{"Body": "b", "Question": "q", "Answer": "x"}\n', "a number"),
     ("tabmwp", "tabmwp/problems_test1k.json", '{"1": 3}', "entry 1 is not a JSON object"),
     ("tabmwp", "tabmwp/problems_test1k.json", "{", "cannot be read as JSON"),
     ("mathqa", "mathqa/test.jsonl", '{"problem":"p","options":"12","correct":"a"}\n', "options"),
