@@ -150,9 +150,7 @@ def test_without_torchrun_the_command_is_told(tmp_path):
     assert "torchrun --nproc_per_node 2 -m vocagnolm score --shard-teacher 2" in str(
         alone.exception
     )
-    assert "expected a whole number of at least 1 or auto" in str(
-        run("--shard-teacher", "0").exception
-    )
+    assert "expected an integer of at least 1 or auto" in str(run("--shard-teacher", "0").exception)
     # no GPU: nothing to split
     assert run("--shard-teacher", "auto", "--device", "cpu", "--context", 64).exit_code == 0
 

@@ -98,8 +98,8 @@ class CorpusSection(Schema):
     """The documents, for both `score` and `prepare`."""
 
     files: list[str] = key(
-        "jsonl (.gz, .zst), parquet or text files, or folders of them, local or remote "
-        "(s3://, gs://, hf://, https://), or hub datasets (owner/name, owner/name:split)",
+        "jsonl (.gz, .zst), parquet or text files, folders, addresses (s3://, gs://, hf://, "
+        "https://) or hub datasets (owner/name, owner/name:split)",
         [],
         option="--corpus",
     )
