@@ -364,8 +364,8 @@ def export_columns(
             )
         if lost := len(rows) - len(found):
             warnings.warn(
-                f"{lost:,} of {len(rows):,} documents were left out: {store} does not hold them, "
-                "or they cannot be read.",
+                f"{lost:,} of {len(rows):,} documents were skipped: {store} does not contain "
+                f"them, or they cannot be read.",
                 VocagnolmWarning,
                 stacklevel=2,
             )

@@ -283,8 +283,8 @@ def as_write_error(what: str) -> Iterator[None]:
 def not_written(path: Path | str, error: Exception) -> WriteError:
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     return WriteError(
-        f"{path} could not be written: {reason}. What was finished before is "
-        "kept. Make room or mend the path, and run the same command again: it goes on from there."
+        f"{path} could not be written: {reason}. Finished work is kept. Free some space or fix "
+        f"the path, and run the same command again to resume."
     )
 
 
@@ -367,7 +367,7 @@ def damaged_file(folder: Path, records: Mapping[str, Any], *, read: bool = True)
         size = entry["bytes"] if isinstance(entry, dict) else entry  # older records: sizes alone
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
-            return f"{name} is cut short or missing"
+            return f"{name} is truncated or missing"
     checked = {name: entry for name, entry in records.items() if isinstance(entry, dict)}
     if read:
         digests = file_digests([folder / name for name in checked])

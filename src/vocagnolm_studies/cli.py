@@ -304,8 +304,8 @@ def _print_selection(study: "SelectionStudy") -> None:
         console.print()
         console.print(sources)
     line(
-        f"over the same text the student loses {study.lead.student:.3f} nats per token of its own, "
-        f"the teacher {study.lead.teacher:.3f}: a lead of {study.lead.share:.1%}."
+        f"on the same text the student's loss is {study.lead.student:.3f} nats per student token, "
+        f"the teacher's {study.lead.teacher:.3f}: a lead of {study.lead.share:.1%}."
     )
     kinds = _table("stretches", "tokens", "kept by token", "by stretch", "joined", "left")
     for kind, share in study.by_kind.items():

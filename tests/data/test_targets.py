@@ -327,7 +327,9 @@ def test_a_student_that_cannot_spell(tmp_path):
     (tmp_path / "student" / "tokenizer_config.json").write_text(json.dumps(config))
     write_corpus(tmp_path / "corpus.jsonl", texts)
     write_store(tmp_path / "store", texts, tmp_path / "teacher", alternatives=K)
-    with pytest.raises(BlocksError, match=r"student \(BPE\) can spell \d\.\d% of the teacher's"):
+    with pytest.raises(
+        BlocksError, match=r"student \(BPE\) can represent \d\.\d% of the teacher's"
+    ):
         prepare(recipe_of(tmp_path, tmp_path / "b"))
 
 

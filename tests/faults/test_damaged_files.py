@@ -156,7 +156,7 @@ def test_benchmarks_and_corpora(content, finished, lab, tmp_path):
         ("corpus.files.deeper=1", "no keys below"),
         ("corpus.split=page", "blank_line"),
         ("run=3", "expected a mapping"),
-        ("run.seed", "--set wants key=value"),
+        ("run.seed", "--set expects key=value"),
         ('run.folder="a\\0b"', "without zero bytes"),
     ],
 )

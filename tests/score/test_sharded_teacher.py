@@ -126,7 +126,7 @@ def refused(folder, corpus, out, settings, message):
     ("kind", "size", "processes", "message"),
     [
         ("llama", 2, 3, r"3 processes run here.*--nproc_per_node 2 .*--shard-teacher 2"),
-        ("gpt2", 2, 2, r"no tensor-parallel plan for t \(gpt2\).*Leave --shard-teacher out"),
+        ("gpt2", 2, 2, r"no tensor-parallel plan for t \(gpt2\).*Remove --shard-teacher"),
         ("llama", 4, 4, r"2 num_key_value_heads\) cannot be shared by 4.*one of 1, 2\."),
     ],
 )

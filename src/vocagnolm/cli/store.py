@@ -272,7 +272,7 @@ def print_store(about: dict[str, Any]) -> None:
     rows += [("", f"{count:,} skipped: {why}") for why, count in about["skipped_reasons"].items()]
     kept = about.get("alternatives")
     if kept is not None:
-        kind = "drawn from the distribution" if kept["sampled"] else "likeliest first"
+        kind = "sampled from the distribution" if kept["sampled"] else "likeliest first"
         rows.append(("alternatives", f"{kept['count']} a token, {kind}"))
     for name, value in rows:
         typer.echo(f"{name:<14}{value}")

@@ -298,7 +298,7 @@ def target_table(tokenizer: TextTokenizer, vocabulary: Vocabulary, eos: int | No
     spelled = float((table.targets[0] >= 0).mean())
     if spelled < _LEAST_SPELLED:
         raise BlocksError(
-            f"{student.name} ({student.kind}) can spell {spelled:.1%} of the teacher's tokens: "
+            f"{student.name} ({student.kind}) can represent {spelled:.1%} of the teacher's tokens: "
             f"its vocabulary has neither their characters nor byte tokens. Use method guided "
             f"instead."
         )

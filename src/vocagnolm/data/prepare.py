@@ -256,7 +256,7 @@ def _nothing(recipe: Recipe, summary: PackingSummary, read: Corpus) -> str | Non
             return None
         return (
             f"No token of {corpus} has guidance: {' and '.join(recipe.stores)} holds no loss for "
-            "any of these documents. Score this corpus, or leave store.path out."
+            "any of these documents. Score this corpus, or remove store.path."
         )
     if summary.refused:
         reason, count = max(summary.refused.items(), key=lambda entry: entry[1])

@@ -133,7 +133,7 @@ class Evaluation:
         return cls(tasks, values["bits_per_byte"], protocol, values.get("conditions") or {})
 
 
-_BEGIN_ANEW = "Remove the evaluation folder and evaluate again, or give another --out."
+_BEGIN_ANEW = "Remove the evaluation folder and evaluate again, or choose another --out."
 _SETTINGS_KEYS: dict[str, type | tuple[type, ...]] = {"settings": dict, "prompts": dict}
 _RESULTS_KEYS: dict[str, type | tuple[type, ...]] = {
     "tasks": dict,
@@ -163,7 +163,7 @@ class RunFolder:
     @contextlib.contextmanager
     def lock(self) -> Iterator["RunFolder"]:
         """Only one evaluation may write here; what a killed one left behind is removed."""
-        advice = "Wait for it to end, or give another --out."
+        advice = "Wait for it to end, or choose another --out."
         with folder_lock(self.folder, advice):
             for folder in (self.folder, self.outputs):
                 remove_leftovers(folder)
@@ -200,7 +200,7 @@ class RunFolder:
         if different:
             raise EvaluationError(
                 f"{self.folder} holds an evaluation with other settings ({'; '.join(different)}). "
-                "Give another --out, or the settings of that evaluation."
+                "Choose another --out, or use the settings of that evaluation."
             )
         self.outputs.mkdir(parents=True, exist_ok=True)
         merged = {"settings": there | settings, "prompts": before["prompts"] | prompts}

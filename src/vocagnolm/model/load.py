@@ -76,8 +76,8 @@ def possible_sizes(name: str, config: Any) -> list[int]:
     if not getattr(text, "base_model_tp_plan", None):
         raise UsageError(
             f"--shard-teacher: transformers has no tensor-parallel plan for {name} "
-            f"({text.model_type}), so it cannot be split over GPUs. Leave --shard-teacher out: one "
-            "GPU must hold all of it."
+            f"({text.model_type}), so it cannot be split over GPUs. Remove --shard-teacher: one "
+            f"GPU must hold all of it."
         )
     heads = [value for key in _HEADS if isinstance(value := getattr(text, key, None), int)]
     common = math.gcd(*heads)
@@ -192,7 +192,7 @@ class ModelFiles:
         if self.gguf_file:
             raise UsageError(
                 f"--shard-teacher: {self.name} is a GGUF file, which is loaded whole. Use the "
-                "model's safetensors, or leave --shard-teacher out."
+                "model's safetensors, or remove --shard-teacher."
             )
         possible, text = possible_sizes(self.name, self.config), self.config.get_text_config()
         if shards not in possible:
@@ -397,7 +397,7 @@ def _loading_message(folder: Path, error: Exception) -> str:
     text = str(error)
     if "trust_remote_code" in text:
         return (
-            f"{folder} needs Python code of its own, which is not run by default. Read that code, "
-            "and pass --trust-remote-code to `score` or `evaluate` if you trust it."
+            f"{folder} has its own Python code, which is not run by default. Review that code, "
+            f"and pass --trust-remote-code to `score` or `evaluate` if you trust it."
         )
     return f"{folder} cannot be loaded as a causal language model: {type(error).__name__}: {text}"

@@ -97,7 +97,7 @@ class Recipe(Schema):
         if len(stores) < 2 and self.store.combine is not None:
             problems.append(
                 f"store.combine joins several stores, store.path names {len(stores)}: list the "
-                "stores there, or leave store.combine out."
+                "stores there, or remove store.combine."
             )
         if twice := sorted({path for path in stores if stores.count(path) > 1}):
             problems.append(f"store.path names {', '.join(twice)} twice.")

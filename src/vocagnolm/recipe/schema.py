@@ -338,7 +338,7 @@ def apply_override(
     steps = steps_of(path.strip())
     if not equals or not all(steps):
         path_words = " with a path like section.key" if option == "--set" else ""
-        raise error(f"{option} wants key=value{path_words}, found {override!r}.")
+        raise error(f"{option} expects key=value{path_words}, found {override!r}.")
     try:
         value = parse_yaml(text)
     except ValueError as failure:

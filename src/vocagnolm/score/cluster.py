@@ -335,7 +335,7 @@ class Connection:
         return ScoreError(
             f"no worker has been alive for {self._cluster.patience_seconds:.0f} s "
             f"({len(self._queue.done):,} shards were scored and are kept). Each needs {needs}, and "
-            f"there are {self._room(self._bundles)[1]}; the last word: {self._last_words} Look "
-            "at `ray status`, and run the same command again, with a longer --ray-patience for a "
-            "busy cluster: it goes on from there."
+            f"there are {self._room(self._bundles)[1]}; last error: {self._last_words} Check "
+            f"`ray status`, and run the same command again to resume, with a longer "
+            f"--ray-patience for a busy cluster."
         )

@@ -344,8 +344,8 @@ class ServerTeacher:
         if wanted is not None and wanted > longest:
             raise UsageError(
                 f"--context {wanted}: the server at {self._served.url} reads at most {longest} "
-                f"tokens and writes one. Start it with --max-model-len {wanted + 1}, or leave "
-                "--context out."
+                f"tokens and writes one. Start it with --max-model-len {wanted + 1}, or remove "
+                f"--context."
             )
         usual = min(DEFAULT_CONTEXT, files.max_context or DEFAULT_CONTEXT)
         return dataclasses.replace(settings, context=wanted or min(usual, longest))
@@ -386,7 +386,7 @@ def _require_choice(files: ModelFiles, wanted: AlternativesSpec) -> None:
     if rows > MOST_IDS:
         raise UsageError(
             f"--alternatives {wanted}: {files.name} has {rows:,} tokens, and a store numbers at "
-            f"most {MOST_IDS:,} of them. Leave --alternatives out."
+            f"most {MOST_IDS:,} of them. Remove --alternatives."
         )
 
 

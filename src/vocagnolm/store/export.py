@@ -99,8 +99,8 @@ def _alternatives(pa: Any, given: Alternatives, texts: Any) -> Any:
 
 CARD = "README.md"
 _ALTERNATIVES = """
-It also holds the teacher's alternatives at every place, with their probabilities: a student with
-any vocabulary can be distilled from them. **The likeliest alternative often is the text**, so that
+It also holds the teacher's alternatives at every position, with their probabilities: a student with
+any vocabulary can be distilled from them. **The most likely alternative is often the text**, so
 much of the text can be read back from this store: publish it only where you may publish the text.
 """
 PARQUET_FOLDER = "parquet"
@@ -185,9 +185,11 @@ def _alternatives_facts(about: dict[str, Any]) -> dict[str, Any]:
     if kept is None:
         return {}
     if kept["sampled"]:
-        return {"alternatives a token": f"{kept['count']}, drawn from the teacher's distribution"}
+        return {
+            "alternatives per token": f"{kept['count']}, sampled from the teacher's distribution"
+        }
     return {
-        "alternatives a token": f"{kept['count']}, likeliest first",
+        "alternatives per token": f"{kept['count']}, most likely first",
         "probability they cover": f"{sum(kept['mass']):.1%}",
     }
 

@@ -502,7 +502,7 @@ def _shard_problems(
     if "alternatives" in columns or alternatives:
         shape = columns["alternatives"].shape if "alternatives" in columns else "none"
         if shape != (len(columns["nll"]), alternatives):
-            problems.append(f"it has alternatives {shape}, {alternatives} a token are expected")
+            problems.append(f"it has alternatives {shape}, {alternatives} per token are expected")
     indices = [*columns["document_index"].tolist(), *(e["document"] for e in about["skipped"])]
     wanted = range(expected_first, expected_first + about["document_span"])
     if len(set(indices)) != len(indices):

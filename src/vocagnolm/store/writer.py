@@ -393,8 +393,8 @@ def store_lock(
     there the protocol alone keeps the store whole."""
     return storage_of(path).lock(
         "Wait for it to end, or choose another --out. To share the work between processes, start "
-        "them together (torchrun --nproc_per_node N -m vocagnolm score ...), or each with a share "
-        "of its own (--share I/N).",
+        "them together (torchrun --nproc_per_node N -m vocagnolm score ...), or each with its "
+        "own share (--share I/N).",
         shared=shared,
         patience=_FINISHING_SECONDS if shared else 0.0,
     )
