@@ -51,7 +51,7 @@ class StudentSection(Schema):
         "conversations: more variables for the template, for example enable_thinking: false", {}
     )
     dtype: Literal["float32", "bfloat16", "float16"] = key(
-        "dtype of the weights; train.bf16 sets the dtype of the arithmetic", "float32"
+        "dtype of the weights; train.dtype sets that of the arithmetic", "float32"
     )
     attention: Attention | HubKernel | None = key(
         "attention implementation of transformers, or a kernel from the hub (owner/name); null: "
