@@ -598,7 +598,7 @@ class EngineSection(Schema, frozen=True):
 
     chat_template: str | None = key(CHAT_TEMPLATE, unset=OWN_TEMPLATE)
     template_options: Mapping[str, Any] = key(
-        "conversations: a further variable of the template, name=value, for example "
+        "conversations: another variable for the template, name=value, for example "
         "enable_thinking=false",
         {},
         option="--template-option",
