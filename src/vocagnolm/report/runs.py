@@ -235,11 +235,11 @@ def _evaluation(folder: Path) -> Evaluation | None:
 
 
 def _score(evaluation: Evaluation, name: str) -> tuple[float, float | None] | None:
-    """Of a task, an average or the text, with its standard error over questions; None where it was
-    not measured."""
+    """Of a task, an average or the text, with its standard error over questions or documents; None
+    where it was not measured."""
     if name == "bits_per_byte":
         bits = evaluation.bits_per_byte
-        return None if bits is None else (bits, None)
+        return None if bits is None else (bits, evaluation.bits_per_byte_stderr)
     if name in AVERAGES:
         mean = evaluation.averages()[name]
         return None if mean is None else (mean, evaluation.average_stderrs()[name])
