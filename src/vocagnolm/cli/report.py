@@ -23,6 +23,11 @@ def report(
         min=0,
         help="--html: documents for the token view when no run has a tokens.json yet; 0: none.",
     ),
+    kind_field: str | None = typer.Option(
+        None,
+        help="--html: a field of the corpus's records that says what kind of text a document is; "
+        "the page shows how much is kept of each kind.",
+    ),
 ) -> None:
     """Compare evaluations: scores, differences, standard errors, paired significance tests.
 
@@ -43,7 +48,7 @@ def report(
         from vocagnolm.report.runs import write_report
 
         with quiet_libraries() if sample else nullcontext():
-            page = write_report(list(runs), html, sample_documents=sample)
+            page = write_report(list(runs), html, sample_documents=sample, kind_field=kind_field)
         typer.echo(str(page))
         return
     from vocagnolm.evaluate.results import compare_runs, comparison_table, format_table

@@ -388,19 +388,17 @@ class Comparison:
     def notes(self) -> list[str]:
         """What was not compared, and averages that a reader may miss: the paper's MATH was once
         taken for the 5,000."""
-        return (
-            self._not_compared()
-            + self._without_documents()
-            + [
-                f"{run.name} has math, all 5,000 questions; the averages want math500 (the paper's). "
-                "Add it: vocagnolm evaluate MODEL --tasks math500 --out RUN"
-                for run in self.runs
-                if "math" in run.evaluation.tasks
-                and any(
-                    set(t) - run.evaluation.tasks.keys() == {"math500"} for t in AVERAGES.values()
+        notes = self._not_compared() + self._without_documents()
+        for run in self.runs:
+            tasks = run.evaluation.tasks
+            if "math" in tasks and any(
+                set(t) - tasks.keys() == {"math500"} for t in AVERAGES.values()
+            ):
+                notes.append(
+                    f"{run.name} has math, all 5,000 questions; the averages want math500 (the "
+                    "paper's). Add it: vocagnolm evaluate MODEL --tasks math500 --out RUN"
                 )
-            ]
-        )
+        return notes
 
     def _not_compared(self) -> list[str]:
         lines = []
