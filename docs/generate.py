@@ -53,7 +53,9 @@ def _page(command: Any, path: str) -> str:
     )
     table = f"\n| option | meaning | default |\n| --- | --- | --- |\n{rows}" if rows else ""
     text = (command.help or "").replace("\f", "").strip()
-    return f"\n## {path}\n\n```\n{usage}\n```\n\n{text}\n{table}"
+    example = str(command.epilog or "").removeprefix("Example: ")
+    shown = f"\n```bash\n{example}\n```\n" if example else ""
+    return f"\n## {path}\n\n```\n{usage}\n```\n\n{text}\n{shown}{table}"
 
 
 def _metavar(parameter: Any) -> str:

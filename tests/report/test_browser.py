@@ -538,11 +538,11 @@ def test_what_was_kept_of_each_kind_of_text_and_the_heap_at_zero(visit) -> None:
         student=token_row("s", text, spans, nll=losses),
         teachers=[teacher],
         breaks=list(range(4, n, 4)),
-        kinds=["clean", "junk"] * 20,
+        sources=["clean", "junk"] * 20,
     )
     passages, rule = select_passages([passage], keep=0.125)
     found = statistics(passages)
-    clean, junk = found.texts
+    clean, junk = found.sources
     assert (clean.name, clean.tokens, clean.kept) == ("clean", 80, 20.0) and junk.kept == 0
     assert clean.interval == (0.25, 0.25)  # the same in every document
     assert found.excess.certain == 140

@@ -23,10 +23,10 @@ def report(
         min=0,
         help="--html: documents for the token view when no run has a tokens.json yet; 0: none.",
     ),
-    kind_field: str | None = typer.Option(
+    source_field: str | None = typer.Option(
         None,
-        help="--html: a field of the corpus's records that says what kind of text a document is; "
-        "the page shows how much is kept of each kind.",
+        help="--html: the field that names a document's source, or what kind of text it is; the "
+        "page shows how much is kept of each.",
     ),
 ) -> None:
     """Compare evaluations: scores, differences, standard errors, paired significance tests.
@@ -48,7 +48,9 @@ def report(
         from vocagnolm.report.runs import write_report
 
         with quiet_libraries() if sample else nullcontext():
-            page = write_report(list(runs), html, sample_documents=sample, kind_field=kind_field)
+            page = write_report(
+                list(runs), html, sample_documents=sample, source_field=source_field
+            )
         typer.echo(str(page))
         return
     from vocagnolm.evaluate.results import compare_runs, comparison_table, format_table

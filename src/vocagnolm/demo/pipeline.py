@@ -132,7 +132,7 @@ def make_page(
     folders = [Path(recipe.run.folder or "") for recipe in recipes.values()]
     guided = Path(recipes["guided", 0].run.folder or "")
     # what the start of the training sees: there the selection has the most to say
-    write_sample(guided, documents=120, model=students.START, kind_field="kind")
+    write_sample(guided, documents=120, model=students.START, source_field="kind")
     note = (
         f"Every student went on from the same start with the same {budget.tokens:,} tokens, the "
         "same settings and the same order of blocks; a seed decides that order. Measured on "

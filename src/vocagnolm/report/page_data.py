@@ -71,8 +71,8 @@ class Passage:
     """What each token counts in the loss: 1 where it is kept and 0 where not, or a grade."""
     breaks: list[int] | None = None
     """Where another document begins: indices of student tokens."""
-    kinds: list[str] | None = None
-    """What kind of text each document is, where the corpus knows."""
+    sources: list[str] | None = None
+    """Each document's source, or what kind of text it is, where the corpus knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class Statistics:
     kept: float
     unmapped: int
     kinds: list[Share]
-    texts: list[Share]
+    sources: list[Share]
     most_kept: list[Share]
     most_dropped: list[Share]
     excess: Histogram | None = None

@@ -156,7 +156,7 @@ def write_report(
     html: str | Path,
     *,
     sample_documents: int = 16,
-    kind_field: str | None = None,
+    source_field: str | None = None,
 ) -> Path:
     """`vocagnolm report --html`: makes a selection sample when no run has one yet. Where that
     cannot be done (no store, no model, a corpus that has moved) the page says why."""
@@ -165,7 +165,7 @@ def write_report(
     if sample_documents and not any(read_sample(folder) for folder in folders):
         for folder in sorted(folders, key=lambda one: read_run(one).method != "guided"):
             try:
-                write_sample(folder, documents=sample_documents, kind_field=kind_field)
+                write_sample(folder, documents=sample_documents, source_field=source_field)
                 notes = []
                 break
             except VocagnolmError as error:
@@ -425,11 +425,11 @@ def compute_sample(
     documents: int = 16,
     seed: int = 0,
     model: str | Path | None = None,
-    kind_field: str | None = None,
+    source_field: str | None = None,
 ) -> Sample:
     """Documents drawn at random, with the losses of the run's model (or another `model`, for
-    example the start of training) and of the teachers' stores. `kind_field`: a field of the
-    corpus's records that says what kind of text a document is."""
+    example the start of training) and of the teachers' stores. `source_field`: the
+    field of the corpus's records that names a document's source, or what kind of text it is."""
     from vocagnolm.train.settings import objective_config
 
     folder = Path(run)
@@ -450,14 +450,14 @@ def compute_sample(
     read = _choose(corpus, teachers, tokenizer, documents, seed)
     made = (recipe.student.config or {}).get("model_type", "model")
     name = model_name(recipe.student.model) if recipe.student.model else f"{made} from scratch"
-    kinds = None if kind_field is None else _kinds(recipe, kind_field, read)
+    sources = None if source_field is None else _sources(recipe, source_field, read)
     ours = []
     for one, nll in zip(read, score([one.tokens.ids for one in read]), strict=True):
         assert isinstance(nll, np.ndarray)
         ours.append(read_text(name, tokenizer, one.text, one.tokens, nll, recipe.data.train_on))
     passages, rule = weigh_passages(
         [
-            _passage(read[group], ours[group], recipe.objective.inside, kinds and kinds[group])
+            _passage(read[group], ours[group], recipe.objective.inside, sources and sources[group])
             for group in _groups([len(one.tokens) for one in read])
         ],
         objective_config(recipe),
@@ -595,17 +595,17 @@ def _groups(sizes: Sequence[int]) -> Iterator[slice]:
             start, held = at, 0
 
 
-def _kinds(recipe: Recipe, field: str, read: Sequence[_Read]) -> list[str]:
-    """What kind of text each document is; an empty name where it does not say."""
+def _sources(recipe: Recipe, field: str, read: Sequence[_Read]) -> list[str]:
+    """What the field holds in each document; an empty name where it has none."""
     corpus = open_corpus(recipe.corpus.files, text_field=field, format="text")
     found = [corpus.field(one.document.index) for one in read]
-    if all(kind is None for kind in found):
-        raise SampleError(f"no document of the sample has the field {field!r} (--kind-field)")
-    return ["" if kind is None else str(kind) for kind in found]
+    if all(one is None for one in found):
+        raise SampleError(f"no document of the sample has the field {field!r} (--source-field)")
+    return ["" if one is None else str(one) for one in found]
 
 
 def _passage(
-    group: Sequence[_Read], ours: Sequence[Reading], inside: bool, kinds: list[str] | None
+    group: Sequence[_Read], ours: Sequence[Reading], inside: bool, sources: list[str] | None
 ) -> Passage:
     text = b"".join(one.text.encode() for one in group)
     begins = np.cumsum([0, *(len(one.text.encode()) for one in group)])[:-1]
@@ -619,4 +619,4 @@ def _passage(
         breaks=np.cumsum([len(one.tokens) for one in group])[:-1].tolist() or None,
         inside=inside,
     )
-    return dataclasses.replace(passage, kinds=kinds)
+    return dataclasses.replace(passage, sources=sources)

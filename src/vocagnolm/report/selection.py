@@ -297,9 +297,9 @@ def statistics(passages: Sequence[Passage], *, listed: int = 16) -> Statistics |
         losses = np.fmax(_losses(passage), numbers(passage.guidance or [None] * n))
         certain.append(losses[target] < NEARLY_CERTAIN)
         bounds = [0, *(passage.breaks or []), n]
-        for kind, start, stop in zip(passage.kinds or [], bounds, bounds[1:], strict=False):
+        for source, start, stop in zip(passage.sources or [], bounds, bounds[1:], strict=False):
             part = np.array(passage.weights[start:stop], float)[target[start:stop]]
-            documents.setdefault(kind, []).append((float(part.sum()), len(part)))
+            documents.setdefault(source, []).append((float(part.sum()), len(part)))
     kind, weight, given = np.concatenate(kinds), np.concatenate(weights), np.concatenate(excess)
     kept = np.clip(weight, 0.0, 1.0)
     mapped = ~np.isnan(given)
@@ -313,7 +313,7 @@ def statistics(passages: Sequence[Passage], *, listed: int = 16) -> Statistics |
             for at, name in enumerate(KINDS)
             if (kind == at).any()
         ],
-        texts=[_text_share(*one) for one in documents.items()],
+        sources=[_source_share(*one) for one in documents.items()],
         most_kept=most_kept,
         most_dropped=most_dropped,
         excess=_histogram(given[mapped], kept[mapped], np.concatenate(certain)[mapped])
@@ -322,7 +322,7 @@ def statistics(passages: Sequence[Passage], *, listed: int = 16) -> Statistics |
     )
 
 
-def _text_share(name: str, documents: Sequence[tuple[float, int]]) -> Share:
+def _source_share(name: str, documents: Sequence[tuple[float, int]]) -> Share:
     kept_D, tokens_D = np.array(documents).T
     drawn = resampled_ratios(kept_D[None], tokens_D[None]) if len(documents) > 1 else None
     low_high = None if drawn is None else middle_95(np.nan_to_num(drawn[:, 0]))

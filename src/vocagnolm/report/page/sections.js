@@ -60,10 +60,10 @@ function selectionSection() {
   const grid = h("div", { class: "grid pairs" });
   const what = rule.graded ? "Mean weight" : "Kept share";
   const upright = `The upright line is that of all tokens, ${amount(share)}`;
-  const ofTexts = stats.texts?.length > 1;
+  const bySource = stats.sources?.length > 1;
   grid.append(h("div", { class: "card" },
-    ofTexts ? [h("h3", {}, `${what} by kind of text`), h("p", { class: "small" }, `${upright}; the thin line and the brackets are the 95\u00a0% interval over documents.`), bars(stats.texts)] : null,
-    h("h3", {}, `${what} by kind of token`), ofTexts ? null : h("p", { class: "small" }, `${upright}.`), bars(stats.kinds)));
+    bySource ? [h("h3", {}, `${what} by kind of text`), h("p", { class: "small" }, `${upright}; the thin line and the brackets are the 95\u00a0% interval over documents.`), bars(stats.sources)] : null,
+    h("h3", {}, `${what} by kind of token`), bySource ? null : h("p", { class: "small" }, `${upright}.`), bars(stats.kinds)));
   if (stats.excess) {
     grid.append(h("div", { class: "card" }, h("h3", {}, isNumber(rule.threshold) ? "Excess and the threshold" : "Excess"),
       h("p", { class: "keys" }, ["kept", "dropped"].map((name) => h("span", {}, svg("svg", { width: 14, height: 10 }, svg("rect", { class: "bar-" + name, width: 14, height: 10, rx: 2 })), name))),
