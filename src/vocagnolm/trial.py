@@ -69,7 +69,7 @@ def try_pair(
         name: settings.pop(name) for name in ("text_field", "split") if name in settings
     }
     folder = local_path(out)
-    with folder_lock(folder, "Wait for it to end, or give another --out."):
+    with folder_lock(folder, "Wait for it to end, or choose another --out."):
         opened = open_corpus(list(corpus), **reading)
         trial = Trial([student, *teachers], opened, folder, **settings)
         names, once = trial.names, trial.once
@@ -166,7 +166,7 @@ class Trial:
         settings = ("minutes", "learning_rate", "seed", "device")
         identity |= {name: getattr(self, name) for name in settings}
         self.state: Facts = {"trial": identity}
-        advice = "Give another --out, or remove the folder."
+        advice = "Choose another --out, or remove the folder."
         if (self.out / "state.json").is_file():
             self.state = read_json(self.out / "state.json", UsageError, advice, {"trial": dict})
         for name, there, now in differences(self.state["trial"], identity):

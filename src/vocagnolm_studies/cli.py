@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 app = App(
     help=(
         "The paper's analyses: figure 1 is `vocagnolm compare --plot`, figure 3 is `granularity`, "
-        "the tables and the other figures are grids of training runs (`list`, `run`); `selection` "
-        "says before any run how far their settings differ."
+        "the tables and the other figures are grids of training runs (`list`, `run`). `selection` "
+        "shows before training how much their settings differ."
     ),
 )
 
 
 @app.command("list", example="vocagnolm study list")
 def list_studies() -> None:
-    """Name the studies that come with the package."""
+    """List the studies that come with the package."""
     from vocagnolm_studies.design import shipped_studies
 
     titles = shipped_studies()
@@ -47,10 +47,10 @@ def granularity(
     reading: Given = options(CorpusSection, "text_field", "split", recipe_key="corpus"),
     limit_documents: int = option(CorpusSection, "limit_documents", default=1000),
     chunks: str = typer.Option(
-        "1,2,4,8,16,32,64,128,256", help="Numbers of chunks, separated by commas."
+        "1,2,4,8,16,32,64,128,256", help="Numbers of chunks, comma-separated."
     ),
     sequence_tokens: int = typer.Option(
-        2048, min=1, help="Cut documents into sequences of so many student tokens."
+        2048, min=1, help="Length of the sequences, in student tokens."
     ),
     as_json: bool = JSON,
     plot: Path | None = typer.Option(None, help="Draw the curve into this PNG or SVG file."),
@@ -90,28 +90,26 @@ def granularity(
 
 @app.command(example="vocagnolm study run toy --folder out/toy --materials materials")
 def run(
-    study: str = typer.Argument(..., help="A name of `vocagnolm study list`, or a YAML file."),
+    study: str = typer.Argument(..., help="A name from `vocagnolm study list`, or a YAML file."),
     folder: Path = typer.Option(
-        ..., help="Where stores, blocks and runs go; studies of one setting share it."
+        ..., help="Folder for stores, blocks and runs; studies of one setting can share it."
     ),
-    materials: Path | None = typer.Option(
-        None, help="Folder that stands for MATERIALS/ in the study."
-    ),
+    materials: Path | None = typer.Option(None, help="Folder to use for MATERIALS/ in the study."),
     overrides: list[str] = typer.Option(
         [], "--set", help="Change a key, for example rows.cpt.seeds=[1,2]."
     ),
     only_table: bool = typer.Option(
-        False, "--table", help="Make the table of what is there; run nothing."
+        False, "--table", help="Only make the table from finished runs."
     ),
     minutes: float | None = typer.Option(
-        None, help="Start nothing that would take longer than this."
+        None, help="Do not start anything that would take longer than this."
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Run a study: a grid of recipes, to one table and one figure.
+    """Run a study: a grid of recipes that ends in one table and one figure.
 
-    Resumable: a finished run is not run again. Start the command several times on one folder to
-    run several runs side by side.
+    Finished runs are not repeated. Start the command several times on one folder to work on
+    several runs in parallel.
     """
     import time
 
@@ -135,7 +133,7 @@ def selection(
     student: str = typer.Option(..., help="Model folder, hub id (owner/name) or GGUF file."),
     store: str = typer.Option(..., help="The teacher's loss store (`vocagnolm score`)."),
     corpus: list[str] = typer.Option(
-        ..., help="What the teacher scored, or a part of it; give it several times."
+        ..., help="The corpus that the teacher scored, or a part of it. Can be repeated."
     ),
     reading: Given = options(CorpusSection, "text_field", recipe_key="corpus"),
     source_field: str = typer.Option(
@@ -144,9 +142,9 @@ def selection(
     tokens: int = typer.Option(
         65536,
         min=2,
-        help="Look at so many student tokens, of documents evenly spread over the corpus.",
+        help="Number of student tokens to examine, from documents spread evenly over the corpus.",
     ),
-    block_size: int = typer.Option(1024, min=2, help="Tokens in a block, as in data.block_size."),
+    block_size: int = typer.Option(1024, min=2, help="Tokens per block, as in data.block_size."),
     scope_blocks: int = typer.Option(
         16, min=1, help="Blocks that compete with each other, as in train.micro_batch."
     ),
@@ -163,26 +161,26 @@ def selection(
         None, help="Draw what comparing whole stretches changes, by kind of mapping."
     ),
     label: str | None = typer.Option(
-        None, help="A field that is true or false: do the losses tell the one from the other?"
+        None, help="A true-or-false field: measure how well the losses distinguish its values."
     ),
     label_group: str | None = typer.Option(
-        None, help="With --label: the field that says which documents belong to one question."
+        None, help="With --label: the field that groups documents by question."
     ),
     label_by: list[str] = typer.Option(
-        [], help="With --label: also by the values of this field; give it several times."
+        [], help="With --label: also group the result by this field. Can be repeated."
     ),
     label_after: str | None = typer.Option(
         None, help="With --label: only the text after this mark counts, for example 'Answer:'."
     ),
     plot_labels: Path | None = typer.Option(
-        None, help="With --label: draw how well each measure tells the labels apart."
+        None, help="With --label: draw how well each measure separates the labels."
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Which tokens are kept, and how much the settings change that. Nothing is trained.
+    """Show which tokens are kept, and how much the settings change that, without training.
 
     Every variant is one setting away from the reference (guided, max, include, --keep) and selects
-    from the same losses. Settings that keep nearly the same tokens need no runs to compare them.
+    from the same losses. Settings that keep nearly the same tokens need not be trained separately.
     """
     from vocagnolm_studies.labels import LabelFields
     from vocagnolm_studies.selection import selection_study
@@ -305,8 +303,8 @@ def _print_selection(study: "SelectionStudy") -> None:
         console.print()
         console.print(sources)
     line(
-        f"over the same text the student loses {study.lead.student:.3f} nats per token of its own, "
-        f"the teacher {study.lead.teacher:.3f}: a lead of {study.lead.share:.1%}."
+        f"on the same text the student's loss is {study.lead.student:.3f} nats per student token, "
+        f"the teacher's {study.lead.teacher:.3f}: a lead of {study.lead.share:.1%}."
     )
     kinds = _table("stretches", "tokens", "kept by token", "by stretch", "joined", "left")
     for kind, share in study.by_kind.items():

@@ -45,9 +45,9 @@ def test_examples_are_turns_and_the_question_is_last(benchmarks):
 
 
 def test_what_conversations_do_not_go_with(benchmarks):
-    with pytest.raises(UsageError, match="leave out --chat"):
+    with pytest.raises(UsageError, match="remove --chat"):
         asked(benchmarks, protocol="paper").render()
-    with pytest.raises(UsageError, match="--shots is for --chat"):
+    with pytest.raises(UsageError, match="--shots can only be used with --chat"):
         Questions(tasks="gsm8k", benchmarks=benchmarks, shots=1).render()
 
 

@@ -96,7 +96,7 @@ def test_a_teacher_in_fp8(tmp_path, anywhere):
 def test_where_it_is_refused(tmp_path, anywhere, monkeypatch):
     folder = save_teacher(tmp_path / "t")
     files = open_model(folder, device="cpu", dtype="fp8")
-    with pytest.raises(UsageError, match="leave one out"):
+    with pytest.raises(UsageError, match="remove one of them"):
         files.require_shardable(2)
     with pytest.raises(UsageError, match="no linear layers"):
         to_fp8(files.load())  # they are exchanged already

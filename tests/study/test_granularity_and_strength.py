@@ -196,7 +196,7 @@ def test_packed_sequences_run_over_the_ends_of_documents() -> None:
         ({"granularity": {"teacher": "stong", "chunks": [8]}}, "Did you mean 'strong'"),
         ({"granularity": {"teacher": "strong"}}, "chunks"),
         ({"granularity": {"teacher": "strong", "chunks": 8}}, "chunks is 8, expected a list"),
-        ({"granularity": {"teacher": "strong", "chunks": [0]}}, "expected a whole number above 0"),
+        ({"granularity": {"teacher": "strong", "chunks": [0]}}, "expected an integer above 0"),
         ({"granularity": {"teacher": "strong", "chunks": [8], "documents": 0}}, "above 0"),
         ({"figure": {"kind": "strengths", "reference": "cpt"}}, "bars, lines, frontier, strength"),
         ({"figure": {"kind": "strength"}}, "needs `reference`"),

@@ -210,7 +210,7 @@ def test_what_a_micro_batch_cannot_decide_is_refused(guided):
     torch.testing.assert_close(call(one, num_items_in_batch=step) * step, call(one) * whole)
     with pytest.raises(ObjectiveError, match="remove_unused_columns"):
         call({})
-    with pytest.raises(ObjectiveError, match="draws anew"):
+    with pytest.raises(ObjectiveError, match="uses random numbers"):
         call(one, ObjectiveConfig(method="random"))
     assert call(one, ObjectiveConfig(method="random"), step=3) > 0
     with pytest.raises(ObjectiveError, match="mix_end"):

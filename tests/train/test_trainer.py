@@ -268,7 +268,7 @@ def test_a_head_that_is_not_understood_is_refused():
     model = tiny()
     head = model.lm_head.forward
     model.lm_head.forward = lambda hidden: head(hidden) * 1.5
-    with pytest.raises(TrainingError, match="not known here"):
+    with pytest.raises(TrainingError, match="in an unsupported way"):
         GuidedStudent(model)
 
 

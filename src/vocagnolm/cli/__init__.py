@@ -40,10 +40,7 @@ app = App(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help=(
-        "Train a language model under the guidance of any teacher, whatever the two "
-        "vocabularies are."
-    ),
+    help=("Train a language model with any teacher, even if their tokenizers differ."),
     epilog="Start with: vocagnolm demo, or vocagnolm try --student S --teacher T --corpus C",
 )
 
@@ -67,7 +64,7 @@ def _root(
     debug: bool = typer.Option(
         False,
         "--debug",
-        help=f"Show the full trace of an unforeseen error; also {DEBUG_VARIABLE}=1.",
+        help=f"Show the full traceback of an unexpected error; also {DEBUG_VARIABLE}=1.",
     ),
 ) -> None:
     if debug:

@@ -95,13 +95,13 @@ FAULT = 70  # EX_SOFTWARE of sysexits.h
 KEPT = {
     "score": "every finished shard is kept; run the same command again to score the rest.",
     "prepare": "every finished part is kept; run the same command again to make the rest.",
-    "train": "the newest checkpoint is kept; run the same command again to go on from it, to the "
-    "same model. (SIGTERM instead of Ctrl-C writes a checkpoint first.)",
-    "evaluate": "with --out every answer is kept, and the same command goes on; without --out "
-    "nothing is.",
-    "try": "finished steps are kept; run the same command again to go on.",
-    "demo": "finished steps and students are kept; run the same command again to go on.",
-    "study": "finished runs and checkpoints are kept; run the same command again to go on.",
+    "train": "the newest checkpoint is kept; run the same command again to resume from it, with "
+    "the same result. (SIGTERM instead of Ctrl-C writes a checkpoint first.)",
+    "evaluate": "with --out every answer is kept, and the same command resumes; without --out "
+    "nothing is kept.",
+    "try": "finished steps are kept; run the same command again to resume.",
+    "demo": "finished steps and students are kept; run the same command again to resume.",
+    "study": "finished runs and checkpoints are kept; run the same command again to resume.",
     "push": "files that were uploaded are not uploaded again; run the same command again.",
 }
 NOTHING_KEPT = "nothing was written; run the same command again."

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @with_options
 def compare(
     student: str = STUDENT,
-    teacher: list[str] = typer.Option(..., help="A teacher's tokenizer; give it several times."),
+    teacher: list[str] = typer.Option(..., help="A teacher's tokenizer. Can be repeated."),
     corpus: list[str] = option(
         CorpusSection, "files", before="Measure on this corpus instead of the built-in sample. "
     ),
@@ -39,13 +39,12 @@ def compare(
         None, help="Draw the overlap bars (the paper's Figure 1) into this PNG or SVG file."
     ),
 ) -> None:
-    """What to expect of a pair before anything is computed.
+    """Compare the tokenizers of a student and its possible teachers.
 
-    Vocabulary sizes and overlap (raw strings as in the paper, with space marks made equal, by
-    true bytes), tokens per byte, how the student's tokens map, what the teacher's tokens become in
-    distillation, and whether both tokenizers tile the text exactly. No model is loaded.
-    Conversations are read by each side in its own template, and compared over the contents of
-    their messages.
+    Shows vocabulary sizes and overlap (raw strings as in the paper, with space marks treated as
+    equal, and by bytes), tokens per byte, how the student's tokens map, what the teacher's tokens
+    become in distillation, and whether both tokenizers reproduce the text exactly. No model is
+    loaded. Each model reads conversations in its own template; their contents are compared.
     """
     from vocagnolm.alignment import TextTokenizer, load_tokenizer
     from vocagnolm.chat import ChatTokenizer, survey, template_of
@@ -115,7 +114,7 @@ def _print(pairs: "list[Pair]", where: str) -> None:
             "begins with a teacher token": f"{pair.shared_start_share:.1%}",
             "teacher tokens: one of the student's": f"{pair.spelled.exact:.1%}",
             "several, the first is a target": f"{pair.spelled.several:.1%}",
-            "cannot be spelled": f"{pair.spelled.unspelled:.1%}",
+            "not representable": f"{pair.spelled.unspelled:.1%}",
             "tiling": "exact" if pair.exact else "lossy",
         }
         for pair in pairs

@@ -6,15 +6,15 @@ import typer
 
 
 def demo(
-    out: Path = typer.Option(Path("out/demo"), help="Where its files and its page go."),
+    out: Path = typer.Option(Path("out/demo"), help="Output folder."),
     materials: Path | None = typer.Option(
-        None, help="Run nothing; write what `vocagnolm study run toy` needs into this folder."
+        None, help="Only write the materials of `vocagnolm study run toy` to this folder."
     ),
 ) -> None:
     """Run the whole pipeline on an embedded example: no download, no GPU, a few minutes.
 
     Four methods train the same small student on the same noisy corpus, three seeds each, and are
-    measured on held-out problems. Interrupted, it goes on where it stopped.
+    evaluated on held-out problems. Run it again to resume after an interruption.
     """
     if materials is not None:
         from vocagnolm.demo.pipeline import write_materials

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 def prepare(
     recipe: str = RECIPE,
     set_: list[str] = SET,
-    workers: int | None = typer.Option(None, min=1, help="Processes.", show_default="one per core"),
+    workers: int | None = typer.Option(
+        None, min=1, help="Number of workers.", show_default="one per core"
+    ),
     as_json: bool = JSON,
 ) -> None:
-    """Tokenise and pack the corpus for a student, each token with its teacher's guidance.
+    """Tokenize and pack the corpus for a student, with the teacher's guidance for each token.
 
     Run it again to resume, or to confirm completion. The result does not depend on the number
-    of workers, and serves every block size and every method that needs no more than it holds.
+    of workers. It serves every block size, and every method whose columns it contains.
     """
     from vocagnolm.recipe import load_recipe
 

@@ -5,14 +5,14 @@ import typer
 from vocagnolm.cli.common import App, print_json
 from vocagnolm.cli.options import JSON
 
-app = App(help="Recipes that come with the package: list, show.")
+app = App(help="List and show the recipes in the package.")
 
 
 @app.command("list", example="vocagnolm recipe list")
 def list_recipes(
     as_json: bool = JSON,
 ) -> None:
-    """Name the shipped recipes, among them every run of the paper's tables and figures."""
+    """List the recipes in the package, including every run of the paper's tables and figures."""
     from vocagnolm.recipe.load import shipped_recipes
 
     found = shipped_recipes().values()
@@ -28,8 +28,8 @@ def list_recipes(
 
 
 @app.command(example="vocagnolm recipe show laptop > recipe.yaml")
-def show(name: str = typer.Argument(help="A name of `vocagnolm recipe list`.")) -> None:
-    """Print a whole recipe, every key with its meaning: a file to start from."""
+def show(name: str = typer.Argument(help="A name from `vocagnolm recipe list`.")) -> None:
+    """Print a recipe with every key explained, as a file to start from."""
     from vocagnolm.recipe.load import shipped_recipe
 
     typer.echo(shipped_recipe(name).text, nl=False)

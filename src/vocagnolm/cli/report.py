@@ -21,7 +21,7 @@ def report(
     sample: int = typer.Option(
         16,
         min=0,
-        help="--html: documents for the token view when no run has a tokens.json yet; 0: none.",
+        help="With --html: documents for the token view if no run has a tokens.json yet; 0: none.",
     ),
     source_field: str | None = typer.Option(
         None,
@@ -31,11 +31,10 @@ def report(
 ) -> None:
     """Compare evaluations: scores, differences, standard errors, paired significance tests.
 
-    Only what was evaluated under the same conditions is compared: protocol, few-shot examples,
-    questions, limit of new tokens. Runs are seeds of one setting where their recipes differ in
-    nothing else.
+    Only evaluations under the same conditions are compared: protocol, few-shot examples,
+    questions and limit of new tokens. Runs whose recipes differ only in the seed are grouped.
 
-    With --html: a page of the runs, whether they have been evaluated or not.
+    With --html: writes a page about the runs, evaluated or not.
     """
     from vocagnolm.files import model_damage
 

@@ -13,29 +13,29 @@ from vocagnolm.recipe.sections import CorpusSection, EngineSection, RunSection
 @with_options
 def try_(
     student: str = typer.Option(
-        ..., help="The model that is to learn: folder, hub id (owner/name) or GGUF file."
+        ..., help="The student: model folder, hub id (owner/name) or GGUF file."
     ),
     teacher: list[str] = typer.Option(
-        ..., help="A model that may teach it, likewise. Give it several times: they are ranked."
+        ..., help="A teacher, in the same form. Can be repeated; teachers are ranked."
     ),
     corpus: list[str] = option(CorpusSection, "files", default=...),
     reading: Given = options(CorpusSection, "text_field", "split", recipe_key="corpus"),
     minutes: float = typer.Option(
-        10.0, min=0.1, help="About how long it may take: the sample is as large as fits."
+        10.0, min=0.1, help="Approximate duration; determines the size of the sample."
     ),
     learning_rate: float | None = typer.Option(
         None, help="Peak learning rate of the short runs.", show_default="by the student's size"
     ),
-    seed: int = option(RunSection, "seed", help="Decides the sample and the order of the blocks."),
+    seed: int = option(RunSection, "seed", help="Seed for the sample and the order of the blocks."),
     engine: Given = options(EngineSection, "device"),
-    out: Path = typer.Option(Path("out/try"), help="Where its files, recipe and page go."),
+    out: Path = typer.Option(Path("out/try"), help="Output folder."),
     as_json: bool = JSON,
 ) -> None:
-    """Should this teacher teach this student on this text? A verdict on a sample, in minutes.
+    """Find out in minutes, on a sample, whether a teacher helps a student on your text.
 
-    Ranks student and teachers by bits per byte on held-out documents; trains the student for a
-    short while on every token, guided and distilled, and compares the three; says what the whole
-    corpus would take; writes a recipe and a page. Interrupted, the same command goes on.
+    Ranks student and teachers by bits per byte on held-out documents. Trains the student briefly
+    on every token, guided and distilled, and compares the three. Estimates the cost of the whole
+    corpus, and writes a recipe and a page. Run it again to resume after an interruption.
     """
     from vocagnolm.trial import try_pair
 

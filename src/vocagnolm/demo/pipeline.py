@@ -91,8 +91,8 @@ def score(out: Path) -> None:
     students.score(students.TEACHER, out / "corpus.jsonl", out / "store", kept)
     size = sum(file.stat().st_size for file in (out / "store").rglob("*") if file.is_file())
     step(
-        f"score: the teacher read the corpus once; its losses and {kept} alternatives a token take "
-        f"{size / 1e6:.1f} MB"
+        f"score: the teacher read the corpus once; its losses and {kept} alternatives per token "
+        f"take {size / 1e6:.1f} MB"
     )
 
 
@@ -143,7 +143,8 @@ def make_page(
     page = report_page(
         folders,
         title="Does a teacher with another vocabulary help?",
-        subtitle="The demo: a small student goes on learning from a noisy web of math problems.",
+        subtitle="The demo: continued pretraining of a small student on a noisy web of math "
+        "problems.",
         results=dataclasses.replace(results, note=note),
     )
     return write_page(page, out / "report.html")

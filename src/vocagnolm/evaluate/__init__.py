@@ -1,7 +1,7 @@
 """Evaluation: the paper's math suite and bits per byte.
 
-`grade` and the averages need the standard library (and math-verify for MATH); what runs a model
-is imported when it is used.
+`grade` and the averages need only the standard library (and math-verify for MATH); what runs a
+model is imported on first use.
 """
 
 from importlib import import_module

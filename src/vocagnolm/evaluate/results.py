@@ -116,12 +116,12 @@ class Evaluation:
     tasks: dict[str, TaskScore]
     bits_per_byte: float | None = None
     protocol: Protocol | None = None
-    """None where there are no tasks."""
+    """None if there are no tasks."""
     conditions: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By task (and `bits_per_byte`): what must be equal for scores to be compared. Evaluations of
-    older versions have none."""
+    """For each task (and `bits_per_byte`), what must be equal for scores to be comparable.
+    Evaluations by older versions have none."""
     bits_per_byte_stderr: float | None = None
-    """Bootstrap over documents; None for a single one, and in evaluations of older versions."""
+    """Bootstrap over documents. None for a single document and in evaluations by older versions."""
 
     def averages(self) -> dict[str, float | None]:
         return averages({name: task.score for name, task in self.tasks.items()})
@@ -147,7 +147,7 @@ class Evaluation:
         return cls(tasks, values["bits_per_byte"], protocol, known, error)
 
 
-_BEGIN_ANEW = "Remove the evaluation folder and evaluate again, or give another --out."
+_BEGIN_ANEW = "Remove the evaluation folder and evaluate again, or choose another --out."
 _SETTINGS_KEYS: dict[str, type | tuple[type, ...]] = {"settings": dict, "prompts": dict}
 _RESULTS_KEYS: dict[str, type | tuple[type, ...]] = {
     "tasks": dict,
@@ -162,7 +162,7 @@ def read_results(path: Path) -> Evaluation:
         return Evaluation.from_json(content)
     except (TypeError, KeyError, AttributeError) as error:
         raise EvaluationError(
-            f"{path} is no result of `vocagnolm evaluate` ({error}). {_BEGIN_ANEW}"
+            f"{path} is not a result of `vocagnolm evaluate` ({error}). {_BEGIN_ANEW}"
         ) from None
 
 
@@ -177,7 +177,7 @@ class RunFolder:
     @contextlib.contextmanager
     def lock(self) -> Iterator["RunFolder"]:
         """Only one evaluation may write here; what a killed one left behind is removed."""
-        advice = "Wait for it to end, or give another --out."
+        advice = "Wait for it to end, or choose another --out."
         with folder_lock(self.folder, advice):
             for folder in (self.folder, self.outputs):
                 remove_leftovers(folder)
@@ -214,7 +214,7 @@ class RunFolder:
         if different:
             raise EvaluationError(
                 f"{self.folder} holds an evaluation with other settings ({'; '.join(different)}). "
-                "Give another --out, or the settings of that evaluation."
+                "Choose another --out, or use the settings of that evaluation."
             )
         self.outputs.mkdir(parents=True, exist_ok=True)
         merged = {"settings": there | settings, "prompts": before["prompts"] | prompts}
@@ -244,7 +244,7 @@ class RunFolder:
                 answers[index] = Answer(**fields)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise EvaluationError(
-                    f"{path}, line {number} is no answer of an interrupted run ({error}). "
+                    f"{path}, line {number} is not an answer of an interrupted run ({error}). "
                     "Remove the file: its questions are asked again."
                 ) from None
         return answers
@@ -488,7 +488,7 @@ def load_run(path: str | Path, name: str | None = None) -> Run:
 
 
 def compare_runs(paths: list[str | Path]) -> Comparison:
-    """Read finished evaluations; the first is the one the others are compared with."""
+    """Read finished evaluations and compare the others with the first."""
     runs, evaluated = [], []
     for path in paths:
         try:

@@ -73,18 +73,18 @@ def evaluate(
     on_note: Callable[[str], None] | None = None,
     **keywords: Any,
 ) -> Evaluation:
-    """Scores of a model on the tasks, and its bits per byte on `text`.
+    """Evaluate a model on tasks, and measure its bits per byte on `text`.
 
-    The fields of `Questions` and `Engine` may be given one by one:
-    `evaluate("model", tasks="gsm8k", limit=100, device="cpu")`. Without `suite` and `tasks`, and
-    with `text`, only bits per byte are computed; with none of the three, the whole math suite is
-    run. With `out`, all answers are kept there and an interrupted run goes on where it stopped.
-    `on_text` is given the bits of every document of `text`, `on_note` what whoever reads the scores
-    should know, such as prompts that were cut.
+    The fields of `Questions` and `Engine` can be given as keywords: `evaluate("model",
+    tasks="gsm8k", limit=100, device="cpu")`. With `text` but neither `suite` nor `tasks`, only bits
+    per byte are computed; with none of the three, the whole math suite is run. With `out`, all
+    answers are kept there and an interrupted run can be resumed. `on_text` is called with the bits
+    of every document of `text`, and `on_note` with notes for the reader of the scores, such as
+    truncated prompts.
 
-    server: the address of a server of vLLM or SGLang that has the weights, or a `Server`. Then
-        `model` gives tokenizer and template alone; without it, they are those of the name that the
-        server has for its model.
+    server: the address of a vLLM or SGLang server that runs the model, or a `Server`. Then `model`
+    only provides tokenizer and template; by default they are looked up under the server's name for
+    its model.
     """
     questions, engine = grouped(questions, engine, keywords)
     if out is not None:
@@ -173,8 +173,8 @@ def _served(server: "str | Server", engine: Engine) -> "ServedModel":
 
     if engine.dtype != "auto" or engine.device == "cuda":
         raise UsageError(
-            "--dtype and --device cuda are the server's business: leave them out with --server, "
-            "and start the server with what you want."
+            "--dtype and --device cuda do not apply with --server: remove them, and configure "
+            "the server instead."
         )
     return ServedModel(Server(url=server) if isinstance(server, str) else server)
 

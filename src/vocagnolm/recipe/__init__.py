@@ -1,7 +1,7 @@
-"""Recipes: one YAML file that describes a run, one section per stage.
+"""Recipes: one YAML file describes a run, with one section per stage.
 
-The command line makes its options from `recipe.sections`; what reads files is imported when it is
-used.
+The command line makes its options from `recipe.sections`; what reads files is imported on first
+use.
 """
 
 from importlib import import_module

@@ -12,8 +12,8 @@ STRIDE_SHARE = 8
 
 
 class ScoreSettings(ScoreSection, frozen=True):
-    """Settings of `vocagnolm score`. None means: chosen by model and device, and written down in
-    the manifest."""
+    """Settings of `vocagnolm score`. None: chosen by model and device, and recorded in the
+    manifest."""
 
     @property
     def kept_alternatives(self) -> AlternativesSpec | None:

@@ -1,5 +1,5 @@
-"""Training a student by any method of the objective: `train` runs a recipe, `loop.py` is its loop;
-`GuidedTrainer` is the same objective in Hugging Face's Trainer."""
+"""Training a student with any method of the objective: `train` runs a recipe, and `loop.py` is its
+loop. `GuidedTrainer` is the same objective in Hugging Face's Trainer."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -272,7 +272,7 @@ def check_blocks(recipe: Recipe, report: CheckReport, found: Found) -> dict[str,
         "verified": "names and sizes; `vocagnolm train` reads the parts through",
     }
     for line in cut_parts(manifest, folder.files()):
-        report.problem(f"{folder}: {line}. Run `vocagnolm prepare` again: it makes it anew.")
+        report.problem(f"{folder}: {line}. Run `vocagnolm prepare` again to rebuild it.")
     return manifest
 
 
