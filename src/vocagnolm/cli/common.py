@@ -151,8 +151,8 @@ class Group(_NamedValues, TyperGroup):
 class App(typer.Typer):
     """Commands that each show an example below their options."""
 
-    def __init__(self, **settings: Any):
-        super().__init__(**{"cls": Group, "no_args_is_help": True} | settings)
+    def __init__(self, cls: type[TyperGroup] = Group, **settings: Any):
+        super().__init__(cls=cls, no_args_is_help=True, **settings)
 
     def command(
         self, name: str | None = None, *, example: str | None = None, **settings: Any

@@ -204,10 +204,10 @@ def results_of(measured: Measured) -> Results:
 def parts_of(key: str, records: Sequence[students.Record]) -> NDArray[np.float64]:
     """What every problem or text adds to a measure [seeds, problems or texts]."""
     if key == "exact":
-        answers_SQ = np.array([record["answers"] for record in records], np.float64)
-        return 100 * answers_SQ / answers_SQ.shape[1]
+        right_SQ = np.array([record["answers"] for record in records], np.float64)
+        return np.asarray(100 * right_SQ / right_SQ.shape[1])
     documents_SD2 = np.array([record["documents"] for record in records], np.float64)
-    return documents_SD2[..., 0] / documents_SD2[..., 1].sum(1, keepdims=True)
+    return np.asarray(documents_SD2[..., 0] / documents_SD2[..., 1].sum(1, keepdims=True))
 
 
 def interval_of(parts_SQ: NDArray[np.float64]) -> tuple[float, float]:

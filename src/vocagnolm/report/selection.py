@@ -292,14 +292,15 @@ def statistics(passages: Sequence[Passage], *, listed: int = 16) -> Statistics |
         target = np.ones(n, bool) if passage.student.nll is None else ~np.isnan(_losses(passage))
         texts.append(np.array(passage.student.text, object)[target])
         kinds.append(token_kinds(passage.student.text)[target])
-        weights.append(np.array(passage.weights, float)[target])
+        weight_N = np.array(passage.weights, float)
+        weights.append(weight_N[target])
         excess.append(numbers(passage.excess or [None] * n)[target])
         losses = np.fmax(_losses(passage), numbers(passage.guidance or [None] * n))
         certain.append(losses[target] < NEARLY_CERTAIN)
         bounds = [0, *(passage.breaks or []), n]
         for source, start, stop in zip(passage.sources or [], bounds, bounds[1:], strict=False):
-            part = np.array(passage.weights[start:stop], float)[target[start:stop]]
-            documents.setdefault(source, []).append((float(part.sum()), len(part)))
+            part = np.flatnonzero(target[start:stop]) + start
+            documents.setdefault(source, []).append((float(weight_N[part].sum()), len(part)))
     kind, weight, given = np.concatenate(kinds), np.concatenate(weights), np.concatenate(excess)
     kept = np.clip(weight, 0.0, 1.0)
     mapped = ~np.isnan(given)
