@@ -25,7 +25,7 @@ PIN_trl := trl==1.16.0
 PIN_axolotl := axolotl==0.19.0
 PIN_torchtitan := torchtitan==0.3.0 triton
 
-.PHONY: demo test test-fast test-vllm test-trainers coverage faults smoke lint types docs site env clean
+.PHONY: demo test test-fast test-gpu test-vllm test-trainers coverage faults smoke lint types docs site env clean
 
 demo: $(CORE)
 	$(BIN)/vocagnolm demo
@@ -61,6 +61,10 @@ test-trainers: $(TRAINERS:%=.venv-%/.installed)
 		AXOLOTL_DO_NOT_TRACK=1 OMP_NUM_THREADS=1 .venv-$$name/bin/python -m pytest \
 			--timeout=900 tests/trainers/test_$$name.py || exit 1; \
 	done
+
+# what only CUDA runs, on a machine that has a GPU: some minutes
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu --durations=5
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

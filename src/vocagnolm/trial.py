@@ -53,9 +53,10 @@ SCORING_COST, TRAINING_COST = 1.2, 4.0
 """In the time that reading takes: guesses that choose the size of the sample and nothing else."""
 ALTERNATIVES, STEPS = 4, 100
 CAVEAT = (
-    "One seed and one learning rate, tuned for no rule. Intervals are 95 %, over documents alone: "
-    "another seed moves these numbers too. Bits per byte are not answers: a rule that keeps few "
-    "tokens often has more of them and still answers better (docs/choosing-a-teacher.md)."
+    "One seed and one learning rate, not tuned for any method. Intervals are 95 %, over documents "
+    "only; another seed also changes these numbers. Bits per byte do not measure accuracy: a "
+    "method that keeps few tokens often has more of them and still answers better "
+    "(docs/choosing-a-teacher.md)."
 )
 Facts = dict[str, Any]
 

@@ -85,7 +85,7 @@ def test_help_shows_choices_limits_and_defaults(oven):
         (["--minutes", "0"], "--minutes is 0.0, expected a number above 0 or null."),
         (["--door", "x"], "--door is 'x', expected an integer or auto."),
         (["--label", ""], "--label is '', expected a string that is not empty."),
-        (["--note", "x"], "--note wants key=value, found 'x'."),
+        (["--note", "x"], "--note expects key=value, found 'x'."),
         (["--note", "x=["], "--note x: '[' is not a YAML value"),
     ],
 )
@@ -116,7 +116,7 @@ def test_every_setting_has_a_help_text(section):
     ("words", "said"),
     [
         (["--text-field", ""], "--text-field is '', expected a string that is not empty."),
-        (["--template-option", "x"], "--template-option wants key=value, found 'x'."),
+        (["--template-option", "x"], "--template-option expects key=value, found 'x'."),
         (["--alternatives", "65"], "--alternatives is 65, expected a number from 0 to 64"),
         (["--server-requests", "2"], "--server-requests can only be used with --server."),
         (["--ray-patience", "2"], "--ray-patience can only be used with --ray."),

@@ -18,16 +18,16 @@ _ORIGINS = {
 
 @dataclass
 class Survey:
-    """Of some conversations, in one model's template."""
+    """Statistics of some conversations in one model's template."""
 
     name: str
     template: str
-    """In words."""
+    """Description of the template."""
     conversations: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    """Reason -> conversations."""
+    """Reason -> number of conversations."""
     changes: Counter[str] = field(default_factory=Counter)
-    """What the template does to contents -> conversations."""
+    """What the template does to contents -> number of conversations."""
     disputed: Counter[str] = field(default_factory=Counter)
     """Tokens that `{% generation %}` and the rule for templates without it see differently ->
     conversations."""

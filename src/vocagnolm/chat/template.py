@@ -133,13 +133,13 @@ _PROBE_NULL = {"tool_calls": [_PROBE_CALL], "content": None}
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template with all that it is rendered with, but the messages."""
+    """A Jinja template with everything it is rendered with, except the messages."""
 
     source: str
     special_tokens: tuple[tuple[str, str], ...] = ()
     """`bos_token`, `eos_token`, ... by name."""
     options: tuple[tuple[str, Any], ...] = ()
-    """Further variables of the template, for example `enable_thinking`."""
+    """More variables of the template, for example `enable_thinking`."""
     origin: Origin = "own"
 
     @cached_property
@@ -160,7 +160,7 @@ class ChatTemplate:
 
     @cached_property
     def marks_generation(self) -> bool:
-        """Whether the template says itself what the assistant writes: `{% generation %}`."""
+        """Whether the template itself marks what the assistant writes with `{% generation %}`."""
         return _GENERATION.search(self.source) is not None
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
@@ -169,7 +169,8 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The rendering, and the characters of it that the template marks by `{% generation %}`."""
+        """The rendering, and the characters of it that the template marks with `{% generation
+        %}`."""
         try:
             return self._rendered(messages, add_generation_prompt, self._form)
         except TemplateRaised:
@@ -256,7 +257,7 @@ def template_of(
     options: Mapping[str, Any] | None = None,
 ) -> ChatTemplate:
     """The template of a model: `given` (a Jinja file, a folder with one, `plain`, or `concatenate`
-    for prompts and completions that are put end to end), its own, or plain where there is none."""
+    to join prompts and completions), its own, or plain if it has none."""
     more = tuple(sorted((options or {}).items()))
     if given == "concatenate":
         ends = dict(tokenizer.frame.special_tokens)
@@ -348,9 +349,9 @@ class Rendering:
 def render(
     template: ChatTemplate, messages: Sequence[Message], *, add_generation_prompt: bool = False
 ) -> Rendering:
-    """The conversation in a template, and where its contents lie; `Refused` where the template
-    raises, or changes contents so that they cannot be found. `add_generation_prompt`: up to where
-    the assistant's answer begins."""
+    """The conversation in a template, and the positions of its contents; `Refused` if the template
+    raises, or changes contents so that they cannot be found. `add_generation_prompt`: only up to
+    where the assistant's answer begins."""
     prompt = add_generation_prompt
     try:
         real, marked = template.render_marked(messages, add_generation_prompt=prompt)

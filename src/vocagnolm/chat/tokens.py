@@ -48,8 +48,8 @@ class ChatTokens(TokenSpans):
 
 class ChatTokenizer(TextTokenizer):
     """Reads shared texts. Tokens of contents have spans in the shared text, the token that ends a
-    turn has the byte of the mark, and the template's other tokens have none (zero width). A control
-    token never stands for a part of a content."""
+    turn covers the byte of the mark, and the other tokens of the template have zero width. A
+    control token never covers content."""
 
     def __init__(self, base: TextTokenizer, template: ChatTemplate):
         description, self._alias = _with_private_tokens(json.loads(base._tokenizer.to_str()))
@@ -70,7 +70,7 @@ class ChatTokenizer(TextTokenizer):
 
     @property
     def fingerprint(self) -> str:
-        """The tokenizer's own; the template has another."""
+        """The fingerprint of the tokenizer; the template has its own."""
         return self.base.fingerprint
 
     @cached_property
@@ -79,7 +79,7 @@ class ChatTokenizer(TextTokenizer):
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
-        """The template says what stands before a conversation."""
+        """Empty: the template adds what precedes a conversation."""
         return ()
 
     @property
@@ -117,8 +117,8 @@ class ChatTokenizer(TextTokenizer):
         return result
 
     def outcomes(self, texts: Sequence[str], *, by_rule: bool = False) -> list[ChatTokens | str]:
-        """Each conversation's tokens, or the reason why it cannot be read: `kind: more`.
-        `by_rule`: turns are found by the rule also where the template marks generation."""
+        """The tokens of each conversation, or the reason why it cannot be read: `kind: more`.
+        `by_rule`: find turns by the rule even if the template marks generation."""
         laid: list[_Laid | str] = []
         for text in texts:
             try:
@@ -131,7 +131,7 @@ class ChatTokenizer(TextTokenizer):
         return [one if isinstance(one, str) else next(shared) for one in laid]
 
     def shown(self, text: str, tokens: TokenSpans) -> list[str | None]:
-        """Each token of the template for the eye; None for tokens of contents, which the text
+        """Display names of the template's tokens; None for tokens of contents, which the text
         shows."""
         encoded = text.encode()
         result: list[str | None] = []
@@ -143,7 +143,7 @@ class ChatTokenizer(TextTokenizer):
         return result
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens behind which the assistant's answer begins."""
+        """The tokens after which the assistant's answer begins."""
         try:
             found = render(self.template, messages, add_generation_prompt=True)
         except Refused as error:
@@ -152,8 +152,8 @@ class ChatTokenizer(TextTokenizer):
         return ids
 
     def answering_ids(self, text: str) -> list[int]:
-        """The tokens of a shared text up to where the assistant answers, and of what stands behind
-        its last mark, which the assistant has answered so far."""
+        """The tokens of a shared text up to the assistant's answer, and those of what follows its
+        last mark, i.e. the answer so far."""
         head, answer = split_answer(text)
         messages = messages_of(head)
         if not answer:
@@ -423,7 +423,8 @@ TRAINED_RULE = 2
 
 
 def trained_ranges(text: str, train_on: TrainOn) -> NDArray[np.int64]:
-    """Bytes of a shared text that are trained on, [N, 2]: contents with their ends of turn."""
+    """Byte ranges of a shared text that are trained on, [N, 2]: contents with their ends of
+    turn."""
     messages = messages_of(text)
     wanted = [
         train_on == "all" or (message.role == "assistant" and not message.given)
@@ -440,8 +441,8 @@ def trained_ranges(text: str, train_on: TrainOn) -> NDArray[np.int64]:
 
 
 def trained_tokens(tokens: TokenSpans, ranges: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """What the model writes of the turns that are trained on: contents, the ends of turns, and what
-    the template prints behind the generation prompt."""
+    """The tokens that the model writes in trained turns: contents, ends of turns, and what the
+    template prints after the generation prompt."""
     assert isinstance(tokens, ChatTokens)
     return trained_spans(tokens.spans, tokens.turns, ranges)
 

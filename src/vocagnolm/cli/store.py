@@ -263,17 +263,17 @@ def print_store(about: dict[str, Any]) -> None:
         named = (f"{name} ({count:,} shards)" for name, count in about["devices"].items())
         rows.append(("scored on", ", ".join(named)))
     if about["bytes_per_token"] is not None:
-        on_disk = f"{about['file_bytes']:,} bytes, {about['bytes_per_token']:.2f} a token"
+        on_disk = f"{about['file_bytes']:,} bytes, {about['bytes_per_token']:.2f} per token"
         rows.append(("on disk", on_disk))
     if about["mean_nll"] is not None:
-        rows.append(("mean nll", f"{about['mean_nll']:.4f} nats a token"))
+        rows.append(("mean nll", f"{about['mean_nll']:.4f} nats per token"))
         rows.append(("bits per byte", f"{about['bits_per_byte']:.4f}"))
     rows.append(("verified", about["verified"]))
     rows += [("", f"{count:,} skipped: {why}") for why, count in about["skipped_reasons"].items()]
     kept = about.get("alternatives")
     if kept is not None:
-        kind = "sampled from the distribution" if kept["sampled"] else "likeliest first"
-        rows.append(("alternatives", f"{kept['count']} a token, {kind}"))
+        kind = "sampled from the distribution" if kept["sampled"] else "most likely first"
+        rows.append(("alternatives", f"{kept['count']} per token, {kind}"))
     for name, value in rows:
         typer.echo(f"{name:<14}{value}")
     if kept is not None and not kept["sampled"]:

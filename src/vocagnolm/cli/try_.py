@@ -80,7 +80,7 @@ Who predicts this text better? ({result["held_out"]["documents"]:,} held-out doc
 {table(result["strength"], "the student")}
 
 Do the vocabularies fit? The teacher's tokens cover {blocks["mapped_share"]:.1%} of the student's, \
-{blocks["one_to_one_share"]:.1%} one to one; {blocks["target_share"]:.1%} have targets to distil.
+{blocks["one_to_one_share"]:.1%} one to one; {blocks["target_share"]:.1%} have distillation targets.
 
 Does the teacher help? (held-out bits per byte after {run["tokens"]:,} tokens in {run["steps"]:,} \
 steps, learning rate {run["learning_rate"]:g})
@@ -94,12 +94,12 @@ VERDICT
 
 {format_table(costs)}
 {whole["documents"]:,} documents, about {_size(whole["bytes"])} of text, on this machine \
-({result["device"]}) at the rates just measured.
+({result["device"]}) at the throughput just measured.
 
 Next:
 {f"  vocagnolm score --recipe {recipe}{chr(10)}" if teacher else ""}  vocagnolm prepare {recipe}
   vocagnolm train {recipe}
-To look at: {result["page"]}""")
+Report: {result["page"]}""")
 
 
 def _time(seconds: float) -> str:

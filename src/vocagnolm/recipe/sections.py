@@ -51,7 +51,7 @@ class StudentSection(Schema):
         "conversations: more variables for the template, for example enable_thinking: false", {}
     )
     dtype: Literal["float32", "bfloat16", "float16"] = key(
-        "dtype of the weights; train.bf16 sets the dtype of the arithmetic", "float32"
+        "dtype of the weights; train.dtype sets that of the arithmetic", "float32"
     )
     attention: Attention | HubKernel | None = key(
         "attention implementation of transformers, or a kernel from the hub (owner/name); null: "
@@ -404,6 +404,10 @@ class TrainSection(Schema):
         "fastest number, measured before the first step",
         8,
     )
+    dtype: Literal["float32", "bfloat16", "fp8"] | None = key(
+        "arithmetic; the weights stay in student.dtype. bfloat16: by autocast; fp8: as bfloat16, "
+        "with the decoder's linear layers in e4m3 (H100 and newer); null: as `bf16` says"
+    )
     bf16: bool = key("bfloat16 arithmetic (autocast)", False)
     gradient_checkpointing: bool = key("recompute activations to save memory", False)
     compile: bool = key("torch.compile each decoder layer", False)
@@ -420,6 +424,11 @@ class TrainSection(Schema):
     )
     loader_workers: int = key("number of processes that prefetch blocks", 0, ge=0)
     arguments: dict[str, Any] = key("more TrainingArguments of transformers, by name", {})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype is not None:
+            self.__dict__["bf16"] = self.dtype != "float32"
 
 
 class RunSection(Schema):

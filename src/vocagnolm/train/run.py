@@ -58,6 +58,7 @@ from vocagnolm.files import (
     whole_folder,
 )
 from vocagnolm.model import ModelFiles, open_model
+from vocagnolm.model.fp8 import require_fp8, train_in_fp8
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.objective import Decided, count_kept
 from vocagnolm.processes import Ranks, world_size
@@ -420,6 +421,9 @@ def build_loop(
             f"The student has {rows:,} embedding rows, its tokenizer has ids up to {largest:,}. "
             "They do not belong together."
         )
+    if recipe.train.dtype == "fp8":
+        require_fp8(arguments.device, "train.dtype:")
+        train_in_fp8(student)
     model = add_lora(student, recipe.lora)
     documents = recipe.data.document_mask or blocks.conversations
     order: Any = TrainingOrder(blocks, schedule.steps * schedule.batch_blocks, recipe.run.seed)
