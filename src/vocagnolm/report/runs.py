@@ -20,7 +20,7 @@ from vocagnolm.data.corpus import Corpus, Document, document_hash, open_corpus
 from vocagnolm.data.guidance import common_alternatives, target_table, tiling
 from vocagnolm.data.identity import recipe_corpus, student_chat
 from vocagnolm.data.teachers import Lookup
-from vocagnolm.errors import TemplateError, VocagnolmError
+from vocagnolm.errors import CorpusError, TemplateError, VocagnolmError
 from vocagnolm.evaluate.results import Evaluation, in_order, read_results
 from vocagnolm.evaluate.settings import marks
 from vocagnolm.evaluate.suite import AVERAGES, TASKS
@@ -162,7 +162,10 @@ def write_report(
     cannot be done (no store, no model, a corpus that has moved) the page says why."""
     folders = [Path(run) for run in runs]
     notes: list[str] = []
-    if sample_documents and not any(read_sample(folder) for folder in folders):
+    samples = list(filter(None, map(read_sample, folders)))
+    if source_field is not None:  # those that do not know the sources are made again
+        samples = [one for one in samples if all(passage.sources for passage in one.passages)]
+    if sample_documents and not samples:
         for folder in sorted(folders, key=lambda one: read_run(one).method != "guided"):
             try:
                 write_sample(folder, documents=sample_documents, source_field=source_field)
@@ -597,10 +600,11 @@ def _groups(sizes: Sequence[int]) -> Iterator[slice]:
 
 def _sources(recipe: Recipe, field: str, read: Sequence[_Read]) -> list[str]:
     """What the field holds in each document; an empty name where it has none."""
-    corpus = open_corpus(recipe.corpus.files, text_field=field, format="text")
+    try:
+        corpus = open_corpus(recipe.corpus.files, text_field=field, format="text")
+    except CorpusError as error:
+        raise SampleError(f"--source-field {field}: {error}") from None
     found = [corpus.field(one.document.index) for one in read]
-    if all(one is None for one in found):
-        raise SampleError(f"no document of the sample has the field {field!r} (--source-field)")
     return ["" if one is None else str(one) for one in found]
 
 
