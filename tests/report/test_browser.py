@@ -246,6 +246,10 @@ def test_a_rule_without_a_teacher_is_not_said_to_be_the_teachers(visit) -> None:
     assert "What the teacher changed" not in shown
     assert "training on a random selection of tokens" in shown
     assert "decide nothing here" in shown
+    passages, rule = select_passages([known_passage()], method="cpt")
+    found = statistics(passages)
+    page = visit(Page(title="r", passages=passages, selection=rule, statistics=found)).page
+    assert page.locator("#selection h3").all_inner_texts() == ["Excess"]  # all bars would be full
 
 
 def test_every_teacher_has_its_row(visit) -> None:

@@ -47,6 +47,8 @@ function selectionSection() {
   if (!stats) return null;
   const rule = page.selection || {};
   const share = stats.kept / stats.tokens;
+  const everything = !rule.graded && share === 1; // bars that all reach the end say nothing
+  if (everything && !stats.excess) return null;
   const element = section("selection", "What was kept", `${rule.graded ? `${whole(stats.tokens)} target tokens count by their weight, ${fixed(share)} on average` : `${whole(stats.kept)} of ${whole(stats.tokens)} target tokens (${percent(share)}) count in the loss`}${stats.unmapped ? `; ${whole(stats.unmapped)} are unmapped${rule.unmapped ? ` (${rule.unmapped})` : ""}` : ""}.`);
   const amount = (part) => (rule.graded ? fixed(part) : percent(part));
   const across = (part) => (100 * Math.max(0, Math.min(1, part))).toFixed(2) + "%";
@@ -61,7 +63,7 @@ function selectionSection() {
   const what = rule.graded ? "Mean weight" : "Kept share";
   const upright = `The upright line is that of all tokens, ${amount(share)}`;
   const bySource = stats.sources?.length > 1;
-  grid.append(h("div", { class: "card" },
+  if (!everything) grid.append(h("div", { class: "card" },
     bySource ? [h("h3", {}, `${what} by kind of text`), h("p", { class: "small" }, `${upright}; the thin line and the brackets are the 95\u00a0% interval over documents.`), bars(stats.sources)] : null,
     h("h3", {}, `${what} by kind of token`), bySource ? null : h("p", { class: "small" }, `${upright}.`), bars(stats.kinds)));
   if (stats.excess) {
@@ -69,8 +71,8 @@ function selectionSection() {
       h("p", { class: "keys" }, ["kept", "dropped"].map((name) => h("span", {}, svg("svg", { width: 14, height: 10 }, svg("rect", { class: "bar-" + name, width: 14, height: 10, rx: 2 })), name))),
       histogram(stats.excess, rule.threshold), heapNote(stats.excess)));
   }
-  grid.append(rankedList("Most often kept", guided ? "Tokens the student is told to learn: kept / seen." : "Kept / seen.", stats.most_kept));
-  grid.append(rankedList("Most often dropped", guided ? "Tokens it knows already, or the teacher cannot predict either: kept / seen." : "Kept / seen.", stats.most_dropped));
+  if (!everything) grid.append(rankedList("Most often kept", guided ? "Tokens the student is told to learn: kept / seen." : "Kept / seen.", stats.most_kept));
+  if (!everything) grid.append(rankedList("Most often dropped", guided ? "Tokens it knows already, or the teacher cannot predict either: kept / seen." : "Kept / seen.", stats.most_dropped));
   element.append(grid);
   return element;
 }
