@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vocagnolm.cli.common import App, progress, quiet_libraries
-from vocagnolm.cli.options import JSON, STUDENT, TEACHER, Given, option, options, with_options
+from vocagnolm.cli.options import (
+    JSON,
+    STUDENT,
+    STUDENT_TEMPLATE,
+    TEACHER,
+    TEACHER_TEMPLATE,
+    Given,
+    option,
+    options,
+    with_options,
+)
 from vocagnolm.errors import UsageError
 from vocagnolm.recipe.sections import CorpusSection, EngineSection
 
@@ -44,7 +54,9 @@ def granularity(
     corpus: list[str] = option(
         CorpusSection, "files", before="Measure on this corpus instead of the built-in sample. "
     ),
-    reading: Given = options(CorpusSection, "text_field", "split", recipe_key="corpus"),
+    reading: Given = options(CorpusSection, "text_field", "format", "split", recipe_key="corpus"),
+    student_template: str | None = STUDENT_TEMPLATE,
+    teacher_template: str | None = TEACHER_TEMPLATE,
     limit_documents: int = option(CorpusSection, "limit_documents", default=1000),
     chunks: str = typer.Option(
         "1,2,4,8,16,32,64,128,256", help="Numbers of chunks, comma-separated."
@@ -58,21 +70,18 @@ def granularity(
     """Figure 3: IoU and IoS of chunk alignment against the number of chunks.
 
     Token-level alignment is the reference line: every student token is fully covered (IoS 100 %).
+    Conversations are read by each side in its own template, and measured over the contents of their
+    messages; as in training, the student's chunks hold the tokens of its template too.
     """
-    from vocagnolm.alignment import load_tokenizer
-    from vocagnolm.data.corpus import LeftOut, read_texts
-    from vocagnolm.pair import SAMPLE
+    from vocagnolm.cli.compare import readers
     from vocagnolm_studies.granularity import granularity_study
 
-    documents, left_out = list(SAMPLE), LeftOut()
-    if corpus:
-        documents, left_out = read_texts(corpus, format="text", limit=limit_documents, **reading)
+    templates = [student_template, teacher_template]
+    (ours, theirs), documents, left_out, surveys = readers(
+        [student, teacher], templates, corpus, limit=limit_documents, **reading
+    )
     study = granularity_study(
-        load_tokenizer(student, check=False),
-        load_tokenizer(teacher, check=False),
-        documents,
-        n_chunks=_numbers(chunks),
-        sequence_tokens=sequence_tokens,
+        *(ours, theirs, documents), n_chunks=_numbers(chunks), sequence_tokens=sequence_tokens
     )
     if plot is not None:
         from vocagnolm_studies.figures import granularity_curve
@@ -81,10 +90,12 @@ def granularity(
         typer.echo(f"wrote {plot}", err=True)
     if as_json:
         values = {**study.as_json(), "left_out": left_out.as_json()}
+        if surveys:
+            values["templates"] = [seen.to_dict() for seen in surveys]
         typer.echo(json.dumps(values, ensure_ascii=False, indent=2))
     else:
         _print_granularity(study)
-        for line in left_out.lines():
+        for line in [line for seen in surveys for line in seen.warnings()] + left_out.lines():
             typer.echo(line)
 
 

@@ -8,10 +8,11 @@ for its control tokens, and so is the template's text before it is read.
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ from vocagnolm.errors import TemplateError
 # content may hold either.
 _FIRST_PRIVATE, _LAST_PRIVATE = 0x100000, 0x10FFFD
 _PRIVATE = re.compile(f"[{chr(_FIRST_PRIVATE)}-{chr(_LAST_PRIVATE - 1)}]{chr(_LAST_PRIVATE)}")
+_CLOSING = re.compile(r"<[^<>\s]*>\s*\Z")
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,66 @@ class ChatTokenizer(TextTokenizer):
         found = [n for n in last.tolist() if tokens.token_bytes[n] == 1]
         return int(tokens.ids[found[0]]) if found else None
 
+    def private_bytes_of(self, index: int) -> bytes | None:
+        """As `bytes_of`, with private characters for control tokens."""
+        if self._is_control[index]:
+            return self._spanner.token_bytes[index]
+        return self.base.bytes_of(index)
+
+    def answer_of(self, text: str) -> tuple[str, str]:
+        """The reasoning and the content of what the model wrote behind the generation prompt, as
+        the template would be given them; `text` has private characters for control tokens.
+        Reasoning that was never closed leaves no content."""
+        around = self._around
+        reasoning, content = "", _behind(text, around.before)
+        lead, closed, rest = text.partition(around.shuts.strip() or "\0")
+        if closed:
+            reasoning, content = _behind(lead, around.opens), _behind(closed + rest, around.shuts)
+        elif around.opens.strip() and _behind(text, around.opens) != text:
+            reasoning, content = _behind(text, around.opens), ""
+        elif around.unwritten:
+            # opened by the prompt: the template says what it keeps of such an answer
+            with suppress(Refused):
+                asked, again = Message("user", "a"), Message("user", "c")
+                found = render(self.template, [asked, Message("assistant", content), again])
+                kept = "".join(one.text for one in found.segments if one.message == 1)
+                lead, _, rest = content.rpartition(kept)
+                if kept and not rest.strip():
+                    reasoning, content = _CLOSING.sub("", lead), kept
+        content = content.removesuffix(around.behind)
+        return _PRIVATE.sub("", reasoning).strip(), _PRIVATE.sub("", content)
+
+    @property
+    def writes_around(self) -> bool:
+        """Whether what the model writes of an answer is more than the content."""
+        return any(part.strip() for part in self._around)
+
+    @cached_property
+    def _around(self) -> "_Around":
+        """What the template writes around an answer, with private characters for control tokens;
+        nothing where it refuses one."""
+        talk = [Message("user", "a"), Message("assistant", "probe-content")]
+        reasoned = [talk[0], replace(talk[1], reasoning="probe-reasoning")]
+        plain, thought = map(self._written_in, (talk, reasoned))
+        before, found, behind = plain.partition("probe-content")
+        if not found:
+            return _Around()
+        (*_, turn) = self.rendering(shared_text(talk)).turns
+        opens, _, rest = thought.partition("probe-reasoning")
+        shuts, found, _ = rest.partition("probe-content")
+        marks = (opens, shuts) if found else ("", "")
+        return _Around(before, _PRIVATE.split(behind)[0], *marks, turn.unwritten.strip())
+
+    def _written_in(self, messages: Sequence[Message]) -> str:
+        """What the model writes of the last message, with private characters for control tokens;
+        nothing where the template refuses the conversation."""
+        text = shared_text(messages)
+        (tokens,) = self.outcomes([text], by_rule=True)
+        if isinstance(tokens, str):
+            return ""
+        own = tokens.ids[tokens.turns == len(text.encode()) - 1].tolist()
+        return b"".join(self.private_bytes_of(n) or b"" for n in own).decode(errors="replace")
+
     def _lay(self, found: Rendering, messages: Sequence[Message], by_rule: bool = False) -> "_Laid":
         """Pieces of contents: where they stand in the text that is read, and in the shared one."""
         contents = [message.text for message in messages]
@@ -289,6 +351,31 @@ class ChatTokenizer(TextTokenizer):
             )
             for one, own, (a, b) in zip(read, laid, pairwise(cuts), strict=True)
         ]
+
+
+class _Around(NamedTuple):
+    """What a template writes around the parts of an answer."""
+
+    before: str = ""
+    """From the end of the generation prompt to the content of an answer without reasoning."""
+    behind: str = ""
+    """From the content to the control token that ends the turn."""
+    opens: str = ""
+    """From the end of the generation prompt to the reasoning."""
+    shuts: str = ""
+    """From the reasoning to the content."""
+    unwritten: str = ""
+    """What a generation prompt ends with and is not written before answers."""
+
+
+def _behind(text: str, start: str) -> str:
+    """The text behind something that it begins with, whatever the white space before that."""
+    if not start.strip():
+        return text.removeprefix(start)
+    core, found = start.strip(), text.lstrip()
+    if not found.startswith(core):
+        return text
+    return found[len(core) :].removeprefix(start[len(start.rstrip()) :])
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ def bits_per_byte(
     split: Split = "none",
     parts_field: str | None = None,
     chat_template: str | None = None,
+    template_options: Mapping[str, Any] | None = None,
     on_documents: Callable[[int, int], None] | None = None,
 ) -> BitsPerByte:
     """Bits the model needs for a byte of the documents; of conversations, which it reads in its
@@ -70,7 +71,8 @@ def bits_per_byte(
     parts = _parts(paths, parts_field)
     tokenizer = files.tokenizer
     if corpus.conversations:
-        tokenizer = ChatTokenizer(tokenizer, template_of(tokenizer, chat_template))
+        template = template_of(tokenizer, chat_template, template_options)
+        tokenizer = ChatTokenizer(tokenizer, template)
     prefix = tokenizer.prefix_ids
     window = min(context or DEFAULT_CONTEXT, files.max_context or DEFAULT_CONTEXT)
     scorer: NllModel | ServedModel

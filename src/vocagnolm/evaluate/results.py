@@ -69,6 +69,8 @@ class Answer:
 
     output: str
     complete: bool | None = None
+    reasoning: str = ""
+    """Of a conversation whose format keeps it apart from the answer."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,13 @@ class Record:
     correct: bool
     complete: bool | None = None
     """False: broken off at the limit of tokens. None: not known."""
+    reasoning: str = ""
+
+
+def fields_of(one: Answer | Record) -> dict[str, Any]:
+    """As they are written; reasoning where there is some."""
+    fields = asdict(one)
+    return fields if one.reasoning else {k: v for k, v in fields.items() if k != "reasoning"}
 
 
 @dataclass(frozen=True)
@@ -251,7 +260,7 @@ class RunFolder:
 
     def add_answers(self, task: str, answers: Iterable[tuple[int, Answer]]) -> None:
         lines = (
-            json.dumps({"index": index, **asdict(answer)}, ensure_ascii=False) + "\n"
+            json.dumps({"index": index, **fields_of(answer)}, ensure_ascii=False) + "\n"
             for index, answer in answers
         )
         append_lines(self._partial(task), "".join(lines))
@@ -271,7 +280,7 @@ class RunFolder:
             ) from None
 
     def finish_task(self, task: str, records: list[Record]) -> None:
-        lines = (json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records)
+        lines = (json.dumps(fields_of(record), ensure_ascii=False) + "\n" for record in records)
         write_text(self.outputs / f"{task}.jsonl", "".join(lines))
         remove(self._partial(task))
 

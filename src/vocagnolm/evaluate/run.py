@@ -116,9 +116,11 @@ def evaluate(
         settings["protocol"] = questions.protocol
     chat = None
     if requests and questions.chat:
-        template = template_of(files.tokenizer, engine.chat_template)
+        template = template_of(files.tokenizer, engine.chat_template, engine.template_options)
         chat = ChatTokenizer(files.tokenizer, template)
         settings["template"] = template.fingerprint
+        if chat.writes_around:
+            settings["answers"] = "contents"  # earlier versions kept all that was written
     with (
         TemporaryDirectory() as nowhere,
         RunFolder(nowhere if out is None else out).lock() as run,
@@ -154,6 +156,7 @@ def evaluate(
                 text_field=text_field,
                 split=split,
                 chat_template=engine.chat_template,
+                template_options=engine.template_options,
                 on_documents=report,
             )
             bits, error = measured.value, bits_stderr(measured.by_document)
@@ -300,7 +303,8 @@ def grade_task(run: RunFolder, task: str, requests: list[Request]) -> None:
     answers = run.answers(task)
     records = []
     for request in requests:
-        output, complete = answers[request.index].output, answers[request.index].complete
+        answer = answers[request.index]
+        output, complete = answer.output, answer.complete
         conversation = is_conversation(request.prompt)
         prompt = readable(request.prompt) if conversation else request.prompt
         extracted: str | None = output
@@ -316,6 +320,9 @@ def grade_task(run: RunFolder, task: str, requests: list[Request]) -> None:
             )
             correct, extracted = graded.correct, graded.extracted
         records.append(
-            Record(request.index, prompt, output, extracted, request.gold, correct, complete)
+            Record(
+                *(request.index, prompt, output, extracted, request.gold, correct, complete),
+                reasoning=answer.reasoning,
+            )
         )
     run.finish_task(task, records)

@@ -597,6 +597,12 @@ class EngineSection(Schema, frozen=True):
     """How the evaluated model runs."""
 
     chat_template: str | None = key(CHAT_TEMPLATE, unset=OWN_TEMPLATE)
+    template_options: Mapping[str, Any] = key(
+        "conversations: another variable for the template, name=value, for example "
+        "enable_thinking=false",
+        {},
+        option="--template-option",
+    )
     batch_size: int | None = key(
         "prompts per batch, or per request to a server",
         unset="32; by available memory on a GPU",
