@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/train_gpu.py [--third-party DIR] [--shapes NAME,...]
         [--contestants NAME,...] [--steps 40] [--micro-batch N] [--compile-mode MODE]
-        [--seconds 230] [--json] [--smoke]
+        [--seconds 230] [--json [FILE]] [--smoke]
 
 A 135M student of SmolLM2's shape at 32 x 2,048 tokens a step and TinyLlama at 8 x 2,048, both with
 fp32 weights and bf16 autocast, fused AdamW, random weights read from a model folder and random ids

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/train_profile.py [--shapes NAME,...] [--only NAME,...]
         [--steps 10] [--documents] [--no-profile] [--no-variants] [--seconds 420] [--trace FOLDER]
-        [--json] [--smoke]
+        [--json [FILE]] [--smoke]
 
 The students of `train_gpu.py`: SmolLM2-135M's shape at 32 x 2,048 tokens and TinyLlama at
 8 x 2,048, fp32 weights, bf16 autocast. The profile is of `vocagnolm train` itself (its loop,

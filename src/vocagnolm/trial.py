@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM
 from vocagnolm.data.corpus import Corpus, document_hash, open_corpus, read_texts
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import CorpusError, UsageError
-from vocagnolm.evaluate.bits import BitsPerByte, TextScore, bits_per_byte, rank_texts
+from vocagnolm.evaluate.bits import BitsPerByte, bits_per_byte
+from vocagnolm.evaluate.results import TextScore, rank_texts
 from vocagnolm.evaluate.run import evaluate
 from vocagnolm.files import differences, folder_lock, local_path, read_json, write_json, write_text
 from vocagnolm.model import ModelFiles, open_model

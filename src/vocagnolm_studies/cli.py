@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vocagnolm.cli.common import progress, quiet_libraries
+from vocagnolm.cli.common import App, progress, quiet_libraries
 from vocagnolm.cli.options import (
     JSON,
     STUDENT,
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from vocagnolm_studies.labels import Area, LabelStudy
     from vocagnolm_studies.selection import SelectionStudy
 
-app = typer.Typer(
-    no_args_is_help=True,
+app = App(
     help=(
         "The paper's analyses: figure 1 is `vocagnolm compare --plot`, figure 3 is `granularity`, "
         "the tables and the other figures are grids of training runs (`list`, `run`). `selection` "
@@ -36,7 +35,7 @@ app = typer.Typer(
 )
 
 
-@app.command("list")
+@app.command("list", example="vocagnolm study list")
 def list_studies() -> None:
     """List the studies that come with the package."""
     from vocagnolm_studies.design import shipped_studies
@@ -47,7 +46,7 @@ def list_studies() -> None:
         typer.echo(f"{name:{width}}  {title}")
 
 
-@app.command()
+@app.command(example="vocagnolm study granularity --student S --teacher T --plot figure3.svg")
 @with_options
 def granularity(
     student: str = STUDENT,
@@ -100,7 +99,7 @@ def granularity(
             typer.echo(line)
 
 
-@app.command()
+@app.command(example="vocagnolm study run toy --folder out/toy --materials materials")
 def run(
     study: str = typer.Argument(..., help="A name from `vocagnolm study list`, or a YAML file."),
     folder: Path = typer.Option(
@@ -139,7 +138,7 @@ def run(
     typer.echo(json.dumps(table, ensure_ascii=False, indent=2) if as_json else text)
 
 
-@app.command()
+@app.command(example="vocagnolm study selection --student S --store store --corpus corpus.jsonl")
 @with_options
 def selection(
     student: str = typer.Option(..., help="Model folder, hub id (owner/name) or GGUF file."),

@@ -9,7 +9,8 @@ import torch
 from test_cli import run
 
 from vocagnolm.errors import EvaluationError
-from vocagnolm.evaluate.bits import bits_per_byte, rank_texts
+from vocagnolm.evaluate.bits import bits_per_byte
+from vocagnolm.evaluate.results import rank_texts
 from vocagnolm.model import open_model
 
 

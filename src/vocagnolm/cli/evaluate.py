@@ -55,7 +55,12 @@ def evaluate(
     documents) and paired differences from the best.
     """
     require_asked("server", server, server_settings)
-    from vocagnolm.evaluate.results import format_table, ranking_table, scores_table
+    from vocagnolm.evaluate.results import (
+        format_table,
+        rank_texts,
+        ranking_table,
+        scores_table,
+    )
     from vocagnolm.evaluate.run import evaluate as evaluate_model
     from vocagnolm.model.server import Server
 
@@ -87,7 +92,6 @@ def evaluate(
             )
     left_out = [one.left_out for one in read]
     if several:
-        from vocagnolm.evaluate.bits import rank_texts
         from vocagnolm.report.view import model_names
 
         names = model_names(models).values()

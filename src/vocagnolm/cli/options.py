@@ -14,7 +14,17 @@ import typer
 
 from vocagnolm.errors import SettingError, UsageError
 from vocagnolm.recipe.schema import Limits, OneOf, Schema, apply_override, fields_of, hints
-from vocagnolm.recipe.sections import StudentSection, TeacherSection
+from vocagnolm.recipe.sections import (
+    CorpusSection,
+    EngineSection,
+    ObjectiveSection,
+    QuestionsSection,
+    RaySection,
+    ScoreSection,
+    ServerSection,
+    StudentSection,
+    TeacherSection,
+)
 
 Given = dict[str, Any]
 """What the user gave, by the names of the fields; the rest has the defaults of the section."""
@@ -26,6 +36,18 @@ STUDENT = typer.Option(
 )
 TEACHER = typer.Option(..., help="The teacher's tokenizer, in the same form.")
 JSON = typer.Option(False, "--json", help="Print one JSON object.")
+
+
+PANELS = {
+    CorpusSection: "Corpus",
+    EngineSection: "Model",
+    ObjectiveSection: "Selection",
+    QuestionsSection: "Benchmarks",
+    RaySection: "Ray cluster",
+    ScoreSection: "Scoring",
+    ServerSection: "Server",
+}
+"""What the options of a section stand under in the help."""
 
 
 class _Group(NamedTuple):
@@ -86,7 +108,12 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
                 inspect.Parameter(
                     f"{parameter.name}_{name}",
                     parameter.kind,
-                    default=option(group.section, name, recipe_key=group.recipe_key),
+                    default=option(
+                        group.section,
+                        name,
+                        recipe_key=group.recipe_key,
+                        rich_help_panel=PANELS.get(group.section),
+                    ),
                     annotation=_kind(group.section, name)[0],
                 )
             )

@@ -2,13 +2,13 @@
 
 import typer
 
-from vocagnolm.cli.common import print_json
+from vocagnolm.cli.common import App, print_json
 from vocagnolm.cli.options import JSON
 
-app = typer.Typer(no_args_is_help=True, help="List and show the recipes in the package.")
+app = App(help="List and show the recipes in the package.")
 
 
-@app.command("list")
+@app.command("list", example="vocagnolm recipe list")
 def list_recipes(
     as_json: bool = JSON,
 ) -> None:
@@ -27,7 +27,7 @@ def list_recipes(
         typer.echo(f"{recipe.name:{width}}  {shows}{recipe.about}{after}")
 
 
-@app.command()
+@app.command(example="vocagnolm recipe show laptop > recipe.yaml")
 def show(name: str = typer.Argument(help="A name from `vocagnolm recipe list`.")) -> None:
     """Print a recipe with every key explained, as a file to start from."""
     from vocagnolm.recipe.load import shipped_recipe

@@ -23,6 +23,11 @@ def report(
         min=0,
         help="With --html: documents for the token view if no run has a tokens.json yet; 0: none.",
     ),
+    source_field: str | None = typer.Option(
+        None,
+        help="--html: the field that names a document's source, or what kind of text it is; the "
+        "page shows how much is kept of each.",
+    ),
 ) -> None:
     """Compare evaluations: scores, differences, standard errors, paired significance tests.
 
@@ -42,7 +47,9 @@ def report(
         from vocagnolm.report.runs import write_report
 
         with quiet_libraries() if sample else nullcontext():
-            page = write_report(list(runs), html, sample_documents=sample)
+            page = write_report(
+                list(runs), html, sample_documents=sample, source_field=source_field
+            )
         typer.echo(str(page))
         return
     from vocagnolm.evaluate.results import compare_runs, comparison_table, format_table

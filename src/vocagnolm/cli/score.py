@@ -6,9 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.core import TyperCommand
 
-from vocagnolm.cli.common import Meter, leading, print_json, progress, quiet_libraries
+from vocagnolm.cli.common import Command, Meter, leading, print_json, progress, quiet_libraries
 from vocagnolm.cli.options import JSON, Given, option, options, require_asked, with_options
 from vocagnolm.cli.store import print_store
 from vocagnolm.errors import UsageError
@@ -30,7 +29,7 @@ DEFAULT_ALTERNATIVES = 4
 """Of a recipe that distils."""
 
 
-class ScoreCommand(TyperCommand):
+class ScoreCommand(Command):
     """`--ray` alone means: without an address."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from vocagnolm.cli.common import print_histogram, print_json, print_table
+from vocagnolm.cli.common import App, print_histogram, print_json, print_table
 from vocagnolm.cli.options import JSON, STUDENT, Given, option, options, with_options
 from vocagnolm.recipe.sections import (
     CorpusSection,
@@ -18,7 +18,7 @@ from vocagnolm.recipe.sections import (
     StudentSection,
 )
 
-app = typer.Typer(no_args_is_help=True, help="Inspect, verify, compare and export loss stores.")
+app = App(help="Inspect, verify, compare and export loss stores.")
 
 _STORE = typer.Argument(
     ..., help="The loss store: a folder, or an address (s3://, gs://, az://, hf://datasets/...)."
@@ -30,7 +30,7 @@ class ExportFormat(StrEnum):
     parquet = "parquet"
 
 
-@app.command("inspect")
+@app.command("inspect", example="vocagnolm store inspect store")
 def inspect_command(store: str = _STORE, as_json: bool = JSON) -> None:
     """Show the teacher, settings, size, mean nll, bits per byte and histogram of a store."""
     from vocagnolm.store import inspect_store
@@ -46,7 +46,7 @@ def inspect_command(store: str = _STORE, as_json: bool = JSON) -> None:
         raise typer.Exit(1)
 
 
-@app.command("verify")
+@app.command("verify", example="vocagnolm store verify store")
 def verify_command(store: str = _STORE, as_json: bool = JSON) -> None:
     """Read every byte and check checksums, gaps and duplicates. Exit code 1 on an error."""
     from vocagnolm.store import verify_store
@@ -67,7 +67,7 @@ def verify_command(store: str = _STORE, as_json: bool = JSON) -> None:
         raise typer.Exit(1)
 
 
-@app.command("export")
+@app.command("export", example="vocagnolm store export store --out losses.parquet")
 def export_command(
     store: str = _STORE,
     out: Path | None = typer.Option(None, help="The Parquet file.", show_default="STORE.parquet"),
@@ -128,7 +128,7 @@ def export_columns(
         typer.echo(f"{out}: {len(found):,} rows of {', '.join(columns)}")
 
 
-@app.command("card")
+@app.command("card", example="vocagnolm store card store --out store")
 def card_command(
     store: str = _STORE,
     licence: str | None = typer.Option(
@@ -163,7 +163,7 @@ def card_command(
     typer.echo(f"to publish it: hf upload OWNER/NAME {store} . --repo-type dataset")
 
 
-@app.command("compare")
+@app.command("compare", example="vocagnolm store compare store-a store-b")
 @with_options
 def compare_command(
     stores: list[str] = typer.Argument(..., help="Two or more loss stores."),
@@ -205,7 +205,7 @@ def compare_command(
         _print_comparison(found)
 
 
-@app.command("rank")
+@app.command("rank", example="vocagnolm store rank store --against reference-store")
 def rank_command(
     store: str = _STORE,
     against: str | None = typer.Option(

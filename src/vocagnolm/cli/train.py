@@ -1,12 +1,13 @@
 """`vocagnolm check`, `train` and `push`: one recipe, one run, and its model on the hub."""
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from vocagnolm.cli.common import leading, print_json
+from vocagnolm.cli.common import leading, print_json, quiet_libraries
 from vocagnolm.cli.options import JSON, RECIPE, SET
 
 
@@ -15,21 +16,28 @@ def check(
     set_: list[str] = SET,
     processes: int = typer.Option(1, min=1, help="Number of training processes (torchrun)."),
     measure: bool = typer.Option(
-        True, help="Load the student and compare it with the teacher on a few documents."
+        True, help="Load the student's weights and compare it with the teacher on a few documents."
     ),
     as_json: bool = JSON,
 ) -> None:
     """Validate everything before anything is trained, and print the plan.
 
     Checks paths, tokenizers, the store and its teacher, vocabularies, sizes, the schedule and disk
-    space. Exit code 1 if there is a problem.
+    space. If there is no problem, it loads the student's weights last and compares the student with
+    the teacher on a few documents; --no-measure skips that. Exit code 1 if there is a problem.
     """
     from vocagnolm.recipe import load_recipe
 
     loaded = load_recipe(recipe, set_)  # first: a typo is answered before torch is imported
     from vocagnolm.train.check import check as run
 
-    report = run(loaded, processes=processes, measure=measure)
+    with ExitStack() as stack:
+
+        def say() -> None:
+            typer.echo("loading the student's weights (--no-measure leaves them alone)", err=True)
+            stack.enter_context(quiet_libraries())
+
+        report = run(loaded, processes=processes, measure=measure, on_weights=say)
     if as_json:
         print_json(report.to_dict())
     else:

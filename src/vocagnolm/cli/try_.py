@@ -62,8 +62,7 @@ def try_(
 
 
 def _print(result: dict[str, Any]) -> None:
-    from vocagnolm.evaluate.bits import TextScore
-    from vocagnolm.evaluate.results import format_table, ranking_table
+    from vocagnolm.evaluate.results import TextScore, format_table, ranking_table
     from vocagnolm.trial import CAVEAT
 
     def table(rows: list[dict[str, Any]], baseline: str) -> str:

@@ -41,3 +41,7 @@ def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'vocagnolm.evaluate' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

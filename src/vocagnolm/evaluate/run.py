@@ -14,7 +14,15 @@ from vocagnolm.data.sources import Split
 from vocagnolm.errors import ModelError, UsageError
 from vocagnolm.evaluate.graders import grade
 from vocagnolm.evaluate.render import Request
-from vocagnolm.evaluate.results import Answer, Evaluation, Record, RunFolder, score_records
+from vocagnolm.evaluate.results import (
+    BITS,
+    Answer,
+    Evaluation,
+    Record,
+    RunFolder,
+    bits_stderr,
+    score_records,
+)
 from vocagnolm.evaluate.settings import (
     Engine,
     Questions,
@@ -137,7 +145,7 @@ def evaluate(
             if on_note is not None:
                 for note in generator.notes():
                     on_note(note)
-        bits = None
+        bits = error = None
         if text:
             assert loaded is not None
             report = _Count(0, on_progress).documents if on_progress else None
@@ -151,15 +159,16 @@ def evaluate(
                 template_options=engine.template_options,
                 on_documents=report,
             )
-            bits = measured.value
+            bits, error = measured.value, bits_stderr(measured.by_document)
+            run.write_text_sums(measured.by_document)
             if on_text is not None:
                 on_text(measured)
         scores = {name: score_records(run.records(name) or []) for name in requests}
         conditions = {name: task_conditions(listed) for name, listed in requests.items()}
         if text:
-            conditions["bits_per_byte"] = text_conditions(text, text_field)
+            conditions[BITS] = text_conditions(text, text_field)
         protocol = questions.protocol if requests else None
-        return run.write_results(Evaluation(scores, bits, protocol, conditions))
+        return run.write_results(Evaluation(scores, bits, protocol, conditions, error))
 
 
 def _served(server: "str | Server", engine: Engine) -> "ServedModel":

@@ -45,3 +45,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module("vocagnolm.recipe.load"), name)
     raise AttributeError(f"module 'vocagnolm.recipe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

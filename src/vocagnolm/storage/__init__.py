@@ -13,8 +13,16 @@ from vocagnolm.files import address_of, local_path
 from vocagnolm.storage.backend import HUB_SCHEME, Folder, Storage, hub_folder
 from vocagnolm.storage.bucket import BUCKET_SCHEMES, Bucket
 
-__all__ = ["BACKENDS", "Backend", "Bucket", "Folder", "Storage", "require_storage", "storage_of"]
-__all__ += ["scheme_of"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Bucket",
+    "Folder",
+    "Storage",
+    "require_storage",
+    "scheme_of",
+    "storage_of",
+]
 
 
 @dataclass(frozen=True)
