@@ -20,12 +20,15 @@ VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 # Trainers of others, each with the packages that it pins: environments apart, about 2 GB each.
-TRAINERS := trl axolotl torchtitan
+TRAINERS := trl axolotl torchtitan litgpt
 PIN_trl := trl==1.16.0
 PIN_axolotl := axolotl==0.19.0
 PIN_torchtitan := torchtitan==0.3.0 triton
+PIN_litgpt := lightning==2.6.6 'jsonargparse[signatures]==4.41.0'
+# wants, for downloads alone, a huggingface_hub older than that of transformers
+ALONE_litgpt := litgpt==0.5.13
 
-.PHONY: demo test test-fast test-vllm test-trainers coverage faults smoke lint types docs site env clean
+.PHONY: demo test test-fast test-gpu test-vllm test-trainers coverage faults smoke lint types docs site env clean
 
 demo: $(CORE)
 	$(BIN)/vocagnolm demo
@@ -61,6 +64,10 @@ test-trainers: $(TRAINERS:%=.venv-%/.installed)
 		AXOLOTL_DO_NOT_TRACK=1 OMP_NUM_THREADS=1 .venv-$$name/bin/python -m pytest \
 			--timeout=900 tests/trainers/test_$$name.py || exit 1; \
 	done
+
+# what only CUDA runs, on a machine that has a GPU: some minutes
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu --durations=5
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -106,6 +113,7 @@ $(VLLM_INSTALLED): Makefile
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
 		-e '.[data]' $(PIN_$*) pytest pytest-timeout
+	$(if $(ALONE_$*),.venv-$*/bin/python -m pip install --quiet --no-deps $(ALONE_$*))
 	touch $@
 
 clean:

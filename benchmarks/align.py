@@ -1,6 +1,7 @@
 """Alignment beside tokenisation, and beside the peers. Ratios, side by side in one run.
 
-    python benchmarks/align.py [--corpus F.jsonl] [--student S] [--teacher T] [--peers DIR] [--json]
+    python benchmarks/align.py [--corpus F.jsonl] [--student S] [--teacher T] [--peers DIR]
+        [--json [FILE]]
 
 Without arguments: Llama-2 x Qwen2.5 from the packages that `make test` installs, on the built-in
 sample. Peers are used where they can be found: TRL's aligner is read out of its installed source
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from record import STDOUT, add_json, keep
 from tokenizers import Tokenizer
 
 from vocagnolm.alignment import align, align_batch, load_tokenizer
@@ -165,7 +167,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", help="a folder with peers installed by pip --target")
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     arguments = parser.parse_args()
     if arguments.peers:
         sys.path.append(arguments.peers)
@@ -196,9 +198,20 @@ def main() -> None:
         {"bytes": n, "nanoseconds_per_token": ns, "peak_bytes_per_token": peak}
         for n, ns, peak in lengths(student, teacher, texts)
     ]
-    if arguments.json:
+    if arguments.json == STDOUT:
         print(json.dumps(result, indent=2))
         return
+    rates = {name: n_tokens / took for name, took in times.items()}
+    for title, found in (
+        ("end to end", rates),
+        ("alignment alone", result["aligners_tokens_per_second"]),
+    ):
+        keep(
+            arguments.json,
+            title,
+            [{"way": name, "tokens/s": value} for name, value in found.items()],
+        )
+    keep(arguments.json, "by length of the document", result["lengths"])
     print(f"{student.name} x {teacher.name}: {len(texts)} documents, {result['bytes']:,} bytes,")
     print(f"{n_tokens:,} student tokens, {result['exact_documents']} documents tile exactly\n")
     print("end to end                          thousand student tokens/s")

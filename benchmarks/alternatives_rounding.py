@@ -1,7 +1,7 @@
 """What the rounding of alternatives does to the distilled loss and to its gradient.
 
     python benchmarks/alternatives_rounding.py --teacher MODEL --corpus F.jsonl [--student MODEL]
-        [--documents 12] [--characters 1500] [--noise 1.0] [--json]
+        [--documents 12] [--characters 1500] [--noise 1.0] [--json [FILE]]
     python benchmarks/alternatives_rounding.py --smoke
 
 The teacher (folder or GGUF) reads the beginnings of some documents in float32. Its 16 likeliest
@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from measure import report
 from numpy.typing import NDArray
+from record import add_json
 from score_precision import read_texts, say, tiny_model
 from torch import Tensor
 
@@ -273,7 +274,7 @@ def main() -> None:
     parser.add_argument("--characters", type=int, default=1500, help="of a document, at most")
     parser.add_argument("--noise", type=float, default=1.0, help="where there is no student")
     parser.add_argument("--smoke", action="store_true", help="tiny random models")
-    parser.add_argument("--json", action="store_true", help="rows on stdout, the table on stderr")
+    add_json(parser)
     given = parser.parse_args()
     if not given.smoke and (given.teacher is None or given.corpus is None):
         parser.error("--teacher and --corpus are needed: use --smoke to try it without them")

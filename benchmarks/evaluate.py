@@ -29,6 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from record import STDOUT, add_json, keep
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -163,6 +165,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
+    add_json(parser)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
 
@@ -232,29 +235,32 @@ def main() -> None:
                 seconds.setdefault(name, []).append(run())
                 print(f"{name}: {seconds[name][-1]:.1f} s", file=sys.stderr, flush=True)
     taken = {name: statistics.median(values) for name, values in seconds.items()}
-    print(
-        json.dumps(
-            {
-                "model": str(options.model or "random"),
-                "questions": len(docs),
-                "batch_size": options.batch_size,
-                "max_new_tokens": options.max_new_tokens,
-                **{f"{name}_seconds": round(value, 2) for name, value in taken.items()},
-                "questions_per_second": {
-                    name: round(len(docs) / value, 3) for name, value in taken.items()
-                },
-                "ratio": round(taken["lm_eval"] / taken["vocagnolm"], 2),
-                "answers": len(answers["vocagnolm"]),
-                **{
-                    f"{name}_equal_answers": sum(
-                        one.output == answers["vocagnolm"][i].output for i, one in found.items()
-                    )
-                    for name, found in answers.items()
-                    if name != "vocagnolm"
-                },
-            }
-        )
-    )
+    outcome = {
+        "model": str(options.model or "random"),
+        "questions": len(docs),
+        "batch_size": options.batch_size,
+        "max_new_tokens": options.max_new_tokens,
+        **{f"{name}_seconds": round(value, 2) for name, value in taken.items()},
+        "questions_per_second": {
+            name: round(len(docs) / value, 3) for name, value in taken.items()
+        },
+        "ratio": round(taken["lm_eval"] / taken["vocagnolm"], 2),
+        "answers": len(answers["vocagnolm"]),
+        **{
+            f"{name}_equal_answers": sum(
+                one.output == answers["vocagnolm"][i].output for i, one in found.items()
+            )
+            for name, found in answers.items()
+            if name != "vocagnolm"
+        },
+    }
+    print(json.dumps(outcome))
+    turns = [
+        {"engine": name, "seconds": ", ".join(f"{one:.1f}" for one in values)}
+        | {"questions/s": outcome["questions_per_second"][name]}
+        for name, values in seconds.items()
+    ]
+    keep(None if options.json == STDOUT else options.json, "engines taking turns", turns)
 
 
 if __name__ == "__main__":

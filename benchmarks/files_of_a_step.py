@@ -1,7 +1,7 @@
 """How much of the source a reader meets: files and functions of one optimizer step, and of a whole
 `train`.
 
-    python benchmarks/files_of_a_step.py [--json] [--list]
+    python benchmarks/files_of_a_step.py [--json [FILE]] [--list]
 
 The demo's start trains for six steps on a CPU, guided from a store; `sys.setprofile` tells which
 functions of the package are called. A step is what runs between the third and the fourth call of
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import report
+from record import add_json
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import vocagnolm
@@ -48,7 +49,7 @@ class Watch:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", action="store_true", help="rows on stdout, the table on stderr")
+    add_json(parser)
     parser.add_argument("--list", action="store_true", help="also name the files of a step")
     given = parser.parse_args()
     students.one_thread()

@@ -1,6 +1,6 @@
 """The guided head beside full logits and Liger: time, memory, errors. One GPU, under two minutes.
 
-    PYTHONPATH=src python benchmarks/head_gpu.py [--third-party DIR] [--json] [--smoke]
+    PYTHONPATH=src python benchmarks/head_gpu.py [--third-party DIR] [--json [FILE]] [--smoke]
 
 Forward and backward of the head alone, 16,384 tokens in bf16, for three head shapes. `plain`
 trains on every token, `guided` on the 40 % with the largest excess. Errors are against fp32

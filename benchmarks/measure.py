@@ -3,7 +3,6 @@
 import argparse
 import gc
 import inspect
-import json
 import statistics
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import STDOUT, add_json, keep, table_of
 from torch import Tensor
 
 from vocagnolm.objective import ObjectiveConfig, Targets
@@ -25,7 +25,7 @@ def arguments(description: str | None, **extra: dict[str, Any]) -> argparse.Name
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, also on a CPU")
-    parser.add_argument("--json", action="store_true", help="rows on stdout, the table on stderr")
+    add_json(parser)
     parser.add_argument(
         "--third-party", type=Path, help="folder with unpacked wheels of the peers (liger, trl)"
     )
@@ -155,30 +155,12 @@ def liger_cross_entropy() -> Callable[..., torch.Tensor] | None:
     return call
 
 
-def report(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
-    """Rows as a table; with --json the table goes to stderr and stdout holds the rows."""
-    stream = sys.stderr if as_json else sys.stdout
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [[_cell(row.get(c)) for c in columns] for row in rows]
+def report(title: str, rows: list[dict[str, Any]], as_json: str | None) -> None:
+    """Rows as a table; with --json and no file the table goes to stderr and the rows to stdout."""
+    stream = sys.stderr if as_json == STDOUT else sys.stdout
+    columns, cells = table_of(rows)
     widths = [max(len(c), *(len(line[i]) for line in cells)) for i, c in enumerate(columns)]
     print(f"\n{title}", file=stream)
     for line in [columns, *cells]:
         print("  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)), file=stream)
-    if as_json:
-        print(json.dumps({"title": title, "rows": rows}))
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    if isinstance(value, float):
-        return (
-            f"{value:.1e}"
-            if 0 < abs(value) < 1e-2
-            else f"{value:.3g}"
-            if value < 100
-            else f"{value:.0f}"
-        )
-    return str(value)
+    keep(as_json, title, rows)

@@ -1,7 +1,7 @@
 """`prepare` beside tokenising alone, in one run: how much of the tokenizer's rate is left?
 
     python benchmarks/prepare.py --student S [S ...] --teacher T [T ...] --corpus F.jsonl
-        [--megabytes 8] [--rounds 3] [--alternatives 4] [--json]
+        [--megabytes 8] [--rounds 3] [--alternatives 4] [--json [FILE]]
 
 S and T are tokenizers (folder or tokenizer.json), of which all pairs are measured. The loss store
 is made up: real teacher tokens with random losses, because its content does not change the work.
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from made_up import made_up, made_up_alternatives, made_up_store
+from record import STDOUT, add_json, keep
 from tokenizers import Tokenizer
 
 from vocagnolm.alignment import load_tokenizer
@@ -154,26 +155,30 @@ def main() -> None:
     )
     parser.add_argument("--part-documents", type=int, default=256)
     parser.add_argument("--alternatives", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     given = parser.parse_args()
     texts = read_texts(given.corpus, given.text_field, int(given.megabytes * 1e6))
     ways = ("threads", "processes") if given.workers > 1 else ("threads",)
     shown = [f"{way}_{clock}_ratio" for clock in Spent._fields for way in ways]
     if given.alternatives:
         shown += [f"distill_of_threads_{clock}" for clock in Spent._fields]
-    if not given.json:
+    rows = []
+    if given.json != STDOUT:
         print("student x teacher, tokens, " + ", ".join(s.replace("_", " ") for s in shown))
     for student in given.student:
         for teacher in given.teacher:
             if student == teacher:
                 continue
             row = measure_pair(student, teacher, texts, given)
-            if given.json:
+            if given.json == STDOUT:
                 print(json.dumps(row), flush=True)
                 continue
+            rows.append(row)
             ratios = "  ".join(f"{row[name]:.2f}" for name in shown)
             pair = f"{row['student']} x {row['teacher']}"
             print(f"{pair:32} {row['tokens']:>10,}  {ratios}", flush=True)
+    if given.json != STDOUT:
+        keep(given.json, "prepare beside tokenising alone", rows)
 
 
 if __name__ == "__main__":

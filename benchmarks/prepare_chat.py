@@ -1,7 +1,7 @@
 """`prepare` on conversations beside plain text of the same size, in one run.
 
     python benchmarks/prepare_chat.py --student S --teacher T --corpus F.jsonl
-        [--student-template F.jinja] [--teacher-template F.jinja] [--megabytes 4] [--json]
+        [--student-template F.jinja] [--teacher-template F.jinja] [--megabytes 4] [--json [FILE]]
 
 S and T are tokenizers (folder or tokenizer.json). Every document of the corpus is cut into messages
 of a few hundred bytes, of which four make a conversation of two turns; the plain text is the same
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from made_up import Stored, made_up, made_up_store
+from record import STDOUT, add_json, keep
 
 from vocagnolm.alignment import TokenSpans, load_tokenizer
 from vocagnolm.chat import ChatTokenizer, Message, shared_text, template_of
@@ -72,7 +73,7 @@ def main() -> None:
     parser.add_argument("--text-field", default="text")
     parser.add_argument("--megabytes", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     given = parser.parse_args()
 
     talks = conversations(given.corpus, given.text_field, int(given.megabytes * 1e6))
@@ -130,9 +131,10 @@ def main() -> None:
         "conversation_megabytes_per_second": content_bytes / median["talk"] / 1e6,
         "ratio": median["text"] / median["talk"],
     }
-    if given.json:
+    if given.json == STDOUT:
         print(json.dumps(result, indent=1))
         return
+    keep(given.json, "prepare on conversations beside plain text", [result])
     for name, value in result.items():
         shown = f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
         print(f"{name.replace('_', ' '):40} {shown}")

@@ -20,6 +20,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from record import STDOUT, add_json, keep
+
 SHARD_SECONDS = 0.5
 SHARDS_PER_WORKER = 12
 LIMIT_SECONDS = 120.0
@@ -159,11 +161,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--faults", action="store_true")
+    add_json(parser)
     given = parser.parse_args()
+    rows = []
     for kind in ("core", "data"):
         for workers in given.workers:
             for fault in (None, "kill", "stop", "poison") if given.faults else (None,):
-                print(json.dumps(measure(kind, workers, fault)), flush=True)
+                rows.append(measure(kind, workers, fault))
+                print(json.dumps(rows[-1]), flush=True)
+    keep(None if given.json == STDOUT else given.json, "Ray actors and Ray Data", rows)
 
 
 if __name__ == "__main__":

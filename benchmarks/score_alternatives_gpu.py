@@ -1,7 +1,7 @@
 """Scoring with alternatives beside scoring without: rate, memory, the same bits.
 
     PYTHONPATH=src python benchmarks/score_alternatives_gpu.py [--shapes tinyllama,qwen2.5-1.5b]
-        [--rounds 7] [--json] [--smoke]
+        [--rounds 7] [--json [FILE]] [--smoke]
 
 Teachers of TinyLlama-1.1B's and of Qwen2.5-1.5B's shape (32,000 and 151,936 tokens) with random
 weights in bf16 and compiled layers read 8 x 2,048 tokens; losses alone, with 1, 4, 16 and 64

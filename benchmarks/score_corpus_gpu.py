@@ -1,7 +1,7 @@
 """`vocagnolm score` as a user runs it, against the rate of its model alone on the same documents.
 
     PYTHONPATH=src python benchmarks/score_corpus_gpu.py --teacher DIR --corpus FILE
-        [--random] [--documents N] [--dtype bfloat16|fp8] [--json]
+        [--random] [--documents N] [--dtype bfloat16|fp8] [--json [FILE]]
     PYTHONPATH=src python benchmarks/score_corpus_gpu.py --smoke
 
 Two starts of the command in processes of their own, with real text of mixed lengths, tokenising and
@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from measure import report, synchronise
+from record import add_json
 from score_precision import say, tiny_model
 
 from vocagnolm.data.corpus import open_corpus
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, help="of the corpus, at most")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--smoke", action="store_true", help="a tiny teacher, also on a CPU")
-    parser.add_argument("--json", action="store_true", help="rows on stdout, the table on stderr")
+    add_json(parser)
     given = parser.parse_args()
     if not given.smoke and (given.teacher is None or given.corpus is None):
         parser.error("--teacher and --corpus are needed: use --smoke to try without them")

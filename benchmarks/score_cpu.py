@@ -1,6 +1,7 @@
 """Scoring and the loss store on a CPU: rate and memory beside plain Hugging Face, open and access.
 
-    PYTHONPATH=src python benchmarks/score_cpu.py [--json] [--documents N] [--store-documents N]
+    PYTHONPATH=src python benchmarks/score_cpu.py [--json [FILE]] [--documents N]
+        [--store-documents N]
 
 1. A small model with a large vocabulary scores documents of mixed lengths in float32. Both sides
    run the same length-sorted batches: `HF` makes all logits and takes the cross entropy, `ours`
@@ -24,6 +25,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from record import STDOUT, add_json, keep
 
 CONTEXT, STRIDE, BATCH_TOKENS = 256, 32, 2048
 VOCABULARY = 49_152
@@ -178,7 +180,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=120)
     parser.add_argument("--store-documents", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     parser.add_argument("--call", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.call:
@@ -200,9 +202,11 @@ def main() -> None:
         | {"ratio": middle["ours"]["tokens_per_second"] / middle["HF"]["tokens_per_second"]},
         "store": read | {"bytes_per_token": written["bytes_per_token"]},
     }
-    if given.json:
+    if given.json == STDOUT:
         print(json.dumps(result))
         return
+    keep(given.json, "scoring", [{"side": side, **values} for side, values in middle.items()])
+    keep(given.json, "the store", [result["store"]])
     for side, values in middle.items():
         print(
             f"{side:<5} {values['tokens_per_second']:8,.0f} tokens/s  peak + "

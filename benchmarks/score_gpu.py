@@ -1,7 +1,7 @@
 """Scoring beside Hugging Face's full logits, in bf16 and in fp8: rate, share of the matmul peak,
 memory. One GPU, about six minutes.
 
-    PYTHONPATH=src python benchmarks/score_gpu.py [--profile] [--no-mixed] [--json] [--smoke]
+    PYTHONPATH=src python benchmarks/score_gpu.py [--profile] [--no-mixed] [--json [FILE]] [--smoke]
 
 A 7B Qwen2.5-shaped teacher with random weights in bf16. `packed` is 8 documents of 2,048 tokens;
 `mixed` is a shard of 1,024 documents with the lengths of a real corpus (nLab, Qwen2.5's

@@ -1,7 +1,7 @@
 """How far a teacher's losses depend on the arithmetic, on a real model and real text.
 
-    PYTHONPATH=src python benchmarks/score_precision.py MODEL CORPUS [--student MODEL] [--json]
-        [--only fp8 --emulate]
+    PYTHONPATH=src python benchmarks/score_precision.py MODEL CORPUS [--student MODEL]
+        [--only fp8 --emulate] [--json [FILE]]
     PYTHONPATH=src python benchmarks/score_precision.py --smoke
 
 The same documents, evenly spread over CORPUS, are scored as `vocagnolm score` does it: in bfloat16
@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from measure import clean, report
+from record import add_json
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vocagnolm.alignment import align, carry
@@ -264,7 +265,7 @@ def main() -> None:
     parser.add_argument("--emulate", action="store_true", help="fp8 on a CPU, slowly")
     parser.add_argument("--only", default="", help="rows that have this in their name")
     parser.add_argument("--smoke", action="store_true", help="tiny random models, also on a CPU")
-    parser.add_argument("--json", action="store_true", help="rows on stdout, the table on stderr")
+    add_json(parser)
     given = parser.parse_args()
     if not given.smoke and given.corpus is None:
         parser.error("MODEL and CORPUS are needed: use --smoke to try the script without them")

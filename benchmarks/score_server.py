@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 from measure import report
+from record import add_json
 from score_precision import read_texts, say
 
 from vocagnolm.model import open_model
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=24)
     parser.add_argument("--characters", type=int, default=6000, help="of a document at most")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     arguments = parser.parse_args()
     report("engines on one teacher and corpus", measure(arguments), arguments.json)
 

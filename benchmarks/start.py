@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from record import add_json, keep
+
 import vocagnolm
 from vocagnolm.pair import SAMPLE
 
@@ -73,7 +75,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--student", default=str(SHIPPED / "start"))
     parser.add_argument("--teacher", default=str(SHIPPED / "teacher"))
+    add_json(parser)
     given = parser.parse_args()
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = write_recipe(folder, given.student)
@@ -91,6 +95,8 @@ def main() -> None:
             first, _ = measure(command, folder / "cache")
             again, loaded = measure(command, folder / "cache")
             print(f"{command[0]:10} {first:8.2f} {again:8.2f}  {loaded or 'none'}")
+            rows.append({"command": command[0], "first": first, "again": again})
+    keep(given.json, "processor seconds of whole commands", rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What becomes of a teacher's alternatives in other vocabularies, measured with real models.
 
     python benchmarks/target_shares.py --corpus F.jsonl [F.jsonl ...] --out FOLDER
-        --pair STUDENT TEACHER [--pair ...] [--documents 40] [--characters 1500] [--json]
+        --pair STUDENT TEACHER [--pair ...] [--documents 40] [--characters 1500] [--json [FILE]]
 
 STUDENT is a tokenizer (folder, tokenizer.json or GGUF), TEACHER a model (folder or GGUF). Each
 teacher scores the beginnings of some documents of every corpus once, with 16 alternatives per
@@ -16,6 +16,8 @@ import argparse
 import json
 from pathlib import Path
 from typing import Any
+
+from record import STDOUT, add_json, keep
 
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.data.prepare import prepare
@@ -47,7 +49,7 @@ def main() -> None:
     parser.add_argument("--pair", nargs=2, action="append", required=True)
     parser.add_argument("--documents", type=int, default=40)
     parser.add_argument("--characters", type=int, default=1500)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     given = parser.parse_args()
     texts = given.out / "sample.jsonl"
     if not texts.exists():
@@ -70,9 +72,10 @@ def main() -> None:
             shares = summary["target_shares"]
             pair = {"student": _name(student), "teacher": _name(teacher), "alternatives": count}
             rows.append({**pair, "tokens": summary["tokens"], **shares})
-    if given.json:
+    if given.json == STDOUT:
         print(json.dumps(rows, indent=1))
         return
+    keep(given.json, "what the alternatives become", rows)
     print("student under teacher, alternatives: " + ", ".join(SHARES) + " (%)")
     for row in rows:
         shares_ = "  ".join(f"{100 * row[name]:5.1f}" for name in SHARES)

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/train_gpu.py [--third-party DIR] [--shapes NAME,...]
         [--contestants NAME,...] [--steps 40] [--micro-batch N] [--compile-mode MODE]
-        [--seconds 230] [--json] [--smoke]
+        [--seconds 230] [--json [FILE]] [--smoke]
 
 A 135M student of SmolLM2's shape at 32 x 2,048 tokens a step and TinyLlama at 8 x 2,048, both with
 fp32 weights and bf16 autocast, fused AdamW, random weights read from a model folder and random ids
@@ -43,10 +43,12 @@ SECOND_START_STEPS = 2
 class Contestant:
     ours: bool
     compiled: bool
+    fp8: bool = False
 
 
 CONTESTANTS = {
     "ours": Contestant(ours=True, compiled=True),
+    "ours-fp8": Contestant(ours=True, compiled=True, fp8=True),
     "hf-liger": Contestant(ours=False, compiled=False),
     "hf-liger-compiled": Contestant(ours=False, compiled=True),
     "ours-eager": Contestant(ours=True, compiled=False),
@@ -88,6 +90,7 @@ def _recipe(task: dict[str, Any], contestant: Contestant) -> Any:
             "micro_batch": task["micro_batch"],
             "compile": contestant.compiled,
             "bf16": CUDA,
+            **({"dtype": "fp8"} if contestant.fp8 and CUDA else {}),
         },
         "run": {"folder": task["run"], "save_every": 0},
     }

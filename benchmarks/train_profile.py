@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/train_profile.py [--shapes NAME,...] [--only NAME,...]
         [--steps 10] [--documents] [--no-profile] [--no-variants] [--seconds 420] [--trace FOLDER]
-        [--json] [--smoke]
+        [--json [FILE]] [--smoke]
 
 The students of `train_gpu.py`: SmolLM2-135M's shape at 32 x 2,048 tokens and TinyLlama at
 8 x 2,048, fp32 weights, bf16 autocast. The profile is of `vocagnolm train` itself (its loop,
@@ -41,10 +41,11 @@ from students import (
     random_student,
     save_student,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from vocagnolm.model.fp8 import train_in_fp8
 from vocagnolm.model.runtime import find_layers, head_form, prepare_compiler, run_decoder
 from vocagnolm.objective import Decided, ObjectiveConfig, Targets, objective_loss
 from vocagnolm.objective import head as head_module
@@ -155,6 +156,9 @@ class Variant:
     narrow: bool = False
     """The stream of hidden states in bf16 instead of float32."""
     fused: bool = True
+    fp8: bool = False
+    graphed: bool = False
+    """The whole decoder as one CUDA graph forward and one backward."""
     wait_every: int = 1
     against: str | None = "baseline"
     """Whose loss it should have."""
@@ -179,6 +183,12 @@ VARIANTS = {
     "micro-4": Variant(micro_batch=4),
     "micro-8": Variant(micro_batch=8),
     "micro-16": Variant(micro_batch=16),
+    "fp8": Variant(fp8=True),
+    "graphed": Variant(graphed=True),
+    "micro-8-graphed": Variant(micro_batch=8, graphed=True),
+    "micro-8-graphed-fp8": Variant(micro_batch=8, graphed=True, fp8=True),
+    "micro-2-graphed": Variant(micro_batch=2, graphed=True),
+    "micro-2": Variant(micro_batch=2),
     "micro-32": Variant(micro_batch=32),
     "layers-reduce-overhead": Variant(mode="reduce-overhead"),
     "decoder": Variant(compiled="decoder"),
@@ -192,6 +202,18 @@ VARIANTS = {
     "not-compiled": Variant(compiled="nothing"),
 }
 """In the order of their importance."""
+
+
+class Hidden(nn.Module):
+    """The decoder as a function of ids alone, as `torch.cuda.make_graphed_callables` wants it."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        hidden: Tensor = run_decoder(self.model, ids_BT).last_hidden_state
+        return hidden
 
 
 class Loop:
@@ -225,7 +247,17 @@ class Loop:
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=variant.fused
         )
+        if variant.fp8 and CUDA:
+            train_in_fp8(model)
         self._compile()
+        self.hidden: Any = Hidden(model)
+        if variant.graphed and CUDA:
+            sample = self.ids[:micro, :-1].contiguous()
+            with torch.autocast(DEVICE, torch.bfloat16, cache_enabled=False):
+                self.hidden = torch.cuda.make_graphed_callables(
+                    self.hidden, (sample,), allow_unused_input=True
+                )
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _compile(self) -> None:
         variant = self.variant
@@ -249,8 +281,11 @@ class Loop:
                 torch.compiler.cudagraph_mark_step_begin()
             part = slice(a, a + self.micro)
             with torch.autocast(DEVICE, torch.bfloat16, enabled=CUDA):
-                positions = self.positions[part] if self.variant.documents else None
-                hidden = run_decoder(self.model, self.ids[part, :-1], positions).last_hidden_state
+                if self.variant.documents:
+                    decoded = run_decoder(self.model, self.ids[part, :-1], self.positions[part])
+                    hidden = decoded.last_hidden_state
+                else:
+                    hidden = self.hidden(self.ids[part, :-1].contiguous())
                 targets = Targets(
                     labels_BT=self.ids[part, 1:].contiguous(),
                     guidance_BT=self.guidance[part, 1:].contiguous(),

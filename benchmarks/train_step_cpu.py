@@ -1,6 +1,6 @@
 """Guided training beside plain training with full logits, on a CPU. About a minute.
 
-    python benchmarks/train_step_cpu.py [--json] [--smoke]
+    python benchmarks/train_step_cpu.py [--json [FILE]] [--smoke]
 
 A small Llama with a 32,000-token vocabulary in fp32: whole steps (forward, backward, AdamW),
 taking turns. Targets: guided takes at most 1.0 x the time of plain training with full logits, by
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measure import report, side_by_side, stored_targets
+from record import add_json
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -24,7 +25,7 @@ from vocagnolm.objective import Head, ObjectiveConfig, objective_loss
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes")
-    parser.add_argument("--json", action="store_true", help="rows on stdout, the table on stderr")
+    add_json(parser)
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     torch.manual_seed(0)

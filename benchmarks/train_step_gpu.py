@@ -1,6 +1,6 @@
 """A whole training step: plain pretraining, guided from stored losses, and an online teacher.
 
-    PYTHONPATH=src python benchmarks/train_step_gpu.py [--third-party DIR] [--json] [--smoke]
+    PYTHONPATH=src python benchmarks/train_step_gpu.py [--third-party DIR] [--json [FILE]] [--smoke]
 
 TinyLlama-1.1B's shape with random weights, 8 x 2048 tokens, bf16, compiled decoder layers, fused
 AdamW. The same layers serve every head, taking turns. The online part holds a teacher of

@@ -1,6 +1,6 @@
 """ULD's distance by counting beside sorting: time, memory, error. One GPU, under a minute.
 
-    PYTHONPATH=src python benchmarks/uld_gpu.py [--json] [--smoke]
+    PYTHONPATH=src python benchmarks/uld_gpu.py [--json [FILE]] [--smoke]
 
 The distance and its gradient for one chunk of tokens, for a student and a teacher of the study and
 of the paper. The gradient by the student's logits by counting, against that by sorting, over

@@ -74,9 +74,9 @@ def main() -> None:
         online = runs * hours(STUDENT_TOKENS, TRAINING["guided, 7B teacher online"])
         print(f"| {runs} | {stored:,.0f} | {online:,.0f} |")
     print()
-    print("| a node of 8 GPUs is lost every hour, and back | hours | GPU hours | done |")
+    print("| a node of 8 GPUs is lost every hour and returns | hours | GPU hours | done |")
     print("| --- | ---: | ---: | ---: |")
-    print(f"| none is lost | {scoring / GPUS:.2f} | {scoring:.1f} | 100 % |")
+    print(f"| (no node is lost) | {scoring / GPUS:.2f} | {scoring:.1f} | 100 % |")
     back = BACK_SECONDS + LOADING_SECONDS
     cases = {f"after {back:.0f} s": back / 3600, "after half an hour": 0.5, "never": None}
     for name, away in cases.items():

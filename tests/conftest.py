@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -65,11 +66,36 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if of_gpu and not _gpu():
+        for item in of_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
     for item in items:
         if _place(item.path) < len(SLOW):
             item.add_marker(pytest.mark.slow)
     # first what takes long: of files side by side none is then left for the end alone
     items.sort(key=lambda item: _place(item.path))
+
+
+@cache
+def _gpu() -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """`make test-gpu`: what ran where."""
+    if terminalreporter.config.option.markexpr != "gpu":
+        return
+    import torch
+
+    terminalreporter.section(f"{_gpu() or 'no GPU'}, torch {torch.__version__}")
+    files = Counter(
+        report.nodeid.split("::")[0] for report in terminalreporter.getreports("passed")
+    )
+    for name, count in sorted(files.items()):
+        terminalreporter.write_line(f"{count:5} passed  {name}")
 
 
 @cache

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shlex
 import subprocess
 import sys
 from itertools import pairwise
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import made
 import pytest
 import training_kit
+from typer.main import get_command
 
 from vocagnolm import cli
 
@@ -106,6 +108,35 @@ def test_what_needs_no_model_and_what_is_a_typo_is_answered_at_once(tmp_path):
     assert asked.returncode == 0
     parameters = json.loads(asked.stdout)["plan"]["student"]["parameters"]
     assert f'"parameters": {parameters}' in done.stdout
+
+
+def commands(command, path=()):
+    """Every command that does something, with its words."""
+    listed = getattr(command, "list_commands", None)
+    if listed is None:
+        yield path, command
+    else:
+        for name in listed(None):
+            yield from commands(command.get_command(None, name), (*path, name))
+
+
+def test_every_command_has_an_example_that_it_understands():
+    found = dict(commands(get_command(cli.app)))
+    assert len(found) > 20
+    for path, command in found.items():
+        program, *words = shlex.split(str(command.epilog).removeprefix("Example: "), comments=True)
+        words = words[: words.index(">")] if ">" in words else words
+        assert (program, *words[: len(path)]) == ("vocagnolm", *path)
+        command.make_context(" ".join(path), words[len(path) :])  # an unknown option is refused
+
+
+def test_help_names_values_and_groups_options():
+    shown = run("evaluate", "--help").stdout
+    assert "<" not in shown and "auto|cpu|cuda" in shown and "generate|likelihood" in shown
+    for panel in ("Benchmarks", "Model", "Server"):
+        assert f"─ {panel} ─" in shown
+    shown = run("--help").stdout
+    assert shown.index("Start here") < shown.index("demo") < shown.index("The stages")
 
 
 def test_version_help_and_exit_codes():

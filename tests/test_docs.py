@@ -1,5 +1,6 @@
 """The documents say what the program says."""
 
+import importlib
 import re
 import runpy
 import shlex
@@ -20,6 +21,18 @@ def test_the_command_reference_is_fresh(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "docs/generate.py"), run_name="__main__")
     assert ended.value.code == 0, capsys.readouterr().err
+
+
+def test_every_public_name_has_its_place_in_the_reference_and_in_dir():
+    pages = "".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    headings = set(re.findall(r"^### `(\w+)`$", pages, re.MULTILINE))
+    assert ":::" not in pages  # Markdown that any viewer shows
+    packages = [path.parent.name for path in (ROOT / "src/vocagnolm").glob("*/__init__.py")]
+    for name in ("vocagnolm", *(f"vocagnolm.{one}" for one in packages), "vocagnolm_studies"):
+        module = importlib.import_module(name)
+        public = set(getattr(module, "__all__", ())) - {"__version__"}
+        assert public <= headings, (name, public - headings)
+        assert public <= set(dir(module)), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

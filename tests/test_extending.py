@@ -142,7 +142,7 @@ def test_what_is_added_by_half_is_an_error(add: Add, row: Method, named: str) ->
 
 def test_a_backend_stores(add: Add, tmp_path: Path) -> None:
     texts = make_lab(tmp_path, 6)
-    with pytest.raises(UsageError, match="Known are local folders and s3://"):
+    with pytest.raises(UsageError, match="Use a local folder or s3://"):
         LossStore.open("shelf://one")
     add(A_BACKEND.format(root=str(tmp_path / "shelves")))
     write_store("shelf://one", texts, tmp_path / "teacher")

@@ -11,7 +11,7 @@ from vocagnolm.data.corpus import read_texts
 from vocagnolm.demo import corpus as demo_corpus
 from vocagnolm.demo import students
 from vocagnolm.errors import CorpusError, UsageError
-from vocagnolm.evaluate.bits import TextScore
+from vocagnolm.evaluate.results import TextScore
 from vocagnolm.recipe import load_recipe
 from vocagnolm.train.check import check
 

@@ -1,7 +1,7 @@
-"""Train a language model under the guidance of any teacher, whatever the two vocabularies are.
+"""Train a language model with any teacher, even if their tokenizers differ.
 
-The public names are loaded on first use, so that `import vocagnolm` costs nothing and the
-command line starts without torch.
+The public names are loaded on first use, so that `import vocagnolm` is fast and the command line
+starts without torch.
 """
 
 from importlib import import_module

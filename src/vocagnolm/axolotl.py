@@ -43,9 +43,9 @@ class GuidedPlugin(BasePlugin):  # type: ignore[misc]
 
     def register(self, cfg: dict[str, Any]) -> None:
         if not (cfg.get("guidance") or {}).get("store"):
-            raise UsageError("GuidedPlugin needs to know the store: guidance: {store: out/store}")
+            raise UsageError("GuidedPlugin needs a store, for example guidance: {store: out/store}")
         if other := [name for name in _OTHER_LOSSES if cfg.get(name)]:
-            raise UsageError(f"{', '.join(other)} puts another loss in place of the guided one.")
+            raise UsageError(f"{', '.join(other)} would replace the guided loss: turn it off.")
         cfg["remove_unused_columns"] = False
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> TrainDatasetMeta:

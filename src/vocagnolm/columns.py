@@ -1,5 +1,5 @@
-"""A teacher's guidance as columns of a dataset, for anybody's trainer: `guide` adds them to one of
-`datasets`, `export_columns` writes them as a folder that is trained from without this package."""
+"""A teacher's guidance as dataset columns, for any trainer. `guide` adds them to a `datasets`
+dataset; `export_columns` writes them to a folder for training without this package."""
 
 import tempfile
 import warnings
@@ -58,23 +58,25 @@ def guide(
     num_proc: int | None = None,
     batch_size: int = 256,
 ) -> Any:
-    """A `datasets.Dataset` or `IterableDataset` with columns for training under a teacher's
-    guidance, per token of the student: `input_ids`, `labels` (-100 where nothing is trained on),
-    `guidance` (the teacher's loss carried to the token, NaN where there is none), and where the
-    teacher gives alternatives `target_ids` and `target_p`. Collate them with `GuidedCollator`, and
-    train with `guided_loss`.
+    """Add columns for training with a teacher's guidance to a `datasets.Dataset` or
+    `IterableDataset`.
 
-    dataset: rows with a text, or with a conversation (`messages`; `prompt` and `completion`;
-        ShareGPT's and Alpaca's fields).
-    teacher: a loss store that holds these very documents, or its address; or a teacher that reads
-        them now: a model's folder or hub id, or a `vocagnolm.score.Teacher`.
-    tokenizer: the student's, of transformers, or what `load_tokenizer` takes.
-    chat_template: of conversations, as `student.chat_template` of a recipe; None: the tokenizer's.
-    train_on: of conversations, which messages.
-    bos, eos: tokens around every text, as `data.bos` and `data.eos` of a recipe.
-    missing: what becomes of rows without guidance or that cannot be read: an error, left out, or
-        (those that can be read) kept unguided.
-    num_proc: processes, with a store. A `Dataset` is cached as by its own `map`.
+    The columns have one entry per student token: `input_ids`, `labels` (-100 where nothing is
+    trained on), `guidance` (the teacher's loss assigned to the token, NaN if there is none), and,
+    if the teacher provides alternatives, `target_ids` and `target_p`. Collate them with
+    `GuidedCollator` and train with `guided_loss`.
+
+    dataset: rows with a text or a conversation (`messages`; `prompt` and `completion`; the fields
+        of ShareGPT and Alpaca).
+    teacher: a loss store (or its address) that contains exactly these documents; or a teacher that
+        reads them now: a model folder, a hub id, or a `vocagnolm.score.Teacher`.
+    tokenizer: the student's tokenizer from transformers, or anything that `load_tokenizer` accepts.
+    chat_template: for conversations, as `student.chat_template` in a recipe; None: the tokenizer's.
+    train_on: for conversations, which messages to train on.
+    bos, eos: tokens around every text, as `data.bos` and `data.eos` in a recipe.
+    missing: what to do with rows that have no guidance or cannot be read: raise an error, drop
+        them, or keep those that can be read without guidance.
+    num_proc: number of processes, with a store. A `Dataset` is cached as by its own `map`.
     """
     datasets = _datasets()
     first = next(iter(dataset), None)
@@ -255,8 +257,8 @@ class _Columns:
                 problem = self._not_known(str(text))
             if self.missing == "error":
                 raise CorpusError(
-                    f"A row cannot be guided: {problem}. Leave such rows out with missing='drop'; "
-                    "missing='keep' trains on those without guidance too."
+                    f"A row cannot be guided: {problem}. Drop such rows with missing='drop'; "
+                    f"missing='keep' also trains on those without guidance."
                 )
         width = 0 if self.targets is None else self.targets.spec.count
         columns: dict[str, list[Any]] = {
@@ -341,10 +343,10 @@ def export_columns(
     missing: Missing = "drop",
     **options: Any,
 ) -> Any:
-    """Write the columns of `guide` for the documents of a store as a folder that
-    `datasets.load_from_disk` opens. `corpus`: what was scored; none: the files that the store
-    names, beside it. `reading`: how it is read, as of `open_corpus`; `options`: as of `guide`.
-    Returns the dataset."""
+    """Write the columns of `guide` for the documents of a store to a folder for
+    `datasets.load_from_disk`, and return the dataset. `corpus`: the corpus that was scored;
+    default: the files named in the store. `reading`: as in `open_corpus`; `options`: as in
+    `guide`."""
     datasets, path, opened = _datasets(), local_path(out), LossStore.open(store)
     if path.exists():
         raise UsageError(f"{out} exists already; choose another folder for the columns.")
@@ -361,8 +363,8 @@ def export_columns(
             )
         if lost := len(rows) - len(found):
             warnings.warn(
-                f"{lost:,} of {len(rows):,} documents were left out: {store} does not hold them, "
-                "or they cannot be read.",
+                f"{lost:,} of {len(rows):,} documents were skipped: {store} does not contain "
+                f"them, or they cannot be read.",
                 VocagnolmWarning,
                 stacklevel=2,
             )
@@ -388,7 +390,7 @@ def _beside(store: LossStore) -> list[Path]:
     if not found or not all(path.is_file() for path in found):
         named = ", ".join(names) or "does not say what"
         raise UsageError(
-            f"{store.path} holds no text, and the corpus it was made from ({named}) is not beside "
-            "it. Say where it is: --corpus FILES."
+            f"{store.path} contains no text, and the corpus it was made from ({named}) was not "
+            f"found. Pass it with --corpus FILES."
         )
     return found

@@ -1,12 +1,13 @@
-"""Errors a user can act on. The command line prints their message alone, without a traceback."""
+"""Errors that a user can act on. The command line prints only their message, without a
+traceback."""
 
 from importlib import import_module
 from typing import Any
 
 
 class VocagnolmError(Exception):
-    """Something the user can mend: the message says what was found, what was expected and
-    what to do next. The command line exits with `exit_code`."""
+    """An error that the user can fix. The message says what was found, what was expected and what
+    to do next. The command line exits with `exit_code`."""
 
     exit_code = 1
 

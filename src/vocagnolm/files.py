@@ -45,13 +45,13 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     `s3:` here."""
     address = address_of(path)
     if "\0" in str(path):
-        raise UsageError(f"{str(path)!r} is no path: it has a zero byte in it.")
+        raise UsageError(f"{str(path)!r} is not a path: it contains a zero byte.")
     if address is None:
         return Path(path)
     raise UsageError(
-        f"{address} is an address; here a local file or folder is needed. Corpora, loss stores "
-        "and blocks may be at an address; for all else a bucket can be mounted (rclone mount, "
-        "gcsfuse) and its mount point be named."
+        f"{address} is an address, but a local file or folder is needed here. Only corpora, loss "
+        f"stores and blocks can be remote; for anything else, mount the bucket (rclone mount, "
+        f"gcsfuse) and use the mount point."
     )
 
 
@@ -283,8 +283,8 @@ def as_write_error(what: str) -> Iterator[None]:
 def not_written(path: Path | str, error: Exception) -> WriteError:
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     return WriteError(
-        f"{path} could not be written: {reason}. What was finished before is "
-        "kept. Make room or mend the path, and run the same command again: it goes on from there."
+        f"{path} could not be written: {reason}. Finished work is kept. Free some space or fix "
+        f"the path, and run the same command again to resume."
     )
 
 
@@ -367,7 +367,7 @@ def damaged_file(folder: Path, records: Mapping[str, Any], *, read: bool = True)
         size = entry["bytes"] if isinstance(entry, dict) else entry  # older records: sizes alone
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
-            return f"{name} is cut short or missing"
+            return f"{name} is truncated or missing"
     checked = {name: entry for name, entry in records.items() if isinstance(entry, dict)}
     if read:
         digests = file_digests([folder / name for name in checked])
@@ -476,8 +476,8 @@ def _open_lock(path: Path) -> IO[bytes]:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise WriteError(
-                f"{path} is a symbolic link, which no run of ours makes. "
-                "Look who put it there, and remove it."
+                f"{path} is a symbolic link, which this program never creates. Find out who "
+                f"created it, and remove it."
             ) from None
         raise not_written(path, error) from error
 

@@ -58,7 +58,7 @@ METHODS: dict[str, Method] = {
         guidance=True,
     ),
     "distill": Method(
-        label="distillation: training towards the tokens that the teacher finds likeliest",
+        label="distillation: training towards the tokens that the teacher finds most likely",
         ranking="excess",
         guidance=True,
         alternatives=True,

@@ -127,7 +127,7 @@ def measure_fit(
     theirs: Sequence[NDArray[np.int64]],
     alignments: Sequence[Alignment],
 ) -> Fit:
-    """Spans of the same texts under both tokenisations, and their alignments."""
+    """Spans of the same texts in both tokenizations, and their alignments."""
     counts = [shares(alignment) for alignment in alignments]
     covers = [token_overlap(*one) for one in zip(ours, theirs, alignments, strict=True)]
     tokens = max(sum(count.tokens for count in counts), 1)
@@ -176,7 +176,7 @@ class Pair:
     teacher: TextTokenizer
     overlap: VocabularyOverlap
     exact: bool
-    """Both tokenizers tile every document and every stress text."""
+    """Whether both tokenizers tile every document and every stress text."""
     student_lost_bytes: int
     teacher_lost_bytes: int
     unmapped_share: float
@@ -187,7 +187,8 @@ class Pair:
     student_tokens_per_byte: float
     teacher_tokens_per_byte: float
     shared_start_share: float
-    """Student tokens that begin where a teacher token begins: there its alternatives are theirs."""
+    """Share of student tokens that begin where a teacher token begins, so that its alternatives
+    apply."""
     spelled: SpelledShares
     widest: list[WideToken]
 
@@ -229,8 +230,8 @@ def compare(
     *,
     n_widest: int = 3,
 ) -> list[Pair]:
-    """Measure the student against each teacher on the documents: texts, or, where the tokenizers
-    are `ChatTokenizer`s, shared texts of conversations."""
+    """Compare the student's tokenizer with each teacher's on the documents: texts, or, with
+    `ChatTokenizer`s, shared texts of conversations."""
     documents = [text for text in documents if text]
     if not documents:
         raise CorpusError("there is no text to compare on: every document is empty")
@@ -383,7 +384,7 @@ def _percent(share: float) -> str:
 
 
 def tokenisation_rows(tokenizers: Sequence[TextTokenizer], text: str, path: str | Path) -> Path:
-    """Figure 2: one text as the rows of several tokenizers, all over one axis of its bytes."""
+    """Figure 2: the tokens of several tokenizers for one text, in rows over the same bytes."""
     encoded = text.encode()
     width = min(max(3.0 + 0.14 * len(encoded), 5.0), 24.0)
     matplotlib, figure, axes = new_figure(width, 0.8 + 0.55 * len(tokenizers))

@@ -70,9 +70,9 @@ def _send(folder: Path, card: str, upload: Upload) -> str:
         )
     except Exception as error:  # network, rights, a token that is missing: many types
         raise PushError(
-            f"The hub did not take {upload.repository}: {first_line(error)}. Log in with "
+            f"The upload to {upload.repository} failed: {first_line(error)}. Log in with "
             "`hf auth login` (a token that may write), check the name, and run the same command "
-            "again: what is there is not sent twice."
+            "again: what was uploaded is not sent again."
         ) from error
     return str(created)
 
@@ -84,7 +84,7 @@ def _require_repository(repository: str) -> None:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise UsageError(f"{repository!r} is no name of the hub (owner/name): {error}") from None
+        raise UsageError(f"{repository!r} is not a valid hub name (owner/name): {error}") from None
 
 
 def _model_folder(run: Path) -> Path:
@@ -96,8 +96,8 @@ def _model_folder(run: Path) -> Path:
     folder = run / "model"
     if not about["finished"] or not (folder / CARD).is_file():
         raise TrainingError(
-            f"{run} is not finished: there is no model to upload yet. Run the same "
-            "`vocagnolm train` again; it goes on."
+            f"{run} is not finished: there is no model to upload yet. Run the same `vocagnolm "
+            f"train` again to resume."
         )
     if wrong := model_damage(folder):
         raise TrainingError(wrong)

@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM
 from vocagnolm.data.corpus import Corpus, document_hash, open_corpus, read_texts
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import CorpusError, UsageError
-from vocagnolm.evaluate.bits import BitsPerByte, TextScore, bits_per_byte, rank_texts
+from vocagnolm.evaluate.bits import BitsPerByte, bits_per_byte
+from vocagnolm.evaluate.results import TextScore, rank_texts
 from vocagnolm.evaluate.run import evaluate
 from vocagnolm.files import differences, folder_lock, local_path, read_json, write_json, write_text
 from vocagnolm.model import ModelFiles, open_model
@@ -52,9 +53,10 @@ SCORING_COST, TRAINING_COST = 1.2, 4.0
 """In the time that reading takes: guesses that choose the size of the sample and nothing else."""
 ALTERNATIVES, STEPS = 4, 100
 CAVEAT = (
-    "One seed and one learning rate, tuned for no rule. Intervals are 95 %, over documents alone: "
-    "another seed moves these numbers too. Bits per byte are not answers: a rule that keeps few "
-    "tokens often has more of them and still answers better (docs/choosing-a-teacher.md)."
+    "One seed and one learning rate, not tuned for any method. Intervals are 95 %, over documents "
+    "only; another seed also changes these numbers. Bits per byte do not measure accuracy: a "
+    "method that keeps few tokens often has more of them and still answers better "
+    "(docs/choosing-a-teacher.md)."
 )
 Facts = dict[str, Any]
 
@@ -68,7 +70,7 @@ def try_pair(
         name: settings.pop(name) for name in ("text_field", "split") if name in settings
     }
     folder = local_path(out)
-    with folder_lock(folder, "Wait for it to end, or give another --out."):
+    with folder_lock(folder, "Wait for it to end, or choose another --out."):
         opened = open_corpus(list(corpus), **reading)
         trial = Trial([student, *teachers], opened, folder, **settings)
         names, once = trial.names, trial.once
@@ -165,7 +167,7 @@ class Trial:
         settings = ("minutes", "learning_rate", "seed", "device")
         identity |= {name: getattr(self, name) for name in settings}
         self.state: Facts = {"trial": identity}
-        advice = "Give another --out, or remove the folder."
+        advice = "Choose another --out, or remove the folder."
         if (self.out / "state.json").is_file():
             self.state = read_json(self.out / "state.json", UsageError, advice, {"trial": dict})
         for name, there, now in differences(self.state["trial"], identity):

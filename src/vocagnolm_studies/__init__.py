@@ -1,6 +1,6 @@
-"""Studies: the paper's analyses, its tables and figures, and questions of our own.
+"""Studies: the paper's analyses, tables and figures, and questions of our own.
 
-A study is a grid of recipes that becomes one table and one figure (`run_study`, or the command
+A study is a grid of recipes that ends in one table and one figure (`run_study`, or the command
 `vocagnolm study run`). This package imports `vocagnolm` and is never imported by it; the command
 line finds `study` by its entry point. The public names are loaded on first use.
 """

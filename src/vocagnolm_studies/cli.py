@@ -6,8 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vocagnolm.cli.common import progress, quiet_libraries
-from vocagnolm.cli.options import JSON, STUDENT, TEACHER, Given, option, options, with_options
+from vocagnolm.cli.common import App, progress, quiet_libraries
+from vocagnolm.cli.options import (
+    JSON,
+    STUDENT,
+    STUDENT_TEMPLATE,
+    TEACHER,
+    TEACHER_TEMPLATE,
+    Given,
+    option,
+    options,
+    with_options,
+)
 from vocagnolm.errors import UsageError
 from vocagnolm.recipe.sections import CorpusSection, EngineSection
 
@@ -16,19 +26,18 @@ if TYPE_CHECKING:
     from vocagnolm_studies.labels import Area, LabelStudy
     from vocagnolm_studies.selection import SelectionStudy
 
-app = typer.Typer(
-    no_args_is_help=True,
+app = App(
     help=(
         "The paper's analyses: figure 1 is `vocagnolm compare --plot`, figure 3 is `granularity`, "
-        "the tables and the other figures are grids of training runs (`list`, `run`); `selection` "
-        "says before any run how far their settings differ."
+        "the tables and the other figures are grids of training runs (`list`, `run`). `selection` "
+        "shows before training how much their settings differ."
     ),
 )
 
 
-@app.command("list")
+@app.command("list", example="vocagnolm study list")
 def list_studies() -> None:
-    """Name the studies that come with the package."""
+    """List the studies that come with the package."""
     from vocagnolm_studies.design import shipped_studies
 
     titles = shipped_studies()
@@ -37,7 +46,7 @@ def list_studies() -> None:
         typer.echo(f"{name:{width}}  {title}")
 
 
-@app.command()
+@app.command(example="vocagnolm study granularity --student S --teacher T --plot figure3.svg")
 @with_options
 def granularity(
     student: str = STUDENT,
@@ -45,13 +54,15 @@ def granularity(
     corpus: list[str] = option(
         CorpusSection, "files", before="Measure on this corpus instead of the built-in sample. "
     ),
-    reading: Given = options(CorpusSection, "text_field", "split", recipe_key="corpus"),
+    reading: Given = options(CorpusSection, "text_field", "format", "split", recipe_key="corpus"),
+    student_template: str | None = STUDENT_TEMPLATE,
+    teacher_template: str | None = TEACHER_TEMPLATE,
     limit_documents: int = option(CorpusSection, "limit_documents", default=1000),
     chunks: str = typer.Option(
-        "1,2,4,8,16,32,64,128,256", help="Numbers of chunks, separated by commas."
+        "1,2,4,8,16,32,64,128,256", help="Numbers of chunks, comma-separated."
     ),
     sequence_tokens: int = typer.Option(
-        2048, min=1, help="Cut documents into sequences of so many student tokens."
+        2048, min=1, help="Length of the sequences, in student tokens."
     ),
     as_json: bool = JSON,
     plot: Path | None = typer.Option(None, help="Draw the curve into this PNG or SVG file."),
@@ -59,21 +70,18 @@ def granularity(
     """Figure 3: IoU and IoS of chunk alignment against the number of chunks.
 
     Token-level alignment is the reference line: every student token is fully covered (IoS 100 %).
+    Conversations are read by each side in its own template, and measured over the contents of their
+    messages; as in training, the student's chunks hold the tokens of its template too.
     """
-    from vocagnolm.alignment import load_tokenizer
-    from vocagnolm.data.corpus import LeftOut, read_texts
-    from vocagnolm.pair import SAMPLE
+    from vocagnolm.cli.compare import readers
     from vocagnolm_studies.granularity import granularity_study
 
-    documents, left_out = list(SAMPLE), LeftOut()
-    if corpus:
-        documents, left_out = read_texts(corpus, format="text", limit=limit_documents, **reading)
+    templates = [student_template, teacher_template]
+    (ours, theirs), documents, left_out, surveys = readers(
+        [student, teacher], templates, corpus, limit=limit_documents, **reading
+    )
     study = granularity_study(
-        load_tokenizer(student, check=False),
-        load_tokenizer(teacher, check=False),
-        documents,
-        n_chunks=_numbers(chunks),
-        sequence_tokens=sequence_tokens,
+        *(ours, theirs, documents), n_chunks=_numbers(chunks), sequence_tokens=sequence_tokens
     )
     if plot is not None:
         from vocagnolm_studies.figures import granularity_curve
@@ -82,37 +90,37 @@ def granularity(
         typer.echo(f"wrote {plot}", err=True)
     if as_json:
         values = {**study.as_json(), "left_out": left_out.as_json()}
+        if surveys:
+            values["templates"] = [seen.to_dict() for seen in surveys]
         typer.echo(json.dumps(values, ensure_ascii=False, indent=2))
     else:
         _print_granularity(study)
-        for line in left_out.lines():
+        for line in [line for seen in surveys for line in seen.warnings()] + left_out.lines():
             typer.echo(line)
 
 
-@app.command()
+@app.command(example="vocagnolm study run toy --folder out/toy --materials materials")
 def run(
-    study: str = typer.Argument(..., help="A name of `vocagnolm study list`, or a YAML file."),
+    study: str = typer.Argument(..., help="A name from `vocagnolm study list`, or a YAML file."),
     folder: Path = typer.Option(
-        ..., help="Where stores, blocks and runs go; studies of one setting share it."
+        ..., help="Folder for stores, blocks and runs; studies of one setting can share it."
     ),
-    materials: Path | None = typer.Option(
-        None, help="Folder that stands for MATERIALS/ in the study."
-    ),
+    materials: Path | None = typer.Option(None, help="Folder to use for MATERIALS/ in the study."),
     overrides: list[str] = typer.Option(
         [], "--set", help="Change a key, for example rows.cpt.seeds=[1,2]."
     ),
     only_table: bool = typer.Option(
-        False, "--table", help="Make the table of what is there; run nothing."
+        False, "--table", help="Only make the table from finished runs."
     ),
     minutes: float | None = typer.Option(
-        None, help="Start nothing that would take longer than this."
+        None, help="Do not start anything that would take longer than this."
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Run a study: a grid of recipes, to one table and one figure.
+    """Run a study: a grid of recipes that ends in one table and one figure.
 
-    Resumable: a finished run is not run again. Start the command several times on one folder to
-    run several runs side by side.
+    Finished runs are not repeated. Start the command several times on one folder to work on
+    several runs in parallel.
     """
     import time
 
@@ -130,13 +138,13 @@ def run(
     typer.echo(json.dumps(table, ensure_ascii=False, indent=2) if as_json else text)
 
 
-@app.command()
+@app.command(example="vocagnolm study selection --student S --store store --corpus corpus.jsonl")
 @with_options
 def selection(
     student: str = typer.Option(..., help="Model folder, hub id (owner/name) or GGUF file."),
     store: str = typer.Option(..., help="The teacher's loss store (`vocagnolm score`)."),
     corpus: list[str] = typer.Option(
-        ..., help="What the teacher scored, or a part of it; give it several times."
+        ..., help="The corpus that the teacher scored, or a part of it. Can be repeated."
     ),
     reading: Given = options(CorpusSection, "text_field", recipe_key="corpus"),
     source_field: str = typer.Option(
@@ -145,9 +153,9 @@ def selection(
     tokens: int = typer.Option(
         65536,
         min=2,
-        help="Look at so many student tokens, of documents evenly spread over the corpus.",
+        help="Number of student tokens to examine, from documents spread evenly over the corpus.",
     ),
-    block_size: int = typer.Option(1024, min=2, help="Tokens in a block, as in data.block_size."),
+    block_size: int = typer.Option(1024, min=2, help="Tokens per block, as in data.block_size."),
     scope_blocks: int = typer.Option(
         16, min=1, help="Blocks that compete with each other, as in train.micro_batch."
     ),
@@ -164,26 +172,26 @@ def selection(
         None, help="Draw what comparing whole stretches changes, by kind of mapping."
     ),
     label: str | None = typer.Option(
-        None, help="A field that is true or false: do the losses tell the one from the other?"
+        None, help="A true-or-false field: measure how well the losses distinguish its values."
     ),
     label_group: str | None = typer.Option(
-        None, help="With --label: the field that says which documents belong to one question."
+        None, help="With --label: the field that groups documents by question."
     ),
     label_by: list[str] = typer.Option(
-        [], help="With --label: also by the values of this field; give it several times."
+        [], help="With --label: also group the result by this field. Can be repeated."
     ),
     label_after: str | None = typer.Option(
         None, help="With --label: only the text after this mark counts, for example 'Answer:'."
     ),
     plot_labels: Path | None = typer.Option(
-        None, help="With --label: draw how well each measure tells the labels apart."
+        None, help="With --label: draw how well each measure separates the labels."
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Which tokens are kept, and how much the settings change that. Nothing is trained.
+    """Show which tokens are kept, and how much the settings change that, without training.
 
     Every variant is one setting away from the reference (guided, max, include, --keep) and selects
-    from the same losses. Settings that keep nearly the same tokens need no runs to compare them.
+    from the same losses. Settings that keep nearly the same tokens need not be trained separately.
     """
     from vocagnolm_studies.labels import LabelFields
     from vocagnolm_studies.selection import selection_study
@@ -306,8 +314,8 @@ def _print_selection(study: "SelectionStudy") -> None:
         console.print()
         console.print(sources)
     line(
-        f"over the same text the student loses {study.lead.student:.3f} nats per token of its own, "
-        f"the teacher {study.lead.teacher:.3f}: a lead of {study.lead.share:.1%}."
+        f"on the same text the student's loss is {study.lead.student:.3f} nats per student token, "
+        f"the teacher's {study.lead.teacher:.3f}: a lead of {study.lead.share:.1%}."
     )
     kinds = _table("stretches", "tokens", "kept by token", "by stretch", "joined", "left")
     for kind, share in study.by_kind.items():

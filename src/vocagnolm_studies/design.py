@@ -167,20 +167,21 @@ class Study(Plan):
     score: dict[str, Any] = key(default={})
     """Settings of scoring, as in `ScoreSettings`."""
     score_files: list[str] = key(default=[])
-    """What the teachers read; default: the corpora of all rows. Name it where rows use subsets:
-    documents are found by content, so one store serves them all."""
+    """The files that the teachers read; default: the corpora of all rows. Set it if rows use
+    subsets: documents are found by content, so one store serves them all."""
     tune: TuningPlan | None = None
     evaluate: EvaluationPlan = field(default_factory=EvaluationPlan)
     rows: dict[str, RowPlan] = key(default={})
     use: list[str] = key(default=[])
     comparisons: list[Annotated[list[str], Limits(min_length=2, max_length=4)]] = key(default=[])
-    """Of two rows, or of four: does the first two's difference exceed the other two's?"""
+    """Of two rows, or of four: is the difference of the first two larger than that of the other
+    two?"""
     granularity: GranularityPlan | None = None
     figure: FigurePlan = field(default_factory=FigurePlan)
     source_field: str = "source"
     """Field of the corpus that names a document's source, for kept shares per source."""
     keep_models: bool = False
-    """Keep the trained models; otherwise they are removed once they are evaluated."""
+    """Keep the trained models; otherwise they are removed after evaluation."""
     prepare_workers: PositiveInt = 1
 
 
@@ -275,8 +276,8 @@ def shipped_studies() -> dict[str, str]:
 def load_study(
     source: str | Path, overrides: Iterable[str] = (), *, materials: str | Path | None = None
 ) -> Study:
-    """A shipped study by name, or a YAML file. Overrides: `rows.cpt.seeds=[1]`. `MATERIALS/` in
-    the file stands for the folder `materials`."""
+    """Load a study of the package by name, or a YAML file. Overrides: `rows.cpt.seeds=[1]`.
+    `MATERIALS/` in the file stands for the folder `materials`."""
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
         path = SHIPPED / f"{source}.yaml"

@@ -5,7 +5,6 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +53,7 @@ def answer_requests(model: Any, files: Any, plan: EvaluationPlan, source: str, p
     they share their worked examples."""
     from vocagnolm.evaluate.generate import Generator
     from vocagnolm.evaluate.render import read_requests
-    from vocagnolm.evaluate.results import Answer
+    from vocagnolm.evaluate.results import Answer, fields_of
 
     requests = read_requests(source)
     groups: dict[Any, list[int]] = defaultdict(list)
@@ -75,7 +74,7 @@ def answer_requests(model: Any, files: Any, plan: EvaluationPlan, source: str, p
         generator.close()
     with whole_file(path) as whole, gzip.open(whole, "wt", encoding="utf-8") as file:
         for number, request in enumerate(requests):
-            line = {"task": request.task, "index": request.index, **asdict(answers[number])}
+            line = {"task": request.task, "index": request.index, **fields_of(answers[number])}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 

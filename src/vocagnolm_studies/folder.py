@@ -37,7 +37,7 @@ SELECTION = "selection.json"
 
 def read_result(path: Path) -> dict[str, Any]:
     """A file that a task of the study left; its being there is what makes the task done."""
-    return read_json(path, StudyError, "Remove it and run the study again: it is made anew.")
+    return read_json(path, StudyError, "Remove it and run the study again to rebuild it.")
 
 
 def existing_path(source: str | None) -> tuple[Path, ...]:

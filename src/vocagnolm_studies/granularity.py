@@ -17,7 +17,10 @@ from vocagnolm.alignment import (
     granularity,
     load_tokenizer,
 )
+from vocagnolm.chat import ChatTokenizer, template_of
+from vocagnolm.chat.survey import readable_by
 from vocagnolm.data.corpus import open_corpus
+from vocagnolm.data.identity import student_chat
 from vocagnolm.errors import CorpusError, StudyError
 
 if TYPE_CHECKING:
@@ -72,9 +75,13 @@ def granularity_study(
         texts = [_one_after_another(ours, theirs)]
     sequences = []
     for student_spans, teacher_spans in texts:
+        if isinstance(teacher, ChatTokenizer):  # a store holds no tokens of the template
+            teacher_spans = teacher_spans[teacher_spans[:, 0] < teacher_spans[:, 1]]
         sequences += _sequences(student_spans, teacher_spans, sequence_tokens)
     if not sequences:
-        raise CorpusError("there is no text to study: every document is empty")
+        raise CorpusError(
+            "there is no text to study: every document is empty, or refused by a chat template"
+        )
     return GranularityStudy(
         student=student.name,
         teacher=teacher.name,
@@ -91,14 +98,17 @@ def corpus_granularity(recipe: "Recipe", teacher: str, plan: "GranularityPlan") 
     corpus = open_corpus(
         list(recipe.corpus.files),
         text_field=recipe.corpus.text_field,
-        format="text",
+        format=recipe.corpus.format,
         split=recipe.corpus.split,
         limit=plan.documents,
     )
+    texts = [document.text for document in corpus if document.text is not None]
+    ours, theirs = (load_tokenizer(_tokenizer_file(s)) for s in (recipe.student_tokenizer, teacher))
+    if corpus.conversations:
+        us, them = student_chat(recipe, ours), ChatTokenizer(theirs, template_of(theirs))
+        texts, ours, theirs = readable_by([us, them], texts), us, them
     return granularity_study(
-        load_tokenizer(_tokenizer_file(recipe.student_tokenizer)),
-        load_tokenizer(_tokenizer_file(teacher)),
-        [document.text for document in corpus if document.text is not None],
+        *(ours, theirs, texts),
         n_chunks=plan.chunks,
         sequence_tokens=recipe.data.block_size,
         packed=True,

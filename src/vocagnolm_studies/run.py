@@ -42,7 +42,7 @@ def run_study(
     deadline: float | None = None,
     say: Say = print,
 ) -> tuple[dict[str, Any], str]:
-    """The study's table as data and as markdown. Both are also written to `FOLDER/NAME.json`,
+    """The study's table as data and as markdown. Both are also written to `FOLDER/NAME.json` and
     `NAME.md`, and the figure to `NAME.svg`."""
     if materials is not None and not Path(materials).is_dir():
         raise StudyError(

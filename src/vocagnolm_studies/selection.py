@@ -223,8 +223,8 @@ def selection_study(
     compared = variants(keep, seed)
     if tokens < block_size:
         raise StudyError(
-            f"{tokens:,} tokens are fewer than one block of {block_size:,}. Look at more tokens "
-            "(--tokens), or at smaller blocks (--block-size)."
+            f"{tokens:,} tokens are fewer than one block of {block_size:,}. Use more tokens "
+            f"(--tokens) or smaller blocks (--block-size)."
         )
     files = open_model(student, device=device, dtype=dtype)
     if files.max_context is not None and block_size > files.max_context:

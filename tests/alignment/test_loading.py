@@ -114,7 +114,7 @@ def test_an_honest_configuration_is_accepted(tmp_path):
         (lambda p: p / "no" / "such" / "place", "does not exist"),
         (lambda p: _written(p / "tokenizer.json", "{}"), "not a tokenizer"),
         (lambda p: _written(p / "tokenizer.model", "junk"), "not a SentencePiece model"),
-        (lambda p: "nobody/nothing", "neither a file or folder here nor"),
+        (lambda p: "nobody/nothing", "neither a local file or folder nor"),
         (lambda p: 42, "not a fast tokenizer"),
     ],
 )

@@ -3,6 +3,7 @@ been written for, against `apply_chat_template`, and by students that generate t
 
 import json
 import re
+from dataclasses import replace
 from datetime import datetime
 from functools import cache
 
@@ -14,9 +15,8 @@ import torch
 from chat_kit import Message
 from faults_kit import LONG
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
-from torch.nn import functional as F
 from training_kit import save_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from vocagnolm.alignment import TextTokenizer, align
@@ -35,6 +35,7 @@ from vocagnolm.chat import (
 from vocagnolm.chat.survey import why_trained
 from vocagnolm.chat.template import DATE, ChatTemplate
 from vocagnolm.cli import app
+from vocagnolm.evaluate.generate import common_prefix_length
 
 WILD = [path for folder in ("trl", "wild") for path in (chat_kit.TEMPLATES / folder).iterdir()]
 WILD = {path.stem: path for path in sorted(WILD) if path.suffix == ".jinja"}
@@ -245,6 +246,22 @@ def test_a_template_that_cannot_call_tools_refuses():
     assert wild("phi3").rendering(shared_text(listed)).changes == ("leaves out the list of tools",)
 
 
+def test_what_a_record_says_of_its_messages_is_followed():
+    user = {"role": "user", "content": "a"}
+    answers = [{"role": "assistant", "content": text} for text in ("no", "yes")]
+    record = {"messages": [user, {**answers[0], "weight": 0}, user, answers[1]]}
+    chat = wild("nemotron_3_nano")
+    tokens, mask = trained_of(chat, conversation_of(record, "messages"))
+    said = b"".join(chat.bytes_of(n) or b"" for n in tokens.ids[mask].tolist())
+    assert b"yes" in said and b"no" not in said
+    ends = {}
+    for thinking in (True, False):
+        asked = {"messages": [user], "chat_template_kwargs": {"enable_thinking": thinking}}
+        ids = chat.prompt_ids(conversation_of(asked, "messages"))
+        ends[thinking] = b"".join(chat.bytes_of(n) or b"" for n in ids)[-16:]
+    assert ends[True].endswith(b"<think>\n") and ends[False].endswith(b"<think></think>")
+
+
 def test_prompt_and_completion_end_to_end():
     """As TRL tokenizes two texts."""
     base = wild("qwen3").base
@@ -267,64 +284,135 @@ def test_disputed_tokens_are_named():
     assert not survey(wild("llama3_training"), [shared_text(TALK)]).warnings()
 
 
+def test_a_prompt_that_is_not_written_before_answers_is_named():
+    chat, text = wild("nemotron_3_nano"), shared_text(TALK[1:3])
+    (line,) = survey(chat, [text]).warnings()
+    assert "ends a generation prompt with '\\n', which it does not write before answers" in line
+    reasoned = [TALK[1], Message("assistant", "It is 4.", reasoning="2 and 2")]
+    assert not survey(chat, [shared_text(reasoned)]).unwritten
+    # the prompt of this one differs in its white space alone: the header is not trained on
+    chat = wild("vllm__tool_chat_template_deepseekv31")
+    tokens, mask = trained_of(chat, TALK[1:3])
+    assert "<｜Assistant｜>" not in {chat.token(n) for n in tokens.ids[mask].tolist()}
+
+
 ANSWERS = [
     [Message("user", f"what of {word}?"), Message("assistant", f"{word} is{' so' * n} {n}.")]
     for n, word in enumerate(["the sum", "naïve", "東京", "42"])
 ]
 
-
 SHORT_ANSWERS = ("qwen3", "glm4moe_training", "axolotl__mistral_v3_tekken")
+THINKING = [{}, *({"enable_thinking": one, "thinking": one} for one in (False, True))]
+CANNOT_CALL = {
+    "template: 'None' has no attribute 'strip'": "llama2 cohere cohere_training",
+    "template: After the optional system message": "mistral",
+    "template: Conversation roles must alternate": "cohere2 cohere2_training gemma gemma_training",
+    "template: Invalid content type": "gemma3 gemma3_training",
+    "template: None has no element 0": "idefics3 idefics3_training llava_next llava_next_training",
+    "tool calls: the template leaves some out": (
+        "lfm2 lfm2_training llama3 llama3_training phi3 phi3_training phi3_5 phi3_5_training "
+        "qwen2_5_vl qwen2_5_vl_training"
+    ),
+}
+NEEDS_TOOLS = {"vllm__tool_chat_template_functiongemma": "object of type 'NoneType' has no len()"}
+# Of these the generation prompt ends with what the template does not write before such an answer.
+PROMPTS_OTHERWISE = {
+    "deepseekv3": "<think>\n",
+    "deepseekv3_training": "<think>\n",
+    "vllm__tool_chat_template_apertus": "<|assistant_start|>",
+    "vllm__tool_chat_template_deepseekv31": "<｜Assistant｜>    </think>",
+}
+# Of these `{% generation %}` leaves out what must be written behind the generation prompt.
+MARKS_TOO_LITTLE = {"diffusion_gemma_training": "leaves out '<|turn>'"}
+
+
+def before_answers(chat: ChatTokenizer, messages: list[Message]) -> list[list[Message]]:
+    """Per answer what stands before it. What the model has written of that is as it was trained to
+    write it: without the reasoning that the template drops from it."""
+    kept = {one.message for one in chat.rendering(shared_text(messages)).segments if one.start == 0}
+    written = [
+        replace(one, reasoning=one.reasoning if n in kept else "") for n, one in enumerate(messages)
+    ]
+    return [written[:n] for n, one in enumerate(messages) if one.role == "assistant"]
+
+
+def assert_prompts_otherwise(chat, messages: list[Message], before: list[Message], end: str):
+    """The generation prompt has an end that the rendering lacks, also in transformers."""
+    prompt = applied(chat, before, add_generation_prompt=True, tokenize=False, return_dict=False)
+    whole = applied(chat, messages, tokenize=False, return_dict=False)
+    assert prompt.endswith(end) and not whole.startswith(prompt)
+    assert whole.startswith(prompt.removesuffix(end))
+    assert any(end.endswith(one) for one in survey(chat, [shared_text(messages)]).unwritten)
+
+
+def asked_as_trained(chat: ChatTokenizer, messages: list[Message]) -> list[Message] | str:
+    """The conversation with the variables, of those that turn thinking on and off, with which the
+    template prompts for each answer as it writes it, where there are any; a refusal otherwise."""
+    for variables in THINKING:
+        more = {**messages[0].fields, **({"chat_template_kwargs": variables} if variables else {})}
+        set_so = [replace(messages[0], more=json.dumps(more) if more else ""), *messages[1:]]
+        (tokens,) = chat.outcomes([shared_text(set_so)])
+        if isinstance(tokens, str):
+            return tokens
+        prompts = map(chat.prompt_ids, before_answers(chat, set_so))
+        if all(tokens.ids[: len(one)].tolist() == one for one in prompts):
+            return set_so
+    return messages
 
 
 @pytest.mark.parametrize("name", ["llama2", *(["mistral", *WILD] if LONG else SHORT_ANSWERS)])
-def test_a_student_generates_what_it_was_trained_on(name):
-    """A loss near zero proves nothing: tokens that have no loss are never written."""
+def test_a_student_generates_what_it_was_trained_on(name, monkeypatch):
+    """A loss near zero proves nothing: tokens that have no loss are never written. Every answer and
+    tool call is asked for with the template's generation prompt, and written to the end of its
+    turn, token for token."""
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Fixed)
     chat = chat_kit.chat(name) if name in ("llama2", "mistral") else wild(name)
     records = [tool_talk(n, reasoning=f"thought {n}") for n in range(3 if LONG else 1)]
-    records = [{"messages": record["messages"]} for record in records]
+    for record in records:
+        del record["tools"]
+        record["messages"][-1]["reasoning_content"] += " again"
     talks = [*ANSWERS, *(conversation_of(record, "messages") for record in records)]
-    calls = [one for one in talks if not isinstance(chat.outcomes([shared_text(one)])[0], str)]
-    read = [(messages, *trained_of(chat, messages)) for messages in calls]
-    assert len(read) >= 3
-    room = max(len(tokens) for _, tokens, _ in read)
-    ids = torch.zeros(len(read), room, dtype=torch.long)
-    labels = torch.full((len(read), room), -100)
-    for row, (_, tokens, mask) in enumerate(read):
-        ids[row, : len(tokens)] = torch.from_numpy(tokens.ids.astype(np.int64))
-        labels[row, : len(tokens)] = torch.from_numpy(np.where(mask, tokens.ids, -100))
-    torch.manual_seed(0)
+    if name in NEEDS_TOOLS:
+        assert chat.outcomes([shared_text(talks[0])]) == [f"template: {NEEDS_TOOLS[name]}"]
+        tools = json.dumps({"tools": TOOLS})
+        talks = [[replace(one[0], more=tools), *one[1:]] for one in talks]
+    asked = [asked_as_trained(chat, messages) for messages in talks]
+    refused = [one for one in asked if isinstance(one, str)]
+    (reason,) = [one for one, names in CANNOT_CALL.items() if name in names.split()] or [None]
+    assert asked[len(asked) - (len(records) if reason else 0) :] == refused
+    assert all(one.startswith(reason) for one in refused)
+    marks_too_little = name in MARKS_TOO_LITTLE
+    read = [
+        (messages, *trained_of(chat, messages, by_rule=marks_too_little))
+        for messages in asked
+        if not isinstance(messages, str)
+    ]
+    if marks_too_little:
+        texts = [shared_text(messages) for messages, _, _ in read]
+        assert MARKS_TOO_LITTLE[name] in survey(chat, texts).disputed
+    rows = [tokens.ids.tolist() for _, tokens, _ in read]
+    skipped = common_prefix_length(rows)  # what all begin with tells none of them apart
     size = int(max(chat.vocabulary.values())) + 1
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            **{"vocab_size": size, "hidden_size": 48, "intermediate_size": 96},
-            **{"num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": True},
-        )
+    model = chat_kit.learned_by_heart(
+        size, [row[skipped:] for row in rows], [mask[skipped:] for _, _, mask in read]
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    wanted = labels[:, 1:].flatten()
-    for _ in range(1500):
-        logits = model(ids).logits[:, :-1].flatten(0, 1)
-        loss = F.cross_entropy(logits, wanted, ignore_index=-100)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if loss < 1e-2 and ((logits.argmax(-1) == wanted) | (wanted == -100)).all():
-            break
+    differs = False
     for messages, tokens, mask in read:
-        starts = np.flatnonzero(np.diff(mask, prepend=False) & mask)
-        assert len(starts) == sum(message.role == "assistant" for message in messages)
-        prompt = chat.prompt_ids(messages[:-1])
-        agrees = prompt == tokens.ids[: len(prompt)].tolist()
-        plain = messages in ANSWERS and name in ("llama2", "mistral", *SHORT_ANSWERS)
-        assert agrees or not plain  # some templates drop the reasoning of turns before the last
-        if agrees:  # a template may open the reasoning in its prompt, and close it in a text's
-            assert starts[-1] == len(prompt) or (starts[-1] < len(prompt) and not plain)
-        for start in starts:  # greedy: as long as each token is the likeliest behind those before
-            wanted = tokens.ids[start : start + int(np.argmin([*mask[start:], False]))].tolist()
-            with torch.no_grad():
-                before = torch.from_numpy(tokens.ids[: start + len(wanted)].astype(np.int64))
-                likeliest = model(before[None]).logits[0].argmax(-1)[start - 1 : -1]
-            assert likeliest.tolist() == wanted
+        starts = np.flatnonzero(np.diff(mask, prepend=False) & mask).tolist()
+        for start, before in zip(starts, before_answers(chat, messages), strict=True):
+            prompt = chat.prompt_ids(before)
+            if tokens.ids[: len(prompt)].tolist() == prompt:
+                assert skipped < start <= len(prompt)
+                start = len(prompt)
+            else:
+                differs = True
+                assert_prompts_otherwise(chat, messages, before, PROMPTS_OTHERWISE[name])
+            stop = start + int(np.argmin([*mask[start:], False]))
+            with torch.no_grad():  # greedy: as long as each is the likeliest behind those before
+                read_ids = torch.from_numpy(tokens.ids[skipped:stop].astype(np.int64))
+                likeliest = model(read_ids[None]).logits[0].argmax(-1)[start - skipped - 1 : -1]
+            assert likeliest.tolist() == tokens.ids[start:stop].tolist()
+    assert differs == (name in PROMPTS_OTHERWISE)
 
 
 def test_control_tokens_take_no_content():
@@ -422,3 +510,48 @@ def test_align_says_what_is_trained_on(tmp_path):
     tokens = json.loads(CliRunner().invoke(app, [*call, "--json"]).stdout)["student"]
     assert [one["token"] for one in tokens if one["trained"] == "end of turn"] == ["<|return|>"]
     assert tokens[0]["trained"] is None
+
+
+def in_pieces(name: str) -> ChatTokenizer:
+    """Behind a control token its texts begin with a space."""
+    return tokenizer_of(WILD[name].read_text("utf-8"), kind="sentencepiece always")
+
+
+READ = [(wild, name) for name in WILD if name not in NEEDS_TOOLS]
+READ += [(chat_kit.chat, name) for name in chat_kit.SHAPES]
+READ += [(in_pieces, name) for name in ("gptoss", "qwen3", "axolotl__command_a_tool_use")]
+
+
+@pytest.mark.parametrize(("chat_of", "name"), READ)
+def test_answers_are_read_as_the_template_holds_them(chat_of, name):
+    """What the template writes before and behind a content is no part of it."""
+    chat = chat_of(name)
+    ends = chat.end_of_turn
+    for reasoning in ("", "hm, 2\n3"):
+        messages = [TALK[1], Message("assistant", "so it is.\n東京", reasoning=reasoning)]
+        tokens, mask = trained_of(chat, messages, by_rule=True)
+        written = tokens.ids[mask].tolist()
+        written = written[: written.index(ends)] if ends in written else written
+        text = b"".join(chat.private_bytes_of(n) or b"" for n in written).decode()
+        drops = chat.rendering(shared_text(messages)).changes
+        assert chat.answer_of(text) == ("" if drops else reasoning, messages[-1].content)
+
+
+def test_answers_in_parts():
+    def private(text: str) -> str:
+        return chat._aliased(text)
+
+    chat = wild("gptoss")
+    thought = private("<|channel|>analysis<|message|>2 and 2")
+    final = private("<|end|><|start|>assistant<|channel|>final<|message|>")
+    remark = private("<|end|><|start|>assistant<|channel|>commentary<|message|> so")
+    assert chat.answer_of(thought + final + "It is <|end|> 4.") == ("2 and 2", "It is <|end|> 4.")
+    assert chat.answer_of(thought + remark + final + "4")[1] == "4"
+    assert chat.answer_of(thought) == ("2 and 2", "")  # broken off
+    assert chat.answer_of("4 without any") == ("", "4 without any")
+    assert wild("qwen3").answer_of("<think>\n\n</think>\n\n4") == ("", "4")
+    assert wild("qwen3").answer_of("<think>\nso") == ("so", "")
+    assert wild("nemotron_3_nano").answer_of("so\n</think>\n4") == ("so", "4")
+    # of this one the prompt opens the reasoning, and no rendering shows any
+    assert wild("deepseekv3").answer_of("so it\n</think>\n\n4") == ("so it", "\n\n4")
+    assert wild("deepseekv3").answer_of("4") == ("", "4")

@@ -83,9 +83,9 @@ def test_help_shows_choices_limits_and_defaults(oven):
     ("words", "said"),
     [
         (["--minutes", "0"], "--minutes is 0.0, expected a number above 0 or null."),
-        (["--door", "x"], "--door is 'x', expected a whole number or auto."),
-        (["--label", ""], "--label is '', expected a text that is not empty."),
-        (["--note", "x"], "--note wants key=value, found 'x'."),
+        (["--door", "x"], "--door is 'x', expected an integer or auto."),
+        (["--label", ""], "--label is '', expected a string that is not empty."),
+        (["--note", "x"], "--note expects key=value, found 'x'."),
         (["--note", "x=["], "--note x: '[' is not a YAML value"),
     ],
 )
@@ -95,7 +95,7 @@ def test_what_a_field_refuses_is_named_as_its_option(oven, words, said):
 
 
 def test_python_calls_are_checked_by_the_same_fields():
-    with pytest.raises(SettingError, match="heat is 10, expected a whole number of at least 50"):
+    with pytest.raises(SettingError, match="heat is 10, expected an integer of at least 50"):
         Oven(heat=10)
     with pytest.raises(TypeError, match="Oven has no setting 'haet'"):
         Oven(haet=10)
@@ -115,11 +115,11 @@ def test_every_setting_has_a_help_text(section):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--text-field", ""], "--text-field is '', expected a text that is not empty."),
-        (["--template-option", "x"], "--template-option wants key=value, found 'x'."),
+        (["--text-field", ""], "--text-field is '', expected a string that is not empty."),
+        (["--template-option", "x"], "--template-option expects key=value, found 'x'."),
         (["--alternatives", "65"], "--alternatives is 65, expected a number from 0 to 64"),
-        (["--server-requests", "2"], "--server-requests is for --server: give --server as well."),
-        (["--ray-patience", "2"], "--ray-patience is for --ray: give --ray as well."),
+        (["--server-requests", "2"], "--server-requests can only be used with --server."),
+        (["--ray-patience", "2"], "--ray-patience can only be used with --ray."),
         (["--share", "1/0"], "--share 1/0: the work is split into at least one share, 1/1."),
     ],
 )

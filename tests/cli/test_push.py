@@ -72,7 +72,7 @@ def test_the_model_goes_first_and_the_card_names_its_place(run, hub):
 
 
 def test_what_cannot_be_pushed(run, hub, monkeypatch):
-    with pytest.raises(UsageError, match="no name of the hub"):
+    with pytest.raises(UsageError, match="not a valid hub name"):
         push(run, "a/b/c")
     with pytest.raises(TrainingError, match="is not a run"):
         push(run / "model", "someone/model")

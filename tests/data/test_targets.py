@@ -277,10 +277,10 @@ def test_a_store_without_alternatives(lab, tmp_path):
 @pytest.mark.parametrize(
     ("stores", "objective", "message"),
     [
-        (["store"], {"alternatives": 5}, r"objective.alternatives is 5, and .*store holds 3"),
-        (["store", "more"], {}, r"unlike numbers of alternatives: .*3, .*5.*at most 3"),
-        (["store", "drawn"], {}, r"two kinds: .*store has 3, .*drawn has sampled:3"),
-        (["store", "more"], {"alternatives": 4}, r"a store holds 3 a token"),
+        (["store"], {"alternatives": 5}, r"objective.alternatives is 5, but .*store holds 3"),
+        (["store", "more"], {}, r"different numbers of alternatives: .*3, .*5.*at most 3"),
+        (["store", "drawn"], {}, r"kinds of alternatives: .*store has 3, .*drawn has sampled:3"),
+        (["store", "more"], {"alternatives": 4}, r"a store holds 3 per token"),
     ],
 )
 def test_stores_that_do_not_fit(lab, tmp_path, stores, objective, message):
@@ -327,7 +327,9 @@ def test_a_student_that_cannot_spell(tmp_path):
     (tmp_path / "student" / "tokenizer_config.json").write_text(json.dumps(config))
     write_corpus(tmp_path / "corpus.jsonl", texts)
     write_store(tmp_path / "store", texts, tmp_path / "teacher", alternatives=K)
-    with pytest.raises(BlocksError, match=r"student \(BPE\) can spell \d\.\d% of the teacher's"):
+    with pytest.raises(
+        BlocksError, match=r"student \(BPE\) can represent \d\.\d% of the teacher's"
+    ):
         prepare(recipe_of(tmp_path, tmp_path / "b"))
 
 

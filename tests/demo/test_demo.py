@@ -19,7 +19,7 @@ from vocagnolm.alignment import align, load_tokenizer, shares
 from vocagnolm.cli import app
 from vocagnolm.demo import corpus, pipeline, students
 from vocagnolm.demo.corpus import draw_problem
-from vocagnolm.demo.students import exact_share, read_answer
+from vocagnolm.demo.students import exact_answers, read_answer
 from vocagnolm_studies.run import run_study
 
 ROOT = Path(__file__).parents[2]
@@ -62,8 +62,8 @@ def test_held_out_problems_differ_and_are_graded() -> None:
     learned = "".join(text for _, text in learned_from)
     assert not any(problem.question in learned for problem in problems)
     right = [read_answer(problem.solution()) for problem in problems]
-    assert exact_share(right, problems) == 1.0
-    assert exact_share([None] * 50, problems) == 0.0
+    assert exact_answers(right, problems) == [1] * 50
+    assert exact_answers([None] * 50, problems) == [0] * 50
     assert read_answer("The answer is 12. The answer is 13.") == 12
     assert read_answer("The answer is twelve.") is None
 
@@ -82,37 +82,42 @@ def test_the_shipped_tokenizers_are_unlike_and_tile_the_corpus() -> None:
     assert one_to_many > 0
 
 
-def measured(guided: list[float], control: list[float]) -> dict[str, list[dict[str, float]]]:
-    def records(values: list[float]) -> list[dict[str, float]]:
-        return [{"exact": value, "bits_per_byte": 1 - value} for value in values]
-
-    return {"cpt": records(control), "guided": records(guided)}
+def record(exact: float, bits: float = 0.5) -> students.Record:
+    """Of 100 problems and ten texts, of which the model solves these."""
+    right = [int(at < round(100 * exact)) for at in range(100)]
+    documents = [[bits * size, size] for size in range(10, 20)]
+    return {"exact": exact, "bits_per_byte": bits, "answers": right, "documents": documents}
 
 
 @pytest.mark.parametrize(
     ("guided", "control", "words"),
     [
-        ([0.6, 0.7], [0.5, 0.5], "better than plain pretraining (50.0 %) on all 2 seeds"),
-        ([0.4, 0.3], [0.5, 0.5], "not better than plain pretraining (50.0 %) on any seed"),
-        (
-            [0.6, 0.4],
-            [0.5, 0.5],
-            "better than plain pretraining (50.0 %) on only 1 of 2 seeds",
-        ),
+        ([0.6, 0.7], [0.5, 0.5], r"without a teacher 50\.0 \(\+15\.0, \+[\d.]+ to \+[\d.]+\)"),
+        ([0.4, 0.3], [0.5, 0.5], r"without a teacher 50\.0 \(-15\.0, -[\d.]+ to -[\d.]+\)"),
+        ([0.6, 0.4], [0.5, 0.5], r"50\.0 \(\+0\.0, -[\d.]+ to \+[\d.]+, not clear\)"),
     ],
 )
 def test_the_verdict_says_what_the_numbers_say(guided, control, words) -> None:
-    text = pipeline.verdict(measured(guided, control))
-    assert words in text
-    assert text.startswith("By exact answers, guidance (")
+    text = pipeline.verdict(
+        {"cpt": list(map(record, control)), "guided": list(map(record, guided))}
+    )
+    assert re.search(words, text), text
+    assert text.startswith("Guided by the teacher: ") and "0.5000 bits per byte" in text
+    assert text.count("(+0.0000, +0.0000 to +0.0000, not clear)") == 1
 
 
-def test_the_results_keep_every_seed() -> None:
-    start = [{"exact": 0.2, "bits_per_byte": 0.9}]
-    results = pipeline.results_of({"start": start} | measured([0.6, 0.7], [0.5, 0.4]), 101)
-    assert [group.name for group in results.groups] == ["start", "cpt", "guided"]
-    assert results.groups[2].values[0] == [60.0, 70.0]
-    assert results.groups[0].errors[0] == [pytest.approx(4.0)]  # over the problems
+def test_the_results_keep_every_seed_and_have_intervals() -> None:
+    measured = {"start": [record(0.0)], "guided": [record(0.6), record(0.7, 0.4)]}
+    results = pipeline.results_of(measured)
+    start, guided = results.groups
+    assert (start.name, guided.about) == ("start", "guided by the teacher")
+    assert guided.values == [
+        [pytest.approx(60), pytest.approx(70)],
+        [pytest.approx(v) for v in (0.5, 0.4)],
+    ]
+    low, high = guided.intervals[0]
+    assert 50 < low < 60 < 70 < high < 80  # over seeds and problems
+    assert start.intervals[0] == (0.0, pytest.approx(3.7, abs=0.05))  # Wilson, of none in 100
     assert pipeline.mean_and_spread([1.0, 2.0], 1) == "1.5 ± 0.7"
 
 
@@ -149,7 +154,7 @@ def test_the_demo_runs_from_end_to_end(tmp_path, capsys, monkeypatch) -> None:
     budget = students.Budget(tokens=2048, documents=150, problems=4, seeds=1)
     pipeline.run_demo(tmp_path, budget)
     said = " ".join(capsys.readouterr().out.split())  # a terminal may wrap anywhere
-    assert "By exact answers, guidance (" in said and "By exact answers, distillation (" in said
+    assert "Guided by the teacher: " in said and "Distilled from the teacher: " in said
     page = (tmp_path / "report.html").read_text()
     assert "Does a teacher with another vocabulary help?" in page
     runs = sorted(folder.name for folder in (tmp_path / "runs").iterdir())

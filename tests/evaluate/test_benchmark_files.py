@@ -73,15 +73,15 @@ def test_missing_folder(tmp_path):
 
 
 BROKEN = [
-    ("gsm8k", "gsm8k/test.jsonl", '{"question": "q"', "line 1 is no JSON"),
+    ("gsm8k", "gsm8k/test.jsonl", '{"question": "q"', "line 1 is not valid JSON"),
     ("gsm8k", "gsm8k/test.jsonl", '{"question": "q"}\n', "no field 'answer'"),
     ("gsm8k", "gsm8k/test.jsonl", '{"question": "q", "answer": "18"}\n', "'#### NUMBER'"),
     ("gsm8k", "gsm8k/test.jsonl", '{"question": "", "answer": "#### 1"}\n', "expected text"),
-    ("gsm8k", "gsm8k/test.jsonl", "[1, 2]\n", "line 1 is no JSON object"),
+    ("gsm8k", "gsm8k/test.jsonl", "[1, 2]\n", "line 1 is not a JSON object"),
     ("gsm8k", "gsm8k/test.jsonl", "\n\n", "no questions"),
     ("math", "math/test.jsonl", '{"problem": "p", "solution": "2"}\n', "boxed"),
-    ("svamp", "svamp/test.jsonl", '{"Body": "b", "Question": "q", "Answer": "x"}\n', "no number"),
-    ("tabmwp", "tabmwp/problems_test1k.json", '{"1": 3}', "entry 1 is no JSON object"),
+    ("svamp", "svamp/test.jsonl", '{"Body": "b", "Question": "q", "Answer": "x"}\n', "a number"),
+    ("tabmwp", "tabmwp/problems_test1k.json", '{"1": 3}', "entry 1 is not a JSON object"),
     ("tabmwp", "tabmwp/problems_test1k.json", "{", "cannot be read as JSON"),
     ("mathqa", "mathqa/test.jsonl", '{"problem":"p","options":"12","correct":"a"}\n', "options"),
     ("mathqa", "mathqa/test.jsonl", '{"problem":"p","options":"a ) 1 , b ) 2","correct":"e"}\n',
@@ -184,7 +184,7 @@ def test_the_papers_questions_where_they_differ(tmp_path):
 
 
 def test_what_the_paper_has_not_is_refused():
-    with pytest.raises(UsageError, match="leave --choices likelihood"):
+    with pytest.raises(UsageError, match="remove --choices likelihood"):
         render(tasks_named("sat"), protocol="paper", choices="likelihood")
     with pytest.raises(UsageError, match="strict or paper, not 'loose'"):
         render(tasks_named("sat"), protocol="loose")

@@ -9,7 +9,8 @@ import torch
 from test_cli import run
 
 from vocagnolm.errors import EvaluationError
-from vocagnolm.evaluate.bits import bits_per_byte, rank_texts
+from vocagnolm.evaluate.bits import bits_per_byte
+from vocagnolm.evaluate.results import rank_texts
 from vocagnolm.model import open_model
 
 
@@ -108,4 +109,4 @@ def test_several_models_on_a_text_in_one_table(model_folder, other_model_folder,
     assert rows[model_folder.name]["bits_per_byte"] == pytest.approx(value)
     for wrong in (["--tasks", "gsm8k"], ["--out", "here"], [model_folder]):
         refused = run(*both, *wrong)
-        assert refused.returncode == 2 and "ranked on --text alone" in refused.stderr
+        assert refused.returncode == 2 and "only be ranked on --text" in refused.stderr

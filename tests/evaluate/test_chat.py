@@ -1,13 +1,21 @@
 """Benchmarks as conversations, in the model's own template."""
 
 import json
+from dataclasses import replace
 
 import chat_kit
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from vocagnolm.chat import messages_of
+from vocagnolm.chat import (
+    Message,
+    messages_of,
+    shared_text,
+    template_of,
+    trained_ranges,
+    trained_tokens,
+)
 from vocagnolm.cli import app
 from vocagnolm.errors import UsageError
 from vocagnolm.evaluate.generate import Generator
@@ -45,9 +53,9 @@ def test_examples_are_turns_and_the_question_is_last(benchmarks):
 
 
 def test_what_conversations_do_not_go_with(benchmarks):
-    with pytest.raises(UsageError, match="leave out --chat"):
+    with pytest.raises(UsageError, match="remove --chat"):
         asked(benchmarks, protocol="paper").render()
-    with pytest.raises(UsageError, match="--shots is for --chat"):
+    with pytest.raises(UsageError, match="--shots can only be used with --chat"):
         Questions(tasks="gsm8k", benchmarks=benchmarks, shots=1).render()
 
 
@@ -97,14 +105,40 @@ def test_options_are_read_as_answers_in_the_template(lab, benchmarks):
 def test_evaluate_chat(lab, benchmarks, tmp_path):
     found = evaluate(
         str(lab / "start"), asked(benchmarks, shots=0, max_new_tokens=4), out=tmp_path / "run",
-        device="cpu",
+        device="cpu", template_options={"enable_thinking": False},
     )  # fmt: skip
     assert set(found.tasks) == {"gsm8k", "mmlu_stem"}
     conditions = found.conditions["gsm8k"]
     assert conditions["chat"] is True and conditions["few_shot"] == 0
     (file,) = (tmp_path / "run" / "evaluation" / "outputs").glob("gsm8k*")
     first = json.loads(file.read_text().splitlines()[0])
-    assert first["prompt"].startswith("user: Tom has 0 apples")
+    assert first["prompt"].startswith("user: Tom has 0 apples") and "reasoning" not in first
+    settings = json.loads((tmp_path / "run" / "evaluation" / "settings.json").read_text())
+    own = template_of(chat_kit.loaded(lab / "start").base, None, {"enable_thinking": False})
+    assert settings["settings"]["template"] == own.fingerprint
+
+
+def test_the_content_is_graded_and_the_reasoning_kept_apart(lab, benchmarks, tmp_path):
+    """gpt-oss writes both in channels of their own."""
+    source = (chat_kit.TEMPLATES / "trl" / "gptoss.jinja").read_text("utf-8")
+    control = ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"]
+    folder = chat_kit.save_chat_tokenizer(tmp_path / "student", lab / "bytes", source, control)
+    chat = chat_kit.loaded(folder)
+    asks = replace(asked(benchmarks, shots=0, max_new_tokens=64), tasks="gsm8k", limit=1)
+    (request,) = asks.render()["gsm8k"]
+    answer = Message("assistant", f"The answer is {request.gold}.", reasoning="let me see")
+    text = shared_text([*messages_of(request.prompt), answer])
+    tokens = chat.spans(text)
+    mask = trained_tokens(tokens, trained_ranges(text, "assistant"))
+    size = max(chat.vocabulary.values()) + 1
+    model = chat_kit.learned_by_heart(size, [tokens.ids.tolist()], [mask])
+    model.save_pretrained(folder)
+    found = evaluate(str(folder), asks, out=tmp_path / "run", device="cpu")
+    assert found.tasks["gsm8k"].score == 100
+    (file,) = (tmp_path / "run" / "evaluation" / "outputs").glob("gsm8k*")
+    record = json.loads(file.read_text())
+    assert record["output"] == answer.content and record["reasoning"] == answer.reasoning
+    assert record["complete"] is True
 
 
 def test_command(lab, benchmarks):
@@ -112,6 +146,7 @@ def test_command(lab, benchmarks):
         *("evaluate", str(lab / "start"), "--chat", "--shots", "0", "--tasks", "gsm8k", "--json"),
         *("--benchmarks", str(benchmarks), "--limit", "1", "--max-new-tokens", "2"),
         *("--device", "cpu", "--text", str(lab / "corpus.jsonl")),
+        *("--template-option", "enable_thinking=false"),
     ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

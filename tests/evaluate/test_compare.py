@@ -130,6 +130,26 @@ def test_bits_of_other_text_are_not_compared(model_folder, text, tmp_path):
     assert "bits per byte" in comparison.notes()[0]
 
 
+def test_a_difference_in_bits_has_its_interval(model_folder, other_model_folder, text, tmp_path):
+    """Bootstrap over documents, paired; an evaluation that kept no documents has no difference."""
+    file, documents = text
+    for name, model in (("a", model_folder), ("b", other_model_folder)):
+        evaluate(model, text=[file], out=tmp_path / name, device="cpu")
+    runs = [tmp_path / "a", tmp_path / "b"]
+    found = compare_runs(runs)
+    change = found.differences["bits_per_byte"][0]
+    low, high = change.interval
+    assert change.n == len(documents) and low < change.difference < high
+    *_, own, other, difference, interval = comparison_table(found)[-1]
+    assert " ± " in own and " ± " in other and difference == f"{change.difference:+.4f}"
+    assert interval == f"95 %: {low:+.4f} to {high:+.4f}"
+    assert found.notes() == []
+    (tmp_path / "b/evaluation/outputs/bits_per_byte.jsonl").unlink()  # of an older version
+    old = compare_runs(runs)
+    assert comparison_table(old)[-1][3:] == ["-", ""]
+    assert "b kept no numbers of single documents" in old.notes()[0]
+
+
 def test_report_says_why_an_old_run_has_no_averages(finished, tmp_path):
     shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
     path = tmp_path / "evaluation/results.json"

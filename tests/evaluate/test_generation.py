@@ -35,7 +35,6 @@ PROMPTS = [
     )
 ]
 NEW_TOKENS = 24
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def reference(files, model, prompt):
@@ -109,7 +108,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_other_architectures(name, device, tmp_path):
     """Learned positions, sliding windows, and chunks, which share nothing."""

@@ -92,7 +92,7 @@ def test_every_kind_of_answer(kind, gold, output, tmp_path):
         ("{", "cannot be read as YAML"),
         ("{kind: word, file: a}", "'word', not one of number, mixed, math, choice"),
         ("{kind: number, file: a, shot: 1}", "unknown: shot. A task's file has: title, kind"),
-        ("{kind: number, file: a, examples: 3}", "`examples` is no list"),
+        ("{kind: number, file: a, examples: 3}", "`examples` is not a list"),
     ],
 )
 def test_what_is_wrong_with_it_is_said(content, message, tmp_path):
@@ -109,7 +109,7 @@ def test_a_name_that_is_taken_and_rows_that_are_not_there(sums, tmp_path):
         tasks_asked(str(taken))
     tasks_asked(str(sums))
     (tmp_path / "rows.jsonl").write_text('{"sum": "q", "answer": "many"}\n')
-    with pytest.raises(BenchmarkError, match="line 1: the answer 'many' is no number"):
+    with pytest.raises(BenchmarkError, match="line 1: the answer 'many' is not a number"):
         load_examples("sums")
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(BenchmarkError, match=r"rows\.jsonl"):

@@ -57,7 +57,7 @@ def test_results_have_the_promised_form(finished):
     assert values == evaluation.to_json()
     assert list(values) == [
         "protocol", "tasks", "avg", "avg_dagger", "avg_double_dagger", "bits_per_byte",
-        "conditions",
+        "bits_per_byte_stderr", "conditions",
     ]  # fmt: skip
     assert values["protocol"] == "strict"
     assert tuple(values["tasks"]) == SUITES["math"]

@@ -243,7 +243,7 @@ def test_where_the_tokenizer_comes_from(live, model_folder, benchmarks, tmp_path
         entry["root"] = str(model_folder)
     with pytest.raises(UsageError, match="evaluate needs a MODEL"):
         evaluate(**asked)
-    with pytest.raises(UsageError, match="the server's business"):
+    with pytest.raises(UsageError, match="do not apply with --server"):
         evaluate(model_folder, server=live.url, dtype="bfloat16", **asked)
 
 
@@ -260,6 +260,6 @@ def test_the_command_and_the_usual_key(live, model_folder, benchmarks, monkeypat
     CliRunner().invoke(app, words)
     assert set(live.keys) == {"Bearer of-this-server"}
     result = CliRunner().invoke(app, ["evaluate", str(model_folder), "--server-requests", "2"])
-    assert "give --server as well" in str(result.exception)
+    assert "can only be used with --server" in str(result.exception)
     result = CliRunner().invoke(app, [*words, "--server-model", "large"])
     assert "among tiny" in str(result.exception)

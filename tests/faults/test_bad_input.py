@@ -232,7 +232,7 @@ def test_weights_can_be_read_by_whom_the_umask_lets(lab, tmp_path):
         ("learning_rate", "set optimizer.learning_rate instead"),
         ("per_device_train_batch_size", "set train.micro_batch instead"),
         ("hub_token", "must not hold secrets"),
-        ("disable_tqdm", "decided by the program"),
+        ("disable_tqdm", "set by the program"),
         ("no_such_thing", "no_such_thing"),
     ],
 )

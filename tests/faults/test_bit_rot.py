@@ -138,7 +138,7 @@ def test_a_manifest_names_only_files_of_its_folder(lab, tmp_path, name):
         (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(StoreError, match=r"where shards/000000.safetensors belongs"):
         LossStore.open(store)
-    with pytest.raises(BlocksError, match="no file of its own"):
+    with pytest.raises(BlocksError, match="an invalid part"):
         Blocks(blocks, 32)
 
 

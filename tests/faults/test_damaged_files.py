@@ -92,7 +92,7 @@ def test_partial_answers(content, finished, tmp_path):
         *("evaluate", finished / "run" / "model", "--tasks", "svamp", "--out", tmp_path),
         *("--device", "cpu", "--benchmarks", finished / "benchmarks", "--max-new-tokens", "2"),
     )
-    assert "svamp.partial.jsonl, line 1 is no answer" in said or not content.strip(), said
+    assert "svamp.partial.jsonl, line 1 is not an answer" in said or not content.strip(), said
 
 
 def test_every_file_of_a_tokenizer(lab, tmp_path):
@@ -156,7 +156,7 @@ def test_benchmarks_and_corpora(content, finished, lab, tmp_path):
         ("corpus.files.deeper=1", "no keys below"),
         ("corpus.split=page", "blank_line"),
         ("run=3", "expected a mapping"),
-        ("run.seed", "--set wants key=value"),
+        ("run.seed", "--set expects key=value"),
         ('run.folder="a\\0b"', "without zero bytes"),
     ],
 )

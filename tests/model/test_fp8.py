@@ -2,6 +2,7 @@
 
 import dataclasses
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from vocagnolm.errors import UsageError
 from vocagnolm.model import NllModel, fp8, load, open_model
-from vocagnolm.model.fp8 import Fp8Linear, head_to_fp8, rounded_rows, to_fp8
+from vocagnolm.model.fp8 import (
+    Fp8Linear,
+    Fp8TrainedLinear,
+    head_to_fp8,
+    rounded_rows,
+    to_fp8,
+    train_in_fp8,
+)
 from vocagnolm.model.runtime import compile_layers, last_hidden
 from vocagnolm.pair import SAMPLE
 from vocagnolm.score import LocalTeacher, score_corpus
@@ -96,7 +104,7 @@ def test_a_teacher_in_fp8(tmp_path, anywhere):
 def test_where_it_is_refused(tmp_path, anywhere, monkeypatch):
     folder = save_teacher(tmp_path / "t")
     files = open_model(folder, device="cpu", dtype="fp8")
-    with pytest.raises(UsageError, match="leave one out"):
+    with pytest.raises(UsageError, match="remove one of them"):
         files.require_shardable(2)
     with pytest.raises(UsageError, match="no linear layers"):
         to_fp8(files.load())  # they are exchanged already
@@ -236,3 +244,91 @@ def test_compiled_layers_round_alike(tmp_path):
         one, two = last_hidden(eager, ids), last_hidden(compiled, ids)
     assert (one - two).abs().mean() < 1e-3 * one.abs().mean()
     torch.testing.assert_close(one, two, rtol=0.05, atol=0.05 * float(one.abs().max()))
+
+
+# ---- training ----
+
+
+def rounded(values):
+    """Each row by itself, as numbers again."""
+    narrow, scale = rounded_rows(values)
+    return narrow.float() * scale
+
+
+def trained_layer(**options):
+    torch.manual_seed(1)
+    layer = nn.Linear(32, 48, **options)
+    layer.__class__ = Fp8TrainedLinear
+    return layer
+
+
+def test_a_trained_layer_rounds_all_three_products():
+    layer, x = trained_layer(), (torch.randn(2, 16, 32) * 3).requires_grad_()
+    upstream = torch.randn(2, 16, 48)
+    (layer(x) * upstream).sum().backward()
+    rows, gradient = x.detach().flatten(0, 1), upstream.flatten(0, 1)
+    weight = layer.weight.detach()
+    _, row_scale = rounded_rows(rows)
+    _, weight_scale = rounded_rows(weight)
+    out = rounded(rows) @ rounded(weight).t() + layer.bias.detach()
+    torch.testing.assert_close(layer(x).flatten(0, 1).detach(), out)
+    # what is summed over has its scales in the gradient
+    of_rows = rounded(gradient * weight_scale.t()) @ (rounded(weight) / weight_scale)
+    of_weight = rounded((gradient * row_scale).t()) @ (rounded(rows) / row_scale)
+    torch.testing.assert_close(x.grad.flatten(0, 1), of_rows)
+    torch.testing.assert_close(layer.weight.grad, of_weight)
+    torch.testing.assert_close(layer.bias.grad, gradient.sum(0))
+    for ours, exact in (
+        (x.grad.flatten(0, 1), gradient @ weight),
+        (of_weight, gradient.t() @ rows),
+    ):
+        assert 0 < (ours - exact).norm() < 0.05 * exact.norm()
+
+
+def test_a_trained_layer_under_autocast_and_with_odd_rows():
+    layer, x = trained_layer(bias=False), torch.randn(16, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    assert x.grad.dtype == layer.weight.grad.dtype == torch.float32
+    odd = torch.randn(5, 32)  # a sum over 5 rows is nothing for the kernel
+    assert torch.equal(layer(odd), nn.functional.linear(odd, layer.weight))
+
+
+@pytest.mark.gpu
+def test_a_trained_layer_on_a_gpu_is_the_emulated_one():
+    layer, x = trained_layer(), torch.randn(64, 32) * 3
+    upstream, found = torch.randn(64, 48), []
+    for device in ("cpu", "cuda"):
+        layer.to(device).zero_grad()
+        rows = x.to(device, copy=True).requires_grad_()
+        with torch.autocast(device, torch.bfloat16):
+            out = layer(rows)
+        (out.float() * upstream.to(device)).sum().backward()
+        found.append([t.cpu().float() for t in (out, rows.grad, layer.weight.grad)])
+    for ours, wanted in zip(*found, strict=True):
+        assert (ours - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_the_kernel_would_take_what_training_gives_it():
+    context = SimpleNamespace(needs_input_grad=(True, True, False))
+    context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
+    half = {"dtype": torch.bfloat16, "device": "cuda"}
+    with FakeTensorMode():
+        rows, weight = torch.empty(64, 32, **half), torch.empty(48, 32, device="cuda")
+        out = fp8._Products.forward(context, rows, weight, torch.bfloat16)
+        assert (out.dtype, out.shape) == (torch.bfloat16, (64, 48))
+        of_rows, of_weight, _ = fp8._Products.backward(context, torch.empty(64, 48, **half))
+    assert (of_rows.dtype, of_rows.shape) == (torch.bfloat16, rows.shape)
+    assert (of_weight.dtype, of_weight.shape) == (torch.float32, weight.shape)
+
+
+def test_the_layers_that_are_trained_in_fp8(tmp_path):
+    model = open_plain(save_teacher(tmp_path / "t"))
+    before = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    assert train_in_fp8(model) == 2 * 7
+    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == before
+    assert type(model.lm_head) is nn.Linear
+    with pytest.raises(UsageError, match="no linear layers were found in the decoder of Llama"):
+        train_in_fp8(model)  # they do already

@@ -271,7 +271,7 @@ def test_backward_twice_is_refused():
     p = problem().fresh()
     loss = objective_loss(p.hidden, p.head, p.targets, impl="chunked").loss
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="already sent backward"):
+    with pytest.raises(RuntimeError, match="already called on this loss"):
         loss.backward()
 
 

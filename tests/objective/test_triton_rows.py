@@ -11,8 +11,7 @@ from vocagnolm.objective import ObjectiveConfig, head, objective_loss
 from vocagnolm.objective.head import SoftRows, Transform
 
 triton_rows = pytest.importorskip("vocagnolm.objective.triton_rows", exc_type=ImportError)
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+pytestmark = [] if os.environ.get("TRITON_INTERPRET") == "1" else [pytest.mark.gpu]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(5, 1), (3, 7), (2, 4096), (4, 5001)]

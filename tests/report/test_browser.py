@@ -25,7 +25,7 @@ from report.pages import (
 
 from vocagnolm.alignment import align
 from vocagnolm.report import page_data
-from vocagnolm.report.page_data import Page, Passage, ResultGroup, Run, write_page
+from vocagnolm.report.page_data import Measure, Page, Passage, ResultGroup, Run, write_page
 from vocagnolm.report.passage import teacher_row, token_row
 from vocagnolm.report.selection import statistics
 
@@ -246,6 +246,10 @@ def test_a_rule_without_a_teacher_is_not_said_to_be_the_teachers(visit) -> None:
     assert "What the teacher changed" not in shown
     assert "training on a random selection of tokens" in shown
     assert "decide nothing here" in shown
+    passages, rule = select_passages([known_passage()], method="cpt")
+    found = statistics(passages)
+    page = visit(Page(title="r", passages=passages, selection=rule, statistics=found)).page
+    assert page.locator("#selection h3").all_inner_texts() == ["Excess"]  # all bars would be full
 
 
 def test_every_teacher_has_its_row(visit) -> None:
@@ -428,9 +432,9 @@ def test_cards_and_tables_carry_n_and_spread(visit) -> None:
     rows = [row.split() for row in shown.locator("#results tbody tr").all_inner_texts()]
     assert rows[0][:2] == ["cpt", "2"]
     assert shown.inner_text("#results tbody tr:nth-child(3)").split()[-3:] == ["0.30", "±", "0.02"]
-    seen = shown.locator("#results .summary").all_text_contents()
-    assert seen[:2] == ["1.25 ± 0.07, n = 2", "1.05 ± 0.07, n = 2"]
-    assert seen[2] == "1.40, n = 1"  # nothing is known of its spread
+    seen = shown.locator("#results .name title").all_text_contents()
+    assert seen[:2] == ["cpt: 1.25 ± 0.07, n = 2", "guided: 1.05 ± 0.07, n = 2"]
+    assert seen[2].endswith(": 1.40, n = 1")  # nothing is known of its spread
     assert "standard error over questions" in shown.inner_text("#results caption")
     assert shown.locator("#results .interval").count() == 5  # nothing is known of one
     axes = shown.locator("#curves .axis-name").all_text_contents()
@@ -481,8 +485,85 @@ def test_seeds_of_one_setting_are_one_line(visit) -> None:
     keys = page.locator("#curves .keys > span").all_inner_texts()
     assert keys == ["guided · keep 0.4 (n = 2)", "guided · keep 0.8"]
     assert page.locator("#curves path.series").count() == 2
+    assert page.locator("#curves h3").all_inner_texts() == ["Loss over all tokens"]
+    paired = [dataclasses.replace(run, seed=int(run.name == "c")) for run in runs]
+    noise = [abs(np.sin(37.0 * step)) for step in range(30)]  # of the batches, in every run
+    flat = [
+        dataclasses.replace(
+            run, loss=[(float(at), 3 + value + 0.1 * number) for at, value in enumerate(noise)]
+        )
+        for number, run in enumerate(paired[:2])
+    ]
+    page = visit(Page(title="t", runs=flat)).page
+    [chart] = page.locator("#curves h3").all_inner_texts()  # the losses alone would be flat
+    assert chart == "Loss minus that of guided · keep 0.4 with the same seed"
+    marks = page.locator("#curves svg text[text-anchor=end]").all_text_contents()
+    assert marks[:2] == ["0", "0.05"]  # and not the batches' noise
     alone = visit(Page(title="t", runs=runs[:1])).page
     assert alone.locator("#curves").count() == 0  # a tracker draws that
+
+
+def test_the_result_comes_first_in_words_and_with_its_interval(visit) -> None:
+    page = with_values(([0.0], None), ([60.0, 62.0], None))
+    results = dataclasses.replace(
+        page.results, measures=[Measure(name="Answers", unit="%", digits=1)]
+    )
+    start, plain = results.groups
+    groups = [
+        dataclasses.replace(start, about="before training", intervals=[(0.0, 1.0)]),
+        dataclasses.replace(plain, about="without a teacher", intervals=[(56.0, 66.0)]),
+    ]
+    shown = visit(
+        dataclasses.replace(page, results=dataclasses.replace(results, groups=groups))
+    ).page
+    assert shown.locator("#headline dt").all_inner_texts() == [
+        "before training",
+        "without a teacher",
+    ]
+    assert [one.split("\n") for one in shown.locator("#headline dd").all_inner_texts()] == [
+        ["0.0 %", "0.0 to 1.0"],
+        ["61.0 %", "56.0 to 66.0"],
+    ]
+    alone = visit(
+        dataclasses.replace(page, results=dataclasses.replace(results, groups=groups[:1]))
+    ).page
+    assert alone.locator("#results svg").count() == 0  # one setting: nothing to compare
+
+
+def test_what_was_kept_of_each_kind_of_text_and_the_heap_at_zero(visit) -> None:
+    """40 documents that both models predict alike, and what the teacher knows better."""
+    tokens, n = ["a", "b", "c", "d"] * 40, 160
+    spans, text = spans_of(tokens), "".join(tokens).encode()
+    losses = np.full(n, 0.01)
+    losses[3::8] = np.linspace(1.0, 3.0, 20)  # the last token of every other document
+    teacher = teacher_row(token_row("t", text, spans, nll=np.full(n, 0.01)), align(spans, spans))
+    passage = Passage(
+        title="p",
+        student=token_row("s", text, spans, nll=losses),
+        teachers=[teacher],
+        breaks=list(range(4, n, 4)),
+        sources=["clean", "junk"] * 20,
+    )
+    passages, rule = select_passages([passage], keep=0.125)
+    found = statistics(passages)
+    clean, junk = found.sources
+    assert (clean.name, clean.tokens, clean.kept) == ("clean", 80, 20.0) and junk.kept == 0
+    assert clean.interval == (0.25, 0.25)  # the same in every document
+    assert found.excess.certain == 140
+    page = visit(Page(title="t", passages=passages, selection=rule, statistics=found)).page
+    shown = page.inner_text("#selection")
+    assert "Kept share by kind of text" in shown and "25.0 % (25.0 to 25.0) of 80" in shown
+    assert "140 tokens on which student and teacher lose the same. 100 % of them" in shown
+
+
+def test_on_a_phone_the_chosen_token_is_in_sight(visit) -> None:
+    page = visit(big_page(2_000), viewport={"width": 360, "height": 640}, has_touch=True).page
+    for place in ("#tokens", ".text"):
+        page.evaluate(f"document.querySelector('{place}').scrollIntoView({{behavior: 'instant'}})")
+        page.locator('.text [data-i="3"]').tap()
+        for part in (".text [data-i='3']", "[data-field=token]", "[data-field=excess]"):
+            box = page.locator(part).bounding_box()
+            assert box["y"] >= 0 and box["y"] + box["height"] <= 640, (place, part, box)
 
 
 def test_a_section_is_added_as_a_function_and_a_row(visit, monkeypatch) -> None:

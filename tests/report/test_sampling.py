@@ -46,7 +46,8 @@ def run(tmp_path_factory):
     teacher = tiny_model("byte-level", root / "byte teacher")
     corpus = root / "corpus.jsonl"
     documents = [text[:400] + f" {at}" for at, text in enumerate(SAMPLE)] + ["Short."] * 2
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    rows = ({"text": text, "kind": "short" if len(text) < 9 else "long"} for text in documents)
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = ScoreSettings(device="cpu", alternatives=4)
     score_corpus(teacher, corpus, root / "store", settings=settings)
     folder = root / "run"
@@ -186,6 +187,20 @@ def test_the_report_makes_the_sample_once(run, tmp_path) -> None:
     write_report([run], tmp_path / "r.html", sample_documents=9)
     assert (run / "tokens.json").read_bytes() == first
     assert report_page([run]).statistics is not None
+
+
+def test_the_report_shows_what_is_kept_of_each_source(run, tmp_path) -> None:
+    html = tmp_path / "r.html"
+    write_report([run], html, sample_documents=2)  # one that does not know them
+    write_report([run], html, sample_documents=100, source_field="kind")
+    found = report_page([run]).statistics
+    assert {share.name for share in found.sources} == {"short", "long"}
+    assert sum(share.tokens for share in found.sources) == found.tokens
+    assert sum(share.kept for share in found.sources) == pytest.approx(found.kept)
+    low, high = next(share.interval for share in found.sources if share.name == "long")
+    assert 0 <= low < high <= 1
+    with pytest.raises(SampleError, match=r"--source-field topic: .* has no field 'topic'"):
+        compute_sample(run, source_field="topic")
 
 
 def test_what_is_missing_is_named(run, tmp_path) -> None:

@@ -107,7 +107,7 @@ def test_methods_differ_and_those_without_a_choice_keep_all() -> None:
     assert one.weights == [0.0] + [1.0] * 39
     assert (rule.mix, rule.alternatives, rule.threshold) == (0.3, "4", None)
     assert rule.label is not None
-    assert rule.label.endswith("likeliest, with a mix of 0.3 and 4 alternatives a token")
+    assert rule.label.endswith("most likely, with a mix of 0.3 and 4 alternatives a token")
     moving = {"mix": 0.8, "mix_end": 0.0, "mix_by": "reducible"}
     drawn = AlternativesSpec(1, sampled=True)
     _, rule = select_passages(passages[:1], method="distill", alternatives=drawn, **moving)

@@ -356,7 +356,7 @@ def test_inspect_tells_the_mass_by_rank(tmp_path, teacher, corpus):
     np.testing.assert_allclose(kept["hits"], every.follows.sum(0) / tokens, rtol=1e-9)
     assert sorted(kept["mass"], reverse=True) == kept["mass"]
     shown = CliRunner().invoke(app, ["store", "inspect", str(tmp_path / "s")]).stdout
-    assert f"{K} a token, likeliest first" in shown and "rank" in shown
+    assert f"{K} per token, most likely first" in shown and "rank" in shown
 
 
 def test_parquet_holds_readable_alternatives(tmp_path, teacher, corpus):
@@ -441,7 +441,7 @@ def test_a_card_says_what_is_in_it(tmp_path, teacher, corpus):
     done = CliRunner().invoke(app, ["store", "card", str(tmp_path / "s")])
     assert done.exit_code == 0
     card = (tmp_path / "s" / "README.md").read_text()
-    assert f"| alternatives a token | {K}, likeliest first |" in card
+    assert f"| alternatives per token | {K}, most likely first |" in card
     assert "much of the text can be read back" in " ".join(card.split())
     assert "The text itself is not here" not in card
 
@@ -476,7 +476,7 @@ def test_more_than_the_vocabulary_has(tmp_path, corpus):
 
 
 def test_a_teacher_of_losses_alone(tmp_path, corpus):
-    with pytest.raises(UsageError, match="this teacher gives losses alone"):
+    with pytest.raises(UsageError, match="this teacher provides only losses"):
         score_corpus(ArithmeticTeacher(), corpus, tmp_path / "s", settings=change())
 
 
@@ -498,7 +498,7 @@ def test_the_command(tmp_path, teacher, corpus):
     ]
     done = CliRunner().invoke(app, [str(word) for word in words])
     assert done.exit_code == 0, (done.output, done.exception)
-    assert "2 a token, likeliest first" in done.stdout
+    assert "2 per token, most likely first" in done.stdout
     assert inspect_store(tmp_path / "s")["alternatives"]["count"] == 2
 
 

@@ -178,7 +178,7 @@ def test_a_worker_refuses_another_plan_and_another_teacher(tmp_path, corpus):
     save_teacher(tmp_path / "t", seed=7)
     with pytest.raises(ScoreError, match=r"teacher.fingerprint .* on this machine, the plan has"):
         ScoringActor(plan.out, digest).load()
-    with pytest.raises(StoreError, match="every machine that works on it"):
+    with pytest.raises(StoreError, match="Every machine must see the store"):
         ScoringActor(str(tmp_path / "not here"), digest).load()
 
 
@@ -261,7 +261,7 @@ def test_a_cluster_needs_names_and_no_share(tmp_path, corpus):
     cluster = RayCluster()
     with pytest.raises(ValueError, match="by name"):
         score_corpus(ArithmeticTeacher(), corpus, tmp_path / "s", cluster=cluster)
-    with pytest.raises(UsageError, match="--ray hands out the shards itself"):
+    with pytest.raises(UsageError, match="--ray distributes the shards itself"):
         score_corpus("t", corpus, tmp_path / "s", cluster=cluster, share=Share(1, 2))
 
 

@@ -411,10 +411,10 @@ def test_a_cluster_that_wants_a_token(tmp_path):
     try:
         address = head.stdout.readline().strip()
         said = connect(plain, address)
-        assert "wants a token" in said and "RAY_AUTH_MODE=token" in said
+        assert "requires a token" in said and "RAY_AUTH_MODE=token" in said
         assert connect(token, address) == "connected\n"
         said = connect(token | {"RAY_AUTH_TOKEN": "f" * 32}, address)
-        assert "wants a token, and that of this machine is not used, missing or another" in said
+        assert "requires a token, and that of this machine is unused, missing or different" in said
     finally:
         head.communicate("")
     said = connect(plain, address)

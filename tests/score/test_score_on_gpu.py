@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 from score.teacher_kit import SETTINGS, save_teacher, write_corpus
 
 from vocagnolm.alternatives import Alternatives
@@ -13,7 +12,7 @@ from vocagnolm.pair import SAMPLE
 from vocagnolm.score import LocalTeacher, score_corpus
 from vocagnolm.store import LossStore
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 def losses(folder, device, dtype, **changes):

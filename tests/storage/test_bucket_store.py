@@ -367,7 +367,7 @@ def test_the_commands_take_an_address(whole, address, tmp_path, monkeypatch):
 
 def test_what_no_code_serves(tmp_path):
     for address in ("ftp://host/x", "https://host/x", "file:///x"):
-        with pytest.raises(UsageError, match=r"Known are local folders and s3://, gs://, az://"):
+        with pytest.raises(UsageError, match=r"Use a local folder or s3://, gs://, az://"):
             storage_of(address)
     with pytest.raises(AddressError, match="names no bucket"):
         Bucket("s3:///x")

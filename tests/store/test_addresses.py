@@ -12,7 +12,7 @@ from vocagnolm.files import folder_lock, local_path, write_text
 from vocagnolm.recipe.load import recipe_from_dict
 from vocagnolm.store import LossStore
 
-MESSAGE = r"(s3|ftp)://bucket/x.* is an address.*(local file or folder is needed|local folders and)"
+MESSAGE = r"(s3|ftp)://bucket/x.* .*(local file or folder is needed|Use a local folder or)"
 
 
 @pytest.fixture(autouse=True)

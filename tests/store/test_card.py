@@ -97,7 +97,7 @@ def test_a_store_of_the_hub(store, monkeypatch):
     assert recipe_from_dict({"store": {"path": address}}).stores == [address]
     with pytest.raises(UsageError, match="cannot be written"):
         command("store", "card", address)
-    with pytest.raises(UsageError, match=r"hf://.* cannot be used here"):
+    with pytest.raises(UsageError, match=r"hf://.* not supported here"):
         score_corpus(ArithmeticTeacher(), "c.jsonl", address)
 
 

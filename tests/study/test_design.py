@@ -76,7 +76,7 @@ def test_a_matched_row_brings_its_target_along() -> None:
         ({"teachers": {"t": {"label": "nobody"}}}, "either `model` or `train`"),
         ({"rows": {"a": {"seeds": "123"}}}, "rows.a.seeds is '123', expected a list"),
         ({"rows": {"a": {"seeds": []}}}, "a list that is not empty"),
-        ({"evaluate": {"max_new_tokens": "lots"}}, "is 'lots', expected a whole number above 0"),
+        ({"evaluate": {"max_new_tokens": "lots"}}, "is 'lots', expected an integer above 0"),
         ({"rows": {"a": {}}, "comparisons": [["a"]]}, "a list of at least 2 entries"),
         ({"rows": {"a": {}}, "comparisons": [["a", "a", "a"]]}, "two rows or of four"),
         ({"rows": {"a": {}}, "comparisons": [["a", "a", "a", "start"]]}, "start"),

@@ -6,16 +6,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import chat_kit
 import made
 import pytest
+from training_kit import save_tokenizer
+from typer.testing import CliRunner
 
 from vocagnolm.alignment import load_tokenizer
+from vocagnolm.cli import app
 from vocagnolm.errors import StudyError
+from vocagnolm.recipe import recipe_from_dict
 from vocagnolm_studies import figures
-from vocagnolm_studies.design import FigurePlan, Study, load_study, study_from_dict
+from vocagnolm_studies.design import FigurePlan, GranularityPlan, Study, load_study, study_from_dict
 from vocagnolm_studies.figures import draw
 from vocagnolm_studies.folder import EVALUATION
-from vocagnolm_studies.granularity import granularity_study
+from vocagnolm_studies.granularity import corpus_granularity, granularity_study
 from vocagnolm_studies.run import work
 from vocagnolm_studies.table import markdown, study_table
 from vocagnolm_studies.tasks import StudyTasks
@@ -196,7 +201,7 @@ def test_packed_sequences_run_over_the_ends_of_documents() -> None:
         ({"granularity": {"teacher": "stong", "chunks": [8]}}, "Did you mean 'strong'"),
         ({"granularity": {"teacher": "strong"}}, "chunks"),
         ({"granularity": {"teacher": "strong", "chunks": 8}}, "chunks is 8, expected a list"),
-        ({"granularity": {"teacher": "strong", "chunks": [0]}}, "expected a whole number above 0"),
+        ({"granularity": {"teacher": "strong", "chunks": [0]}}, "expected an integer above 0"),
         ({"granularity": {"teacher": "strong", "chunks": [8], "documents": 0}}, "above 0"),
         ({"figure": {"kind": "strengths", "reference": "cpt"}}, "bars, lines, frontier, strength"),
         ({"figure": {"kind": "strength"}}, "needs `reference`"),
@@ -372,3 +377,34 @@ def test_studies_are_public_names() -> None:
 
     assert vocagnolm_studies.run_study is run_study and vocagnolm_studies.load_study is load_study
     assert {"run_study", "load_study"} <= set(dir(vocagnolm_studies))
+
+
+def test_conversations_are_measured_in_their_templates(tmp_path: Path) -> None:
+    """Over the contents: the marks of the two templates differ, and have no text."""
+    talks = chat_kit.conversations(12)
+    corpus = chat_kit.write_conversations(tmp_path / "talks.jsonl", talks)
+    marks = {"student": ["<|im_start|>", "<|im_end|>"], "teacher": ["<|body|>", "<|eot|>"]}
+    sources = {"student": chat_kit.CHATML, "teacher": chat_kit.LLAMA_LIKE}
+    for name, kind in (("student", "bytes"), ("teacher", "pieces")):
+        save_tokenizer(tmp_path / kind, kind=kind)
+        folder = tmp_path / name
+        chat_kit.save_chat_tokenizer(folder, tmp_path / kind, sources[name], marks[name])
+    call = ["study", "granularity", "--student", tmp_path / "student", "--corpus", corpus, "--json"]
+    found = {}
+    for teacher in ("student", "teacher"):
+        more = ["--teacher", tmp_path / teacher, "--chunks", "1,4,64"]
+        result = CliRunner().invoke(app, [str(one) for one in (*call, *more)])
+        assert result.exit_code == 0, result.output
+        found[teacher] = json.loads(result.stdout)
+        assert [one["conversations"] for one in found[teacher]["templates"]] == [12, 12]
+        assert found[teacher]["sequences"] == 12
+        whole, *finer = [point["iou"] for point in found[teacher]["chunks"]]
+        assert whole > 0.99 > finer[0] > finer[1] > 0
+        assert found[teacher]["token_level"]["ios"] == pytest.approx(1)
+    assert found["student"]["token_level"]["iou"] == 1  # the same tokens
+    assert found["teacher"]["token_level"]["iou"] < 0.9
+    base = {"corpus": {"files": [str(corpus)]}, "data": {"block_size": 64}}
+    recipe = recipe_from_dict({**base, "student": {"tokenizer": str(tmp_path / "student")}})
+    plan = GranularityPlan(teacher="teacher", chunks=[4])
+    packed = corpus_granularity(recipe, str(tmp_path / "teacher"), plan)
+    assert packed.sequences > 12 and packed.points[-1].ios == pytest.approx(1, abs=0.01)

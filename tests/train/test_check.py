@@ -151,19 +151,35 @@ def test_the_commands_from_start_to_end(lab, tmp_path):
 
     def call(*arguments):
         result = runner.invoke(app, [*map(str, arguments)], catch_exceptions=False)
+        said.append(result.stderr)
         return result.exit_code, result.stdout
 
+    said: list[str] = []
     code, text = call("check", path, "--json")
     assert code == 0 and json.loads(text)["plan"]["blocks"]["prepared"] is False
     code, text = call("prepare", path, "--workers", 1, "--json")
     summary = json.loads(text)
     assert code == 0 and summary["blocks"] > 0 and summary["guided"]
+    lacking = summary["lacking"]
+    assert lacking["guided"] is lacking["cpt"] is None
+    assert (lacking["alm"], lacking["distill"], lacking["uld"]) == ("stretch", "targets", "text")
     code, text = call("prepare", path, "--workers", 1)
     assert code == 0 and "mapped" in text and "nats" in text
+    assert "objective.method may be cpt, guided, " in text and "alm: stretch" in text
+    more = ("--set", f"data.blocks={tmp_path / 'more'}", "--set", "data.extra_columns=[stretch]")
+    assert json.loads(call("prepare", path, "--json", *more)[1])["lacking"]["alm"] is None
+    one_word = ("--set", "objective.method=alm", "--set", f"run.folder={tmp_path / 'alm'}")
+    assert call("train", path, "--quiet", *more, *one_word)[0] == 0
     code, text = call("train", path, "--json", "--quiet")
     assert code == 0 and json.loads(text)["finished"] and json.loads(text)["steps"] == 2
     code, text = call("train", path)
     assert code == 0 and "2 steps" in text
+    trained = [f"student.model={tmp_path / 'run/model'}", "student.config=null", "run.folder=next"]
+    further = [word for one in trained for word in ("--set", one)]
+    assert "strength" in call("check", path, *further)[1]
+    assert "loading the student's weights" in said[-1]
+    assert "strength" not in call("check", path, *further, "--no-measure")[1]
+    assert "weights" not in said[-1]
     code, text = call("check", path, "--set", "train.batch_blocks=7")
     assert code == 1 and "not ready" in text and "not a multiple" in text
 

@@ -7,8 +7,10 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from training_kit import LLAMA, recipe_dict
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, set_seed
+from transformers.modeling_outputs import CausalLMOutput
 from typer.testing import CliRunner
 
 from vocagnolm import (
@@ -20,6 +22,7 @@ from vocagnolm import (
     guided_loss,
 )
 from vocagnolm.cli import app
+from vocagnolm.columns import _Columns
 from vocagnolm.data.blocks import Blocks
 from vocagnolm.errors import (
     CorpusError,
@@ -63,10 +66,13 @@ def test_columns_are_those_of_blocks(lab, guided):
     assert guided["labels"] == guided["input_ids"] and "text" in guided.column_names
 
 
-def test_a_stream_and_processes_give_the_same_and_map_caches(lab, rows, guided, monkeypatch):
+def test_a_stream_and_processes_give_the_same(lab, rows, guided):
     streamed = guide(rows.to_iterable_dataset(), lab / "store", lab / "student")
     for ours, theirs in zip(guided, streamed, strict=True):
         np.testing.assert_array_equal(ours["guidance"], theirs["guidance"])
+    batch = next(iter(DataLoader(streamed, 3, collate_fn=GuidedCollator())))
+    expected = GuidedCollator()([guided[n] for n in range(3)])
+    torch.testing.assert_close(batch, expected, equal_nan=True, check_dtype=False)
     store = LossStore.open(lab / "store")
     options = {"num_proc": 2, "batch_size": 8}
     several = guide(rows, store, lab / "student", **options)
@@ -75,6 +81,14 @@ def test_a_stream_and_processes_give_the_same_and_map_caches(lab, rows, guided, 
     assert mean._fingerprint != guided._fingerprint != several._fingerprint
     again = guide(rows, str(lab / "store"), lab / "student")
     assert again._fingerprint == guided._fingerprint
+
+
+def test_map_caches(lab, guided, tmp_path, monkeypatch):
+    rows = datasets.Dataset.from_json(str(lab / "corpus.jsonl"), cache_dir=str(tmp_path))
+    made = guide(rows, lab / "store", lab / "student")
+    monkeypatch.setattr(_Columns, "__call__", None)  # nothing is computed again
+    again = guide(rows, lab / "store", lab / "student")
+    assert again["input_ids"][:] == made["input_ids"][:] == guided["input_ids"][:]
 
 
 def test_rows_without_guidance(lab, rows):
@@ -210,7 +224,9 @@ def test_what_a_micro_batch_cannot_decide_is_refused(guided):
     torch.testing.assert_close(call(one, num_items_in_batch=step) * step, call(one) * whole)
     with pytest.raises(ObjectiveError, match="remove_unused_columns"):
         call({})
-    with pytest.raises(ObjectiveError, match="draws anew"):
+    with pytest.raises(ObjectiveError, match="not CausalLMOutput"):  # as a compute_loss_func
+        guided_loss(CausalLMOutput(logits=logits), one["labels"], num_items_in_batch=step)
+    with pytest.raises(ObjectiveError, match="uses random numbers"):
         call(one, ObjectiveConfig(method="random"))
     assert call(one, ObjectiveConfig(method="random"), step=3) > 0
     with pytest.raises(ObjectiveError, match="mix_end"):
@@ -241,14 +257,22 @@ def test_a_float16_model_is_refused_at_every_entrance(lab, guided, tmp_path):
         train(recipe_from_dict(tree), quiet=True)
 
 
-def test_guided_trainer_takes_rows_of_unequal_length(guided, tmp_path):
+@pytest.mark.parametrize("labels", [False, True], ids=["all", "labels"])
+def test_guided_trainer_takes_rows_of_unequal_length(guided, tmp_path, labels):
+    """With every token predicted, or those that the labels name."""
     data = guided.select_columns(["input_ids", "guidance"]).select(range(8))
+    if labels:
+        data = data.map(lambda row: {"labels": [-100] * 5 + row["input_ids"][5:]})
     settings = {"max_steps": 2, "use_cpu": True, "report_to": "none", "logging_steps": 1}
-    arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, **settings)
+    settings |= {"per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
+    arguments = TrainingArguments(str(tmp_path), **settings)
     trainer = GuidedTrainer(student(), arguments, objective=ObjectiveConfig(), train_dataset=data)
     trainer.train()
     losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
     assert len(losses) == 2 and all(1 < loss < 7 for loss in losses)
+    batch = GuidedCollator()([data[0], data[1]])
+    loss = guided_loss(student()(batch["input_ids"]).logits, batch["labels"], batch)
+    assert losses[0] == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_columns_are_exported_as_a_folder(lab, guided, tmp_path):

@@ -118,6 +118,9 @@ def test_both_templates_over_one_conversation(lab, tmp_path):
         if text == "<|im_start|>":
             assert nll is None, "what a template prints is neither kept nor dropped"
     assert content["preflight"][0]["unmapped"] == 0
+    why = dict(zip(passage["student"]["text"], passage["student"]["trained"], strict=True))
+    assert why["<|im_end|>"] == "end of turn" and why["<|im_start|>"] is None
+    assert "content" in why.values()
 
 
 def test_wrong_arguments_are_answered(lab):

@@ -19,7 +19,7 @@ from vocagnolm.data.guidance import tiling
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError, StoreError
 from vocagnolm.model import open_model
-from vocagnolm.objective import ObjectiveConfig
+from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score import LocalTeacher, ScoreSettings, score_corpus
 from vocagnolm.store import LossStore
@@ -182,6 +182,30 @@ def test_the_end_of_a_turn_is_guided_by_the_teachers(lab):
     ids = block["input_ids"]
     found = block["guidance"][(ids == end) & block["trained"]]
     np.testing.assert_allclose(found, expected, rtol=2e-3)
+
+
+def test_what_the_template_writes_is_kept_without_guidance(lab, tmp_path):
+    """Of Qwen3 the empty think block before an answer, whatever is selected among the others."""
+    own = {
+        "student": {"chat_template": str(chat_kit.TEMPLATES / "trl" / "qwen3_training.jinja")},
+        "data": {"blocks": str(tmp_path / "blocks"), "block_size": 480, "missing": "drop"},
+        "corpus": {"limit_documents": 8},
+    }
+    prepare(recipe(lab, **own))
+    blocks = Blocks(tmp_path / "blocks", 480)
+    batch = BlockCollator()([blocks[n] for n in range(len(blocks))])
+    labels, guidance = batch["labels"], batch["guidance"]
+    nll = torch.rand(labels.shape, generator=torch.Generator().manual_seed(0))
+    targets = Targets(labels_BT=labels, guidance_BT=guidance)
+    kept = select(ScoredBatch(targets, nll), ObjectiveConfig())
+    unguided = (labels >= 0) & guidance.isnan()
+    assert kept[unguided].all() and 0.3 < kept[(labels >= 0) & ~unguided].float().mean() < 0.5
+    chat = chat_kit.loaded(lab / "student")
+    written = b"".join(chat.bytes_of(n) or b"" for n in labels[unguided].tolist())
+    answers = sum(len(trained_ranges(text, "assistant")) for text in texts(lab)[:8])
+    assert written.count(b"<think>\n\n</think>\n\n") == answers > 8
+    lines = check(recipe(lab, **own), measure=False).warnings
+    assert any("marks generation, and adds 'Ċ' in 8 of 8 conversations" in line for line in lines)
 
 
 def plain_loss(lab: Path, blocks: Blocks, indices: list[int]) -> float:

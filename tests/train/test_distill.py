@@ -231,7 +231,7 @@ def test_check_names_a_store_without_alternatives(lab, tmp_path):
     tree["store"]["path"] = str(lab / "store")
     tree["objective"]["alternatives"] = 9
     report = check(recipe_from_dict(tree), measure=False)
-    assert any("holds 3 a token" in problem for problem in report.problems)
+    assert any("holds 3 per token" in problem for problem in report.problems)
 
 
 def test_check_tells_what_the_blocks_hold(lab):

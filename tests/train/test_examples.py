@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+import yaml
 from torch import nn
-from trainers_kit import ARGUMENTS, BATCH, STEPS, cut, load, logged, our_losses
+from torch.nn.parallel import DistributedDataParallel
+from trainers_kit import ARGUMENTS, BATCH, EXAMPLES, STEPS, cut, load, logged, our_losses
 from training_kit import run_processes
 from transformers import TrainingArguments
 
-from vocagnolm import guide
-from vocagnolm.objective import Decided, Head, ObjectiveConfig, Targets, objective_loss
+from vocagnolm import GuidedCollator, guide, guided_loss
+from vocagnolm.objective import Decided, Head, ObjectiveConfig, Targets, count_items, objective_loss
 
 MOST_LINES = 8
 
@@ -47,6 +50,14 @@ def test_guidance_takes_few_lines(name):
     assert 4 <= added_lines(load(name)) <= MOST_LINES
 
 
+def test_axolotls_plugin_takes_three_lines():
+    lines = (EXAMPLES / "axolotl/guided.yaml").read_text().splitlines()
+    at = lines.index("plugins:")
+    added, rest = lines[at : at + 3], lines[:at] + lines[at + 3 :]
+    assert yaml.safe_load("\n".join(added)).keys() == {"plugins", "guidance"}
+    assert not {"plugins", "guidance"} & yaml.safe_load("\n".join(rest)).keys()
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_transformers_trainer_makes_the_steps_of_our_loop(demo, scored, tmp_path, micro_batches):
     folder, dataset, store = scored
@@ -72,6 +83,28 @@ def two_trainers(demo, scored, folder, expected):
     trainer = load("hf_trainer.py").guided(model, tokenizer, dataset, arguments, store)
     trainer.train()
     np.testing.assert_allclose(logged(trainer), expected, rtol=1e-5)
+    gradients_of_a_loop(demo.student()[0], trainer.train_dataset)
+
+
+def gradients_of_a_loop(model, rows):
+    """Of two processes, with rows of unequal length: those of one that reads both halves."""
+    batches = [GuidedCollator()([rows[n] for n in half]) for half in ((0, 1), (2,))]
+    items = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+
+    def backward(trained, batch, items, times=1):
+        loss = guided_loss(
+            trained(batch["input_ids"]).logits, batch["labels"], batch, num_items_in_batch=items
+        )
+        (loss * times).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    for batch in batches:
+        expected = backward(model, batch, items)
+    model.zero_grad()
+    mine = batches[dist.get_rank()]
+    assert int(count_items([mine])) == items
+    found = backward(DistributedDataParallel(model), mine, count_items([mine]), times=2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_transformers_trainer_on_two_processes(demo, scored, tmp_path):
@@ -167,7 +200,6 @@ def test_titans_loss_is_the_objective(titan, lab):
 
 
 def sharded_gradients(titan, lab, expected: dict[str, torch.Tensor]) -> None:
-    import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")

@@ -9,7 +9,7 @@ from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train import run
 from vocagnolm.train.folder import read_metrics
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 def tree(lab, folder, device="cuda", **sections):
@@ -64,6 +64,20 @@ def test_compiled_bf16_layers_train_as_well(lab, tmp_path):
             r["loss"] for r in read_metrics(tmp_path / str(compiled) / "metrics.jsonl")
         ]
     assert found[True] == pytest.approx(found[False], rel=2e-2)
+
+
+def test_fp8_trains_as_well(lab, tmp_path):
+    found = {}
+    for name, train in {
+        "half": {"dtype": "bfloat16"},
+        "fp8": {"dtype": "fp8"},
+        "compiled": {"dtype": "fp8", "compile": True},
+    }.items():
+        run.train(recipe_from_dict(tree(lab, tmp_path / name, train=train)), quiet=True)
+        found[name] = [r["loss"] for r in read_metrics(tmp_path / name / "metrics.jsonl")]
+    assert found["fp8"] != found["half"]
+    assert found["fp8"] == pytest.approx(found["half"], rel=2e-2)
+    assert found["compiled"] == pytest.approx(found["half"], rel=2e-2)
 
 
 def test_documents_apart_by_flex_attention(lab, tmp_path):

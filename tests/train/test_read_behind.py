@@ -118,7 +118,7 @@ def break_one_rank(settings):
     before = break_step(loop, 2, torch.nan if here else 1.0)
     expected = r"nan in step 2, micro-batch 1 of rank 1, blocks \["
     if not here:
-        expected = "nan in step 2: another rank says where"
+        expected = "nan in step 2: see the error of another rank"
     with pytest.raises(TrainingError, match=expected):
         loop.run()
     assert_untouched(loop, before)

@@ -34,7 +34,7 @@ def test_names_of_trackers(monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda package: SimpleNamespace(origin="a.py"))
     assert tracker_problems(["tensorboard", "wandb", "mlflow", "none"]) == []
     (problem,) = tracker_problems(["tensorbord"])
-    assert "tensorbord is no tracker" in problem and "tensorboard" in problem
+    assert "tensorbord is not a tracker" in problem and "tensorboard" in problem
     # the folder that wandb leaves in the current directory is no package
     monkeypatch.setattr(trackers, "find_spec", lambda package: SimpleNamespace(origin=None))
     assert len(tracker_problems(["wandb"])) == 1

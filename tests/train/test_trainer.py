@@ -9,15 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from faults_kit import LONG
-from training_kit import LLAMA, recipe_dict
+from safetensors.torch import load_file
+from training_kit import LLAMA, recipe_dict, stop_after
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.errors import TrainingError, UsageError
+from vocagnolm.model.fp8 import train_in_fp8
 from vocagnolm.model.runtime import last_hidden
 from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, Targets
 from vocagnolm.recipe import load_recipe, recipe_from_dict
+from vocagnolm.train import run as training
 from vocagnolm.train.folder import read_metrics
+from vocagnolm.train.loop import TrainingLoop
 from vocagnolm.train.run import train
 from vocagnolm.train.student import BlockCollator, GuidedStudent, MicroBatch, compile_layers
 
@@ -280,7 +284,7 @@ def test_a_head_that_is_not_understood_is_refused():
     model = tiny()
     head = model.lm_head.forward
     model.lm_head.forward = lambda hidden: head(hidden) * 1.5
-    with pytest.raises(TrainingError, match="not known here"):
+    with pytest.raises(TrainingError, match="in an unsupported way"):
         GuidedStudent(model)
 
 
@@ -353,10 +357,37 @@ def test_memory_and_precision_options(lab, tmp_path, guided, train_section):
     np.testing.assert_allclose(column(other, "loss"), column(plain, "loss"), rtol=tolerance)
 
 
-def test_compiled_layers_change_neither_names_nor_losses():
+def test_a_student_in_fp8(lab, tmp_path, monkeypatch):
+    """Emulated on a CPU: it learns as one in bfloat16, resumes exactly, leaves the same files."""
+    with pytest.raises(UsageError, match=r"train.dtype: fp8 needs a GPU of the Hopper.* a CPU"):
+        run(lab, tmp_path / "refused", train={"dtype": "fp8"})
+    monkeypatch.setattr(training, "require_fp8", lambda device, setting: None)
+    half = run(lab, tmp_path / "half", train={"dtype": "bfloat16"})
+    assert column(half, "loss") == column(run(lab, tmp_path / "b", train={"bf16": True}), "loss")
+    whole = run(lab, tmp_path / "whole", train={"dtype": "fp8"})
+    np.testing.assert_allclose(column(whole, "loss"), column(half, "loss"), rtol=2e-2)
+    assert column(whole, "loss") != column(half, "loss")
+    cut = {"train": {"dtype": "fp8"}, "run": {"save_every": 2}}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TrainingLoop, "end_step", TrainingLoop.end_step)
+        stop_after(3, KeyboardInterrupt())
+        run(lab, tmp_path / "cut", **cut)
+    assert column(run(lab, tmp_path / "cut", **cut), "loss") == column(whole, "loss")
+    weights = [
+        load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "cut", "half")
+    ]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    shapes = [{n: (v.shape, v.dtype) for n, v in each.items()} for each in weights]
+    assert shapes[0] == shapes[2]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_compiled_layers_change_neither_names_nor_losses(fp8):
     model, plain = tiny(), tiny()
+    if fp8:
+        train_in_fp8(model), train_in_fp8(plain)
     compile_layers(model, backend="aot_eager")  # the compiler's front end, without C++
-    ids = torch.randint(0, 320, (2, 12))
+    ids = torch.randint(0, 320, (2, 16))
     batch = BlockCollator()([{"input_ids": row} for row in ids.numpy()])
     losses = []
     for each in (model, plain):

@@ -93,5 +93,5 @@ def test_a_loss_that_would_win_is_refused(tmp_path):
 
     with pytest.raises(UsageError, match="cut_cross_entropy"):
         GuidedPlugin().register({"guidance": {"store": "s"}, "cut_cross_entropy": True})
-    with pytest.raises(UsageError, match="to know the store"):
+    with pytest.raises(UsageError, match="needs a store"):
         GuidedPlugin().register({})

@@ -1,4 +1,5 @@
-"""Spans and alignment: the bridge between two vocabularies. NumPy and tokenizers, no torch."""
+"""Byte spans of tokens and the alignment of two tokenizations. Uses NumPy and tokenizers, not
+torch."""
 
 from vocagnolm.alignment.alignment import (
     AGGREGATIONS,

@@ -22,20 +22,20 @@ AGGREGATIONS: tuple[Aggregation, ...] = ("max", "mean", "sum")
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """The tokens of one text: `ids` [N] and `spans` [N, 2], half-open, in UTF-8 bytes."""
+    """The tokens of a text: `ids` [N] and half-open `spans` [N, 2] in UTF-8 bytes."""
 
     ids: NDArray[np.int32]
     spans: IntArray
     n_bytes: int
     lost_bytes: int
-    """Bytes of the text that no token covers."""
+    """Number of bytes of the text that no token covers."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def exact(self) -> bool:
-        """The spans tile the text: every byte is in exactly one token."""
+        """Whether the spans tile the text: every byte is in exactly one token."""
         return self.lost_bytes == 0
 
     @property
@@ -44,7 +44,7 @@ class TokenSpans:
         return self.spans[:, 1] - self.spans[:, 0]
 
     def inside(self, ranges: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
-        """Tokens [N] that meet one of the ranges of bytes, whole or in part."""
+        """Mask [N] of the tokens that overlap one of the byte ranges."""
         found = np.zeros(len(self), bool)
         for start, stop in ranges:
             found |= (self.spans[:, 0] < stop) & (self.spans[:, 1] > start)
@@ -57,12 +57,13 @@ Spans = ArrayLike | TokenSpans
 
 @dataclass(frozen=True)
 class Alignment:
-    """Per student token the minimal teacher range `first..last` (inclusive), or -1, -1."""
+    """For each student token, the smallest range `first..last` (inclusive) of teacher tokens that
+    covers it, or -1, -1."""
 
     first: IntArray
     last: IntArray
     teacher_tokens: int | None = None
-    """How many there are, where that is known: `carry` takes as many values."""
+    """Number of teacher tokens, if known; `carry` expects as many values."""
 
     def __len__(self) -> int:
         return len(self.first)
@@ -115,16 +116,16 @@ def _rectangle(rows: Any, name: str) -> NDArray[Any]:
 
 
 def align(student_spans: Spans, teacher_spans: Spans) -> Alignment:
-    """Map every student token to the minimal range of teacher tokens over the same bytes.
+    """Map every student token to the smallest range of teacher tokens that covers the same bytes.
 
         student, teacher = load_tokenizer("student/"), load_tokenizer("teacher/")
         mapping = align(student.spans(text), teacher.spans(text))
         guidance = carry(mapping, teacher_nll)
 
-    `first` is the first teacher token that ends after the student token starts, `last` the last
-    one that starts before it ends: two binary searches per token, O(N log M). Zero-width tokens
-    hold no text: on the student's side they are unmapped, on the teacher's side they never open
-    or close a range. A student token over bytes that no teacher token covers is unmapped.
+    `first` is the first teacher token that ends after the student token starts, `last` the last one
+    that starts before it ends. This takes two binary searches per token, O(N log M). Zero-width
+    tokens have no text: student tokens of this kind are unmapped, and teacher tokens of this kind
+    never open or close a range. A student token whose bytes no teacher token covers is unmapped.
     """
     return _search(
         as_spans(student_spans, "student_spans"), as_spans(teacher_spans, "teacher_spans")
@@ -166,7 +167,7 @@ def dense(n_bytes: int, n_tokens: int) -> bool:
 
 
 def align_batch(student_spans: Sequence[Spans], teacher_spans: Sequence[Spans]) -> list[Alignment]:
-    """`align` for many documents at once: their byte axes are laid end to end, searched once."""
+    """`align` for many documents, with a single search over their concatenated bytes."""
     if len(student_spans) != len(teacher_spans):
         raise ValueError(
             f"{len(student_spans)} student documents against {len(teacher_spans)} teacher documents"
@@ -197,10 +198,10 @@ def _end(spans: IntArray) -> int:
 def carry(
     alignment: Alignment, teacher_values: ArrayLike, how: Aggregation = "max"
 ) -> NDArray[np.floating[Any]]:
-    """Carry one number per teacher token to the student's tokens (Phi of equation 2).
+    """Assign one number per teacher token to the student's tokens (Phi of equation 2).
 
-    A NaN teacher value is missing: it takes no part. NaN where the token is unmapped or every
-    value of its range is missing. Half-precision input is aggregated in float32.
+    A NaN teacher value is missing and is ignored. The result is NaN where the token is unmapped or
+    all values of its range are missing. Half-precision input is aggregated in float32.
     """
     values = _rectangle(teacher_values, "teacher_values")
     if how not in AGGREGATIONS:
@@ -218,7 +219,7 @@ def carry(
     if alignment.teacher_tokens not in (None, len(values)):
         raise ValueError(
             f"the alignment is to {alignment.teacher_tokens} teacher tokens, but there are "
-            f"{len(values)} teacher values: they are of another text or tokenizer"
+            f"{len(values)} teacher values: they belong to another text or tokenizer"
         )
     first, last = alignment.first, alignment.last
     if not len(values):
@@ -249,10 +250,11 @@ def _reduce(
 
 
 def chunk_align(n_student: int, n_teacher: int, n_chunks: int) -> Alignment:
-    """The coarse baseline: both sequences cut into `n_chunks` equal chunks, chunk i to chunk i.
+    """The coarse baseline: cuts both sequences into `n_chunks` equal chunks and maps chunk i to
+    chunk i.
 
     Every student token of chunk i gets the whole teacher chunk i. With fewer teacher tokens than
-    chunks some teacher chunks are empty, and their student tokens are unmapped.
+    chunks, some teacher chunks are empty and their student tokens are unmapped.
     """
     if n_chunks < 1:
         raise ValueError(f"n_chunks must be at least 1, got {n_chunks}")
@@ -264,7 +266,7 @@ def chunk_align(n_student: int, n_teacher: int, n_chunks: int) -> Alignment:
 
 
 def chunk_bounds(n_tokens: int, n_chunks: int) -> IntArray:
-    """Where `n_chunks` equal chunks begin, and the end: lengths differ by at most one token."""
+    """Starts of `n_chunks` equal chunks, and the end. Lengths differ by at most one token."""
     bounds: IntArray = chunk_bound(np.arange(n_chunks + 1, dtype=np.int64), n_tokens, n_chunks)
     return bounds
 
@@ -281,18 +283,18 @@ KINDS = ("unmapped", "1:1", "1:N", "N:1", "N:M")
 
 @dataclass(frozen=True)
 class Stretches:
-    """Of one tokenisation against others."""
+    """The stretches of one tokenization with respect to others."""
 
     boundaries: IntArray
-    """Bytes at which all tokenisations have a boundary, ascending: stretch n is the text from
+    """Bytes at which all tokenizations have a boundary, ascending. Stretch n is the text from
     `boundaries[n]` to `boundaries[n + 1]`."""
     number: IntArray
-    """Per token of the first tokenisation its stretch; -1 for a token without text, and where the
-    tokens of a stretch do not spell all of it."""
+    """The stretch of each token of the first tokenization; -1 for a token without text, and where
+    the tokens of a stretch do not cover all of it."""
 
     @property
     def begins(self) -> NDArray[np.bool_]:
-        """Tokens that begin a stretch."""
+        """Mask of the tokens that begin a stretch."""
         inside = np.flatnonzero(self.number >= 0)
         first = np.ones(len(inside), bool)
         first[1:] = self.number[inside[1:]] != self.number[inside[:-1]]
@@ -301,14 +303,14 @@ class Stretches:
         return begins
 
     def tokens(self) -> IntArray:
-        """Per token how many tokens its stretch has; 0 where it has none."""
+        """For each token, the number of tokens in its stretch; 0 if it has none."""
         known = self.number >= 0
         counts = np.bincount(self.number[known], minlength=max(len(self.boundaries) - 1, 0))
         return np.where(known, counts[self.number] if len(counts) else 0, 0)
 
 
 def stretches(student_spans: ArrayLike, *teacher_spans: ArrayLike) -> Stretches:
-    """The stretches of the student's tokens against those of one teacher, or of several."""
+    """The stretches of the student's tokens with respect to one or several teachers."""
     student = as_spans(student_spans, "student_spans")
     teachers = [as_spans(spans, f"teacher_spans[{n}]") for n, spans in enumerate(teacher_spans)]
     boundaries = _common_boundaries([student, *teachers])
@@ -323,9 +325,8 @@ def stretches(student_spans: ArrayLike, *teacher_spans: ArrayLike) -> Stretches:
 def stretch_losses(
     found: Stretches, teacher_spans: ArrayLike, teacher_nll: ArrayLike
 ) -> NDArray[np.float64]:
-    """A teacher's loss of every token's stretch, the sum over its teacher tokens; NaN where the
-    token has none, where the teacher's tokens do not spell all of it, or where one of their
-    losses is missing."""
+    """The teacher's total loss on the stretch of each token. NaN if the token has no stretch, if
+    the teacher's tokens do not cover all of it, or if one of their losses is missing."""
     spans = as_spans(teacher_spans, "teacher_spans")
     if len(np.asarray(teacher_nll)) != len(spans):
         raise ValueError(f"{len(np.asarray(teacher_nll))} teacher losses for {len(spans)} tokens")
@@ -333,8 +334,8 @@ def stretch_losses(
 
 
 def stretch_alignment(found: Stretches, teacher_spans: ArrayLike) -> Alignment:
-    """Per token the teacher tokens of its stretch; -1 where it has none, and where the teacher's
-    tokens do not spell all of it. A teacher token without text counts for the text behind it."""
+    """The teacher tokens of each token's stretch; -1 if it has none, or if the teacher's tokens do
+    not cover all of it. A teacher token without text counts for the text that follows it."""
     spans = as_spans(teacher_spans, "teacher_spans")
     bounds = found.boundaries
     if len(bounds) < 2 or not len(spans):
@@ -351,7 +352,8 @@ def stretch_alignment(found: Stretches, teacher_spans: ArrayLike) -> Alignment:
 
 
 def whole_sums(ranges: Alignment, values: ArrayLike) -> NDArray[np.float64]:
-    """Per token the sum over its range; NaN where there is none or one of its values is missing."""
+    """For each token, the sum over its range; NaN if there is no range or one of its values is
+    missing."""
     given = np.asarray(values, np.float64)
     missing = np.isnan(given)
     total = np.concatenate([[0.0], np.cumsum(np.where(missing, 0.0, given))])
@@ -399,7 +401,7 @@ def _spelled(spans: IntArray, boundaries: IntArray, number: IntArray) -> NDArray
 
 
 def kinds(found: Stretches, teacher_spans: ArrayLike) -> NDArray[np.int8]:
-    """Per token the kind of its stretch, a place in `KINDS`."""
+    """For each token, the kind of its stretch as an index into `KINDS`."""
     spans = _with_text(as_spans(teacher_spans, "teacher_spans"))
     bounds = found.boundaries
     if len(bounds) < 2:

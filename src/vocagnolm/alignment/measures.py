@@ -17,7 +17,8 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Overlap:
-    """Intersection over union and over student, per pair; NaN where there is no text."""
+    """Intersection over union and intersection over student, per pair; NaN where there is no
+    text."""
 
     iou: FloatArray
     ios: FloatArray
@@ -39,7 +40,7 @@ def _mean(values: FloatArray) -> float:
 def token_overlap(student_spans: Spans, teacher_spans: Spans, alignment: Alignment) -> Overlap:
     """IoU and IoS of every student token with the teacher range that it is mapped to.
 
-    A token with text that is unmapped has 0; a zero-width token has NaN and is left out of means.
+    They are 0 for an unmapped token with text, and NaN (ignored in means) for a zero-width token.
     """
     student, teacher = as_spans(student_spans), as_spans(teacher_spans)
     covered = np.zeros((len(student), 2), np.int64)
@@ -76,7 +77,7 @@ def _overlap(student: IntArray, teacher: IntArray) -> Overlap:
 
 
 def character_spans(text: str, spans: Spans) -> IntArray:
-    """Byte spans as character spans: every character that a span touches, as offsets are printed.
+    """Convert byte spans to character spans that contain every character touched.
 
     Tokens that split a character share it, so these spans may overlap.
     """
@@ -94,10 +95,10 @@ def character_spans(text: str, spans: Spans) -> IntArray:
 
 @dataclass(frozen=True)
 class Shares:
-    """How the student's tokens fall; the four counts add up to all tokens.
+    """How the student's tokens map; the four counts add up to all tokens.
 
-    one_to_one: one teacher token, and no other student token lies in it; many_to_one: one
-    teacher token, shared with other student tokens; one_to_many: two or more teacher tokens.
+    one_to_one: one teacher token that contains no other student token. many_to_one: one teacher
+    token, shared with other student tokens. one_to_many: two or more teacher tokens.
     """
 
     tokens: int
@@ -162,10 +163,10 @@ def granularity(
 
 @dataclass(frozen=True)
 class VocabularyOverlap:
-    """Shared entries over the teacher's vocabulary, as fractions.
+    """Shared entries as a fraction of the teacher's vocabulary.
 
-    raw: equal token strings, as in the paper; marks: the space marks `▁` and `Ġ` made equal first;
-    bytes: equal bytes of text, whatever the spelling.
+    raw: equal token strings, as in the paper. marks: the same with the space marks `▁` and `Ġ`
+    treated as equal. bytes: equal bytes of text, whatever the spelling.
     """
 
     raw: float

@@ -279,7 +279,7 @@ def _without_panic() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise TilingError(f"the tokenizer gives up on the text ({error})") from None
+        raise TilingError(f"the tokenizer failed on the text ({error})") from None
 
 
 def encode_utf8(text: str) -> bytes:
@@ -289,7 +289,7 @@ def encode_utf8(text: str) -> bytes:
     except UnicodeEncodeError as error:
         raise TilingError(
             f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at character "
-            f"{error.start}, which no UTF-8 text can hold; replace it, for example with "
+            f"{error.start}, which UTF-8 cannot encode; replace it, for example with "
             "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
         ) from None
 

@@ -34,8 +34,8 @@ UNSPELLED, FIRST_OF_SEVERAL, EXACT, FOLLOWING = range(4)
 
 
 def token_texts(tokenizer: TextTokenizer, ends: Iterable[int]) -> Vocabulary:
-    """What every token of a tokenizer spells; special tokens spell nothing. `ends`: those that end
-    a text or a turn."""
+    """The bytes of every token of a tokenizer; special tokens have none. `ends`: tokens that end a
+    text or a turn."""
     return Vocabulary.of(_entries(tokenizer), ends, _has_dummy_space(tokenizer))
 
 
@@ -56,7 +56,7 @@ def _has_dummy_space(tokenizer: TextTokenizer) -> bool:
 
 
 class Speller:
-    """The first token of a student's own tokenisation of some bytes, read in the middle of a
+    """Finds the first token of a student's own tokenization of some bytes in the middle of a
     text."""
 
     def __init__(self, student: TextTokenizer):
@@ -149,7 +149,7 @@ def spell(speller: Speller, vocabulary: Vocabulary, *, inside: bool = True) -> S
 
 
 class TargetTable:
-    """What every alternative of a teacher becomes for a student."""
+    """The student's token for every alternative of a teacher."""
 
     def __init__(
         self,
@@ -171,10 +171,10 @@ class TargetTable:
 
     @cached_property
     def targets(self) -> NDArray[np.int32]:
-        """[4, V + 1] The student's first token of every entry, -1 where there is none; the last
-        column stands for ids beyond the vocabulary. Row 0 as it is; the others for places where a
-        token stands behind a space that is not in the text: the student's (1), the teacher's (2:
-        its alternatives without their space, if they have one), or both (3)."""
+        """[4, V + 1] The student's first token for every entry, -1 if there is none; the last
+        column stands for ids beyond the vocabulary. Row 0 is the normal case. The others are for
+        positions where a token follows a space that is not in the text: for the student (1), for
+        the teacher (2: its alternatives without their space, if they have one), or for both (3)."""
         whole = self._by_id(self._starts(self.spelling.first, -1), -1, self.end_id)
         spaced = self._by_id(self.spelling.behind_space, -1, self.end_id)
         has_space = self._starts(self.vocabulary.content, 0) == _SPACE
@@ -206,18 +206,19 @@ class TargetTable:
 
     @cached_property
     def lengths(self) -> IntArray:
-        """[V + 1] Bytes of every entry; the last one stands for ids beyond the vocabulary."""
+        """[V + 1] Length of every entry in bytes; the last one stands for ids beyond the
+        vocabulary."""
         return np.append(self.vocabulary.lengths, 0)
 
     @cached_property
     def first_bytes(self) -> NDArray[np.int16]:
-        """[V + 1] Of every entry its first byte, -1 where it spells nothing."""
+        """[V + 1] First byte of every entry, -1 if it has no bytes."""
         found = self._starts(self.vocabulary.content.astype(np.int16), -1)
         return np.append(found, np.int16(-1))
 
     @cached_property
     def student_lengths(self) -> NDArray[np.int32]:
-        """Bytes of the student's tokens, by id; control tokens are no text."""
+        """Lengths of the student's tokens in bytes, by id; control tokens have no text."""
         return np.array([len(entry or b"") for entry in _entries(self.student)], np.int32)
 
 
@@ -226,47 +227,50 @@ class TargetTable:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetMass:
-    """What became of the teacher's alternatives, in sums over the student's tokens."""
+    """Where the probability of the teacher's alternatives went, as sums over the student's
+    tokens."""
 
     tokens: int = 0
     shared: int = 0
-    """Tokens that begin where a teacher token begins, which has alternatives."""
+    """Number of tokens that begin where a teacher token with alternatives begins."""
     inside: int = 0
-    """Tokens that begin inside such a teacher token."""
+    """Number of tokens that begin inside such a teacher token."""
     continued: int = 0
-    """Of these: where an alternative goes on from the bytes already read."""
+    """Number of the latter for which an alternative continues the bytes already read."""
     following: float = 0.0
-    """At shared starts: the probability of the token that follows, where it is among them."""
+    """At shared starts: probability of the actual next token, if it is among the alternatives."""
     exact: float = 0.0
-    """Of alternatives that are one token of the student's."""
+    """Probability of alternatives that are one student token."""
     several: float = 0.0
-    """Of those that it spells by several, of which the first is the target."""
+    """Probability of alternatives that take several student tokens, of which the first is the
+    target."""
     unspelled: float = 0.0
-    """Of those that it cannot spell. What is left of `shared` lies beyond the alternatives."""
+    """Probability of alternatives that the student cannot represent. The rest of `shared` is beyond
+    the alternatives."""
 
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """Per student token a sparse distribution beside the label: all probability that is not here is
-    the label's."""
+    """A sparse distribution per student token. All probability that is not listed belongs to the
+    label."""
 
     ids: NDArray[np.int32]
-    """[N, K] In the student's vocabulary; the label where there is nothing else."""
+    """[N, K] Ids in the student's vocabulary; the label fills unused entries."""
     probability: NDArray[np.float32]
-    """[N, K] 0 for the label, which has what the others leave."""
+    """[N, K] Probabilities; 0 for the label, which gets what the others leave."""
     has_targets: NDArray[np.bool_]
-    """[N] The teacher has a say here; else there is the label alone."""
+    """[N] Whether the teacher provides targets here; otherwise there is only the label."""
     mass: TargetMass
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherTokens:
-    """A teacher's tokens over a text, or over several texts on one axis of bytes."""
+    """A teacher's tokens over a text, or over several concatenated texts."""
 
     spans: IntArray
     """[M, 2]"""
     alternatives: Alternatives
-    """[M, K] What was expected where each of them stands."""
+    """[M, K] The alternatives at the position of each token."""
 
 
 def carry_alternatives(
@@ -280,23 +284,24 @@ def carry_alternatives(
     inside: bool = True,
     begins: IntArray | None = None,
 ) -> SoftTargets:
-    """Targets of the student's tokens `labels` [N] at `spans` [N, 2] of `text`.
+    """Distillation targets for the student's tokens `labels` [N] at `spans` [N, 2] of `text`.
 
         ours, theirs = student.spans(text), teacher.spans(text)
         mapping = align(ours, theirs)
         targets = carry_alternatives(table, ours.ids, ours.spans, known, mapping, encoded)
 
-    A student token that begins where a teacher token begins: every alternative becomes the first
-    token of the student's own tokenisation of its bytes, the one that really follows becomes the
-    label, and an end of text or turn the student's. What the student cannot spell, and what lies
-    beyond the K alternatives, is the label's.
+    If a student token begins where a teacher token begins, every alternative becomes the first
+    token of the student's own tokenization of its bytes. The actual next token becomes the label,
+    and an end of text or turn becomes the student's. The probability of alternatives that the
+    student cannot represent, and the probability beyond the K alternatives, goes to the label.
 
-    One that begins *inside* a teacher token (`inside`; else it has its label alone): the
-    alternatives that begin with the bytes already read count, without those bytes. They share what
-    these bytes do not rule out: what lies beyond the K alternatives, and those that end before the
-    token begins, may have led here too, and are the label's.
+    If it begins *inside* a teacher token (`inside`; otherwise it has only its label), the
+    alternatives that begin with the bytes already read count, without those bytes. They share the
+    probability that these bytes do not rule out. The rest might have led here too (probability
+    beyond the K alternatives, and alternatives that end before the token begins); it goes to the
+    label.
 
-    Where a token of either side stands behind a space that is not in the text (the dummy space of
+    Where a token of either model follows a space that is not in the text (the dummy space of
     SentencePiece), alternatives are read without it or spelled with it.
 
     `begins`: the bytes where texts begin, [0] for one text.

@@ -100,9 +100,9 @@ def refuse_code(folder: Path) -> None:
     named = _read(folder / "tokenizer_config.json").get("auto_map")
     if isinstance(named, dict) and named.get("AutoTokenizer"):
         raise TokenizerError(
-            f"{folder} needs Python code of its own for its tokenizer (auto_map in "
-            "tokenizer_config.json), which is not run. Read that code; if tokenizer.json stands "
-            "for itself, pass that file, or --trust-remote-code to `score` or `evaluate`"
+            f"{folder} has Python code of its own for its tokenizer (auto_map in "
+            f"tokenizer_config.json), which is not run. Review that code; if tokenizer.json "
+            f"works without it, pass that file, or --trust-remote-code to `score` or `evaluate`"
         )
 
 
@@ -295,11 +295,11 @@ PROBES = (
 
 
 class TextTokenizer:
-    """A tokenizer that reads plain text and says where every token lies in its bytes.
+    """A tokenizer that reads plain text and returns the byte span of every token.
 
-    The policy is the same for student and teacher: the text is text. Truncation and padding are
-    off, and special tokens that are written in the text (`</s>` in a tutorial) are read as the
-    characters they are, unless `special_tokens="control"` asks for the control ids.
+    Student and teacher follow the same rules: truncation and padding are off, and special tokens
+    written in the text (`</s>` in a tutorial) are read as plain characters, unless
+    `special_tokens="control"` asks for the control ids.
     """
 
     def __init__(
@@ -337,19 +337,19 @@ class TextTokenizer:
 
     @cached_property
     def vocabulary(self) -> dict[str, int]:
-        """Token string -> id, added tokens included."""
+        """Token string -> id, including added tokens."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over everything that decides the ids of a text."""
+        """SHA-256 over everything that determines the ids of a text."""
         decides = f"{self.special_tokens}\n{self._tokenizer.to_str()}"
         return hashlib.sha256(decides.encode()).hexdigest()
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
-        """What stands before every text that the model was trained on (beginning-of-text): what
-        the tokenizer's own template puts there, or where it has none what its files say."""
+        """Tokens before every text (beginning-of-text): those of the tokenizer's own template, or,
+        if it has none, those named in its files."""
         bare = self.spans("a").ids.tolist()
         framed = self.spans("a", add_special_tokens=True).ids.tolist()
         if len(framed) > len(bare):
@@ -360,7 +360,7 @@ class TextTokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends a document, as the tokenizer's files say."""
+        """The token that ends a document, according to the tokenizer's files."""
         return self.frame.eos_id
 
     def __reduce__(self) -> Any:
@@ -375,17 +375,17 @@ class TextTokenizer:
         return None if index is None else int(index)
 
     def bytes_of(self, index: int) -> bytes | None:
-        """The text behind an id, with space marks as spaces; None where it stands for none."""
+        """The bytes of an id, with space marks as spaces; None if it has no text."""
         return self._spanner.token_bytes[index]
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """Special tokens, which no plain text holds."""
+        """Ids of the special tokens, which plain text never contains."""
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(index for index, token in added.items() if token.special)
 
     def shown(self, text: str, tokens: TokenSpans) -> list[str | None]:
-        """For the eye, what a token is where the text does not show it: nowhere, in plain text."""
+        """Display names for tokens that the text does not show; there are none in plain text."""
         return [None] * len(tokens)
 
     def spans(self, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
@@ -408,10 +408,10 @@ def _rebuild(
 
 
 def token_spans(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
-    """Ids and byte spans of `text` for any tokenizer that `load_tokenizer` takes.
+    """Ids and byte spans of `text`, for any tokenizer that `load_tokenizer` accepts.
 
-    The tokenizer is prepared anew with every call. For more than a few texts prepare it once:
-    `load_tokenizer(tokenizer)`, and then `.spans(text)` or `.spans_batch(texts)`.
+    The tokenizer is prepared again with every call. For more than a few texts, prepare it once with
+    `load_tokenizer(tokenizer)` and call `.spans(text)` or `.spans_batch(texts)`.
     """
     return load_tokenizer(tokenizer).spans(text, add_special_tokens=add_special_tokens)
 
@@ -427,10 +427,10 @@ def load_tokenizer(
     """Prepare a tokenizer from a folder, a `tokenizer.json`, a SentencePiece `tokenizer.model`, a
     GGUF file, a hub id, a `tokenizers.Tokenizer` or a transformers fast tokenizer.
 
-    `check`: refuse a folder for which transformers would build a tokenizer with other ids. That
-    imports transformers (seconds) the first time; what needs no model can do without.
-    `trust_remote_code`: take the tokenizer.json of a folder that brings code for its tokenizer;
-    the code itself is never run. Without, such a folder is refused."""
+    `check`: refuse a folder for which transformers would build a tokenizer with other ids. This
+    imports transformers the first time, which takes seconds.
+    `trust_remote_code`: accept the tokenizer.json of a folder that comes with code for its
+    tokenizer. The code itself is never run. Otherwise such a folder is refused."""
     if isinstance(source, TextTokenizer):
         if source.special_tokens == special_tokens:
             return source
@@ -502,7 +502,7 @@ def from_hub(name: str, error: type[VocagnolmError], expected: str, **wanted: An
         return Path(snapshot_download(name, **wanted))
     except Exception as failure:  # network, authorisation, cache: many types, one meaning here
         raise error(
-            f"'{name}' is neither a file or folder here nor one that the hub gave: "
+            f"'{name}' is neither a local file or folder nor available on the hub: "
             f"{first_line(failure)}. Check the spelling, or download it and pass the folder."
         ) from None
 
@@ -564,7 +564,7 @@ def _refuse_other_ids(file: Tokenizer, other: Tokenizer, file_name: str, other_n
         except Exception as error:  # the Rust side raises bare Exception
             raise TokenizerError(
                 f"{other_name}, made for {file_name}, cannot encode {probe!r}: {error}. The "
-                "configuration beside tokenizer.json belongs to another tokenizer"
+                f"configuration next to tokenizer.json belongs to another tokenizer"
             ) from None
         if expected.ids != found.ids:
             raise TokenizerError(

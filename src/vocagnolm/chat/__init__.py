@@ -1,8 +1,8 @@
-"""Conversations: each model reads them in its own template, and both are laid over the contents.
+"""Conversations: each model reads them in its own template, and their contents are aligned.
 
-The *shared text* of a conversation is the contents of its messages, each closed by one byte for the
-end of the turn. It is the text that stores and blocks know a conversation by; a `ChatTokenizer`
-reads it like any other text and says which of its tokens stand for which bytes of it.
+The *shared text* of a conversation is the contents of its messages, each followed by one byte for
+the end of the turn. Stores and blocks identify a conversation by this text. A `ChatTokenizer` reads
+it like any other text and returns which of its tokens cover which bytes of it.
 """
 
 from vocagnolm.chat.messages import Message, Refused, conversation_of, messages_of, shared_text

@@ -42,7 +42,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class Refused(ValueError):
-    """A conversation that cannot be used. Its text is `kind: more`; kinds are counted."""
+    """A conversation that cannot be used. Its message is `kind: more`; kinds are counted."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Message:
     role: str
     content: str
     given: bool = False
-    """An assistant's message that belongs to the prompt, or has weight 0: never trained on."""
+    """An assistant message that belongs to the prompt or has weight 0, and is never trained on."""
     reasoning: str = ""
     more: str = ""
-    """What else a template is given, as JSON: `tool_calls` of an assistant, `name` and
-    `tool_call_id` of a tool's result, `content` where it is null. The first message also holds the
-    record's `tools` and `chat_template_kwargs`."""
+    """Other inputs of a template, as JSON: `tool_calls` of an assistant, `name` and `tool_call_id`
+    of a tool's result, `content` if it is null. The first message also holds the record's `tools`
+    and `chat_template_kwargs`."""
 
     @property
     def mark(self) -> str:
@@ -63,7 +63,7 @@ class Message:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """What `more` holds."""
+        """The contents of `more`."""
         found: dict[str, Any] = json.loads(self.more) if self.more else {}
         return found
 
@@ -86,7 +86,7 @@ def shared_text(messages: Sequence[Message]) -> str:
 
 
 def messages_of(text: str) -> list[Message]:
-    """The conversation behind a shared text."""
+    """The messages of a shared text."""
     found, end = [], 0
     for match in _MESSAGE.finditer(text):
         found.append(_message_of(match[1], *_ROLE_OF[match[2]]))
@@ -214,8 +214,8 @@ def _renamed_message(entry: Any) -> Any:
 def conversation_of(
     fields: Mapping[str, Any], format_: Format, *, of_a_table: bool = False
 ) -> list[Message]:
-    """The messages of a record, or a `Refused` that says why not. Rows of both formats may stand in
-    one file. `of_a_table`: all rows have the same fields, and null means that there is none."""
+    """The messages of a record, or a `Refused` with the reason. One file may hold rows of both
+    formats. `of_a_table`: all rows have the same fields, and null means that a field is absent."""
     fields = _renamed(_without_nulls(fields) if of_a_table else fields)
     format_ = format_ if _FIELD_OF[format_] in fields else _format_of(fields) or format_
     if format_ == "messages":

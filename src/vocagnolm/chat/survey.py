@@ -18,18 +18,21 @@ _ORIGINS = {
 
 @dataclass
 class Survey:
-    """Of some conversations, in one model's template."""
+    """Statistics of some conversations in one model's template."""
 
     name: str
     template: str
-    """In words."""
+    """Description of the template."""
     conversations: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    """Reason -> conversations."""
+    """Reason -> number of conversations."""
     changes: Counter[str] = field(default_factory=Counter)
-    """What the template does to contents -> conversations."""
+    """What the template does to contents -> number of conversations."""
     disputed: Counter[str] = field(default_factory=Counter)
     """Tokens that `{% generation %}` and the rule for templates without it see differently ->
+    conversations."""
+    unwritten: Counter[str] = field(default_factory=Counter)
+    """Ends of generation prompts that the template does not write before answers ->
     conversations."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,6 +54,12 @@ class Survey:
                 f"{self.name}: its template marks generation, and {token} in {count:,} {total}: "
                 "the template is followed"
                 for token, count in self.disputed.most_common(8)
+            ),
+            *(
+                f"{self.name}: its template ends a generation prompt with {end!r}, which it does "
+                f"not write before answers in {count:,} {total}: behind such a prompt the student "
+                "is not trained. template_options may change it, as enable_thinking: false"
+                for end, count in self.unwritten.most_common(4)
             ),
         ]
 
@@ -74,10 +83,12 @@ def survey(tokenizer: ChatTokenizer, texts: Iterable[str]) -> Survey:
     for text in texts:
         found.conversations += 1
         try:
-            found.changes.update(tokenizer.rendering(text).changes)
+            rendering = tokenizer.rendering(text)
         except Refused as error:
             found.refused[str(error)] += 1
             continue
+        found.changes.update(rendering.changes)
+        found.unwritten.update({turn.unwritten for turn in rendering.turns if turn.unwritten})
         if tokenizer.template.marks_generation:
             found.disputed.update(_disputed(tokenizer, text))
     return found

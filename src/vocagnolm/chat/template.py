@@ -48,6 +48,7 @@ Origin = Literal["own", "given", "plain"]
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 RENDER_SECONDS = 20.0
+"""A template takes milliseconds; one of somebody else may never end."""
 _MOST_REPEATED, _LARGEST_POWER = 10**6, 10**4
 
 
@@ -78,9 +79,6 @@ def _power(base: Any, exponent: Any) -> Any:
     if abs(base) > _LARGEST_POWER or abs(exponent) > _LARGEST_POWER:
         raise OverflowError("it computes a power that is too large")
     return base**exponent
-
-
-"""A template takes milliseconds; one of somebody else may never end."""
 
 
 class TemplateRaised(ValueError):
@@ -133,13 +131,13 @@ _PROBE_NULL = {"tool_calls": [_PROBE_CALL], "content": None}
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template with all that it is rendered with, but the messages."""
+    """A Jinja template with everything it is rendered with, except the messages."""
 
     source: str
     special_tokens: tuple[tuple[str, str], ...] = ()
     """`bos_token`, `eos_token`, ... by name."""
     options: tuple[tuple[str, Any], ...] = ()
-    """Further variables of the template, for example `enable_thinking`."""
+    """More variables of the template, for example `enable_thinking`."""
     origin: Origin = "own"
 
     @cached_property
@@ -160,7 +158,7 @@ class ChatTemplate:
 
     @cached_property
     def marks_generation(self) -> bool:
-        """Whether the template says itself what the assistant writes: `{% generation %}`."""
+        """Whether the template itself marks what the assistant writes with `{% generation %}`."""
         return _GENERATION.search(self.source) is not None
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
@@ -169,7 +167,8 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The rendering, and the characters of it that the template marks by `{% generation %}`."""
+        """The rendering, and the characters of it that the template marks with `{% generation
+        %}`."""
         try:
             return self._rendered(messages, add_generation_prompt, self._form)
         except TemplateRaised:
@@ -256,7 +255,7 @@ def template_of(
     options: Mapping[str, Any] | None = None,
 ) -> ChatTemplate:
     """The template of a model: `given` (a Jinja file, a folder with one, `plain`, or `concatenate`
-    for prompts and completions that are put end to end), its own, or plain where there is none."""
+    to join prompts and completions), its own, or plain if it has none."""
     more = tuple(sorted((options or {}).items()))
     if given == "concatenate":
         ends = dict(tokenizer.frame.special_tokens)
@@ -331,6 +330,8 @@ class Turn:
     """It ends with tool calls, which the template closes."""
     marked: tuple[int, int] | None = None
     """What a template that marks generation marks of an assistant's turn, which may be nothing."""
+    unwritten: str = ""
+    """The end of the generation prompt, where the template does not write it before the answer."""
 
 
 @dataclass(frozen=True)
@@ -348,9 +349,9 @@ class Rendering:
 def render(
     template: ChatTemplate, messages: Sequence[Message], *, add_generation_prompt: bool = False
 ) -> Rendering:
-    """The conversation in a template, and where its contents lie; `Refused` where the template
-    raises, or changes contents so that they cannot be found. `add_generation_prompt`: up to where
-    the assistant's answer begins."""
+    """The conversation in a template, and the positions of its contents; `Refused` if the template
+    raises, or changes contents so that they cannot be found. `add_generation_prompt`: only up to
+    where the assistant's answer begins."""
     prompt = add_generation_prompt
     try:
         real, marked = template.render_marked(messages, add_generation_prompt=prompt)
@@ -841,11 +842,12 @@ def _turns(
         behind = len(text) if following is None else following[0]
         if number < 0:
             continue
-        begin, stop = start, behind
+        begin, stop, unwritten = start, behind, ""
         if blank[number].role == "assistant":
-            begin = before + _prompt_end(
+            size, unwritten = _prompt_end(
                 template, blank[:number], text[before:start], previous == number - 1
             )
+            begin = before + size
         if following is not None:
             closing = _tail(template, blank[: number + 1], False)
             stop = end + _common_units(text[end:behind], closing or "")
@@ -854,23 +856,28 @@ def _turns(
             inside = [(a, b) for a, b in marked if a <= end and b >= start]
             mine = (inside[0][0], inside[-1][1]) if inside else (start, start)
         calls = "tool_calls" in blank[number].fields
-        found.append(Turn(number, begin, end, stop, behind, calls, mine))
+        found.append(Turn(number, begin, end, stop, behind, calls, mine, unwritten))
     return tuple(found)
 
 
 def _prompt_end(
     template: ChatTemplate, blank: tuple[Message, ...], gap: str, adjoining: bool
-) -> int:
-    """Where the generation prompt ends in the template's text before an assistant's content."""
+) -> tuple[int, str]:
+    """Where the generation prompt ends in the template's text before an assistant's content, and
+    what of the prompt is not there."""
     prompt = _tail(template, blank, True)
     if prompt is None:
-        return len(gap)
+        return len(gap), ""
     if gap.startswith(prompt) and adjoining:
-        return len(prompt)
+        return len(prompt), ""
     own = prompt.removeprefix(_tail(template, blank, False) or "")
     if own and own in gap:
-        return gap.rindex(own) + len(own)
-    return (adjoining and _common_units(gap, prompt)) or len(gap)
+        return gap.rindex(own) + len(own), ""
+    if not adjoining:
+        return len(gap), ""
+    # of some the prompt has other white space than the turn: vLLM's template of DeepSeek V3.1
+    size = max(_common_units(gap, prompt, spaced) for spaced in (True, False))
+    return size or len(gap), prompt[_common_units(prompt, gap) :]
 
 
 @lru_cache(maxsize=8192)
@@ -887,11 +894,15 @@ def _tail(template: ChatTemplate, blank: tuple[Message, ...], prompt: bool) -> s
     return frame[-1].text if own else None
 
 
-def _common_units(a: str, b: str) -> int:
-    """The characters that two texts begin with, in whole tags and words."""
+def _common_units(a: str, b: str, spaced: bool = True) -> int:
+    """The characters that two texts begin with, in whole tags and words; not `spaced`: up to the
+    last one of these, whatever the white space between them."""
+    theirs = (unit for unit in _UNITS.findall(b) if spaced or unit.strip())
     size = 0
-    for x, y in zip(_UNITS.findall(a), _UNITS.findall(b), strict=False):
-        if x != y:
+    for match in _UNITS.finditer(a):
+        if not spaced and match[0].isspace():
+            continue
+        if match[0] != next(theirs, None):
             break
-        size += len(x)
+        size = match.end()
     return size

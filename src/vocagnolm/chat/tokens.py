@@ -8,10 +8,11 @@ for its control tokens, and so is the template's text before it is read.
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ from vocagnolm.errors import TemplateError
 # content may hold either.
 _FIRST_PRIVATE, _LAST_PRIVATE = 0x100000, 0x10FFFD
 _PRIVATE = re.compile(f"[{chr(_FIRST_PRIVATE)}-{chr(_LAST_PRIVATE - 1)}]{chr(_LAST_PRIVATE)}")
+_CLOSING = re.compile(r"<[^<>\s]*>\s*\Z")
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class ChatTokens(TokenSpans):
 
 class ChatTokenizer(TextTokenizer):
     """Reads shared texts. Tokens of contents have spans in the shared text, the token that ends a
-    turn has the byte of the mark, and the template's other tokens have none (zero width). A control
-    token never stands for a part of a content."""
+    turn covers the byte of the mark, and the other tokens of the template have zero width. A
+    control token never covers content."""
 
     def __init__(self, base: TextTokenizer, template: ChatTemplate):
         description, self._alias = _with_private_tokens(json.loads(base._tokenizer.to_str()))
@@ -70,7 +72,7 @@ class ChatTokenizer(TextTokenizer):
 
     @property
     def fingerprint(self) -> str:
-        """The tokenizer's own; the template has another."""
+        """The fingerprint of the tokenizer; the template has its own."""
         return self.base.fingerprint
 
     @cached_property
@@ -79,7 +81,7 @@ class ChatTokenizer(TextTokenizer):
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
-        """The template says what stands before a conversation."""
+        """Empty: the template adds what precedes a conversation."""
         return ()
 
     @property
@@ -117,8 +119,8 @@ class ChatTokenizer(TextTokenizer):
         return result
 
     def outcomes(self, texts: Sequence[str], *, by_rule: bool = False) -> list[ChatTokens | str]:
-        """Each conversation's tokens, or the reason why it cannot be read: `kind: more`.
-        `by_rule`: turns are found by the rule also where the template marks generation."""
+        """The tokens of each conversation, or the reason why it cannot be read: `kind: more`.
+        `by_rule`: find turns by the rule even if the template marks generation."""
         laid: list[_Laid | str] = []
         for text in texts:
             try:
@@ -131,7 +133,7 @@ class ChatTokenizer(TextTokenizer):
         return [one if isinstance(one, str) else next(shared) for one in laid]
 
     def shown(self, text: str, tokens: TokenSpans) -> list[str | None]:
-        """Each token of the template for the eye; None for tokens of contents, which the text
+        """Display names of the template's tokens; None for tokens of contents, which the text
         shows."""
         encoded = text.encode()
         result: list[str | None] = []
@@ -143,7 +145,7 @@ class ChatTokenizer(TextTokenizer):
         return result
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens behind which the assistant's answer begins."""
+        """The tokens after which the assistant's answer begins."""
         try:
             found = render(self.template, messages, add_generation_prompt=True)
         except Refused as error:
@@ -152,8 +154,8 @@ class ChatTokenizer(TextTokenizer):
         return ids
 
     def answering_ids(self, text: str) -> list[int]:
-        """The tokens of a shared text up to where the assistant answers, and of what stands behind
-        its last mark, which the assistant has answered so far."""
+        """The tokens of a shared text up to the assistant's answer, and those of what follows its
+        last mark, i.e. the answer so far."""
         head, answer = split_answer(text)
         messages = messages_of(head)
         if not answer:
@@ -172,6 +174,66 @@ class ChatTokenizer(TextTokenizer):
         (last,) = np.nonzero(tokens.spans[:, 1] == len(text))
         found = [n for n in last.tolist() if tokens.token_bytes[n] == 1]
         return int(tokens.ids[found[0]]) if found else None
+
+    def private_bytes_of(self, index: int) -> bytes | None:
+        """As `bytes_of`, with private characters for control tokens."""
+        if self._is_control[index]:
+            return self._spanner.token_bytes[index]
+        return self.base.bytes_of(index)
+
+    def answer_of(self, text: str) -> tuple[str, str]:
+        """The reasoning and the content of what the model wrote behind the generation prompt, as
+        the template would be given them; `text` has private characters for control tokens.
+        Reasoning that was never closed leaves no content."""
+        around = self._around
+        reasoning, content = "", _behind(text, around.before)
+        lead, closed, rest = text.partition(around.shuts.strip() or "\0")
+        if closed:
+            reasoning, content = _behind(lead, around.opens), _behind(closed + rest, around.shuts)
+        elif around.opens.strip() and _behind(text, around.opens) != text:
+            reasoning, content = _behind(text, around.opens), ""
+        elif around.unwritten:
+            # opened by the prompt: the template says what it keeps of such an answer
+            with suppress(Refused):
+                asked, again = Message("user", "a"), Message("user", "c")
+                found = render(self.template, [asked, Message("assistant", content), again])
+                kept = "".join(one.text for one in found.segments if one.message == 1)
+                lead, _, rest = content.rpartition(kept)
+                if kept and not rest.strip():
+                    reasoning, content = _CLOSING.sub("", lead), kept
+        content = content.removesuffix(around.behind)
+        return _PRIVATE.sub("", reasoning).strip(), _PRIVATE.sub("", content)
+
+    @property
+    def writes_around(self) -> bool:
+        """Whether what the model writes of an answer is more than the content."""
+        return any(part.strip() for part in self._around)
+
+    @cached_property
+    def _around(self) -> "_Around":
+        """What the template writes around an answer, with private characters for control tokens;
+        nothing where it refuses one."""
+        talk = [Message("user", "a"), Message("assistant", "probe-content")]
+        reasoned = [talk[0], replace(talk[1], reasoning="probe-reasoning")]
+        plain, thought = map(self._written_in, (talk, reasoned))
+        before, found, behind = plain.partition("probe-content")
+        if not found:
+            return _Around()
+        (*_, turn) = self.rendering(shared_text(talk)).turns
+        opens, _, rest = thought.partition("probe-reasoning")
+        shuts, found, _ = rest.partition("probe-content")
+        marks = (opens, shuts) if found else ("", "")
+        return _Around(before, _PRIVATE.split(behind)[0], *marks, turn.unwritten.strip())
+
+    def _written_in(self, messages: Sequence[Message]) -> str:
+        """What the model writes of the last message, with private characters for control tokens;
+        nothing where the template refuses the conversation."""
+        text = shared_text(messages)
+        (tokens,) = self.outcomes([text], by_rule=True)
+        if isinstance(tokens, str):
+            return ""
+        own = tokens.ids[tokens.turns == len(text.encode()) - 1].tolist()
+        return b"".join(self.private_bytes_of(n) or b"" for n in own).decode(errors="replace")
 
     def _lay(self, found: Rendering, messages: Sequence[Message], by_rule: bool = False) -> "_Laid":
         """Pieces of contents: where they stand in the text that is read, and in the shared one."""
@@ -289,6 +351,31 @@ class ChatTokenizer(TextTokenizer):
             )
             for one, own, (a, b) in zip(read, laid, pairwise(cuts), strict=True)
         ]
+
+
+class _Around(NamedTuple):
+    """What a template writes around the parts of an answer."""
+
+    before: str = ""
+    """From the end of the generation prompt to the content of an answer without reasoning."""
+    behind: str = ""
+    """From the content to the control token that ends the turn."""
+    opens: str = ""
+    """From the end of the generation prompt to the reasoning."""
+    shuts: str = ""
+    """From the reasoning to the content."""
+    unwritten: str = ""
+    """What a generation prompt ends with and is not written before answers."""
+
+
+def _behind(text: str, start: str) -> str:
+    """The text behind something that it begins with, whatever the white space before that."""
+    if not start.strip():
+        return text.removeprefix(start)
+    core, found = start.strip(), text.lstrip()
+    if not found.startswith(core):
+        return text
+    return found[len(core) :].removeprefix(start[len(start.rstrip()) :])
 
 
 @dataclass(frozen=True)
@@ -423,7 +510,8 @@ TRAINED_RULE = 2
 
 
 def trained_ranges(text: str, train_on: TrainOn) -> NDArray[np.int64]:
-    """Bytes of a shared text that are trained on, [N, 2]: contents with their ends of turn."""
+    """Byte ranges of a shared text that are trained on, [N, 2]: contents with their ends of
+    turn."""
     messages = messages_of(text)
     wanted = [
         train_on == "all" or (message.role == "assistant" and not message.given)
@@ -440,8 +528,8 @@ def trained_ranges(text: str, train_on: TrainOn) -> NDArray[np.int64]:
 
 
 def trained_tokens(tokens: TokenSpans, ranges: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """What the model writes of the turns that are trained on: contents, the ends of turns, and what
-    the template prints behind the generation prompt."""
+    """The tokens that the model writes in trained turns: contents, ends of turns, and what the
+    template prints after the generation prompt."""
     assert isinstance(tokens, ChatTokens)
     return trained_spans(tokens.spans, tokens.turns, ranges)
 

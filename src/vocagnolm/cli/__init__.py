@@ -8,13 +8,21 @@ program, 130 interrupted, 143 stopped by SIGTERM.
 """
 
 import os
+from typing import Any
 
 import typer
 
 from vocagnolm import __version__
 from vocagnolm.cli import store
 from vocagnolm.cli.align import align
-from vocagnolm.cli.common import DEBUG_VARIABLE, Commands, end, showing_copies, showing_warnings
+from vocagnolm.cli.common import (
+    DEBUG_VARIABLE,
+    App,
+    Commands,
+    end,
+    showing_copies,
+    showing_warnings,
+)
 from vocagnolm.cli.compare import compare
 from vocagnolm.cli.evaluate import evaluate
 from vocagnolm.cli.options import with_options
@@ -25,17 +33,13 @@ from vocagnolm.cli.train import check, push, recipes, train
 from vocagnolm.cli.try_ import demo, try_
 from vocagnolm.cli.view import view
 
-app = typer.Typer(
+app = App(
     cls=Commands,
     name="vocagnolm",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help=(
-        "Train a language model under the guidance of any teacher, whatever the two "
-        "vocabularies are."
-    ),
+    help=("Train a language model with any teacher, even if their tokenizers differ."),
     epilog="Start with: vocagnolm demo, or vocagnolm try --student S --teacher T --corpus C",
 )
 
@@ -59,7 +63,7 @@ def _root(
     debug: bool = typer.Option(
         False,
         "--debug",
-        help=f"Show the full trace of an unforeseen error; also {DEBUG_VARIABLE}=1.",
+        help=f"Show the full traceback of an unexpected error; also {DEBUG_VARIABLE}=1.",
     ),
 ) -> None:
     if debug:
@@ -68,21 +72,40 @@ def _root(
     context.with_resource(showing_warnings())
 
 
-app.command()(align)
-app.command()(check)
-app.command()(compare)
-app.command()(demo)
-app.command()(evaluate)
-app.command("export-columns")(with_options(store.export_columns))
-app.command()(prepare)
-app.command()(push)
-app.add_typer(recipes, name="recipe")
-app.command()(report)
-app.command(cls=ScoreCommand)(score)
-app.add_typer(store.app, name="store")
-app.command()(train)
-app.command("try")(try_)
-app.command()(view)
+START, STAGES, LOOK, MORE = "Start here", "The stages", "Look at a pair or a text", "More"
+
+
+def _add(panel: str, command: Any, example: str, **settings: Any) -> None:
+    app.command(rich_help_panel=panel, example=example, **settings)(command)
+
+
+_add(START, demo, "vocagnolm demo --out out/demo")
+_add(START, try_, "vocagnolm try --student S --teacher T --corpus corpus.jsonl", name="try")
+_add(
+    STAGES,
+    score,
+    "vocagnolm score --teacher T --corpus corpus.jsonl --out store",
+    cls=ScoreCommand,
+)
+_add(STAGES, check, "vocagnolm check recipe.yaml --set objective.keep=0.6")
+_add(STAGES, prepare, "vocagnolm prepare recipe.yaml --workers 8")
+_add(STAGES, train, "vocagnolm train recipe.yaml --set run.folder=runs/guided")
+_add(
+    STAGES, evaluate, "vocagnolm evaluate runs/guided/model --text held-out.jsonl --out runs/guided"
+)
+_add(STAGES, report, "vocagnolm report runs/cpt runs/guided --html report.html")
+_add(LOOK, compare, "vocagnolm compare --student S --teacher T --corpus corpus.jsonl")
+_add(LOOK, align, 'vocagnolm align --student S --teacher T --text "Probability, Uncertainty."')
+_add(LOOK, view, "vocagnolm view --student S --teacher T --file page.txt --html view.html")
+app.add_typer(recipes, name="recipe", rich_help_panel=MORE)
+app.add_typer(store.app, name="store", rich_help_panel=MORE)
+_add(
+    MORE,
+    with_options(store.export_columns),
+    "vocagnolm export-columns store --student S --out columns",
+    name="export-columns",
+)
+_add(MORE, push, "vocagnolm push runs/guided owner/name --dry-run")
 
 
 def main() -> None:

@@ -20,30 +20,30 @@ def align(
     teacher: str = TEACHER,
     text: str | None = typer.Option(None, help="The text to align."),
     file: Path | None = typer.Option(
-        None, help="A UTF-8 file to align, read as it is: no newline is translated."
+        None, help="A UTF-8 file to align, read without newline translation."
     ),
     messages: Path | None = typer.Option(
         None,
-        help="A file of conversations (jsonl, parquet): each side reads one in its own template, "
+        help="A file of conversations (jsonl, parquet): each model reads one in its own template, "
         "and the contents are aligned.",
     ),
-    number: int = typer.Option(1, min=1, help="With --messages: which conversation of the file."),
+    number: int = typer.Option(1, min=1, help="With --messages: number of the conversation."),
     student_template: str | None = STUDENT_TEMPLATE,
     teacher_template: str | None = TEACHER_TEMPLATE,
     special_tokens: SpecialTokens = typer.Option(
         SpecialTokens.text,
-        help="Special tokens written in the text: read their characters, or give their ids.",
+        help="Read special tokens in the text as plain text, or as control ids.",
     ),
     as_json: bool = JSON,
     plot: Path | None = typer.Option(
         None, help="Draw the two rows (the paper's Figure 2) into this PNG or SVG file."
     ),
 ) -> None:
-    """Show two rows of tokens over one text, and which covers which.
+    """Show how the tokens of two tokenizers align over a text.
 
     Green: one student token, one teacher token. Yellow: several teacher tokens for one student
     token. Blue: several student tokens in one teacher token. Red: unmapped. Dim: printed by a chat
-    template. Of conversations also which tokens are trained on, and why.
+    template. For conversations, also shows which tokens are trained on and why.
     """
     from vocagnolm.alignment import TextTokenizer, load_tokenizer
     from vocagnolm.alignment.picture import align_text, draw, visible

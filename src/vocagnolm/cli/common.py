@@ -9,10 +9,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from vocagnolm import __version__
@@ -95,13 +95,13 @@ FAULT = 70  # EX_SOFTWARE of sysexits.h
 KEPT = {
     "score": "every finished shard is kept; run the same command again to score the rest.",
     "prepare": "every finished part is kept; run the same command again to make the rest.",
-    "train": "the newest checkpoint is kept; run the same command again to go on from it, to the "
-    "same model. (SIGTERM instead of Ctrl-C writes a checkpoint first.)",
-    "evaluate": "with --out every answer is kept, and the same command goes on; without --out "
-    "nothing is.",
-    "try": "finished steps are kept; run the same command again to go on.",
-    "demo": "finished steps and students are kept; run the same command again to go on.",
-    "study": "finished runs and checkpoints are kept; run the same command again to go on.",
+    "train": "the newest checkpoint is kept; run the same command again to resume from it, with "
+    "the same result. (SIGTERM instead of Ctrl-C writes a checkpoint first.)",
+    "evaluate": "with --out every answer is kept, and the same command resumes; without --out "
+    "nothing is kept.",
+    "try": "finished steps are kept; run the same command again to resume.",
+    "demo": "finished steps and students are kept; run the same command again to resume.",
+    "study": "finished runs and checkpoints are kept; run the same command again to resume.",
     "push": "files that were uploaded are not uploaded again; run the same command again.",
 }
 NOTHING_KEPT = "nothing was written; run the same command again."
@@ -113,10 +113,58 @@ class Interrupted(VocagnolmError):
     exit_code = INTERRUPTED
 
 
+# ---- commands ----
+
+
+_VALUES = {int: "N", float: "X", Path: "PATH"}
+
+
+def _value_name(parameter: Any) -> str:
+    """What stands behind an option in the help: its choices, or the kind of its value."""
+    about = parameter.type_descriptor
+    if getattr(parameter, "is_flag", False) or parameter.param_type_name == "argument":
+        return ""
+    if about.is_choice:
+        return "|".join(about.choices)
+    kind = get_args(about.annotation)[0] if about.is_list else about.annotation
+    return _VALUES.get(kind, "TEXT")
+
+
+class _NamedValues:
+    """Help that calls values by what they are, where Typer writes Python's types."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            parameter.display_type = lambda ctx, parameter=parameter: _value_name(parameter)
+        return parameters
+
+
+class Command(_NamedValues, TyperCommand):
+    """A command of ours."""
+
+
+class Group(_NamedValues, TyperGroup):
+    """Several of them under one name."""
+
+
+class App(typer.Typer):
+    """Commands that each show an example below their options."""
+
+    def __init__(self, cls: type[TyperGroup] = Group, **settings: Any):
+        super().__init__(cls=cls, no_args_is_help=True, **settings)
+
+    def command(
+        self, name: str | None = None, *, example: str | None = None, **settings: Any
+    ) -> Callable[[Any], Any]:
+        epilog = None if example is None else f"Example: {example}"
+        return super().command(name, **{"cls": Command, "epilog": epilog} | settings)
+
+
 GROUP = "vocagnolm.commands"
 
 
-class Commands(TyperGroup):
+class Commands(Group):
     """The root command: our own commands, and after them those that installed packages bring, as
     Typer applications behind entry points of the group `vocagnolm.commands` (`study` is one). The
     packages are looked through only when all commands are shown, or when the one that is asked for
@@ -150,7 +198,7 @@ class Commands(TyperGroup):
 
         found = typer.Typer(add_completion=False)
         for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-            found.add_typer(entry.load(), name=entry.name)
+            found.add_typer(entry.load(), name=entry.name, rich_help_panel="More")
         if found.registered_groups:
             for name, command in getattr(get_command(found), "commands", {}).items():
                 self.commands.setdefault(name, command)

@@ -1,7 +1,8 @@
 """`vocagnolm compare`: the preflight of a student and its possible teachers."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,14 +20,16 @@ from vocagnolm.cli.options import (
 from vocagnolm.recipe.sections import CorpusSection
 
 if TYPE_CHECKING:
+    from vocagnolm.alignment import TextTokenizer
     from vocagnolm.chat import Survey
+    from vocagnolm.data.corpus import LeftOut
     from vocagnolm.pair import Pair
 
 
 @with_options
 def compare(
     student: str = STUDENT,
-    teacher: list[str] = typer.Option(..., help="A teacher's tokenizer; give it several times."),
+    teacher: list[str] = typer.Option(..., help="A teacher's tokenizer. Can be repeated."),
     corpus: list[str] = option(
         CorpusSection, "files", before="Measure on this corpus instead of the built-in sample. "
     ),
@@ -39,34 +42,19 @@ def compare(
         None, help="Draw the overlap bars (the paper's Figure 1) into this PNG or SVG file."
     ),
 ) -> None:
-    """What to expect of a pair before anything is computed.
+    """Compare the tokenizers of a student and its possible teachers.
 
-    Vocabulary sizes and overlap (raw strings as in the paper, with space marks made equal, by
-    true bytes), tokens per byte, how the student's tokens map, what the teacher's tokens become in
-    distillation, and whether both tokenizers tile the text exactly. No model is loaded.
-    Conversations are read by each side in its own template, and compared over the contents of
-    their messages.
+    Shows vocabulary sizes and overlap (raw strings as in the paper, with space marks treated as
+    equal, and by bytes), tokens per byte, how the student's tokens map, what the teacher's tokens
+    become in distillation, and whether both tokenizers reproduce the text exactly. No model is
+    loaded. Each model reads conversations in its own template; their contents are compared.
     """
-    from vocagnolm.alignment import TextTokenizer, load_tokenizer
-    from vocagnolm.chat import ChatTokenizer, survey, template_of
-    from vocagnolm.chat.survey import readable_by
-    from vocagnolm.data.corpus import LeftOut, open_corpus, read_texts
-    from vocagnolm.pair import SAMPLE
     from vocagnolm.pair import compare as run
 
-    documents, left_out = list(SAMPLE), LeftOut()
-    ours: TextTokenizer = load_tokenizer(student, check=False)
-    theirs: list[TextTokenizer] = [load_tokenizer(source, check=False) for source in teacher]
-    surveys: list[Survey] = []
-    if corpus:
-        opened = open_corpus(corpus, limit=limit_documents, **reading)
-        documents, left_out = read_texts(opened)
-        if opened.conversations:
-            us = ChatTokenizer(ours, template_of(ours, student_template))
-            them = [ChatTokenizer(one, template_of(one, teacher_template)) for one in theirs]
-            surveys = [survey(side, documents) for side in (us, *them)]
-            documents = readable_by([us, *them], documents)
-            ours, theirs = us, [*them]
+    templates = [student_template, *[teacher_template] * len(teacher)]
+    (ours, *theirs), documents, left_out, surveys = readers(
+        [student, *teacher], templates, corpus, limit=limit_documents, **reading
+    )
     pairs = run(ours, theirs, documents)
     if plot is not None:
         from vocagnolm.pair import overlap_bars
@@ -95,6 +83,30 @@ def compare(
         typer.echo(line)
 
 
+def readers(
+    tokenizers: Sequence[str], templates: Sequence[str | None], corpus: list[str], **reading: Any
+) -> "tuple[list[TextTokenizer], list[str], LeftOut, list[Survey]]":
+    """Tokenizers, the documents of a corpus (the built-in sample without one) and what was left out
+    of it. Conversations are those that all can read, each in its template, which is surveyed."""
+    from vocagnolm.alignment import load_tokenizer
+    from vocagnolm.chat import ChatTokenizer, survey, template_of
+    from vocagnolm.chat.survey import readable_by
+    from vocagnolm.data.corpus import LeftOut, open_corpus, read_texts
+    from vocagnolm.pair import SAMPLE
+
+    loaded = [load_tokenizer(source, check=False) for source in tokenizers]
+    if not corpus:
+        return loaded, list(SAMPLE), LeftOut(), []
+    opened = open_corpus(corpus, **reading)
+    documents, left_out = read_texts(opened)
+    if not opened.conversations:
+        return loaded, documents, left_out, []
+    named = zip(loaded, templates, strict=True)
+    talking = [ChatTokenizer(one, template_of(one, template)) for one, template in named]
+    surveys = [survey(side, documents) for side in talking]
+    return [*talking], readable_by(talking, documents), left_out, surveys
+
+
 def _print(pairs: "list[Pair]", where: str) -> None:
     from vocagnolm.alignment.picture import visible
 
@@ -115,7 +127,7 @@ def _print(pairs: "list[Pair]", where: str) -> None:
             "begins with a teacher token": f"{pair.shared_start_share:.1%}",
             "teacher tokens: one of the student's": f"{pair.spelled.exact:.1%}",
             "several, the first is a target": f"{pair.spelled.several:.1%}",
-            "cannot be spelled": f"{pair.spelled.unspelled:.1%}",
+            "not representable": f"{pair.spelled.unspelled:.1%}",
             "tiling": "exact" if pair.exact else "lossy",
         }
         for pair in pairs

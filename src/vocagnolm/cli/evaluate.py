@@ -27,8 +27,7 @@ def evaluate(
     model: list[str] | None = typer.Argument(
         None,
         help="Model folder, hub id (owner/name) or GGUF file; several are ranked on --text. With "
-        "--server it gives tokenizer and template; without it these are looked for under the "
-        "server's name of its model.",
+        "--server, provides only tokenizer and template; default: by the server's model name.",
         show_default=False,
     ),
     questions: Given = options(QuestionsSection),
@@ -40,22 +39,28 @@ def evaluate(
     server: str | None = typer.Option(
         None,
         metavar="URL",
-        help="A server of vLLM or SGLang that has the model's weights and answers in its place. "
-        "Its key: the environment variable VOCAGNOLM_SERVER_KEY, or OPENAI_API_KEY.",
+        help="A vLLM or SGLang server that runs the model. Its API key is read from "
+        "VOCAGNOLM_SERVER_KEY, or OPENAI_API_KEY.",
     ),
     server_settings: Given = options(ServerSection),
     out: Path | None = typer.Option(
-        None, help="Run folder: keeps every answer, and an interrupted run goes on."
+        None,
+        help="Run folder; keeps every answer, so that evaluation can be resumed.",
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Score a model: few-shot chain of thought on the math suite, bits per byte on text.
+    """Evaluate a model: few-shot chain of thought on the math suite, bits per byte on text.
 
     Several models are ranked by their bits per byte on --text, with 95 % intervals (bootstrap over
-    documents) and paired differences to the best.
+    documents) and paired differences from the best.
     """
     require_asked("server", server, server_settings)
-    from vocagnolm.evaluate.results import format_table, ranking_table, scores_table
+    from vocagnolm.evaluate.results import (
+        format_table,
+        rank_texts,
+        ranking_table,
+        scores_table,
+    )
     from vocagnolm.evaluate.run import evaluate as evaluate_model
     from vocagnolm.model.server import Server
 
@@ -66,8 +71,8 @@ def evaluate(
         not text or questions or out or server is not None or len(set(models)) < len(models)
     ):
         raise UsageError(
-            "several different models are ranked on --text alone, without tasks, --out or "
-            "--server. Tasks: evaluate one after the other with --out, then `vocagnolm report`."
+            "several models can only be ranked on --text, without tasks, --out or --server. To "
+            "compare tasks, evaluate each model with --out, then run `vocagnolm report`."
         )
     read: list[BitsPerByte] = []
     notes: list[str] = []
@@ -87,7 +92,6 @@ def evaluate(
             )
     left_out = [one.left_out for one in read]
     if several:
-        from vocagnolm.evaluate.bits import rank_texts
         from vocagnolm.report.view import model_names
 
         names = model_names(models).values()

@@ -14,18 +14,40 @@ import typer
 
 from vocagnolm.errors import SettingError, UsageError
 from vocagnolm.recipe.schema import Limits, OneOf, Schema, apply_override, fields_of, hints
-from vocagnolm.recipe.sections import StudentSection, TeacherSection
+from vocagnolm.recipe.sections import (
+    CorpusSection,
+    EngineSection,
+    ObjectiveSection,
+    QuestionsSection,
+    RaySection,
+    ScoreSection,
+    ServerSection,
+    StudentSection,
+    TeacherSection,
+)
 
 Given = dict[str, Any]
 """What the user gave, by the names of the fields; the rest has the defaults of the section."""
 
-RECIPE = typer.Argument(..., help="The recipe: a YAML file, or a name of `vocagnolm recipe list`.")
-SET = typer.Option([], "--set", help="Override: section.key=value. Give it several times.")
+RECIPE = typer.Argument(..., help="A recipe: YAML file, or name from `vocagnolm recipe list`.")
+SET = typer.Option([], "--set", help="Override a key: section.key=value. Can be repeated.")
 STUDENT = typer.Option(
     ..., help="The student's tokenizer: folder, tokenizer.json, tokenizer.model, GGUF or hub id."
 )
-TEACHER = typer.Option(..., help="The teacher's tokenizer, likewise.")
+TEACHER = typer.Option(..., help="The teacher's tokenizer, in the same form.")
 JSON = typer.Option(False, "--json", help="Print one JSON object.")
+
+
+PANELS = {
+    CorpusSection: "Corpus",
+    EngineSection: "Model",
+    ObjectiveSection: "Selection",
+    QuestionsSection: "Benchmarks",
+    RaySection: "Ray cluster",
+    ScoreSection: "Scoring",
+    ServerSection: "Server",
+}
+"""What the options of a section stand under in the help."""
 
 
 class _Group(NamedTuple):
@@ -59,8 +81,8 @@ def option(
         default = []
     elif kind is str and default is not None:
         default = str(default)
-    listed = " Give it several times for several." if kind == list[str] else ""
-    place = f" {recipe_key}.{name} in a recipe." if recipe_key else ""
+    listed = " Can be repeated." if kind == list[str] else ""
+    place = f" In a recipe: {recipe_key}.{name}." if recipe_key else ""
     given = {
         "default": default,
         "help": f"{before}{_sentence(about.metadata['help'], kind)}{listed}{place}",
@@ -86,7 +108,12 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
                 inspect.Parameter(
                     f"{parameter.name}_{name}",
                     parameter.kind,
-                    default=option(group.section, name, recipe_key=group.recipe_key),
+                    default=option(
+                        group.section,
+                        name,
+                        recipe_key=group.recipe_key,
+                        rich_help_panel=PANELS.get(group.section),
+                    ),
                     annotation=_kind(group.section, name)[0],
                 )
             )
@@ -110,7 +137,7 @@ def require_asked(name: str, asked: str | None, more: Given) -> None:
     """Options such as `--server-requests` say how `--server` is used."""
     if asked is None and more:
         named = f"--{name}-{next(iter(more)).partition('_')[0]}"
-        raise UsageError(f"{named} is for --{name}: give --{name} as well.")
+        raise UsageError(f"{named} can only be used with --{name}.")
 
 
 def _checked(section: type[Schema], typed: Given) -> Given:
@@ -185,8 +212,8 @@ def _kind_of(hint: Any, name: str) -> tuple[Any, dict[str, Any]]:
 
 _KINDS: dict[Any, tuple[Any, dict[str, Any]]] = {}
 STUDENT_TEMPLATE = option(
-    *(StudentSection, "chat_template", "--student-template"), before="The student's side. "
+    *(StudentSection, "chat_template", "--student-template"), before="For the student. "
 )
 TEACHER_TEMPLATE = option(
-    *(TeacherSection, "chat_template", "--teacher-template"), before="The teacher's side. "
+    *(TeacherSection, "chat_template", "--teacher-template"), before="For the teacher. "
 )

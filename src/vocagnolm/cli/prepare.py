@@ -15,18 +15,20 @@ if TYPE_CHECKING:
 def prepare(
     recipe: str = RECIPE,
     set_: list[str] = SET,
-    workers: int | None = typer.Option(None, min=1, help="Processes.", show_default="one per core"),
+    workers: int | None = typer.Option(
+        None, min=1, help="Number of workers.", show_default="one per core"
+    ),
     as_json: bool = JSON,
 ) -> None:
-    """Tokenise and pack the corpus for a student, each token with its teacher's guidance.
+    """Tokenize and pack the corpus for a student, with the teacher's guidance for each token.
 
     Run it again to resume, or to confirm completion. The result does not depend on the number
-    of workers, and serves every block size and every method that needs no more than it holds.
+    of workers. It serves every block size, and every method whose columns it contains.
     """
     from vocagnolm.recipe import load_recipe
 
     loaded = load_recipe(recipe, set_)  # first: a typo is answered before all else is imported
-    from vocagnolm.data.identity import opened_count
+    from vocagnolm.data.identity import lacking_columns, opened_count
     from vocagnolm.data.prepare import prepare as run
 
     documents = tokens = 0
@@ -45,6 +47,7 @@ def prepare(
         "folder": loaded.data.blocks,
         "fingerprint": manifest["fingerprint"],
         "guided": "guidance" in manifest["columns"],
+        "lacking": lacking_columns(manifest),
         **manifest["summary"],
     }
     if bins is not None:
@@ -58,8 +61,21 @@ def prepare(
         print_json(summary)
     else:
         _print(summary, size)
+        typer.echo(_served(summary["lacking"]))
         if bins is not None:
             typer.echo(bins.words(size + 1))
+
+
+def _served(lacking: dict[str, str | None]) -> str:
+    """Which methods are a change of one word from here on, and what the others would need."""
+    served = ", ".join(method for method, column in lacking.items() if column is None)
+    columns: dict[str, list[str]] = {}
+    for method, column in lacking.items():
+        if column is not None:
+            columns.setdefault(column, []).append(method)
+    others = "; ".join(f"{', '.join(methods)}: {column}" for column, methods in columns.items())
+    line = f"objective.method may be {served}."
+    return f"{line} To be kept for the others (data.extra_columns): {others}." if others else line
 
 
 def _print(summary: dict[str, Any], block_size: int) -> None:

@@ -21,16 +21,20 @@ def report(
     sample: int = typer.Option(
         16,
         min=0,
-        help="--html: documents for the token view when no run has a tokens.json yet; 0: none.",
+        help="With --html: documents for the token view if no run has a tokens.json yet; 0: none.",
+    ),
+    source_field: str | None = typer.Option(
+        None,
+        help="--html: the field that names a document's source, or what kind of text it is; the "
+        "page shows how much is kept of each.",
     ),
 ) -> None:
     """Compare evaluations: scores, differences, standard errors, paired significance tests.
 
-    Only what was evaluated under the same conditions is compared: protocol, few-shot examples,
-    questions, limit of new tokens. Runs are seeds of one setting where their recipes differ in
-    nothing else.
+    Only evaluations under the same conditions are compared: protocol, few-shot examples,
+    questions and limit of new tokens. Runs whose recipes differ only in the seed are grouped.
 
-    With --html: a page of the runs, whether they have been evaluated or not.
+    With --html: writes a page about the runs, evaluated or not.
     """
     from vocagnolm.files import model_damage
 
@@ -43,7 +47,9 @@ def report(
         from vocagnolm.report.runs import write_report
 
         with quiet_libraries() if sample else nullcontext():
-            page = write_report(list(runs), html, sample_documents=sample)
+            page = write_report(
+                list(runs), html, sample_documents=sample, source_field=source_field
+            )
         typer.echo(str(page))
         return
     from vocagnolm.evaluate.results import compare_runs, comparison_table, format_table

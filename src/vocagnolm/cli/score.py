@@ -6,9 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.core import TyperCommand
 
-from vocagnolm.cli.common import Meter, leading, print_json, progress, quiet_libraries
+from vocagnolm.cli.common import Command, Meter, leading, print_json, progress, quiet_libraries
 from vocagnolm.cli.options import JSON, Given, option, options, require_asked, with_options
 from vocagnolm.cli.store import print_store
 from vocagnolm.errors import UsageError
@@ -30,7 +29,7 @@ DEFAULT_ALTERNATIVES = 4
 """Of a recipe that distils."""
 
 
-class ScoreCommand(TyperCommand):
+class ScoreCommand(Command):
     """`--ray` alone means: without an address."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -44,7 +43,7 @@ class ScoreCommand(TyperCommand):
 @with_options
 def score(
     recipe: str | None = typer.Option(
-        None, help="Take teacher, corpus and --out from this recipe where they are not given."
+        None, help="Take teacher, corpus and --out from this recipe unless they are given."
     ),
     teacher: str | None = option(TeacherSection, "model", "--teacher"),
     corpus: list[str] = option(CorpusSection, "files"),
@@ -57,32 +56,32 @@ def score(
     settings: Given = options(ScoreSection),
     share: str | None = typer.Option(
         None,
-        help="I/N: do a share of the shards, for machines that are not started together (an array "
-        "job), then what is left of shares that have begun; the last one completes the store.",
+        help="I/N: score one share of the shards, for independent machines (an array job), then "
+        "help shares that have begun; the last one completes the store.",
     ),
     ray: str | None = typer.Option(
         None,
         metavar="[ADDRESS]",
-        help="Let a Ray cluster score: auto, HOST:PORT; without an address one on this machine. "
-        "One worker a GPU, or for every --threads CPUs; those that die are replaced.",
+        help="Score on a Ray cluster: auto or HOST:PORT; without an address, on this machine. One "
+        "worker per GPU, or per --threads CPUs; dead workers are replaced.",
     ),
     ray_settings: Given = options(RaySection),
     server: str | None = typer.Option(
         None,
         metavar="URL",
-        help="A server of vLLM or SGLang that has the teacher's weights; --teacher gives the "
-        "tokenizer. Its key: the environment variable VOCAGNOLM_SERVER_KEY, or OPENAI_API_KEY.",
+        help="A vLLM or SGLang server that runs the teacher; --teacher provides the tokenizer. "
+        "Its API key is read from VOCAGNOLM_SERVER_KEY, or OPENAI_API_KEY.",
     ),
     server_settings: Given = options(ServerSection),
     loading: Given = options(EngineSection, "revision", "trust_remote_code"),
     student_bits: float | None = typer.Option(
         None,
-        help="The student's bits per byte on this text (`vocagnolm evaluate --text`): warns of a "
-        "teacher that is not clearly better.",
+        help="The student's bits per byte on this text (`vocagnolm evaluate --text`); used to warn "
+        "about a teacher that is not clearly better.",
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Score a corpus with a teacher, once, for every student there will be.
+    """Score a corpus with a teacher once, for any number of students.
 
     Run the same command again to resume, or to confirm completion. To use several GPUs:
     torchrun --nproc_per_node N -m vocagnolm score ...; several machines: --share 1/N ... N/N, or
@@ -104,7 +103,7 @@ def score(
             fields = ("text_field", "format", "split", "limit_documents")
             reading = {name: getattr(given.corpus, name) for name in fields} | reading
         if out is None and len(given.stores) > 1:
-            raise UsageError(f"{recipe} names several stores: say with --out which one to make.")
+            raise UsageError(f"{recipe} names several stores: choose one with --out.")
         if out is None and given.stores:
             out = given.stores[0]
         if given.method.alternatives:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from vocagnolm.cli.common import print_histogram, print_json, print_table
+from vocagnolm.cli.common import App, print_histogram, print_json, print_table
 from vocagnolm.cli.options import JSON, STUDENT, Given, option, options, with_options
 from vocagnolm.recipe.sections import (
     CorpusSection,
@@ -18,7 +18,7 @@ from vocagnolm.recipe.sections import (
     StudentSection,
 )
 
-app = typer.Typer(no_args_is_help=True, help="Look at, check and export loss stores.")
+app = App(help="Inspect, verify, compare and export loss stores.")
 
 _STORE = typer.Argument(
     ..., help="The loss store: a folder, or an address (s3://, gs://, az://, hf://datasets/...)."
@@ -30,9 +30,9 @@ class ExportFormat(StrEnum):
     parquet = "parquet"
 
 
-@app.command("inspect")
+@app.command("inspect", example="vocagnolm store inspect store")
 def inspect_command(store: str = _STORE, as_json: bool = JSON) -> None:
-    """What the store is: teacher, settings, size, mean nll, bits per byte, histogram."""
+    """Show the teacher, settings, size, mean nll, bits per byte and histogram of a store."""
     from vocagnolm.store import inspect_store
 
     about = inspect_store(store)
@@ -46,9 +46,9 @@ def inspect_command(store: str = _STORE, as_json: bool = JSON) -> None:
         raise typer.Exit(1)
 
 
-@app.command("verify")
+@app.command("verify", example="vocagnolm store verify store")
 def verify_command(store: str = _STORE, as_json: bool = JSON) -> None:
-    """Read every byte: checksums, gaps, duplicates. Exit code 1 when something is wrong."""
+    """Read every byte and check checksums, gaps and duplicates. Exit code 1 on an error."""
     from vocagnolm.store import verify_store
 
     problems = verify_store(store)
@@ -67,16 +67,16 @@ def verify_command(store: str = _STORE, as_json: bool = JSON) -> None:
         raise typer.Exit(1)
 
 
-@app.command("export")
+@app.command("export", example="vocagnolm store export store --out losses.parquet")
 def export_command(
     store: str = _STORE,
     out: Path | None = typer.Option(None, help="The Parquet file.", show_default="STORE.parquet"),
     format_: ExportFormat = typer.Option(
-        ExportFormat.parquet, "--format", help="The kind of file; `datasets` loads it."
+        ExportFormat.parquet, "--format", help="The file format; `datasets` can load it."
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Write the store as Parquet, one row a document."""
+    """Write the store as Parquet, one row per document."""
     from vocagnolm.files import address_of
     from vocagnolm.store import export_parquet
 
@@ -93,22 +93,22 @@ def export_command(
 def export_columns(
     store: str = _STORE,
     student: str = STUDENT,
-    out: Path = typer.Option(..., help="The folder, which `datasets.load_from_disk` opens."),
+    out: Path = typer.Option(..., help="Output folder, for `datasets.load_from_disk`."),
     corpus: list[str] = option(
         CorpusSection,
         "files",
-        before="The corpus that was scored; default: the files that the store names, beside it. ",
+        before="The corpus that was scored; default: the files named in the store. ",
     ),
     reading: Given = options(CorpusSection, "text_field", recipe_key="corpus"),
     template: Given = options(StudentSection, "chat_template"),
     training: Given = options(DataSection, "train_on"),
     carrying: Given = options(ObjectiveSection, "aggregation"),
-    workers: int | None = typer.Option(None, min=1, help="Processes."),
+    workers: int | None = typer.Option(None, min=1, help="Number of processes."),
     as_json: bool = JSON,
 ) -> None:
-    """Write a store's guidance as columns of a dataset, to train on without this package.
+    """Write a store's guidance as columns of a dataset, to train without this package.
 
-    One row a document: input_ids, labels, guidance, and with alternatives target_ids and target_p.
+    One row per document: input_ids, labels, guidance; with alternatives target_ids and target_p.
     """
     from vocagnolm.columns import export_columns as run
 
@@ -128,17 +128,17 @@ def export_columns(
         typer.echo(f"{out}: {len(found):,} rows of {', '.join(columns)}")
 
 
-@app.command("card")
+@app.command("card", example="vocagnolm store card store --out store")
 def card_command(
     store: str = _STORE,
     licence: str | None = typer.Option(
-        None, "--license", help="As the hub calls it, for example cc-by-4.0 or odc-by."
+        None, "--license", help="License identifier of the hub, for example cc-by-4.0 or odc-by."
     ),
     out: Path | None = typer.Option(
-        None, help="Write it here.", show_default="README.md in the store"
+        None, help="Output file.", show_default="README.md in the store"
     ),
 ) -> None:
-    """Write the store's card: what `hf upload` needs to publish it as a dataset of the hub."""
+    """Write the store's dataset card, to publish it on the hub with `hf upload`."""
     from vocagnolm.errors import UsageError
     from vocagnolm.files import write_text
     from vocagnolm.storage import scheme_of, storage_of
@@ -146,7 +146,7 @@ def card_command(
     from vocagnolm.store.reader import require_complete
 
     if out is None and scheme_of(store) == "hf":
-        raise UsageError(f"{store} cannot be written: say with --out where the card goes.")
+        raise UsageError(f"{store} cannot be written: choose a file for the card with --out.")
     storage = storage_of(store)
     require_complete(storage)
     text = store_card(storage, licence)
@@ -163,7 +163,7 @@ def card_command(
     typer.echo(f"to publish it: hf upload OWNER/NAME {store} . --repo-type dataset")
 
 
-@app.command("compare")
+@app.command("compare", example="vocagnolm store compare store-a store-b")
 @with_options
 def compare_command(
     stores: list[str] = typer.Argument(..., help="Two or more loss stores."),
@@ -177,15 +177,15 @@ def compare_command(
         None, help="The field that names a document's source.", show_default="its file"
     ),
     limit_documents: int | None = typer.Option(
-        None, min=1, help="Compare about so many documents, evenly spread."
+        None, min=1, help="Compare about this many documents, spread evenly."
     ),
-    examples: int = typer.Option(12, min=0, help="Stretches of text to show."),
+    examples: int = typer.Option(12, min=0, help="Number of stretches of text to show."),
     plot: Path | None = typer.Option(
         None, help="Draw the documents' bits per byte into this PNG or SVG file."
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Several teachers side by side: bits per byte, where they differ, and on what text."""
+    """Compare several teachers: bits per byte, and the text on which they differ."""
     from vocagnolm.data.corpus import open_corpus
     from vocagnolm.data.teachers import compare_stores
 
@@ -205,17 +205,17 @@ def compare_command(
         _print_comparison(found)
 
 
-@app.command("rank")
+@app.command("rank", example="vocagnolm store rank store --against reference-store")
 def rank_command(
     store: str = _STORE,
     against: str | None = typer.Option(
         None, help="The store of a small reference model, or of the student, for the same corpus."
     ),
-    out: Path | None = typer.Option(None, help="Write one row a document into this Parquet file."),
-    top: int = typer.Option(5, min=0, help="Documents to show at either end."),
+    out: Path | None = typer.Option(None, help="Write one row per document to this Parquet file."),
+    top: int = typer.Option(5, min=0, help="Number of documents to show at either end."),
     as_json: bool = JSON,
 ) -> None:
-    """Which documents the teacher reads most easily, or gains most on over a reference model."""
+    """Rank documents by the teacher's bits per byte, or by its gain over a reference model."""
     from vocagnolm.store.analysis import rank_documents
     from vocagnolm.store.export import export_ranks
 
@@ -263,17 +263,17 @@ def print_store(about: dict[str, Any]) -> None:
         named = (f"{name} ({count:,} shards)" for name, count in about["devices"].items())
         rows.append(("scored on", ", ".join(named)))
     if about["bytes_per_token"] is not None:
-        on_disk = f"{about['file_bytes']:,} bytes, {about['bytes_per_token']:.2f} a token"
+        on_disk = f"{about['file_bytes']:,} bytes, {about['bytes_per_token']:.2f} per token"
         rows.append(("on disk", on_disk))
     if about["mean_nll"] is not None:
-        rows.append(("mean nll", f"{about['mean_nll']:.4f} nats a token"))
+        rows.append(("mean nll", f"{about['mean_nll']:.4f} nats per token"))
         rows.append(("bits per byte", f"{about['bits_per_byte']:.4f}"))
     rows.append(("verified", about["verified"]))
     rows += [("", f"{count:,} skipped: {why}") for why, count in about["skipped_reasons"].items()]
     kept = about.get("alternatives")
     if kept is not None:
-        kind = "drawn from the distribution" if kept["sampled"] else "likeliest first"
-        rows.append(("alternatives", f"{kept['count']} a token, {kind}"))
+        kind = "sampled from the distribution" if kept["sampled"] else "most likely first"
+        rows.append(("alternatives", f"{kept['count']} per token, {kind}"))
     for name, value in rows:
         typer.echo(f"{name:<14}{value}")
     if kept is not None and not kept["sampled"]:

@@ -1,18 +1,19 @@
 """`vocagnolm recipe`, `check`, `train`, `push`: one recipe, one run, and its model on the hub."""
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from vocagnolm.cli.common import leading, print_json
+from vocagnolm.cli.common import App, leading, print_json, quiet_libraries
 from vocagnolm.cli.options import JSON, RECIPE, SET
 
-recipes = typer.Typer(no_args_is_help=True, help="List and show the recipes in the package.")
+recipes = App(help="List and show the recipes in the package.")
 
 
-@recipes.command("list")
+@recipes.command("list", example="vocagnolm recipe list")
 def list_recipes(
     as_json: bool = JSON,
 ) -> None:
@@ -31,7 +32,7 @@ def list_recipes(
         typer.echo(f"{recipe.name:{width}}  {shows}{recipe.about}{after}")
 
 
-@recipes.command()
+@recipes.command(example="vocagnolm recipe show laptop > recipe.yaml")
 def show(name: str = typer.Argument(help="A name from `vocagnolm recipe list`.")) -> None:
     """Print a recipe with every key explained, as a file to start from."""
     from vocagnolm.recipe.load import shipped_recipe
@@ -42,23 +43,30 @@ def show(name: str = typer.Argument(help="A name from `vocagnolm recipe list`.")
 def check(
     recipe: str = RECIPE,
     set_: list[str] = SET,
-    processes: int = typer.Option(1, min=1, help="Processes that will train (torchrun)."),
+    processes: int = typer.Option(1, min=1, help="Number of training processes (torchrun)."),
     measure: bool = typer.Option(
-        True, help="Load the student and compare it with the teacher on a few documents."
+        True, help="Load the student's weights and compare it with the teacher on a few documents."
     ),
     as_json: bool = JSON,
 ) -> None:
     """Validate everything before anything is trained, and print the plan.
 
-    Paths, tokenizers, the store and its teacher, vocabularies, sizes, the schedule, disk. Exit
-    code 1 when something must be mended first.
+    Checks paths, tokenizers, the store and its teacher, vocabularies, sizes, the schedule and disk
+    space. If there is no problem, it loads the student's weights last and compares the student with
+    the teacher on a few documents; --no-measure skips that. Exit code 1 if there is a problem.
     """
     from vocagnolm.recipe import load_recipe
 
     loaded = load_recipe(recipe, set_)  # first: a typo is answered before torch is imported
     from vocagnolm.train.check import check as run
 
-    report = run(loaded, processes=processes, measure=measure)
+    with ExitStack() as stack:
+
+        def say() -> None:
+            typer.echo("loading the student's weights (--no-measure leaves them alone)", err=True)
+            stack.enter_context(quiet_libraries())
+
+        report = run(loaded, processes=processes, measure=measure, on_weights=say)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -97,18 +105,18 @@ def train(
     recipe: str = RECIPE,
     set_: list[str] = SET,
     restart: bool = typer.Option(
-        False, help="Begin anew where all checkpoints of the run are damaged."
+        False, help="Start over if all checkpoints of the run are damaged."
     ),
     quiet: bool = typer.Option(False, "--quiet", help="No progress on stderr."),
     as_json: bool = JSON,
 ) -> None:
-    """Train a student on prepared blocks; run it again to go on where it stopped.
+    """Train a student on prepared blocks. Run it again to resume.
 
-    Several processes: torchrun --nproc-per-node N -m vocagnolm train RECIPE; when it goes on there
-    may be more or fewer. The run folder gets recipe.yaml, metrics.jsonl, checkpoints/ and model/,
-    an ordinary Hugging Face folder.
+    For several processes use torchrun --nproc-per-node N -m vocagnolm train RECIPE; their number
+    may change when a run is resumed. The run folder contains recipe.yaml, metrics.jsonl,
+    checkpoints/ and model/, an ordinary Hugging Face folder.
 
-    SIGTERM writes a checkpoint and ends with exit code 143; SIGUSR1 writes one and goes on.
+    SIGTERM writes a checkpoint and ends with exit code 143; SIGUSR1 writes one and continues.
     """
     began = time.perf_counter()
     from vocagnolm.recipe import load_recipe
@@ -140,16 +148,16 @@ def train(
 
 def push(
     run: Path = typer.Argument(help="The folder of a finished run."),
-    repository: str = typer.Argument(metavar="HF_ID", help="The model's name there: owner/name."),
+    repository: str = typer.Argument(metavar="HF_ID", help="Repository on the hub: owner/name."),
     private: bool = typer.Option(False, "--private", help="Make a new repository private."),
     dry_run: bool = typer.Option(
-        False, "--dry-run", help="List what would go, and reach nothing outside."
+        False, "--dry-run", help="List what would be uploaded, without connecting."
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Upload a trained model and its card. Metrics, checkpoints and data stay here.
+    """Upload a trained model and its card. Metrics, checkpoints and data are not uploaded.
 
-    Needs a login that may write: `hf auth login`, or HF_TOKEN.
+    Requires write access to the hub: `hf auth login`, or HF_TOKEN.
     """
     from vocagnolm.push import push as run_push
 

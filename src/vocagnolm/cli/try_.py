@@ -36,29 +36,29 @@ def demo(
 @with_options
 def try_(
     student: str = typer.Option(
-        ..., help="The model that is to learn: folder, hub id (owner/name) or GGUF file."
+        ..., help="The student: model folder, hub id (owner/name) or GGUF file."
     ),
     teacher: list[str] = typer.Option(
-        ..., help="A model that may teach it, likewise. Give it several times: they are ranked."
+        ..., help="A teacher, in the same form. Can be repeated; teachers are ranked."
     ),
     corpus: list[str] = option(CorpusSection, "files", default=...),
     reading: Given = options(CorpusSection, "text_field", "split", recipe_key="corpus"),
     minutes: float = typer.Option(
-        10.0, min=0.1, help="About how long it may take: the sample is as large as fits."
+        10.0, min=0.1, help="Approximate duration; determines the size of the sample."
     ),
     learning_rate: float | None = typer.Option(
         None, help="Peak learning rate of the short runs.", show_default="by the student's size"
     ),
-    seed: int = option(RunSection, "seed", help="Decides the sample and the order of the blocks."),
+    seed: int = option(RunSection, "seed", help="Seed for the sample and the order of the blocks."),
     engine: Given = options(EngineSection, "device"),
-    out: Path = typer.Option(Path("out/try"), help="Where its files, recipe and page go."),
+    out: Path = typer.Option(Path("out/try"), help="Output folder."),
     as_json: bool = JSON,
 ) -> None:
-    """Should this teacher teach this student on this text? A verdict on a sample, in minutes.
+    """Find out in minutes, on a sample, whether a teacher helps a student on your text.
 
-    Ranks student and teachers by bits per byte on held-out documents; trains the student for a
-    short while on every token, guided and distilled, and compares the three; says what the whole
-    corpus would take; writes a recipe and a page. Interrupted, the same command goes on.
+    Ranks student and teachers by bits per byte on held-out documents. Trains the student briefly
+    on every token, guided and distilled, and compares the three. Estimates the cost of the whole
+    corpus, and writes a recipe and a page. Run it again to resume after an interruption.
     """
     from vocagnolm.trial import try_pair
 
@@ -85,8 +85,7 @@ def try_(
 
 
 def _print(result: dict[str, Any]) -> None:
-    from vocagnolm.evaluate.bits import TextScore
-    from vocagnolm.evaluate.results import format_table, ranking_table
+    from vocagnolm.evaluate.results import TextScore, format_table, ranking_table
     from vocagnolm.trial import CAVEAT
 
     def table(rows: list[dict[str, Any]], baseline: str) -> str:
@@ -104,7 +103,7 @@ Who predicts this text better? ({result["held_out"]["documents"]:,} held-out doc
 {table(result["strength"], "the student")}
 
 Do the vocabularies fit? The teacher's tokens cover {blocks["mapped_share"]:.1%} of the student's, \
-{blocks["one_to_one_share"]:.1%} one to one; {blocks["target_share"]:.1%} have targets to distil.
+{blocks["one_to_one_share"]:.1%} one to one; {blocks["target_share"]:.1%} have distillation targets.
 
 Does the teacher help? (held-out bits per byte after {run["tokens"]:,} tokens in {run["steps"]:,} \
 steps, learning rate {run["learning_rate"]:g})
@@ -118,12 +117,12 @@ VERDICT
 
 {format_table(costs)}
 {whole["documents"]:,} documents, about {_size(whole["bytes"])} of text, on this machine \
-({result["device"]}) at the rates just measured.
+({result["device"]}) at the throughput just measured.
 
 Next:
 {f"  vocagnolm score --recipe {recipe}{chr(10)}" if teacher else ""}  vocagnolm prepare {recipe}
   vocagnolm train {recipe}
-To look at: {result["page"]}""")
+Report: {result["page"]}""")
 
 
 def _time(seconds: float) -> str:

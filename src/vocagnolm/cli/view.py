@@ -19,16 +19,14 @@ def view(
         "Default: that of --student-model.",
     ),
     teacher: list[str] = typer.Option(
-        [], help="The teacher's tokenizer, likewise; of several teachers each has a row."
+        [], help="The teacher's tokenizer, in the same form. Can be repeated; each has a row."
     ),
-    text: list[str] = typer.Option([], help="A text to show; give it several times."),
-    file: list[Path] = typer.Option(
-        [], help="A UTF-8 file to show, read as it is; give it several times."
-    ),
+    text: list[str] = typer.Option([], help="A text to show. Can be repeated."),
+    file: list[Path] = typer.Option([], help="A UTF-8 file to show. Can be repeated."),
     messages: Path | None = typer.Option(
-        None, help="A file of conversations: each side reads them in its own template."
+        None, help="A file of conversations; each model reads them in its own template."
     ),
-    limit: int = typer.Option(4, min=1, help="With --messages: so many conversations."),
+    limit: int = typer.Option(4, min=1, help="With --messages: number of conversations."),
     student_template: str | None = STUDENT_TEMPLATE,
     teacher_template: str | None = TEACHER_TEMPLATE,
     student_model: str | None = typer.Option(
@@ -36,19 +34,19 @@ def view(
     ),
     teacher_model: list[str] = typer.Option(
         [],
-        help="The teacher's model; give it several times for several. With both sides' models, "
-        "tokens are coloured by excess and selected.",
+        help="The teacher's model. Can be repeated. With a student model, tokens are coloured by "
+        "excess and selected.",
     ),
     selection: Given = options(
         *(ObjectiveSection, "keep", "aggregation", "unmapped"), recipe_key="objective"
     ),
     html: Path = typer.Option(..., help="The page to write, for example view.html."),
 ) -> None:
-    """Write one self-contained HTML page that shows how tokenizers share a text.
+    """Write a self-contained HTML page that shows how tokenizers split a text.
 
-    Tokenizers alone give the alignment. Models add their losses, a teacher's model also what it
-    expected at every place; with both models every token shows its excess and whether it would be
-    kept. The page needs no network.
+    With tokenizers only, the page shows the alignment. Models add their losses, and the teacher's
+    model also its predictions; with both models every token shows its excess and whether it would
+    be kept. The page works offline.
     """
     from vocagnolm.cli.align import read_conversations, read_utf8
     from vocagnolm.report import write_page
@@ -60,7 +58,7 @@ def view(
         from vocagnolm.errors import UsageError
 
         if text or file:
-            raise UsageError("a page shows texts or conversations: give --messages alone")
+            raise UsageError("a page shows either texts or conversations: give --messages alone")
         for side, given in (("student", student_template), ("teacher", teacher_template)):
             templates[f"{side}_template"] = lambda tokenizer, given=given: ChatTokenizer(
                 tokenizer, template_of(tokenizer, given)

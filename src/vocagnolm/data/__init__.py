@@ -1,1 +1,1 @@
-"""Documents, and the packed blocks that training reads."""
+"""Documents, and the packed blocks used for training."""

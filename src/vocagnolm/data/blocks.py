@@ -296,7 +296,7 @@ class Blocks:
             except (OSError, ValueError, RuntimeError) as error:
                 raise BlocksError(
                     f"{path} cannot be opened ({error}). "
-                    "Run `vocagnolm prepare` again: it makes what is missing or damaged."
+                    "Run `vocagnolm prepare` again to rebuild what is missing or damaged."
                 ) from error
         return self._handles[part]
 
@@ -355,14 +355,14 @@ def read_manifest(folder: Path | Storage) -> dict[str, Any]:
         )
     for part in manifest["parts"]:
         if not (isinstance(part, dict) and plain_name(part.get("name"))):
-            raise BlocksError(f"{path} lists a part that is no file of its own: {part!r:.60}.")
+            raise BlocksError(f"{path} lists an invalid part: {part!r:.60}.")
     return manifest
 
 
 def cut_parts(manifest: dict[str, Any], found: Mapping[str, int]) -> list[str]:
     """As `damaged_parts`, by the sizes of the files that were `found` alone."""
     return [
-        f"{part['name']}: it is missing or cut short"
+        f"{part['name']}: it is missing or truncated"
         for part in manifest["parts"]
         if found.get(part["name"]) != part.get("bytes", found.get(part["name"], -1))
     ]

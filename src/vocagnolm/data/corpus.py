@@ -140,8 +140,8 @@ class Corpus:
         """The files must be those that were counted and hashed when the corpus was opened."""
         if changed := self.changed_sources():
             raise CorpusError(
-                f"{changed[0]} was changed while it was read. Leave the corpus alone while "
-                "it is scored, and score again into another --out."
+                f"{changed[0]} changed while it was being read. Do not change the corpus during "
+                f"scoring; score again into another --out."
             )
 
     def changed_sources(self) -> list[str]:
@@ -192,7 +192,7 @@ class Corpus:
             names = [f"{s.name} ({holds})" for s, holds in zip(self.sources, found, strict=True)]
             raise CorpusError(
                 f"the corpus mixes texts and conversations: {', '.join(names[:4])}. Read them "
-                "apart, or say what they are with --format (corpus.format in a recipe)."
+                f"separately, or set --format (corpus.format in a recipe)."
             )
         return found
 
@@ -241,7 +241,7 @@ def open_corpus(
     if split != "none" and not any(isinstance(source, TextFile) for source in sources):
         raise CorpusError(
             f"split {split} is for text files ({', '.join(TEXT_SUFFIXES)}), and "
-            f"{', '.join(map(str, paths))} has none. Leave --split (corpus.split) out."
+            f"{', '.join(map(str, paths))} has none. Remove --split (corpus.split)."
         )
     corpus = Corpus(
         sources,

@@ -261,18 +261,18 @@ def common_alternatives(stores: Sequence[LossStore], count: int | None) -> Alter
     least = min(spec.count for spec in kept)
     if len({spec.sampled for spec in kept}) > 1:
         raise BlocksError(
-            f"the stores hold alternatives of two kinds: {each}. Draws and likeliest tokens cannot "
-            "be averaged: use stores of one kind."
+            f"the stores hold two kinds of alternatives: {each}. Sampled and most likely tokens "
+            f"cannot be averaged: use stores of one kind."
         )
     if count is None and len(set(kept)) > 1:
         raise BlocksError(
-            f"the stores hold unlike numbers of alternatives: {each}. Set objective.alternatives "
-            f"to what all of them have, at most {least}."
+            f"the stores hold different numbers of alternatives: {each}. Set "
+            f"objective.alternatives to at most {least}."
         )
     if count is not None and count > least:
         held_by = stores[0].path if len(stores) == 1 else "a store"
         raise BlocksError(
-            f"objective.alternatives is {count}, and {held_by} holds {least} a token. Use at "
+            f"objective.alternatives is {count}, but {held_by} holds {least} per token. Use at "
             f"most {least}, or score the corpus again with --alternatives {count} into another "
             "folder."
         )
@@ -298,9 +298,9 @@ def target_table(tokenizer: TextTokenizer, vocabulary: Vocabulary, eos: int | No
     spelled = float((table.targets[0] >= 0).mean())
     if spelled < _LEAST_SPELLED:
         raise BlocksError(
-            f"{student.name} ({student.kind}) can spell {spelled:.1%} of the teacher's tokens: it "
-            "has neither their characters nor bytes to write them with. Distillation needs a "
-            "student that can; use method guided."
+            f"{student.name} ({student.kind}) can represent {spelled:.1%} of the teacher's tokens: "
+            f"its vocabulary has neither their characters nor byte tokens. Use method guided "
+            f"instead."
         )
     return table
 

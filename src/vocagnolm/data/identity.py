@@ -15,6 +15,7 @@ from vocagnolm.data.guidance import common_alternatives
 from vocagnolm.data.packing import Bins
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import address_of, differences, json_bytes, json_digest
+from vocagnolm.methods import METHODS, Method
 from vocagnolm.recipe import Recipe
 from vocagnolm.storage import Folder, Storage, require_storage, storage_of
 from vocagnolm.storage.copies import Wanted, cache_folder, copy_files
@@ -215,6 +216,31 @@ def store_identity(path: str) -> dict[str, Any]:
     return identity
 
 
+def lacking_columns(manifest: dict[str, Any]) -> dict[str, str | None]:
+    """Method -> what the blocks lack for it, by its name in `data.extra_columns` (`store`: all of a
+    teacher's losses); None where they serve it."""
+    settings = manifest["settings"]
+    guidance = settings["guidance"]
+
+    def lacking(rule: Method) -> str | None:
+        if rule.distribution:
+            return None if rule.one_vocabulary or settings["text"] else "text"
+        if not rule.guidance:
+            return None
+        if guidance is None:
+            return "store"
+        wanted = {
+            "targets": rule.alternatives,
+            "stretch": rule.by_stretch,
+            "teacher_losses": rule.unit == "chunk",
+        }
+        return next(
+            (name for name, needed in wanted.items() if needed > bool(guidance.get(name))), None
+        )
+
+    return {name: lacking(rule) for name, rule in METHODS.items()}
+
+
 # ---- by name ----
 
 
@@ -263,9 +289,11 @@ _IN_WORDS = {
     "guidance.combine": f"store.combine: {_VALUES}",
     "guidance.missing": f"data.missing: {_VALUES}",
     "guidance.teacher_losses": "teacher_losses: method chunk and unmapped: mean need them, they "
-    "were not kept",
-    "guidance.stretch": "stretch: the losses of whole stretches were not kept",
-    "guidance.targets": "targets: the blocks were made without the teacher's alternatives",
+    "were not kept (data.extra_columns: [teacher_losses] keeps them)",
+    "guidance.stretch": "stretch: the losses of whole stretches were not kept "
+    "(data.extra_columns: [stretch] keeps them)",
+    "guidance.targets": "targets: the blocks were made without the teacher's alternatives "
+    "(data.extra_columns: [targets] keeps them)",
     "guidance.targets.alternatives": f"objective.alternatives: {_VALUES}",
     "guidance.targets.inside": f"objective.inside: {_VALUES}",
     "guidance.targets.weights": f"store.weights: {_VALUES}",

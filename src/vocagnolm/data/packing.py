@@ -201,10 +201,10 @@ def target_words(shares: Mapping[str, float]) -> list[str]:
     return [
         f"targets: {shares['shared']:.1%} of the tokens begin where a teacher token begins, "
         f"{shares['inside']:.1%} inside a teacher token ({shares['continued']:.1%} where an "
-        "alternative goes on from there)",
-        f"of the teacher's probability {shares['following']:.1%} is on the token that follows, "
-        f"{shares['exact']:.1%} on other tokens of the student's, {shares['several']:.1%} on what "
-        f"the student spells by several, {shares['unspelled']:.1%} on what it cannot spell, "
+        f"alternative continues from there)",
+        f"of the teacher's probability {shares['following']:.1%} is on the actual next token, "
+        f"{shares['exact']:.1%} on other student tokens, {shares['several']:.1%} on text of "
+        f"several student tokens, {shares['unspelled']:.1%} on text that it cannot represent, "
         f"{shares['beyond']:.1%} beyond the alternatives",
     ]
 

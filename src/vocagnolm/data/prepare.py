@@ -126,7 +126,7 @@ def _refuse_strangers(storage: Storage) -> None:
         return
     if any(name != files.LOCK_FILE and not files.is_leftover(name) for name in found):
         raise BlocksError(
-            f"{storage} is not empty and holds no blocks. Choose another place for data.blocks."
+            f"{storage} is not empty and holds no blocks. Choose another data.blocks."
         )
 
 
@@ -146,7 +146,7 @@ def _refuse(storage: Storage, difference: list[str]) -> None:
         raise BlocksError(
             f"{storage} holds blocks that were made with other settings:\n  "
             + "\n  ".join(difference)
-            + "\nChoose another place for data.blocks, or give the settings back."
+            + "\nChoose another data.blocks, or restore the settings."
         )
 
 
@@ -256,7 +256,7 @@ def _nothing(recipe: Recipe, summary: PackingSummary, read: Corpus) -> str | Non
             return None
         return (
             f"No token of {corpus} has guidance: {' and '.join(recipe.stores)} holds no loss for "
-            "any of these documents. Score this corpus, or leave store.path out."
+            "any of these documents. Score this corpus, or remove store.path."
         )
     if summary.refused:
         reason, count = max(summary.refused.items(), key=lambda entry: entry[1])

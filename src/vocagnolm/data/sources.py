@@ -82,8 +82,8 @@ class RemoteFile:
                 )
             if _remote_file(self.address, self.name) != self:
                 raise CorpusError(
-                    f"{self.address} was changed while it was copied. Leave the corpus alone while "
-                    "it is used."
+                    f"{self.address} changed while it was being copied. Do not change the corpus "
+                    f"while it is in use."
                 )
 
 
@@ -91,7 +91,7 @@ def remote_files(address: str) -> list[RemoteFile]:
     """The file at an address; or all below a folder, or that fit a pattern (`s3://b/x/*.jsonl`)."""
     if scheme_of(address) not in PACKAGES:
         raise UsageError(
-            f"{address} is an address of a kind that no corpus can be read from. Known are "
+            f"{address} has a scheme that no corpus can be read from. Supported: "
             f"{', '.join(f'{name}://' for name in PACKAGES)}."
         )
     if scheme_of(address) in ("http", "https"):  # no folders, no patterns
@@ -179,7 +179,7 @@ def _corpus_errors(address: str) -> Iterator[None]:
         if isinstance(error, PermissionError) or "Credential" in kind:
             raise CorpusError(
                 f"{address} may not be read: the server does not accept the credentials, or none "
-                "were found. They are taken from the usual places: the environment or a profile."
+                "were found. They are taken from the environment or a profile."
             ) from None
         reason = (str(error).strip().splitlines() or [kind])[0]
         final = isinstance(error, ValueError | TypeError) or "Validation" in kind
@@ -538,8 +538,8 @@ class DatasetSource:
             return datasets.load_dataset(repository, split=split or "train")
         except Exception as error:  # the library raises a dozen kinds; all mean: not to be had
             raise CorpusError(
-                f"{self.name} is neither a file nor a folder here, and it cannot be had as a "
-                f"dataset of the hub: {type(error).__name__}: {error}"
+                f"{self.name} is neither a file nor a folder here, and cannot be loaded as a hub "
+                f"dataset: {type(error).__name__}: {error}"
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:

@@ -169,8 +169,8 @@ def compare_stores(
         widest = heapq.nlargest(examples, [*widest, *wide])
     if not sums:
         raise StoreError(
-            f"{', '.join(map(str, paths))} have no document in common: they are stores of other "
-            "corpora. Documents are known by their text."
+            f"{', '.join(map(str, paths))} have no document in common: they were made from "
+            f"different corpora. Documents are identified by their text."
         )
     everywhere, shares = _compared(sums), apart / np.maximum(tokens, 1)
 

@@ -1,2 +1,2 @@
-"""`vocagnolm demo` and its material: a small math corpus with web-like noise, two unlike tokenizers
-and a small teacher. Everything is the project's own and is made from a seed."""
+"""`vocagnolm demo` and its material: a small math corpus with web-like noise, two different
+tokenizers and a small teacher. All of it belongs to this project and is generated from a seed."""

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -50,7 +52,7 @@ def run_demo(out: Path, budget: students.Budget = students.Budget()) -> None:
         "targets"
     )
     measured = train_all(recipes, held_out, problems, budget)
-    results = results_of(measured, len(problems))
+    results = results_of(measured)
     page = make_page(out, recipes, results, budget)
     print_results(results)
     minutes, seconds = divmod(round(time.monotonic() - started), 60)
@@ -89,8 +91,8 @@ def score(out: Path) -> None:
     students.score(students.TEACHER, out / "corpus.jsonl", out / "store", kept)
     size = sum(file.stat().st_size for file in (out / "store").rglob("*") if file.is_file())
     step(
-        f"score: the teacher read the corpus once; its losses and {kept} alternatives a token take "
-        f"{size / 1e6:.1f} MB"
+        f"score: the teacher read the corpus once; its losses and {kept} alternatives per token "
+        f"take {size / 1e6:.1f} MB"
     )
 
 
@@ -102,7 +104,7 @@ def train_all(
 ) -> "Measured":
     """All students, as many side by side as there are cores; and their start for comparison."""
     workers = max(1, min(os.cpu_count() or 1, 8, len(recipes)))
-    done: dict[tuple[str, int], dict[str, float]] = {}
+    done: dict[tuple[str, int], students.Record] = {}
     # one thread per student, also in the libraries that read this at their start
     os.environ["OMP_NUM_THREADS"] = "1"
     with WorkerPool(workers) as pool:
@@ -130,17 +132,19 @@ def make_page(
     folders = [Path(recipe.run.folder or "") for recipe in recipes.values()]
     guided = Path(recipes["guided", 0].run.folder or "")
     # what the start of the training sees: there the selection has the most to say
-    write_sample(guided, documents=60, model=students.START)
+    write_sample(guided, documents=120, model=students.START, source_field="kind")
     note = (
         f"Every student went on from the same start with the same {budget.tokens:,} tokens, the "
         "same settings and the same order of blocks; a seed decides that order. Measured on "
-        f"{budget.problems} problems whose questions do not occur in the corpus. A toy, and a "
+        f"{budget.problems} problems whose questions do not occur in the corpus. Intervals are "
+        "95 %: seeds and problems, or texts, drawn again. A toy, and a "
         "setting chosen so that there is something to learn: see docs/limits.md."
     )
     page = report_page(
         folders,
         title="Does a teacher with another vocabulary help?",
-        subtitle="The demo: a small student goes on learning from a noisy web of math problems.",
+        subtitle="The demo: continued pretraining of a small student on a noisy web of math "
+        "problems.",
         results=dataclasses.replace(results, note=note),
     )
     return write_page(page, out / "report.html")
@@ -159,75 +163,83 @@ def print_results(results: Results) -> None:
     console.print(f"\n{results.verdict}\n")
 
 
-# ---- what the runs say, in words: paired over seeds, and honest when they say nothing ----
+# ---- what the runs say, in words: paired over seeds, problems and texts ----
 
 
 START = "start"
 MEASURES = {
     "exact": Measure(name="Exact answers", unit="%", better="higher", digits=1),
-    "bits_per_byte": Measure(name="Bits per byte", unit="clean text", better="lower", digits=3),
+    "bits_per_byte": Measure(name="Bits per byte", unit="clean text", better="lower", digits=4),
 }
-WITH_TEACHER = {"guided": "guidance", "distill": "distillation"}
+ABOUT = {
+    START: "before training",
+    "cpt": "without a teacher",
+    "random": "without, random tokens",
+    "guided": "guided by the teacher",
+    "distill": "distilled from the teacher",
+}
+WITH_TEACHER = {"guided": "Guided by the teacher", "distill": "Distilled from the teacher"}
 """Methods that are held against the controls, and what they are called."""
-CONTROLS = {"cpt": "plain pretraining", "random": "a random choice of as many tokens"}
-Measured = Mapping[str, Sequence[Mapping[str, float]]]
+CONTROLS = {"cpt": "without a teacher", "random": "with as many tokens at random"}
+Measured = Mapping[str, Sequence[students.Record]]
 """Method (or the start) -> one record of measures for every seed, in the same order."""
 
 
-def results_of(measured: Measured, problems: int) -> Results:
-    """A row for every method, each with its standard errors over the problems."""
+def results_of(measured: Measured) -> Results:
+    """A row for every method, each mean with its interval over seeds, problems and texts."""
     groups = []
     for method, records in measured.items():
-        exact = [record["exact"] for record in records]
-        errors = [100 * (share * (1 - share) / max(problems - 1, 1)) ** 0.5 for share in exact]
-        bits: list[float | None] = [record["bits_per_byte"] for record in records]
-        groups.append(
-            ResultGroup(
-                name=method,
-                values=[[100 * share for share in exact], bits],
-                errors=[list(errors), [None] * len(bits)],
-            )
-        )
+        parts = [parts_of(key, records) for key in MEASURES]
+        values: list[list[float | None]] = [one.sum(1).tolist() for one in parts]
+        intervals: list[tuple[float, float] | None] = [interval_of(one) for one in parts]
+        if sum(records[0]["answers"]) == 0 and len(records) == 1:
+            # none was right, whichever problems are drawn: as many may still be by chance
+            n = np.array(float(len(records[0]["answers"])))
+            intervals[0] = (0.0, 100 * (1 - float(statistics.wilson_lower(n, n))))
+        about = ABOUT.get(method)
+        groups.append(ResultGroup(name=method, values=values, intervals=intervals, about=about))
     return Results(measures=list(MEASURES.values()), groups=groups, verdict=verdict(measured))
+
+
+def parts_of(key: str, records: Sequence[students.Record]) -> NDArray[np.float64]:
+    """What every problem or text adds to a measure [seeds, problems or texts]."""
+    if key == "exact":
+        right_SQ = np.array([record["answers"] for record in records], np.float64)
+        return np.asarray(100 * right_SQ / right_SQ.shape[1])
+    documents_SD2 = np.array([record["documents"] for record in records], np.float64)
+    return np.asarray(documents_SD2[..., 0] / documents_SD2[..., 1].sum(1, keepdims=True))
+
+
+def interval_of(parts_SQ: NDArray[np.float64]) -> tuple[float, float]:
+    """95 %, over seeds and problems or texts: both are drawn again."""
+    return statistics.bootstrap_interval(parts_SQ, np.zeros(parts_SQ.shape[1], np.int64))
 
 
 def verdict(measured: Measured) -> str:
     """What has a teacher against each control, first by answers and then by bits per byte."""
     sentences = []
     for key, measure in MEASURES.items():
-        for method in (one for one in WITH_TEACHER if one in measured):
-            clauses = [
-                _outcome(key, measured[method], measured[control], f"than {name}")
-                for control, name in CONTROLS.items()
-                if control in measured
-            ]
-            value = _value(key, measured[method])
-            sentences.append(
-                f"By {measure.name.lower()}, {WITH_TEACHER[method]} ({value}) was "
-                f"{'; '.join(clauses)}."
-            )
-    return " ".join(sentences)
+        for method, name in WITH_TEACHER.items():
+            if method in measured:
+                ours = parts_of(key, measured[method])
+                clauses = [
+                    f"{said} {_against(measure, ours, parts_of(key, measured[control]))}"
+                    for control, said in CONTROLS.items()
+                    if control in measured
+                ]
+                value = f"{ours.sum(1).mean():.{measure.digits}f}"
+                what = "% exact answers" if key == "exact" else "bits per byte"
+                sentences.append(f"{name}: {value} {what}; {'; '.join(clauses)}.")
+    return "\n".join([*sentences, "In brackets: the difference and its 95 % interval."])
 
 
-def _outcome(
-    key: str,
-    ours: Sequence[Mapping[str, float]],
-    theirs: Sequence[Mapping[str, float]],
-    than: str,
-) -> str:
-    sign = 1 if MEASURES[key].better == "higher" else -1
-    won = sum(sign * (our[key] - their[key]) > 0 for our, their in zip(ours, theirs, strict=True))
-    n, than = len(ours), f"{than} ({_value(key, theirs)})"
-    if won == n:
-        return f"better {than} on {'the one seed' if n == 1 else f'all {n} seeds'}"
-    if won == 0:
-        return f"not better {than}{' on any seed' if n > 1 else ''}"
-    return f"better {than} on only {won} of {n} seeds, so not clearly better"
-
-
-def _value(key: str, records: Sequence[Mapping[str, float]]) -> str:
-    mean = sum(record[key] for record in records) / len(records)
-    return f"{100 * mean:.1f} %" if key == "exact" else f"{mean:.3f}"
+def _against(measure: Measure, ours_SQ: NDArray[np.float64], theirs_SQ: NDArray[np.float64]) -> str:
+    """`60.9 (+25.2, +20.1 to +30.4)`: the other's mean, and the paired difference."""
+    low, high = interval_of(ours_SQ - theirs_SQ)
+    other, difference = theirs_SQ.sum(1).mean(), (ours_SQ - theirs_SQ).sum(1).mean()
+    digits, unclear = measure.digits, ", not clear" if low <= 0 <= high else ""
+    signed = [f"{value:+.{digits}f}" for value in (difference, low, high)]
+    return f"{other:.{digits}f} ({signed[0]}, {signed[1]} to {signed[2]}{unclear})"
 
 
 def mean_and_spread(values: Sequence[float | None], digits: int) -> str:

@@ -60,9 +60,9 @@ def solve(folder: Path, problems: Sequence[Problem], batch: int = 128) -> list[i
     return answers
 
 
-def exact_share(answers: Sequence[int | None], problems: Sequence[Problem]) -> float:
-    right = sum(a == p.answer for a, p in zip(answers, problems, strict=True))
-    return right / len(problems)
+def exact_answers(answers: Sequence[int | None], problems: Sequence[Problem]) -> list[int]:
+    """1 for every problem with exactly the right number, 0 for the others."""
+    return [int(a == p.answer) for a, p in zip(answers, problems, strict=True)]
 
 
 # ---- students ----
@@ -144,15 +144,19 @@ def score(teacher: Path, corpus: Path, store: Path, alternatives: int | str = 0)
     return bits
 
 
-def train_and_measure(
-    recipe: Recipe, held_out: Path, problems: Sequence[Problem]
-) -> dict[str, float]:
+Record = dict[str, Any]
+"""`exact` and `bits_per_byte` of a model, and what they are made of: `answers`, 1 for every problem
+that it solves exactly, and `documents`, the bits and bytes of every held-out text."""
+
+
+def train_and_measure(recipe: Recipe, held_out: Path, problems: Sequence[Problem]) -> Record:
     """One student from its start to its two numbers; what is finished is not done again."""
     folder = Path(recipe.run.folder or "")
     measured = folder / "measures.json"
     if measured.is_file():
-        known: dict[str, float] = json.loads(measured.read_text())
-        return known
+        known: Record = json.loads(measured.read_text())
+        if "answers" in known:  # older versions kept the two numbers alone
+            return known
     one_thread()
     from vocagnolm.train.run import train
 
@@ -162,16 +166,21 @@ def train_and_measure(
     return measures
 
 
-def measure(model: Path, held_out: Path, problems: Sequence[Problem]) -> dict[str, float]:
+def measure(model: Path, held_out: Path, problems: Sequence[Problem]) -> Record:
     """Bits per byte of clean held-out text, and the share of held-out problems that the model
     solves with exactly the right number."""
     from vocagnolm.evaluate.bits import bits_per_byte
     from vocagnolm.model import open_model
 
+    quiet()
     files = open_model(model, device="cpu")
+    right = exact_answers(solve(model, problems), problems)
+    bits = bits_per_byte(files.load(), files, [held_out])
     return {
-        "exact": exact_share(solve(model, problems), problems),
-        "bits_per_byte": bits_per_byte(files.load(), files, [held_out]).value,
+        "exact": sum(right) / len(right),
+        "bits_per_byte": bits.value,
+        "answers": right,
+        "documents": [list(bits.by_document[at]) for at in sorted(bits.by_document)],
     }
 
 

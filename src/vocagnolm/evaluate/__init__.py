@@ -1,7 +1,7 @@
 """Evaluation: the paper's math suite and bits per byte.
 
-`grade` and the averages need the standard library (and math-verify for MATH); what runs a model
-is imported when it is used.
+`grade` and the averages need only the standard library (and math-verify for MATH); what runs a
+model is imported on first use.
 """
 
 from importlib import import_module
@@ -41,3 +41,7 @@ def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'vocagnolm.evaluate' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

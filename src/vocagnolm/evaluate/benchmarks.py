@@ -56,7 +56,7 @@ def _yes_or_no(question: str, gold: str) -> str:
 def _number_row(question: str, gold: Any) -> Example:
     text = gold if isinstance(gold, str) else repr(gold)
     if isinstance(gold, bool) or gold_number(text) is None:
-        raise _Malformed(f"the answer {gold!r} is no number")
+        raise _Malformed(f"the answer {gold!r} is not a number")
     return Example(question, text)
 
 
@@ -351,7 +351,7 @@ def _parse(place: str, data: bytes, source: Source) -> Iterator[tuple[str, Row]]
                 raise ValueError(f"it holds {listed!r:.40}, not rows")
             rows = [(f"{place}, entry {n}", row) for n, row in enumerate(listed, start=1)]
         else:
-            problem = "is no JSON"
+            problem = "is not valid JSON"
             # not splitlines: U+2028 is legal inside a JSON string
             for number, line in enumerate(text.split("\n"), start=1):
                 at = f"{place}, line {number}"
@@ -361,7 +361,7 @@ def _parse(place: str, data: bytes, source: Source) -> Iterator[tuple[str, Row]]
         raise source.error(f"{at} {problem}: {error}", "Get it again from") from None
     for at, row in rows:
         if not isinstance(row, dict):
-            raise source.error(f"{at} is no JSON object", "Get it again from")
+            raise source.error(f"{at} is not a JSON object", "Get it again from")
         yield at, row
 
 
@@ -442,7 +442,7 @@ def task_from_file(path: str | Path) -> Task:
     try:
         examples = tuple((str(e["question"]), str(e["answer"])) for e in given.get("examples", ()))
     except (TypeError, KeyError):
-        raise wrong("`examples` is no list of questions with their answers") from None
+        raise wrong("`examples` is not a list of questions with their answers") from None
     own = "examples" in given or kind == "choice"
     task = Task(
         name=path.stem,
@@ -462,7 +462,7 @@ def task_from_file(path: str | Path) -> Task:
         return _number_row(question, gold) if kind == "number" else Example(question, str(gold))
 
     if path.stem in TASKS and SOURCES[path.stem].where != str(path):
-        raise wrong(f"there is a task '{path.stem}' already: give the file another name")
+        raise wrong(f"task '{path.stem}' already exists: give the file another name")
     fields = ", ".join(list(names.values())[: 3 if kind == "choice" else 2])
     file = str((path.parent / str(given["file"])).absolute())
     TASKS[task.name] = task

@@ -1,12 +1,11 @@
-"""Bits per byte: how well models predict a text, whatever their vocabularies are, and which of them
-predicts it best."""
+"""Bits per byte: how well a model predicts a text, whatever its vocabulary is."""
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -18,7 +17,6 @@ from vocagnolm.data.sources import Split
 from vocagnolm.errors import CorpusError, EvaluationError, TemplateError, TilingError
 from vocagnolm.model import ModelFiles, NllModel
 from vocagnolm.model.server import SERVER_REQUEST_TOKENS, ServedModel
-from vocagnolm.statistics import middle_95, resampled_ratios
 
 DEFAULT_CONTEXT = 2048
 _TOKENS_AT_A_TIME = 2**20
@@ -55,6 +53,7 @@ def bits_per_byte(
     split: Split = "none",
     parts_field: str | None = None,
     chat_template: str | None = None,
+    template_options: Mapping[str, Any] | None = None,
     on_documents: Callable[[int, int], None] | None = None,
 ) -> BitsPerByte:
     """Bits the model needs for a byte of the documents; of conversations, which it reads in its
@@ -72,7 +71,8 @@ def bits_per_byte(
     parts = _parts(paths, parts_field)
     tokenizer = files.tokenizer
     if corpus.conversations:
-        tokenizer = ChatTokenizer(tokenizer, template_of(tokenizer, chat_template))
+        template = template_of(tokenizer, chat_template, template_options)
+        tokenizer = ChatTokenizer(tokenizer, template)
     prefix = tokenizer.prefix_ids
     window = min(context or DEFAULT_CONTEXT, files.max_context or DEFAULT_CONTEXT)
     scorer: NllModel | ServedModel
@@ -168,54 +168,3 @@ def _counting(spans: TokenSpans, document: Document, parts: Corpus | None) -> np
             "parts that count, in characters: [[start, stop], ...]."
         ) from None
     return spans.inside((len(text[:a].encode()), len(text[:b].encode())) for a, b in ranges)
-
-
-# ---- several models on one text ----
-
-
-@dataclass(frozen=True)
-class TextScore:
-    """One of several models on the documents that all of them could read."""
-
-    name: str
-    documents: int
-    bits_per_byte: float
-    interval: tuple[float, float]
-    """95 %, bootstrap over documents."""
-    difference: float
-    """To the baseline, paired; below zero is better."""
-    difference_interval: tuple[float, float]
-    outcome: Literal["better", "worse", "equal"]
-    """Than the baseline; equal: no difference that these documents can show."""
-
-
-def rank_texts(
-    found: Mapping[str, Mapping[int, Sequence[float]]], baseline: str | None = None
-) -> list[TextScore]:
-    """Models by their bits per byte, the best first, from the `BitsPerByte.by_document` of each.
-    `baseline`: the model that all are compared with; None: the best."""
-    names = list(found)
-    common = set.intersection(*({at for at, (_, n) in one.items() if n} for one in found.values()))
-    if not common:
-        raise EvaluationError(
-            f"{', '.join(names)}: there is no document that all of them can read."
-        )
-    sums_MD2 = np.array([[one[at] for at in sorted(common)] for one in found.values()], np.float64)
-    value_M = np.divide(*sums_MD2.sum(1).T)
-    drawn_RM = resampled_ratios(sums_MD2[..., 0], sums_MD2[..., 1])
-    base = int(value_M.argmin()) if baseline is None else names.index(baseline)
-    ranked = []
-    for at in np.argsort(value_M, kind="stable").tolist():
-        low, high = middle_95(drawn_RM[:, at] - drawn_RM[:, base])
-        ranked.append(
-            TextScore(
-                name=names[at],
-                documents=len(common),
-                bits_per_byte=float(value_M[at]),
-                interval=middle_95(drawn_RM[:, at]),
-                difference=float(value_M[at] - value_M[base]),
-                difference_interval=(low, high),
-                outcome="better" if high < 0 else "worse" if low > 0 else "equal",
-            )
-        )
-    return ranked

@@ -16,7 +16,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
@@ -110,12 +110,8 @@ class _Row:
     """One answer under way."""
 
     index: int
-    data: bytearray
+    data: bytearray = field(default_factory=bytearray)
     done: bool = False
-
-    @property
-    def answer(self) -> Answer:
-        return Answer(bytes(self.data).decode("utf-8", "replace"), complete=self.done)
 
 
 class _Reader:
@@ -128,6 +124,7 @@ class _Reader:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         self.tokenizer = files.tokenizer
         self.chat = chat
+        self._bytes_of = self.tokenizer.bytes_of if chat is None else chat.private_bytes_of
         self.prefix_ids = list(files.prefix_ids) if chat is None else []
         self.max_context = context
         self.batch_size = batch_size
@@ -177,12 +174,18 @@ class _Reader:
                 row.done = True
                 return
             before = len(row.data)
-            row.data += self.tokenizer.bytes_of(token) or b""
+            row.data += self._bytes_of(token) or b""
             for stop in stops:
                 found = row.data.find(stop, max(0, before - len(stop)))
                 if found >= 0:
                     del row.data[found:]
                     row.done = True
+
+    def _answer_of(self, row: _Row) -> Answer:
+        text, reasoning = bytes(row.data).decode("utf-8", "replace"), ""
+        if self.chat is not None:
+            reasoning, text = self.chat.answer_of(text)
+        return Answer(text, complete=row.done, reasoning=reasoning)
 
     def _with_options(
         self, prompts: Sequence[str], options: Sequence[Sequence[str]], room_for: int = 0
@@ -273,7 +276,7 @@ class Generator(_Reader):
         for batch in batches:
             with sharing(shared):
                 answers = self._in_memory(answer, batch)
-            yield [(row.index, row.answer) for row in answers]
+            yield [(row.index, self._answer_of(row)) for row in answers]
 
     def _in_memory(self, work: Callable[[list[Item]], list[Done]], batch: list[Item]) -> list[Done]:
         """A batch, in halves where it does not fit beside what else the device holds just now."""
@@ -337,7 +340,7 @@ class Generator(_Reader):
     ) -> list[_Row]:
         ids, mask, positions = self._padded(rows, shared)
         cache = new_cache(self.model, shared > 0)
-        answers = [_Row(index, bytearray()) for index in batch]
+        answers = [_Row(index) for index in batch]
         alive = list(answers)
         limit = max_new_tokens
         if self.max_context is not None:
@@ -451,11 +454,11 @@ class ServerGenerator(_Reader):
             )
             found = []
             for index, written in zip(batch, answers, strict=True):
-                row = _Row(index, bytearray())
+                row = _Row(index)
                 known = [token for token in written.ids if token < self._last_id]
                 self._take(row, known, stops)
                 row.done |= written.ended
-                found.append((index, row.answer))
+                found.append((index, self._answer_of(row)))
             return found
 
         requests = []

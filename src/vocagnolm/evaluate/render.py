@@ -190,9 +190,8 @@ def render(
     """Prompts of every task, in the order of the benchmark.
 
     `choices="likelihood"` compares the options of the multiple-choice tasks instead of generating
-    an answer; the other tasks are not touched by it. `max_new_tokens` shortens the answers that
-    the tasks allow. `chat`: the question is a user's message and the worked examples are turns
-    before it, `shots` of them.
+    an answer; other tasks are not affected. `max_new_tokens` shortens the answers that the tasks
+    allow. `chat`: the question is a user message, and `shots` worked examples are earlier turns.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"--limit must be at least 1, not {limit}")
@@ -201,12 +200,12 @@ def render(
     check_protocol(protocol)
     if shots is not None and not chat:
         raise UsageError(
-            "--shots is for --chat: the tasks say how many examples their prompts have"
+            "--shots can only be used with --chat: otherwise the tasks set the number of examples"
         )
     if chat and protocol == "paper":
-        raise UsageError("the paper's protocol knows no conversations: leave out --chat")
+        raise UsageError("the paper's protocol has no conversations: remove --chat")
     if protocol == "paper" and choices == "likelihood":
-        raise UsageError("the paper's protocol generates its answers: leave --choices likelihood")
+        raise UsageError("the paper's protocol generates its answers: remove --choices likelihood")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:
         from lm_eval.tasks import TaskManager

@@ -4,21 +4,23 @@
                                        must not change
     RUN/evaluation/outputs/TASK.jsonl  a line a question: prompt, output, extracted, gold, correct,
                                        complete (false: broken off at the limit)
+    RUN/evaluation/outputs/bits_per_byte.jsonl  a line a document of the text: bits, bytes
     RUN/evaluation/results.json        the scores, and the conditions they were made under
 
 The same questions are put to all models, so a comparison is paired: McNemar's exact test for a task
 (a binomial test on the questions that only one of two models got right), a sign-flip permutation
-test for the averages and for anything that pools tasks.
+test for the averages and for anything that pools tasks, a bootstrap over documents for bits per
+byte.
 """
 
 import contextlib
 import json
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -46,11 +48,19 @@ from vocagnolm.files import (
     write_json,
     write_text,
 )
-from vocagnolm.statistics import mcnemar_exact, mean_error, sign_flip_p
+from vocagnolm.statistics import (
+    mcnemar_exact,
+    mean_error,
+    middle_95,
+    resampled_ratios,
+    sign_flip_p,
+)
 from vocagnolm.store.writer import measured_apart, with_values_of
 
-if TYPE_CHECKING:  # it comes with torch
-    from vocagnolm.evaluate.bits import TextScore
+BITS = "bits_per_byte"
+"""The row of a text, beside those of the tasks."""
+TextSums = Mapping[int, Sequence[float]]
+"""`BitsPerByte.by_document`: place in the corpus -> bits, and the bytes that were scored."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,8 @@ class Answer:
 
     output: str
     complete: bool | None = None
+    reasoning: str = ""
+    """Of a conversation whose format keeps it apart from the answer."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,13 @@ class Record:
     correct: bool
     complete: bool | None = None
     """False: broken off at the limit of tokens. None: not known."""
+    reasoning: str = ""
+
+
+def fields_of(one: Answer | Record) -> dict[str, Any]:
+    """As they are written; reasoning where there is some."""
+    fields = asdict(one)
+    return fields if one.reasoning else {k: v for k, v in fields.items() if k != "reasoning"}
 
 
 @dataclass(frozen=True)
@@ -106,10 +125,12 @@ class Evaluation:
     tasks: dict[str, TaskScore]
     bits_per_byte: float | None = None
     protocol: Protocol | None = None
-    """None where there are no tasks."""
+    """None if there are no tasks."""
     conditions: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By task (and `bits_per_byte`): what must be equal for scores to be compared. Evaluations of
-    older versions have none."""
+    """For each task (and `bits_per_byte`), what must be equal for scores to be comparable.
+    Evaluations by older versions have none."""
+    bits_per_byte_stderr: float | None = None
+    """Bootstrap over documents. None for a single document and in evaluations by older versions."""
 
     def averages(self) -> dict[str, float | None]:
         return averages({name: task.score for name, task in self.tasks.items()})
@@ -123,6 +144,7 @@ class Evaluation:
             "tasks": {name: asdict(task) for name, task in self.tasks.items()},
             **self.averages(),
             "bits_per_byte": self.bits_per_byte,
+            "bits_per_byte_stderr": self.bits_per_byte_stderr,
             "conditions": self.conditions,
         }
 
@@ -130,10 +152,11 @@ class Evaluation:
     def from_json(cls, values: dict[str, Any]) -> "Evaluation":
         tasks = {name: TaskScore(**task) for name, task in values["tasks"].items()}
         protocol = values.get("protocol", "strict" if tasks else None)
-        return cls(tasks, values["bits_per_byte"], protocol, values.get("conditions") or {})
+        known, error = values.get("conditions") or {}, values.get("bits_per_byte_stderr")
+        return cls(tasks, values["bits_per_byte"], protocol, known, error)
 
 
-_BEGIN_ANEW = "Remove the evaluation folder and evaluate again, or give another --out."
+_BEGIN_ANEW = "Remove the evaluation folder and evaluate again, or choose another --out."
 _SETTINGS_KEYS: dict[str, type | tuple[type, ...]] = {"settings": dict, "prompts": dict}
 _RESULTS_KEYS: dict[str, type | tuple[type, ...]] = {
     "tasks": dict,
@@ -148,7 +171,7 @@ def read_results(path: Path) -> Evaluation:
         return Evaluation.from_json(content)
     except (TypeError, KeyError, AttributeError) as error:
         raise EvaluationError(
-            f"{path} is no result of `vocagnolm evaluate` ({error}). {_BEGIN_ANEW}"
+            f"{path} is not a result of `vocagnolm evaluate` ({error}). {_BEGIN_ANEW}"
         ) from None
 
 
@@ -163,7 +186,7 @@ class RunFolder:
     @contextlib.contextmanager
     def lock(self) -> Iterator["RunFolder"]:
         """Only one evaluation may write here; what a killed one left behind is removed."""
-        advice = "Wait for it to end, or give another --out."
+        advice = "Wait for it to end, or choose another --out."
         with folder_lock(self.folder, advice):
             for folder in (self.folder, self.outputs):
                 remove_leftovers(folder)
@@ -200,7 +223,7 @@ class RunFolder:
         if different:
             raise EvaluationError(
                 f"{self.folder} holds an evaluation with other settings ({'; '.join(different)}). "
-                "Give another --out, or the settings of that evaluation."
+                "Choose another --out, or use the settings of that evaluation."
             )
         self.outputs.mkdir(parents=True, exist_ok=True)
         merged = {"settings": there | settings, "prompts": before["prompts"] | prompts}
@@ -230,14 +253,14 @@ class RunFolder:
                 answers[index] = Answer(**fields)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise EvaluationError(
-                    f"{path}, line {number} is no answer of an interrupted run ({error}). "
+                    f"{path}, line {number} is not an answer of an interrupted run ({error}). "
                     "Remove the file: its questions are asked again."
                 ) from None
         return answers
 
     def add_answers(self, task: str, answers: Iterable[tuple[int, Answer]]) -> None:
         lines = (
-            json.dumps({"index": index, **asdict(answer)}, ensure_ascii=False) + "\n"
+            json.dumps({"index": index, **fields_of(answer)}, ensure_ascii=False) + "\n"
             for index, answer in answers
         )
         append_lines(self._partial(task), "".join(lines))
@@ -257,9 +280,28 @@ class RunFolder:
             ) from None
 
     def finish_task(self, task: str, records: list[Record]) -> None:
-        lines = (json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records)
+        lines = (json.dumps(fields_of(record), ensure_ascii=False) + "\n" for record in records)
         write_text(self.outputs / f"{task}.jsonl", "".join(lines))
         remove(self._partial(task))
+
+    # --- the documents of a text --------------------------------------------------------------
+
+    def write_text_sums(self, sums: TextSums) -> None:
+        rows = ({"index": at, "bits": bits, "bytes": n} for at, (bits, n) in sorted(sums.items()))
+        lines = (json.dumps(row) + "\n" for row in rows)
+        write_text(self.outputs / f"{BITS}.jsonl", "".join(lines))
+
+    def text_sums(self) -> TextSums:
+        """Empty where none were kept: there was no text, or the evaluation is of an older
+        version."""
+        path = self.outputs / f"{BITS}.jsonl"
+        try:
+            rows = [parse_json(line) for line in whole_lines(path)]
+            return {int(row["index"]): (float(row["bits"]), int(row["bytes"])) for row in rows}
+        except (ValueError, TypeError, KeyError) as error:
+            raise EvaluationError(
+                f"{path} is damaged ({error}). Remove it and evaluate with --text again."
+            ) from None
 
     # --- results ------------------------------------------------------------------------------
 
@@ -272,12 +314,13 @@ class RunFolder:
         """Add these scores to the folder's, and give back all of them."""
         before = self.results() or Evaluation({})
         tasks = before.tasks | evaluation.tasks
-        bits = evaluation.bits_per_byte
+        of_text = before if evaluation.bits_per_byte is None else evaluation
         merged = Evaluation(
             {name: tasks[name] for name in in_order(tasks)},
-            before.bits_per_byte if bits is None else bits,
+            of_text.bits_per_byte,
             evaluation.protocol or before.protocol,
             before.conditions | evaluation.conditions,
+            of_text.bits_per_byte_stderr,
         )
         write_json(self.folder / "results.json", merged.to_json())
         return merged
@@ -314,12 +357,15 @@ def open_run(path: str | Path) -> tuple[RunFolder, Evaluation]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Second run minus first, in percentage points, on the questions that both answered."""
+    """Second run minus first: in percentage points, on the questions that both answered; or in bits
+    per byte, on the documents that both read."""
 
     difference: float
     stderr: float | None
     p_value: float | None
     n: int
+    interval: tuple[float, float] | None = None
+    """95 %, of bits per byte."""
 
 
 @dataclass(frozen=True)
@@ -329,13 +375,14 @@ class Run:
     correct: dict[str, dict[int, bool]]  # task -> question -> right
     asked: dict[str, dict[int, str]]  # task -> question -> its prompt and reference answer
     checksums: dict[str, str]  # task -> of all that was asked, limits included
+    text_sums: TextSums = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Comparison:
     runs: list[Run]
-    # row (task or average) -> difference of every run but the first to the first; None where one
-    # of the two was not evaluated on it, or under other conditions
+    # row (task, average or bits per byte) -> difference of every run but the first to the first;
+    # None where one of the two was not evaluated on it, or under other conditions
     differences: dict[str, list[Difference | None]]
     # the same rows -> what the conditions of the two differ in
     unlike: dict[str, list[list[str]]]
@@ -350,13 +397,17 @@ class Comparison:
     def notes(self) -> list[str]:
         """What was not compared, and averages that a reader may miss: the paper's MATH was once
         taken for the 5,000."""
-        return self._not_compared() + [
-            f"{run.name} has math, all 5,000 questions; the averages want math500 (the paper's). "
-            "Add it: vocagnolm evaluate MODEL --tasks math500 --out RUN"
-            for run in self.runs
-            if "math" in run.evaluation.tasks
-            and any(set(t) - run.evaluation.tasks.keys() == {"math500"} for t in AVERAGES.values())
-        ]
+        notes = self._not_compared() + self._without_documents()
+        for run in self.runs:
+            tasks = run.evaluation.tasks
+            if "math" in tasks and any(
+                set(t) - tasks.keys() == {"math500"} for t in AVERAGES.values()
+            ):
+                notes.append(
+                    f"{run.name} has math, all 5,000 questions; the averages want math500 (the "
+                    "paper's). Add it: vocagnolm evaluate MODEL --tasks math500 --out RUN"
+                )
+        return notes
 
     def _not_compared(self) -> list[str]:
         lines = []
@@ -372,6 +423,16 @@ class Comparison:
                 for reason, rows in reasons.items()
             ]
         return lines
+
+    def _without_documents(self) -> list[str]:
+        bits = [run for run in self.runs if run.evaluation.bits_per_byte is not None]
+        old = [run.name for run in bits if not run.text_sums] if len(bits) > 1 else []
+        if not old:
+            return []
+        return [
+            f"bits per byte: {', '.join(old)} kept no numbers of single documents, so that no "
+            "interval of a difference is known. Run `vocagnolm evaluate` with --text again."
+        ]
 
     def rows(self) -> list[str]:
         evaluations = [run.evaluation for run in self.runs]
@@ -431,11 +492,12 @@ def load_run(path: str | Path, name: str | None = None) -> Run:
             for task, listed in records.items()
         },
         folder.checksums(),
+        folder.text_sums(),
     )
 
 
 def compare_runs(paths: list[str | Path]) -> Comparison:
-    """Read finished evaluations; the first is the one the others are compared with."""
+    """Read finished evaluations and compare the others with the first."""
     runs, evaluated = [], []
     for path in paths:
         try:
@@ -451,25 +513,35 @@ def compare_runs(paths: list[str | Path]) -> Comparison:
         runs = [replace(run, name=str(path)) for path, run in zip(evaluated, runs, strict=True)]
     table = Comparison(runs, {}, {})
     base, others = runs[0], runs[1:]
-    for row in [*table.rows(), "bits_per_byte"]:
+    for row in [*table.rows(), BITS]:
         table.unlike[row] = [_unlike(base, run, row) for run in others]
-    for row in table.rows():
-        table.differences[row] = [_difference(base, run, row) for run in others]
+        if row != BITS or any(run.evaluation.bits_per_byte is not None for run in runs):
+            table.differences[row] = [_difference(base, run, row) for run in others]
     return table
 
 
 def _difference(first: Run, second: Run, row: str) -> Difference | None:
     if _unlike(first, second, row):
         return None
+    if row == BITS:
+        return _text_difference(first.text_sums, second.text_sums)
     if row in AVERAGES:
         return average_difference(first.correct, second.correct, AVERAGES[row])
     return paired_difference(first.correct.get(row, {}), second.correct.get(row, {}))
 
 
+def _text_difference(first: TextSums, second: TextSums) -> Difference | None:
+    if not first or not second:
+        return None
+    found = {one.name: one for one in rank_texts({"first": first, "second": second}, "first")}
+    one = found["second"]
+    return Difference(one.difference, None, None, one.documents, one.difference_interval)
+
+
 def _unlike(first: Run, second: Run, row: str) -> list[str]:
     """What the conditions of two runs differ in; nothing where one of them lacks the row."""
     a, b = first.evaluation, second.evaluation
-    if row == "bits_per_byte":
+    if row == BITS:
         if a.bits_per_byte is None or b.bits_per_byte is None:
             return []
         return differing(a.conditions.get(row), b.conditions.get(row))
@@ -500,14 +572,77 @@ def _unlike_task(first: Run, second: Run, task: str) -> list[str]:
     return lines
 
 
+# ---- several models on one text ----
+
+
+def bits_stderr(sums: TextSums) -> float | None:
+    """The standard error of bits per byte: bootstrap over documents. None for a single one."""
+    above_D, below_D = np.array([one for one in sums.values() if one[1]], np.float64).T
+    if len(above_D) < 2:
+        return None
+    return float(resampled_ratios(above_D[None], below_D[None]).std(ddof=1))
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """One of several models on the documents that all of them could read."""
+
+    name: str
+    documents: int
+    bits_per_byte: float
+    interval: tuple[float, float]
+    """95 %, bootstrap over documents."""
+    difference: float
+    """To the baseline, paired; below zero is better."""
+    difference_interval: tuple[float, float]
+    outcome: Literal["better", "worse", "equal"]
+    """Than the baseline; equal: no difference that these documents can show."""
+
+
+def rank_texts(found: Mapping[str, TextSums], baseline: str | None = None) -> list[TextScore]:
+    """Models by their bits per byte, the best first, from the `BitsPerByte.by_document` of each.
+    `baseline`: the model that all are compared with; None: the best."""
+    names = list(found)
+    common = set.intersection(*({at for at, (_, n) in one.items() if n} for one in found.values()))
+    if not common:
+        raise EvaluationError(
+            f"{', '.join(names)}: there is no document that all of them can read."
+        )
+    sums_MD2 = np.array([[one[at] for at in sorted(common)] for one in found.values()], np.float64)
+    value_M = np.divide(*sums_MD2.sum(1).T)
+    drawn_RM = resampled_ratios(sums_MD2[..., 0], sums_MD2[..., 1])
+    base = int(value_M.argmin()) if baseline is None else names.index(baseline)
+    ranked = []
+    for at in np.argsort(value_M, kind="stable").tolist():
+        low, high = middle_95(drawn_RM[:, at] - drawn_RM[:, base])
+        ranked.append(
+            TextScore(
+                name=names[at],
+                documents=len(common),
+                bits_per_byte=float(value_M[at]),
+                interval=middle_95(drawn_RM[:, at]),
+                difference=float(value_M[at] - value_M[base]),
+                difference_interval=(low, high),
+                outcome="better" if high < 0 else "worse" if low > 0 else "equal",
+            )
+        )
+    return ranked
+
+
 # ---- as text ----
 
 
-def _with_error(value: float | None, stderr: float | None, sign: bool = False) -> str:
+def _with_error(
+    value: float | None, stderr: float | None, sign: bool = False, digits: int = 1
+) -> str:
     if value is None:
         return "-"
-    text = f"{value:+.1f}" if sign else f"{value:.1f}"
-    return text if stderr is None else f"{text} ± {stderr:.1f}"
+    text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
+    return text if stderr is None else f"{text} ± {stderr:.{digits}f}"
+
+
+def _bits(evaluation: Evaluation) -> str:
+    return _with_error(evaluation.bits_per_byte, evaluation.bits_per_byte_stderr, digits=4)
 
 
 def _p_value(p: float | None) -> str:
@@ -528,14 +663,14 @@ def scores_table(evaluation: Evaluation) -> list[list[str]]:
         if value is not None:
             rows.append([title_of(key), _with_error(value, errors[key]), "", ""])
     if evaluation.bits_per_byte is not None:
-        rows.append(["bits per byte", f"{evaluation.bits_per_byte:.4f}", "", ""])
+        rows.append(["bits per byte", _bits(evaluation), "", ""])
     return rows
 
 
 OUTCOMES = {"better": "better", "worse": "worse", "equal": "no difference that this sample shows"}
 
 
-def ranking_table(ranked: "Sequence[TextScore]", baseline: str = "the best") -> list[list[str]]:
+def ranking_table(ranked: Sequence[TextScore], baseline: str = "the best") -> list[list[str]]:
     """Rows of cells for models on one text; `baseline` names what they are compared with."""
     rows = [["model", "bits per byte", "95 % interval", f"against {baseline}", ""]]
     for one in ranked:
@@ -562,25 +697,22 @@ def comparison_table(comparison: Comparison) -> list[list[str]]:
                 cells.append("-" if task is None else _with_error(task.score, task.stderr))
             if position:
                 change = comparison.differences[row][position - 1]
-                cells += (
-                    ["-", ""]
-                    if change is None
-                    else [
-                        _with_error(change.difference, change.stderr, sign=True),
-                        _p_value(change.p_value),
-                    ]
-                )
+                cells += ["-", ""] if change is None else _difference_cells(change)
         rows.append(cells)
-    all_bits = [one.bits_per_byte for one in evaluations]
-    if any(bits is not None for bits in all_bits):
-        base = all_bits[0]
-        cells = ["bits per byte", "-" if base is None else f"{base:.4f}"]
-        for bits, unlike in zip(all_bits[1:], comparison.unlike["bits_per_byte"], strict=True):
-            known = bits is not None and base is not None and not unlike
-            cells.append("-" if bits is None else f"{bits:.4f}")
-            cells += [f"{bits - base:+.4f}" if known else "-", ""]  # type: ignore[operator]
+    if any(one.bits_per_byte is not None for one in evaluations):
+        base, *rest = evaluations
+        cells = ["bits per byte", _bits(base)]
+        for one, change in zip(rest, comparison.differences[BITS], strict=True):
+            cells += [_bits(one), *(["-", ""] if change is None else _difference_cells(change))]
         rows.append(cells)
     return rows
+
+
+def _difference_cells(change: Difference) -> list[str]:
+    if change.interval is None:
+        shown = _with_error(change.difference, change.stderr, sign=True)
+        return [shown, _p_value(change.p_value)]
+    return [f"{change.difference:+.4f}", "95 %: {:+.4f} to {:+.4f}".format(*change.interval)]
 
 
 def format_table(rows: list[list[str]]) -> str:

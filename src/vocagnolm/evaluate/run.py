@@ -14,7 +14,15 @@ from vocagnolm.data.sources import Split
 from vocagnolm.errors import ModelError, UsageError
 from vocagnolm.evaluate.graders import grade
 from vocagnolm.evaluate.render import Request
-from vocagnolm.evaluate.results import Answer, Evaluation, Record, RunFolder, score_records
+from vocagnolm.evaluate.results import (
+    BITS,
+    Answer,
+    Evaluation,
+    Record,
+    RunFolder,
+    bits_stderr,
+    score_records,
+)
 from vocagnolm.evaluate.settings import (
     Engine,
     Questions,
@@ -65,18 +73,18 @@ def evaluate(
     on_note: Callable[[str], None] | None = None,
     **keywords: Any,
 ) -> Evaluation:
-    """Scores of a model on the tasks, and its bits per byte on `text`.
+    """Evaluate a model on tasks, and measure its bits per byte on `text`.
 
-    The fields of `Questions` and `Engine` may be given one by one:
-    `evaluate("model", tasks="gsm8k", limit=100, device="cpu")`. Without `suite` and `tasks`, and
-    with `text`, only bits per byte are computed; with none of the three, the whole math suite is
-    run. With `out`, all answers are kept there and an interrupted run goes on where it stopped.
-    `on_text` is given the bits of every document of `text`, `on_note` what whoever reads the scores
-    should know, such as prompts that were cut.
+    The fields of `Questions` and `Engine` can be given as keywords: `evaluate("model",
+    tasks="gsm8k", limit=100, device="cpu")`. With `text` but neither `suite` nor `tasks`, only bits
+    per byte are computed; with none of the three, the whole math suite is run. With `out`, all
+    answers are kept there and an interrupted run can be resumed. `on_text` is called with the bits
+    of every document of `text`, and `on_note` with notes for the reader of the scores, such as
+    truncated prompts.
 
-    server: the address of a server of vLLM or SGLang that has the weights, or a `Server`. Then
-        `model` gives tokenizer and template alone; without it, they are those of the name that the
-        server has for its model.
+    server: the address of a vLLM or SGLang server that runs the model, or a `Server`. Then `model`
+    only provides tokenizer and template; by default they are looked up under the server's name for
+    its model.
     """
     questions, engine = grouped(questions, engine, keywords)
     if out is not None:
@@ -108,9 +116,11 @@ def evaluate(
         settings["protocol"] = questions.protocol
     chat = None
     if requests and questions.chat:
-        template = template_of(files.tokenizer, engine.chat_template)
+        template = template_of(files.tokenizer, engine.chat_template, engine.template_options)
         chat = ChatTokenizer(files.tokenizer, template)
         settings["template"] = template.fingerprint
+        if chat.writes_around:
+            settings["answers"] = "contents"  # earlier versions kept all that was written
     with (
         TemporaryDirectory() as nowhere,
         RunFolder(nowhere if out is None else out).lock() as run,
@@ -135,7 +145,7 @@ def evaluate(
             if on_note is not None:
                 for note in generator.notes():
                     on_note(note)
-        bits = None
+        bits = error = None
         if text:
             assert loaded is not None
             report = _Count(0, on_progress).documents if on_progress else None
@@ -146,17 +156,19 @@ def evaluate(
                 text_field=text_field,
                 split=split,
                 chat_template=engine.chat_template,
+                template_options=engine.template_options,
                 on_documents=report,
             )
-            bits = measured.value
+            bits, error = measured.value, bits_stderr(measured.by_document)
+            run.write_text_sums(measured.by_document)
             if on_text is not None:
                 on_text(measured)
         scores = {name: score_records(run.records(name) or []) for name in requests}
         conditions = {name: task_conditions(listed) for name, listed in requests.items()}
         if text:
-            conditions["bits_per_byte"] = text_conditions(text, text_field)
+            conditions[BITS] = text_conditions(text, text_field)
         protocol = questions.protocol if requests else None
-        return run.write_results(Evaluation(scores, bits, protocol, conditions))
+        return run.write_results(Evaluation(scores, bits, protocol, conditions, error))
 
 
 def _served(server: "str | Server", engine: Engine) -> "ServedModel":
@@ -164,8 +176,8 @@ def _served(server: "str | Server", engine: Engine) -> "ServedModel":
 
     if engine.dtype != "auto" or engine.device == "cuda":
         raise UsageError(
-            "--dtype and --device cuda are the server's business: leave them out with --server, "
-            "and start the server with what you want."
+            "--dtype and --device cuda do not apply with --server: remove them, and configure "
+            "the server instead."
         )
     return ServedModel(Server(url=server) if isinstance(server, str) else server)
 
@@ -291,7 +303,8 @@ def grade_task(run: RunFolder, task: str, requests: list[Request]) -> None:
     answers = run.answers(task)
     records = []
     for request in requests:
-        output, complete = answers[request.index].output, answers[request.index].complete
+        answer = answers[request.index]
+        output, complete = answer.output, answer.complete
         conversation = is_conversation(request.prompt)
         prompt = readable(request.prompt) if conversation else request.prompt
         extracted: str | None = output
@@ -307,6 +320,9 @@ def grade_task(run: RunFolder, task: str, requests: list[Request]) -> None:
             )
             correct, extracted = graded.correct, graded.extracted
         records.append(
-            Record(request.index, prompt, output, extracted, request.gold, correct, complete)
+            Record(
+                *(request.index, prompt, output, extracted, request.gold, correct, complete),
+                reasoning=answer.reasoning,
+            )
         )
     run.finish_task(task, records)

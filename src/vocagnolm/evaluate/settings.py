@@ -86,7 +86,7 @@ def _shown(value: Any) -> str:
 
 
 class Questions(QuestionsSection, frozen=True):
-    """What is asked: `tasks`, or a whole suite, the paper's ten unless another is named."""
+    """The questions: `tasks`, or a whole suite, by default the paper's ten tasks."""
 
     def render(self) -> dict[str, list[Request]]:
         asked = {f.name: getattr(self, f.name) for f in fields(QuestionsSection)}

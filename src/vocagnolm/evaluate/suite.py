@@ -113,7 +113,7 @@ def tasks_named(names: str | list[str] | tuple[str, ...] | None, suite: str = "m
 
 
 def averages(scores: Mapping[str, float | None]) -> dict[str, float | None]:
-    """The paper's averages; None where a task of the average was not run."""
+    """The paper's averages; None if a task of the average was not run."""
     result: dict[str, float | None] = {}
     for key, names in AVERAGES.items():
         values = [scores.get(name) for name in names]

@@ -1,4 +1,4 @@
-"""Causal language models as a source of one number per token: -log p."""
+"""Causal language models that provide one number per token: -log p."""
 
 from vocagnolm.model.load import ModelFiles, load_causal_lm, open_model
 from vocagnolm.model.nll import NllModel, token_nll

@@ -1,8 +1,9 @@
 """Matrix products in fp8 (e4m3), with a scale for every row of both sides.
 
-Weights are rounded once, activations before every product; sums, norms and attention stay as they
-are. On a GPU one kernel multiplies, on a CPU the same rounding is emulated, slowly: that is the
-reference of the tests.
+To score, weights are rounded once; to train, they are kept as they are and rounded before every
+product, as activations and gradients are. Sums, norms and attention stay what they were. On a GPU
+one kernel multiplies, on a CPU the same rounding is emulated, slowly: that is the reference of the
+tests.
 """
 
 from collections.abc import Callable
@@ -30,13 +31,13 @@ _STRIP_ROWS = 8192
 _PROBE_ROWS = 128
 
 
-def require_fp8(device: torch.device) -> None:
+def require_fp8(device: torch.device, setting: str = "--dtype") -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER:
         return
     found = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     raise UsageError(
-        f"--dtype fp8 needs a GPU of the Hopper generation (H100, H200) or newer, and this is "
-        f"{found}. Use --dtype bfloat16."
+        f"{setting} fp8 needs a GPU of the Hopper generation (H100, H200) or newer, and this is "
+        f"{found}. Use {setting} bfloat16."
     )
 
 
@@ -101,11 +102,93 @@ def scaled_product(
 ) -> Tensor:
     """Rounded rows times rounded rows."""
     if not rows.is_cuda:
-        return ((rows.float() * scale) @ (weight.float() * weight_scale).t()).to(dtype)
+        with torch.autocast("cpu", enabled=False):
+            return ((rows.float() * scale) @ (weight.float() * weight_scale).t()).to(dtype)
     if dtype != torch.float32 or _scales_into_float32(rows.device):
         return _multiplied(rows, weight, scale, weight_scale, dtype)
     one = torch.ones((1, 1), device=rows.device)
     return _multiplied(rows, weight, one, one, dtype).mul_(scale).mul_(weight_scale.t())
+
+
+# ---- training ----
+
+
+class _Products(torch.autograd.Function):
+    """rows @ weight.T, and both products of its backward pass.
+
+    Forward, each row of both sides has its scale. Backward sums run over the other axis, where the
+    scales of what is rounded already differ from summand to summand: they go into the gradient
+    before it is rounded, so that nothing is rounded twice."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+        rows, row_scale = rounded_rows(rows_NI)
+        weight, weight_scale = rounded_rows(weight_OI)
+        ctx.save_for_backward(rows, row_scale, weight, weight_scale)
+        ctx.dtypes = rows_NI.dtype, weight_OI.dtype
+        return scaled_product(rows, row_scale, weight, weight_scale, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (gradient_NO,) = gradients
+        rows, row_scale, weight, weight_scale = ctx.saved_tensors
+        of_rows = of_weight = None
+        one = torch.ones((rows.shape[1], 1), device=rows.device)
+        if ctx.needs_input_grad[0]:
+            rounded, scale = rounded_rows(gradient_NO * weight_scale.t())
+            of_rows = scaled_product(rounded, scale, _in_rows(weight.t()), one, gradient_NO.dtype)
+            of_rows = of_rows.to(ctx.dtypes[0])
+        if ctx.needs_input_grad[1]:
+            rounded, scale = rounded_rows((gradient_NO * row_scale).t())
+            of_weight = scaled_product(
+                _in_rows(rounded), scale, _in_rows(rows.t()), one, gradient_NO.dtype
+            )
+            of_weight = of_weight.to(ctx.dtypes[1])
+        return of_rows, of_weight, None
+
+
+def _in_rows(matrix: Tensor) -> Tensor:
+    """The kernel takes nothing else; a copy of bytes."""
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
+class Fp8TrainedLinear(nn.Linear):
+    """An nn.Linear that multiplies in fp8, forward and backward; its weight stays what it is."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows, device = input.flatten(0, -2), input.device.type
+        if len(rows) % _MULTIPLE:  # which the weight's gradient sums over
+            return super().forward(input)
+        half = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if half else input.dtype
+        out: Tensor = _Products.apply(rows, self.weight, dtype)  # type: ignore[no-untyped-call]
+        if self.bias is not None:
+            out = out + self.bias.to(dtype)
+        shaped: Tensor = out.unflatten(0, input.shape[:-1])
+        return shaped
+
+
+def train_in_fp8(model: nn.Module) -> int:
+    """Let the linear layers of the decoder's layers multiply in fp8, in place; how many. Routers
+    of experts stay, and whatever the kernel cannot take."""
+    found = [
+        child
+        for layer in find_layers(model) or ()
+        for parent in layer.modules()
+        for name, child in parent.named_children()
+        if _fits(child) and name not in ("gate", "router")
+    ]
+    if not found:
+        raise UsageError(
+            f"train.dtype: fp8: no linear layers were found in the decoder of "
+            f"{type(model).__name__}. Use train.dtype: bfloat16."
+        )
+    for linear in found:
+        linear.__class__ = Fp8TrainedLinear
+    return len(found)
+
+
+# ---- the kernel ----
 
 
 def _multiplied(

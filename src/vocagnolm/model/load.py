@@ -56,7 +56,7 @@ def require_packages(name: str, config: Any, device: torch.device) -> None:
         raise ModelError(
             f"{name} has {kind} weights, which transformers loads with {' and '.join(missing)}, "
             f"not installed here. Install with: pip install {' '.join(missing)}. Or use the "
-            "model's weights that are not quantised."
+            f"unquantized weights."
         )
 
 
@@ -76,8 +76,8 @@ def possible_sizes(name: str, config: Any) -> list[int]:
     if not getattr(text, "base_model_tp_plan", None):
         raise UsageError(
             f"--shard-teacher: transformers has no tensor-parallel plan for {name} "
-            f"({text.model_type}), so it cannot be split over GPUs. Leave --shard-teacher out: one "
-            "GPU must hold all of it."
+            f"({text.model_type}), so it cannot be split over GPUs. Remove --shard-teacher: one "
+            f"GPU must hold all of it."
         )
     heads = [value for key in _HEADS if isinstance(value := getattr(text, key, None), int)]
     common = math.gcd(*heads)
@@ -94,7 +94,7 @@ def fewest_parts(name: str, config: Any, weight_bytes: int, memory_bytes: int) -
     raise UsageError(
         f"--shard-teacher auto: {name} has {weight_bytes / 2**30:,.0f} GiB of weights, which "
         f"{possible[-1]} GPUs of {memory_bytes / 2**30:,.0f} GiB do not hold, and it cannot be "
-        "split into more parts. Use larger GPUs, or weights that are quantised."
+        "split into more parts. Use larger GPUs, or quantized weights."
     )
 
 
@@ -131,7 +131,7 @@ logging.getLogger("transformers.modeling_gguf_pytorch_utils").setLevel(logging.E
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model that was found and identified, its weights not yet in memory."""
+    """A model that was found and identified, but whose weights are not loaded yet."""
 
     folder: Path
     gguf_file: str | None
@@ -144,11 +144,11 @@ class ModelFiles:
     dtype: torch.dtype
     trust_remote_code: bool = False
     fp8: bool = False
-    """The decoder's products, where `dtype` is that of everything else."""
+    """Whether the decoder's products are in fp8; `dtype` is that of everything else."""
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """What the tokenizer puts before a text (beginning-of-text), as the model was trained."""
+        """What the tokenizer puts before a text (beginning-of-text), as in the model's training."""
         return self.tokenizer.prefix_ids
 
     @property
@@ -166,7 +166,7 @@ class ModelFiles:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens with which the model ends what it writes, as its files say."""
+        """Tokens with which the model ends its output, according to its files."""
         generation = self.folder / "generation_config.json"
         named = [self.tokenizer.eos_id, self.config.get_text_config().eos_token_id]
         if self.gguf_file is None and generation.is_file():
@@ -175,7 +175,7 @@ class ModelFiles:
         return tuple(sorted({index for index in flat if isinstance(index, int)}))
 
     def describe(self) -> dict[str, Any]:
-        """What is needed to know the model again."""
+        """Everything needed to recognize the model."""
         config_file = () if self.gguf_file else (self.folder / "config.json",)
         return {
             "name": self.name,
@@ -186,11 +186,13 @@ class ModelFiles:
 
     def require_shardable(self, shards: int) -> None:
         if self.fp8:
-            raise UsageError("--shard-teacher and --dtype fp8 do not go together: leave one out.")
+            raise UsageError(
+                "--shard-teacher and --dtype fp8 cannot be combined: remove one of them."
+            )
         if self.gguf_file:
             raise UsageError(
                 f"--shard-teacher: {self.name} is a GGUF file, which is loaded whole. Use the "
-                "model's safetensors, or leave --shard-teacher out."
+                "model's safetensors, or remove --shard-teacher."
             )
         possible, text = possible_sizes(self.name, self.config), self.config.get_text_config()
         if shards not in possible:
@@ -201,7 +203,7 @@ class ModelFiles:
             )
 
     def fewest_shards(self) -> int:
-        """As few GPUs of this machine as hold the weights; 1 on a CPU."""
+        """The smallest number of GPUs of this machine that can hold the weights; 1 on a CPU."""
         if self.device.type != "cuda":
             return 1
         self.require_shardable(1)
@@ -211,8 +213,8 @@ class ModelFiles:
         return fewest_parts(self.name, self.config, weights, memory)
 
     def load(self, shards: int = 1) -> PreTrainedModel:
-        """The model, in evaluation mode, on its device. Only safetensors or GGUF are opened.
-        `shards`: this process's part of it, in a group of so many processes."""
+        """Load the model on its device, in evaluation mode. Only safetensors and GGUF files are
+        opened. `shards`: load this process's part, in a group of this many processes."""
         options: dict[str, Any] = {"dtype": self.dtype}
         if self.gguf_file:
             options |= {"gguf_file": self.gguf_file}
@@ -239,7 +241,7 @@ class ModelFiles:
             # transformers fills them with random numbers and only warns
             raise ModelError(
                 f"{self.folder} lacks the weights of {', '.join(missing[:3])} ({len(missing)} in "
-                "all). It is cut short, or not a causal language model."
+                "all). It is truncated, or not a causal language model."
             )
         if model.get_output_embeddings() is None:
             raise ModelError(f"{self.folder}: {type(model).__name__} has no language-model head.")
@@ -252,7 +254,7 @@ class ModelFiles:
 
 
 def load_causal_lm(source: str | Path, **options: Any) -> PreTrainedModel:
-    """Load a model folder, a model of the hub (`owner/name`) or a GGUF file; options as in
+    """Load a model folder, a hub model (`owner/name`) or a GGUF file; options as in
     `open_model`."""
     return open_model(source, **options).load()
 
@@ -266,10 +268,10 @@ def open_model(
     trust_remote_code: bool = False,
     weights: bool = True,
 ) -> ModelFiles:
-    """Find a model and its tokenizer, without loading the weights; with `weights=False` they need
-    not be there, and are not downloaded.
+    """Find a model and its tokenizer without loading the weights. With `weights=False` the weights
+    need not exist and are not downloaded.
 
-    `dtype="auto"`: float32 on a CPU; on a GPU the checkpoint's own half precision, else bfloat16.
+    `dtype="auto"`: float32 on a CPU; on a GPU the checkpoint's own half precision, or bfloat16.
     """
     torch_device, path = resolve_device(device), Path(source)
     gguf_file = path.name if path.suffix.lower() == ".gguf" else None
@@ -395,7 +397,7 @@ def _loading_message(folder: Path, error: Exception) -> str:
     text = str(error)
     if "trust_remote_code" in text:
         return (
-            f"{folder} needs Python code of its own, which is not run by default. Read that code, "
-            "and pass --trust-remote-code to `score` or `evaluate` if you trust it."
+            f"{folder} has its own Python code, which is not run by default. Review that code, "
+            f"and pass --trust-remote-code to `score` or `evaluate` if you trust it."
         )
     return f"{folder} cannot be loaded as a causal language model: {type(error).__name__}: {text}"

@@ -295,10 +295,10 @@ def token_nll(
     chunk: int | None = None,
     part: VocabularyPart | None = None,
 ) -> Tensor:
-    """-log p(label) of every token, float32 [N], without the logits of the whole batch: they are
-    made `chunk` tokens at a time, in float32 whatever the inputs are (bfloat16 logits would cost
-    up to 0.08 nats). `part`: the head has some rows of the vocabulary only, other processes have
-    the others."""
+    """-log p(label) of every token, float32 [N], without holding the logits of the whole batch:
+    they are computed `chunk` tokens at a time, in float32 whatever the inputs are (bfloat16 logits
+    would cost up to 0.08 nats). `part`: the head holds only some rows of the vocabulary, and other
+    processes hold the others."""
     return token_scores(hidden_ND, head, labels_N, chunk=chunk, part=part).nll_N
 
 
@@ -355,9 +355,9 @@ def _tile_tokens(rows: int, on_gpu: bool) -> int:
 class NllModel:
     """A causal language model and the plan by which it reads documents.
 
-    Every window starts with `prefix_ids` (beginning-of-text), also inside a long document: models
-    that were trained with such a token lean on it. Without a prefix the first token of a document
-    has nothing before it and stays NaN.
+    Every window starts with `prefix_ids` (beginning-of-text), also inside a long document, because
+    models trained with such a token depend on it. Without a prefix, the first token of a document
+    has no context and stays NaN.
     """
 
     def __init__(
@@ -417,8 +417,8 @@ class NllModel:
     def start(
         self, documents: Sequence[np.ndarray], on_tokens: Callable[[int], None] | None = None
     ) -> Callable[[], list[TokenScores]]:
-        """The same in two steps: when this returns, the last batches are on their way through the
-        device, and the function it returns waits for them, in any thread."""
+        """The same in two steps: when this returns, the last batches are queued on the device. The
+        function it returns waits for them and can be called in any thread."""
         largest = max((int(ids.max(initial=0)) for ids in documents), default=0)
         if largest >= self.vocabulary_rows:
             raise ModelError(
@@ -467,7 +467,7 @@ class NllModel:
         return found
 
     def batch_scores(self, batch: Batch, documents: Sequence[np.ndarray]) -> RowScores:
-        """Of the scored tokens of a batch, window after window, on the model's device."""
+        """Scores of the scored tokens of a batch, window after window, on the model's device."""
         prefix = len(self.prefix_ids)
         input_ids = np.zeros((len(batch.windows), batch.row_tokens), np.int64)
         input_ids[:, :prefix] = self.prefix_ids
@@ -493,8 +493,8 @@ class NllModel:
     def rows_scores(
         self, input_ids: Tensor, positions: Tensor, labels: Tensor, seeds: Tensor | None = None
     ) -> RowScores:
-        """Of `labels` [N] as predicted at the flat `positions` [N] of `input_ids` [B, T]; `seeds`
-        [N] for alternatives that are drawn."""
+        """Scores of `labels` [N] as predicted at the flat `positions` [N] of `input_ids` [B, T].
+        `seeds` [N] are for sampled alternatives."""
         if self.form is None:
             return self._through_logits(input_ids, positions, labels, seeds)
         hidden = last_hidden(self.model, input_ids).flatten(0, 1)

@@ -294,7 +294,7 @@ def router_loss_of(model: PreTrainedModel, wanted: bool | None = None) -> Router
         if torch.allclose(loss.weight * own, ours, rtol=1e-2, atol=1e-6):
             return loss
     raise ModelError(
-        f"{type(model).__name__} computes its router loss in a way that is not known here. "
+        f"{type(model).__name__} computes its router loss in an unsupported way. "
         "Set train.router_loss to false to train without it."
     )
 

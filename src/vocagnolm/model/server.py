@@ -42,8 +42,8 @@ SERVER_REQUEST_TOKENS = 16384
 
 
 class Server(ServerSection, frozen=True):
-    """A server that has a model's weights, and how it is asked. The key, where it wants one, is
-    in the environment of every process that asks."""
+    """A server that runs a model, and how requests are sent to it. If it needs a key, the key is in
+    the environment of every process that sends requests."""
 
     url: str
 
@@ -115,9 +115,9 @@ class Exchange:
                 wait = max(pause * random.uniform(0.5, 1.0), getattr(error, "after_seconds", 0.0))
             if time.monotonic() + wait - failing_since > self.patience_seconds:
                 raise ServerError(
-                    f"the server at {self.url} has been of no use for "
-                    f"{self.patience_seconds:.0f} s; the last word: {reason[:300].rstrip('.')}. "
-                    "What is done is kept: look at the server, and run the same command again."
+                    f"the server at {self.url} has not responded usefully for "
+                    f"{self.patience_seconds:.0f} s; last error: {reason[:300].rstrip('.')}. "
+                    "Finished work is kept: check the server, and run the same command again."
                 )
             if self._given_up.wait(wait):
                 raise ServerError("given up, because another request has failed.")
@@ -153,7 +153,7 @@ class Exchange:
         try:
             return json.loads(body)
         except ValueError:
-            raise _PassingError(f"an answer that is no JSON: {_said(body)}") from None
+            raise _PassingError(f"a response that is not JSON: {_said(body)}") from None
 
 
 class RefusedError(ServerError):
@@ -192,7 +192,7 @@ def _key() -> str:
     name = KEY_VARIABLE if KEY_VARIABLE in os.environ else USUAL_KEY_VARIABLE
     key = os.environ.get(name, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise UsageError(f"{name} holds characters that no header may have.")
+        raise UsageError(f"{name} contains characters that are not allowed in a header.")
     return key
 
 
@@ -222,7 +222,7 @@ _ROUNDING = 0.01  # by which half precision may put a log-probability above 0
 
 
 class Engine(ABC):
-    """A server and the one model that we ask it for."""
+    """A server and the one model that we use on it."""
 
     name: str
     version = "unknown"
@@ -236,37 +236,36 @@ class Engine(ABC):
 
     @property
     def context(self) -> int | None:
-        """Tokens of a prompt and of what is written after it; None: it does not say."""
+        """Maximum number of tokens of a prompt and its output; None if the server does not say."""
         return None if self._most is None else int(self._most)
 
     @property
     def longest(self) -> int | None:
-        """Tokens of a prompt at most, for one more is generated."""
+        """Maximum number of tokens of a prompt, leaving room for one generated token."""
         return None if self.context is None else self.context - 1
 
     @abstractmethod
     def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
-        """Of every token of every prompt its nll, NaN for the first and where the server has none,
-        and so many alternatives. An error where it has not read exactly these tokens."""
+        """The nll of every token of every prompt (NaN for the first and where the server returns
+        none), and this many alternatives. Raises an error if the server has not read exactly these
+        tokens."""
 
     @abstractmethod
     def write(
         self, prompts: Sequence[list[int]], *, tokens: int, stop: Sequence[str], ends: Sequence[int]
     ) -> list["Written"]:
-        """The likeliest tokens after every prompt: `tokens` of them at most, up to one of `ends`
-        or until a string of `stop` stands there."""
+        """The most likely tokens after every prompt: at most `tokens` of them, up to one of `ends`
+        or until a string of `stop` appears."""
 
     def tokenize(self, text: str) -> list[int] | None:
-        """A text as the server's own tokenizer reads it, without special tokens; None: it does not
-        say."""
+        """A text as the server's own tokenizer reads it, without special tokens; None if the server
+        does not say."""
         return None
 
     def _post(self, path: str, content: dict[str, Any]) -> Any:
         answer = self._exchange.ask(path, content)
         if answer is None:
-            raise ServerError(
-                f"{self._exchange.url} has no such endpoint any more, or no longer this model."
-            )
+            raise ServerError(f"{self._exchange.url} no longer has this endpoint or this model.")
         return answer
 
 
@@ -290,8 +289,8 @@ class VLLM(Engine):
         super().__init__(exchange, entry)
         if (owner := entry.get("owned_by")) == "llamacpp":
             raise ServerError(
-                f"{exchange.url} is a server of llama.cpp, which has no log-probabilities of the "
-                "prompt. Use vLLM or SGLang, or give the GGUF file itself, without --server."
+                f"{exchange.url} is a llama.cpp server, which has no log-probabilities of the "
+                f"prompt. Use vLLM or SGLang, or give the GGUF file itself, without --server."
             )
         if about := exchange.ask("/version"):
             self.version = str(about["version"])
@@ -495,7 +494,7 @@ def _parsed(
         answers = parse(answer)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ServerError(
-            f"{url} answers in a form that is not known: {type(error).__name__}: {error}."
+            f"{url} returned an unknown response format: {type(error).__name__}: {error}."
         ) from None
     if len(answers) != len(prompts):
         raise ServerError(f"{url} answers {len(answers)} of {len(prompts)} prompts.")
@@ -519,14 +518,16 @@ def _read(
                 "SGLang do; llama.cpp has none."
             )
         if ids != sent:
-            raise ServerError(f"{url} {_change(sent, ids)}. Its losses would be of another text.")
+            raise ServerError(
+                f"{url} {_change(sent, ids)}. Its losses would be those of another text."
+            )
         _refuse_impossible(url, values)
         packed = None
         if alternatives:
             if likeliest is None or len(likeliest) != len(ids):
                 raise ServerError(
-                    f"{url} does not return the likeliest tokens of the prompt's places, which "
-                    "--alternatives asks for."
+                    f"{url} does not return the most likely tokens at each position of the "
+                    f"prompt, which --alternatives needs."
                 )
             packed = _packed(url, ids, likeliest, alternatives)
         found.append(TokenScores(_losses(values), packed))
@@ -546,8 +547,8 @@ def _packed(
         ranked = sorted(given, key=lambda entry: -entry[1])[:count]
         if len(ranked) < count:
             raise ServerError(
-                f"{url} returns {len(ranked)} of the {count} likeliest tokens that --alternatives "
-                "asks for."
+                f"{url} returns {len(ranked)} of the {count} most likely tokens that "
+                f"--alternatives asks for."
             )
         chosen[position] = [index for index, _ in ranked]
         nll[position] = [np.nan if value == _NO_PROBABILITY else -value for _, value in ranked]
@@ -569,8 +570,8 @@ def _refuse_impossible(url: str, values: Sequence[float | None]) -> None:
     for value in values:
         if value is not None and (value > _ROUNDING or -math.inf < value < _NO_PROBABILITY):
             raise ServerError(
-                f"{url} gives a token the log-probability {value:g}, which no model has. This "
-                "answer was not kept. Check the server and its version."
+                f"{url} returned the impossible log-probability {value:g}. This response was "
+                f"discarded. Check the server and its version."
             )
 
 
@@ -630,9 +631,9 @@ class Probe:
         if not off <= TOLERANCE:
             raise ServerError(
                 f"the losses of {url} have changed since this run began: those of a probe by "
-                f"{off:.3f} nats a token, {TOLERANCE} are allowed. Another model, revision or "
-                "precision was started there; this answer was not kept. Start the server as it "
-                "was, and run the same command again."
+                f"{off:.3f} nats per token ({TOLERANCE} are allowed). Another model, revision or "
+                f"precision is running there; this response was discarded. Start the server as "
+                f"it was, and run the same command again."
             )
 
 

@@ -1,10 +1,11 @@
-"""The training objective: guided loss, its baselines and its controls, as pure tensor functions.
+"""The training objective: the guided loss, its baselines and its controls, as pure tensor
+functions.
 
     targets = Targets(labels_BT=labels, guidance_BT=guidance)
     output = objective_loss(hidden_BTD, Head(weight=...), targets, ObjectiveConfig())
     output.loss.backward()
 
-`objective_loss` is the entry point; the two-pass form for scope global over accumulation steps is
+`objective_loss` is the entry point. For scope global over accumulation steps, use the two-pass form
 `student_nll` -> `weigh_step` -> `objective_loss(..., decided=Decided(...))`.
 """
 

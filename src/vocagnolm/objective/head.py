@@ -77,16 +77,16 @@ class Head:
         head = Head(weight=model.lm_head.weight, softcap=30.0)  # Gemma 2
         head.logits(hidden)                                     # [..., V]: the model's own
 
-    Pass the model's parameter itself: `objective_loss` gives it its gradient. `weight` may be tied
-    to the embedding: the gradient of the head is then added to the embedding's as usual. It must
-    be an ordinary tensor on the hidden states' device. Under FSDP2 the parameter is a sharded
-    DTensor outside the root module's forward: call the objective from inside that forward (where
-    the root's parameters are gathered), so that FSDP's own hooks reduce the gradient.
+    Pass the model's parameter itself: `objective_loss` computes its gradient. `weight` may be tied
+    to the embedding; the gradients are then added as usual. It must be an ordinary tensor on the
+    device of the hidden states. Under FSDP2 the parameter is a sharded DTensor outside the root
+    module's forward: call the objective from inside that forward (where the root's parameters are
+    gathered), so that FSDP's own hooks reduce the gradient.
     """
 
     weight: Tensor
-    """[V, D]. Rows beyond the tokenizer (padding of the embedding) count in the softmax, as they
-    do in transformers; labels never point there."""
+    """[V, D]. Rows beyond the tokenizer (padding of the embedding) count in the softmax, as in
+    transformers; labels never refer to them."""
     bias: Tensor | None = None
     """[V] or None."""
     softcap: float | None = None
@@ -94,7 +94,7 @@ class Head:
     scale: float = 1.0
     """Cohere's `logit_scale`, or 1 / Granite's `logits_scaling`."""
     vocabulary_size: int | None = None
-    """Number of rows the tokenizer can produce; None: all of them. Only kld reads it."""
+    """Number of rows that the tokenizer can produce; None: all of them. Used only by kld."""
 
     def __post_init__(self) -> None:
         if self.weight.dim() != 2:
@@ -106,7 +106,7 @@ class Head:
 
     @property
     def rows(self) -> int:
-        """Tokens that the distribution is over: those of the tokenizer where that is known."""
+        """Number of tokens in the distribution: those of the tokenizer, if known."""
         return self.vocabulary_size or self.weight.shape[0]
 
     @property
@@ -114,7 +114,7 @@ class Head:
         return Transform(self.bias, self.softcap, self.scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V], fp32 unless the model is fp64: all of them at once."""
+        """All logits [..., V] at once, in fp32 unless the model is fp64."""
         return self.transform(F.linear(hidden, self.weight))
 
 
@@ -645,8 +645,8 @@ class _Attached(torch.autograd.Function):
         gradients: Gradients | None = ctx.gradients
         if gradients is None:
             raise RuntimeError(
-                "this loss was already sent backward once and its gradients were handed over; "
-                "compute it again instead of using retain_graph"
+                "backward was already called on this loss; compute it again instead of using "
+                "retain_graph"
             )
         ctx.gradients = None  # scaled in place below: they may be as large as the head
 

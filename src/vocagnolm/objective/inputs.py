@@ -17,7 +17,7 @@ from vocagnolm.recipe.sections import Pairing as Pairing
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """What a micro-batch predicts, and what is known of it before the student has read it. Already
+    """What a micro-batch predicts, and what is known about it before the student reads it. Already
     shifted: entry t belongs to the token that position t predicts. B sequences, T positions.
 
         Targets(labels_BT=ids[:, 1:], guidance_BT=guidance[:, 1:])  # inputs: ids[:, :-1]
@@ -26,26 +26,26 @@ class Targets:
     labels_BT: Tensor
     """int64; -100 is ignored."""
     guidance_BT: Tensor | None = None
-    """Teacher nll carried to these tokens, NaN where unmapped. None (random, no_teacher): every
+    """Teacher nll assigned to these tokens, NaN where unmapped. None (random, no_teacher): every
     token counts as mapped."""
     entropy_BT: Tensor | None = None
     """Entropy of the reference model in nats; only for `entropy_keep`."""
     teacher_sums_B2: Tensor | None = None
-    """Sum and number of the losses of the teacher tokens behind each sequence, for `unmapped:
-    mean`. None: of the guidance, which is the same for one vocabulary."""
+    """Sum and number of the teacher's losses over each sequence, for `unmapped: mean`. None:
+    computed from the guidance, which is the same for one vocabulary."""
     stretch_BT: Tensor | None = None
-    """int64: number of each token's stretch in its sequence, for `compare: stretch`: the smallest
-    piece of text at whose ends both tokenisations have a boundary. `guidance_BT` is then the
-    teacher's loss of the whole stretch, the same for all its tokens."""
+    """int64: index of each token's stretch in its sequence, for `compare: stretch`. A stretch is
+    the smallest piece of text at whose ends both tokenizations have a boundary. `guidance_BT` is
+    then the teacher's loss on the whole stretch, the same for all its tokens."""
     soft_ids_BTK: Tensor | None = None
-    """int64 or int32: for distill, tokens that the teacher finds likely beside the label. Any valid
-    id where `soft_p_BTK` is 0."""
+    """int64 or int32: for distill, tokens other than the label that the teacher finds likely. Any
+    valid id where `soft_p_BTK` is 0."""
     soft_p_BTK: Tensor | None = None
-    """Their probabilities; what they leave of 1 is the label's."""
+    """Their probabilities; the rest belongs to the label."""
     sequence_index_B: Tensor | None = None
-    """int64: index of each sequence in the whole batch of the optimiser step. It breaks ties and
-    feeds random choices. None: micro-batch by micro-batch, rank by rank, row by row, which is
-    the order in which accelerate deals batches to ranks."""
+    """int64: index of each sequence in the whole batch of the optimizer step. Used to break ties
+    and for random choices. None: by micro-batch, rank and row, which is the order in which
+    accelerate deals batches to ranks."""
 
     def __post_init__(self) -> None:
         for name in ("labels_BT", "guidance_BT"):
@@ -64,8 +64,9 @@ class Targets:
         *,
         device: torch.device | str | None = None,
     ) -> "Targets":
-        """Sequences of unequal length, as lists, arrays or tensors: labels are padded on the right
-        with -100, guidance with NaN. Pad the inputs on the right too, with any token."""
+        """Build targets from sequences of different lengths (lists, arrays or tensors). Labels are
+        padded on the right with -100, guidance with NaN. Pad the inputs on the right too, with any
+        token."""
         if guidance is not None and len(labels) != len(guidance):
             raise ValueError(f"{len(labels)} rows of labels, {len(guidance)} of guidance")
         pairs = () if guidance is None else zip(labels, guidance, strict=True)
@@ -88,8 +89,8 @@ class Targets:
 
     @cached_property
     def mapped_BT(self) -> Tensor:
-        """Tokens that can be compared. Of a stretch all or none: its loss under the student is not
-        known where one of its tokens is not predicted."""
+        """Tokens that can be compared: all tokens of a stretch or none, because its loss under the
+        student is unknown if one of its tokens is not predicted."""
         if self.guidance_BT is None:
             return self.valid_BT
         known = ~torch.isnan(self.guidance_BT)
@@ -105,33 +106,33 @@ class Decided:
     """What was decided over all micro-batches of a step, for one of them."""
 
     denominator: Tensor | float | None = None
-    """What the summed loss is divided by. None: this micro-batch's count, or with scope global the
-    count of all ranks."""
+    """Divisor of the summed loss. None: this micro-batch's count, or with scope global the count of
+    all ranks."""
     weights_BT: Tensor | None = None
-    """What each token counts, decided already (second pass of scope global, see `weigh_step`);
+    """Weights of the tokens, if already decided (second pass of scope global, see `weigh_step`);
     bool or float."""
     nll_BT: Tensor | None = None
-    """The losses that it was decided by: phase 1 is then left out."""
+    """The losses on which the weights are based; phase 1 is then skipped."""
     kept: int | None = None
-    """How many tokens of this micro-batch count, where that is known without its losses
-    (`count_kept`): then the host does not wait for the device."""
+    """Number of tokens of this micro-batch that count, if known without its losses (`count_kept`);
+    the host then does not wait for the device."""
     micro_batches: int = 1
-    """Micro-batches of the step on all ranks, for what is a mean over them."""
+    """Number of micro-batches of the step on all ranks, for means over them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """An online teacher's view of the same text, for kld and uld (no gradient flows into it)."""
+    """An online teacher's predictions for the same text, for kld and uld (without gradient)."""
 
     hidden: Tensor
-    """[B, U, D_T] last hidden states of the teacher; U may differ from the student's T."""
+    """[B, U, D_T] Last hidden states of the teacher; U may differ from the student's T."""
     head: Head | None
-    """None: `hidden` holds the logits themselves, for a head that is not understood."""
+    """None: `hidden` holds the logits themselves, for a head that is not supported."""
     position_BT: Tensor | None = None
-    """[B, T] int64: which teacher position predicts what student position t predicts, -1 where
-    the two are not aligned. None: the same position (same tokenizer)."""
+    """[B, T] int64: the teacher position that predicts what student position t predicts, -1 if they
+    are not aligned. None: the same position (same tokenizer)."""
 
     @property
     def rows(self) -> int:
-        """Tokens that the teacher's distribution is over."""
+        """Number of tokens in the teacher's distribution."""
         return self.hidden.shape[-1] if self.head is None else self.head.rows

@@ -59,39 +59,39 @@ def objective_loss(
     impl: Implementation = "auto",
     group: "torch.distributed.ProcessGroup | None" = None,
 ) -> "ObjectiveOutput":
-    """Loss of one micro-batch, with gradient for the hidden states and the head.
+    """Loss of one micro-batch, with gradients for the hidden states and the head.
 
         hidden = model.model(ids[:, :-1]).last_hidden_state
         targets = Targets(labels_BT=ids[:, 1:], guidance_BT=guidance[:, 1:])
         output = objective_loss(hidden, Head(weight=model.lm_head.weight), targets)
         output.loss.backward()
-        output.nll_BT, output.selected_BT    # the student's loss of every token, and which count
+        output.nll_BT, output.selected_BT    # the student's loss on every token, and which count
 
     hidden_BTD: last hidden states, after the final norm; `hidden[b, t]` predicts
         `targets.labels_BT[b, t]`.
     head: None: `hidden_BTD` holds the logits themselves, which takes more memory.
-    targets: labels, -100 where there is nothing to predict, and the guidance, NaN where there is
-        none; for distill the teacher's alternatives in the student's vocabulary. Rows of unequal
-        length: `Targets.from_rows`.
-    config: the method; guided, 40 % kept, where it is left out.
-    step: for methods that draw at random; give every call of a run another number (optimiser
-        step * accumulation + micro-batch), or the sequences' indices in `targets`.
+    targets: labels (-100 where there is nothing to predict) and guidance (NaN where there is none);
+        for distill also the teacher's alternatives in the student's vocabulary. For rows of
+        different lengths use `Targets.from_rows`.
+    config: the method; default: guided, 40 % kept.
+    step: for methods that use random numbers; give every call of a run a different number
+        (optimizer step * accumulation + micro-batch), or the indices of the sequences in `targets`.
     teacher: for kld and uld.
     decided: what the micro-batches of a step share, see below.
     impl: `reference` holds full logits, `chunked` is torch on any device, `fused` uses Triton on
-        CUDA; `auto` is fused where it can run, else chunked.
+        CUDA; `auto` is fused where it can run, otherwise chunked.
 
-    Accumulation. For a step of several micro-batches give each the same `decided.denominator`, the
+    Accumulation. For a step of several micro-batches, give each the same `decided.denominator`, the
     count over all of them (and all ranks), and add up the losses: then 1 x 8 sequences and 8 x 1
-    give the same step. With `normalise: all` it is the number of labels that are not ignored,
-    which is known beforehand. DDP and FSDP average gradients over ranks: multiply the loss by the
-    number of ranks when the denominator counts all of them.
+    give the same step. With `normalise: all` it is the number of labels that are not ignored, which
+    is known beforehand. DDP and FSDP average gradients over ranks: multiply the loss by the number
+    of ranks if the denominator counts all of them.
 
-    Scope global. With one micro-batch a step, call this on all ranks: it exchanges counts. With
-    accumulation: `student_nll` for each micro-batch, `weigh_step` over all, then this function
-    with `decided`.
+    Scope global. With one micro-batch per step, call this function on all ranks: it exchanges
+    counts. With accumulation, call `student_nll` for each micro-batch, `weigh_step` over all, then
+    this function with `decided`.
 
-    Nothing selected: the loss is exactly 0 and so are the gradients. The gradients are made in
+    If nothing is selected, the loss and the gradients are exactly 0. The gradients are computed in
     the forward pass: call backward once.
     """
     config = config or ObjectiveConfig()
@@ -102,7 +102,7 @@ def objective_loss(
         if teacher is None:
             raise ValueError(f"method {config.method} needs an online teacher, got teacher=None")
         if head is None:
-            raise ValueError(f"method {config.method} reads hidden states: give their head")
+            raise ValueError(f"method {config.method} needs hidden states: pass their head")
         function = distil_reference if impl == "reference" else distil
         total, nll_BT, stats = function(hidden_BTD, head, targets.labels_BT, teacher, config)
         return _output(total, nll_BT, targets.valid_BT, targets, config, decided, stats, ranks)
@@ -328,25 +328,32 @@ def guided_loss(
     step: int | None = None,
     **more: Any,
 ) -> Tensor:
-    """`objective_loss` as the loss of a causal language model of transformers, for any trainer:
+    """`objective_loss` as the loss function of a transformers causal language model, for any
+    trainer:
 
         model.loss_function = guided_loss                                           # or
         model.loss_function = functools.partial(guided_loss, config=ObjectiveConfig(keep=0.6))
         loss = guided_loss(logits, labels, {"guidance": guidance})                  # in a loop
 
-    logits: or the last hidden states, with their `head`: then the logits are never held at once.
-    labels: as transformers has them: `labels[b, t]` is the token at t, and is predicted from
-        position t - 1. `shift_labels` are moved already.
+    logits: or the last hidden states together with their `head`; then all logits are never held at
+        once.
+    labels: as in transformers: `labels[b, t]` is the token at t, which position t - 1 predicts.
+        `shift_labels` are already shifted.
     columns: `guidance`, and for distill `target_ids` and `target_p`, at the same positions as the
-        labels. A model hands its loss function whatever else its forward was given: there they
-        come as keywords.
-    num_items_in_batch: labels of the whole step, over all micro-batches and processes
+        labels. A model passes all other inputs of its forward to its loss function; there the
+        columns arrive as keywords.
+    num_items_in_batch: number of labels of the whole step, over all micro-batches and processes
         (`count_items`). The losses of the micro-batches then add up to the step's. DDP and FSDP
         average gradients over processes: multiply by their number, as transformers' Trainer does.
-    step: for methods that draw at random.
+    step: for methods that use random numbers.
 
-    Without gradients, in an evaluation, it is the mean loss of all tokens whatever the method is.
+    Without gradients (in an evaluation) it is the mean loss over all tokens, whatever the method.
     """
+    if not isinstance(logits, Tensor):  # the outputs of a model
+        raise ObjectiveError(
+            f"guided_loss takes logits or hidden states, not {type(logits).__name__}. A Trainer's "
+            "compute_loss_func never gets the guidance: set model.loss_function instead."
+        )
     config = config or ObjectiveConfig()
     device = logits.device.type
     if not torch.is_grad_enabled():
@@ -375,9 +382,9 @@ def guided_loss(
             "and set remove_unused_columns=False in the trainer's arguments."
         )
     if step is None and (config.rule.ranking == "chance" or config.by_chance):
-        raise ObjectiveError(f"method {config.method} draws anew in every step: give step=")
+        raise ObjectiveError(f"method {config.method} uses random numbers: pass step=")
     if config.at(0.0) is not config:
-        raise ObjectiveError("mix_end changes the mix during a run: give config.at(progress)")
+        raise ObjectiveError("mix_end changes the mix during a run: pass config.at(progress)")
     if num_items_in_batch is not None and (
         config.reaches_over_step or config.normalise == "selected"
     ):
@@ -397,7 +404,7 @@ def guided_loss(
 
 
 def count_items(batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
-    """Labels that are predicted in the micro-batches of a step, on all processes: the
+    """Number of predicted labels in the micro-batches of a step, on all processes: the
     `num_items_in_batch` of `guided_loss`."""
     counts = [(batch["labels"][:, 1:] != IGNORE_INDEX).sum() for batch in batches]
     return Ranks.of().sum(torch.stack(counts).sum())
@@ -420,8 +427,8 @@ def token_losses(
     impl: Implementation = "auto",
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """(nll, entropy or None) of every token in fp32, without gradient; 0 where ignored. Any
-    model's: an online teacher's guidance and `entropy_BT` come from here."""
+    """(nll, entropy or None) of every token in fp32, without gradient; 0 where ignored. Works for
+    any model: an online teacher's guidance and `entropy_BT` are computed here."""
     _check(hidden_BTD, head, Targets(labels_BT=labels_BT))
     labels_N = labels_BT.flatten().clamp(min=0)
     hidden_ND = hidden_BTD.flatten(0, 1)
@@ -533,9 +540,9 @@ class ObjectiveOutput:
     nll_BT: Tensor
     """Student nll in nats, fp32; 0 where the label is ignored."""
     weights_BT: Tensor
-    """fp32: what each token counts in the loss; 0 and 1 where tokens are selected."""
+    """fp32: the weight of each token in the loss; 0 and 1 where tokens are selected."""
     denominator: Tensor
-    """What the summed loss was divided by; 0 when nothing was there."""
+    """Divisor of the summed loss; 0 if there was nothing."""
     targets: Targets
     distill_stats: dict[str, Tensor] = field(default_factory=dict)
 
@@ -546,16 +553,16 @@ class ObjectiveOutput:
 
     @cached_property
     def sums(self) -> Tensor:
-        """What a log needs of this micro-batch, in sums that add up over micro-batches and ranks
-        (`measures`); on the device, no waiting."""
+        """Sums for logging that add up over micro-batches and ranks (`measures`). They stay on the
+        device, without waiting."""
         return batch_sums(self.nll_BT, self.weights_BT, self.targets)
 
     @cached_property
     def stats(self) -> dict[str, float]:
-        """For the training log: nll_kept, nll_all, kept_share, weight_share, mapped_share, with
-        guidance excess_p10, excess_p50, excess_p90; distill, kld, uld and alm add distill_loss,
-        distill target_mass, kld and uld aligned_share, kld teacher_dropped_mass. Reading it waits
-        for the device."""
+        """Metrics for the training log: nll_kept, nll_all, kept_share, weight_share, mapped_share,
+        with guidance excess_p10, excess_p50, excess_p90; distill, kld, uld and alm add
+        distill_loss, distill target_mass, kld and uld aligned_share, kld teacher_dropped_mass.
+        Reading it waits for the device."""
         return measures(self.sums.tolist()) | {
             name: float(value) for name, value in self.distill_stats.items()
         }

@@ -66,7 +66,7 @@ def compared(nll_BT: Tensor, targets: Targets, teacher_BT: Tensor | None = None)
 
 
 def stretch_losses(nll_N: Tensor, stretch_N: Tensor, mapped_N: Tensor, stretches: int) -> Tensor:
-    """Each token's stretch's loss; an unmapped token's own."""
+    """The loss of each token's stretch; for an unmapped token its own loss."""
     if nll_N.dtype == torch.float64:
         values, back = torch.where(mapped_N, nll_N, 0.0), 1.0
     else:
@@ -97,7 +97,7 @@ _POSITIONS = 1 << 32
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """What a selection reads of one micro-batch: its targets and the student's losses of them."""
+    """The input of a selection: the targets of one micro-batch and the student's losses on them."""
 
     targets: Targets
     nll_BT: Tensor
@@ -119,8 +119,8 @@ def kept(count: Count, keep: float) -> Count:
 
 
 def count_kept(counts: Counts | None, config: ObjectiveConfig) -> int | None:
-    """How many tokens of a micro-batch will count, whatever its losses are; None where they
-    decide, or where nothing was counted."""
+    """Number of tokens of a micro-batch that will count, whatever its losses; None if it depends on
+    them, or if nothing was counted."""
     if counts is None:
         return None
     predicted, mapped = sum(row[0] for row in counts), sum(row[1] for row in counts)
@@ -419,12 +419,12 @@ def _signed(value: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWeights:
-    """The weights of one optimiser step, seen from one rank."""
+    """The weights of one optimizer step, as seen by one rank."""
 
     weights: list[Tensor]
     """fp32 [B, T] for each of this rank's micro-batches."""
     denominator: Tensor
-    """What to divide the summed loss by, over all ranks and micro-batches."""
+    """Divisor of the summed loss, over all ranks and micro-batches."""
 
 
 @torch.no_grad()
@@ -435,8 +435,9 @@ def weigh_step(
     step: int = 0,
     group: "torch.distributed.ProcessGroup | None" = None,
 ) -> StepWeights:
-    """Weights of a whole optimiser step: all micro-batches of this rank, with scope global together
-    with those of all other ranks. Every rank must call it, with equally many micro-batches."""
+    """Weights of a whole optimizer step: of all micro-batches of this rank, with scope global
+    together with those of all other ranks. Every rank must call it, with the same number of
+    micro-batches."""
     if not batches:
         raise ValueError("weigh_step needs at least one micro-batch")
     ranks = Ranks.of(group)

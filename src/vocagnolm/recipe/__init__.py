@@ -1,7 +1,7 @@
-"""Recipes: one YAML file that describes a run, one section per stage.
+"""Recipes: one YAML file describes a run, with one section per stage.
 
-The command line makes its options from `recipe.sections`; what reads files is imported when it is
-used.
+The command line makes its options from `recipe.sections`; what reads files is imported on first
+use.
 """
 
 from importlib import import_module
@@ -45,3 +45,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module("vocagnolm.recipe.load"), name)
     raise AttributeError(f"module 'vocagnolm.recipe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -27,7 +27,7 @@ from vocagnolm.storage import require_storage
 
 
 class Recipe(Schema):
-    """One run, one section per stage."""
+    """A run, with one section per stage."""
 
     student: sections.StudentSection = field(default_factory=sections.StudentSection)
     teacher: sections.TeacherSection = field(default_factory=sections.TeacherSection)
@@ -54,24 +54,24 @@ class Recipe(Schema):
 
     @property
     def needs_guidance(self) -> bool:
-        """Whether the objective reads guidance (one number per token) at all."""
+        """Whether the objective uses guidance (one number per token)."""
         return self.method.guidance and not self.objective.by_chance
 
     @property
     def needs_online_teacher(self) -> bool:
-        """Distributions are in no store."""
+        """Whether the method needs whole distributions, which no store contains."""
         return self.method.distribution or (self.teacher.online and self.needs_guidance)
 
     @property
     def needs_block_text(self) -> bool:
-        """Whether the teacher must read the block's text with its own tokenizer. With one
-        vocabulary the teacher reads the student's ids."""
+        """Whether the teacher must read the text of a block with its own tokenizer. With a shared
+        vocabulary it reads the student's ids."""
         return self.needs_online_teacher and not self.method.one_vocabulary
 
     @property
     def needs_teacher_losses(self) -> bool:
-        """Whether all losses of the teacher's own tokens are read, beyond carried guidance: chunks
-        of its sequence, or their mean for the unmapped."""
+        """Whether all losses of the teacher's own tokens are needed in addition to guidance: for
+        chunks of its sequence, or for their mean with unmapped tokens."""
         chunks = self.method.unit == "chunk" and not self.needs_stretches
         return self.needs_guidance and (chunks or self.objective.unmapped == "mean")
 
@@ -82,22 +82,22 @@ class Recipe(Schema):
 
     @property
     def needs_targets(self) -> bool:
-        """Whether the teacher's alternatives are read, in the student's vocabulary."""
+        """Whether the teacher's alternatives in the student's vocabulary are needed."""
         return self.method.alternatives
 
     @property
     def stores(self) -> list[str]:
-        """The loss stores, none, one or several."""
+        """The loss stores: none, one or several."""
         path = self.store.path
         return [] if path is None else [path] if isinstance(path, str) else path
 
     def store_problems(self) -> list[str]:
-        """What contradicts itself in what is asked of the stores."""
+        """Contradictions in the settings of the stores."""
         stores, problems = self.stores, []
         if len(stores) < 2 and self.store.combine is not None:
             problems.append(
                 f"store.combine joins several stores, store.path names {len(stores)}: list the "
-                "stores there, or leave store.combine out."
+                "stores there, or remove store.combine."
             )
         if twice := sorted({path for path in stores if stores.count(path) > 1}):
             problems.append(f"store.path names {', '.join(twice)} twice.")
@@ -138,8 +138,8 @@ class Recipe(Schema):
 
 
 def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe file, or one that comes with the package (`laptop`, `paper/cpt`); follow its
-    `extends`, apply `section.key=value` overrides."""
+    """Read a recipe file, or a recipe of the package (`laptop`, `paper/cpt`); follow its `extends`,
+    and apply `section.key=value` overrides."""
     path = Path(source)
     if path.suffix in YAML_SUFFIXES or path.is_file():
         advice = "`vocagnolm recipe list` names the shipped recipes."
@@ -152,7 +152,7 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def recipe_from_dict(tree: Mapping[str, Any], origin: str = "recipe") -> Recipe:
-    """Build a recipe from nested mappings; every section and key is checked."""
+    """Build a recipe from nested mappings. Every section and key is checked."""
     # a section without keys is read as null
     sections = {name: {} if content is None else content for name, content in tree.items()}
     recipe = build(Recipe, sections, origin, RecipeError)

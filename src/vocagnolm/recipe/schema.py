@@ -186,9 +186,9 @@ def fits(hint: Any, value: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """A type in words: a whole number of at least 1 or null."""
-    names = {int: "a whole number", float: "a number", bool: "true or false"}
-    names |= {str: "a text", Path: "a path", NoneType: "null"}
+    """A type in words: an integer of at least 1 or null."""
+    names = {int: "an integer", float: "a number", bool: "true or false"}
+    names |= {str: "a string", Path: "a path", NoneType: "null"}
     origin, inner = get_origin(hint), get_args(hint)
     if origin is None and hint in names:
         return names[hint]
@@ -338,7 +338,7 @@ def apply_override(
     steps = steps_of(path.strip())
     if not equals or not all(steps):
         path_words = " with a path like section.key" if option == "--set" else ""
-        raise error(f"{option} wants key=value{path_words}, found {override!r}.")
+        raise error(f"{option} expects key=value{path_words}, found {override!r}.")
     try:
         value = parse_yaml(text)
     except ValueError as failure:

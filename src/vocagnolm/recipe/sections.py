@@ -29,107 +29,111 @@ Choices = Literal["generate", "likelihood"]
 Protocol = Literal["strict", "paper"]
 
 CHAT_TEMPLATE = (
-    "conversations: a chat template: a Jinja file, a folder with one, plain (`role: content`), "
-    "or concatenate (prompt and completion, which are texts, end to end)"
+    "chat template for conversations: a Jinja file, a folder with one, plain (`role: content`), "
+    "or concatenate (joins a prompt and a completion that are strings)"
 )
-OWN_TEMPLATE = "the model's own, or plain where it has none"
+OWN_TEMPLATE = "the model's own, or plain if it has none"
 
 
 class StudentSection(Schema):
-    """The model that learns."""
+    """The model to train."""
 
-    model: str | None = key("folder, hub id or GGUF file; leave out to start from `config`")
+    model: str | None = key("model folder, hub id or GGUF file; omit it to start from `config`")
     config: dict[str, Any] | None = key(
-        "from scratch: keys of a Hugging Face config, `model_type` first; random weights by seed"
+        "start from random weights: keys of a Hugging Face config, including `model_type`"
     )
-    tokenizer: str | None = key("folder, tokenizer.json or hub id; default: the model's own")
+    tokenizer: str | None = key(
+        "tokenizer folder, tokenizer.json or hub id; default: the model's own"
+    )
     revision: str | None = key("hub revision of the model")
     chat_template: str | None = key(CHAT_TEMPLATE, unset=OWN_TEMPLATE)
     template_options: dict[str, Any] = key(
-        "conversations: further variables of the template, for example enable_thinking: false", {}
+        "conversations: more variables for the template, for example enable_thinking: false", {}
     )
     dtype: Literal["float32", "bfloat16", "float16"] = key(
-        "dtype of the weights; with train.bf16 the arithmetic is bfloat16 anyway", "float32"
+        "dtype of the weights; train.dtype sets that of the arithmetic", "float32"
     )
     attention: Attention | HubKernel | None = key(
-        "attention implementation of transformers, or a kernel of the hub (owner/name); auto: "
-        "transformers' choice, and on a GPU flex_attention where blocks hold documents apart; "
-        "null: transformers' choice",
+        "attention implementation of transformers, or a kernel from the hub (owner/name); null: "
+        "transformers' default; auto: the same, but flex_attention on a GPU if documents in a "
+        "block are masked from each other",
         "auto",
     )
     bits_per_byte: float | None = key(
-        "its bits per byte on this kind of text, where they are known; otherwise `check` and "
-        "`train` measure them, and warn of a teacher that is not clearly better",
+        "the student's bits per byte on this kind of text, if known; otherwise `check` and "
+        "`train` measure them; used to warn about a teacher that is not clearly better",
         gt=0,
     )
 
 
 class TeacherSection(Schema):
-    """The model that guides. Scored once into a store, or held in memory (`online`)."""
+    """The teacher: it scores the corpus once into a store, or stays in memory (`online`)."""
 
     model: str | None = key("model folder, hub id (owner/name) or GGUF file")
-    tokenizer: str | None = key("folder, tokenizer.json or hub id; default: the model's own")
+    tokenizer: str | None = key(
+        "tokenizer folder, tokenizer.json or hub id; default: the model's own"
+    )
     revision: str | None = key("hub revision of the model")
     chat_template: str | None = key(CHAT_TEMPLATE, unset=OWN_TEMPLATE)
     template_options: dict[str, Any] = key(
-        "conversations: further variables of the template, for example enable_thinking: false", {}
+        "conversations: more variables for the template, for example enable_thinking: false", {}
     )
-    online: bool = key("hold the teacher in memory while training instead of using a store", False)
+    online: bool = key("keep the teacher in memory during training instead of using a store", False)
     dtype: Dtype = key("dtype of the teacher's weights when it is online", "auto")
 
 
 class KeepDocuments(Schema):
-    """Whole documents, chosen by what the teacher thinks of them."""
+    """Selects whole documents by the teacher's losses."""
 
     by: Literal["difference", "bits_per_byte", "random"] = key(
-        "difference: bits per byte of `against` minus the teacher's, the largest first (MiniPLM); "
-        "bits_per_byte: the teacher's, the smallest first; random: a control",
+        "difference: bits per byte of `against` minus the teacher's, largest first (MiniPLM); "
+        "bits_per_byte: the teacher's, smallest first; random: a control",
         "difference",
     )
-    share: float = key("share of the text that is kept, by bytes", 0.5, gt=0, le=1)
-    against: str | None = key("difference: loss store of a small reference model")
+    share: float = key("share of the text to keep, by bytes", 0.5, gt=0, le=1)
+    against: str | None = key("difference: the loss store of a small reference model")
 
 
 class CorpusSection(Schema):
-    """The documents. The same section serves `score` and `prepare`."""
+    """The documents, for both `score` and `prepare`."""
 
     files: list[str] = key(
-        "the documents: jsonl (.gz, .zst), parquet or text files, folders of those, addresses of "
-        "these (s3://, gs://, hf://, https://), or hub datasets (owner/name, owner/name:split)",
+        "jsonl (.gz, .zst), parquet or text files, folders, addresses (s3://, gs://, hf://, "
+        "https://) or hub datasets (owner/name, owner/name:split)",
         [],
         option="--corpus",
     )
-    text_field: str = key("the field of a record that holds the text", "text", min_length=1)
+    text_field: str = key("field of a record that contains the text", "text", min_length=1)
     format: Format = key(
-        "what a record holds: a text, or a conversation as `messages`, or as `prompt` and "
-        "`completion`; auto: by the fields of the first",
+        "content of a record: a text, or a conversation in the field `messages` or in `prompt` "
+        "and `completion`; auto: decided by the fields of the first record",
         "auto",
     )
     split: Split = key(
-        "a text file (.txt, .md, ...) is one document: none; or one for each blank_line between, "
-        "or each line",
+        "how to split a text file (.txt, .md, ...) into documents: not at all, at blank lines, or "
+        "at every line",
         "none",
     )
-    limit_documents: int | None = key("read at most so many documents", ge=1)
+    limit_documents: int | None = key("maximum number of documents to read", ge=1)
     keep_documents: KeepDocuments | None = key(
-        "train on the documents worth reading: `by` difference, bits_per_byte or random, `share`, "
-        "`against`"
+        "train on selected documents only; keys: `by` (difference, bits_per_byte or random), "
+        "`share`, `against`"
     )
 
 
 class StoreSection(Schema):
-    """The teacher's losses for this corpus, written by `vocagnolm score`."""
+    """The teacher's losses on this corpus, written by `vocagnolm score`."""
 
     path: str | list[str] | None = key(
-        "folder of the loss store, or its address (s3://, gs://, az://, hf://datasets/OWNER/NAME); "
-        "or a list of them, of several teachers; leave out for methods without a teacher"
+        "folder or address of the loss store (s3://, gs://, az://, hf://datasets/OWNER/NAME), or a "
+        "list of them for several teachers; omit it for methods without a teacher"
     )
     combine: Literal["min", "mean", "median", "max", "best_document"] | None = key(
-        "several stores: how their losses become one, token by token (stretch by stretch), or by "
-        "the teacher with the fewest bits per byte on the document; null: min"
+        "several stores: how to combine their losses for each token or stretch; best_document: "
+        "use the teacher with the fewest bits per byte on the document; null: min"
     )
     weights: list[float] | None = key(
-        "distill, several stores: what each teacher's targets count; null: all the same"
+        "distill with several stores: the weight of each teacher's targets; null: equal weights"
     )
 
 
@@ -138,114 +142,114 @@ class DataSection(Schema):
 
     blocks: str | None = key("folder for the packed blocks, or an address (s3://, gs://, az://)")
     cache: str | None = key(
-        "blocks at an address: the local folder that they are copied to before training, once a "
-        "machine; null: the user's cache folder"
+        "remote blocks: the local folder to copy them to before training, once per machine; "
+        "null: the user's cache folder"
     )
     block_size: int = key(
-        "tokens that a block reads, and predicts: the sequence length", 2048, ge=2
+        "sequence length: the number of tokens that a block reads and predicts", 2048, ge=2
     )
     document_mask: bool = key(
-        "keep attention and positions inside one document; false: contiguous, as LitGPT packs; "
-        "conversations are always kept apart",
+        "restrict attention and positions to one document; false: contiguous packing, as in "
+        "LitGPT; conversations are always separate",
         False,
     )
     train_on: Literal["assistant", "last", "all"] = key(
-        "conversations: the messages that are trained on, with the ends of their turns: the "
-        "assistant's, its last, or all; the others are context",
+        "conversations: which messages to train on, with the ends of their turns: those of the "
+        "assistant, its last one, or all; the others are context",
         "assistant",
     )
     bos: str | None = key(
-        "token put before every document; auto: what the tokenizer puts there itself (a "
-        "conversation's template does); null: none",
+        "token before every document; auto: what the tokenizer adds itself (for conversations: "
+        "the template); null: none",
         "auto",
     )
     eos: str | None = key(
-        "token put after every document; auto: the tokenizer's own; null: none", "auto"
+        "token after every document; auto: the tokenizer's own; null: none", "auto"
     )
     missing: Literal["error", "drop", "keep"] = key(
-        "documents that the store does not hold: stop, leave them out, or keep them unguided",
+        "what to do with documents missing from the store: stop, drop them, or keep them unguided",
         "error",
     )
     extra_columns: list[Literal["text", "teacher_losses", "stretch", "targets"]] = key(
-        "keep the text (for an online teacher), all teacher losses (for method chunk and unmapped: "
-        "mean), the losses of stretches (for compare: stretch and alm) or the targets (for "
-        "distill) although this recipe does not need them, so that other runs can share the blocks",
+        "columns for other runs that share the blocks: the text (for an online teacher), all "
+        "teacher losses (for method chunk and unmapped: mean), the losses of stretches (for "
+        "compare: stretch and alm) or the targets (for distill)",
         [],
     )
-    part_documents: int = key("documents in one part file; parts are made in parallel", 4096, ge=1)
+    part_documents: int = key("documents per part file; parts are written in parallel", 4096, ge=1)
 
 
 class LossSection(UsesMethod, Schema):
-    """What the loss itself reads of the objective."""
+    """The settings of the objective that the loss itself uses."""
 
     method: Annotated[str, OneOf(METHODS)] = key("how the student is trained", "guided")
     compare: Literal["token", "stretch"] = key(
-        "a token's loss against the teacher's loss carried to it, as published, or both models' "
-        "losses of the smallest piece of text at whose ends both have a boundary",
+        "what to compare: the losses of a token, as published, or of a stretch, the smallest "
+        "piece of text at whose ends both tokenizations have a boundary",
         "token",
     )
     weighting: Annotated[str, OneOf(CHOOSABLE_WEIGHTINGS)] = key(
-        "guided, distill, rho1: the top `keep` count and the rest does not, or every token counts "
-        "by the share of its loss that the teacher shows to be reducible",
+        "guided, distill, rho1: top_k: the top `keep` have weight 1, the others 0; reducible: "
+        "weight every token by the share of its loss that the teacher shows to be reducible",
         "top_k",
     )
-    floor: float = key("reducible: what a token counts at least", 0.2, ge=0, le=1)
+    floor: float = key("reducible: the smallest weight of a token", 0.2, ge=0, le=1)
     keep: float = key(
-        "share of the tokens that are kept, by excess loss",
-        unset="0.4, and all for distill",
+        "share of the tokens to keep, by excess loss",
+        unset="0.4; for distill all",
         ge=0,
         le=1,
     )
     unmapped: Literal["include", "exclude", "mean"] = key(
-        "tokens without guidance: always kept, never kept, or compete with the mean loss of the "
-        "teacher's tokens",
+        "tokens without guidance: always kept, never kept, or compared with the teacher's mean "
+        "loss",
         "include",
     )
     scope: Literal["sequence", "batch", "global"] = key(
-        "the tokens that compete: of a sequence, of a device's micro-batch, or of the whole step",
+        "tokens compete to be kept within a sequence, a device's micro-batch, or the whole step",
         "batch",
     )
     normalise: Literal["all", "selected"] = key(
-        "divide by all tokens (equation 3 as printed) or by the selected ones", "all"
+        "divide the loss by all tokens (equation 3 of the paper) or by the selected ones", "all"
     )
     mix: float = key(
-        "distill: how far the targets are the teacher's instead of the text's; 0 is plain training",
+        "distill: weight of the teacher's targets against the text; 0 is plain training",
         0.5,
         ge=0,
         le=1,
     )
     mix_end: float | None = key(
-        "distill: the mix at the last step, which is reached linearly; null: it stays", ge=0, le=1
+        "distill: the mix at the last step, reached linearly; null: constant", ge=0, le=1
     )
     mix_hold: float = key(
-        "distill: share of the run before the mix begins to change", 0.0, ge=0, lt=1
+        "distill: fraction of the run before the mix begins to change", 0.0, ge=0, lt=1
     )
     mix_by: Literal["constant", "reducible"] = key(
-        "distill: the same mix for every token, or the mix times the share of its loss that the "
-        "teacher shows to be reducible",
+        "distill: the same mix for every token, or multiplied by the share of the token's loss "
+        "that the teacher shows to be reducible",
         "constant",
     )
     distill_weight: float = key(
         "kld, uld, uld_counted, alm: weight (lambda) of the distillation term", 0.5, ge=0
     )
     cross_entropy: float = key(
-        "alm: weight of the cross entropy; 0: the distance alone, as published", 1.0, ge=0
+        "alm: weight of the cross entropy; 0: only the distance, as published", 1.0, ge=0
     )
-    temperature: float = key("alm: tau, probabilities are compared as p^(1/tau)", 100.0, gt=0)
-    positive: bool = key("alm: cut off negative weights", False)
+    temperature: float = key("alm: tau; probabilities are compared as p^(1/tau)", 100.0, gt=0)
+    positive: bool = key("alm: clip negative weights to 0", False)
     kl_direction: KlDirection = key(
-        "kld: forward is KL(teacher || student); reverse is KL(student || teacher), as equation 5 "
-        "of the paper prints it",
+        "kld: forward is KL(teacher || student); reverse is KL(student || teacher), as in equation "
+        "5 of the paper",
         "forward",
     )
     entropy_keep: float | None = key(
-        "rho1: share of the tokens, those of lowest teacher entropy, that may be selected",
+        "rho1: select only among this share of the tokens, those with the lowest teacher entropy",
         ge=0,
         le=1,
     )
-    n_chunks: int = key("chunk: pieces per sequence", 16, ge=1)
+    n_chunks: int = key("chunk: number of chunks per sequence", 16, ge=1)
     chunk_choice: Literal["teacher", "random"] = key(
-        "chunk: pieces kept by excess over the teacher, or by chance", "teacher"
+        "chunk: keep chunks by excess over the teacher, or at random", "teacher"
     )
 
     def __post_init__(self) -> None:
@@ -255,18 +259,17 @@ class LossSection(UsesMethod, Schema):
 
 
 class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the recipe's is not
-    """One training objective: the keys of a recipe's `objective` that the loss reads, by the same
-    names and with the same defaults, and a seed. The guidance itself (which teacher, max / mean /
-    sum over the teacher's tokens) is decided before, when teacher losses are carried to student
-    tokens.
+    """A training objective: the keys of a recipe's `objective` that the loss uses, with the same
+    names and defaults, and a seed. The guidance itself (which teacher, and max, mean or sum over
+    its tokens) is decided earlier, when teacher losses are assigned to student tokens.
 
-    Of n tokens `keep * n` are kept, rounded half up, and at least 1 where `keep` and n are not 0;
-    for chunk, of the chunks. reducible: a token counts `floor + (1 - floor) * max(0, 1 - T / S)`,
-    by the student's loss S and the teacher's T; `keep` is not read. distill: the loss is the cross
-    entropy against `(1 - mix) * label + mix * targets`, where the targets are the teacher's
-    alternatives and the label has what they leave; `mix_by` reducible multiplies the mix with
-    `max(0, 1 - T / S)`. rho1 with `entropy_keep`: `keep` stays a share of all mapped tokens, so
-    that both variants train on equally many."""
+    Of n tokens (for chunk: of n chunks), `keep * n` are kept, rounded half up, and at least 1 if
+    `keep` and n are not 0. reducible: a token has weight `floor + (1 - floor) * max(0, 1 - T / S)`,
+    with the student's loss S and the teacher's T; `keep` is not used. distill: the loss is the
+    cross entropy against `(1 - mix) * label + mix * targets`, where the targets are the teacher's
+    alternatives and the label gets the rest; `mix_by` reducible multiplies the mix by `max(0, 1 - T
+    / S)`. rho1 with `entropy_keep`: `keep` stays a share of all mapped tokens, so that both
+    variants train on the same number."""
 
     seed: int = key("random choices depend on (seed, step, sequence, position) alone", 0)
 
@@ -290,7 +293,7 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
                 )
 
     def at(self, progress: float) -> "ObjectiveConfig":
-        """As it is after this share of a run, from 0 at the first step to 1 at the last."""
+        """The objective after this fraction of a run, from 0 at the first step to 1 at the last."""
         if self.mix_end is None or not self.rule.alternatives:
             return self
         moved = max(0.0, progress - self.mix_hold) / (1.0 - self.mix_hold)
@@ -298,8 +301,8 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
 
     @property
     def graded_by(self) -> str | None:
-        """The weighting by which every token counts, as its own stretch decides; None: some tokens
-        are chosen, and count alike."""
+        """The weighting that gives every token a weight based on its own stretch; None: some tokens
+        are selected and have equal weights."""
         if self.rule.weighting is not None:
             return self.rule.weighting
         return self.weighting if self.rule.selects and self.weighting != "top_k" else None
@@ -310,12 +313,13 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
 
     @property
     def reaches_over_step(self) -> bool:
-        """The weights of a micro-batch depend on the other micro-batches and ranks of its step."""
+        """Whether the weights of a micro-batch depend on the other micro-batches and ranks of its
+        step."""
         return self.scope == "global" and self._competes
 
     @property
     def depends_on_micro_batch(self) -> bool:
-        """A step of other micro-batches would give its tokens other weights."""
+        """Whether a different micro-batch size would change the weights of the tokens."""
         return self.scope == "batch" and self._competes
 
     @property
@@ -325,13 +329,14 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
 
     @property
     def counts_by_losses(self) -> bool:
-        """What the loss is divided by is known only when the losses are."""
+        """Whether the divisor of the loss depends on the losses."""
         whole_units = self.graded or self.by_stretch or self.rule.unit == "chunk"
         return self.normalise == "selected" and whole_units and not self.selects_all
 
     @property
     def selects_all(self) -> bool:
-        """Every predicted token counts fully, whatever the losses are: no first phase needed."""
+        """Whether every predicted token counts fully, whatever the losses: no first phase is
+        needed."""
         if self.graded:
             return False
         if not self.rule.selects:
@@ -340,31 +345,31 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
 
 
 class ObjectiveSection(LossSection):
-    """What is minimised. See docs/how-it-works.md for the equations."""
+    """What is minimized. See docs/how-it-works.md for the equations."""
 
     aggregation: Literal["max", "mean", "sum"] = key(
-        "Phi: how the losses of the teacher tokens behind one student token become one", "max"
+        "Phi: how to combine the losses of the teacher tokens that cover one student token", "max"
     )
     alternatives: int | None = key(
-        "distill: how many of the teacher's alternatives a token has; null: all that the store "
-        "holds, and 4 of an online teacher",
+        "distill: number of teacher alternatives per token; null: all in the store, or 4 with an "
+        "online teacher",
         ge=1,
         le=64,
     )
     inside: bool = key(
-        "distill: tokens that begin inside a teacher token have targets too: what goes on from the "
-        "bytes already read",
+        "distill: also use targets for tokens that begin inside a teacher token: the alternatives "
+        "that continue the bytes already read",
         True,
     )
     pairing: Pairing = key(
-        "uld: compare predictions of tokens that begin at the same byte, or the n-th with the n-th "
-        "of a document, cut to the shorter, as its authors do",
+        "uld: compare predictions that begin at the same byte, or those with the same index in a "
+        "document, truncated to the shorter, as ULD's authors do",
         "bytes",
     )
 
 
 class OptimizerSection(Schema):
-    """AdamW with a warm-up and a cosine that ends at `min_learning_rate`."""
+    """AdamW with warm-up and a cosine schedule down to `min_learning_rate`."""
 
     name: str = key(
         "optimizer name as in transformers' TrainingArguments; adamw_torch is fused on a GPU",
@@ -380,96 +385,105 @@ class OptimizerSection(Schema):
 
 
 class LoraSection(Schema):
-    """Low-rank adapters through peft (extra). The result is merged into an ordinary model."""
+    """Low-rank adapters with peft (extra). The result is merged into an ordinary model."""
 
-    rank: int = key("rank of the adapters; 0: train all weights", 0, ge=0)
+    rank: int = key("rank of the adapters; 0: no adapters, train all weights", 0, ge=0)
     alpha: float = key("scale of the adapters (peft's lora_alpha)", 16.0, gt=0)
     dropout: float = key("dropout before the adapters", 0.0, ge=0, lt=1)
     targets: list[str] | str = key("module names to adapt, or all-linear", "all-linear")
 
 
 class TrainSection(Schema):
-    """The loop: how much, in which batches, in which arithmetic."""
+    """The training loop: its length, batches and precision."""
 
-    tokens: int | None = key("student tokens to train on; null: `epochs` decides", ge=1)
-    epochs: float = key(
-        "passes over the blocks when `tokens` is null; may be a fraction", 1.0, gt=0
-    )
-    batch_blocks: int = key("blocks in one optimizer step, over all devices", 64, ge=1)
+    tokens: int | None = key("number of student tokens to train on; null: use `epochs`", ge=1)
+    epochs: float = key("passes over the blocks if `tokens` is null; may be fractional", 1.0, gt=0)
+    batch_blocks: int = key("blocks per optimizer step, over all devices", 64, ge=1)
     micro_batch: Annotated[int, Limits(ge=1)] | Literal["auto"] = key(
-        "blocks on one device at a time; the rest is accumulation; auto: as many as make it "
-        "faster, measured before the first step",
+        "blocks on one device at a time; gradients are accumulated over the rest; auto: the "
+        "fastest number, measured before the first step",
         8,
+    )
+    dtype: Literal["float32", "bfloat16", "fp8"] | None = key(
+        "arithmetic; the weights stay in student.dtype. bfloat16: by autocast; fp8: as bfloat16, "
+        "with the decoder's linear layers in e4m3 (H100 and newer); null: as `bf16` says"
     )
     bf16: bool = key("bfloat16 arithmetic (autocast)", False)
     gradient_checkpointing: bool = key("recompute activations to save memory", False)
     compile: bool = key("torch.compile each decoder layer", False)
     liger: bool = key("Liger's fused layers (extra, GPU)", False)
     parallel: Literal["ddp", "fsdp2", "hsdp"] = key(
-        "how processes share the model: each has all of it, a shard of it, or a shard of its "
-        "machine's copy (hsdp)",
+        "how processes share the model: each holds all of it, a shard of it, or a shard of one "
+        "copy per machine (hsdp)",
         "ddp",
     )
-    device: Literal["auto", "cpu"] = key("auto: the accelerator if there is one", "auto")
+    device: Literal["auto", "cpu"] = key("auto: the accelerator, if there is one", "auto")
     router_loss: bool | None = key(
-        "mixtures of experts: add the loss that balances them; null: as the student's "
-        "configuration says (output_router_logits)"
+        "mixture of experts: add the load-balancing loss; null: as in the student's "
+        "configuration (output_router_logits)"
     )
-    loader_workers: int = key("processes that load blocks ahead", 0, ge=0)
-    arguments: dict[str, Any] = key("further TrainingArguments of transformers, by name", {})
+    loader_workers: int = key("number of processes that prefetch blocks", 0, ge=0)
+    arguments: dict[str, Any] = key("more TrainingArguments of transformers, by name", {})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype is not None:
+            self.__dict__["bf16"] = self.dtype != "float32"
 
 
 class RunSection(Schema):
-    """Where the run lives and what it leaves behind."""
+    """The folder, seed and logging of the run."""
 
     folder: str | None = key("run folder: recipe, metrics, checkpoints, model")
     seed: int = key(
-        "decides the order of the blocks, random selection and random weights", 0, ge=0, lt=2**32
+        "seed for the order of the blocks, random selection and random weights", 0, ge=0, lt=2**32
     )
     save_every: int = key("steps between checkpoints; 0: only at the end", 500, ge=0)
-    keep_checkpoints: int = key("newest complete checkpoints to keep", 2, ge=1)
+    keep_checkpoints: int = key("number of complete checkpoints to keep", 2, ge=1)
     log_every: int = key(
-        "steps between console and tracker lines; metrics.jsonl has every one", 10, ge=1
+        "steps between lines on the console and in trackers; metrics.jsonl has every step", 10, ge=1
     )
     report_to: list[str] = key("trackers: tensorboard, wandb, trackio, ...", [])
 
 
 class ScoreSection(Schema, frozen=True):
-    """How a corpus is scored. None: chosen by model and device, and kept in the manifest."""
+    """How a corpus is scored. None: chosen by model and device, and recorded in the manifest."""
 
     device: Device = key("where the teacher runs", "auto")
     dtype: ScoreDtype = key(
-        "auto: float32 on a CPU, the model's half precision on a GPU. fp8: all matrix products of "
+        "auto: float32 on a CPU, the model's half precision on a GPU. fp8: matrix products of "
         "decoder and head in e4m3, the rest in bfloat16, on Hopper and newer: faster, less memory, "
-        "losses less exact",
+        "less exact losses",
         "auto",
     )
     context: int | None = key(
-        "longest window in tokens", unset="2048, or the model's limit where that is less", ge=2
+        "maximum window in tokens", unset="2048, or the model's limit if that is less", ge=2
     )
     stride: int | None = key(
-        "tokens of context that every token of a long document has at least",
+        "minimum number of context tokens for every token of a long document",
         unset="context / 8",
         ge=1,
     )
     batch_tokens: int | None = key(
-        "tokens in a batch, or in a request to a server", unset="16384, on a CPU 4096", ge=1
+        "tokens per batch, or per request to a server", unset="16384; 4096 on a CPU", ge=1
     )
     shard_documents: int = key(
-        "documents in a shard: a run that is killed loses at most two unfinished shards", 1024, ge=1
+        "documents per shard; a killed run loses at most two unfinished shards", 1024, ge=1
     )
-    bos: str = key("before every window: auto (as the tokenizer does), none, or a token", "auto")
+    bos: str = key(
+        "token before every window: auto (as the tokenizer does), none, or a token", "auto"
+    )
     alternatives: int | str = key(
-        "of every token also keep the teacher's K likeliest tokens at its place, 1 to 64, so that "
-        "students of any vocabulary can be distilled from the store; sampled:K: K tokens drawn "
-        "from its distribution. Four bytes each",
+        "also keep the teacher's K most likely tokens (1 to 64) at every position, to distill "
+        "students of any vocabulary from the store; sampled:K: K tokens sampled from its "
+        "distribution. Four bytes each",
         0,
-        unset="0; 4 for a recipe that distils",
+        unset="0; 4 for a recipe with method distill",
         metavar="K",
     )
     chat_template: str | None = key(CHAT_TEMPLATE, unset=OWN_TEMPLATE)
     template_options: Mapping[str, Any] = key(
-        "conversations: a further variable of the template, name=value",
+        "conversations: another variable for the template, name=value",
         {},
         option="--template-option",
     )
@@ -477,21 +491,21 @@ class ScoreSection(Schema, frozen=True):
         "compile the layers", unset="on a GPU", option="--compile/--no-compile"
     )
     threads: int | None = key(
-        "threads on a CPU; the same for every process, since their number can change the last bit "
-        "of a sum",
+        "threads on a CPU; use the same number for every process, since it can change the last "
+        "bit of a sum",
         unset="all, at most 16",
         ge=1,
         le=1024,
     )
     shard_teacher: Annotated[int, Limits(ge=1)] | Literal["auto"] = key(
-        "GPUs of one machine that hold one teacher together, under torchrun or --ray; auto: as few "
-        "as hold its weights",
+        "split one teacher over this many GPUs of a machine, under torchrun or --ray; auto: as "
+        "few as can hold its weights",
         1,
         metavar="N",
     )
     strict: bool = key("stop at the first document that cannot be scored", False)
     max_nonfinite_share: float = key(
-        "share of a shard's tokens that may be NaN or infinite before scoring stops",
+        "stop when more than this share of a shard's losses is NaN or infinite",
         0.01,
         ge=0,
         le=1,
@@ -509,18 +523,16 @@ class ScoreSection(Schema, frozen=True):
 
 
 class ServerSection(Schema, frozen=True):
-    """A server that has a model's weights, and how it is asked."""
+    """A server that runs the model, and how requests are sent to it."""
 
     model: str | None = key(
-        "the model, as the server calls it",
-        unset="the only one it has",
+        "name of the model on the server",
+        unset="its only model",
         option="--server-model,--model",
     )
-    requests: int = key(
-        "requests of one process under way at a time", 4, option="--server-requests", ge=1
-    )
+    requests: int = key("concurrent requests per process", 4, option="--server-requests", ge=1)
     patience_seconds: float = key(
-        "end when the server has been of no use for so many seconds",
+        "give up after this many seconds without a usable response",
         600.0,
         option="--server-patience",
         gt=0,
@@ -531,13 +543,13 @@ class RaySection(Schema, frozen=True):
     """The workers of a Ray cluster."""
 
     workers: int | None = key(
-        "workers of the Ray cluster",
-        unset="as many as have room",
+        "number of workers on the Ray cluster",
+        unset="as many as fit",
         option="--ray-workers",
         ge=1,
     )
     patience_seconds: float = key(
-        "end when no worker has been alive for so many seconds",
+        "give up after this many seconds without a live worker",
         600.0,
         option="--ray-patience",
         gt=0,
@@ -545,50 +557,58 @@ class RaySection(Schema, frozen=True):
 
 
 class QuestionsSection(Schema, frozen=True):
-    """What a model is asked: some tasks, or a whole suite."""
+    """The questions: some tasks, or a whole suite."""
 
-    suite: str | None = key("a named set of tasks", unset="math, the paper's ten")
+    suite: str | None = key("a named set of tasks", unset="math, the paper's ten tasks")
     tasks: str | Sequence[str] | None = key(
-        "some tasks only, for example gsm8k,math500,mmlu_stem; math is all of MATH",
+        "run only these tasks, for example gsm8k,math500,mmlu_stem; math is all of MATH",
         option="--tasks,--task",
     )
     benchmarks: str | Path | None = key(
-        "folder with the benchmarks' files", unset="they are downloaded"
+        "folder with the benchmark files", unset="they are downloaded"
     )
-    limit: int | None = key("questions of each task, spread evenly: a quick look", ge=1)
+    limit: int | None = key("number of questions per task, spread evenly", ge=1)
     choices: Choices = key(
-        "multiple choice by a generated answer, or by the likelihood of the options (for small "
-        "models)",
+        "answer multiple-choice questions by generation, or by the likelihood of the options (for "
+        "small models)",
         "generate",
     )
     protocol: Protocol = key(
-        "paper: the prompts, the 1,024 tokens and the grading of the paper's harness, as far as "
-        "they can be had",
+        "paper: the prompts, the limit of 1,024 tokens and the grading of the paper's harness, as "
+        "far as they are available",
         "strict",
     )
     chat: bool = key(
-        "the benchmarks as conversations in the model's own template, worked examples as turns",
+        "ask questions as conversations in the model's chat template, worked examples as turns",
         False,
         option="--chat",
     )
     shots: int | None = key(
-        "with --chat: worked examples; 0: none", unset="the task's own number", ge=0
+        "with --chat: number of worked examples; 0: none", unset="the task's own number", ge=0
     )
     max_new_tokens: int | None = key(
-        "shorter answers, in tokens", unset="the task's own, 256 or 512; paper: 1,024", ge=1
+        "limit the length of answers, in tokens",
+        unset="the task's own, 256 or 512; paper: 1,024",
+        ge=1,
     )
 
 
 class EngineSection(Schema, frozen=True):
-    """How the model that is asked runs."""
+    """How the evaluated model runs."""
 
     chat_template: str | None = key(CHAT_TEMPLATE, unset=OWN_TEMPLATE)
+    template_options: Mapping[str, Any] = key(
+        "conversations: another variable for the template, name=value, for example "
+        "enable_thinking=false",
+        {},
+        option="--template-option",
+    )
     batch_size: int | None = key(
-        "prompts at a time, or in a request to a server",
-        unset="32, by memory on a GPU",
+        "prompts per batch, or per request to a server",
+        unset="32; by available memory on a GPU",
         ge=1,
     )
     device: Device = key("where the model runs", "auto")
     dtype: Dtype = key("auto: float32 on a CPU, the model's half precision on a GPU", "auto")
     revision: str | None = key("branch, tag or commit of a hub model")
-    trust_remote_code: bool = key("run Python code that a model brings", False)
+    trust_remote_code: bool = key("allow Python code that comes with a model", False)

@@ -71,6 +71,8 @@ class Passage:
     """What each token counts in the loss: 1 where it is kept and 0 where not, or a grade."""
     breaks: list[int] | None = None
     """Where another document begins: indices of student tokens."""
+    sources: list[str] | None = None
+    """Each document's source, or what kind of text it is, where the corpus knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +131,14 @@ class Preflight:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """How much of one kind of token, or of one token, is kept."""
+    """How much of one kind of token, of one token or of one kind of text is kept."""
 
     name: str
     tokens: int
     kept: float
     """The sum of the weights: a number of tokens, unless weights are graded."""
+    interval: tuple[float, float] | None = None
+    """95 %, of the share that is kept: bootstrap over documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +149,8 @@ class Histogram:
     edges: list[float]
     kept: list[float]
     dropped: list[float]
+    certain: int | None = None
+    """Tokens of the bin at zero that both models predict with more than 90 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +161,7 @@ class Statistics:
     kept: float
     unmapped: int
     kinds: list[Share]
+    sources: list[Share]
     most_kept: list[Share]
     most_dropped: list[Share]
     excess: Histogram | None = None
@@ -168,6 +175,7 @@ class Run:
     method: str | None = None
     setting: str | None = None
     """Equal for the runs that differ in their seed alone."""
+    seed: int | None = None
     loss: list[tuple[float, float]] = field(default_factory=list)
     """(step, mean loss over all tokens in nats); of a long run, means of equal bins of steps."""
     steps_per_point: int = 1
@@ -194,6 +202,10 @@ class ResultGroup:
     values: list[list[float | None]]
     errors: list[list[float | None]] | None = None
     """Standard errors of the same values over questions, where they are known."""
+    intervals: list[tuple[float, float] | None] | None = None
+    """95 % intervals of the means; without them the page makes its own from values or errors."""
+    about: str | None = None
+    """The setting in a few words."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@ sample, for which the finished student reads some documents of its corpus beside
 stored losses, and the run's own rule selects."""
 
 import contextlib
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +16,11 @@ import numpy as np
 
 from vocagnolm.alignment import TargetTable, TextTokenizer, TokenSpans, load_tokenizer
 from vocagnolm.alternatives import Alternatives
-from vocagnolm.data.corpus import Corpus, Document, document_hash
+from vocagnolm.data.corpus import Corpus, Document, document_hash, open_corpus
 from vocagnolm.data.guidance import common_alternatives, target_table, tiling
 from vocagnolm.data.identity import recipe_corpus, student_chat
 from vocagnolm.data.teachers import Lookup
-from vocagnolm.errors import TemplateError, VocagnolmError
+from vocagnolm.errors import CorpusError, TemplateError, VocagnolmError
 from vocagnolm.evaluate.results import Evaluation, in_order, read_results
 from vocagnolm.evaluate.settings import marks
 from vocagnolm.evaluate.suite import AVERAGES, TASKS
@@ -79,6 +80,7 @@ def read_run(folder: str | Path, name: str | None = None, setting: str | None = 
         name=name or path.name,
         method=(read_setting(path) or {}).get("objective.method"),
         setting=setting,
+        seed=_seed(path),
         loss=loss,
         steps_per_point=per_point,
         recipe=recipe_file.read_text("utf-8", "replace") if recipe_file.is_file() else None,
@@ -150,16 +152,23 @@ def report_page(
 
 
 def write_report(
-    runs: Sequence[str | Path], html: str | Path, *, sample_documents: int = 16
+    runs: Sequence[str | Path],
+    html: str | Path,
+    *,
+    sample_documents: int = 16,
+    source_field: str | None = None,
 ) -> Path:
     """`vocagnolm report --html`: makes a selection sample when no run has one yet. Where that
     cannot be done (no store, no model, a corpus that has moved) the page says why."""
     folders = [Path(run) for run in runs]
     notes: list[str] = []
-    if sample_documents and not any(read_sample(folder) for folder in folders):
+    samples = list(filter(None, map(read_sample, folders)))
+    if source_field is not None:  # those that do not know the sources are made again
+        samples = [one for one in samples if all(passage.sources for passage in one.passages)]
+    if sample_documents and not samples:
         for folder in sorted(folders, key=lambda one: read_run(one).method != "guided"):
             try:
-                write_sample(folder, documents=sample_documents)
+                write_sample(folder, documents=sample_documents, source_field=source_field)
                 notes = []
                 break
             except VocagnolmError as error:
@@ -235,11 +244,11 @@ def _evaluation(folder: Path) -> Evaluation | None:
 
 
 def _score(evaluation: Evaluation, name: str) -> tuple[float, float | None] | None:
-    """Of a task, an average or the text, with its standard error over questions; None where it was
-    not measured."""
+    """Of a task, an average or the text, with its standard error over questions or documents; None
+    where it was not measured."""
     if name == "bits_per_byte":
         bits = evaluation.bits_per_byte
-        return None if bits is None else (bits, None)
+        return None if bits is None else (bits, evaluation.bits_per_byte_stderr)
     if name in AVERAGES:
         mean = evaluation.averages()[name]
         return None if mean is None else (mean, evaluation.average_stderrs()[name])
@@ -277,6 +286,16 @@ Setting = dict[str, Any]
 
 def read_setting(run: Path) -> Setting | None:
     """None where the folder has no recipe that can be read."""
+    flat = _flat_recipe(run)
+    return flat and {key: value for key, value in flat.items() if key not in _OF_A_SEED}
+
+
+def _seed(run: Path) -> int | None:
+    seed = (_flat_recipe(run) or {}).get("run.seed")
+    return seed if isinstance(seed, int) else None
+
+
+def _flat_recipe(run: Path) -> Setting | None:
     try:
         content = parse_yaml((run / "recipe.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -295,7 +314,7 @@ def read_setting(run: Path) -> Setting | None:
     blocks = _about(run).get("blocks")
     if isinstance(blocks, str):
         flat["blocks"] = blocks[:8]
-    return {key: value for key, value in flat.items() if key not in _OF_A_SEED}
+    return flat
 
 
 def setting_names(runs: Sequence[Path], names: Sequence[str]) -> list[str]:
@@ -357,11 +376,10 @@ class Sample:
     preflight: list[Preflight] = field(default_factory=list)
 
 
-def write_sample(
-    run: str | Path, *, documents: int = 16, seed: int = 0, model: str | Path | None = None
-) -> Path:
-    """Compute a run's sample and leave it in its folder as `tokens.json`."""
-    return save_sample(compute_sample(run, documents=documents, seed=seed, model=model), run)
+def write_sample(run: str | Path, **choice: Any) -> Path:
+    """Compute a run's sample and leave it in its folder as `tokens.json`; `choice`: what
+    `compute_sample` takes."""
+    return save_sample(compute_sample(run, **choice), run)
 
 
 def save_sample(sample: Sample, run: str | Path) -> Path:
@@ -410,9 +428,11 @@ def compute_sample(
     documents: int = 16,
     seed: int = 0,
     model: str | Path | None = None,
+    source_field: str | None = None,
 ) -> Sample:
     """Documents drawn at random, with the losses of the run's model (or another `model`, for
-    example the start of training) and of the teachers' stores."""
+    example the start of training) and of the teachers' stores. `source_field`: the
+    field of the corpus's records that names a document's source, or what kind of text it is."""
     from vocagnolm.train.settings import objective_config
 
     folder = Path(run)
@@ -431,15 +451,16 @@ def compute_sample(
     count = None if spec is None else spec.count
     teachers = [_Teacher(one, corpus, _table(recipe, tokenizer, one), count) for one in stores]
     read = _choose(corpus, teachers, tokenizer, documents, seed)
-    kind = (recipe.student.config or {}).get("model_type", "model")
-    name = model_name(recipe.student.model) if recipe.student.model else f"{kind} from scratch"
+    made = (recipe.student.config or {}).get("model_type", "model")
+    name = model_name(recipe.student.model) if recipe.student.model else f"{made} from scratch"
+    sources = None if source_field is None else _sources(recipe, source_field, read)
     ours = []
     for one, nll in zip(read, score([one.tokens.ids for one in read]), strict=True):
         assert isinstance(nll, np.ndarray)
         ours.append(read_text(name, tokenizer, one.text, one.tokens, nll, recipe.data.train_on))
     passages, rule = weigh_passages(
         [
-            _passage(read[group], ours[group], recipe.objective.inside)
+            _passage(read[group], ours[group], recipe.objective.inside, sources and sources[group])
             for group in _groups([len(one.tokens) for one in read])
         ],
         objective_config(recipe),
@@ -577,11 +598,23 @@ def _groups(sizes: Sequence[int]) -> Iterator[slice]:
             start, held = at, 0
 
 
-def _passage(group: Sequence[_Read], ours: Sequence[Reading], inside: bool) -> Passage:
+def _sources(recipe: Recipe, field: str, read: Sequence[_Read]) -> list[str]:
+    """What the field holds in each document; an empty name where it has none."""
+    try:
+        corpus = open_corpus(recipe.corpus.files, text_field=field, format="text")
+    except CorpusError as error:
+        raise SampleError(f"--source-field {field}: {error}") from None
+    found = [corpus.field(one.document.index) for one in read]
+    return ["" if one is None else str(one) for one in found]
+
+
+def _passage(
+    group: Sequence[_Read], ours: Sequence[Reading], inside: bool, sources: list[str] | None
+) -> Passage:
     text = b"".join(one.text.encode() for one in group)
     begins = np.cumsum([0, *(len(one.text.encode()) for one in group)])[:-1]
     more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-    return make_passage(
+    passage = make_passage(
         group[0].document.place + more,
         text,
         joined(ours, begins),
@@ -590,3 +623,4 @@ def _passage(group: Sequence[_Read], ours: Sequence[Reading], inside: bool) -> P
         breaks=np.cumsum([len(one.tokens) for one in group])[:-1].tolist() or None,
         inside=inside,
     )
+    return dataclasses.replace(passage, sources=sources)

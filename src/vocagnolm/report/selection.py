@@ -5,6 +5,7 @@ Every text of a page stands for one sequence of training, all of them together f
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from vocagnolm.data.guidance import Combine, Laid, LaidTeacher, combine, stretch
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.report.page_data import Histogram, Passage, Selection, Share, Statistics, TeacherRow
 from vocagnolm.report.passage import FloatArray, numbers, rounded, row_spans
-from vocagnolm.statistics import wilson_lower
+from vocagnolm.statistics import middle_95, resampled_ratios, wilson_lower
 
 if TYPE_CHECKING:
     from vocagnolm.objective import ObjectiveConfig
@@ -272,6 +273,10 @@ def token_kinds(tokens: Sequence[str]) -> NDArray[np.intp]:
     return np.asarray(np.argmax(votes, axis=1))
 
 
+NEARLY_CERTAIN = -math.log(0.9)
+"""Nats: below it a model predicts a token with more than 90 %."""
+
+
 def statistics(passages: Sequence[Passage], *, listed: int = 16) -> Statistics | None:
     """Counts over all passages that carry weights; None when none does.
 
@@ -280,14 +285,22 @@ def statistics(passages: Sequence[Passage], *, listed: int = 16) -> Statistics |
     passages = [passage for passage in passages if passage.weights is not None]
     if not passages:
         return None
-    texts, kinds, weights, excess = [], [], [], []
+    texts, kinds, weights, excess, certain = [], [], [], [], []
+    documents: dict[str, list[tuple[float, int]]] = {}
     for passage in passages:
         n = len(passage.student.text)
         target = np.ones(n, bool) if passage.student.nll is None else ~np.isnan(_losses(passage))
         texts.append(np.array(passage.student.text, object)[target])
         kinds.append(token_kinds(passage.student.text)[target])
-        weights.append(np.array(passage.weights, float)[target])
+        weight_N = np.array(passage.weights, float)
+        weights.append(weight_N[target])
         excess.append(numbers(passage.excess or [None] * n)[target])
+        losses = np.fmax(_losses(passage), numbers(passage.guidance or [None] * n))
+        certain.append(losses[target] < NEARLY_CERTAIN)
+        bounds = [0, *(passage.breaks or []), n]
+        for source, start, stop in zip(passage.sources or [], bounds, bounds[1:], strict=False):
+            part = np.flatnonzero(target[start:stop]) + start
+            documents.setdefault(source, []).append((float(weight_N[part].sum()), len(part)))
     kind, weight, given = np.concatenate(kinds), np.concatenate(weights), np.concatenate(excess)
     kept = np.clip(weight, 0.0, 1.0)
     mapped = ~np.isnan(given)
@@ -301,10 +314,20 @@ def statistics(passages: Sequence[Passage], *, listed: int = 16) -> Statistics |
             for at, name in enumerate(KINDS)
             if (kind == at).any()
         ],
+        sources=[_source_share(*one) for one in documents.items()],
         most_kept=most_kept,
         most_dropped=most_dropped,
-        excess=_histogram(given[mapped], kept[mapped]) if mapped.any() else None,
+        excess=_histogram(given[mapped], kept[mapped], np.concatenate(certain)[mapped])
+        if mapped.any()
+        else None,
     )
+
+
+def _source_share(name: str, documents: Sequence[tuple[float, int]]) -> Share:
+    kept_D, tokens_D = np.array(documents).T
+    drawn = resampled_ratios(kept_D[None], tokens_D[None]) if len(documents) > 1 else None
+    low_high = None if drawn is None else middle_95(np.nan_to_num(drawn[:, 0]))
+    return Share(name=name, tokens=int(tokens_D.sum()), kept=_count(kept_D), interval=low_high)
 
 
 def _count(weights: NDArray[np.float64]) -> float:
@@ -332,11 +355,20 @@ def _extremes(
     return best(keeps), best(counts - keeps)
 
 
-def _histogram(excess: NDArray[np.float64], kept: NDArray[np.float64], bins: int = 60) -> Histogram:
+def _histogram(
+    excess: NDArray[np.float64],
+    kept: NDArray[np.float64],
+    certain: NDArray[np.bool_],
+    bins: int = 60,
+) -> Histogram:
     low, high = np.percentile(excess, [0.5, 99.5])
     if high - low < 1e-6:
         low, high = low - 0.5, high + 0.5
-    edges = np.linspace(low, high, bins + 1)
+    # zero lies in the middle of a bin, so that what is about zero is not cut in two
+    width = (high - low) / bins
+    low = (math.floor(low / width - 0.5) + 0.5) * width
+    edges = low + width * np.arange(math.ceil((high - low) / width - 1e-9) + 1)
+    high = edges[-1]
     inside = np.clip(excess, low, high)
 
     def counts(weights: NDArray[np.float64]) -> list[float]:
@@ -347,4 +379,5 @@ def _histogram(excess: NDArray[np.float64], kept: NDArray[np.float64], bins: int
         edges=[round(float(edge), 4) for edge in edges],
         kept=counts(kept),
         dropped=counts(1.0 - kept),
+        certain=int((certain & (np.abs(excess) <= width / 2)).sum()),
     )

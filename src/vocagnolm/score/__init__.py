@@ -1,4 +1,4 @@
-"""Score once: a teacher reads a corpus and leaves a loss store."""
+"""Scoring: a teacher reads a corpus once and writes a loss store."""
 
 from vocagnolm.model.server import Server
 from vocagnolm.score.cluster import RayCluster

@@ -34,17 +34,18 @@ Bundles = list[dict[str, float]]
 
 
 class RayCluster(RaySection, frozen=True):
-    """Where shards are scored, by one worker for every GPU, or on CPUs for every `threads` of
-    them; with a server, for every CPU. Its workers are as many as the cluster has room for, also
-    when it grows, where their number is not given."""
+    """A Ray cluster for scoring, with one worker per GPU, or per `threads` CPUs, or with a server
+    per CPU. If their number is not given, there are as many workers as fit, also when the cluster
+    grows."""
 
     address: str | None = None
-    """As `ray.init` takes it: `auto`, `HOST:6379`. None: the cluster that RAY_ADDRESS names, else
-    one on this machine, for this run."""
+    """As for `ray.init`: `auto`, `HOST:6379`. None: the cluster that RAY_ADDRESS names, otherwise
+    one on this machine for this run."""
 
     @contextlib.contextmanager
     def connected(self) -> Iterator["Connection"]:
-        """A connection that the caller's program already has is used and left alone."""
+        """Connect to the cluster. An existing connection of the calling program is used and left
+        open."""
         ray = import_ray()
         ours = not ray.is_initialized()
         if ours:
@@ -82,8 +83,8 @@ def _connect(ray: Any, address: str) -> None:
             token = isinstance(error, ray.exceptions.AuthenticationError)
             if token or b"Unauthenticated" in printed.read():
                 raise ScoreError(
-                    f"the Ray cluster at {address} wants a token, and that of this machine is not "
-                    "used, missing or another. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+                    f"the Ray cluster at {address} requires a token, and that of this machine is "
+                    f"unused, missing or different. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
                     "RAY_AUTH_TOKEN_PATH (or ~/.ray/auth_token) to the token of the cluster."
                 ) from None
             raise ScoreError(
@@ -334,7 +335,7 @@ class Connection:
         return ScoreError(
             f"no worker has been alive for {self._cluster.patience_seconds:.0f} s "
             f"({len(self._queue.done):,} shards were scored and are kept). Each needs {needs}, and "
-            f"there are {self._room(self._bundles)[1]}; the last word: {self._last_words} Look "
-            "at `ray status`, and run the same command again, with a longer --ray-patience for a "
-            "busy cluster: it goes on from there."
+            f"there are {self._room(self._bundles)[1]}; last error: {self._last_words} Check "
+            f"`ray status`, and run the same command again to resume, with a longer "
+            f"--ray-patience for a busy cluster."
         )

@@ -194,7 +194,9 @@ def describe(teacher: Teacher, settings: ScoreSettings) -> Description:
     about, vocabulary = teacher.describe(), None
     if settings.kept_alternatives is not None:
         if "alternatives" not in about:
-            raise UsageError("--alternatives: this teacher gives losses alone. Leave it out.")
+            raise UsageError(
+                "--alternatives: this teacher provides only losses. Remove the option."
+            )
         vocabulary = encode_vocabulary(teacher.vocabulary())  # type: ignore[attr-defined]
     return Description(about, software, chosen, vocabulary)
 
@@ -236,8 +238,8 @@ def load_plan(out: str | Path, digest: str | None = None) -> Plan:
         content = bytes(storage.read(PLAN_FILE))
     except OSError as error:
         raise StoreError(
-            f"{path} cannot be read: {error.strerror or error}. The store must lie where every "
-            "machine that works on it sees it under this name."
+            f"{path} cannot be read: {error.strerror or error}. Every machine must see the store "
+            f"under this name."
         ) from None
     if digest is not None and hashlib.sha256(content).hexdigest() != digest:
         raise StoreError(f"{path} is not the plan of this run: another run has taken the store.")

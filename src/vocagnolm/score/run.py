@@ -66,27 +66,27 @@ class Times(Seconds):
 
 @dataclass(frozen=True)
 class ScoreSummary:
-    """What a run did and what the store now is."""
+    """What a run did, and the resulting store."""
 
     store: dict[str, Any]
-    """As `vocagnolm store inspect` gives it."""
+    """As in `vocagnolm store inspect`."""
     scored_shards: int
-    """Scored by this process in this run; 0 when the store was complete already."""
+    """Scored by this process in this run; 0 if the store was already complete."""
     found_shards: int
     """Finished by earlier runs."""
     mended: list[str]
     """What was damaged and scored again."""
     tokens: int
     seconds: float
-    """Scoring alone."""
+    """Time for scoring only."""
     times: Times
-    """Of this process, from the call of `score_corpus` to its end."""
+    """Times of this process, from the call of `score_corpus` to its end."""
     missing_shards: list[int] = field(default_factory=list)
-    """Left to other shares, where this run had a share only."""
+    """Left to other shares, if this run had only a share."""
     missing_shares: list[str] = field(default_factory=list)
-    """The shares that they belong to: `2/3`."""
+    """The shares to which they belong: `2/3`."""
     notes: list[str] = field(default_factory=list)
-    """What befell the workers of a cluster."""
+    """What happened to the workers of a cluster."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -111,31 +111,32 @@ def score_corpus(
     server: str | Server | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ScoreSummary:
-    """Let `teacher` read `corpus` and leave a loss store in the folder `out`, or in a
-    bucket (`s3://bucket/stores/qwen`).
+    """Score `corpus` with `teacher` and write a loss store to the folder `out`, or to a bucket
+    (`s3://bucket/stores/qwen`).
 
         summary = score_corpus("Qwen/Qwen2.5-Math-7B", "corpus.jsonl", "stores/qwen")
-        summary.store["bits_per_byte"]                   # how well it knows the text
+        summary.store["bits_per_byte"]                   # how well it predicts the text
         token_bytes, nll = LossStore.open("stores/qwen")[0]
 
     teacher: a model folder, hub id or GGUF file, or an object with the methods of `Teacher`.
     corpus: a file (jsonl, jsonl.gz, jsonl.zst, parquet, txt), a folder of those, a hub dataset
         (`owner/name`, `owner/name:split`), a list of these, or a `Corpus`.
-    format: what records hold: a text, or a conversation (`messages`, or `prompt` and `completion`),
-        which the teacher reads in its own template.
-    split: a text file is one document (`none`), or one a paragraph (`blank_line`) or a `line`.
+    format: content of the records: a text, or a conversation (`messages`, or `prompt` and
+        `completion`), which the teacher reads in its own template.
+    split: how a text file is split into documents: not at all (`none`), by paragraph (`blank_line`)
+        or by `line`.
     settings: context, dtype, device and the like; `ScoreSettings()` chooses by the model.
-    share: do a share of the shards, for machines that are not started together, and then what is
-        left of shares that others have begun; the one that ends last completes the store.
-    cluster: let the workers of a Ray cluster do it; `out` and `corpus` must lie where all of its
-        machines see them. A worker that dies is replaced, and its shard is scored by another.
-    server: the address of a server of vLLM or SGLang that has the teacher's weights, or a `Server`;
-        the model folder or hub id is then read for its tokenizer alone.
-    on_progress: is called with a `Progress` after every batch, on a cluster after every shard.
+    share: score one share of the shards, for independent machines, then help shares that others
+        have begun; the last one completes the store.
+    cluster: use the workers of a Ray cluster; all machines must see `out` and `corpus`. A worker
+        that dies is replaced, and its shard is scored by another.
+    server: the address of a vLLM or SGLang server that runs the teacher, or a `Server`; only the
+        tokenizer is then read from the model folder or hub id.
+    on_progress: called with a `Progress` after every batch, on a cluster after every shard.
 
-    Documents that cannot be read are counted in `summary.store`, not scored. Run again to resume;
-    a finished store is recognised. Under torchrun the ranks claim shards one by one; the store has
-    the same bytes whatever the number of processes.
+    Documents that cannot be read are skipped and counted in `summary.store`. Run it again to
+    resume; a finished store is recognized. Under torchrun the ranks claim shards one by one; the
+    store has the same bytes for any number of processes.
     """
     began = time.perf_counter()
     settings = settings or ScoreSettings()
@@ -197,7 +198,7 @@ def _ranks(
     if teacher is None:
         raise ValueError("shard_teacher needs a teacher that is opened by name: give its path")
     if teacher.server is not None:
-        raise UsageError("--server has the weights already: leave --shard-teacher out.")
+        raise UsageError("--shard-teacher does not apply with --server: remove it.")
     if cluster is not None:  # which makes its teams itself
         return running_ranks()
     return running_teams(partial(team_size, teacher, settings))
@@ -209,7 +210,9 @@ def _require_fit_for_cluster(
     if teacher is None or corpus is None:
         raise ValueError("on a cluster teacher and corpus are opened by name: give paths")
     if share is not None or ranks.count > 1:
-        raise UsageError("--ray hands out the shards itself: leave --share and torchrun out.")
+        raise UsageError(
+            "--ray distributes the shards itself: do not combine it with --share or torchrun."
+        )
 
 
 def _score(

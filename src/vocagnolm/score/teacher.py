@@ -44,17 +44,16 @@ class ScoreSettings(ScoreSection, frozen=True):
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """A document as the teacher reads it. The byte lengths tile the document's UTF-8 bytes; of a
-    conversation, whose template has tokens that hold no text, there are spans instead."""
+    """A document as the teacher reads it. The byte lengths tile the document's UTF-8 bytes. For a
+    conversation, whose template has tokens without text, there are spans instead."""
 
     ids: np.ndarray
     token_bytes: np.ndarray
     spans: TokenSpans | None = None
 
     def stored(self, scores: TokenScores) -> tuple[np.ndarray, TokenScores]:
-        """Byte lengths that tile the document, and what is known of them: a loss of NaN and no
-        alternatives for text that no token of the template holds. The template's own tokens are
-        left out."""
+        """Byte lengths that tile the document, and their scores. Text that no token of the template
+        covers has a loss of NaN and no alternatives. The template's own tokens are omitted."""
         if self.spans is None:
             return self.token_bytes, scores
         held = self.token_bytes > 0
@@ -74,25 +73,25 @@ class TokenizedDocument:
 
 
 class Teacher(Protocol):
-    """Documents in, byte lengths and nll out. A server behind a socket can be one as well. An
-    attribute `device_name`, where there is one, is noted for every shard; `packages` are those
-    whose versions decide the numbers. A method `start`, where there is one, is `nll` in two steps:
-    what it returns waits for the numbers, while the next documents are started.
+    """Takes documents, and returns byte lengths and nll; a server can be one as well. The attribute
+    `device_name`, if present, is recorded for every shard; `packages` are those whose versions
+    determine the numbers. The method `start`, if present, is `nll` in two steps: the function that
+    it returns waits for the numbers while the next documents are started.
 
-    A teacher that gives alternatives too has them in `describe()` (`alternatives`: count, sampled,
-    and the digest and size of the vocabulary file), a `vocabulary()`, and `TokenScores` in place of
-    the arrays that `nll` or `start` give."""
+    A teacher with alternatives lists them in `describe()` (`alternatives`: count, sampled, and the
+    digest and size of the vocabulary file), has a `vocabulary()`, and returns `TokenScores` instead
+    of arrays from `nll` or `start`."""
 
     def describe(self) -> dict[str, Any]:
-        """Everything about the teacher that decides its numbers, for the manifest."""
+        """Everything about the teacher that determines its numbers, for the manifest."""
         ...
 
     def load(self) -> None:
-        """Make ready for `nll`. Not called when there is nothing to score."""
+        """Prepare for `nll`. Not called if there is nothing to score."""
         ...
 
     def tokenize(self, texts: Sequence[str]) -> list[TokenizedDocument | str]:
-        """Each text's tokens, or the reason why it cannot be scored."""
+        """The tokens of each text, or the reason why it cannot be scored."""
         ...
 
     def nll(
@@ -100,14 +99,14 @@ class Teacher(Protocol):
         documents: Sequence[TokenizedDocument],
         on_tokens: Callable[[int], None] | None = None,
     ) -> Sequence[np.ndarray | TokenScores]:
-        """float32 nll in nats of every token, NaN where it has no context. A function of the
-        documents alone, also in its last bit."""
+        """float32 nll in nats of every token, NaN where it has no context. Depends only on the
+        documents, to the last bit."""
         ...
 
 
 class LocalTeacher:
-    """A causal language model in this process. The weights are loaded when first needed, so
-    that a finished store is recognised at once."""
+    """A causal language model in this process. The weights are loaded when first needed, so a
+    finished store is recognized at once."""
 
     def __init__(self, files: ModelFiles, settings: ScoreSettings, *, conversations: bool = False):
         """`conversations`: texts are shared texts, and are read in the model's template."""
@@ -187,12 +186,13 @@ class LocalTeacher:
         }
 
     def vocabulary(self) -> Vocabulary:
-        """What the alternatives spell."""
+        """The bytes of the alternatives."""
         return teacher_vocabulary(self._files, self._tokenizer)
 
     @property
     def device_name(self) -> str | None:
-        """Which GPU; a CPU's sums depend on its threads, which the identity has."""
+        """Name of the GPU; None on a CPU, whose sums depend on the threads, which are part of the
+        identity."""
         device = self._files.device
         return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
@@ -263,7 +263,7 @@ class LocalTeacher:
 
 
 class ServerTeacher:
-    """Token ids go to the server, losses come back. The folder of the teacher gives tokenizer,
+    """Sends token ids to a server and receives losses. The teacher's folder provides tokenizer,
     prefix and windows; its weights are neither needed nor read."""
 
     device_name = None
@@ -280,14 +280,14 @@ class ServerTeacher:
     ):
         if settings.dtype != "auto" or settings.device == "cuda" or settings.compiled:
             raise UsageError(
-                "--dtype, --device cuda and --compile are the server's business: leave them out "
-                "with --server, and start the server with what you want."
+                "--dtype, --device cuda and --compile do not apply with --server: remove them, "
+                "and configure the server instead."
             )
         kept = settings.kept_alternatives
         if kept is not None and kept.sampled:
             raise UsageError(
-                f"--alternatives {kept}: a server tells its likeliest tokens and draws none. Use "
-                f"--alternatives {kept.count}, or score without --server."
+                f"--alternatives {kept}: a server returns its most likely tokens and cannot "
+                f"sample. Use --alternatives {kept.count}, or score without --server."
             )
         self.alternatives = 0 if kept is None else kept.count
         self._served = ServedModel(server, patient=patient)
@@ -308,7 +308,7 @@ class ServerTeacher:
         )
 
     def describe(self) -> dict[str, Any]:
-        """The requests' size is not there: it decides nothing that could be had again."""
+        """The size of requests is not included: it does not determine anything reproducible."""
         about = self._reader.describe()
         named = ("context", "stride", "prefix_ids")
         return {
@@ -325,7 +325,7 @@ class ServerTeacher:
         return self._reader.vocabulary()
 
     def load(self) -> None:
-        """It was loaded where it is."""
+        """Nothing to do: the server has loaded it."""
 
     def tokenize(self, texts: Sequence[str]) -> list[TokenizedDocument | str]:
         return self._reader.tokenize(texts)
@@ -353,8 +353,8 @@ class ServerTeacher:
         if wanted is not None and wanted > longest:
             raise UsageError(
                 f"--context {wanted}: the server at {self._served.url} reads at most {longest} "
-                f"tokens and writes one. Start it with --max-model-len {wanted + 1}, or leave "
-                "--context out."
+                f"tokens and writes one. Start it with --max-model-len {wanted + 1}, or remove "
+                f"--context."
             )
         usual = min(DEFAULT_CONTEXT, files.max_context or DEFAULT_CONTEXT)
         return dataclasses.replace(settings, context=wanted or min(usual, longest))
@@ -395,7 +395,7 @@ def _require_choice(files: ModelFiles, wanted: AlternativesSpec) -> None:
     if rows > MOST_IDS:
         raise UsageError(
             f"--alternatives {wanted}: {files.name} has {rows:,} tokens, and a store numbers at "
-            f"most {MOST_IDS:,} of them. Leave --alternatives out."
+            f"most {MOST_IDS:,} of them. Remove --alternatives."
         )
 
 

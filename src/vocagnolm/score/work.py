@@ -36,8 +36,8 @@ from vocagnolm.store.writer import StoreWriter, store_lock
 
 @dataclass(frozen=True)
 class Share:
-    """Share `number` of `count`, from 1, of all shards, not only of those that are missing: what is
-    missing changes while others work, and a shard could be left to nobody."""
+    """Share `number` of `count`, from 1, of all shards and not only of the missing ones: these
+    change while others work, so a shard could be left to nobody."""
 
     number: int = 1
     count: int = 1
@@ -63,11 +63,11 @@ class Share:
 
     @property
     def marker(self) -> str:
-        """The name of the file that says that this share has begun."""
+        """Name of the file that marks this share as begun."""
         return f"share-{self.number}-of-{self.count}"
 
     def of_shards(self, numbers: list[int]) -> list[str]:
-        """The shares that these shards belong to."""
+        """The shares to which these shards belong."""
         return [f"{n + 1}/{self.count}" for n in sorted({m % self.count for m in numbers})]
 
     def __str__(self) -> str:
@@ -263,8 +263,8 @@ class ShardQueue:
         raise ScoreError(
             f"{len(self.set_aside):,} shards were set aside: {MOST_DEATHS} workers died on each.\n"
             + "\n".join(named)
-            + f"\nThe other {len(self.done):,} were scored and are kept. Look at the workers' logs "
-            "and at these documents (out of memory?), and run the same command again."
+            + f"\nThe other {len(self.done):,} were scored and are kept. Check the workers' logs "
+            f"and these documents (out of memory?), and run the same command again."
         )
 
 
@@ -324,7 +324,7 @@ def prepare_shard(
         if settings.strict:
             raise ScoreError(
                 f"{document.place} (document {document.index}) cannot be scored: {outcome}. "
-                "Mend it, or run without --strict to skip and count such documents."
+                "Fix it, or run without --strict to skip and count such documents."
             )
         skipped.append(
             {"document": document.index, "place": document.place, "reason": outcome or "unknown"}
@@ -344,7 +344,9 @@ def finished_shard(prepared: PreparedShard, given: Scores, settings: ScoreSettin
     if kept is not None:
         rows = [one.alternatives for _, one in stored if one.alternatives is not None]
         if len(rows) < len(stored):
-            raise ScoreError("--alternatives: this teacher gives losses alone. Leave it out.")
+            raise ScoreError(
+                "--alternatives: this teacher provides only losses. Remove the option."
+            )
         alternatives = np.concatenate([np.zeros((0, kept.count), "<u4"), *rows])
     return Shard(
         number=prepared.number,

@@ -1,7 +1,7 @@
-"""Where stores and blocks live: a folder of this machine, or a bucket behind an address.
+"""Storage of stores and blocks: a local folder, or a bucket behind an address.
 
-A storage knows a few steps, of which each happens as a whole or not at all; the protocols of stores
-and blocks are made of these steps alone, and are the same for folders and buckets.
+A storage offers a few steps, each of which happens completely or not at all. The protocols of
+stores and blocks consist only of these steps and are the same for folders and buckets.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,21 @@ from vocagnolm.files import address_of, local_path
 from vocagnolm.storage.backend import HUB_SCHEME, Folder, Storage, hub_folder
 from vocagnolm.storage.bucket import BUCKET_SCHEMES, Bucket
 
-__all__ = ["BACKENDS", "Backend", "Bucket", "Folder", "Storage", "require_storage", "storage_of"]
-__all__ += ["scheme_of"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Bucket",
+    "Folder",
+    "Storage",
+    "require_storage",
+    "scheme_of",
+    "storage_of",
+]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What serves the addresses of one scheme."""
+    """The storage for addresses with one scheme."""
 
     open: Callable[[str], Storage]
     """The storage at an address."""
@@ -40,19 +48,19 @@ def scheme_of(path: str | Path) -> str | None:
 
 
 def require_storage(path: str | Path, *, hub: bool = False) -> None:
-    """Refuse an address that no code serves. `hub`: a dataset of the hub will do too."""
+    """Refuse an address that is not supported. `hub`: also accept a dataset of the hub."""
     scheme = scheme_of(path)
     known = [name for name, backend in BACKENDS.items() if backend.writable or hub]
     if scheme is not None and scheme not in known:
         raise UsageError(
-            f"{address_of(path)} is an address of a kind that cannot be used here. Known are local "
-            f"folders and {', '.join(f'{name}://' for name in known)}."
+            f"{address_of(path)} has a scheme that is not supported here. Use a local folder or "
+            f"{', '.join(f'{name}://' for name in known)}."
         )
 
 
 def storage_of(path: str | Path) -> Storage:
-    """A bucket for an address, the copy that `huggingface_hub` keeps for a dataset of the hub, a
-    folder for all else."""
+    """A bucket for an address, the copy that `huggingface_hub` keeps for a dataset of the hub, or a
+    folder for anything else."""
     require_storage(path, hub=True)
     address = address_of(path)
     if address is None:

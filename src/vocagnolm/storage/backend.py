@@ -18,41 +18,41 @@ class Storage(Protocol):
     address."""
 
     def files(self, *folders: str) -> dict[str, int]:
-        """Name -> bytes of the files here and in these folders, in one look. Other folders stand
-        there under their names alone. Empty where there is nothing yet."""
+        """Name -> size in bytes of the files here and in these folders, with one listing. Other
+        folders appear only by name. Empty if there is nothing yet."""
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file now."""
+        """Whether the file exists now."""
 
     def read(self, name: str) -> memoryview:
-        """The whole file; FileNotFoundError where there is none."""
+        """The whole file; FileNotFoundError if there is none."""
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """These bytes, or those that there are; FileNotFoundError where there is no file."""
+        """These bytes, or as many as exist; FileNotFoundError if there is no file."""
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a file whole, unless the name is taken: False then, and nothing is changed. In a
-        bucket also True where these very bytes stand there: the answer to our own request may have
-        been lost."""
+        """Write a whole file unless the name is taken; then return False and change nothing. In a
+        bucket also return True if exactly these bytes exist, because the response to our own
+        request may have been lost."""
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a file whole, in the place of one that may be there."""
+        """Write a whole file, replacing an existing one."""
 
     def remove(self, *names: str) -> None:
-        """Files that are not there are no error."""
+        """Remove files; missing files are not an error."""
 
     def tidy(self, *folders: str) -> None:
-        """Remove what killed processes left here and in these folders, and folders that have
-        become empty."""
+        """Remove what killed processes left here and in these folders, and folders that have become
+        empty."""
 
     def try_writing(self) -> str | None:
-        """Before the first write: an error where nothing can be written, a warning where of two
-        writers not the first one counts."""
+        """Before the first write: raise an error if nothing can be written, and warn if the last of
+        two writers would win."""
 
     def lock(
         self, advice: str, *, shared: bool = False, patience: float = 0.0
     ) -> AbstractContextManager[None]:
-        """Keep others from writing, where the storage can; `create` is what keeps it whole."""
+        """Keep others from writing, if the storage can; `create` is what protects the data."""
 
     def shown(self, name: str) -> str:
         """A file's path or address, for messages."""
@@ -62,7 +62,8 @@ class Storage(Protocol):
 
 
 class Folder:
-    """Steps as `vocagnolm.files` makes them: on the disk before a name is given."""
+    """The steps as implemented in `vocagnolm.files`: data are on disk before the file gets its
+    name."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -155,8 +156,8 @@ def hub_folder(address: str) -> Path:
     except Exception as error:  # network, rights, a name that is wrong: a dozen kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise AddressError(
-            f"{address} cannot be had from the hub: {reason.rstrip('.')}. Check the name, and log "
-            "in with `hf auth login` where the dataset is not public."
+            f"{address} cannot be downloaded from the hub: {reason.rstrip('.')}. Check the name, "
+            "and log in with `hf auth login` if the dataset is not public."
         ) from None
     return Path(folder) / inside
 
@@ -164,6 +165,8 @@ def hub_folder(address: str) -> Path:
 def _parts(address: str) -> tuple[str, str | None, str]:
     kind, *names = address.rstrip("/").partition("://")[2].split("/")
     if kind != "datasets" or len(names) < 2 or not all(names):
-        raise AddressError(f"{address}: expected hf://datasets/OWNER/NAME, with @REVISION or not.")
+        raise AddressError(
+            f"{address}: expected hf://datasets/OWNER/NAME, optionally with @REVISION."
+        )
     name, _, revision = names[1].partition("@")
     return f"{names[0]}/{name}", revision or None, "/".join(names[2:])

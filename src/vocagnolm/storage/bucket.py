@@ -34,8 +34,8 @@ Result = TypeVar("Result")
 
 
 class Bucket:
-    """What stands behind an address like `s3://bucket/stores/qwen`. May be sent to other
-    processes; a forked one cannot use what its parent has opened."""
+    """The storage behind an address like `s3://bucket/stores/qwen`. It can be sent to other
+    processes; a forked process cannot use what its parent has opened."""
 
     _conditional = True
 
@@ -44,8 +44,8 @@ class Bucket:
         parts = urlsplit(self.address)
         if "@" in parts.netloc:  # not repeated: it may hold a secret
             raise AddressError(
-                f"an address {parts.scheme}://...@... with credentials in it is not taken: they "
-                "would stand in manifests and logs. Use the environment or a profile."
+                f"an address {parts.scheme}://...@... with credentials in it is refused: they "
+                f"would appear in manifests and logs. Use the environment or a profile."
             )
         if not parts.netloc:
             raise AddressError(f"{address} names no bucket.")
@@ -113,11 +113,11 @@ class Bucket:
                 self._request("removed", lambda o: o.delete(self._store, list(names)))
 
     def tidy(self, *folders: str) -> None:
-        """Nothing half-written has a name here; of probes that were killed one may be left."""
+        """Nothing unfinished has a name here; only a probe of a killed process may be left."""
         self.remove(*(name for name in self.files() if name.startswith(f"{PROBE}-")))
 
     def try_writing(self) -> str | None:
-        """Put-if-absent, twice: rclone's server ignores it in silence, others refuse it."""
+        """Test put-if-absent twice: rclone's server silently ignores it, others refuse it."""
         name = f"{PROBE}-{secrets.token_hex(4)}"
         try:
             first, second = self.create(name, b"first"), self.create(name, b"second")

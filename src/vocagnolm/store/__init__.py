@@ -1,4 +1,4 @@
-"""The loss store: a teacher's nll for a corpus, written once, used by any student."""
+"""The loss store: a teacher's nll on a corpus, written once and used by any student."""
 
 from vocagnolm.store.export import export_parquet
 from vocagnolm.store.reader import LossStore, inspect_store, verify_store

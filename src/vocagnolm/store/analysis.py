@@ -75,8 +75,8 @@ def difference_of(
         found = np.where(keys[position] == teacher.keys, more, np.nan)
     if np.isnan(found).all():
         raise StoreError(
-            f"{against} and {store} have no document in common: they are stores of other corpora. "
-            "Documents are known by their text."
+            f"{against} and {store} have no document in common: they were made from different "
+            f"corpora. Documents are identified by their text."
         )
     return teacher, found
 

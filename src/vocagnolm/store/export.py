@@ -22,9 +22,9 @@ _PYARROW = ("pyarrow", "pyarrow.parquet")
 
 
 def export_parquet(store: str | Path, out: str | Path) -> int:
-    """Write one row a document: document_index, document_hash (hex), token_bytes, nll (float32,
-    null where unscored), and where the store has them the alternatives of every token, each with
-    its text, id and probability. One row group a shard. Returns the number of rows."""
+    """Write one row per document: document_index, document_hash (hex), token_bytes, nll (float32,
+    null where unscored), and, if the store has them, the alternatives of every token with text, id
+    and probability. One row group per shard. Returns the number of rows."""
     pa, pq = (optional(name, "data", "exporting to Parquet") for name in _PYARROW)
     loss_store = LossStore.open(store)
     texts = None
@@ -99,8 +99,8 @@ def _alternatives(pa: Any, given: Alternatives, texts: Any) -> Any:
 
 CARD = "README.md"
 _ALTERNATIVES = """
-It also holds the teacher's alternatives at every place, with their probabilities: a student with
-any vocabulary can be distilled from them. **The likeliest alternative often is the text**, so that
+It also holds the teacher's alternatives at every position, with their probabilities: a student with
+any vocabulary can be distilled from them. **The most likely alternative is often the text**, so
 much of the text can be read back from this store: publish it only where you may publish the text.
 """
 PARQUET_FOLDER = "parquet"
@@ -185,9 +185,11 @@ def _alternatives_facts(about: dict[str, Any]) -> dict[str, Any]:
     if kept is None:
         return {}
     if kept["sampled"]:
-        return {"alternatives a token": f"{kept['count']}, drawn from the teacher's distribution"}
+        return {
+            "alternatives per token": f"{kept['count']}, sampled from the teacher's distribution"
+        }
     return {
-        "alternatives a token": f"{kept['count']}, likeliest first",
+        "alternatives per token": f"{kept['count']}, most likely first",
         "probability they cover": f"{sum(kept['mass']):.1%}",
     }
 

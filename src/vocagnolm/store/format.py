@@ -300,7 +300,7 @@ def _parse_header(begin: bytes, size: int) -> tuple[dict[str, Any], dict[str, An
     """What the shard is, where its columns are, and from where these places count."""
     start = _header_end(begin)
     if start > len(begin):
-        raise ValueError("the header is cut short")
+        raise ValueError("the header is truncated")
     header = parse_json(begin[8:start])
     about = parse_json(header.pop("__metadata__")[METADATA_KEY])
     if about["format_version"] not in FORMAT_VERSIONS:
@@ -334,7 +334,7 @@ def read_manifest(store: Path | Storage, *, partial: bool = False) -> dict[str, 
     store = Folder(store) if isinstance(store, Path) else store
     name = PARTIAL_MANIFEST_FILE if partial else MANIFEST_FILE
     path = store.shown(name)
-    mend = "The command that scored the store, run again, writes it anew."
+    mend = "Run the command that scored the store again to rewrite it."
     keys: dict[str, type] = {"format": str, "format_version": int, "shard_count": int}
     keys |= {"identity": dict} if partial else {"identity": dict, "shards": list, "totals": dict}
     manifest = read_json(path, StoreError, mend, keys, read=lambda: store.read(name))

@@ -48,12 +48,12 @@ SCORE_WITH_ALTERNATIVES = (
 
 class LossStore:
     """A complete loss store. `store[i]` is `(token_bytes, nll)` of the i-th scored document, and
-    `store.alternatives(i)` what else the teacher would have said, where the store holds that.
-    Documents that were skipped are not counted: ask for a text's own with `store.of(text)`.
+    `store.alternatives(i)` are its alternatives, if the store has them. Skipped documents are not
+    counted: find a text with `store.of(text)`.
 
-    Opening reads the manifest alone; shards are mapped when first used. Those at an address are
-    copied to a local folder before, once (`vocagnolm.storage.copies`). May be sent to worker
-    processes: they map the files themselves.
+    Opening reads only the manifest; shards are memory-mapped on first use. Remote shards are first
+    copied to a local folder, once (`vocagnolm.storage.copies`). A store can be sent to worker
+    processes, which map the files themselves.
     """
 
     def __init__(self, path: str | Path, manifest: dict[str, Any]):
@@ -81,7 +81,7 @@ class LossStore:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The teacher's, over all that it scored."""
+        """The teacher's bits per byte over everything it scored."""
         totals = self.manifest["totals"]
         if not totals["scored_bytes"]:
             return None
@@ -108,13 +108,13 @@ class LossStore:
 
     @property
     def kept_alternatives(self) -> AlternativesSpec | None:
-        """How many alternatives a token has, and of which kind; None where the store has none."""
+        """Number and kind of the alternatives per token; None if the store has none."""
         about = self.manifest["identity"].get("alternatives")
         return None if about is None else AlternativesSpec(about["count"], about["sampled"])
 
     def alternatives(self, index: int) -> Alternatives:
-        """Of every teacher token of a document: the tokens that the teacher found likeliest at its
-        place. `store.vocabulary[id]` are the bytes of one of them."""
+        """For every teacher token of a document, the tokens that the teacher found most likely at
+        its position. `store.vocabulary[id]` are the bytes of a token."""
         kept = self.kept_alternatives
         if kept is None:
             raise StoreError(f"{self.path} holds no alternatives. {SCORE_WITH_ALTERNATIVES}")
@@ -123,7 +123,7 @@ class LossStore:
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
-        """The teacher's, of a store with alternatives."""
+        """The teacher's vocabulary, in a store with alternatives."""
         identity = self.manifest["identity"]
         if "alternatives" not in identity:
             raise StoreError(f"{self.path} holds no vocabulary. {SCORE_WITH_ALTERNATIVES}")
@@ -138,7 +138,7 @@ class LossStore:
             raise StoreError(f"{shown} is missing. {self._mend_hint()}") from None
 
     def of(self, text: str) -> int:
-        """Index of the document with this very text, which is known by its hash."""
+        """Index of the document with exactly this text, found by its hash."""
         index = self.find(hashlib.sha256(text.encode()).digest()[:HASH_BYTES])
         if index is None:
             start = " ".join(text[:60].split())
@@ -149,7 +149,7 @@ class LossStore:
         return index
 
     def spans(self, index: int) -> np.ndarray:
-        """The teacher's tokens of a document as byte spans, int64 [M, 2]: what `align` takes."""
+        """Byte spans of the teacher's tokens of a document, int64 [M, 2], for `align`."""
         token_bytes, _ = self[index]
         ends = np.cumsum(token_bytes)
         return np.stack([ends - token_bytes, ends], axis=1)
@@ -158,12 +158,12 @@ class LossStore:
         return (self[index] for index in range(len(self)))
 
     def shards(self) -> Iterator[ShardFile]:
-        """Every shard, checked."""
+        """Every shard, verified."""
         return (self._shard(number)[0] for number in range(len(self._ends)))
 
     def skipped(self) -> Iterator[dict[str, Any]]:
-        """Documents of the corpus that were not scored, with their place and the reason. Opens the
-        shards that have some."""
+        """Documents of the corpus that were not scored, with their position and the reason. Opens
+        the shards that have some."""
         for number, entry in enumerate(self.manifest["shards"]):
             if entry["skipped"]:
                 yield from self._shard(number)[0].about["skipped"]
@@ -173,25 +173,25 @@ class LossStore:
         return bytes(shard.columns["document_hash"][inside])
 
     def document_index(self, index: int) -> int:
-        """Place of the document in the corpus, skipped documents counted."""
+        """Index of the document in the corpus, including skipped documents."""
         shard, _, inside = self._locate(index)
         return int(shard.columns["document_index"][inside])
 
     @property
     def corpus_fingerprint(self) -> str | None:
-        """Of the corpus that was scored; None where the store does not say."""
+        """Fingerprint of the scored corpus; None if the store does not have it."""
         corpus = self.manifest["identity"].get("corpus")
         return corpus.get("fingerprint") if isinstance(corpus, dict) else None
 
     def made_from(self, corpus_fingerprint: str | None) -> bool:
-        """Whether this is the corpus that was scored (`Corpus.fingerprint`): documents then have
-        the same numbers there and here."""
+        """Whether this is the corpus that was scored (`Corpus.fingerprint`); documents then have
+        the same numbers in both."""
         known = self.corpus_fingerprint
         return known is not None and known == corpus_fingerprint
 
     def place_of(self, number: int) -> int | None:
-        """Index of the document that has this number in the corpus that was scored, or None where
-        it was skipped. Opens its shard alone."""
+        """Index of the document with this number in the scored corpus, or None if it was skipped.
+        Opens only its shard."""
         shard = bisect.bisect_right(self._first_documents, number) - 1
         if shard < 0:
             return None
@@ -203,8 +203,8 @@ class LossStore:
 
     def find(self, document_hash: bytes) -> int | None:
         """Index of a document by its hash (`vocagnolm.data.corpus.document_hash`), or None. Equal
-        documents have one hash; the first of them is found. The first call makes an index of the
-        whole store; `storage_of` needs none."""
+        documents have one hash; the first of them is found. The first call builds an index of the
+        whole store."""
         if len(document_hash) != HASH_BYTES:
             raise ValueError(f"a document hash has {HASH_BYTES} bytes, not {len(document_hash)}")
         keys, order = self._hash_index
@@ -261,7 +261,7 @@ class LossStore:
         return self._shards[number]
 
     def fetch(self) -> None:
-        """Of a store at an address: copy all that is not here yet, several files at once."""
+        """Copy all missing files of a remote store, several at once."""
         self._copy(range(len(self._ends)), vocabulary=True)
 
     def _copy(self, numbers: Sequence[int], *, vocabulary: bool = False) -> None:
@@ -318,7 +318,7 @@ def require_complete(storage: Storage) -> None:
         done = len(shard_names(found))
         raise StoreError(
             f"{storage} is not complete: {done} of {wanted} shards are scored. Run the command "
-            "that started it again; it goes on from there."
+            f"that started it again to resume."
         )
     raise StoreError(
         f"{storage} is not a loss store: it has no {MANIFEST_FILE}. "
@@ -357,8 +357,8 @@ def _strangers(manifest: dict[str, Any], found: Iterable[str]) -> list[str]:
 
 
 def inspect_store(path: str | Path) -> dict[str, Any]:
-    """What the store is, from its manifest and the shards' headers; complete or not. `problems`
-    are those that show without reading the shards, which `verify_store` does."""
+    """Describe a store, complete or not, from its manifest and the shards' headers. `problems` are
+    those visible without reading the shards, which `verify_store` does."""
     storage = storage_of(path)
     found = storage.files(SHARD_FOLDER, RECORD_FOLDER)
     complete = MANIFEST_FILE in found
@@ -443,7 +443,7 @@ def _devices(storage: Storage, manifest: dict[str, Any], found: dict[str, int]) 
 
 
 def verify_store(path: str | Path) -> list[str]:
-    """Everything that is wrong with the store; empty when it is whole. Reads every byte."""
+    """All problems of the store; empty if it is intact. Reads every byte."""
     storage = storage_of(path)
     require_complete(storage)
     manifest = read_manifest(storage)
@@ -502,7 +502,7 @@ def _shard_problems(
     if "alternatives" in columns or alternatives:
         shape = columns["alternatives"].shape if "alternatives" in columns else "none"
         if shape != (len(columns["nll"]), alternatives):
-            problems.append(f"it has alternatives {shape}, {alternatives} a token are expected")
+            problems.append(f"it has alternatives {shape}, {alternatives} per token are expected")
     indices = [*columns["document_index"].tolist(), *(e["document"] for e in about["skipped"])]
     wanted = range(expected_first, expected_first + about["document_span"])
     if len(set(indices)) != len(indices):

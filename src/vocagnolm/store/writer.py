@@ -100,9 +100,9 @@ _FINISHING_SECONDS = 60.0
 
 
 class StoreWriter:
-    """One store being written. `identity` is everything that decides its bytes; `device`, the GPU
-    that this process scores on, is noted for every shard and decides nothing. `vocabulary`: the
-    bytes of the teacher's, in the process that begins a store with alternatives."""
+    """A store being written. `identity` is everything that determines its bytes. `device`, the GPU
+    that this process uses, is only recorded for every shard. `vocabulary`: the bytes of the
+    teacher's vocabulary, in the process that begins a store with alternatives."""
 
     def __init__(
         self,
@@ -125,8 +125,8 @@ class StoreWriter:
         self._known: dict[int, Record] = {}
 
     def begin(self) -> None:
-        """Start or take up the store. Refuses a folder that holds something else, and a store that
-        other settings have made."""
+        """Start or resume the store. Refuses a folder with other content, and a store made with
+        other settings."""
         self._begin()
         if self._vocabulary is not None:
             self._write_vocabulary(self._vocabulary)
@@ -166,7 +166,8 @@ class StoreWriter:
                 self._known = self._records()
 
     def take_identity(self, found: dict[str, Any]) -> None:
-        """Of the process that has begun the store, for those that share the work with it."""
+        """Take the identity from the process that has begun the store, if this one shares its
+        work."""
         self._agree(found, complete=True)
         refuse_other_identity(str(self.storage), found, self.identity)
 
@@ -191,8 +192,8 @@ class StoreWriter:
                     continue
             raise StoreError(
                 f"{self.storage}: the manifest cannot be read, and {name.partition('/')[2]} does "
-                "not say that this command made it. Remove that file if this command made the "
-                "store: it is scored again. Or choose another --out."
+                f"not show that this command made it. If it did, remove that file and it is "
+                f"scored again. Otherwise choose another --out."
             )
 
     def _begin_new(self) -> None:
@@ -227,9 +228,9 @@ class StoreWriter:
             warnings.warn(warning, StorageWarning, stacklevel=2)
 
     def has_shard(self, number: int) -> tuple[bool, str | None]:
-        """(is shard `number` there and whole, what is wrong with it), as `begin` or `absent_shards`
-        found it last, or as this process has written it. Of a store that grows, a shard with a
-        record is not read; of a complete one every shard is."""
+        """(is shard `number` present and intact, what is wrong with it), as last found by `begin`
+        or `absent_shards`, or as written by this process. In a growing store, a shard with a record
+        is not read; in a complete one every shard is."""
         if shard_name(number) not in self._files:
             return False, None
         if number in self._known and not self.was_complete:
@@ -262,8 +263,8 @@ class StoreWriter:
         return record, None
 
     def write_shard(self, shard: Shard) -> None:
-        """Of two processes that have scored one shard the first one's counts: shard and record
-        belong together."""
+        """If two processes have scored one shard, the first one counts; shard and record belong
+        together."""
         if self.completed_by_others:
             return
         content = encode_shard(shard, self._digest)
@@ -284,36 +285,36 @@ class StoreWriter:
         self._known[shard.number] = record
 
     def begin_claims(self, numbers: Collection[int], marker: str) -> None:
-        """Whoever begins takes all of these shards: those who have claimed them may be dead, and if
-        they are not, the first commit counts."""
+        """A process that begins takes all of these shards: those that claimed them may be dead, and
+        if they are not, the first commit counts."""
         found = self.storage.files(CLAIM_FOLDER)
         before = {claim_name(number, holders) for number in numbers for holders in (0, 1)}
         self.storage.remove(*before.intersection(found))
         self.storage.put(f"{CLAIM_FOLDER}/{marker}", b"")
 
     def claim(self, number: int, holders: int) -> bool:
-        """Whether a shard that `holders` processes have claimed is now this one's too."""
+        """Whether this process, too, now holds a shard that `holders` processes have claimed."""
         return self.storage.create(claim_name(number, holders), secrets.token_bytes(8))
 
     @property
     def was_complete(self) -> bool:
-        """Whether the store had a manifest, and a whole one, when it was taken up."""
+        """Whether the store had an intact manifest when it was opened."""
         return bool(self._listed)
 
     @property
     def completed_by_others(self) -> bool:
-        """Whether the store has got its manifest since this run began."""
+        """Whether the store got its manifest after this run began."""
         return not self._had_manifest and self.storage.has(MANIFEST_FILE)
 
     def absent_shards(self) -> list[int]:
-        """Those that have no file now. Reads no shard."""
+        """Shards that have no file now. Reads no shard."""
         self._look()
         numbers = range(self.shard_count)
         return [number for number in numbers if shard_name(number) not in self._files]
 
     def finish(self) -> None:
-        """All shards are there: make the manifest of their records, which makes the store complete.
-        One that was there before and says something else is written again."""
+        """When all shards are present, make the manifest from their records, which completes the
+        store. An existing manifest with other content is replaced."""
         if len(self._known) < self.shard_count:  # other processes have scored them
             self._files = self.storage.files(SHARD_FOLDER, RECORD_FOLDER)
             found = self._records()
@@ -341,7 +342,7 @@ class StoreWriter:
         return self._known[number]
 
     def tidy(self) -> None:
-        """Remove what runs that were killed left of their own behind the finished store."""
+        """Remove what killed runs left behind in the finished store."""
         folders = (SHARD_FOLDER, RECORD_FOLDER, CLAIM_FOLDER)
         found = self.storage.files(*folders)
         assert MANIFEST_FILE in found
@@ -380,7 +381,7 @@ def refuse_other_identity(path: str | Path, found: dict[str, Any], wanted: dict[
         )
         raise StoreError(
             f"{path} was made with other settings or another corpus:\n  {lines}\n"
-            "Run with the store's settings to go on with it, or choose another --out. "
+            "Use the store's settings to continue it, or choose another --out. "
             "Nothing was changed."
         )
 
@@ -392,8 +393,8 @@ def store_lock(
     there the protocol alone keeps the store whole."""
     return storage_of(path).lock(
         "Wait for it to end, or choose another --out. To share the work between processes, start "
-        "them together (torchrun --nproc_per_node N -m vocagnolm score ...), or each with a share "
-        "of its own (--share I/N).",
+        "them together (torchrun --nproc_per_node N -m vocagnolm score ...), or each with its "
+        "own share (--share I/N).",
         shared=shared,
         patience=_FINISHING_SECONDS if shared else 0.0,
     )

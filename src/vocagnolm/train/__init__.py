@@ -1,5 +1,5 @@
-"""Training a student by any method of the objective: `train` runs a recipe, `loop.py` is its loop;
-`GuidedTrainer` is the same objective in Hugging Face's Trainer."""
+"""Training a student with any method of the objective: `train` runs a recipe, and `loop.py` is its
+loop. `GuidedTrainer` is the same objective in Hugging Face's Trainer."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -26,3 +26,7 @@ def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'vocagnolm.train' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

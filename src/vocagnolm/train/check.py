@@ -8,7 +8,7 @@ can answer, and what they say of a tokenizer and of a configuration is remembere
 import contextlib
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -272,7 +272,7 @@ def check_blocks(recipe: Recipe, report: CheckReport, found: Found) -> dict[str,
         "verified": "names and sizes; `vocagnolm train` reads the parts through",
     }
     for line in cut_parts(manifest, folder.files()):
-        report.problem(f"{folder}: {line}. Run `vocagnolm prepare` again: it makes it anew.")
+        report.problem(f"{folder}: {line}. Run `vocagnolm prepare` again to rebuild it.")
     return manifest
 
 
@@ -329,9 +329,16 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
 # ---- the check ----
 
 
-def check(recipe: Recipe, *, processes: int = 1, measure: bool = True) -> CheckReport:
+def check(
+    recipe: Recipe,
+    *,
+    processes: int = 1,
+    measure: bool = True,
+    on_weights: Callable[[], None] | None = None,
+) -> CheckReport:
     """Validate a recipe against what is on this machine. `measure`: also load the student, if it
-    has weights, and compare it with the teacher on a few documents."""
+    has weights, and compare it with the teacher on a few documents; `on_weights` is called right
+    before that."""
     report = CheckReport(problems=static_problems(recipe, processes))
     found = Found()
     with report.collecting():
@@ -357,7 +364,7 @@ def check(recipe: Recipe, *, processes: int = 1, measure: bool = True) -> CheckR
         report.warn(teacher_warning(found.store.bits_per_byte, recipe.student.bits_per_byte))
     if measure and report.ready:
         with report.collecting():
-            _weights(recipe, report, found)
+            _weights(recipe, report, found, on_weights or (lambda: None))
     return report
 
 
@@ -548,7 +555,9 @@ def _run(recipe: Recipe, report: CheckReport, manifest: dict[str, Any] | None) -
         }
 
 
-def _weights(recipe: Recipe, report: CheckReport, found: Found) -> None:
+def _weights(
+    recipe: Recipe, report: CheckReport, found: Found, on_weights: Callable[[], None]
+) -> None:
     """What only the student's weights can tell."""
     has_weights = recipe.student.model is not None
     apart = recipe.data.document_mask or isinstance(found.tokenizer, ChatTokenizer)
@@ -556,6 +565,8 @@ def _weights(recipe: Recipe, report: CheckReport, found: Found) -> None:
         return  # random weights of a known kind
     from vocagnolm.train.student import build_student, require_separation, understood_head
 
+    if has_weights:
+        on_weights()
     student = build_student(recipe)
     understood_head(student)
     if apart:

@@ -269,9 +269,9 @@ def _load(path: Path, device: torch.device | str = "cpu") -> Any:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise TrainingError(
-            f"{path} does not hold what a checkpoint of ours holds, and was not loaded: it may "
-            "bring code of somebody else. Look who wrote it, and remove its folder to go on from "
-            "the checkpoint before."
+            f"{path} is not a valid checkpoint and was not loaded: it may contain foreign code. "
+            f"Find out who wrote it, and remove its folder to continue from the previous "
+            f"checkpoint."
         ) from None
 
 
@@ -286,7 +286,7 @@ def _load_weights(checkpoint: Path, model: Any) -> None:
     if unexpected or not weights:
         raise TrainingError(
             f"{checkpoint} does not hold the weights of this student ({len(unexpected)} unknown "
-            "names). It may be of an older version; go on with that one, or use --restart."
+            "names). It may be from an older version; continue with that version, or use --restart."
         )
 
 
@@ -294,7 +294,7 @@ def _load_shards(checkpoint: Path, state: TrainingState) -> None:
     if (checkpoint / _OPTIMIZER).is_file():  # a run of one process was once not sharded
         raise TrainingError(
             f"{checkpoint} was written by one process of an older version, without sharding. Set "
-            "train.parallel to ddp in the run's recipe.yaml and in yours to go on with it."
+            "train.parallel to ddp in the run's recipe.yaml and in yours to continue it."
         )
     shards = state.shards()
     load(shards, storage_reader=FileSystemReader(checkpoint / PARTS))

@@ -56,7 +56,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if damaged:
         shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
         warnings.warn(
-            f"{path}: line {shown} is damaged and left out.", VocagnolmWarning, stacklevel=2
+            f"{path}: line {shown} is damaged and was skipped.", VocagnolmWarning, stacklevel=2
         )
     return records
 
@@ -78,7 +78,7 @@ RUNTIME_KEYS = frozenset(
         "data.extra_columns",
     }
 )
-_MEND = "Choose another run.folder, or remove that file to begin the run anew."
+_MEND = "Choose another run.folder, or remove that file to start over."
 
 
 def run_folder(recipe: Recipe) -> Path:
@@ -127,7 +127,7 @@ def refuse_other_run(
         raise TrainingError(
             f"{folder} holds a run with another recipe:\n  "
             + "\n  ".join(difference)
-            + "\nGive these settings back to go on with it, or choose another run.folder."
+            + "\nRestore these settings to continue it, or choose another run.folder."
             + f" To train its model further there: student.model={folder / 'model'}." * finished
         )
 

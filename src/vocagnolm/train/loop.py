@@ -271,7 +271,8 @@ class TrainingLoop:
             if not math.isfinite(found["loss"]):
                 require_finite(made.number, made.losses, self.ranks.rank)
                 raise TrainingError(
-                    f"The loss is {found['loss']} in step {made.number}: another rank says where."
+                    f"The loss is {found['loss']} in step {made.number}: see the error of "
+                    f"another rank."
                 )
             seconds = made.ended.seconds_since(self._last_moment)
             self._last_moment = made.ended

@@ -118,7 +118,7 @@ def require_finite(step: int, losses: list[tuple[Tensor, Tensor | None]], rank: 
         raise TrainingError(
             f"The loss is {value} in step {step}, micro-batch {number} of rank {rank}{named}. The "
             "weights are still those of the step before; the newest checkpoint is untouched. Lower "
-            "optimizer.learning_rate, or look at these blocks."
+            "optimizer.learning_rate, or check these blocks."
         )
 
 
@@ -295,7 +295,7 @@ def tracker_problems(names: list[str]) -> list[str]:
         packages = PACKAGES.get(name, [])
         if name not in known and name not in ("all", "none"):
             listed = ", ".join(sorted(known))
-            problems.append(f"run.report_to: {name} is no tracker. Known are: {listed}.")
+            problems.append(f"run.report_to: {name} is not a tracker. Supported: {listed}.")
         elif packages and not any(map(_installed, packages)):
             problems.append(
                 f"run.report_to: {name} needs the package {' or '.join(packages)}, which is not "

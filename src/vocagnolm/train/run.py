@@ -58,6 +58,7 @@ from vocagnolm.files import (
     whole_folder,
 )
 from vocagnolm.model import ModelFiles, open_model
+from vocagnolm.model.fp8 import require_fp8, train_in_fp8
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.objective import Decided, count_kept
 from vocagnolm.processes import Ranks, world_size
@@ -122,11 +123,11 @@ from vocagnolm.train.teacher import OnlineTeacher, TeacherView, refuse_other_voc
 def train(
     recipe: Recipe, *, quiet: bool = False, restart: bool = False, earlier: float = 0.0
 ) -> dict[str, Any]:
-    """Train a recipe, or go on where it was interrupted. Returns the run's summary.
+    """Train a recipe, or resume it. Returns a summary of the run.
 
-    `restart`: begin anew where no checkpoint can be used any more. SIGTERM writes a checkpoint and
-    ends with `StoppedError`; SIGUSR1 writes one and goes on. `earlier`: seconds that a command has
-    taken before this call.
+    `restart`: start over if no checkpoint can be used. SIGTERM writes a checkpoint and raises
+    `StoppedError`; SIGUSR1 writes one and continues. `earlier`: seconds that a command has used
+    before this call.
     """
     clock = Clock(earlier)
     refuse_lone_process()
@@ -233,14 +234,14 @@ def _train(
         if (reason := _lost_connection(error)) is not None:
             raise TrainingError(
                 f"The run has lost the connection to another process ({reason}). The newest "
-                "checkpoint is untouched. Look what that process said; torchrun "
-                "--max-restarts N starts them again by itself, or run the same command again."
+                "checkpoint is untouched. Check the output of that process; torchrun "
+                "--max-restarts N restarts automatically, or run the same command again."
             ) from error
         raise
     if loop.stopped and loop.step < schedule.steps:
         raise StoppedError(
-            f"stopped as asked after step {loop.step:,} of {schedule.steps:,}; a checkpoint is "
-            "written. Run the same command again: it goes on from there."
+            f"stopped on request after step {loop.step:,} of {schedule.steps:,}; a checkpoint "
+            f"was written. Run the same command again to resume."
         )
     clock.end("training")
     save_result(run, loop)
@@ -266,8 +267,8 @@ def _where_to_resume(folder: Path, console: Console, restart: bool) -> Resumable
         console.say(f"damaged, passed over: {line}")
     if resumed.damaged and resumed.path is None and not restart:
         raise TrainingError(
-            f"{folder}: no checkpoint can be used ({'; '.join(resumed.damaged)}). Mend them from a "
-            "copy, or begin the run anew with --restart."
+            f"{folder}: no checkpoint can be used ({'; '.join(resumed.damaged)}). Restore them "
+            f"from a copy, or start over with --restart."
         )
     return resumed
 
@@ -340,7 +341,7 @@ def open_blocks(
         raise BlocksError(
             f"The blocks in {folder} are damaged: {'; '.join(damaged[:3])}. "
             + (
-                "Run `vocagnolm prepare` again: it makes these parts anew."
+                "Run `vocagnolm prepare` again to rebuild these parts."
                 if address_of(recipe.data.blocks or "") is None
                 else f"Remove these files: they are copied again from {recipe.data.blocks}."
             )
@@ -420,6 +421,9 @@ def build_loop(
             f"The student has {rows:,} embedding rows, its tokenizer has ids up to {largest:,}. "
             "They do not belong together."
         )
+    if recipe.train.dtype == "fp8":
+        require_fp8(arguments.device, "train.dtype:")
+        train_in_fp8(student)
     model = add_lora(student, recipe.lora)
     documents = recipe.data.document_mask or blocks.conversations
     order: Any = TrainingOrder(blocks, schedule.steps * schedule.batch_blocks, recipe.run.seed)

@@ -212,7 +212,7 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
             )
         if name not in FURTHER_ARGUMENTS:
             raise RecipeError(
-                f"train.arguments.{name} is decided by the program, or means nothing to it. Known: "
+                f"train.arguments.{name} is set by the program, or not used by it. Supported: "
                 f"{', '.join(sorted(FURTHER_ARGUMENTS))}."
             )
 

@@ -171,14 +171,14 @@ def save_tokenizer(recipe: Recipe, folder: Path) -> None:
 
 class BlockCollator:
     """Stacks blocks of N tokens into batches of N - 1 positions: position t reads token t and
-    predicts token t + 1, and everything but `input_ids` and `position_ids` belongs to the token
-    that is predicted.
+    predicts token t + 1. Everything except `input_ids` and `position_ids` belongs to the predicted
+    token.
 
-    `document_mask`: positions count from each document's start, which makes transformers keep
-    attention inside it, and the first token of a document is not predicted from the one before.
-    Tokens of conversations that are not `trained` on are read and not predicted. Rows of unequal
-    length, of a dataset that is not made of blocks, are padded; where they have `labels`, those
-    are predicted.
+    `document_mask`: positions restart with each document, which makes transformers restrict
+    attention to it, and the first token of a document is not predicted from the previous one.
+    Tokens of conversations that are not `trained` on are read but not predicted. Rows of different
+    lengths, from a dataset that is not made of blocks, are padded; if they have `labels`, those are
+    predicted.
     """
 
     def __init__(self, document_mask: bool = False):
@@ -284,14 +284,14 @@ def positions_in_document(document_BT: np.ndarray) -> np.ndarray:
 
 
 class GuidedCollator:
-    """Rows of `vocagnolm.guide` for the models of transformers, all columns cut, padded or packed
-    together: `labels` and the guidance stay with their tokens.
+    """Collates rows of `vocagnolm.guide` for transformers models. All columns are truncated, padded
+    or packed together, so `labels` and guidance stay with their tokens.
 
-    Packed rows have no padding between their documents: positions begin again with every one of
-    them, which makes transformers keep attention inside it (where the model makes no cache, as in
-    its trainers: `use_cache=False`), and its first token is not predicted. A row that was packed
-    before (by `trl.pack_dataset`) says so in `seq_lengths`; a list of rows in place of a row, which
-    is what axolotl's sampler gives, is packed here.
+    Packed rows have no padding between documents. Positions restart with each document, which makes
+    transformers restrict attention to it (if the model uses no cache, as in its trainers:
+    `use_cache=False`), and its first token is not predicted. A row that was already packed (by
+    `trl.pack_dataset`) has `seq_lengths`; a list of rows in place of a row, as from axolotl's
+    sampler, is packed here.
     """
 
     def __init__(
@@ -398,7 +398,7 @@ def understood_head(model: PreTrainedModel) -> HeadForm:
     form = head_form(model)
     if form is None:
         raise TrainingError(
-            f"{type(model).__name__} makes its logits in a way that is not known here (weight, "
+            f"{type(model).__name__} computes its logits in an unsupported way (weight, "
             "bias, scale and soft cap of the head do not explain them). "
             "Please report the architecture."
         )
@@ -439,7 +439,7 @@ def require_separation(model: PreTrainedModel, who: str) -> None:
     if not separates_documents(model):
         raise TrainingError(
             f"{who} ({type(model).__name__}) lets a document see the one packed before it: its "
-            "architecture knows no positions that start again. Set data.document_mask to false, "
+            f"architecture does not support restarting positions. Set data.document_mask to false, "
             "or use another model."
         )
 

@@ -259,7 +259,7 @@ def _whole_characters(text: bytes, low: int, high: int) -> tuple[int, int]:
 
 
 class OnlineTeacher:
-    """A frozen causal LM beside the student."""
+    """A frozen causal LM that runs next to the student."""
 
     def __init__(
         self,
@@ -286,8 +286,8 @@ class OnlineTeacher:
 
     @torch.no_grad()
     def guide(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        """What the batch gains by the teacher, for the tokens that are predicted: `guidance`
-        [B, T], and `entropy` [B, T] or `teacher_sums` [B, 2] where the objective reads them."""
+        """The teacher's columns for the predicted tokens of a batch: `guidance` [B, T], and
+        `entropy` [B, T] or `teacher_sums` [B, 2] if the objective needs them."""
         if "teacher_ids" not in inputs:  # one vocabulary: the teacher reads the student's ids
             wanted = self.config.entropy_keep is not None
             nll, entropy = self._losses(
@@ -400,8 +400,9 @@ class OnlineTeacher:
 
     @torch.no_grad()
     def distribution(self, inputs: dict[str, Any]) -> Teacher:
-        """The teacher's predictions for kld and uld. With two vocabularies they are compared where
-        `teacher_pair` says (`objective.pairing`), if the teacher had something to predict from."""
+        """The teacher's predictions for kld and uld. With two vocabularies they are compared
+        according to `teacher_pair` (`objective.pairing`), if the teacher had context to predict
+        from."""
         ids, where, position = inputs["input_ids"], inputs.get("position_ids"), None
         if "teacher_ids" in inputs:
             ids, where = inputs["teacher_ids"], inputs.get("teacher_position_ids")

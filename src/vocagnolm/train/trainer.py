@@ -27,14 +27,14 @@ from vocagnolm.train.teacher import OnlineTeacher
 
 
 class GuidedTrainer(Trainer):
-    """Trains any causal LM by any method of the objective, from blocks of ids and guidance.
+    """Trains any causal LM with any method of the objective, from blocks of ids and guidance.
 
-    Ordinary `TrainingArguments`, callbacks, checkpoints and trackers. Give it a map-style dataset
-    of blocks (`vocagnolm.data.blocks`), or of dictionaries with `input_ids` and `guidance` [L],
-    and `labels` where not every token is predicted (`vocagnolm.guide`); L may differ from row to
-    row. What a Trainer of your own cannot do, it can: it reads a step ahead, so that tokens of
-    several micro-batches and processes compete (scope global), and never holds all logits.
-    `vocagnolm train` has a loop of its own, which resumes exactly and reads no loss before it must.
+    It uses ordinary `TrainingArguments`, callbacks, checkpoints and trackers. Give it a map-style
+    dataset of blocks (`vocagnolm.data.blocks`), or of dictionaries with `input_ids` and `guidance`
+    [L], and `labels` if not every token is predicted (`vocagnolm.guide`); L may vary. Unlike a
+    plain Trainer, it reads a step ahead, so that tokens of several micro-batches and processes can
+    compete (scope global), and it never holds all logits. `vocagnolm train` has its own loop, which
+    resumes exactly and reads losses as late as possible.
     """
 
     objective: ObjectiveConfig
@@ -72,7 +72,7 @@ class GuidedTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """All micro-batches of the next step: what they need to know of each other is decided."""
+        """All micro-batches of the next step, with what they need to know about each other."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._meter = StepMeter()
         self._plan = plan_step(
@@ -127,7 +127,7 @@ class GuidedTrainer(Trainer):
         return (loss, output) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Trackers see the measures of the newest step beside the Trainer's own."""
+        """Adds the metrics of the latest step to the Trainer's own."""
         if "loss" in logs and self._meter.losses:
             found = self._meter.finish(self.state.global_step, 0.0).read()
             logs = {**{name: value for name, value in found.items() if value is not None}, **logs}

@@ -1,6 +1,6 @@
-"""Is the answer in what a model wrote right?
+"""Is the answer in a model's output right?
 
-Standard library only, and math-verify (in a process of its own) for LaTeX.
+Uses only the standard library, and math-verify (in its own process) for LaTeX.
 """
 
 import re
@@ -43,12 +43,12 @@ def grade(
     """Find the answer in `output` and compare it with the reference.
 
     `task` is one of the suite's names (`gsm8k`, `math`, ...). `gold` is the reference in the
-    benchmark's own form: `18`, a GSM8K solution that ends in `#### 18`, `9 (apples)`, a MATH
-    answer or a whole solution with `\\boxed{...}`, an option letter or its index. `complete`:
-    False for an output that was broken off at the limit of tokens, where no half number may count;
-    None where that is not known. `question`: what was asked, or the whole prompt; 3.14 is right for
-    3.1 only where it asks for a rounding, or the reference says that it is one.
-    `protocol="paper"` finds and compares answers as the paper's harness does, complete or not.
+    benchmark's own form: `18`, a GSM8K solution that ends in `#### 18`, `9 (apples)`, a MATH answer
+    or a whole solution with `\boxed{...}`, an option letter or its index. `complete`: False for an
+    output that was cut off at the token limit, in which partial numbers do not count; None if
+    unknown. `question`: the question or the whole prompt; 3.14 is right for 3.1 only if it asks for
+    rounding, or if the reference says that it is rounded. `protocol="paper"` finds and compares
+    answers as the paper's harness does, complete or not.
     """
     which = task_named(task)
     check_protocol(protocol)

@@ -31,13 +31,15 @@ const line = (points) => points.map(([x, y], at) => `${at ? "L" : "M"}${x.toFixe
 
 // Runs of one setting as one line, their mean, over a band from the lowest to the highest.
 // series: [{ name, colour, points: [[x, mean, low, high], ...] }]
-function lineChart(series, { label, unit }) {
+// `zero`: the name of what lies at zero, from which the others differ.
+function lineChart(series, { label, unit, zero }) {
   const readout = h("div", { class: "readout", "aria-hidden": "true" });
   const all = series.flatMap((s) => s.points);
   const [x0, x1] = [Math.min(...all.map((p) => p[0])), Math.max(...all.map((p) => p[0]))];
-  let [y0, y1] = [Math.min(...all.map((p) => p[2])), Math.max(...all.map((p) => p[3]))];
+  const held = zero === undefined ? [] : [0];
+  let [y0, y1] = [Math.min(...held, ...all.map((p) => p[2])), Math.max(...held, ...all.map((p) => p[3]))];
   const pad = y1 - y0 < 1e-12 ? 0.5 * (Math.abs(y0) || 1) : 0.05 * (y1 - y0);
-  [y0, y1] = [y0 >= 0 && y0 - pad < 0 ? 0 : y0 - pad, y1 + pad];
+  [y0, y1] = [zero === undefined && y0 >= 0 && y0 - pad < 0 ? 0 : y0 - pad, y1 + pad];
 
   const canvas = chart((width) => {
     const marks = ticks(y0, y1, 4);
@@ -49,6 +51,7 @@ function lineChart(series, { label, unit }) {
     for (const { at: v, label: text } of ticks(x0, x1, Math.max(2, width / 70))) root.append(svg("text", { x: x(v), y: height - 22, "text-anchor": x(v) > width - 24 ? "end" : "middle" }, text));
     root.append(svg("text", { class: "axis-name", x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, "step"));
     root.append(svg("text", { class: "axis-name", x: 0, y: 11 }, unit));
+    if (zero !== undefined) root.append(svg("line", { class: `series s${colourOf(zero)}`, x1: left, x2: width - right, y1: y(0), y2: y(0) }, svg("title", {}, zero)));
     for (const s of series) {
       const edge = [...s.points.map((p) => [x(p[0]), y(p[3])]), ...s.points.map((p) => [x(p[0]), y(p[2])]).reverse()];
       root.append(svg("path", { class: `band f${colourOf(s.colour)}`, d: line(edge) + "Z" }));
@@ -63,17 +66,20 @@ function lineChart(series, { label, unit }) {
       cursor.setAttribute("x1", x(step));
       cursor.setAttribute("x2", x(step));
       cursor.setAttribute("visibility", "visible");
-      readout.textContent = `step ${short(step)}: ` + series.slice(0, 8).map((s) => `${s.name} ${short(near(s)[1])}`).join(" · ");
+      readout.textContent = `step ${short(step)}: ` + series.slice(0, 8).map((s) => `${s.name} ${zero === undefined ? short(near(s)[1]) : signed(near(s)[1], 3)}`).join(" · ");
     });
     root.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); readout.textContent = ""; });
     return root;
   });
-  return h("div", { class: "card" }, h("h3", {}, label), canvas, readout);
+  return h("div", { class: "card plot" }, h("h3", {}, label), canvas, readout);
 }
 
 function histogram(data, threshold) {
   const { edges, kept, dropped } = data;
-  const most = Math.max(1, ...kept.map((k, i) => k + dropped[i]));
+  const counts = kept.map((k, i) => k + dropped[i]);
+  const heap = heapAtZero(data);
+  // a heap that would press all the rest to the ground is cut, and says how high it is
+  const most = Math.max(1, ...counts.map((count, i) => (i === heap ? 0 : 1.2 * count)), heap < 0 ? Math.max(...counts) : 0);
   return chart((width) => {
     const marks = ticks(0, most, 4, 1);
     const [left, right, top, bottom, height] = [roomFor(marks), 10, 30, 38, 260];
@@ -83,10 +89,13 @@ function histogram(data, threshold) {
     const total = kept.reduce((a, b) => a + b, 0);
     const root = svg("svg", { width, height, role: "img", "aria-label": `Distribution of the excess of ${whole(total + dropped.reduce((a, b) => a + b, 0))} mapped tokens, ${whole(total)} of them kept` });
     for (const { at: v, label: text } of marks) root.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: y(v), y2: y(v) }), svg("text", { x: left - 7, y: y(v) + 4, "text-anchor": "end" }, text));
-    kept.forEach((k, i) => {
+    counts.forEach((count, i) => {
       const [a, b] = [x(edges[i]) + 0.5, x(edges[i + 1]) - 0.5];
-      if (dropped[i]) root.append(svg("rect", { class: "bar-dropped", x: a, width: Math.max(0.5, b - a), y: y(dropped[i]), height: y(0) - y(dropped[i]) }));
-      if (k) root.append(svg("rect", { class: "bar-kept", x: a, width: Math.max(0.5, b - a), y: y(dropped[i] + k), height: y(dropped[i]) - y(dropped[i] + k) }));
+      const scale = Math.min(1, most / (count || 1));
+      const [low, all] = [scale * dropped[i], scale * count];
+      if (low) root.append(svg("rect", { class: "bar-dropped", x: a, width: Math.max(0.5, b - a), y: y(low), height: y(0) - y(low) }));
+      if (all > low) root.append(svg("rect", { class: "bar-kept", x: a, width: Math.max(0.5, b - a), y: y(all), height: y(low) - y(all) }));
+      if (scale < 1) root.append(svg("path", { class: "cut", d: `M${a - 3} ${y(0.93 * most)}L${b + 3} ${y(0.97 * most)}` }), svg("text", { class: "threshold-label", x: x(threshold ?? 0) > width * 0.6 ? b + 5 : a - 5, y: top + 9, "text-anchor": x(threshold ?? 0) > width * 0.6 ? "start" : "end" }, whole(Math.round(count))));
     });
     for (const { at: v, label: text } of ticks(x0, x1, Math.max(3, width / 90))) root.append(svg("text", { x: x(v), y: height - 20, "text-anchor": "middle" }, text));
     root.append(svg("text", { x: (left + width - right) / 2, y: height - 3, "text-anchor": "middle" }, "excess: student loss − teacher loss, nats"));
@@ -94,23 +103,32 @@ function histogram(data, threshold) {
       const side = x(threshold) > width * 0.6 ? "end" : "start";
       root.append(
         svg("line", { class: "threshold", x1: x(threshold), x2: x(threshold), y1: top - 14, y2: y(0) }),
-        svg("text", { class: "threshold-label", x: x(threshold) + (side === "end" ? -6 : 6), y: top - 8, "text-anchor": side }, `kept from ${fixed(threshold)}`),
+        svg("text", { class: "threshold-label", x: x(threshold) + (side === "end" ? -6 : 6), y: top - 8, "text-anchor": side }, Math.abs(threshold) < 0.005 ? "kept from about 0" : `kept from ${fixed(threshold)}`),
       );
     }
     return root;
   });
 }
 
+// The bin at zero, where it holds more than twice as many as any other; else -1.
 function heapAtZero({ edges, kept, dropped }) {
   const counts = kept.map((k, i) => k + dropped[i]);
   const zero = counts.findIndex((_, i) => edges[i] <= 0 && edges[i + 1] > 0);
-  return zero >= 0 && counts.every((count, i) => i === zero || 2 * count < counts[zero]);
+  return zero >= 0 && counts.every((count, i) => i === zero || 2 * count < counts[zero]) ? zero : -1;
+}
+
+function heapNote(data) {
+  const at = heapAtZero(data);
+  if (at < 0) return null;
+  const count = Math.round(data.kept[at] + data.dropped[at]);
+  const certain = isNumber(data.certain) ? ` ${percent(data.certain / count)} of them are tokens that both models predict with more than 90\u00a0%.` : "";
+  return h("p", { class: "small" }, `The bar at zero is cut: ${whole(count)} tokens on which student and teacher lose the same.${certain}`);
 }
 
 // One row per group: every seed a dot, the mean a bar, its 95 % interval a line.
 function dotPlot(measure, groups, at) {
   const values = groups.flatMap((g) => g.values[at].filter(isNumber));
-  const ends = groups.flatMap((g) => (seedsOf(g) === 2 ? [] : interval(g, at) || [])); // that of two seeds would hide all else
+  const ends = groups.flatMap((g) => (seedsOf(g) === 2 && !g.intervals ? [] : interval(g, at) || [])); // that of two seeds would hide all else
   let [x0, x1] = [Math.min(...values, ...ends), Math.max(...values, ...ends)];
   // a difference of a thousandth does not fill the width where no interval says that it is real
   const least = ends.length ? 0 : 0.01 * Math.max(Math.abs(x0), Math.abs(x1));
@@ -118,9 +136,9 @@ function dotPlot(measure, groups, at) {
   [x0, x1] = [x0 - pad, x1 + pad];
   const plot = chart((width) => {
     const summaries = groups.map((group) => summary(group, at, measure));
-    const label = Math.min(0.5 * width, 18 + 6.6 * Math.max(...groups.map((g) => g.name.length), ...summaries.map((t) => t.length)));
+    const label = Math.min(0.5 * width, 18 + 7 * Math.max(...groups.map((g) => g.name.length)));
     const room = Math.floor(label / 7);
-    const [top, step, bottom] = [6, 42, 24];
+    const [top, step, bottom] = [6, 34, 24];
     const height = top + step * groups.length + bottom;
     const x = (v) => label + ((Math.max(x0, Math.min(x1, v)) - x0) / (x1 - x0)) * (width - label - 14);
     const root = svg("svg", { width, height, role: "img", "aria-label": `${measure.name} by setting, one dot per seed: ${groups.map((g, i) => `${g.name} ${summaries[i]}`).join("; ").slice(0, 900)}` });
@@ -129,8 +147,7 @@ function dotPlot(measure, groups, at) {
       const y = top + step * (row + 0.5);
       const known = group.values[at].filter(isNumber);
       const name = group.name.length > room ? group.name.slice(0, room - 1) + "…" : group.name;
-      root.append(svg("text", { class: "name", x: 0, y: y - 3 }, name, svg("title", {}, group.name)));
-      root.append(svg("text", { class: "summary", x: 0, y: y + 12 }, summaries[row]));
+      root.append(svg("text", { class: "name", x: 0, y: y + 4 }, name, svg("title", {}, `${group.name}: ${summaries[row]}`)));
       const range = interval(group, at);
       if (range) root.append(svg("line", { class: `interval s${colourOf(group.name)}`, x1: x(range[0]), x2: x(range[1]), y1: y, y2: y }, svg("title", {}, `95 %: ${range.map((v) => fixed(v, measure.digits)).join(" to ")}`)));
       for (const v of known) root.append(svg("circle", { class: `f${colourOf(group.name)}`, cx: x(v), cy: y, r: 5, opacity: 0.72 }));
@@ -167,6 +184,7 @@ function summary(group, at, { digits = 2 }) {
 // The 95 % interval of a group's mean: Student's t over seeds, or over questions with one seed.
 const STUDENT = [12.71, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26];
 function interval(group, at) {
+  if (group.intervals?.[at]) return group.intervals[at];
   const values = group.values[at].filter(isNumber);
   const s = plusMinus(group, at);
   if (!s) return null; // all wrong or all right: the error says nothing

@@ -14,7 +14,7 @@ function h(tag, props, ...children) {
     else if (name === "vars") for (const [k, v] of Object.entries(value)) element.style.setProperty(k, v);
     else element.setAttribute(name, value === true ? "" : String(value));
   }
-  for (const child of children.flat()) if (child !== undefined && child !== null) element.append(child);
+  for (const child of children.flat(2)) if (child !== undefined && child !== null) element.append(child);
   return element;
 }
 

@@ -35,8 +35,9 @@ function headline() {
     const { name, unit, digits = 2 } = results.measures[at];
     const known = results.groups.filter((g) => g.values[at].some(isNumber));
     const ranges = known.map((g) => interval(g, at));
-    items = known.map((g, row) => [g.name, fixed(mean(g.values[at].filter(isNumber)), digits), ranges[row] && ranges[row].map((v) => fixed(v, digits)).join(" to ")]);
-    caption = [unit ? `${name}, ${unit}` : name, ranges.some(Boolean) ? "below it the 95 % interval" : ""].filter(Boolean).join("; ");
+    const sign = unit === "%" ? " %" : "";
+    items = known.map((g, row) => [g.about || g.name, fixed(mean(g.values[at].filter(isNumber)), digits) + sign, ranges[row] && ranges[row].map((v) => fixed(v, digits)).join(" to ")]);
+    caption = [unit && !sign ? `${name}, ${unit}` : name, ranges.some(Boolean) ? "below it the 95 % interval" : ""].filter(Boolean).join("; ");
   } else {
     if (stats) items.push(page.selection?.graded ? ["mean weight of a token", fixed(stats.kept / stats.tokens)] : ["tokens kept", percent(stats.kept / stats.tokens)]);
     if (pair && isNumber(pair.overlap_raw)) items.push(["vocabulary shared", percent(pair.overlap_raw)]);

@@ -5,7 +5,9 @@ function resultsSection() {
   if (!results) return null;
   const element = section("results", "The result");
   if (results.verdict) element.append(h("p", { class: "verdict" }, results.verdict));
-  element.append(h("div", { class: "grid" }, results.measures.map((m, at) => (results.groups.some((g) => g.values[at].some(isNumber)) ? dotPlot(m, results.groups, at) : null))));
+  const measured = (at) => results.groups.filter((g) => g.values[at].some(isNumber));
+  // a single setting has nothing to be compared with: its numbers are in the table
+  element.append(h("div", { class: "grid" }, results.measures.map((m, at) => (measured(at).length > 1 ? dotPlot(m, measured(at), at) : null))));
   const best = results.measures.map((m, at) => clearWinner(results.groups, at, m.better));
   const cell = (group, at) => {
     const values = group.values[at].filter(isNumber);
@@ -27,7 +29,7 @@ function resultsSection() {
   element.append(h("div", { class: "card table", vars: { "margin-top": "1.1rem" } }, h("table", {},
     caption ? h("caption", {}, caption) : null,
     h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "setting"), h("th", { scope: "col" }, "n"), results.measures.map((m) => h("th", { scope: "col" }, m.name + (m.unit ? `, ${m.unit}` : ""))))),
-    h("tbody", {}, results.groups.map((g) => h("tr", {}, h("th", { scope: "row" }, g.name), h("td", { class: "count" }, whole(seedsOf(g))), results.measures.map((_, at) => cell(g, at))))),
+    h("tbody", {}, results.groups.map((g) => h("tr", {}, h("th", { scope: "row" }, g.name, g.about ? h("small", {}, g.about) : null), h("td", { class: "count" }, whole(seedsOf(g))), results.measures.map((_, at) => cell(g, at))))),
   )));
   if (results.note) element.append(h("p", { class: "small", vars: { "margin-top": ".8rem" } }, results.note));
   return element;
@@ -45,25 +47,32 @@ function selectionSection() {
   if (!stats) return null;
   const rule = page.selection || {};
   const share = stats.kept / stats.tokens;
+  const everything = !rule.graded && share === 1; // bars that all reach the end say nothing
+  if (everything && !stats.excess) return null;
   const element = section("selection", "What was kept", `${rule.graded ? `${whole(stats.tokens)} target tokens count by their weight, ${fixed(share)} on average` : `${whole(stats.kept)} of ${whole(stats.tokens)} target tokens (${percent(share)}) count in the loss`}${stats.unmapped ? `; ${whole(stats.unmapped)} are unmapped${rule.unmapped ? ` (${rule.unmapped})` : ""}` : ""}.`);
   const amount = (part) => (rule.graded ? fixed(part) : percent(part));
-  const bars = h("div", { class: "bars" });
-  for (const kind of [...stats.kinds].sort((a, b) => b.kept / b.tokens - a.kept / a.tokens)) {
-    const part = kind.kept / kind.tokens;
-    bars.append(h("span", {}, kind.name),
-      h("div", { class: "track", "aria-hidden": "true" }, h("i", { class: "fill", vars: { "--w": (100 * Math.max(0, Math.min(1, part))).toFixed(2) + "%" } }), h("i", { class: "ref", vars: { "--x": (100 * Math.max(0, Math.min(1, share))).toFixed(2) + "%" } })),
-      h("span", { class: "amount" }, amount(part), " ", h("small", {}, `of ${short(kind.tokens)}`)));
-  }
+  const across = (part) => (100 * Math.max(0, Math.min(1, part))).toFixed(2) + "%";
+  const bars = (shares) => h("div", { class: "bars" }, [...shares].sort((a, b) => b.kept / b.tokens - a.kept / a.tokens).flatMap(({ name, tokens, kept, interval: range }) => [
+    h("span", {}, name || "not said"),
+    h("div", { class: "track", "aria-hidden": "true" }, h("i", { class: "fill", vars: { "--w": across(kept / tokens) } }), h("i", { class: "ref", vars: { "--x": across(share) } }),
+      range ? h("i", { class: "range", vars: { "--x": across(range[0]), "--w": across(range[1] - range[0]) } }) : null),
+    h("span", { class: "amount" }, amount(kept / tokens), " ", h("small", {}, `${range ? `(${range.map((end) => (rule.graded ? fixed(end) : fixed(100 * end, 1))).join(" to ")}) ` : ""}of ${short(tokens)}`)),
+  ]));
   const guided = ["guided", "rho1"].includes(rule.method);
   const grid = h("div", { class: "grid pairs" });
-  grid.append(h("div", { class: "card" }, h("h3", {}, rule.graded ? "Mean weight by kind of token" : "Kept share by kind of token"), h("p", { class: "small" }, `The upright line is that of all tokens, ${amount(share)}.`), bars));
+  const what = rule.graded ? "Mean weight" : "Kept share";
+  const upright = `The upright line is that of all tokens, ${amount(share)}`;
+  const bySource = stats.sources?.length > 1;
+  if (!everything) grid.append(h("div", { class: "card" },
+    bySource ? [h("h3", {}, `${what} by kind of text`), h("p", { class: "small" }, `${upright}; the thin line and the brackets are the 95\u00a0% interval over documents.`), bars(stats.sources)] : null,
+    h("h3", {}, `${what} by kind of token`), bySource ? null : h("p", { class: "small" }, `${upright}.`), bars(stats.kinds)));
   if (stats.excess) {
     grid.append(h("div", { class: "card" }, h("h3", {}, isNumber(rule.threshold) ? "Excess and the threshold" : "Excess"),
       h("p", { class: "keys" }, ["kept", "dropped"].map((name) => h("span", {}, svg("svg", { width: 14, height: 10 }, svg("rect", { class: "bar-" + name, width: 14, height: 10, rx: 2 })), name))),
-      histogram(stats.excess, rule.threshold), heapAtZero(stats.excess) ? h("p", { class: "small" }, "The heap at zero: tokens that both models find equally easy, most of them almost certain to both.") : null));
+      histogram(stats.excess, rule.threshold), heapNote(stats.excess)));
   }
-  grid.append(rankedList("Most often kept", guided ? "Tokens the student is told to learn: kept / seen." : "Kept / seen.", stats.most_kept));
-  grid.append(rankedList("Most often dropped", guided ? "Tokens it knows already, or the teacher cannot predict either: kept / seen." : "Kept / seen.", stats.most_dropped));
+  if (!everything) grid.append(rankedList("Most often kept", guided ? "Tokens the student is told to learn: kept / seen." : "Kept / seen.", stats.most_kept));
+  if (!everything) grid.append(rankedList("Most often dropped", guided ? "Tokens it knows already, or the teacher cannot predict either: kept / seen." : "Kept / seen.", stats.most_dropped));
   element.append(grid);
   return element;
 }
@@ -85,8 +94,33 @@ function curvesSection() {
   const caption = ["The mean loss over all tokens of a step, kept or not.", runs.length > series.length ? "A band spans the seeds of a setting." : null, binned > 1 ? `Every point is the mean of up to ${binned} steps.` : null];
   const element = section("curves", "Training, side by side", caption.filter(Boolean).join(" "));
   const key = (colour) => svg("svg", { width: 30, height: 8, "aria-hidden": "true" }, svg("line", { class: `series s${colourOf(colour)}`, x1: 1, x2: 29, y1: 4, y2: 4 }));
-  element.append(h("div", { class: "keys" }, series.map((s) => h("span", {}, key(s.colour), s.name))), lineChart(series, { label: "Loss over all tokens", unit: "nats per token" }));
+  element.append(h("div", { class: "keys" }, series.map((s) => h("span", {}, key(s.colour), s.name))));
+  const differences = settings.length > 1 ? fromFirst(groups) : [];
+  if (!differences.length || !series.every((s) => isFlat(s.points))) element.append(lineChart(series, { label: "Loss over all tokens", unit: "nats per token" }));
+  if (differences.length) element.append(lineChart(differences, { label: `Loss minus that of ${settings[0]} with the same seed`, unit: "nats per token, step by step", zero: settings[0] }));
   return element;
+}
+
+// What the runs of a step have in common, such as an easy batch, is not in the difference of two of them.
+function fromFirst([[, first], ...others]) {
+  return others.flatMap(([name, members]) => {
+    const values = new Map();
+    for (const run of members) {
+      const base = new Map(first.find((one) => isNumber(one.seed) && one.seed === run.seed)?.loss);
+      for (const [step, value] of run.loss) if (base.has(step)) values.set(step, [...(values.get(step) || []), value - base.get(step)]);
+    }
+    const points = [...values].sort((a, b) => a[0] - b[0]).map(([step, all]) => [step, mean(all), Math.min(...all), Math.max(...all)]);
+    return points.length > 1 ? [{ name, colour: name, points }] : [];
+  });
+}
+
+// Between its first and its last third the line moves less than it jumps from point to point.
+function isFlat(points) {
+  if (points.length < 12) return false;
+  const third = Math.floor(points.length / 3);
+  const height = (some) => mean(some.map((p) => p[1]));
+  const jumps = points.slice(1).map((p, at) => Math.abs(p[1] - points[at][1]));
+  return Math.abs(height(points.slice(0, third)) - height(points.slice(-third))) < 2 * mean(jumps);
 }
 
 function preflightSection() {
