@@ -141,7 +141,7 @@ def test_exported_conversations_are_those_that_were_scored(lab, tmp_path):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{name}.jsonl").write_text(lines)
     score_corpus(lab / "other", tmp_path / "scored.jsonl", tmp_path / "store")
-    with pytest.warns(VocagnolmWarning, match="1 of 3 documents were left out"):
+    with pytest.warns(VocagnolmWarning, match="1 of 3 documents were skipped"):
         found = export_columns(
             tmp_path / "store", lab / "student", tmp_path / "columns", [tmp_path / "all.jsonl"]
         )
