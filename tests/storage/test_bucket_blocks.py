@@ -175,5 +175,5 @@ def test_addresses_in_a_recipe(tree):
         ("data", "blocks", "hf://datasets/a/b"),
         ("store", "path", "ftp://b/store"),
     ):
-        with pytest.raises(UsageError, match="is an address|has a scheme that is not supported"):
+        with pytest.raises(UsageError, match=r"is an address|has a scheme that is not supported"):
             recipe_from_dict({**tree, section: {**tree[section], key: value}})
