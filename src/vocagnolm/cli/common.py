@@ -136,6 +136,8 @@ class _NamedValues:
     def get_params(self, ctx: Any) -> list[Any]:
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
+            if not hasattr(parameter, "type_descriptor"):  # of older Typer, which has other names
+                return parameters
             parameter.display_type = lambda ctx, parameter=parameter: _value_name(parameter)
         return parameters
 
