@@ -101,7 +101,7 @@ class Benchmark:
     smoke: bool
     peak: float
     profile: bool
-    as_json: bool
+    as_json: str | None
     table: dict[str, dict[str, Any]] = field(default_factory=dict)
     models: dict[str, NllModel] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)

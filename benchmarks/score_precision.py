@@ -245,7 +245,7 @@ def has_fp8(emulate: bool) -> bool:
     if torch.cuda.is_available():
         return torch.cuda.get_device_capability() >= (9, 0)
     if emulate:
-        load.require_fp8 = lambda device: None  # type: ignore[attr-defined]
+        load.require_fp8 = lambda device, setting="": None  # type: ignore[attr-defined]
     return emulate
 
 
