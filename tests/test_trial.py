@@ -52,6 +52,12 @@ def test_a_pair_and_a_text_to_a_verdict(tried, text):
     assert "Should teacher teach start?" in (out / "report.html").read_text()
     whole = sum(len(one.encode()) for one in read_texts(text)[0])
     assert result["whole_corpus"]["bytes"] == pytest.approx(whole, rel=0.3)
+    shards = sum(file.stat().st_size for file in (out / "store/shards").iterdir())
+    vocabulary = (
+        (out / "store/vocabulary.safetensors").stat().st_size
+    )  # does not grow with a corpus
+    times = result["whole_corpus"]["bytes"] / result["training"]["bytes"]
+    assert result["whole_corpus"]["scoring"][1] == pytest.approx(times * shards + vocabulary)
 
 
 def test_what_is_held_out_is_not_trained_on(tried, text):

@@ -36,6 +36,7 @@ from vocagnolm.report.view import model_names
 from vocagnolm.score import ScoreSettings, score_corpus
 from vocagnolm.statistics import Z_95
 from vocagnolm.store.analysis import teacher_warning
+from vocagnolm.store.format import VOCABULARY_FILE
 from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.run import train
 
@@ -103,7 +104,10 @@ def try_pair(
             "whole_corpus": {
                 "documents": len(opened),
                 "bytes": size,
-                "scoring": [size / store["bytes_per_second"], size * store["disk_share"]],
+                "scoring": [
+                    size / store["bytes_per_second"],
+                    size * store["disk_share"] + store["vocabulary_bytes"],
+                ],
                 "preparing": [size / blocks["bytes_per_second"], size * blocks["disk_share"]],
                 "training": [tokens / runs[chosen]["rate"], 4 * held_out["parameters"]],
             },
@@ -296,7 +300,12 @@ class Trial:
         self.say(f"scored: {facts['tokens']:,} tokens with {ALTERNATIVES} alternatives each")
         # a store that an interrupted trial has finished was not timed
         known = rate * facts["bytes"] / facts["tokens"] if rate else read["bytes_per_second"]
-        return {"bytes_per_second": known, "disk_share": facts["file_bytes"] / facts["bytes"]}
+        vocabulary = (self.out / "store" / VOCABULARY_FILE).stat().st_size  # of any corpus the same
+        return {
+            "bytes_per_second": known,
+            "disk_share": (facts["file_bytes"] - vocabulary) / facts["bytes"],
+            "vocabulary_bytes": vocabulary,
+        }
 
     def prepare(self) -> Facts:
         seconds = []
@@ -305,7 +314,7 @@ class Trial:
             manifest = prepare(recipe_from_dict(self.recipe("distill")))
             seconds.append(time.perf_counter() - began)
         text, summary = self.state["training"]["bytes"], manifest["summary"]
-        size = sum(file.stat().st_size for file in (self.out / "blocks").iterdir())
+        size = sum(file.stat().st_size for file in (self.out / "blocks").glob("part-*"))
         return {
             "tokens": manifest["tokens"],
             "mapped_share": summary["mapped_share"],
