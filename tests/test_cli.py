@@ -128,6 +128,8 @@ def test_every_command_has_an_example_that_it_understands():
         words = words[: words.index(">")] if ">" in words else words
         assert (program, *words[: len(path)]) == ("vocagnolm", *path)
         command.make_context(" ".join(path), words[len(path) :])  # an unknown option is refused
+        paragraphs = command.help.split("\n\n")
+        assert all(part and "\n" not in part.strip() for part in paragraphs)  # filled, not ragged
 
 
 def test_help_names_values_and_groups_options():

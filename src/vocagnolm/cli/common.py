@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import sys
 import time
 import warnings
@@ -143,7 +144,12 @@ class _NamedValues:
 
 
 class Command(_NamedValues, TyperCommand):
-    """A command of ours."""
+    """A command of this program. Its help text fills the terminal's width: a line break in a
+    docstring is only a space."""
+
+    def __init__(self, *given: Any, **settings: Any):
+        super().__init__(*given, **settings)
+        self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", self.help or "")
 
 
 class Group(_NamedValues, TyperGroup):

@@ -1,8 +1,8 @@
 """Matrix products in fp8 (e4m3), with a scale for every row of both sides.
 
-To score, weights are rounded once; to train, they are kept as they are and rounded before every
-product, as activations and gradients are. Sums, norms and attention stay what they were. On a GPU
-one kernel multiplies, on a CPU the same rounding is emulated, slowly: that is the reference of the
+For scoring, weights are rounded once. For training, weights keep their precision and are rounded
+before every product, like activations and gradients. Sums, norms and attention are not changed. On
+a GPU one kernel multiplies. On a CPU the same rounding is emulated slowly, as a reference for the
 tests.
 """
 
@@ -114,11 +114,11 @@ def scaled_product(
 
 
 class _Products(torch.autograd.Function):
-    """rows @ weight.T, and both products of its backward pass.
+    """rows @ weight.T, and the two products of its backward pass.
 
-    Forward, each row of both sides has its scale. Backward sums run over the other axis, where the
-    scales of what is rounded already differ from summand to summand: they go into the gradient
-    before it is rounded, so that nothing is rounded twice."""
+    In the forward pass each row of both sides has a scale. The sums of the backward pass run over
+    these rows, so their scales cannot be applied to the result. They are multiplied into the
+    gradient before it is rounded; rows and weight are not rounded a second time."""
 
     @staticmethod
     def forward(ctx: Any, rows_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
@@ -148,16 +148,16 @@ class _Products(torch.autograd.Function):
 
 
 def _in_rows(matrix: Tensor) -> Tensor:
-    """The kernel takes nothing else; a copy of bytes."""
+    """A row-major copy, which the kernel requires."""
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
 class Fp8TrainedLinear(nn.Linear):
-    """An nn.Linear that multiplies in fp8, forward and backward; its weight stays what it is."""
+    """An nn.Linear with fp8 products in the forward and backward pass, and an ordinary weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         rows, device = input.flatten(0, -2), input.device.type
-        if len(rows) % _MULTIPLE:  # which the weight's gradient sums over
+        if len(rows) % _MULTIPLE:  # the weight's gradient is a sum over them
             return super().forward(input)
         half = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if half else input.dtype
@@ -169,8 +169,8 @@ class Fp8TrainedLinear(nn.Linear):
 
 
 def train_in_fp8(model: nn.Module) -> int:
-    """Let the linear layers of the decoder's layers multiply in fp8, in place; how many. Routers
-    of experts stay, and whatever the kernel cannot take."""
+    """Switch the linear layers of the decoder to fp8 products, in place, and return their number.
+    Routers of experts, and layers of a shape that the kernel does not support, are not changed."""
     found = [
         child
         for layer in find_layers(model) or ()
