@@ -8,7 +8,7 @@ imported or the method is used.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,6 @@ class Method:
     def by_excess(self) -> bool:
         """Ranks tokens one by one by what their loss exceeds the teacher's."""
         return self.ranking == "excess" and self.unit == "token"
-
-    @property
-    def distribution(self) -> bool:
-        return self.distance is not None
 
 
 METHODS: dict[str, Method] = {
@@ -103,28 +99,6 @@ METHODS: dict[str, Method] = {
 }
 CHOOSABLE_WEIGHTINGS: list[str] = ["top_k", "reducible"]
 """What `objective.weighting` may be: `top_k`, a choice among tokens, or a name of `WEIGHTINGS`."""
-
-
-class UsesMethod:
-    """What an objective's settings mean by their method."""
-
-    if TYPE_CHECKING:
-        method: str
-        compare: Literal["token", "stretch"]
-        chunk_choice: Literal["teacher", "random"]
-
-    @property
-    def rule(self) -> Method:
-        return METHODS[self.method]
-
-    @property
-    def by_stretch(self) -> bool:
-        return self.compare == "stretch" or self.rule.by_stretch
-
-    @property
-    def by_chance(self) -> bool:
-        """No teacher is asked, whatever the method is called."""
-        return self.rule.unit == "chunk" and self.chunk_choice == "random"
 
 
 def chunk_bound(chunk: Any, length: int, n_chunks: int) -> Any:

@@ -162,7 +162,7 @@ class StudyFolder:
         """Whether the run reads its teacher from a store."""
         method = METHODS[run.overrides.get("objective.method", "guided")]
         online = run.overrides.get("teacher.online", False)
-        return run.teacher is not None and not method.distribution and not online
+        return run.teacher is not None and method.distance is None and not online
 
     def scored_files(self) -> list[str]:
         """What a teacher reads: `score_files`, or the corpora of all runs with a store."""

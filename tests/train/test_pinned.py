@@ -29,7 +29,7 @@ PINS = json.loads((Path(__file__).parent / "pinned.json").read_text())
 def short_run(lab: Path, folder: Path, name: str) -> dict[str, list[float]]:
     method = METHODS[METHOD_SETTINGS[name]["method"]]
     teacher = {}
-    if method.distribution:
+    if method.distance:
         teacher = {"model": str(lab / ("twin" if method.one_vocabulary else "other"))}
     tree = recipe_dict(
         lab,
@@ -38,7 +38,7 @@ def short_run(lab: Path, folder: Path, name: str) -> dict[str, list[float]]:
         train={"device": "cpu", "batch_blocks": 4, "micro_batch": 2, "tokens": 4 * 4 * 32},
         run={"folder": str(folder), "save_every": 0, "log_every": 1},
     )
-    if method.one_vocabulary and not method.distribution:  # a reference model beside the student
+    if method.one_vocabulary and not method.distance:  # a reference model beside the student
         tree["teacher"] = {"model": str(lab / "twin"), "online": True}
         tree["store"] = {}
     train(recipe_from_dict(tree), quiet=True)

@@ -223,7 +223,7 @@ def lacking_columns(manifest: dict[str, Any]) -> dict[str, str | None]:
     guidance = settings["guidance"]
 
     def lacking(rule: Method) -> str | None:
-        if rule.distribution:
+        if rule.distance:
             return None if rule.one_vocabulary or settings["text"] else "text"
         if not rule.guidance:
             return None

@@ -98,7 +98,7 @@ def objective_loss(
     decided = decided or Decided()
     _check(hidden_BTD, head, targets, decided)
     ranks = Ranks.of(group)
-    if config.rule.distribution and config.distill_weight > 0:
+    if config.rule.distance is not None and config.distill_weight > 0:
         if teacher is None:
             raise ValueError(f"method {config.method} needs an online teacher, got teacher=None")
         if head is None:

@@ -147,7 +147,7 @@ def select_batches(
 ) -> list[Tensor]:
     """bool [B, T] for each micro-batch of this rank, with scope global among those of all ranks.
     Exact: the result does not depend on how a step is split."""
-    if not config.rule.selects or (config.rule.alternatives and config.selects_all):
+    if config.rule.ranking is None or (config.rule.alternatives and config.selects_all):
         return [batch.valid_BT for batch in batches]
     if config.rule.guidance and not config.by_chance:
         for batch in batches:

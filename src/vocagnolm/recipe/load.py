@@ -60,7 +60,7 @@ class Recipe(Schema):
     @property
     def needs_online_teacher(self) -> bool:
         """Whether the method needs whole distributions, which no store contains."""
-        return self.method.distribution or (self.teacher.online and self.needs_guidance)
+        return self.method.distance is not None or (self.teacher.online and self.needs_guidance)
 
     @property
     def needs_block_text(self) -> bool:

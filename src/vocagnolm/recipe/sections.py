@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from vocagnolm.errors import SettingError
-from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, UsesMethod
+from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
 from vocagnolm.recipe.schema import Limits, OneOf, Schema, key
 
 Attention = Literal[
@@ -179,7 +179,7 @@ class DataSection(Schema):
     part_documents: int = key("documents per part file; parts are written in parallel", 4096, ge=1)
 
 
-class LossSection(UsesMethod, Schema):
+class LossSection(Schema):
     """The settings of the objective that the loss itself uses."""
 
     method: Annotated[str, OneOf(METHODS)] = key("how the student is trained", "guided")
@@ -257,6 +257,19 @@ class LossSection(UsesMethod, Schema):
         if self.keep is None:  # so that a recipe that is written down says what was trained
             self.__dict__["keep"] = self.rule.keep
 
+    @property
+    def rule(self) -> Method:
+        return METHODS[self.method]
+
+    @property
+    def by_stretch(self) -> bool:
+        return self.compare == "stretch" or self.rule.by_stretch
+
+    @property
+    def by_chance(self) -> bool:
+        """No teacher is asked, whatever the method is called."""
+        return self.rule.unit == "chunk" and self.chunk_choice == "random"
+
 
 class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the recipe's is not
     """A training objective: the keys of a recipe's `objective` that the loss uses, with the same
@@ -303,9 +316,7 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
     def graded_by(self) -> str | None:
         """The weighting that gives every token a weight based on its own stretch; None: some tokens
         are selected and have equal weights."""
-        if self.rule.weighting is not None:
-            return self.rule.weighting
-        return self.weighting if self.rule.selects and self.weighting != "top_k" else None
+        return self.rule.weighting or (None if self.weighting == "top_k" else self.weighting)
 
     @property
     def graded(self) -> bool:
@@ -339,7 +350,7 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
         needed."""
         if self.graded:
             return False
-        if not self.rule.selects:
+        if self.rule.ranking is None:
             return True
         return self.keep == 1.0 and self.unmapped != "exclude" and self.entropy_keep in (None, 1.0)
 

@@ -282,7 +282,7 @@ class OnlineTeacher:
 
     @property
     def distils(self) -> bool:
-        return self.config.rule.distribution
+        return self.config.rule.distance is not None
 
     @torch.no_grad()
     def guide(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
