@@ -224,7 +224,7 @@ def test_a_server_that_says_when_to_come_again(lab, replay, whole, tmp_path):
 @pytest.mark.parametrize(
     ("header", "least", "most"),
     [
-        (None, 0, 0),
+        ("", 0, 0),
         ("7", 7, 7),
         ("soon", 0, 0),
         ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),

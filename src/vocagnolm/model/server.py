@@ -128,11 +128,14 @@ class Exchange:
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         assert self._parts.hostname is not None
         connection = kind(self._parts.hostname, self._parts.port, timeout=self.patience_seconds)
-        method = "GET" if content is None else "POST"
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if key := _key():
+            headers["Authorization"] = f"Bearer {key}"
         try:
             with self._lock:
                 self._open.add(connection)
-            connection.request(method, self._path + path, content, _headers())
+            method = "GET" if content is None else "POST"
+            connection.request(method, self._path + path, content, headers)
             response = connection.getresponse()
             status, body = response.status, response.read()
         finally:
@@ -142,7 +145,7 @@ class Exchange:
         if status in _NOT_THERE:
             return None
         if status >= _SERVER_ERROR or status == _TOO_MANY_REQUESTS:
-            wanted = response.headers.get("Retry-After")
+            wanted = response.headers.get("Retry-After", "")
             raise _PassingError(f"{status} {_said(body)}", _seconds_until(wanted))
         if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:
             variables = f"{KEY_VARIABLE} or {USUAL_KEY_VARIABLE}"
@@ -168,22 +171,14 @@ class _PassingError(Exception):
         self.after_seconds = after_seconds
 
 
-def _seconds_until(retry_after: str | None) -> float:
+def _seconds_until(retry_after: str) -> float:
     """The header is a number of seconds or a date; 0 where it is neither."""
+    if retry_after.strip().isdecimal():
+        return float(retry_after)
     with contextlib.suppress(TypeError, ValueError):
-        if (retry_after or "").strip().isdecimal():
-            return float(retry_after or 0)
-        return max(
-            0.0, email.utils.parsedate_to_datetime(retry_after or "").timestamp() - time.time()
-        )
+        date = email.utils.parsedate_to_datetime(retry_after)
+        return max(0.0, date.timestamp() - time.time())
     return 0.0
-
-
-def _headers() -> dict[str, str]:
-    headers = {"Content-Type": "application/json", "Accept": "application/json"}
-    if key := _key():
-        headers["Authorization"] = f"Bearer {key}"
-    return headers
 
 
 def _key() -> str:
@@ -219,6 +214,33 @@ def _hidden(text: str) -> str:
 # JSON has no infinity: vLLM writes this for a probability of zero
 _NO_PROBABILITY = -9999.0
 _ROUNDING = 0.01  # by which half precision may put a log-probability above 0
+# A server takes what it is not told from the model's generation_config.json: a penalty there would
+# change the likeliest tokens, too.
+_GREEDY = {
+    "temperature": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+class Written(NamedTuple):
+    """What a model has written after one prompt. `ended`: by itself, not at the limit."""
+
+    ids: list[int]
+    ended: bool
+
+
+class _Answer(NamedTuple):
+    """To one prompt; None for what the server leaves out."""
+
+    ids: list[int] | None
+    """The prompt as it has read it."""
+    values: list[float | None] | None
+    """Log-probabilities of these tokens."""
+    likeliest: list[list[tuple[int, float]] | None] | None
+    """Ids and log-probabilities at every position."""
+    written: Written | None
 
 
 class Engine(ABC):
@@ -226,9 +248,11 @@ class Engine(ABC):
 
     name: str
     version = "unknown"
+    _path: str
+    """Where it takes prompts."""
 
     def __init__(self, exchange: Exchange, entry: dict[str, Any]):
-        self._exchange = exchange
+        self._exchange, self._url = exchange, exchange.url
         self.model = str(entry["id"])
         self.source = str(entry.get("root") or self.model)
         """Where the server has the model from."""
@@ -244,46 +268,134 @@ class Engine(ABC):
         """Maximum number of tokens of a prompt, leaving room for one generated token."""
         return None if self.context is None else self.context - 1
 
-    @abstractmethod
-    def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
-        """The nll of every token of every prompt (NaN for the first and where the server returns
-        none), and this many alternatives. Raises an error if the server has not read exactly these
-        tokens."""
-
-    @abstractmethod
-    def write(
-        self, prompts: Sequence[list[int]], *, tokens: int, stop: Sequence[str], ends: Sequence[int]
-    ) -> list["Written"]:
-        """The most likely tokens after every prompt: at most `tokens` of them, up to one of `ends`
-        or until a string of `stop` appears."""
-
     def tokenize(self, text: str) -> list[int] | None:
         """A text as the server's own tokenizer reads it, without special tokens; None if the server
         does not say."""
         return None
 
-    def _post(self, path: str, content: dict[str, Any]) -> Any:
-        answer = self._exchange.ask(path, content)
+    @abstractmethod
+    def _to_score(self, prompts: list[list[int]], alternatives: int) -> dict[str, Any]:
+        """The request for the log-probabilities of prompts."""
+
+    @abstractmethod
+    def _to_write(
+        self, prompts: list[list[int]], tokens: int, stop: list[str], ends: list[int]
+    ) -> dict[str, Any]:
+        """The request to go on after prompts."""
+
+    @abstractmethod
+    def _parse(self, answer: Any) -> list[_Answer]:
+        """What the server answers to either."""
+
+    def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
+        """The nll of every token of every prompt (NaN for the first and where the server returns
+        none), and this many alternatives. Raises an error if the server has not read exactly these
+        tokens."""
+        found = []
+        for sent, one in self._answers(prompts, self._to_score(list(prompts), alternatives)):
+            if one.ids is None or one.values is None:
+                lacking = "log-probabilities" if one.values is None else "token ids"
+                raise ServerError(
+                    f"{self._url} does not return the {lacking} of the prompt. vLLM (0.10.2 or "
+                    "newer) and SGLang do; llama.cpp has none."
+                )
+            self._require_read(sent, one.ids, "Its losses would be those of another text.")
+            self._refuse_impossible(one.values)
+            packed = self._packed(one, alternatives) if alternatives else None
+            missing = (None, _NO_PROBABILITY)
+            nll = -np.array([np.nan if v in missing else v for v in one.values], np.float32)
+            nll[:1] = np.nan
+            nll[~np.isfinite(nll)] = np.nan
+            found.append(TokenScores(nll, packed))
+        return found
+
+    def write(
+        self, prompts: Sequence[list[int]], *, tokens: int, stop: Sequence[str], ends: Sequence[int]
+    ) -> list[Written]:
+        """The most likely tokens after every prompt: at most `tokens` of them, up to one of `ends`
+        or until a string of `stop` appears."""
+        request = self._to_write(list(prompts), tokens, list(stop), list(ends))
+        found = []
+        for sent, one in self._answers(prompts, request):
+            if one.written is None:
+                raise ServerError(
+                    f"{self._url} does not return the token ids that the model has written. vLLM "
+                    "(0.10.2 or newer) and SGLang do."
+                )
+            if one.ids is not None:
+                self._require_read(sent, one.ids, "Its answer would be to another text.")
+            found.append(one.written)
+        return found
+
+    def _answers(
+        self, prompts: Sequence[list[int]], request: dict[str, Any]
+    ) -> Iterator[tuple[list[int], _Answer]]:
+        answer = self._exchange.ask(self._path, request)
         if answer is None:
-            raise ServerError(f"{self._exchange.url} no longer has this endpoint or this model.")
-        return answer
+            raise ServerError(f"{self._url} no longer has this endpoint or this model.")
+        try:
+            answers = self._parse(answer)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"{self._url} returned an unknown response format: {type(error).__name__}: {error}."
+            ) from None
+        if len(answers) != len(prompts):
+            raise ServerError(f"{self._url} answers {len(answers)} of {len(prompts)} prompts.")
+        return zip(prompts, answers, strict=True)
 
+    def _require_read(self, sent: list[int], read: list[int], meaning: str) -> None:
+        if read == sent:
+            return
+        if len(read) > len(sent) and read[-len(sent) :] == sent:
+            change = f"adds the token {read[0]} (beginning-of-text?) before the {len(sent)} it was "
+            change += "given"
+        elif len(read) != len(sent):
+            verb = "drops" if len(read) < len(sent) else "adds"
+            change = f"{verb} tokens: it was given {len(sent)} and has read {len(read)}"
+        else:
+            at = next(i for i, (a, b) in enumerate(zip(sent, read, strict=True)) if a != b)
+            change = f"changes token ids: at position {at} it has read {read[at]} for {sent[at]}"
+        raise ServerError(f"{self._url} {change}. {meaning}")
 
-# A server takes what it is not told from the model's generation_config.json: a penalty there would
-# change the likeliest tokens, too.
-_GREEDY = {
-    "temperature": 0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+    def _refuse_impossible(self, values: Sequence[float | None]) -> None:
+        """A probability above 1, or one that no model in half precision gives."""
+        for value in values:
+            if value is not None and (value > _ROUNDING or -math.inf < value < _NO_PROBABILITY):
+                raise ServerError(
+                    f"{self._url} returned the impossible log-probability {value:g}. This response "
+                    "was discarded. Check the server and its version."
+                )
+
+    def _packed(self, one: _Answer, count: int) -> np.ndarray:
+        """The likeliest at every place, as a store keeps them; none at the first."""
+        assert one.ids is not None
+        if one.likeliest is None or len(one.likeliest) != len(one.ids):
+            raise ServerError(
+                f"{self._url} does not return the most likely tokens at each position of the "
+                "prompt, which --alternatives needs."
+            )
+        chosen = np.full((len(one.ids), count), -1, np.int64)
+        nll = np.full((len(one.ids), count), np.nan)
+        for position, given in enumerate(one.likeliest):
+            if position == 0 or not given:
+                continue
+            self._refuse_impossible([value for _, value in given])
+            ranked = sorted(given, key=lambda entry: -entry[1])[:count]
+            if len(ranked) < count:
+                raise ServerError(
+                    f"{self._url} returns {len(ranked)} of the {count} most likely tokens that "
+                    "--alternatives asks for."
+                )
+            chosen[position] = [index for index, _ in ranked]
+            nll[position] = [np.nan if value == _NO_PROBABILITY else -value for _, value in ranked]
+        return pack(chosen, nll, chosen == np.array(one.ids)[:, None])
 
 
 class VLLM(Engine):
     """vLLM's completions endpoint. Others that speak it (llama.cpp) lack the log-probabilities of
     the prompt."""
 
-    name = "vllm"
+    name, _path = "vllm", "/v1/completions"
 
     def __init__(self, exchange: Exchange, entry: dict[str, Any]):
         super().__init__(exchange, entry)
@@ -297,41 +409,6 @@ class VLLM(Engine):
         else:
             self.name = f"completions of {owner}"
 
-    def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
-        content = {
-            "model": self.model,
-            "prompt": list(prompts),
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": alternatives,
-            "return_token_ids": True,
-        }
-        try:
-            answer = self._post("/v1/completions", content)
-        except RefusedError as error:
-            if not alternatives or "logprobs" not in str(error):
-                raise
-            raise ServerError(
-                f"{error} Start the server with --max-logprobs {alternatives}, or ask for fewer "
-                "--alternatives."
-            ) from None
-        return _read(self._exchange.url, prompts, answer, _vllm_answers, alternatives)
-
-    def write(
-        self, prompts: Sequence[list[int]], *, tokens: int, stop: Sequence[str], ends: Sequence[int]
-    ) -> list["Written"]:
-        content = {
-            "model": self.model,
-            "prompt": list(prompts),
-            "max_tokens": tokens,
-            "stop": list(stop),
-            "stop_token_ids": list(ends),
-            "return_token_ids": True,
-            **_GREEDY,
-        }
-        answer = self._post("/v1/completions", content)
-        return _read_written(self._exchange.url, prompts, answer, _vllm_written)
-
     def tokenize(self, text: str) -> list[int] | None:
         content = {"model": self.model, "prompt": text, "add_special_tokens": False}
         try:
@@ -340,11 +417,51 @@ class VLLM(Engine):
             return None
         return answer.get("tokens") if isinstance(answer, dict) else None
 
+    def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
+        try:
+            return super().scores(prompts, alternatives)
+        except RefusedError as error:
+            if not alternatives or "logprobs" not in str(error):
+                raise
+            raise ServerError(
+                f"{error} Start the server with --max-logprobs {alternatives}, or ask for fewer "
+                "--alternatives."
+            ) from None
+
+    def _to_score(self, prompts: list[list[int]], alternatives: int) -> dict[str, Any]:
+        wanted = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": alternatives}
+        return {"model": self.model, "prompt": prompts, "return_token_ids": True, **wanted}
+
+    def _to_write(
+        self, prompts: list[list[int]], tokens: int, stop: list[str], ends: list[int]
+    ) -> dict[str, Any]:
+        wanted = {"max_tokens": tokens, "stop": stop, "stop_token_ids": ends, **_GREEDY}
+        return {"model": self.model, "prompt": prompts, "return_token_ids": True, **wanted}
+
+    def _parse(self, answer: Any) -> list[_Answer]:
+        found = []
+        for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"])):
+            ids, rows = choice.get("prompt_token_ids"), choice.get("prompt_logprobs")
+            values, likeliest = None, None
+            if rows is not None and ids is not None:
+                pairs = zip(ids, rows, strict=True)
+                values = [None if row is None else row[str(n)]["logprob"] for n, row in pairs]
+                # the token itself stands there too, however unlikely it is
+                likeliest = [
+                    row and [(int(n), one["logprob"]) for n, one in row.items()] for row in rows
+                ]
+            written = None
+            if (new := choice.get("token_ids")) is not None:
+                written = Written(new, choice.get("finish_reason") == "stop")
+            found.append(_Answer(ids, rows if values is None else values, likeliest, written))
+        return found
+
 
 class SGLang(Engine):
-    """SGLang's own `/generate`."""
+    """SGLang's own `/generate`, which does not say how it has read a prompt that it goes on
+    after."""
 
-    name = "sglang"
+    name, _path = "sglang", "/generate"
 
     def __init__(self, exchange: Exchange, entry: dict[str, Any]):
         super().__init__(exchange, entry)
@@ -352,25 +469,37 @@ class SGLang(Engine):
         self.version = str(about.get("version", "unknown"))
         self._most = self._most or about.get("context_length")
 
-    def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
-        content = {
-            "input_ids": list(prompts),
+    def _to_score(self, prompts: list[list[int]], alternatives: int) -> dict[str, Any]:
+        return {
+            "input_ids": prompts,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
             "return_text_in_logprobs": False,
             **({"top_logprobs_num": alternatives} if alternatives else {}),
         }
-        answer = self._post("/generate", content)
-        return _read(self._exchange.url, prompts, answer, _sglang_answers, alternatives)
 
-    def write(
-        self, prompts: Sequence[list[int]], *, tokens: int, stop: Sequence[str], ends: Sequence[int]
-    ) -> list["Written"]:
-        sampling = {"max_new_tokens": tokens, "stop": list(stop), "stop_token_ids": list(ends)}
-        content = {"input_ids": list(prompts), "sampling_params": {**sampling, **_GREEDY}}
-        answer = self._post("/generate", content)
-        return _read_written(self._exchange.url, prompts, answer, _sglang_written)
+    def _to_write(
+        self, prompts: list[list[int]], tokens: int, stop: list[str], ends: list[int]
+    ) -> dict[str, Any]:
+        sampling = {"max_new_tokens": tokens, "stop": stop, "stop_token_ids": ends, **_GREEDY}
+        return {"input_ids": prompts, "sampling_params": sampling}
+
+    def _parse(self, answer: Any) -> list[_Answer]:
+        found = []
+        for one in answer if isinstance(answer, list) else [answer]:
+            about = one["meta_info"]
+            rows = about.get("input_token_logprobs") or None
+            likeliest = about.get("input_top_logprobs") and [
+                position and [(int(row[1]), row[0]) for row in position if row[0] is not None]
+                for position in about["input_top_logprobs"]
+            ]
+            written = None
+            if (new := one.get("output_ids")) is not None:
+                written = Written(new, (about.get("finish_reason") or {}).get("type") == "stop")
+            ids, values = rows and [int(row[1]) for row in rows], rows and [row[0] for row in rows]
+            found.append(_Answer(ids, values, likeliest, written))
+        return found
 
 
 def open_engine(exchange: Exchange, wanted: str | None) -> Engine:
@@ -392,195 +521,6 @@ def open_engine(exchange: Exchange, wanted: str | None) -> Engine:
         )
     entry = models[wanted]
     return (SGLang if entry.get("owned_by") == "sglang" else VLLM)(exchange, entry)
-
-
-# ---- answers ----
-
-
-_Parsed = TypeVar("_Parsed")
-_Likeliest = list[tuple[int, float]]
-"""Ids and log-probabilities at one place."""
-
-
-class _Answer(NamedTuple):
-    """Of one prompt; None for what the server leaves out."""
-
-    ids: list[int] | None
-    values: list[float | None] | None
-    likeliest: list[_Likeliest | None] | None = None
-
-
-def _vllm_answers(answer: Any) -> list[_Answer]:
-    found = []
-    for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"])):
-        ids, rows = choice.get("prompt_token_ids"), choice.get("prompt_logprobs")
-        if ids is None or rows is None:
-            found.append(_Answer(ids, rows))
-            continue
-        pairs = zip(ids, rows, strict=True)
-        values = [None if row is None else row[str(index)]["logprob"] for index, row in pairs]
-        # the token itself stands there too, however unlikely it is
-        likeliest = [row and [(int(n), one["logprob"]) for n, one in row.items()] for row in rows]
-        found.append(_Answer(ids, values, likeliest))
-    return found
-
-
-def _sglang_answers(answer: Any) -> list[_Answer]:
-    found = []
-    for one in answer if isinstance(answer, list) else [answer]:
-        about = one["meta_info"]
-        rows, top = about.get("input_token_logprobs"), about.get("input_top_logprobs")
-        if not rows:
-            found.append(_Answer(None, None))
-            continue
-        likeliest = top and [
-            position and [(int(row[1]), row[0]) for row in position if row[0] is not None]
-            for position in top
-        ]
-        ids, values = [int(row[1]) for row in rows], [row[0] for row in rows]
-        found.append(_Answer(ids, values, likeliest))
-    return found
-
-
-class Written(NamedTuple):
-    """What a model has written after one prompt. `ended`: by itself, not at the limit."""
-
-    ids: list[int]
-    ended: bool
-
-
-def _vllm_written(answer: Any) -> list[tuple[Any, Written | None]]:
-    found = []
-    for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"])):
-        ids = choice.get("token_ids")
-        written = None if ids is None else Written(ids, choice["finish_reason"] == "stop")
-        found.append((choice.get("prompt_token_ids"), written))
-    return found
-
-
-def _sglang_written(answer: Any) -> list[tuple[Any, Written | None]]:
-    """It does not say what it has read."""
-    found: list[tuple[Any, Written | None]] = []
-    for one in answer if isinstance(answer, list) else [answer]:
-        ids = one.get("output_ids")
-        reason = one["meta_info"].get("finish_reason") or {}
-        found.append((None, None if ids is None else Written(ids, reason.get("type") == "stop")))
-    return found
-
-
-def _read_written(
-    url: str,
-    prompts: Sequence[list[int]],
-    answer: Any,
-    parse: Callable[[Any], list[tuple[Any, Written | None]]],
-) -> list[Written]:
-    found = []
-    for sent, (ids, written) in zip(prompts, _parsed(url, prompts, answer, parse), strict=True):
-        if written is None:
-            raise ServerError(
-                f"{url} does not return the token ids that the model has written. vLLM (0.10.2 or "
-                "newer) and SGLang do."
-            )
-        if ids is not None and ids != sent:
-            raise ServerError(f"{url} {_change(sent, ids)}. Its answer would be to another text.")
-        found.append(written)
-    return found
-
-
-def _parsed(
-    url: str, prompts: Sequence[list[int]], answer: Any, parse: Callable[[Any], list[_Parsed]]
-) -> list[_Parsed]:
-    try:
-        answers = parse(answer)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ServerError(
-            f"{url} returned an unknown response format: {type(error).__name__}: {error}."
-        ) from None
-    if len(answers) != len(prompts):
-        raise ServerError(f"{url} answers {len(answers)} of {len(prompts)} prompts.")
-    return answers
-
-
-def _read(
-    url: str,
-    prompts: Sequence[list[int]],
-    answer: Any,
-    parse: Callable[[Any], list[_Answer]],
-    alternatives: int,
-) -> list[TokenScores]:
-    found = []
-    answers = _parsed(url, prompts, answer, parse)
-    for sent, (ids, values, likeliest) in zip(prompts, answers, strict=True):
-        if ids is None or values is None:
-            lacking = "log-probabilities" if values is None else "token ids"
-            raise ServerError(
-                f"{url} does not return the {lacking} of the prompt. vLLM (0.10.2 or newer) and "
-                "SGLang do; llama.cpp has none."
-            )
-        if ids != sent:
-            raise ServerError(
-                f"{url} {_change(sent, ids)}. Its losses would be those of another text."
-            )
-        _refuse_impossible(url, values)
-        packed = None
-        if alternatives:
-            if likeliest is None or len(likeliest) != len(ids):
-                raise ServerError(
-                    f"{url} does not return the most likely tokens at each position of the "
-                    f"prompt, which --alternatives needs."
-                )
-            packed = _packed(url, ids, likeliest, alternatives)
-        found.append(TokenScores(_losses(values), packed))
-    return found
-
-
-def _packed(
-    url: str, ids: list[int], likeliest: Sequence[_Likeliest | None], count: int
-) -> np.ndarray:
-    """The likeliest at every place, as a store keeps them; none at the first."""
-    chosen = np.full((len(ids), count), -1, np.int64)
-    nll = np.full((len(ids), count), np.nan)
-    for position, given in enumerate(likeliest):
-        if position == 0 or not given:
-            continue
-        _refuse_impossible(url, [value for _, value in given])
-        ranked = sorted(given, key=lambda entry: -entry[1])[:count]
-        if len(ranked) < count:
-            raise ServerError(
-                f"{url} returns {len(ranked)} of the {count} most likely tokens that "
-                f"--alternatives asks for."
-            )
-        chosen[position] = [index for index, _ in ranked]
-        nll[position] = [np.nan if value == _NO_PROBABILITY else -value for _, value in ranked]
-    return pack(chosen, nll, chosen == np.array(ids)[:, None])
-
-
-def _change(sent: list[int], back: list[int]) -> str:
-    if len(back) > len(sent) and back[-len(sent) :] == sent:
-        return f"adds the token {back[0]} (beginning-of-text?) before the {len(sent)} it was given"
-    if len(back) != len(sent):
-        changes = "drops" if len(back) < len(sent) else "adds"
-        return f"{changes} tokens: it was given {len(sent)} and has read {len(back)}"
-    at = next(i for i, (a, b) in enumerate(zip(sent, back, strict=True)) if a != b)
-    return f"changes token ids: at position {at} it has read {back[at]} for {sent[at]}"
-
-
-def _refuse_impossible(url: str, values: Sequence[float | None]) -> None:
-    """A probability above 1, or one that no model in half precision gives."""
-    for value in values:
-        if value is not None and (value > _ROUNDING or -math.inf < value < _NO_PROBABILITY):
-            raise ServerError(
-                f"{url} returned the impossible log-probability {value:g}. This response was "
-                f"discarded. Check the server and its version."
-            )
-
-
-def _losses(values: list[float | None]) -> np.ndarray:
-    missing = (None, _NO_PROBABILITY)
-    nll = -np.array([np.nan if v in missing else v for v in values], np.float32)
-    nll[:1] = np.nan
-    nll[~np.isfinite(nll)] = np.nan
-    return nll
 
 
 # ---- the model behind a server ----
@@ -742,7 +682,13 @@ class ServedModel:
     ) -> list[TokenScores]:
         """Of the token ids of every document, in windows as `NllModel` reads them."""
         prefix = list(prefix_ids)
-        found = [_no_scores(len(ids), alternatives) for ids in documents]
+        found = [
+            TokenScores(
+                np.full(len(ids), np.nan, np.float32),
+                np.full((len(ids), alternatives), NOTHING, np.uint32) if alternatives else None,
+            )
+            for ids in documents
+        ]
         batches = plan_batches(
             [len(ids) for ids in documents],
             context=context,
@@ -765,8 +711,3 @@ class ServedModel:
             if on_tokens is not None:
                 on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
         return found
-
-
-def _no_scores(tokens: int, alternatives: int) -> TokenScores:
-    packed = np.full((tokens, alternatives), NOTHING, np.uint32) if alternatives else None
-    return TokenScores(np.full(tokens, np.nan, np.float32), packed)
