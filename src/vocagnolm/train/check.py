@@ -8,8 +8,9 @@ can answer, and what they say of a tokenizer and of a configuration is remembere
 import contextlib
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,12 @@ from vocagnolm.train.settings import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# ---- what is reported ----
+# Beyond this a corpus is not read through by a mere check.
+LARGEST_CORPUS_READ_BYTES = 2 * 10**9
+MANY_EPOCHS = 100
+MANY_CHECKPOINTS = 1000
+# Conversations that are rendered to see what the templates do to them.
+SURVEYED = 200
 
 
 @dataclass
@@ -82,201 +88,31 @@ class CheckReport:
     def warn(self, line: str | None) -> None:
         self.warnings += [] if line is None else [line]
 
-    @contextlib.contextmanager
-    def collecting(self) -> Iterator[None]:
-        """What goes wrong inside is a problem of the report."""
-        try:
-            yield
-        except VocagnolmError as error:
-            self.problem(str(error))
 
-
-@dataclass
-class Found:
-    """What the recipe's names stand for on this machine; None where something is wrong with it, or
-    where there is nothing to find."""
-
-    tokenizer: TextTokenizer | None = None
-    parameters: int | None = None
-    corpus: Corpus | None = None
-    store: LossStore | None = None
-    """The best of several."""
-    manifest: dict[str, Any] | None = None
-    schedule: Schedule | None = None
-    blocks: int | None = None
-
-
-# ---- what a recipe reads ----
-
-
-# Beyond this a corpus is not read through by a mere check.
-LARGEST_CORPUS_READ_BYTES = 2 * 10**9
-MANY_EPOCHS = 100
-MANY_CHECKPOINTS = 1000
-# Conversations that are rendered to see what the templates do to them.
-SURVEYED = 200
-
-
-def check_corpus(recipe: Recipe, report: CheckReport) -> Corpus | None:
-    if not recipe.corpus.files:
-        return None
-    local = [Path(name) for name in recipe.corpus.files if Path(name).exists()]
-    size = sum(
-        p.stat().st_size for path in local for p in ([path] if path.is_file() else path.rglob("*"))
-    )
-    facts = report.plan["corpus"] = {"files": recipe.corpus.files, "bytes_on_disk": size}
-    if any(address_of(name) for name in recipe.corpus.files):
-        facts["read"] = "at an address: not copied for a check"
-        return None
-    if size > LARGEST_CORPUS_READ_BYTES:
-        facts["read"] = "too large to read through in a check"
-        return None
-    corpus = recipe_corpus(recipe)
-    facts["documents"] = len(corpus)
-    return corpus
-
-
-def check_stores(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> LossStore | None:
-    if not recipe.stores:
-        return None
-    stores = [LossStore.open(path) for path in recipe.stores]
-    facts: list[dict[str, Any]] = [
-        {
-            "path": str(store.path),
-            "teacher": store.teacher_name,
-            "documents": store.manifest["totals"]["documents"],
-            "tokens": store.manifest["totals"]["tokens"],
-            "bits_per_byte": store.bits_per_byte,
-            "verified": "names and sizes; the losses by `vocagnolm store verify`",
-            **({"alternatives": str(kept)} if (kept := store.kept_alternatives) else {}),
-        }
-        for store in stores
+def check(
+    recipe: Recipe,
+    *,
+    processes: int = 1,
+    measure: bool = True,
+    on_weights: Callable[[], None] | None = None,
+) -> CheckReport:
+    """Validate a recipe against what is on this machine. `measure`: also load the student, if it
+    has weights, and compare it with the teacher on a few documents; `on_weights` is called right
+    before that."""
+    found = _Check(recipe, processes)
+    looks = [
+        *(found.find_corpus, found.find_tokenizer, found.find_student, found.find_stores),
+        *(found.look_at_teacher, found.look_at_conversations, found.find_blocks),
+        *(found.plan_steps, found.look_at_disk, found.look_at_run),
     ]
-    for store in stores:
-        listed = listing_problems(store.manifest, storage_of(store.path).files(SHARD_FOLDER))
-        for line in listed:
-            report.problem(f"{store.path}: {line}. {mend_hint(store.path)}")
-    if recipe.needs_targets and not recipe.teacher.online:
-        common_alternatives(stores, recipe.objective.alternatives)
-    if len(stores) == 1:
-        report.plan["store"] = facts[0]
-    else:
-        report.plan["stores"] = facts
-        for about, share in zip(facts, best_shares(stores) or [], strict=False):
-            about["best_share"] = share
-    wanted = recipe.teacher.model
-    names = {Path(store.teacher_name).name for store in stores}
-    if wanted is not None and Path(wanted).name not in names:
-        report.warn(
-            f"the store is of teacher {', '.join(sorted(names))}, the recipe names {wanted}."
-        )
-    made_from = {store.corpus_fingerprint for store in stores}
-    if corpus is not None and not made_from & {None, corpus.fingerprint}:
-        absent = _absent(stores, corpus)
-        if absent is not None and recipe.data.missing == "error":
-            report.problem(
-                f"the store was made from another corpus: it lacks {absent}. Score the recipe's "
-                "corpus, or set data.missing to drop or keep."
-            )
-        else:
-            report.warn(
-                "the store was made from another corpus than the recipe's; documents are looked up "
-                f"by content, and those not in it follow data.missing = {recipe.data.missing}."
-            )
-    return best_store(stores)
-
-
-def _absent(stores: list[LossStore], corpus: Corpus) -> str | None:
-    """The place of a document that no store holds, among the corpus's first hundred."""
-    for document in corpus.read(0, 100):
-        if document.text is None:
-            continue
-        digest = document_hash(document.text)
-        if all(store.find(digest) is None for store in stores):
-            return str(document.place)
-    return None
-
-
-def check_teacher(recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer | None) -> None:
-    same_vocabulary = recipe.method.one_vocabulary
-    if recipe.teacher_tokenizer is None:
-        if same_vocabulary:
-            report.warn(
-                f"objective.method {recipe.objective.method} presupposes one vocabulary; set "
-                "teacher.model or teacher.tokenizer so that it can be checked."
-            )
-        return
-    if not (same_vocabulary or recipe.needs_online_teacher):
-        return
-    teacher = teacher_tokenizer(recipe)
-    report.plan["teacher_tokenizer"] = {
-        "name": teacher.name,
-        "vocabulary": teacher.vocabulary_size,
-    }
-    if same_vocabulary and tokenizer is not None:
-        from vocagnolm.train.teacher import refuse_other_vocabulary
-
-        refuse_other_vocabulary(tokenizer.vocabulary, teacher.vocabulary)
-
-
-def check_conversations(recipe: Recipe, report: CheckReport, found: Found) -> None:
-    """What the two templates make of the corpus."""
-    if found.corpus is None or not isinstance(found.tokenizer, ChatTokenizer):
-        return
-    texts = [d.text for d in found.corpus.read(0, SURVEYED) if d.text is not None]
-    sides = {"student": found.tokenizer}
-    if recipe.teacher_tokenizer is not None:
-        # with a store the teacher itself need not be here
-        with contextlib.suppress(*(() if recipe.needs_online_teacher else (VocagnolmError,))):
-            sides["teacher"] = teacher_chat(recipe, teacher_tokenizer(recipe))
-    for side, tokenizer in sides.items():
-        seen = survey(tokenizer, texts)
-        facts = seen.to_dict()
-        report.plan[f"{side}_template"] = {
-            "template": facts["template"],
-            "conversations": seen.conversations,
-            "refused": sum(seen.refused.values()),
-        }
-        report.warnings += [f"{side} {line}" for line in seen.warnings()]
-        if texts and sum(seen.refused.values()) == len(texts):
-            report.problem(
-                f"{side}: the template of {tokenizer.name} refuses every conversation "
-                f"({next(iter(seen.refused))})."
-            )
-
-
-def check_blocks(recipe: Recipe, report: CheckReport, found: Found) -> dict[str, Any] | None:
-    """The manifest of prepared blocks."""
-    if recipe.data.blocks is None or found.tokenizer is None:
-        return None
-    folder = blocks_storage(recipe)
-    if not folder.has(MANIFEST):
-        report.plan["blocks"] = {"prepared": False, "next": "vocagnolm prepare RECIPE"}
-        return None
-    manifest = read_manifest(folder)
-    if manifest["settings"].get("conversations") and found.corpus is None:
-        found.tokenizer = student_chat(recipe, found.tokenizer)
-    wanted = block_settings(recipe, found.tokenizer, found.corpus)
-    for line in differing_inputs(manifest, recipe, wanted, found.corpus):
-        report.problem(f"{folder} does not belong to this recipe: {line}")
-    summary, guided = manifest["summary"], manifest["settings"]["guidance"]
-    found.blocks, bins = opened_count(recipe, manifest)
-    report.plan["blocks"] = {
-        "prepared": True,
-        "blocks": found.blocks,
-        "tokens": manifest["tokens"],
-        "mapped_share": summary["mapped_share"] if guided else None,
-        "one_to_one_share": summary["one_to_one_share"] if guided else None,
-        "target_shares": summary.get("target_shares"),
-        "conversations": None if bins is None else bins.words(recipe.data.block_size + 1),
-        "verified": "names and sizes; `vocagnolm train` reads the parts through",
-    }
-    for line in cut_parts(manifest, folder.files()):
-        report.problem(f"{folder}: {line}. Run `vocagnolm prepare` again to rebuild it.")
-    return manifest
-
-
-# ---- what contradicts itself ----
+    if measure:
+        looks.append(lambda: found.look_at_weights(on_weights))
+    for look in looks:
+        try:
+            look()
+        except VocagnolmError as error:
+            found.report.problem(str(error))
+    return found.report
 
 
 def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
@@ -326,98 +162,378 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
     return problems
 
 
-# ---- the check ----
+# ---- what a recipe reads, and what it would write ----
 
 
-def check(
-    recipe: Recipe,
-    *,
-    processes: int = 1,
-    measure: bool = True,
-    on_weights: Callable[[], None] | None = None,
-) -> CheckReport:
-    """Validate a recipe against what is on this machine. `measure`: also load the student, if it
-    has weights, and compare it with the teacher on a few documents; `on_weights` is called right
-    before that."""
-    report = CheckReport(problems=static_problems(recipe, processes))
-    found = Found()
-    with report.collecting():
-        found.corpus = check_corpus(recipe, report)
-    with report.collecting():
-        found.tokenizer = _tokenizer(recipe, report, found.corpus)
-    with report.collecting():
-        found.parameters = _student(recipe, report, found.tokenizer)
-    with report.collecting():
-        found.store = check_stores(recipe, report, found.corpus)
-    with report.collecting():
-        check_teacher(recipe, report, found.tokenizer)
-    with report.collecting():
-        check_conversations(recipe, report, found)
-    with report.collecting():
-        found.manifest = check_blocks(recipe, report, found)
-    with report.collecting():
-        found.schedule = _schedule(recipe, report, processes, found)
-    _disk(recipe, report, found)
-    with report.collecting():
-        _run(recipe, report, found.manifest)
-    if recipe.needs_guidance and found.store is not None:
-        report.warn(teacher_warning(found.store.bits_per_byte, recipe.student.bits_per_byte))
-    if measure and report.ready:
-        with report.collecting():
-            _weights(recipe, report, found, on_weights or (lambda: None))
-    return report
+class _Check:
+    """One look after the other at what the recipe names. What is found is kept for those that
+    follow; None where something is wrong with it, or where there is nothing to find."""
 
+    corpus: Corpus | None = None
+    tokenizer: TextTokenizer | None = None
+    parameters: int | None = None
+    store: LossStore | None = None
+    """The best of several."""
+    manifest: dict[str, Any] | None = None
+    """Of prepared blocks."""
+    blocks: int | None = None
+    schedule: Schedule | None = None
 
-def _tokenizer(recipe: Recipe, report: CheckReport, corpus: Corpus | None) -> TextTokenizer:
-    tokenizer = student_tokenizer(recipe)
-    if corpus is not None and corpus.conversations:
-        tokenizer = student_chat(recipe, tokenizer)
-    prefix, eos = separator_ids(tokenizer, recipe.data.bos, recipe.data.eos)
-    report.plan["student_tokenizer"] = {
-        "name": tokenizer.name,
-        "vocabulary": tokenizer.vocabulary_size,
-        "bos": " ".join(map(tokenizer.token, prefix)) or None,
-        "eos": None if eos is None else tokenizer.token(eos),
-    }
-    return tokenizer
+    def __init__(self, recipe: Recipe, processes: int):
+        self.recipe, self.processes = recipe, processes
+        self.report = CheckReport(problems=static_problems(recipe, processes))
+        self.plan, self.warn = self.report.plan, self.report.warn
+        self.folder = Path(recipe.run.folder) if recipe.run.folder else None
 
+    def find_corpus(self) -> None:
+        names = self.recipe.corpus.files
+        if not names:
+            return
+        local = [Path(name) for name in names if Path(name).exists()]
+        paths = [p for path in local for p in ([path] if path.is_file() else path.rglob("*"))]
+        size = sum(path.stat().st_size for path in paths)
+        facts = self.plan["corpus"] = {"files": names, "bytes_on_disk": size}
+        if any(address_of(name) for name in names):
+            facts["read"] = "at an address: not copied for a check"
+        elif size > LARGEST_CORPUS_READ_BYTES:
+            facts["read"] = "too large to read through in a check"
+        else:
+            self.corpus = recipe_corpus(self.recipe)
+            facts["documents"] = len(self.corpus)
 
-def _student(recipe: Recipe, report: CheckReport, tokenizer: TextTokenizer | None) -> int | None:
-    """The number of parameters, from the configuration alone."""
-    section = recipe.student
-    if section.model is None and section.config is None:
-        return None
-    file = Path(section.model or "", "config.json")
-    if section.model is None:
-        about = remembered("student", [section.config], lambda: _about(recipe))
-    elif file.is_file():
-        about = remembered("student", [file.read_bytes()], lambda: _about(recipe))
-    else:  # on the hub, or in a GGUF file
-        about = _about(recipe)
-    report.plan["student"] = {
-        "model": recipe.student.model or "from config",
-        "architecture": about["architecture"],
-        "parameters": about["parameters"],
-    }
-    limit, rows = about["positions"], about["rows"]
-    if isinstance(limit, int) and recipe.data.block_size > limit:
-        report.problem(
-            f"data.block_size is {recipe.data.block_size:,}, the student reads at most {limit:,}."
+    def find_tokenizer(self) -> None:
+        tokenizer = student_tokenizer(self.recipe)
+        if self.corpus is not None and self.corpus.conversations:
+            tokenizer = student_chat(self.recipe, tokenizer)
+        prefix, eos = separator_ids(tokenizer, self.recipe.data.bos, self.recipe.data.eos)
+        self.plan["student_tokenizer"] = {
+            "name": tokenizer.name,
+            "vocabulary": tokenizer.vocabulary_size,
+            "bos": " ".join(map(tokenizer.token, prefix)) or None,
+            "eos": None if eos is None else tokenizer.token(eos),
+        }
+        self.tokenizer = tokenizer
+
+    def find_student(self) -> None:
+        """From the configuration alone."""
+        section, block_size = self.recipe.student, self.recipe.data.block_size
+        if section.model is None and section.config is None:
+            return
+        file = Path(section.model or "", "config.json")
+        known: list[object] = [section.config] if section.model is None else []
+        if section.model is not None and file.is_file():
+            known = [file.read_bytes()]
+        # what is on the hub, or in a GGUF file, is asked each time
+        ask = partial(_about_student, self.recipe)
+        about = remembered("student", known, ask) if known else ask()
+        self.parameters = int(about["parameters"])
+        self.plan["student"] = {
+            "model": section.model or "from config",
+            "architecture": about["architecture"],
+            "parameters": about["parameters"],
+        }
+        limit, rows = about["positions"], about["rows"]
+        if isinstance(limit, int) and block_size > limit:
+            self.report.problem(
+                f"data.block_size is {block_size:,}, the student reads at most {limit:,}."
+            )
+        largest = max(self.tokenizer.vocabulary.values()) if self.tokenizer is not None else 0
+        if largest >= rows:
+            self.report.problem(
+                f"the student has {rows:,} embedding rows, its tokenizer has ids up to {largest:,}."
+            )
+
+    def find_stores(self) -> None:
+        recipe = self.recipe
+        if not recipe.stores:
+            return
+        stores = [LossStore.open(path) for path in recipe.stores]
+        facts: list[dict[str, Any]] = [
+            {
+                "path": str(store.path),
+                "teacher": store.teacher_name,
+                "documents": store.manifest["totals"]["documents"],
+                "tokens": store.manifest["totals"]["tokens"],
+                "bits_per_byte": store.bits_per_byte,
+                "verified": "names and sizes; the losses by `vocagnolm store verify`",
+                **({"alternatives": str(kept)} if (kept := store.kept_alternatives) else {}),
+            }
+            for store in stores
+        ]
+        for store in stores:
+            listed = storage_of(store.path).files(SHARD_FOLDER)
+            for line in listing_problems(store.manifest, listed):
+                self.report.problem(f"{store.path}: {line}. {mend_hint(store.path)}")
+        if recipe.needs_targets and not recipe.teacher.online:
+            common_alternatives(stores, recipe.objective.alternatives)
+        if len(stores) == 1:
+            self.plan["store"] = facts[0]
+        else:
+            self.plan["stores"] = facts
+            for about, share in zip(facts, best_shares(stores) or [], strict=False):
+                about["best_share"] = share
+        self._compare_with(stores)
+        self.store = best_store(stores)
+        if recipe.needs_guidance:
+            self.warn(teacher_warning(self.store.bits_per_byte, recipe.student.bits_per_byte))
+
+    def _compare_with(self, stores: list[LossStore]) -> None:
+        """Are they of the recipe's teacher and corpus?"""
+        wanted, missing = self.recipe.teacher.model, self.recipe.data.missing
+        names = {Path(store.teacher_name).name for store in stores}
+        if wanted is not None and Path(wanted).name not in names:
+            self.warn(
+                f"the store is of teacher {', '.join(sorted(names))}, the recipe names {wanted}."
+            )
+        made_from = {store.corpus_fingerprint for store in stores}
+        if self.corpus is None or made_from & {None, self.corpus.fingerprint}:
+            return
+        absent = (
+            str(document.place)
+            for document in self.corpus.read(0, 100)
+            if document.text is not None
+            and all(store.find(document_hash(document.text)) is None for store in stores)
         )
-    if tokenizer is not None and max(tokenizer.vocabulary.values()) >= rows:
-        report.problem(
-            f"the student has {rows:,} embedding rows, its tokenizer has ids up "
-            f"to {max(tokenizer.vocabulary.values()):,}."
-        )
-    return int(about["parameters"])
+        if missing == "error" and (place := next(absent, None)) is not None:
+            self.report.problem(
+                f"the store was made from another corpus: it lacks {place}. Score the recipe's "
+                "corpus, or set data.missing to drop or keep."
+            )
+        else:
+            self.warn(
+                "the store was made from another corpus than the recipe's; documents are looked up "
+                f"by content, and those not in it follow data.missing = {missing}."
+            )
+
+    def look_at_teacher(self) -> None:
+        recipe, one_vocabulary = self.recipe, self.recipe.method.one_vocabulary
+        if recipe.teacher_tokenizer is None:
+            if one_vocabulary:
+                self.warn(
+                    f"objective.method {recipe.objective.method} presupposes one vocabulary; set "
+                    "teacher.model or teacher.tokenizer so that it can be checked."
+                )
+            return
+        if not (one_vocabulary or recipe.needs_online_teacher):
+            return
+        teacher = teacher_tokenizer(recipe)
+        self.plan["teacher_tokenizer"] = {
+            "name": teacher.name,
+            "vocabulary": teacher.vocabulary_size,
+        }
+        if one_vocabulary and self.tokenizer is not None:
+            from vocagnolm.train.teacher import refuse_other_vocabulary
+
+            refuse_other_vocabulary(self.tokenizer.vocabulary, teacher.vocabulary)
+
+    def look_at_conversations(self) -> None:
+        """What the two templates make of the corpus."""
+        recipe = self.recipe
+        if self.corpus is None or not isinstance(self.tokenizer, ChatTokenizer):
+            return
+        texts = [d.text for d in self.corpus.read(0, SURVEYED) if d.text is not None]
+        sides = {"student": self.tokenizer}
+        if recipe.teacher_tokenizer is not None:
+            # with a store the teacher itself need not be here
+            with contextlib.suppress(*(() if recipe.needs_online_teacher else (VocagnolmError,))):
+                sides["teacher"] = teacher_chat(recipe, teacher_tokenizer(recipe))
+        for side, tokenizer in sides.items():
+            seen = survey(tokenizer, texts)
+            refused = sum(seen.refused.values())
+            self.plan[f"{side}_template"] = {
+                "template": seen.to_dict()["template"],
+                "conversations": seen.conversations,
+                "refused": refused,
+            }
+            self.report.warnings += [f"{side} {line}" for line in seen.warnings()]
+            if texts and refused == len(texts):
+                self.report.problem(
+                    f"{side}: the template of {tokenizer.name} refuses every conversation "
+                    f"({next(iter(seen.refused))})."
+                )
+
+    def find_blocks(self) -> None:
+        recipe = self.recipe
+        if recipe.data.blocks is None or self.tokenizer is None:
+            return
+        folder = blocks_storage(recipe)
+        if not folder.has(MANIFEST):
+            self.plan["blocks"] = {"prepared": False, "next": "vocagnolm prepare RECIPE"}
+            return
+        manifest = read_manifest(folder)
+        if manifest["settings"].get("conversations") and self.corpus is None:
+            self.tokenizer = student_chat(recipe, self.tokenizer)
+        wanted = block_settings(recipe, self.tokenizer, self.corpus)
+        for line in differing_inputs(manifest, recipe, wanted, self.corpus):
+            self.report.problem(f"{folder} does not belong to this recipe: {line}")
+        summary, guided = manifest["summary"], manifest["settings"]["guidance"]
+        self.blocks, bins = opened_count(recipe, manifest)
+        self.plan["blocks"] = {
+            "prepared": True,
+            "blocks": self.blocks,
+            "tokens": manifest["tokens"],
+            "mapped_share": summary["mapped_share"] if guided else None,
+            "one_to_one_share": summary["one_to_one_share"] if guided else None,
+            "target_shares": summary.get("target_shares"),
+            "conversations": None if bins is None else bins.words(recipe.data.block_size + 1),
+            "verified": "names and sizes; `vocagnolm train` reads the parts through",
+        }
+        for line in cut_parts(manifest, folder.files()):
+            self.report.problem(f"{folder}: {line}. Run `vocagnolm prepare` again to rebuild it.")
+        self.manifest = manifest
+
+    def plan_steps(self) -> None:
+        recipe, blocks, prepared = self.recipe, self.blocks, self.manifest is not None
+        train, run, warmup = recipe.train, recipe.run, recipe.optimizer.warmup_steps
+        if not prepared or blocks is None:
+            if train.tokens is None:
+                return
+            blocks = max(1, math.ceil(train.tokens / recipe.data.block_size))
+        known = found_micro_batch(self.folder) if self.folder else None
+        schedule = plan_schedule(recipe, blocks, self.processes, known)
+        unknown = train.micro_batch == "auto" and known is None
+        saved = schedule.steps // run.save_every if run.save_every else 0
+        self.plan["schedule"] = {
+            "steps": schedule.steps,
+            "tokens": schedule.tokens,
+            "tokens_per_step": schedule.tokens_per_step,
+            "epochs": schedule.epochs if prepared else None,
+            "processes": self.processes,
+            "accumulation": None if unknown else schedule.accumulation,
+            "micro_batch": "auto" if unknown else schedule.micro_batch,
+            "a_step_depends": what_a_step_depends_on(recipe),
+            "warmup_steps": warmup,
+            "checkpoints": saved,
+        }
+        if unknown and objective_config(recipe).depends_on_micro_batch:
+            self.warn(
+                "train.micro_batch: auto with objective.scope: batch: which tokens compete depends "
+                "on what is found on the machine that trains. A number, or scope: sequence or "
+                "global, makes runs of different machines alike."
+            )
+        if warmup >= schedule.steps:
+            self.warn(
+                f"optimizer.warmup_steps = {warmup} is the whole run ({schedule.steps} steps)."
+            )
+        if prepared and schedule.epochs > MANY_EPOCHS:
+            self.warn(
+                f"the run reads its blocks {schedule.epochs:,.0f} times: is train.tokens or "
+                "train.epochs meant so?"
+            )
+        if saved > MANY_CHECKPOINTS:
+            self.warn(
+                f"run.save_every = {run.save_every} writes {saved:,} checkpoints, of which "
+                f"{run.keep_checkpoints} are kept at a time."
+            )
+        self.warn(slow_arithmetic(recipe))
+        if self.folder:
+            check_arguments(recipe, schedule)
+        self.schedule = schedule
+
+    def look_at_disk(self) -> None:
+        """Weights and the two moments of AdamW per checkpoint; one more while a new one is
+        written."""
+        recipe = self.recipe
+        if self.parameters is None or self.folder is None:
+            return
+        width = 4 if recipe.student.dtype == "float32" else 2
+        kept = recipe.run.keep_checkpoints + 1 if recipe.run.save_every else 0
+        run_bytes = self.parameters * width * (3 * kept + 1)
+        # ids and guidance; ids take four bytes beyond 65,536 tokens, a target an id and two bytes
+        vocabulary = 0 if self.tokenizer is None else self.tokenizer.vocabulary_size
+        id_bytes = 4 if vocabulary > 65536 else 2
+        token_bytes = id_bytes + 2 * len(recipe.stores[:1])
+        if recipe.needs_targets and self.store is not None:
+            spec = self.store.kept_alternatives
+            count = recipe.objective.alternatives or (spec.count if spec else 0)
+            token_bytes += len(recipe.stores) * count * (id_bytes + 2)
+        planned = 0 if self.schedule is None else self.schedule.tokens
+        # more epochs make no more blocks; a token takes about a byte of a compressed file, or more
+        planned = min(planned, self.plan.get("corpus", {}).get("bytes_on_disk") or planned)
+        tokens = planned if self.manifest is None else self.manifest["tokens"]
+        folder = self.folder.absolute()
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        self.plan["disk"] = {
+            "run_bytes": run_bytes,
+            "blocks_bytes": tokens * token_bytes,
+            "free_bytes": free,
+        }
+        if run_bytes > free:
+            self.report.problem(
+                f"the run needs about {run_bytes / 1e9:.1f} GB for checkpoints and model, "
+                f"{existing} has {free / 1e9:.1f} GB free. Lower run.keep_checkpoints or change "
+                "disk."
+            )
+
+    def look_at_run(self) -> None:
+        if self.folder is None:
+            return
+        about = read_run(self.folder)
+        blocks = None if self.manifest is None else self.manifest["fingerprint"]
+        refuse_other_run(self.folder, self.recipe, about, blocks)
+        if not about:
+            return
+        from vocagnolm.train.checkpoint import newest_complete
+
+        if about["finished"]:
+            self.warn(model_damage(self.folder / "model", read=False))
+        self.plan["run"] = {
+            "folder": str(self.folder),
+            "finished": about["finished"],
+            "resumes_after_step": newest_complete(self.folder / "checkpoints", read=False).step,
+            "verified": "sizes; `vocagnolm train` compares checksums",
+        }
+
+    def look_at_weights(self, on_weights: Callable[[], None] | None) -> None:
+        """What only the student's weights can tell; they are loaded where all else is well."""
+        recipe, tokenizer = self.recipe, self.tokenizer
+        has_weights = recipe.student.model is not None
+        apart = recipe.data.document_mask or isinstance(tokenizer, ChatTokenizer)
+        if not self.report.ready or not (has_weights or apart):
+            return  # random weights of a known kind need no look
+        from vocagnolm.train.student import build_student, require_separation, understood_head
+
+        if has_weights and on_weights is not None:
+            on_weights()
+        student = build_student(recipe)
+        understood_head(student)
+        if apart:
+            require_separation(student, "The student")
+        if not has_weights or not recipe.needs_guidance or recipe.student.bits_per_byte is not None:
+            return
+        if tokenizer is None or self.store is None or self.corpus is None:
+            return
+        strength = measure_strength(student, tokenizer, self.store, self.corpus)
+        if strength is not None:
+            self.plan["strength"] = {
+                "teacher_bits_per_byte": strength.teacher,
+                "student_bits_per_byte": strength.student,
+                "documents": strength.documents,
+            }
+            self.warn(teacher_warning(strength.teacher, strength.student))
 
 
-def _about(recipe: Recipe) -> dict[str, Any]:
+def _about_student(recipe: Recipe) -> dict[str, Any]:
     """What transformers says of the student's configuration."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = _config(recipe)
+    from vocagnolm.model.load import gguf_config
+    from vocagnolm.train.student import model_config
+
+    source = recipe.student.model
+    if source is None:
+        config = model_config(recipe.student.config or {})
+    elif Path(source).suffix.lower() == ".gguf":
+        config = gguf_config(Path(source))
+    else:
+        revision = recipe.student.revision or "main"
+        try:
+            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        except Exception as error:  # network, cache, format: many types, one meaning here
+            reason = first_line(error)[:160]
+            raise TrainingError(f"student.model {source} has no configuration: {reason}") from None
     with torch.device("meta"):  # shapes only, no weights
         parameters = int(AutoModelForCausalLM.from_config(config).num_parameters())
     text_config = config.get_text_config()
@@ -427,161 +543,6 @@ def _about(recipe: Recipe) -> dict[str, Any]:
         "positions": getattr(text_config, "max_position_embeddings", None),
         "rows": text_config.vocab_size,
     }
-
-
-def _config(recipe: Recipe) -> Any:
-    from transformers import AutoConfig
-
-    from vocagnolm.train.student import model_config
-
-    source = recipe.student.model
-    if source is None:
-        return model_config(recipe.student.config or {})
-    if Path(source).suffix.lower() == ".gguf":
-        from vocagnolm.model.load import gguf_config
-
-        return gguf_config(Path(source))
-    revision = recipe.student.revision or "main"
-    try:
-        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except Exception as error:  # network, cache, format: many types, one meaning here
-        reason = first_line(error)[:160]
-        raise TrainingError(f"student.model {source} has no configuration: {reason}") from None
-
-
-def _schedule(recipe: Recipe, report: CheckReport, processes: int, found: Found) -> Schedule | None:
-    manifest = found.manifest
-    if manifest is not None and found.blocks is not None:
-        blocks = found.blocks
-    elif recipe.train.tokens is not None:
-        blocks = max(1, math.ceil(recipe.train.tokens / recipe.data.block_size))
-    else:
-        return None
-    known = found_micro_batch(Path(recipe.run.folder)) if recipe.run.folder else None
-    schedule = plan_schedule(recipe, blocks, processes, known)
-    unknown = recipe.train.micro_batch == "auto" and known is None
-    report.plan["schedule"] = {
-        "steps": schedule.steps,
-        "tokens": schedule.tokens,
-        "tokens_per_step": schedule.tokens_per_step,
-        "epochs": schedule.epochs if manifest is not None else None,
-        "processes": processes,
-        "accumulation": None if unknown else schedule.accumulation,
-        "micro_batch": "auto" if unknown else schedule.micro_batch,
-        "a_step_depends": what_a_step_depends_on(recipe),
-        "warmup_steps": recipe.optimizer.warmup_steps,
-        "checkpoints": schedule.steps // recipe.run.save_every if recipe.run.save_every else 0,
-    }
-    if unknown and objective_config(recipe).depends_on_micro_batch:
-        report.warn(
-            "train.micro_batch: auto with objective.scope: batch: which tokens compete depends on "
-            "what is found on the machine that trains. A number, or scope: sequence or global, "
-            "makes runs of different machines alike."
-        )
-    if recipe.optimizer.warmup_steps >= schedule.steps:
-        report.warn(
-            f"optimizer.warmup_steps = {recipe.optimizer.warmup_steps} is the whole run "
-            f"({schedule.steps} steps)."
-        )
-    if manifest is not None and schedule.epochs > MANY_EPOCHS:
-        report.warn(
-            f"the run reads its blocks {schedule.epochs:,.0f} times: is train.tokens or "
-            "train.epochs meant so?"
-        )
-    if (saved := report.plan["schedule"]["checkpoints"]) > MANY_CHECKPOINTS:
-        report.warn(
-            f"run.save_every = {recipe.run.save_every} writes {saved:,} checkpoints, of which "
-            f"{recipe.run.keep_checkpoints} are kept at a time."
-        )
-    report.warn(slow_arithmetic(recipe))
-    if recipe.run.folder:
-        check_arguments(recipe, schedule)
-    return schedule
-
-
-def _disk(recipe: Recipe, report: CheckReport, found: Found) -> None:
-    """Weights and the two moments of AdamW per checkpoint; one more while a new one is written."""
-    if found.parameters is None or not recipe.run.folder:
-        return
-    width = 4 if recipe.student.dtype == "float32" else 2
-    kept = recipe.run.keep_checkpoints + 1 if recipe.run.save_every else 0
-    run_bytes = found.parameters * width * (3 * kept + 1)
-    # ids and guidance; ids take four bytes beyond 65,536 tokens, a target an id and two bytes
-    vocabulary = 0 if found.tokenizer is None else found.tokenizer.vocabulary_size
-    id_bytes = 4 if vocabulary > 65536 else 2
-    token_bytes = id_bytes + 2 * len(recipe.stores[:1])
-    if recipe.needs_targets and found.store is not None:
-        spec = found.store.kept_alternatives
-        count = recipe.objective.alternatives or (spec.count if spec else 0)
-        token_bytes += len(recipe.stores) * count * (id_bytes + 2)
-    planned = 0 if found.schedule is None else found.schedule.tokens
-    # more epochs make no more blocks; a token takes about a byte of a compressed file, or more
-    planned = min(planned, report.plan.get("corpus", {}).get("bytes_on_disk") or planned)
-    tokens = planned if found.manifest is None else found.manifest["tokens"]
-    existing = Path(recipe.run.folder).absolute()
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
-    report.plan["disk"] = {
-        "run_bytes": run_bytes,
-        "blocks_bytes": tokens * token_bytes,
-        "free_bytes": free,
-    }
-    if run_bytes > free:
-        report.problem(
-            f"the run needs about {run_bytes / 1e9:.1f} GB for checkpoints and model, "
-            f"{existing} has {free / 1e9:.1f} GB free. Lower run.keep_checkpoints or change disk."
-        )
-
-
-def _run(recipe: Recipe, report: CheckReport, manifest: dict[str, Any] | None) -> None:
-    if not recipe.run.folder:
-        return
-    folder = Path(recipe.run.folder)
-    about = read_run(folder)
-    blocks = None if manifest is None else manifest["fingerprint"]
-    refuse_other_run(folder, recipe, about, blocks)
-    if about:
-        from vocagnolm.train.checkpoint import newest_complete
-
-        if about["finished"]:
-            report.warn(model_damage(folder / "model", read=False))
-        newest = newest_complete(folder / "checkpoints", read=False)
-        report.plan["run"] = {
-            "folder": str(folder),
-            "finished": about["finished"],
-            "resumes_after_step": newest.step,
-            "verified": "sizes; `vocagnolm train` compares checksums",
-        }
-
-
-def _weights(
-    recipe: Recipe, report: CheckReport, found: Found, on_weights: Callable[[], None]
-) -> None:
-    """What only the student's weights can tell."""
-    has_weights = recipe.student.model is not None
-    apart = recipe.data.document_mask or isinstance(found.tokenizer, ChatTokenizer)
-    if not has_weights and not apart:
-        return  # random weights of a known kind
-    from vocagnolm.train.student import build_student, require_separation, understood_head
-
-    if has_weights:
-        on_weights()
-    student = build_student(recipe)
-    understood_head(student)
-    if apart:
-        require_separation(student, "The student")
-    if not has_weights or not recipe.needs_guidance or recipe.student.bits_per_byte is not None:
-        return
-    if found.tokenizer is not None and found.store is not None and found.corpus is not None:
-        strength = measure_strength(student, found.tokenizer, found.store, found.corpus)
-        if strength is not None:
-            report.plan["strength"] = {
-                "teacher_bits_per_byte": strength.teacher,
-                "student_bits_per_byte": strength.student,
-                "documents": strength.documents,
-            }
-            report.warn(teacher_warning(strength.teacher, strength.student))
 
 
 # ---- is the teacher better than the student? ----
