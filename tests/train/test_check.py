@@ -66,6 +66,10 @@ def test_several_teachers_are_shown_side_by_side(lab, tmp_path):
     best = [bits(stores[0], n) < bits(stores[1], n) for n in range(20)]
     assert shown[0]["best_share"] == pytest.approx(sum(best) / 20)
     assert shown[0]["best_share"] + shown[1]["best_share"] == pytest.approx(1)
+    written = tmp_path / "recipe.yaml"
+    written.write_text(yaml.safe_dump(tree(lab, tmp_path, store={"path": path}, data=blocks)))
+    printed = CliRunner().invoke(app, ["check", str(written), "--no-measure"])
+    assert printed.exit_code == 0 and printed.stdout.count("stores: path ") == 2
 
 
 @pytest.mark.parametrize(

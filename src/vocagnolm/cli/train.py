@@ -70,8 +70,9 @@ def check(
     if as_json:
         print_json(report.to_dict())
     else:
-        for name, facts in report.plan.items():
-            typer.echo(f"{name.replace('_', ' ')}: {_line(facts)}")
+        for name, found in report.plan.items():
+            for facts in found if isinstance(found, list) else [found]:  # of several stores
+                typer.echo(f"{name.replace('_', ' ')}: {_line(facts)}")
         for warning in report.warnings:
             typer.echo(f"warning: {warning}")
         for problem in report.problems:
