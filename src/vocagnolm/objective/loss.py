@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -105,122 +105,136 @@ def objective_loss(
             raise ValueError(f"method {config.method} needs hidden states: pass their head")
         function = distil_reference if impl == "reference" else distil
         total, nll_BT, stats = function(hidden_BTD, head, targets.labels_BT, teacher, config)
-        return _output(total, nll_BT, targets.valid_BT, targets, config, decided, stats, ranks)
-    rule = None  # where every stretch decides what its own tokens count
-    if config.graded and decided.weights_BT is None:
-        (rule,) = weight_rules([targets], config, ranks)
-    soft = _soft_targets(targets, config, ranks)
-
-    def weigh(losses_BT: Tensor) -> Tensor:
-        if decided.weights_BT is not None:
-            return torch.where(targets.valid_BT, decided.weights_BT, 0)
-        if rule is not None:
-            return rule.weights(losses_BT.flatten()).view(losses_BT.shape)
-        return select_batches([ScoredBatch(targets, losses_BT)], config, step, ranks)[0]
-
-    if head is None or impl == "reference":
-        logits_BTV = hidden_BTD.float() if head is None else head.logits(hidden_BTD)
-        found = _with_full_logits(logits_BTV, targets, weigh, soft)
+        weights_BT = targets.valid_BT
     else:
-        rows = row_operations(impl, hidden_BTD)
-        found = _in_chunks(hidden_BTD, head, targets, config, decided, rows, weigh, rule, soft)
-    total, nll_BT, weights_BT, above_BT = found
-    stats = _soft_stats(above_BT, nll_BT, weights_BT, targets)
-    if rule is not None and config.graded_by == "likelihood":
-        # the weights are the derivative of this value
-        value, stats["distill_loss"] = rule.likelihood_loss(nll_BT.flatten())
-        total = total + (value.to(total.dtype) - total).detach()
-    return _output(total, nll_BT, weights_BT, targets, config, decided, stats, ranks)
+        weighed = _Weighed(targets, config, decided, step, ranks)
+        if head is None or impl == "reference":
+            logits_BTV = hidden_BTD.float() if head is None else head.logits(hidden_BTD)
+            found = weighed.with_full_logits(logits_BTV)
+        else:
+            found = weighed.in_chunks(hidden_BTD, head, row_operations(impl, hidden_BTD))
+        total, nll_BT, weights_BT, above_BT = found
+        stats = _soft_stats(above_BT, nll_BT, weights_BT, targets)
+        if weighed.rule is not None and config.graded_by == "likelihood":
+            # the weights are the derivative of this value
+            value, stats["distill_loss"] = weighed.rule.likelihood_loss(nll_BT.flatten())
+            total = total + (value.to(total.dtype) - total).detach()
+    weights_BT, denominator = weights_BT.float(), decided.denominator
+    if denominator is None:
+        counted = targets.valid_BT
+        if config.normalise == "selected":
+            counted = weights_BT if config.graded else weights_BT != 0
+        denominator = counted.sum()
+        if config.scope == "global":
+            denominator = ranks.sum(denominator)
+    divisor = torch.as_tensor(denominator, device=total.device).to(total.dtype)
+    return ObjectiveOutput(
+        loss=total / torch.where(divisor > 0, divisor, 1.0),
+        nll_BT=nll_BT.detach(),
+        weights_BT=weights_BT,
+        denominator=divisor,
+        targets=targets,
+        distill_stats=stats,
+    )
 
 
-Weigh = Callable[[Tensor], Tensor]
 # (the weighted sum of the losses, with gradient; nll; weights; with soft targets what each loss is
 # above the label's nll)
 _Found = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-def _with_full_logits(
-    logits_BTV: Tensor, targets: Targets, weigh: Weigh, soft: "_Soft | None"
-) -> _Found:
-    """The reference."""
-    labels_BT, above_BT = targets.labels_BT, None
-    nll_BT = token_nll(logits_BTV, labels_BT).detach()
-    weights_BT = weigh(nll_BT)
-    total = weighted_sum(logits_BTV, labels_BT, weights_BT)
-    if soft is not None:
-        ids_NK, weights_NK = soft.rows(slice(None), nll_BT.flatten())
-        shape = (*nll_BT.shape, -1)
-        above_BT = soft_distance(logits_BTV, labels_BT, ids_NK.view(shape), weights_NK.view(shape))
-        total = total + (above_BT * weights_BT).sum()
-    return total, nll_BT, weights_BT, above_BT
+class _Weighed:
+    """A micro-batch whose tokens count by their losses, and what decides how much."""
 
+    def __init__(
+        self, targets: Targets, config: ObjectiveConfig, decided: Decided, step: int, ranks: Ranks
+    ):
+        self.targets, self.config, self.decided = targets, config, decided
+        self.step, self.ranks = step, ranks
+        self.soft = _soft_targets(targets, config, ranks)
+        self.rule: WeightRule | None = None
+        """Where every stretch decides what its own tokens count."""
+        if config.graded and decided.weights_BT is None:
+            (self.rule,) = weight_rules([targets], config, ranks)
 
-def _in_chunks(
-    hidden_BTD: Tensor,
-    head: Head,
-    targets: Targets,
-    config: ObjectiveConfig,
-    decided: Decided,
-    rows: RowOperations,
-    weigh: Weigh,
-    rule: WeightRule | None,
-    soft: "_Soft | None",
-) -> _Found:
-    """In one phase where the losses of all tokens are not needed to know what a token counts."""
-    labels_BT, nll_BT = targets.labels_BT, decided.nll_BT
-    hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten().clamp(min=0)
-    losses: RowLosses | None = None
-    if rule is not None:
-        # A stretch's weights are known as soon as its logits are: no token passes the head twice.
-        # Its tokens stay together, also those that end up at 0.
-        nll_BT, counted_BT = None, targets.valid_BT
-    elif config.selects_all and decided.weights_BT is None:
-        weights_BT = weigh(targets.valid_BT.float())  # whatever the losses are
-        counted_BT = weights_BT != 0
-    else:
+    def weights(self, losses_BT: Tensor) -> Tensor:
+        if self.decided.weights_BT is not None:
+            return torch.where(self.targets.valid_BT, self.decided.weights_BT, 0)
+        if self.rule is not None:
+            return self.rule.weights(losses_BT.flatten()).view(losses_BT.shape)
+        scored = ScoredBatch(self.targets, losses_BT)
+        return select_batches([scored], self.config, self.step, self.ranks)[0]
+
+    def with_full_logits(self, logits_BTV: Tensor) -> _Found:
+        """The reference."""
+        labels_BT, above_BT = self.targets.labels_BT, None
+        nll_BT = token_nll(logits_BTV, labels_BT).detach()
+        weights_BT = self.weights(nll_BT)
+        total = weighted_sum(logits_BTV, labels_BT, weights_BT)
+        if self.soft is not None:
+            shape = (*nll_BT.shape, -1)
+            ids, p = (t.view(shape) for t in self.soft.rows(slice(None), nll_BT.flatten()))
+            above_BT = soft_distance(logits_BTV, labels_BT, ids, p)
+            total = total + (above_BT * weights_BT).sum()
+        return total, nll_BT, weights_BT, above_BT
+
+    def in_chunks(self, hidden_BTD: Tensor, head: Head, rows: RowOperations) -> _Found:
+        """In one phase where the losses of all tokens are not needed to know what a token
+        counts."""
+        targets, config, decided, rule = self.targets, self.config, self.decided, self.rule
+        labels_BT, nll_BT = targets.labels_BT, decided.nll_BT
+        hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten().clamp(min=0)
+        losses: RowLosses | None = None
+        if rule is not None:
+            # A stretch's weights are known as soon as its logits are: no token passes the head
+            # twice. Its tokens stay together, also those that end up at 0.
+            nll_BT, counted_BT = None, targets.valid_BT
+        elif config.selects_all and decided.weights_BT is None:
+            weights_BT = self.weights(targets.valid_BT.float())  # whatever the losses are
+            counted_BT = weights_BT != 0
+        else:
+            if nll_BT is None:
+                losses = _phase_one(hidden_ND, head, labels_N, rows)
+                nll_BT = _where_valid(losses.nll_N, labels_BT)
+            weights_BT = self.weights(nll_BT)
+            counted_BT = weights_BT != 0
+        # how many count, only the device knows unless `decided` says
+        mask, count = counted_BT.flatten(), decided.kept
+        index_K = mask.nonzero() if count is None else mask.nonzero_static(size=count)
+        index_K = index_K.squeeze(1)
+        rule_K = None if rule is None else rule[index_K]
+        soft_K = None if self.soft is None else self.soft[index_K]
+        together = soft_K.share if rule_K is None and soft_K is not None else rule_K
+        weigh: WeighRows | None = None if rule_K is None else rule_K.weights_of
+        if rule is None and config.graded and weights_BT.dtype != torch.bool:
+            weights_K = weights_BT.flatten()[index_K]
+
+            def weigh(part: slice, nll: Tensor) -> Tensor:
+                return weights_K[part].to(nll.dtype)
+
+        summed = summed_loss(
+            hidden_ND,
+            head,
+            labels_N,
+            index_K,
+            rows,
+            losses,
+            weigh=weigh,
+            soften=None if soft_K is None else soft_K.rows,
+            cut_chunks=None if together is None else together.cut_chunks,
+        )
+
+        def everywhere(values_K: Tensor) -> Tensor:
+            """In their positions, 0 elsewhere."""
+            whole = torch.zeros(labels_BT.numel(), dtype=values_K.dtype, device=values_K.device)
+            return whole.index_copy_(0, index_K, values_K.detach()).view(labels_BT.shape)
+
+        if rule is not None and summed.weights_K is not None:
+            weights_BT = everywhere(summed.weights_K)
         if nll_BT is None:
-            losses = _phase_one(hidden_ND, head, labels_N, rows)
-            nll_BT = _where_valid(losses.nll_N, labels_BT)
-        weights_BT = weigh(nll_BT)
-        counted_BT = weights_BT != 0
-    # how many count, only the device knows unless `decided` says
-    mask_N = counted_BT.flatten()
-    found = mask_N.nonzero() if decided.kept is None else mask_N.nonzero_static(size=decided.kept)
-    index_K = found.squeeze(1)
-    rule_K = None if rule is None else rule[index_K]
-    soft_K = None if soft is None else soft[index_K]
-    together = soft_K.share if rule_K is None and soft_K is not None else rule_K
-    weigh_rows: WeighRows | None = None if rule_K is None else rule_K.weights_of
-    if rule is None and config.graded and weights_BT.dtype != torch.bool:
-        weights_K = weights_BT.flatten()[index_K]
-
-        def decided_weights(part: slice, nll: Tensor) -> Tensor:
-            return weights_K[part].to(nll.dtype)
-
-        weigh_rows = decided_weights
-    summed = summed_loss(
-        hidden_ND,
-        head,
-        labels_N,
-        index_K,
-        rows,
-        losses,
-        weigh=weigh_rows,
-        soften=None if soft_K is None else soft_K.rows,
-        cut_chunks=None if together is None else together.cut_chunks,
-    )
-
-    def everywhere(values_K: Tensor) -> Tensor:
-        """In their positions, 0 elsewhere."""
-        whole = torch.zeros(labels_BT.numel(), dtype=values_K.dtype, device=values_K.device)
-        return whole.index_copy_(0, index_K, values_K.detach()).view(labels_BT.shape)
-
-    if rule is not None and summed.weights_K is not None:
-        weights_BT = everywhere(summed.weights_K)
-    if nll_BT is None:
-        nll_BT = everywhere(summed.nll_K)
-    above_BT = None if summed.distance_K is None else everywhere(summed.distance_K)
-    return summed.total, nll_BT, weights_BT, above_BT
+            nll_BT = everywhere(summed.nll_K)
+        above_BT = None if summed.distance_K is None else everywhere(summed.distance_K)
+        return summed.total, nll_BT, weights_BT, above_BT
 
 
 @dataclass(frozen=True)
@@ -274,35 +288,6 @@ def _soft_stats(
         "distill_loss": torch.where(kept, nll_BT + above_BT.detach(), 0.0).sum() / count,
         "target_mass": mass.sum() / count,
     }
-
-
-def _output(
-    total: Tensor,
-    nll_BT: Tensor,
-    weights_BT: Tensor,
-    targets: Targets,
-    config: ObjectiveConfig,
-    decided: Decided,
-    stats: dict[str, Tensor],
-    ranks: Ranks,
-) -> "ObjectiveOutput":
-    weights_BT, denominator = weights_BT.float(), decided.denominator
-    if denominator is None:
-        counted = targets.valid_BT
-        if config.normalise == "selected":
-            counted = weights_BT if config.graded else weights_BT != 0
-        denominator = counted.sum()
-        if config.scope == "global":
-            denominator = ranks.sum(denominator)
-    divisor = torch.as_tensor(denominator, device=total.device).to(total.dtype)
-    return ObjectiveOutput(
-        loss=total / torch.where(divisor > 0, divisor, 1.0),
-        nll_BT=nll_BT.detach(),
-        weights_BT=weights_BT,
-        denominator=divisor,
-        targets=targets,
-        distill_stats=stats,
-    )
 
 
 # ---- in anybody's trainer ----
@@ -463,15 +448,10 @@ def _check(
     if hidden_BTD.dim() != 3 or hidden_BTD.shape[-1] != width:
         what = "logits" if head is None else "hidden_BTD"
         raise ValueError(f"{what} must be [B, T, {width}], got {list(hidden_BTD.shape)}")
-    names = ("labels_BT", "guidance_BT", "entropy_BT", "stretch_BT", "weights_BT", "nll_BT")
-    for name in (*names, "soft_ids_BTK", "soft_p_BTK"):
-        tensor = getattr(targets, name, None)
-        if tensor is None and decided is not None:
-            tensor = getattr(decided, name, None)
-        if tensor is not None and tensor.shape[:2] != hidden_BTD.shape[:2]:
-            raise ValueError(
-                f"{name} must be {list(hidden_BTD.shape[:2])}, got {list(tensor.shape)}"
-            )
+    shape = hidden_BTD.shape[:2]
+    for name, tensor in {**vars(targets), **vars(decided or Decided())}.items():
+        if name.endswith(("_BT", "_BTK")) and tensor is not None and tensor.shape[:2] != shape:
+            raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
     if head is not None and hasattr(head.weight, "full_tensor"):
         raise ValueError(
             "Head.weight is a sharded DTensor; call the objective inside the forward of the "
