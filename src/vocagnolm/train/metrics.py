@@ -139,21 +139,18 @@ PEAK_TFLOPS = {
 }
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """The device's peak, where its name is known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+def flops_share(model: Any, schedule: Schedule, device: torch.device) -> float | None:
+    """Of the devices' peak, what one token a second takes, forward and backward of plain training:
+    6 N + 12 layers x hidden x length (PaLM, app. B). None where the peak is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     known = [key for key in PEAK_TFLOPS if key in name]
-    return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else None
-
-
-def flops_per_token(model: Any, block_size: int) -> float:
-    """Forward and backward of plain training: 6 N + 12 layers x hidden x length (PaLM, app. B)."""
+    if not known:
+        return None
     config = model.config.get_text_config()
     parameters = sum(int(p.numel()) for p in model.parameters())
     layers, hidden = int(config.num_hidden_layers), int(config.hidden_size)
-    return 6.0 * parameters + 12.0 * layers * hidden * block_size
+    flops = 6.0 * parameters + 12.0 * layers * hidden * schedule.block_size
+    return flops / (PEAK_TFLOPS[max(known, key=len)] * 1e12) / schedule.world_size
 
 
 # ---- metrics.jsonl and progress on stderr ----
@@ -265,7 +262,7 @@ class StepReport:
     console: Console
     clock: Clock
     flops_share: float | None
-    """Of the devices' peak, what one token a second takes; None where the peak is not known."""
+    """As the function of this name gives it."""
 
     def __call__(self, record: dict[str, Any]) -> None:
         share, rate = self.flops_share, record["tokens_per_second"]
@@ -373,17 +370,13 @@ class Trackers:
         for writer in self._writers():
             writer.add_text("recipe", f"```yaml\n{self.recipe.to_yaml()}\n```")
 
-    def logs(self, step: int) -> bool:
-        """Whether this step is sent."""
-        first = step == 1 and self._arguments.logging_first_step
-        return first or step % self._arguments.logging_steps == 0
-
     def step(self, record: dict[str, Any], gradient_norm: Tensor | None) -> None:
         """A step that was read. The loss is the mean since the last one that was sent."""
         self._losses.append(record["loss"])
         self._state.global_step = number = record["step"]
         self._state.epoch = number / self._arguments.max_steps
-        if not self.logs(number):
+        first = number == 1 and self._arguments.logging_first_step
+        if number % self._arguments.logging_steps and not first:
             return
         logs = {name: value for name, value in record.items() if value is not None}
         del logs["step"]
@@ -459,10 +452,8 @@ def selected_text(tokenizer: TextTokenizer, labels_BT: Tensor, weights_BT: Tenso
             if not runs or runs[-1][0] != is_kept:
                 runs.append((is_kept, bytearray()))
             runs[-1][1].extend(tokenizer.bytes_of(index) or b"")
-        rows.append("".join(_marked(text.decode(errors="replace"), bold) for bold, text in runs))
+        rows.append("")
+        for is_kept, text in runs:
+            shown = html.escape(text.decode(errors="replace")).replace("\n", "<br>")
+            rows[-1] += f"<strong>{shown}</strong>" if is_kept else shown
     return "<br><br>".join(rows)
-
-
-def _marked(text: str, bold: bool) -> str:
-    shown = html.escape(text).replace("\n", "<br>")
-    return f"<strong>{shown}</strong>" if bold else shown

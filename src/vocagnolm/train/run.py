@@ -85,8 +85,7 @@ from vocagnolm.train.metrics import (
     MetricsFile,
     StepReport,
     Trackers,
-    flops_per_token,
-    peak_flops,
+    flops_share,
     tracker_problems,
 )
 from vocagnolm.train.parallel import (
@@ -222,7 +221,8 @@ def _train(
             loop.trackers = Trackers(*about, model=loop.student.model, step=resumed.step)
             loop.trackers.shows_texts &= not loop.objective.selects_all
     clock.end("measuring")
-    loop.on_step = StepReport(metrics, console, clock, _flops_share(loop))
+    share = flops_share(loop.student.model, loop.schedule, loop.device)
+    loop.on_step = StepReport(metrics, console, clock, share)
     loop.requests = run.requests
     if is_main():
         console.start(resumed.step)
@@ -279,8 +279,7 @@ def _warn_of_teacher(run: Run, loop: TrainingLoop, console: Console) -> None:
     if not (recipe.needs_guidance and recipe.stores) or loop.sharded:
         return
     student = recipe.student.bits_per_byte
-    elsewhere = any(address_of(path) for path in (*recipe.stores, *recipe.corpus.files))
-    if student is None and elsewhere:
+    if student is None and any(map(address_of, (*recipe.stores, *recipe.corpus.files))):
         return  # not copied here for the sake of a warning
     try:
         stores = [LossStore.open(path) for path in recipe.stores]
@@ -358,8 +357,10 @@ def save_result(run: Run, loop: TrainingLoop) -> None:
         return
     with as_write_error("the model"), whole_folder(folder / "model") as target:
         if recipe.lora.rank:
-            adapted = model if state_dict is None else _with_weights(recipe, state_dict)
-            adapted.merge_and_unload().save_pretrained(target)
+            if state_dict is not None:  # adapters are merged into whole weights, not into a shard
+                model = add_lora(build_student(recipe), recipe.lora)
+                model.load_state_dict(state_dict)
+            model.merge_and_unload().save_pretrained(target)
         else:
             model.save_pretrained(target, state_dict=state_dict)
         save_tokenizer(recipe, target)
@@ -381,21 +382,6 @@ def save_result(run: Run, loop: TrainingLoop) -> None:
         seconds_to_first_step=run.clock.first_step,
         model_files=file_records(folder / "model", "README.md"),  # the card may be edited
     )
-
-
-def _with_weights(recipe: Recipe, state_dict: dict[str, Any]) -> Any:
-    """One process alone cannot merge adapters into weights of which it holds a shard."""
-    student: Any = add_lora(build_student(recipe), recipe.lora)
-    student.load_state_dict(state_dict)
-    return student
-
-
-def _flops_share(loop: TrainingLoop) -> float | None:
-    peak = peak_flops(loop.device)
-    if peak is None:
-        return None
-    flops = flops_per_token(loop.student.model, loop.schedule.block_size)
-    return flops / peak / loop.schedule.world_size
 
 
 # ---- from a recipe to a loop ----
