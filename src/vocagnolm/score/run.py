@@ -161,7 +161,13 @@ def score_corpus(
         if cluster is None:
             settings = replace(settings, shard_teacher=ranks.team_size)
         else:
-            _require_fit_for_cluster(teacher_source, corpus_source, share, ranks)
+            if teacher_source is None or corpus_source is None:
+                raise ValueError("on a cluster teacher and corpus are opened by name: give paths")
+            if share is not None or ranks.count > 1:
+                raise UsageError(
+                    "--ray distributes the shards itself: do not combine it with --share or "
+                    "torchrun."
+                )
         if corpus_source is not None:
             corpus = shared_corpus(partial(planned_corpus, out, corpus_source), ranks)
         assert isinstance(corpus, Corpus)
@@ -202,17 +208,6 @@ def _ranks(
     if cluster is not None:  # which makes its teams itself
         return running_ranks()
     return running_teams(partial(team_size, teacher, settings))
-
-
-def _require_fit_for_cluster(
-    teacher: TeacherSource | None, corpus: CorpusSource | None, share: Share | None, ranks: Ranks
-) -> None:
-    if teacher is None or corpus is None:
-        raise ValueError("on a cluster teacher and corpus are opened by name: give paths")
-    if share is not None or ranks.count > 1:
-        raise UsageError(
-            "--ray distributes the shards itself: do not combine it with --share or torchrun."
-        )
 
 
 def _score(

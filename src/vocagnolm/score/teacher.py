@@ -137,7 +137,9 @@ class LocalTeacher:
         if self.alternatives is not None:
             _require_choice(files, self.alternatives)
         self.compiled = on_gpu if settings.compiled is None else settings.compiled
-        self.threads = None if on_gpu else settings.threads or _processors()
+        # not torch's own number: torchrun sets it to 1, and it must not depend on torchrun
+        processors = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        self.threads = None if on_gpu else settings.threads or processors
         self.settings = dataclasses.replace(
             settings,
             device=files.device.type,
@@ -151,12 +153,9 @@ class LocalTeacher:
         """As chosen here: another machine that is given them chooses nothing."""
 
     def describe(self) -> dict[str, Any]:
-        tokenizer = self._tokenizer
-        in_template = (
-            {"template": tokenizer.template.describe()}
-            if isinstance(tokenizer, ChatTokenizer)
-            else {}
-        )
+        tokenizer, template = self._tokenizer, {}
+        if isinstance(tokenizer, ChatTokenizer):
+            template = {"template": tokenizer.template.describe()}
         return {
             "teacher": self._files.describe(),
             "tokenizer": {
@@ -181,13 +180,17 @@ class LocalTeacher:
                 # sums over parts differ in their last bits; stores of one GPU stay what they were
                 **({"shard_teacher": self.shards} if self.shards > 1 else {}),
             },
-            **in_template,
+            **template,
             **described_alternatives(self.alternatives, self.vocabulary),
         }
 
     def vocabulary(self) -> Vocabulary:
-        """The bytes of the alternatives."""
-        return teacher_vocabulary(self._files, self._tokenizer)
+        """The bytes of the alternatives. Of conversations the token that ends a turn is an end
+        too."""
+        ends, tokenizer = set(self._files.end_ids), self._tokenizer
+        if isinstance(tokenizer, ChatTokenizer):
+            ends |= set() if tokenizer.end_of_turn is None else {tokenizer.end_of_turn}
+        return token_texts(self._files.tokenizer, ends)
 
     @property
     def device_name(self) -> str | None:
@@ -377,14 +380,6 @@ def described_alternatives(
     }
 
 
-def teacher_vocabulary(files: ModelFiles, tokenizer: TextTokenizer) -> Vocabulary:
-    """Of conversations the token that ends a turn is an end too."""
-    turn = tokenizer.end_of_turn if isinstance(tokenizer, ChatTokenizer) else None
-    base = tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
-    ends = {*files.end_ids, *(() if turn is None else (turn,))}
-    return token_texts(base, ends)
-
-
 def _require_choice(files: ModelFiles, wanted: AlternativesSpec) -> None:
     """So many tokens must be there to choose from, and their ids must fit."""
     rows = int(files.config.get_text_config().vocab_size)
@@ -397,11 +392,6 @@ def _require_choice(files: ModelFiles, wanted: AlternativesSpec) -> None:
             f"--alternatives {wanted}: {files.name} has {rows:,} tokens, and a store numbers at "
             f"most {MOST_IDS:,} of them. Remove --alternatives."
         )
-
-
-def _processors() -> int:
-    # not torch's own number: torchrun sets it to 1, and it must not depend on torchrun
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
 def _tokenized(spans: TokenSpans) -> TokenizedDocument | str:

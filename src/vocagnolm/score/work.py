@@ -516,7 +516,14 @@ def finish(
             if share.count == 1:
                 writer.finish()
             elif not (writer.completed_by_others or (writer.was_complete and not scored)):
-                _require_whole(writer, share)
+                states = map(writer.has_shard, range(writer.shard_count))
+                damaged = {n: damage for n, (whole, damage) in enumerate(states) if not whole}
+                if damaged:
+                    raise StoreError(
+                        f"{next(iter(damaged.values()))} Run the shares "
+                        f"{', '.join(share.of_shards([*damaged]))} again, or `score` without "
+                        "--share: what is damaged is scored again."
+                    )
                 writer.finish()
             remove_plan(writer.path)
             writer.tidy()
@@ -528,12 +535,3 @@ def finish(
             f"{first['place']}: {first['reason']}."
         )
     return absent, summary
-
-
-def _require_whole(writer: StoreWriter, share: Share) -> None:
-    states = [writer.has_shard(number) for number in range(writer.shard_count)]
-    if damaged := [number for number, (whole, _) in enumerate(states) if not whole]:
-        raise StoreError(
-            f"{states[damaged[0]][1]} Run the shares {', '.join(share.of_shards(damaged))} again, "
-            "or `score` without --share: what is damaged is scored again."
-        )

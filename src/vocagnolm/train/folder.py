@@ -25,17 +25,10 @@ from vocagnolm.storage.copies import version
 if TYPE_CHECKING:  # it comes with torch
     from vocagnolm.train.settings import Schedule
 
-# ---- names ----
-
-# before 0.2.0 -> now, in metrics.jsonl: runs of that time stay readable
-_BEFORE = {"loss_selected": "nll_kept", "loss_all": "nll_all", "selected_share": "kept_share"}
-
-
-def with_current_names(record: dict[str, Any]) -> dict[str, Any]:
-    return {_BEFORE.get(name, name): value for name, value in record.items()}
-
-
 # ---- metrics.jsonl ----
+
+# names before 0.2.0 -> now: runs of that time stay readable
+_NAMES = {"loss_selected": "nll_kept", "loss_all": "nll_all", "selected_share": "kept_share"}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -50,7 +43,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             record = None
         if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(with_current_names(record))
+            records.append({_NAMES.get(name) or name: value for name, value in record.items()})
         elif number < len(lines):
             damaged.append(number)
     if damaged:

@@ -5,6 +5,7 @@ Steps, batches and the objective need no torch: it is imported where the machine
 
 import sys
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,29 +166,32 @@ FURTHER_ARGUMENTS = frozenset(
         *("project", "trackio_space_id"),
     }
 )
-_RECIPE_KEYS = {
+# Those that are a key of the recipe, and those that other keys decide.
+_AS_IN_RECIPE = {
+    "learning_rate": "optimizer.learning_rate",
+    "warmup_steps": "optimizer.warmup_steps",
+    "weight_decay": "optimizer.weight_decay",
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "max_grad_norm": "optimizer.max_grad_norm",
+    "bf16": "train.bf16",
+    "seed": "run.seed",
+    "logging_steps": "run.log_every",
+}
+_RECIPE_KEYS = _AS_IN_RECIPE | {
     "output_dir": "run.folder",
     "max_steps": "train.tokens",
     "num_train_epochs": "train.epochs",
     "per_device_train_batch_size": "train.micro_batch",
     "auto_find_batch_size": "train.micro_batch",
     "gradient_accumulation_steps": "train.batch_blocks",
-    "learning_rate": "optimizer.learning_rate",
     "lr_scheduler_kwargs": "optimizer.min_learning_rate",
-    "warmup_steps": "optimizer.warmup_steps",
     "warmup_ratio": "optimizer.warmup_steps",
     "optim": "optimizer.name",
-    "weight_decay": "optimizer.weight_decay",
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "max_grad_norm": "optimizer.max_grad_norm",
-    "bf16": "train.bf16",
     "gradient_checkpointing": "train.gradient_checkpointing",
     "use_liger_kernel": "train.liger",
     "use_cpu": "train.device",
-    "seed": "run.seed",
     "data_seed": "run.seed",
-    "logging_steps": "run.log_every",
     "report_to": "run.report_to",
     "save_strategy": "run.save_every",
     "save_steps": "run.save_every",
@@ -235,19 +239,11 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> "TrainingArguments
         "per_device_train_batch_size": schedule.micro_batch,
         "gradient_accumulation_steps": schedule.accumulation,
         "optim": "adamw_torch_fused" if fused else optimizer.name,
-        "learning_rate": optimizer.learning_rate,
         "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr": optimizer.min_learning_rate},
-        "warmup_steps": optimizer.warmup_steps,
-        "weight_decay": optimizer.weight_decay,
-        "adam_beta1": optimizer.beta1,
-        "adam_beta2": optimizer.beta2,
-        "max_grad_norm": optimizer.max_grad_norm,
-        "bf16": train.bf16,
         "use_cpu": not uses_accelerator(recipe),
-        "seed": run.seed,
-        "logging_steps": run.log_every,
         "report_to": run.report_to or "none",
+        **{name: attrgetter(key)(recipe) for name, key in _AS_IN_RECIPE.items()},
         **train.arguments,
     }
     try:
@@ -318,9 +314,8 @@ def slow_arithmetic(recipe: Recipe) -> str | None:
         return None
     import torch
 
-    if not (uses_accelerator(recipe) and torch.cuda.is_available()):
-        return None
-    if not torch.cuda.is_bf16_supported():
+    on_gpu = uses_accelerator(recipe) and torch.cuda.is_available()
+    if not (on_gpu and torch.cuda.is_bf16_supported()):
         return None
     return (
         "train.bf16 is false: float32 arithmetic leaves the fast units of this GPU unused. Set "
