@@ -25,7 +25,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -541,49 +540,15 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True)
-class Probe:
-    """The prompts, and what the server made of them when this process met it."""
-
-    prompts: list[list[int]]
-    losses: list[np.ndarray]
-
-    @classmethod
-    def of(cls, engine: Engine, url: str, prompts: list[list[int]]) -> "Probe":
-        losses = [scores.nll[1:] for scores in engine.scores(prompts)]
-        if missing := sum(int(np.isnan(nll).sum()) for nll in losses):
-            raise ServerError(
-                f"{url} has no log-probability for {missing} tokens of the probe. Check the "
-                "model's weights and the dtype that the server runs it in."
-            )
-        return cls(prompts, losses)
-
-    def describe(self) -> dict[str, Any]:
-        return measured([float(value) for nll in self.losses for value in nll], TOLERANCE)
-
-    @property
-    def shortest(self) -> int:
-        return min(range(len(self.prompts)), key=lambda number: len(self.prompts[number]))
-
-    def require_same(self, number: int, nll: np.ndarray, url: str) -> None:
-        """A server that was started again with something else behind the same address."""
-        off = apart(self.losses[number].tolist(), nll[1:].tolist())
-        if not off <= TOLERANCE:
-            raise ServerError(
-                f"the losses of {url} have changed since this run began: those of a probe by "
-                f"{off:.3f} nats per token ({TOLERANCE} are allowed). Another model, revision or "
-                f"precision is running there; this response was discarded. Start the server as "
-                f"it was, and run the same command again."
-            )
-
-
 class ServedModel:
     """A model behind a server: token ids go there, losses come back, or more token ids.
 
     Every request has a probe with it, so that no answer of another model is taken, whenever the
     server was started again."""
 
-    _probe: Probe
+    _prompts: list[list[int]]
+    _losses: list[np.ndarray]
+    """The probe, and what the server made of it when this process met it."""
 
     def __init__(self, server: Server, *, patient: bool = False):
         """`patient` waits for a server that is being started."""
@@ -624,7 +589,13 @@ class ServedModel:
                     f"{given} as {len(ids)}, {ids[:6]}.... Start the server with the same model."
                 )
             prompts.append([*prefix_ids, *ids[: longest - len(prefix_ids)]])
-        self._probe = Probe.of(self.engine, self.url, prompts)
+        self._prompts = prompts
+        self._losses = [scores.nll[1:] for scores in self.engine.scores(prompts)]
+        if missing := sum(int(np.isnan(nll).sum()) for nll in self._losses):
+            raise ServerError(
+                f"{self.url} has no log-probability for {missing} tokens of the probe. Check the "
+                "model's weights and the dtype that the server runs it in."
+            )
 
     def describe(self) -> dict[str, Any]:
         """What is needed to know the server again."""
@@ -632,14 +603,22 @@ class ServedModel:
             "engine": self.engine.name,
             "version": self.engine.version,
             "model": self.engine.model,
-            "probe": self._probe.describe(),
+            "probe": measured([float(n) for nll in self._losses for n in nll], TOLERANCE),
         }
 
     def scores(self, prompts: Sequence[list[int]], alternatives: int = 0) -> list[TokenScores]:
         """One request: every token of every prompt."""
-        number = self._probe.shortest
-        probed, *found = self.engine.scores([self._probe.prompts[number], *prompts], alternatives)
-        self._probe.require_same(number, probed.nll, self.url)
+        pairs = zip(self._prompts, self._losses, strict=True)
+        probe, losses = min(pairs, key=lambda pair: len(pair[0]))
+        probed, *found = self.engine.scores([probe, *prompts], alternatives)
+        off = apart(losses.tolist(), probed.nll[1:].tolist())
+        if not off <= TOLERANCE:
+            raise ServerError(
+                f"the losses of {self.url} have changed since this run began: those of a probe by "
+                f"{off:.3f} nats per token ({TOLERANCE} are allowed). Another model, revision or "
+                f"precision is running there; this response was discarded. Start the server as "
+                f"it was, and run the same command again."
+            )
         return found
 
     def write(self, prompts: Sequence[list[int]], **options: Any) -> list[Written]:

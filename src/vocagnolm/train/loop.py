@@ -33,7 +33,7 @@ from vocagnolm.objective import (
 from vocagnolm.processes import Ranks
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.checkpoint import Checkpoints, TrainingState
-from vocagnolm.train.metrics import MadeStep, StepMeter, Trackers, require_finite
+from vocagnolm.train.metrics import StepMeter, Trackers, require_finite
 from vocagnolm.train.parallel import Requests, share
 from vocagnolm.train.settings import Schedule, build_optimizer, objective_config
 from vocagnolm.train.student import BlockCollator, GuidedStudent, MicroBatch, batch_targets
@@ -117,7 +117,7 @@ class TrainingLoop:
         self.model.train()
         if hasattr(self.optimizer, "train"):  # those that need no schedule
             self.optimizer.train()
-        self._meter, self._unread = StepMeter(), deque[MadeStep]()
+        self._meter, self._unread = StepMeter(), deque[StepMeter]()
         self._waited, self._last_moment = 0.0, Moment(self.device)
         self._broken: Tensor | None = None
         """On the device, 1 once a loss was not finite: no weight changes after that."""
@@ -247,9 +247,9 @@ class TrainingLoop:
         """The step's measures are on their way. Read are those of steps before, and all where
         something depends on them."""
         stop, save, waited = self.requests.stop, self.requests.save, self._waited
-        made = self._meter.finish(self.step, learning_rate, stop=stop, save=save, waited=waited)
-        self._unread.append(made)
-        self._waited = 0.0
+        self._meter.finish(self.step, learning_rate, stop=stop, save=save, waited=waited)
+        self._unread.append(self._meter)
+        self._meter, self._waited = StepMeter(), 0.0
         last = self.step == self.schedule.steps
         every = self.recipe.run.save_every
         saves = every > 0 and (last or self.step % every == 0)

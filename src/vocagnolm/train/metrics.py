@@ -33,7 +33,11 @@ from vocagnolm.train.settings import Schedule, room_left
 
 
 class StepMeter:
-    """Collects the micro-batches of a step on the device, and never waits for it."""
+    """The measures of one optimizer step. Its micro-batches are collected on the device, which is
+    not waited for until they are read."""
+
+    number = 0
+    learning_rate = 0.0
 
     def __init__(self) -> None:
         self.losses: list[tuple[Tensor, Tensor | None]] = []
@@ -51,61 +55,37 @@ class StepMeter:
         self._means.append(output["means"])
         self._has_guidance = targets.guidance_BT is not None
 
-    def finish(self, step: int, learning_rate: float, **sums: float) -> "MadeStep":
-        """Totals over micro-batches and ranks; the meter is empty again. What else is to be summed
-        over the ranks travels along: requests, which all ranks must know of in the same step, and
+    def finish(self, number: int, learning_rate: float, **sums: float) -> None:
+        """Send totals over micro-batches and ranks to the host. What else is to be summed over the
+        ranks travels along: requests, which all ranks must know of in the same step, and
         seconds."""
         ranks = Ranks.of()
-        names = sorted(self._means[0])
+        self.number, self.learning_rate = number, learning_rate
+        self._of_means, self._of_sums = sorted(self._means[0]), list(sums)
         rows = [
-            torch.cat([row, *(means[name].float()[None] for name in names)])
+            torch.cat([row, *(means[name].float()[None] for name in self._of_means)])
             for row, means in zip(self._rows, self._means, strict=True)
         ]
         # fp64 where there is one: the sum must not depend on how a step is split
         stacked = torch.stack(rows)
         total = (stacked if stacked.is_mps else stacked.double()).sum(0)
         further = [total.new_full((1,), float(value)) for value in sums.values()]
-        total = ranks.sum(torch.cat([total, *further]))
-        made = MadeStep(
-            number=step,
-            learning_rate=learning_rate,
-            losses=self.losses,
-            has_guidance=self._has_guidance,
-            values=HostCopy(total),
-            micro_batches=len(rows) * ranks.count,
-            names=(names, list(sums)),
-        )
-        self.losses, self._rows, self._means = [], [], []
-        return made
-
-
-@dataclass(frozen=True, kw_only=True)
-class MadeStep:
-    """An optimizer step that the device may still be at, its totals on their way to the host."""
-
-    number: int
-    learning_rate: float
-    losses: list[tuple[Tensor, Tensor | None]]
-    has_guidance: bool
-    values: HostCopy
-    micro_batches: int
-    names: tuple[list[str], list[str]]
-    """Of the means over micro-batches, and of what was summed beside the measures."""
+        self._values = HostCopy(ranks.sum(torch.cat([total, *further])))
+        self._micro_batches = len(rows) * ranks.count
 
     @property
     def ended(self) -> Moment:
-        return self.values.moment
+        return self._values.moment
 
     def read(self) -> dict[str, Any]:
         """Measures as plain numbers; waits for the step, and for nothing after it."""
-        values = self.values.numpy().tolist()
+        values = self._values.numpy().tolist()
         end = 2 + len(SUMS) + BINS
-        means, sums = self.names
         found = {"loss": values[0], "tokens": values[1], **measures(values[2:end])}
-        for name, value in zip(means, values[end:], strict=False):
-            found[name] = value / self.micro_batches
-        found |= zip(sums, values[end + len(means) :], strict=True)
-        return found if self.has_guidance else {**found, "mapped_share": None}
+        for name, value in zip(self._of_means, values[end:], strict=False):
+            found[name] = value / self._micro_batches
+        found |= zip(self._of_sums, values[end + len(self._of_means) :], strict=True)
+        return found if self._has_guidance else {**found, "mapped_share": None}
 
 
 def require_finite(step: int, losses: list[tuple[Tensor, Tensor | None]], rank: int) -> None:

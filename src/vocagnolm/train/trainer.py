@@ -129,7 +129,8 @@ class GuidedTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics of the latest step to the Trainer's own."""
         if "loss" in logs and self._meter.losses:
-            found = self._meter.finish(self.state.global_step, 0.0).read()
+            self._meter.finish(self.state.global_step, 0.0)
+            found, self._meter = self._meter.read(), StepMeter()
             logs = {**{name: value for name, value in found.items() if value is not None}, **logs}
         super().log(logs, start_time)
 
