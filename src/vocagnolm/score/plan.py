@@ -211,22 +211,15 @@ def store_identity(about: Description, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def make_plan(
-    about: Description,
-    corpus: Corpus,
-    out: str,
-    *,
-    teacher_source: TeacherSource | None = None,
-    corpus_source: CorpusSource | None = None,
-) -> Plan:
+def make_plan(about: Description, corpus: Corpus, out: str, **sources: Any) -> Plan:
+    """`sources`: `teacher_source` and `corpus_source`, where other processes can open them."""
     return Plan(
         out=out,
         identity=store_identity(about, corpus),
         corpus=corpus,
         settings=about.settings,
-        teacher_source=teacher_source,
-        corpus_source=corpus_source,
         vocabulary=about.vocabulary,
+        **sources,
     )
 
 
