@@ -41,8 +41,7 @@ def address_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The path, unless it is an address (`s3://bucket/x`): `Path` would quietly make a folder
-    `s3:` here."""
+    """The path; an address (`s3://bucket/x`), of which `Path` would make a folder, is refused."""
     address = address_of(path)
     if "\0" in str(path):
         raise UsageError(f"{str(path)!r} is not a path: it contains a zero byte.")
@@ -174,8 +173,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
 
 
 def append_lines(path: str | Path, lines: str, *, sync: bool = True) -> None:
-    """Whole lines behind those that are there. `sync`: not only a killed process, a power cut must
-    not lose them either."""
+    """Whole lines behind those that are there. `sync`: a power cut must not lose them either."""
     path = local_path(path)
     try:
         reached("begin", path)
@@ -267,8 +265,7 @@ def _temporary_name(path: Path) -> Path:
 
 @contextlib.contextmanager
 def as_write_error(what: str) -> Iterator[None]:
-    """For files that libraries write: torch and safetensors raise kinds of their own when a disk
-    is full."""
+    """For files that torch and safetensors write, whose errors on a full disk are their own."""
     try:
         yield
     except VocagnolmError:

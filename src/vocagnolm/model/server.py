@@ -181,8 +181,7 @@ def _seconds_until(retry_after: str) -> float:
 
 
 def _key() -> str:
-    """Read where it is used and kept nowhere, so that nothing that is printed, pickled or written
-    can hold it."""
+    """Read where it is used, so that nothing that is printed, pickled or written can hold it."""
     name = KEY_VARIABLE if KEY_VARIABLE in os.environ else USUAL_KEY_VARIABLE
     key = os.environ.get(name, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -268,8 +267,7 @@ class Engine(ABC):
         return None if self.context is None else self.context - 1
 
     def tokenize(self, text: str) -> list[int] | None:
-        """A text as the server's own tokenizer reads it, without special tokens; None if the server
-        does not say."""
+        """A text in the server's own tokens, without special ones; None if it does not say."""
         return None
 
     @abstractmethod
@@ -391,8 +389,7 @@ class Engine(ABC):
 
 
 class VLLM(Engine):
-    """vLLM's completions endpoint. Others that speak it (llama.cpp) lack the log-probabilities of
-    the prompt."""
+    """vLLM's completions endpoint. llama.cpp has it too, without log-probabilities of prompts."""
 
     name, _path = "vllm", "/v1/completions"
 
@@ -457,8 +454,7 @@ class VLLM(Engine):
 
 
 class SGLang(Engine):
-    """SGLang's own `/generate`, which does not say how it has read a prompt that it goes on
-    after."""
+    """SGLang's own `/generate`. When it writes it does not say how it has read the prompt."""
 
     name, _path = "sglang", "/generate"
 

@@ -153,8 +153,7 @@ Distilled = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 def common_rows(head: Head, teacher: Teacher, config: ObjectiveConfig) -> int:
-    """One vocabulary: these first rows are compared, all that the student's tokenizer can
-    produce."""
+    """The first rows, all that the student's tokenizer can produce: these are compared."""
     if config.rule.one_vocabulary and teacher.rows < head.rows:
         raise ObjectiveError(
             f"{config.method} needs one vocabulary: the student has {head.rows} tokens, the "

@@ -179,8 +179,7 @@ class _Weighed:
         return total, nll_BT, weights_BT, above_BT
 
     def in_chunks(self, hidden_BTD: Tensor, head: Head, rows: RowOperations) -> _Found:
-        """In one phase where the losses of all tokens are not needed to know what a token
-        counts."""
+        """In one phase where what a token counts does not depend on the losses of all others."""
         targets, config, decided, rule = self.targets, self.config, self.decided, self.rule
         labels_BT, nll_BT = targets.labels_BT, decided.nll_BT
         hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten().clamp(min=0)

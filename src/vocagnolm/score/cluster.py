@@ -44,8 +44,7 @@ class RayCluster(RaySection, frozen=True):
 
     @contextlib.contextmanager
     def connected(self) -> Iterator["Connection"]:
-        """Connect to the cluster. An existing connection of the calling program is used and left
-        open."""
+        """Connect to the cluster. A connection that the caller has is used and left open."""
         ray = import_ray()
         ours = not ray.is_initialized()
         if ours:
@@ -173,8 +172,7 @@ class Connection:
     def describe(
         self, source: TeacherSource, settings: ScoreSettings, needed: Bundles | None = None
     ) -> Description:
-        """The teacher as the workers will have it: a driver without a GPU asks a node that has one,
-        or what is `needed`."""
+        """As the workers will have it: a driver without a GPU asks a node with one (`needed`)."""
         here = settings.device == "cpu" or source.server is not None or torch.cuda.is_available()
         if needed is None and (here or not self._room([{"GPU": 1}])[0]):
             return describe(source.open(settings), settings)

@@ -46,8 +46,7 @@ class TeacherSource:
     def open(
         self, settings: ScoreSettings, *, patient: bool = False
     ) -> LocalTeacher | ServerTeacher:
-        """Found and identified; its weights are loaded later. `patient` waits for a server that is
-        being started."""
+        """Its weights are loaded later. `patient` waits for a server that is being started."""
         if self.server is None:
             files = self.find(settings)
             if settings.shard_teacher == "auto":
@@ -105,8 +104,7 @@ class CorpusSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that decides a store, and where it grows. A saved one holds places and numbers, no open
-    files and no model."""
+    """All that decides a store, and where it grows: no open files and no model."""
 
     out: str
     identity: dict[str, Any]
@@ -292,8 +290,7 @@ def _decoded(value: Any) -> Any:
 
 
 def planned_corpus(out: str | Path, source: CorpusSource) -> Corpus:
-    """The corpus, as an earlier run has counted and hashed it where its plan is there and the files
-    are as they were."""
+    """The corpus, not counted and hashed again where a plan is there and no file has changed."""
     with contextlib.suppress(StoreError, CorpusError):
         plan = load_plan(out)
         if plan.corpus_source == source.absolute() and source.is_still(plan.corpus):
@@ -308,8 +305,7 @@ def shared_corpus(opened: Callable[[], Corpus], ranks: Ranks) -> Corpus:
 
 
 def _as_here(corpus: Corpus, opened: Callable[[], Corpus], here: str) -> Corpus:
-    """A process that finds other files on its machine (or the same, copied at another time) reads
-    its own."""
+    """A process reads its own files where they are others, or were copied at another time."""
     if not corpus.changed_sources():
         return corpus
     own = opened()

@@ -185,8 +185,7 @@ class LocalTeacher:
         }
 
     def vocabulary(self) -> Vocabulary:
-        """The bytes of the alternatives. Of conversations the token that ends a turn is an end
-        too."""
+        """The bytes of every token, and which of them end a text or a turn of a conversation."""
         ends, tokenizer = set(self._files.end_ids), self._tokenizer
         if isinstance(tokenizer, ChatTokenizer):
             ends |= set() if tokenizer.end_of_turn is None else {tokenizer.end_of_turn}

@@ -84,8 +84,7 @@ _LONGEST_PAUSE_SECONDS = 10.0
 
 
 class Claims:
-    """What processes that make one store together (the ranks of torchrun, shares) know of each
-    other: files in the store."""
+    """What the ranks or shares that make one store know of each other: files in the store."""
 
     def __init__(self, writer: StoreWriter, share: Share, damaged: Sequence[int]):
         self._writer, self._share, self._damaged = writer, share, set(damaged)
@@ -442,8 +441,7 @@ class Worker:
         self._ahead = number, self._reader.submit(self._prepare, number)
 
     def work(self, number: int, ahead: int | None = None) -> Scored:
-        """Score shard `number` and write it. `ahead` is the one that will probably be asked for
-        next."""
+        """Score shard `number` and write it. `ahead`: probably the next one."""
         scored = self.begin(number, ahead)
         self.settle()
         return scored

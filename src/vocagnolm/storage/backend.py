@@ -46,8 +46,7 @@ class Storage(Protocol):
         empty."""
 
     def try_writing(self) -> str | None:
-        """Before the first write: raise an error if nothing can be written, and warn if the last of
-        two writers would win."""
+        """Raise an error if nothing can be written; a warning if the last of two writers wins."""
 
     def lock(
         self, advice: str, *, shared: bool = False, patience: float = 0.0
@@ -62,8 +61,7 @@ class Storage(Protocol):
 
 
 class Folder:
-    """The steps as implemented in `vocagnolm.files`: data are on disk before the file gets its
-    name."""
+    """The steps as in `vocagnolm.files`: data are on disk before the file gets its name."""
 
     def __init__(self, path: Path):
         self.path = path

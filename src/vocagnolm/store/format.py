@@ -178,8 +178,7 @@ def encode_shard(shard: Shard, identity: str) -> bytes:
 
 
 def _encode(columns: dict[str, np.ndarray], about: dict[str, Any]) -> bytes:
-    """A safetensors file of these columns, in this order, with a digest of them in its
-    metadata."""
+    """A safetensors file of these columns in this order, with their digest in its metadata."""
     columns = {name: np.ascontiguousarray(column) for name, column in columns.items()}
     body = hashlib.sha256()
     header: dict[str, Any] = {}
@@ -254,8 +253,7 @@ class ShardFile:
 
 
 def read_shard(storage: Storage, name: str) -> ShardFile:
-    """A whole shard, mapped where the storage is a folder. StoreError where the file is missing,
-    cut short or not a shard."""
+    """A whole shard, mapped where the storage is a folder. StoreError where it is not one."""
     path = storage.shown(name)
     with _shard_errors(path):
         return parse_shard(storage.read(name), path)
@@ -360,8 +358,7 @@ def read_manifest(store: Path | Storage, *, partial: bool = False) -> dict[str, 
 
 
 def add_statistics(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Totals of a store from the statistics of its shards, or from the manifest's entries, which
-    have no histogram."""
+    """Totals from the statistics of shards, or from a manifest's entries, without histogram."""
     total: dict[str, Any] = {key: sum(part[key] for part in parts) for key in _COUNTS}
     total["nll_sum"] = math.fsum(part["nll_sum"] for part in parts)
     if all("histogram" in part for part in parts):

@@ -335,8 +335,7 @@ _THREADS = 16
 
 
 def listing_problems(manifest: dict[str, Any], found: Mapping[str, int]) -> list[str]:
-    """What the names and sizes of a complete store's files say against its manifest. No shard is
-    read."""
+    """What the names and sizes of the files say against the manifest of a complete store."""
     problems = []
     for entry in manifest["shards"]:
         size = found.get(entry["file"])
@@ -414,8 +413,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
 
 
 def _alternatives(identity: dict[str, Any], totals: dict[str, Any]) -> dict[str, Any]:
-    """Beside how many there are: of every rank the mean probability, and how often it is the token
-    that follows."""
+    """Also the mean probability of every rank, and how often it is the token that follows."""
     if "alternatives" not in identity:
         return {}
     tokens = max(totals.get("alternative_tokens", 0), 1)

@@ -166,8 +166,7 @@ class StoreWriter:
                 self._known = self._records()
 
     def take_identity(self, found: dict[str, Any]) -> None:
-        """Take the identity from the process that has begun the store, if this one shares its
-        work."""
+        """Take the identity from the process that has begun the store."""
         self._agree(found, complete=True)
         refuse_other_identity(str(self.storage), found, self.identity)
 
@@ -214,8 +213,7 @@ class StoreWriter:
             self._begin()
 
     def _write_vocabulary(self, content: bytes) -> None:
-        """Before the first shard, which cannot be read without it. Of a complete store, one that is
-        damaged is written again."""
+        """Before the first shard. One that is damaged in a complete store is written again."""
         if self._files.get(VOCABULARY_FILE) == len(content) and not self.was_complete:
             return
         if not self.storage.create(VOCABULARY_FILE, content) and vocabulary_damage(
@@ -263,8 +261,7 @@ class StoreWriter:
         return record, None
 
     def write_shard(self, shard: Shard) -> None:
-        """If two processes have scored one shard, the first one counts; shard and record belong
-        together."""
+        """If two processes score one shard, the first one counts, with its record."""
         if self.completed_by_others:
             return
         content = encode_shard(shard, self._digest)

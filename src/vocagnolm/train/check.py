@@ -431,8 +431,7 @@ class _Check:
         self.schedule = schedule
 
     def look_at_disk(self) -> None:
-        """Weights and the two moments of AdamW per checkpoint; one more while a new one is
-        written."""
+        """A checkpoint holds weights and AdamW's two moments; one more while it is written."""
         recipe = self.recipe
         if self.parameters is None or self.folder is None:
             return

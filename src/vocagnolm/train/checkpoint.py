@@ -98,8 +98,7 @@ def newest_complete(folder: str | Path, *, read: bool = True) -> Resumable:
 
 
 def prune_checkpoints(folder: str | Path, keep: int) -> None:
-    """Remove complete checkpoints but the newest `keep` (at least one), and those before it that a
-    kill has left unfinished."""
+    """Remove complete checkpoints but the newest `keep`, and unfinished ones before the last."""
     found = sorted(_checkpoints(Path(folder)))
     complete = [path for _, path in found if damage(path, read=False) is None]
     for path in complete[: -max(1, keep)]:

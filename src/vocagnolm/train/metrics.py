@@ -56,9 +56,8 @@ class StepMeter:
         self._has_guidance = targets.guidance_BT is not None
 
     def finish(self, number: int, learning_rate: float, **sums: float) -> None:
-        """Send totals over micro-batches and ranks to the host. What else is to be summed over the
-        ranks travels along: requests, which all ranks must know of in the same step, and
-        seconds."""
+        """Send totals over micro-batches and ranks to the host, and with them `sums` over ranks:
+        requests, which all ranks must know of in the same step, and seconds."""
         ranks = Ranks.of()
         self.number, self.learning_rate = number, learning_rate
         self._of_means, self._of_sums = sorted(self._means[0]), list(sums)

@@ -1,5 +1,4 @@
-"""Processes: how they are launched, what signals ask of them, how they share the student (DDP,
-FSDP2, HSDP)."""
+"""Processes: what signals ask of them, how they share the student (DDP, FSDP2, HSDP)."""
 
 import contextlib
 import os
@@ -113,8 +112,7 @@ def share(
 
 
 def _mesh(device: torch.device, *, within_machines: bool) -> Any:
-    """One axis over all processes, or machines x the processes of each. One machine alone is plain
-    FSDP."""
+    """One axis over all processes (also of one machine), or machines x the processes of each."""
     processes = dist.get_world_size()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if within_machines else processes
     machines, rest = divmod(processes, here)

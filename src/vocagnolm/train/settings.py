@@ -96,8 +96,7 @@ def check_batch(recipe: Recipe, world_size: int, found: int | None = None) -> in
 
 
 def first_micro_batch(share: int) -> int:
-    """The one that `auto` tries first: the largest up to the default that divides the blocks of a
-    process in a step."""
+    """What `auto` tries first: the largest up to the default that divides a process's share."""
     return max((n for n in range(1, 9) if share % n == 0 and n <= share), default=1)
 
 

@@ -258,8 +258,7 @@ def _predicted(blocks: Sequence[Block], name: str, filling: float) -> Tensor:
 def padded(
     rows: Sequence[Mapping[str, Any]], name: str, filling: float = 0, width: int = 0
 ) -> NDArray[Any]:
-    """A column of rows that may be of unequal length and may be lists, as one array, which is at
-    least so wide."""
+    """A column of rows, which may be lists of unequal length, as one array at least so wide."""
     arrays = [np.asarray(row[name]) for row in rows]
     if arrays[0].dtype == np.float64:  # a list of Python's numbers
         arrays = [array.astype(np.float32) for array in arrays]
