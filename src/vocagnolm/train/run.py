@@ -26,10 +26,8 @@ import transformers
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from vocagnolm.alignment import TextTokenizer, token_texts
-from vocagnolm.alternatives import AlternativesSpec
+from vocagnolm.alignment import TextTokenizer
 from vocagnolm.data.blocks import Blocks, TrainingOrder, damaged_parts
-from vocagnolm.data.guidance import TargetsPlan, target_table
 from vocagnolm.data.identity import (
     block_settings,
     differing_inputs,
@@ -37,8 +35,6 @@ from vocagnolm.data.identity import (
     recipe_corpus,
     student_chat,
     student_tokenizer,
-    teacher_chat,
-    teacher_tokenizer,
 )
 from vocagnolm.errors import (
     BlocksError,
@@ -57,7 +53,6 @@ from vocagnolm.files import (
     remove_leftovers,
     whole_folder,
 )
-from vocagnolm.model import ModelFiles, open_model
 from vocagnolm.model.fp8 import require_fp8, train_in_fp8
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.objective import Decided, count_kept
@@ -99,7 +94,6 @@ from vocagnolm.train.parallel import (
 from vocagnolm.train.settings import (
     Schedule,
     first_micro_batch,
-    objective_config,
     plan_schedule,
     slow_arithmetic,
     training_arguments,
@@ -116,7 +110,7 @@ from vocagnolm.train.student import (
     require_separation,
     save_tokenizer,
 )
-from vocagnolm.train.teacher import OnlineTeacher, TeacherView, refuse_other_vocabulary
+from vocagnolm.train.teacher import online_teacher
 
 
 def train(
@@ -387,9 +381,6 @@ def save_result(run: Run, loop: TrainingLoop) -> None:
 # ---- from a recipe to a loop ----
 
 
-ONLINE_ALTERNATIVES = 4
-
-
 def build_loop(
     recipe: Recipe,
     blocks: Blocks,
@@ -415,7 +406,7 @@ def build_loop(
     order: Any = TrainingOrder(blocks, schedule.steps * schedule.batch_blocks, recipe.run.seed)
     teacher = None
     if recipe.needs_online_teacher:
-        teacher, order = _online_teacher(recipe, order, tokenizer)
+        teacher, order = online_teacher(recipe, order, tokenizer)
     guided = GuidedStudent(model, router_loss=recipe.train.router_loss)
     if documents:
         require_separation(student, "The student")
@@ -440,70 +431,6 @@ def build_loop(
         embeddings.neftune_noise_alpha = arguments.neftune_noise_alpha
         embeddings.register_forward_hook(neftune_post_forward_hook)
     return loop
-
-
-def _online_teacher(
-    recipe: Recipe, order: TrainingOrder, student: TextTokenizer
-) -> tuple[OnlineTeacher, Any]:
-    if recipe.teacher.model is None:
-        raise TrainingError(
-            f"Method {recipe.objective.method} needs an online teacher: set teacher.model."
-        )
-    dtype = recipe.teacher.dtype
-    if dtype == "auto":  # half precision beside a student on an accelerator
-        dtype = "bfloat16" if uses_accelerator(recipe) else "float32"
-    files = open_model(
-        recipe.teacher.model,
-        device="cpu",
-        dtype=dtype,
-        revision=recipe.teacher.revision,
-    )
-    tokenizer = teacher_tokenizer(recipe)
-    targets = None
-    if recipe.needs_targets:
-        targets = _online_targets(recipe, order, files, student, tokenizer)
-    teacher = OnlineTeacher(
-        files.load(),
-        config=objective_config(recipe),
-        aggregation=recipe.objective.aggregation,
-        targets=targets,
-    )
-    if not recipe.needs_block_text:
-        refuse_other_vocabulary(student.vocabulary, tokenizer.vocabulary)
-        return teacher, order
-    if order.blocks.conversations:
-        tokenizer = teacher_chat(recipe, tokenizer)
-    view = TeacherView(
-        order,
-        tokenizer,
-        tokenizer.prefix_ids,
-        pairing=recipe.objective.pairing,
-        by_stretch=recipe.needs_stretches,
-        with_text=recipe.needs_targets,
-    )
-    return teacher, view
-
-
-def _online_targets(
-    recipe: Recipe,
-    order: TrainingOrder,
-    files: ModelFiles,
-    student: TextTokenizer,
-    teacher: TextTokenizer,
-) -> TargetsPlan:
-    """As from a store: the same table, the same rounding."""
-    ends = set(files.end_ids)
-    if order.blocks.conversations:
-        student = student_chat(recipe, student)
-        turn = teacher_chat(recipe, teacher).end_of_turn
-        ends |= set() if turn is None else {turn}
-    eos = order.blocks.manifest["settings"]["eos"]
-    return TargetsPlan(
-        tables=(target_table(student, token_texts(teacher, ends), eos),),
-        spec=AlternativesSpec(recipe.objective.alternatives or ONLINE_ALTERNATIVES),
-        inside=recipe.objective.inside,
-        weights=(1.0,),
-    )
 
 
 # ---- train.micro_batch: auto ----

@@ -23,6 +23,7 @@ from vocagnolm.alignment import (
     carry,
     stretch_alignment,
     stretches,
+    token_texts,
     whole_sums,
 )
 from vocagnolm.alignment.alignment import Aggregation
@@ -35,10 +36,13 @@ from vocagnolm.data.guidance import (
     TargetsPlan,
     carry_targets,
     cut_stretches,
+    target_table,
     unbroken,
 )
+from vocagnolm.data.identity import student_chat, teacher_chat, teacher_tokenizer
 from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.errors import TrainingError
+from vocagnolm.model import open_model
 from vocagnolm.model.nll import AlternativeChoice, losses_through_logits, token_scores
 from vocagnolm.model.runtime import head_form, last_hidden
 from vocagnolm.objective import (
@@ -49,6 +53,59 @@ from vocagnolm.objective import (
     token_losses,
 )
 from vocagnolm.objective.head import RowLosses, Transform
+from vocagnolm.recipe import Recipe
+from vocagnolm.train.settings import objective_config, uses_accelerator
+
+ONLINE_ALTERNATIVES = 4
+
+
+def online_teacher(
+    recipe: Recipe, order: TrainingOrder, student: TextTokenizer
+) -> "tuple[OnlineTeacher, TrainingOrder | TeacherView]":
+    """A recipe's teacher, and the blocks as it needs them. `student`: the tokenizer."""
+    if recipe.teacher.model is None:
+        raise TrainingError(
+            f"Method {recipe.objective.method} needs an online teacher: set teacher.model."
+        )
+    dtype = recipe.teacher.dtype
+    if dtype == "auto":  # half precision beside a student on an accelerator
+        dtype = "bfloat16" if uses_accelerator(recipe) else "float32"
+    revision = recipe.teacher.revision
+    files = open_model(recipe.teacher.model, device="cpu", dtype=dtype, revision=revision)
+    tokenizer, conversations = teacher_tokenizer(recipe), order.blocks.conversations
+    by_text = recipe.needs_block_text
+    reader = teacher_chat(recipe, tokenizer) if conversations and by_text else tokenizer
+    targets = None
+    if recipe.needs_targets:  # as from a store: the same table, the same rounding
+        ends = set(files.end_ids)
+        if isinstance(reader, ChatTokenizer) and reader.end_of_turn is not None:
+            ends.add(reader.end_of_turn)
+        eos = order.blocks.manifest["settings"]["eos"]
+        ours = student_chat(recipe, student) if conversations else student
+        targets = TargetsPlan(
+            tables=(target_table(ours, token_texts(tokenizer, ends), eos),),
+            spec=AlternativesSpec(recipe.objective.alternatives or ONLINE_ALTERNATIVES),
+            inside=recipe.objective.inside,
+            weights=(1.0,),
+        )
+    teacher = OnlineTeacher(
+        files.load(),
+        config=objective_config(recipe),
+        aggregation=recipe.objective.aggregation,
+        targets=targets,
+    )
+    if not by_text:
+        refuse_other_vocabulary(student.vocabulary, tokenizer.vocabulary)
+        return teacher, order
+    view = TeacherView(
+        order,
+        reader,
+        reader.prefix_ids,
+        pairing=recipe.objective.pairing,
+        by_stretch=recipe.needs_stretches,
+        with_text=recipe.needs_targets,
+    )
+    return teacher, view
 
 
 def refuse_other_vocabulary(student: dict[str, int], teacher: dict[str, int]) -> None:
