@@ -13,7 +13,21 @@ from vocagnolm.alignment import Alignment, align, carry, load_tokenizer
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.objective import ObjectiveConfig
 from vocagnolm.train.student import BlockCollator
-from vocagnolm.train.teacher import OnlineTeacher, TeacherView, _whole_characters, teacher_view
+from vocagnolm.train.teacher import OnlineTeacher, TeacherView, teacher_view
+
+
+def is_text(content: bytes) -> bool:
+    try:
+        return bool(content.decode()) or not content
+    except UnicodeDecodeError:
+        return False
+
+
+def whole_characters(text: bytes, low: int, high: int) -> tuple[int, int]:
+    """The longest part of this range that cuts no character."""
+    begins, ends = range(low, min(low + 4, high + 1)), range(max(low, high - 3), high + 1)
+    found = [(a, b) for a in begins for b in ends if a <= b and is_text(text[a:b])]
+    return max(found, key=lambda part: part[1] - part[0])
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +53,7 @@ def test_guidance_equals_a_naive_teacher(parts, document_mask):
         for number in range(block["document"].max() + 1):
             own = np.flatnonzero(block["document"] == number)
             low, high = int(spans[own[0], 0]), int(spans[own[-1], 1])
-            low, high = _whole_characters(text, low, high)
+            low, high = whole_characters(text, low, high)
             piece = tokenizer.spans(text[low:high].decode())
             context = [] if document_mask else ids
             whole = torch.tensor([[*context, 1, *piece.ids.tolist()]])
@@ -72,7 +86,7 @@ def test_stretches_equal_a_naive_teacher(lab, document_mask):
         groups: dict[tuple[int, int], list[int]] = {}
         for number in range(block["document"].max() + 1):
             own = np.flatnonzero(block["document"] == number)
-            low, high = _whole_characters(text, int(spans[own[0], 0]), int(spans[own[-1], 1]))
+            low, high = whole_characters(text, int(spans[own[0], 0]), int(spans[own[-1], 1]))
             piece = tokenizer.spans(text[low:high].decode())
             context = [] if document_mask else ids
             whole = torch.tensor([[*context, 1, *piece.ids.tolist()]])
@@ -112,7 +126,7 @@ def test_distributions_are_compared_where_both_stand_at_the_same_place(parts):
     offset = 0
     for number in np.unique(item["document"]):
         own = spans[item["document"] == number]
-        low, high = _whole_characters(text, int(own[0, 0]), int(own[-1, 1]))
+        low, high = whole_characters(text, int(own[0, 0]), int(own[-1, 1]))
         piece = tokenizer.spans(text[low:high].decode())
         for index, (start, end) in enumerate(piece.spans):
             if end > start:
@@ -233,8 +247,12 @@ def test_a_block_that_cuts_a_character(lab):
         ("a東".encode(), 0, 3, (0, 1)),
     ],
 )
-def test_whole_characters(text, low, high, expected):
-    assert _whole_characters(text, low, high) == expected
+def test_the_teacher_reads_whole_characters(lab, text, low, high, expected):
+    spans = np.array([[i, i + 1] for i in range(low, high)])
+    tokenizer = load_tokenizer(str(lab / "other"))
+    view = teacher_view(text, spans, np.zeros(len(spans), np.int64), tokenizer, [])
+    read = low + np.flatnonzero(view["teacher_range"][:, 0] >= 0)
+    assert read.tolist() == [*range(*expected)]
 
 
 def test_online_recipes_share_blocks_with_text(lab):

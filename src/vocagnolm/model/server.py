@@ -344,8 +344,8 @@ class Engine(ABC):
         if read == sent:
             return
         if len(read) > len(sent) and read[-len(sent) :] == sent:
-            change = f"adds the token {read[0]} (beginning-of-text?) before the {len(sent)} it was "
-            change += "given"
+            added = f"adds the token {read[0]} (beginning-of-text?)"
+            change = f"{added} before the {len(sent)} it was given"
         elif len(read) != len(sent):
             verb = "drops" if len(read) < len(sent) else "adds"
             change = f"{verb} tokens: it was given {len(sent)} and has read {len(read)}"

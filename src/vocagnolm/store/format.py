@@ -7,6 +7,7 @@ NumPy and the standard library only.
 """
 
 import contextlib
+import fnmatch
 import hashlib
 import json
 import math
@@ -68,10 +69,7 @@ def shard_name(number: int) -> str:
 
 def shard_names(found: Iterable[str]) -> list[str]:
     """The shards among the files of a store."""
-    begin = f"{SHARD_FOLDER}/"
-    inside = (name.removeprefix(begin) for name in found if name.startswith(begin))
-    shards = (n for n in inside if n.endswith(".safetensors") and not n.startswith("."))
-    return sorted(begin + name for name in shards)
+    return sorted(fnmatch.filter(found, f"{SHARD_FOLDER}/[!.]*.safetensors"))
 
 
 @dataclass

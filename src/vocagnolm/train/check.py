@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,12 +124,8 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
         problems.append("student: give either `model` or `config`.")
     if recipe.student_tokenizer is None:
         problems.append("student.tokenizer is needed when the student is made from a config.")
-    for name, value in (
-        ("corpus.files", recipe.corpus.files),
-        ("data.blocks", recipe.data.blocks),
-        ("run.folder", recipe.run.folder),
-    ):
-        if not value:
+    for name in ("corpus.files", "data.blocks", "run.folder"):
+        if not attrgetter(name)(recipe):
             problems.append(f"{name} is not set.")
     if recipe.needs_online_teacher and recipe.teacher.model is None:
         problems.append(f"objective.method {objective.method} needs teacher.model, online.")

@@ -1,6 +1,7 @@
 """What a run reports: measures of a step, lines on stderr, trackers, and where its time went."""
 
 import html
+import itertools
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import time
 import uuid
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -424,15 +426,11 @@ def selected_text(tokenizer: TextTokenizer, labels_BT: Tensor, weights_BT: Tenso
     rows = []
     labels, kept = labels_BT[:SAMPLE_ROWS].tolist(), (weights_BT[:SAMPLE_ROWS] != 0).tolist()
     for ids, bold in zip(labels, kept, strict=True):
-        runs: list[tuple[bool, bytearray]] = []
-        for index, is_kept in list(zip(ids, bold, strict=True))[:SAMPLE_TOKENS]:
-            if index == IGNORE_INDEX:
-                continue
-            if not runs or runs[-1][0] != is_kept:
-                runs.append((is_kept, bytearray()))
-            runs[-1][1].extend(tokenizer.bytes_of(index) or b"")
+        tokens = [*zip(bold, ids, strict=True)][:SAMPLE_TOKENS]
+        shown = [token for token in tokens if token[1] != IGNORE_INDEX]
         rows.append("")
-        for is_kept, text in runs:
-            shown = html.escape(text.decode(errors="replace")).replace("\n", "<br>")
-            rows[-1] += f"<strong>{shown}</strong>" if is_kept else shown
+        for is_kept, run in itertools.groupby(shown, key=itemgetter(0)):
+            content = b"".join(tokenizer.bytes_of(index) or b"" for _, index in run)
+            text = html.escape(content.decode(errors="replace")).replace("\n", "<br>")
+            rows[-1] += f"<strong>{text}</strong>" if is_kept else text
     return "<br><br>".join(rows)

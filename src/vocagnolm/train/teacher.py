@@ -57,6 +57,8 @@ from vocagnolm.recipe import Recipe
 from vocagnolm.train.settings import objective_config, uses_accelerator
 
 ONLINE_ALTERNATIVES = 4
+_CONTINUATION = bytes(range(0x80, 0xC0))
+"""The bytes of a UTF-8 character but its first."""
 
 
 def online_teacher(
@@ -184,8 +186,9 @@ def teacher_view(
     for number in np.unique(document):
         here = np.flatnonzero(document == number)
         own = spans[here]
-        low, high = _whole_characters(text, int(own[0, 0]), int(own[-1, 1]))
-        piece = tokenizer.spans(text[low:high].decode())
+        inside = text[own[0, 0] : own[-1, 1]].lstrip(_CONTINUATION)
+        low = int(own[-1, 1]) - len(inside)
+        piece = tokenizer.spans(inside.decode(errors="ignore"))
         begins.append(low)
         ids += [np.array(prefix, np.int64), piece.ids.astype(np.int64)]
         placed += [np.full((len(prefix), 2), low, np.int64), piece.spans + low]
@@ -299,20 +302,6 @@ def _stretch_view(
     ranges = np.full((len(spans), 2), -1, np.int64)
     ranges[where[whole]] = of_text[np.stack([theirs.first, theirs.last], axis=1)[whole]]
     return {"teacher_range": ranges, "stretch": number}
-
-
-def _whole_characters(text: bytes, low: int, high: int) -> tuple[int, int]:
-    """The largest range inside `low..high` that does not cut a UTF-8 character."""
-    while low < high and text[low] & 0xC0 == 0x80:
-        low += 1
-    end = high
-    while end > low and text[end - 1] & 0xC0 == 0x80:
-        end -= 1
-    if end > low and text[end - 1] >= 0xC0:  # a lead byte: is its character complete?
-        lead = text[end - 1]
-        length = 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
-        return low, high if high - (end - 1) == length else end - 1
-    return low, end
 
 
 class OnlineTeacher:
