@@ -5,8 +5,9 @@ A study is a grid of recipes that ends in one table and one figure (`run_study`,
 line finds `study` by its entry point. The public names are loaded on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vocagnolm import lazy_names
 
 # public name -> the module that defines it
 _PUBLIC = {
@@ -22,12 +23,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Study", "load_study", "run_study", "shipped_studies"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'vocagnolm_studies' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -4,8 +4,9 @@
 model is imported on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vocagnolm import lazy_names
 
 _PUBLIC = {
     "Engine": "vocagnolm.evaluate.settings",
@@ -36,12 +37,4 @@ __all__ = [
     "grade",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'vocagnolm.evaluate' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -4,9 +4,9 @@ The command line makes its options from `recipe.sections`; what reads files is i
 use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from vocagnolm import lazy_names
 from vocagnolm.recipe.sections import (
     CorpusSection,
     DataSection,
@@ -40,12 +40,4 @@ __all__ = [
     "recipe_from_dict",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(import_module("vocagnolm.recipe.load"), name)
-    raise AttributeError(f"module 'vocagnolm.recipe' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "vocagnolm.recipe.load"))

@@ -1,8 +1,9 @@
 """Training a student with any method of the objective: `train` runs a recipe, and `loop.py` is its
 loop. `GuidedTrainer` is the same objective in Hugging Face's Trainer."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vocagnolm import lazy_names
 
 if TYPE_CHECKING:
     from vocagnolm.train.run import train
@@ -21,12 +22,4 @@ _PUBLIC = {
 
 __all__ = ["BlockCollator", "GuidedCollator", "GuidedTrainer", "OnlineTeacher", "train"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'vocagnolm.train' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

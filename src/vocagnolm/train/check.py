@@ -216,13 +216,12 @@ class _Check:
         section, block_size = self.recipe.student, self.recipe.data.block_size
         if section.model is None and section.config is None:
             return
-        file = Path(section.model or "", "config.json")
-        known: list[object] = [section.config] if section.model is None else []
-        if section.model is not None and file.is_file():
-            known = [file.read_bytes()]
-        # what is on the hub, or in a GGUF file, is asked each time
+        known: object = section.config
+        if section.model is not None:  # None: on the hub, or in a GGUF file
+            file = Path(section.model, "config.json")
+            known = file.read_bytes() if file.is_file() else None
         ask = partial(_about_student, self.recipe)
-        about = remembered("student", known, ask) if known else ask()
+        about = ask() if known is None else remembered("student", [known], ask)
         self.parameters = int(about["parameters"])
         self.plan["student"] = {
             "model": section.model or "from config",

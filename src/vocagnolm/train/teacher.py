@@ -246,10 +246,9 @@ def conversation_view(
     view = _aligned_view(spans, where, laid, pair, pairing)
     of_text = laid[:, 0] < laid[:, 1]
     ranges = view["teacher_range"][view["teacher_range"][:, 0] >= 0]
-    covering = np.zeros(len(laid) + 1, np.int64)
-    np.add.at(covering, ranges[:, 0], 1)
-    np.add.at(covering, ranges[:, 1] + 1, -1)
-    counts = (np.cumsum(covering[:-1]) > 0) & of_text
+    begun = np.bincount(ranges[:, 0], minlength=len(laid) + 1)
+    ended = np.bincount(ranges[:, 1] + 1, minlength=len(laid) + 1)
+    counts = (np.cumsum(begun - ended)[:-1] > 0) & of_text
     if by_stretch:
         view |= _stretch_view(spans, where, laid, np.flatnonzero(of_text))
     axis = b"\0".join(text.encode() for text, _ in conversations) + b"\0"
