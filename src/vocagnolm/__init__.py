@@ -4,7 +4,6 @@ The public names are loaded on first use, so that `import vocagnolm` is fast and
 starts without torch.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -92,16 +91,11 @@ __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
 ]
 
 
-def lazy_names(package: str, public: dict[str, str]) -> tuple[Any, Any]:
-    """`__getattr__` and `__dir__` of a package whose names are loaded on first use, each from the
-    module that defines it."""
-
-    def load(name: str) -> Any:
-        if name in public:
-            return getattr(import_module(public[name]), name)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-
-    return load, lambda: sorted(sys.modules[package].__all__)
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'vocagnolm' has no attribute {name!r}")
 
 
-__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,6 +1,7 @@
 """Errors that a user can act on. The command line prints only their message, without a
 traceback."""
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -130,7 +131,19 @@ class ObjectiveError(VocagnolmError):
     """Teacher and student do not fit the chosen method."""
 
 
-# ---- other people's packages, and what they say ----
+# ---- imports, and what other people's packages say ----
+
+
+def lazy_names(package: str, public: dict[str, str]) -> tuple[Any, Any]:
+    """`__getattr__` and `__dir__` of a package whose names are loaded on first use, each from the
+    module that defines it."""
+
+    def load(name: str) -> Any:
+        if name in public:
+            return getattr(import_module(public[name]), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return load, lambda: sorted(sys.modules[package].__all__)
 
 
 def optional(module: str, extra: str, purpose: str) -> Any:

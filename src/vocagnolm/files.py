@@ -265,7 +265,8 @@ def _temporary_name(path: Path) -> Path:
 
 @contextlib.contextmanager
 def as_write_error(what: str) -> Iterator[None]:
-    """For files that torch and safetensors write, whose errors on a full disk are their own."""
+    """For files that libraries write: torch and safetensors raise kinds of their own when a disk
+    is full."""
     try:
         yield
     except VocagnolmError:

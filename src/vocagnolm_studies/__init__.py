@@ -7,7 +7,7 @@ line finds `study` by its entry point. The public names are loaded on first use.
 
 from typing import TYPE_CHECKING
 
-from vocagnolm import lazy_names
+from vocagnolm.errors import lazy_names
 
 # public name -> the module that defines it
 _PUBLIC = {

@@ -17,7 +17,7 @@ from typing import IO, Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 from vocagnolm.chat.messages import CONVERSATION_FIELDS, RENAMED_FIELDS
-from vocagnolm.errors import CorpusError, MissingExtraError, UsageError, VocagnolmError
+from vocagnolm.errors import CorpusError, MissingExtraError, UsageError, VocagnolmError, optional
 from vocagnolm.files import parse_json, whole_file
 from vocagnolm.recipe.sections import Split as Split
 from vocagnolm.storage import scheme_of
@@ -365,10 +365,7 @@ class JsonLines(_File):
 
 
 def _open_zstandard(path: Path) -> io.BufferedIOBase:
-    try:
-        import zstandard
-    except ImportError:
-        raise MissingExtraError("zstandard", "data", f"reading {path.name}") from None
+    zstandard = optional("zstandard", "data", f"reading {path.name}")
     stream = _ZstandardStream(open(path, "rb"), zstandard.ZstdDecompressor())  # noqa: SIM115
     return io.BufferedReader(stream, _READ_BYTES)
 
@@ -479,10 +476,7 @@ class ParquetRows(_File):
 
     @cached_property
     def _file(self) -> Any:
-        try:
-            import pyarrow.parquet as pq
-        except ImportError:
-            raise MissingExtraError("pyarrow", "data", f"reading {self.path.name}") from None
+        pq = optional("pyarrow.parquet", "data", f"reading {self.path.name}")
         with self._readable():
             return pq.ParquetFile(self.path)
 
@@ -527,12 +521,7 @@ class DatasetSource:
 
     @cached_property
     def _rows(self) -> Any:
-        try:
-            import datasets
-        except ImportError:
-            raise MissingExtraError(
-                "datasets", "data", f"reading {self.name} from the hub"
-            ) from None
+        datasets = optional("datasets", "data", f"reading {self.name} from the hub")
         repository, _, split = self.name.partition(":")
         try:
             return datasets.load_dataset(repository, split=split or "train")

@@ -6,7 +6,7 @@ model is imported on first use.
 
 from typing import TYPE_CHECKING
 
-from vocagnolm import lazy_names
+from vocagnolm.errors import lazy_names
 
 _PUBLIC = {
     "Engine": "vocagnolm.evaluate.settings",

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.alignment.tokenizer import from_hub
-from vocagnolm.errors import MissingExtraError, ModelError, UsageError
+from vocagnolm.errors import ModelError, UsageError, optional
 from vocagnolm.files import model_damage, parse_json
 from vocagnolm.model.fp8 import require_fp8, to_fp8
 
@@ -361,8 +361,7 @@ def weights_fingerprint(files: list[Path]) -> str:
 def gguf_config(path: Path) -> Any:
     if not path.is_file():
         raise ModelError(f"{path} does not exist.")
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingExtraError("gguf", "gguf", f"reading {path.name}")
+    optional("gguf", "gguf", f"reading {path.name}")
     try:
         return AutoConfig.from_pretrained(
             str(path.parent), gguf_file=path.name, trust_remote_code=False

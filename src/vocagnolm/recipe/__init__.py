@@ -6,7 +6,7 @@ use.
 
 from typing import TYPE_CHECKING
 
-from vocagnolm import lazy_names
+from vocagnolm.errors import lazy_names
 from vocagnolm.recipe.sections import (
     CorpusSection,
     DataSection,

@@ -2,7 +2,6 @@
 hands shards to those that wait, and replaces those that die or hang."""
 
 import contextlib
-import importlib
 import logging
 import os
 import re
@@ -60,10 +59,7 @@ def import_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "ray" not in sys.modules:  # lines of the raylet on stdout: our own messages say it better
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
-    try:
-        return importlib.import_module("ray")
-    except ImportError:
-        raise errors.MissingExtraError("ray", "ray", "scoring on a Ray cluster") from None
+    return errors.optional("ray", "ray", "scoring on a Ray cluster")
 
 
 def _connect(ray: Any, address: str) -> None:

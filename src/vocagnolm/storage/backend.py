@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from vocagnolm import files
-from vocagnolm.errors import AddressError, WriteError
+from vocagnolm.errors import AddressError, WriteError, first_line
 from vocagnolm.files import folder_lock
 
 
@@ -152,9 +152,8 @@ def hub_folder(address: str) -> Path:
             allow_patterns=[f"{prefix}manifest.json", f"{prefix}shards/*"],
         )
     except Exception as error:  # network, rights, a name that is wrong: a dozen kinds
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise AddressError(
-            f"{address} cannot be downloaded from the hub: {reason.rstrip('.')}. Check the name, "
+            f"{address} cannot be downloaded from the hub: {first_line(error)}. Check the name, "
             "and log in with `hf auth login` if the dataset is not public."
         ) from None
     return Path(folder) / inside

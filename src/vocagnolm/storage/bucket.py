@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from vocagnolm import files
-from vocagnolm.errors import AddressError, MissingExtraError, VocagnolmError, WaitingWarning
+from vocagnolm.errors import AddressError, VocagnolmError, WaitingWarning, optional
 
 BUCKET_SCHEMES = ("s3", "gs", "az")
 PROBE = "probe"
@@ -261,11 +261,7 @@ _USUAL = {
 
 
 def _obstore(address: str) -> Any:
-    try:
-        import obstore
-    except ImportError:
-        raise MissingExtraError("obstore", "bucket", f"reading and writing {address}") from None
-    return obstore
+    return optional("obstore", "bucket", f"reading and writing {address}")
 
 
 def _s3_options() -> dict[str, Any]:

@@ -3,7 +3,7 @@ loop. `GuidedTrainer` is the same objective in Hugging Face's Trainer."""
 
 from typing import TYPE_CHECKING
 
-from vocagnolm import lazy_names
+from vocagnolm.errors import lazy_names
 
 if TYPE_CHECKING:
     from vocagnolm.train.run import train
