@@ -476,9 +476,10 @@ class ParquetRows(_File):
 
     @cached_property
     def _file(self) -> Any:
-        pq = optional("pyarrow.parquet", "data", f"reading {self.path.name}")
+        pyarrow = optional("pyarrow", "data", f"reading {self.path.name}")
+        importlib.import_module("pyarrow.parquet")
         with self._readable():
-            return pq.ParquetFile(self.path)
+            return pyarrow.parquet.ParquetFile(self.path)
 
     def __len__(self) -> int:
         return self._rows
