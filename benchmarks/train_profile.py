@@ -1,14 +1,15 @@
 """Where a guided training step goes, by kind of work, and what other ways of running it cost.
 
     PYTHONPATH=src python benchmarks/train_profile.py [--shapes NAME,...] [--only NAME,...]
-        [--steps 10] [--documents] [--no-profile] [--no-variants] [--seconds 420] [--trace FOLDER]
-        [--json [FILE]] [--smoke]
+        [--steps 10] [--documents] [--fp8] [--no-profile] [--no-variants] [--seconds 420]
+        [--trace FOLDER] [--json [FILE]] [--smoke]
 
 The students of `train_gpu.py`: SmolLM2-135M's shape at 32 x 2,048 tokens and TinyLlama at
 8 x 2,048, fp32 weights, bf16 autocast. The profile is of `vocagnolm train` itself (its loop,
 blocks and metrics) over a few steps behind the warm-up; `gaps` is time in which no kernel runs.
 --documents profiles with `data.document_mask`: the names of the kernels tell which attention that
-ends in. --trace keeps the profile's trace there, for a viewer of traces.
+ends in. --fp8 profiles `train.dtype: fp8`. --trace keeps the profile's trace there, for a viewer of
+traces.
 
 The variants are steps of the same work in a plain loop, one change each against `baseline`
 (compiled layers, the attention that torch chooses, the whole step as one micro-batch, fused AdamW,
@@ -24,6 +25,7 @@ import json
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,6 +46,7 @@ from students import (
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import masking_utils
 
 from vocagnolm.model.fp8 import train_in_fp8
 from vocagnolm.model.runtime import find_layers, head_form, prepare_compiler, run_decoder
@@ -110,7 +113,7 @@ def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, 
             "batch_blocks": shape.blocks,
             "micro_batch": shape.blocks,
             "compile": CUDA,
-            "bf16": CUDA,
+            "dtype": ("fp8" if given.fp8 else "bfloat16") if CUDA else "float32",
         },
         "run": {"folder": str(lab / "run"), "save_every": 0},
     }
@@ -253,7 +256,9 @@ class Loop:
         self.hidden: Any = Hidden(model)
         if variant.graphed and CUDA:
             sample = self.ids[:micro, :-1].contiguous()
-            with torch.autocast(DEVICE, torch.bfloat16, cache_enabled=False):
+            # while a graph is captured, transformers would write out the causal mask
+            unmasked = mock.patch.object(masking_utils, "is_tracing", lambda *_: False)
+            with unmasked, torch.autocast(DEVICE, torch.bfloat16, cache_enabled=False):
                 self.hidden = torch.cuda.make_graphed_callables(
                     self.hidden, (sample,), allow_unused_input=True
                 )
@@ -338,6 +343,7 @@ def measured(shape: Shape, name: str, variant: Variant, steps: int) -> dict[str,
             row["peak GiB"] = torch.cuda.max_memory_allocated() / GIB
     except Exception as error:  # of any library: the other variants go on
         row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        traceback.print_exc()
     torch._dynamo.reset()
     clean()
     row["seconds in all"] = time.perf_counter() - began
@@ -365,6 +371,7 @@ def main() -> None:
         only={"default": "", "help": "variants: " + ", ".join(VARIANTS)},
         steps={"type": int, "default": 10, "help": "that are measured"},
         documents={"action": "store_true", "help": "profile with data.document_mask"},
+        fp8={"action": "store_true", "help": "profile with train.dtype: fp8"},
         no_profile={"action": "store_true"},
         no_variants={"action": "store_true"},
         seconds={"type": float, "default": 420.0, "help": "nothing is begun after that"},
