@@ -28,6 +28,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,13 +44,19 @@ from students import (
     random_student,
     save_student,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import masking_utils
 
 from vocagnolm.model.fp8 import train_in_fp8
-from vocagnolm.model.runtime import find_layers, head_form, prepare_compiler, run_decoder
+from vocagnolm.model.runtime import (
+    GraphedDecoder,
+    find_layers,
+    head_form,
+    last_hidden,
+    prepare_compiler,
+    run_decoder,
+)
 from vocagnolm.objective import Decided, ObjectiveConfig, Targets, objective_loss
 from vocagnolm.objective import head as head_module
 from vocagnolm.objective import loss as loss_module
@@ -207,18 +214,6 @@ VARIANTS = {
 """In the order of their importance."""
 
 
-class Hidden(nn.Module):
-    """The decoder as a function of ids alone, as `torch.cuda.make_graphed_callables` wants it."""
-
-    def __init__(self, model: Any):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        hidden: Tensor = run_decoder(self.model, ids_BT).last_hidden_state
-        return hidden
-
-
 class Loop:
     """Guided steps of one student on one batch."""
 
@@ -253,16 +248,10 @@ class Loop:
         if variant.fp8 and CUDA:
             train_in_fp8(model)
         self._compile()
-        self.hidden: Any = Hidden(model)
+        self.hidden: Callable[[Tensor], Tensor] = partial(last_hidden, model)
         if variant.graphed and CUDA:
-            sample = self.ids[:micro, :-1].contiguous()
-            # while a graph is captured, transformers would write out the causal mask
-            unmasked = mock.patch.object(masking_utils, "is_tracing", lambda *_: False)
-            with unmasked, torch.autocast(DEVICE, torch.bfloat16, cache_enabled=False):
-                self.hidden = torch.cuda.make_graphed_callables(
-                    self.hidden, (sample,), allow_unused_input=True
-                )
-            self.optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(DEVICE, torch.bfloat16):
+                self.hidden = GraphedDecoder(model, self.ids[:micro, :-1].contiguous())
 
     def _compile(self) -> None:
         variant = self.variant
@@ -307,7 +296,10 @@ class Loop:
             losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.hidden, GraphedDecoder):
+            torch._foreach_zero_([p.grad for p in self.model.parameters()])
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).sum()
 
     def run(self, steps: int) -> tuple[float, float, float]:

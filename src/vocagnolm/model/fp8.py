@@ -118,8 +118,8 @@ class Fp8Linear(nn.Module):
 
     def gated(self, gate: Tensor, x: Tensor) -> Tensor:
         """Of silu(gate) * x, which is never written in full precision."""
-        rounded = _ROUNDING.round_gated(gate.flatten(0, -2), x.flatten(0, -2))
-        return self._with_bias(scaled_product(*rounded, self.weight, self.scale, x.dtype), x)
+        rows, scale = _ROUNDING.round_gated(gate.flatten(0, -2), x.flatten(0, -2))
+        return self._with_bias(scaled_product(rows, scale, self.weight, self.scale, x.dtype), x)
 
     def _with_bias(self, out: Tensor, x: Tensor) -> Tensor:
         if self.bias is not None:
@@ -298,7 +298,7 @@ def _is_swiglu(module: nn.Module) -> bool:
     own = SimpleNamespace(**{**vars(module), **module._modules, **stand_ins})
     x = torch.linspace(-3, 3, _MULTIPLE)
     try:
-        found = type(module).forward(own, x)  # type: ignore[arg-type]
+        found = type(module).forward(own, x)
     except (AttributeError, TypeError):
         return False
     return torch.is_tensor(found) and torch.equal(found, -(silu(x.sin()) * x.exp()))
