@@ -157,16 +157,23 @@ class Fp8Linear(nn.Module):
 
 
 def scaled_product(
-    rows: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
+    rows: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool = True,
 ) -> Tensor:
-    """Rounded rows times rounded rows."""
+    """Rounded rows times rounded rows. `fast`: the kernel adds up in fewer bits, which sums over
+    many thousand tokens do not bear."""
     if not rows.is_cuda:
         with torch.autocast("cpu", enabled=False):
             return ((rows.float() * scale) @ (weight.float() * weight_scale).t()).to(dtype)
     if dtype != torch.float32 or _scales_into_float32(rows.device):
-        return _multiplied(rows, weight, scale, weight_scale, dtype)
+        return _multiplied(rows, weight, scale, weight_scale, dtype, fast)
     one = torch.ones((1, 1), device=rows.device)
-    return _multiplied(rows, weight, one, one, dtype).mul_(scale).mul_(weight_scale.t())
+    return _multiplied(rows, weight, one, one, dtype, fast).mul_(scale).mul_(weight_scale.t())
 
 
 # ---- training ----
@@ -199,7 +206,9 @@ class _Products(torch.autograd.Function):
         rounded, scale, turned, turned_scale = _ROUNDING.round_both(
             gradient_NO, row_scale, weight_scale
         )
-        of_weight = scaled_product(turned, turned_scale, _ROUNDING.turn(rows), one, dtype)
+        of_weight = scaled_product(
+            turned, turned_scale, _ROUNDING.turn(rows), one, dtype, fast=False
+        )
         of_rows = scaled_product(rounded, scale, _ROUNDING.turn(weight), one, dtype)
         return of_rows.to(ctx.dtypes[0]), of_weight.to(ctx.dtypes[1]), None
 
@@ -244,7 +253,12 @@ def train_in_fp8(model: nn.Module) -> int:
 
 
 def _multiplied(
-    rows: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor, dtype: torch.dtype
+    rows: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    weight_scale: Tensor,
+    dtype: torch.dtype,
+    fast: bool = True,
 ) -> Tensor:
     return torch._scaled_mm(
         rows,
@@ -252,7 +266,7 @@ def _multiplied(
         scale_a=scale,
         scale_b=weight_scale.t(),
         out_dtype=dtype,
-        use_fast_accum=True,
+        use_fast_accum=fast,
     )
 
 
