@@ -1,7 +1,8 @@
 """Scoring beside Hugging Face's full logits, in bf16 and in fp8: rate, share of the matmul peak,
 memory. One GPU, about six minutes.
 
-    PYTHONPATH=src python benchmarks/score_gpu.py [--profile] [--no-mixed] [--json [FILE]] [--smoke]
+    PYTHONPATH=src python benchmarks/score_gpu.py [--few] [--profile] [--no-mixed] [--json [FILE]]
+        [--smoke]
 
 A 7B Qwen2.5-shaped teacher with random weights in bf16. `packed` is 8 documents of 2,048 tokens;
 `mixed` is a shard of 1,024 documents with the lengths of a real corpus (nLab, Qwen2.5's
@@ -10,8 +11,8 @@ tokenizer), cut into windows and batches by the plan that `vocagnolm score` uses
 fp8 is of two kinds: the decoder's layers alone, and the head as well. Both stand beside bf16 in
 memory, and the three take turns with large products of the same duration: a card that draws all the
 power it may lowers its clock, and the peak of a short burst is not that of a day. One row has bf16
-with cuDNN's attention instead of torch's own choice. --profile adds where the time of a batch goes,
-by kind of work.
+with cuDNN's attention instead of torch's own choice. --few: compiled bf16 and fp8 of layers and
+head alone. --profile adds where the time of a batch goes, by kind of work.
 
 Targets: at least 1.15 x the tokens/s of full logits, at least 85 % of the measured matmul peak, at
 most 3 GiB over the weights; mixed lengths at least 85 % of the packed rate; fp8 at least 1.5 x
@@ -101,6 +102,7 @@ class Benchmark:
     smoke: bool
     peak: float
     profile: bool
+    few: bool
     as_json: str | None
     table: dict[str, dict[str, Any]] = field(default_factory=dict)
     models: dict[str, NllModel] = field(default_factory=dict)
@@ -177,9 +179,11 @@ class Benchmark:
         self.flops = flops_per_token(model, self.length)
         self.exact = exact_head(model, self.ids[:1])
         say("teacher built")
-        self.guarded(FULL, lambda: self.measure(FULL, lambda: full_logits(model, self.ids), model))
-        plain = self.scorer(model)
-        self.guarded(PLAIN, lambda: self.measure(PLAIN, self.batch(plain), model))
+        if not self.few:
+            full = partial(full_logits, model, self.ids)
+            self.guarded(FULL, lambda: self.measure(FULL, full, model))
+            plain = self.scorer(model)
+            self.guarded(PLAIN, lambda: self.measure(PLAIN, self.batch(plain), model))
         compiled = self.models[BF16] = self.scorer(model, compiled=CUDA)
         self.guarded(BF16, lambda: self.measure(BF16, self.batch(compiled), model))
         self.guarded(f"{BF16}, profile", lambda: self.tell_kinds(BF16))
@@ -312,6 +316,7 @@ def targets(
 def main() -> None:
     given = arguments(
         __doc__,
+        few={"action": "store_true", "help": "compiled bf16 and fp8 of layers and head alone"},
         profile={"action": "store_true", "help": "where the time goes, by kind of work"},
         no_mixed={"action": "store_true", "help": "leave documents of mixed lengths out"},
     )
@@ -319,13 +324,15 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     peak = matmul_peak()
     say(f"matmul peak {peak / 1e12:.1f} TFLOP/s")
-    run = Benchmark(given.smoke, peak, given.profile, given.json)
+    run = Benchmark(given.smoke, peak, given.profile, given.few, given.json)
     check = run.guarded("fp8 kernel", partial(kernel_check, given.smoke)) or []
     run.tell("fp8 products against their emulation", check)
     run.guarded("bf16", run.bf16)
-    run.guarded(CUDNN, run.cudnn)
-    for name in FP8:
-        run.guarded(name, partial(run.fp8, name))
+    if not given.few:
+        run.guarded(CUDNN, run.cudnn)
+    for name, head_too in FP8.items():
+        if head_too or not given.few:
+            run.guarded(name, partial(run.fp8, name))
     title = f"scoring {run.rows} x {run.length}, peak {peak / 1e12:.0f} TFLOP/s"
     run.tell(title, list(run.table.values()))
     turns = run.guarded("turns", run.turns) or []

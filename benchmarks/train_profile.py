@@ -1,14 +1,15 @@
 """Where a guided training step goes, by kind of work, and what other ways of running it cost.
 
     PYTHONPATH=src python benchmarks/train_profile.py [--shapes NAME,...] [--only NAME,...]
-        [--steps 10] [--documents] [--no-profile] [--no-variants] [--seconds 420] [--trace FOLDER]
-        [--json [FILE]] [--smoke]
+        [--steps 10] [--documents] [--fp8] [--no-profile] [--no-variants] [--seconds 420]
+        [--trace FOLDER] [--json [FILE]] [--smoke]
 
 The students of `train_gpu.py`: SmolLM2-135M's shape at 32 x 2,048 tokens and TinyLlama at
 8 x 2,048, fp32 weights, bf16 autocast. The profile is of `vocagnolm train` itself (its loop,
 blocks and metrics) over a few steps behind the warm-up; `gaps` is time in which no kernel runs.
 --documents profiles with `data.document_mask`: the names of the kernels tell which attention that
-ends in. --trace keeps the profile's trace there, for a viewer of traces.
+ends in. --fp8 profiles `train.dtype: fp8`. --trace keeps the profile's trace there, for a viewer of
+traces.
 
 The variants are steps of the same work in a plain loop, one change each against `baseline`
 (compiled layers, the attention that torch chooses, the whole step as one micro-batch, fused AdamW,
@@ -24,8 +25,10 @@ import json
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,12 +44,19 @@ from students import (
     random_student,
     save_student,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from vocagnolm.model.fp8 import train_in_fp8
-from vocagnolm.model.runtime import find_layers, head_form, prepare_compiler, run_decoder
+from vocagnolm.model.runtime import (
+    GraphedDecoder,
+    find_layers,
+    head_form,
+    last_hidden,
+    prepare_compiler,
+    run_decoder,
+)
 from vocagnolm.objective import Decided, ObjectiveConfig, Targets, objective_loss
 from vocagnolm.objective import head as head_module
 from vocagnolm.objective import loss as loss_module
@@ -110,7 +120,7 @@ def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, 
             "batch_blocks": shape.blocks,
             "micro_batch": shape.blocks,
             "compile": CUDA,
-            "bf16": CUDA,
+            "dtype": ("fp8" if given.fp8 else "bfloat16") if CUDA else "float32",
         },
         "run": {"folder": str(lab / "run"), "save_every": 0},
     }
@@ -204,18 +214,6 @@ VARIANTS = {
 """In the order of their importance."""
 
 
-class Hidden(nn.Module):
-    """The decoder as a function of ids alone, as `torch.cuda.make_graphed_callables` wants it."""
-
-    def __init__(self, model: Any):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        hidden: Tensor = run_decoder(self.model, ids_BT).last_hidden_state
-        return hidden
-
-
 class Loop:
     """Guided steps of one student on one batch."""
 
@@ -250,14 +248,10 @@ class Loop:
         if variant.fp8 and CUDA:
             train_in_fp8(model)
         self._compile()
-        self.hidden: Any = Hidden(model)
+        self.hidden: Callable[[Tensor], Tensor] = partial(last_hidden, model)
         if variant.graphed and CUDA:
-            sample = self.ids[:micro, :-1].contiguous()
-            with torch.autocast(DEVICE, torch.bfloat16, cache_enabled=False):
-                self.hidden = torch.cuda.make_graphed_callables(
-                    self.hidden, (sample,), allow_unused_input=True
-                )
-            self.optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(DEVICE, torch.bfloat16):
+                self.hidden = GraphedDecoder(model, self.ids[:micro, :-1].contiguous())
 
     def _compile(self) -> None:
         variant = self.variant
@@ -302,7 +296,10 @@ class Loop:
             losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.hidden, GraphedDecoder):
+            torch._foreach_zero_([p.grad for p in self.model.parameters()])
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).sum()
 
     def run(self, steps: int) -> tuple[float, float, float]:
@@ -338,6 +335,7 @@ def measured(shape: Shape, name: str, variant: Variant, steps: int) -> dict[str,
             row["peak GiB"] = torch.cuda.max_memory_allocated() / GIB
     except Exception as error:  # of any library: the other variants go on
         row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        traceback.print_exc()
     torch._dynamo.reset()
     clean()
     row["seconds in all"] = time.perf_counter() - began
@@ -365,6 +363,7 @@ def main() -> None:
         only={"default": "", "help": "variants: " + ", ".join(VARIANTS)},
         steps={"type": int, "default": 10, "help": "that are measured"},
         documents={"action": "store_true", "help": "profile with data.document_mask"},
+        fp8={"action": "store_true", "help": "profile with train.dtype: fp8"},
         no_profile={"action": "store_true"},
         no_variants={"action": "store_true"},
         seconds={"type": float, "default": 420.0, "help": "nothing is begun after that"},

@@ -54,6 +54,7 @@ def test_the_page_names_every_run_and_every_study():
         "distill-long",
         "distill-second",
         "distill-teachers",
+        "fp8",
     }
     assert studies == set(shipped_studies()) - beyond
 

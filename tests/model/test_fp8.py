@@ -185,7 +185,7 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         if not function.is_view:
-            for tensor in tree_leaves(out):
+            for tensor in filter(torch.is_tensor, tree_leaves(out)):
                 self.live += tensor.nbytes
                 self.most = max(self.most, self.live)
                 weakref.finalize(tensor, self._gone, tensor.nbytes)
@@ -298,10 +298,9 @@ def test_a_trained_layer_under_autocast_and_with_odd_rows():
 
 @pytest.mark.gpu
 def test_a_trained_layer_on_a_gpu_is_the_emulated_one():
-    layer, x = trained_layer(), torch.randn(64, 32) * 3
-    upstream, found = torch.randn(64, 48), []
+    x, upstream, found = torch.randn(64, 32) * 3, torch.randn(64, 48), []
     for device in ("cpu", "cuda"):
-        layer.to(device).zero_grad()
+        layer = trained_layer().to(device)
         rows = x.to(device, copy=True).requires_grad_()
         with torch.autocast(device, torch.bfloat16):
             out = layer(rows)

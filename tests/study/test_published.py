@@ -23,10 +23,20 @@ def numbers(value: Any, where: str = "") -> dict[str, Any]:
     return found
 
 
-STUDIES = ["distill", "distill-clean", "distill-long", "distill-why", "second", "share", "weak"]
+STUDIES = [
+    "distill",
+    "distill-clean",
+    "distill-long",
+    "distill-teachers",
+    "distill-why",
+    "fp8",
+    "second",
+    "share",
+    "weak",
+]
 
 # studies that read the runs of another one
-KEPT_WITH = {"distill-why": "distill"}
+KEPT_WITH = {"distill-why": "distill", "fp8": "distill-teachers"}
 
 
 @pytest.mark.parametrize("name", STUDIES if LONG else ["distill-clean", "second"])

@@ -3,6 +3,7 @@ import os
 import shutil
 import statistics
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -379,6 +380,21 @@ def test_a_student_in_fp8(lab, tmp_path, monkeypatch):
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     shapes = [{n: (v.shape, v.dtype) for n, v in each.items()} for each in weights]
     assert shapes[0] == shapes[2]
+
+
+def test_cuda_graphs_without_a_gpu(lab, tmp_path):
+    with pytest.raises(TrainingError, match=r"train.cuda_graphs: the device is cpu, .* Remove"):
+        run(lab, tmp_path / "refused", train={"cuda_graphs": True})
+
+
+def test_when_cuda_graphs_are_refused(lab, tmp_path):
+    gpu = SimpleNamespace(device=torch.device("cuda"))
+    recipe = recipe_from_dict(recipe_dict(lab, run={"folder": str(tmp_path / "run")}))
+    training._require_graphs(recipe, gpu, documents=False, router=False)
+    for name in ("documents", "router"):
+        given = {"documents": False, "router": False} | {name: True}
+        with pytest.raises(TrainingError, match="graphs are for one GPU and whole blocks"):
+            training._require_graphs(recipe, gpu, **given)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

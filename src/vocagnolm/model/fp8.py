@@ -2,20 +2,22 @@
 
 For scoring, weights are rounded once. For training, weights keep their precision and are rounded
 before every product, like activations and gradients. Sums, norms and attention are not changed. On
-a GPU one kernel multiplies. On a CPU the same rounding is emulated slowly, as a reference for the
-tests.
+a GPU one kernel multiplies, and those of `triton_fp8` round. On a CPU the same rounding is emulated
+slowly, as a reference for the tests.
 """
 
 from collections.abc import Callable
 from functools import cache
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from vocagnolm.errors import UsageError
 from vocagnolm.model.runtime import find_layers
-from vocagnolm.objective.head import SeeRows, Transform, row_operations
+from vocagnolm.objective.head import SeeRows, Transform, has_triton, row_operations
 
 HEAD_TOO = True
 """Whether `--dtype fp8` means the head's product as well as the decoder's: a head in bfloat16 buys
@@ -29,6 +31,7 @@ _MULTIPLE = 16
 # Rows of a weight that are rounded at a time: float32 copies of a whole head would be 4 GB.
 _STRIP_ROWS = 8192
 _PROBE_ROWS = 128
+_PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 
 
 def require_fp8(device: torch.device, setting: str = "--dtype") -> None:
@@ -47,6 +50,55 @@ def rounded_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values.float() / scale).clamp(-_LARGEST, _LARGEST).to(_FP8), scale
 
 
+# ---- rounding: operators, which a compiler leaves alone, with a fast version for GPUs ----
+
+
+def rounded_both(
+    values_NO: Tensor, row_factor_N1: Tensor, column_factor_O1: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Values times the columns' factors with a scale for each row [N, O], and values times the
+    rows' factors with a scale for each column, transposed [O, N]."""
+    by_column, scale = rounded_rows((values_NO * row_factor_N1).t())
+    return *rounded_rows(values_NO * column_factor_O1.t()), by_column.contiguous(), scale
+
+
+def _rounded_gated(gate_NI: Tensor, values_NI: Tensor) -> tuple[Tensor, Tensor]:
+    return rounded_rows(silu(gate_NI) * values_NI)
+
+
+def _turned(values_NI: Tensor) -> Tensor:
+    return values_NI.t().clone(memory_format=torch.contiguous_format)
+
+
+def _triton(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
+    def on_gpu(*tensors: Tensor) -> Any:
+        if not has_triton():
+            return slow(*tensors)
+        from vocagnolm.model import triton_fp8
+
+        return getattr(triton_fp8, name)(*tensors)
+
+    return on_gpu
+
+
+_LIBRARY = torch.library.Library("vocagnolm", "FRAGMENT")
+for _name, _arguments, _results, _slow in (
+    ("round_rows", "Tensor values", 2, rounded_rows),
+    ("round_gated", "Tensor gate, Tensor values", 2, _rounded_gated),
+    ("round_both", "Tensor values, Tensor row_factor, Tensor column_factor", 4, rounded_both),
+    ("turn", "Tensor values", 1, _turned),
+):
+    _returned = ", ".join(["Tensor"] * _results)
+    _LIBRARY.define(f"{_name}({_arguments}) -> ({_returned})")
+    for _key in ("CPU", "Meta"):
+        _LIBRARY.impl(_name, _slow, _key)
+    _LIBRARY.impl(_name, _triton(_name, _slow), "CUDA")
+_ROUNDING = torch.ops.vocagnolm
+
+
+# ---- scoring ----
+
+
 class Fp8Linear(nn.Module):
     """In place of an nn.Linear, for inference."""
 
@@ -62,7 +114,14 @@ class Fp8Linear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.product(x.flatten(0, -2), x.dtype)
+        return self._with_bias(self.product(x.flatten(0, -2), x.dtype), x)
+
+    def gated(self, gate: Tensor, x: Tensor) -> Tensor:
+        """Of silu(gate) * x, which is never written in full precision."""
+        rows, scale = _ROUNDING.round_gated(gate.flatten(0, -2), x.flatten(0, -2))
+        return self._with_bias(scaled_product(rows, scale, self.weight, self.scale, x.dtype), x)
+
+    def _with_bias(self, out: Tensor, x: Tensor) -> Tensor:
         if self.bias is not None:
             out = out + self.bias
         shaped: Tensor = out.unflatten(0, x.shape[:-1])
@@ -98,16 +157,23 @@ class Fp8Linear(nn.Module):
 
 
 def scaled_product(
-    rows: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
+    rows: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool = True,
 ) -> Tensor:
-    """Rounded rows times rounded rows."""
+    """Rounded rows times rounded rows. `fast`: the kernel adds up in fewer bits, which sums over
+    many thousand tokens do not bear."""
     if not rows.is_cuda:
         with torch.autocast("cpu", enabled=False):
             return ((rows.float() * scale) @ (weight.float() * weight_scale).t()).to(dtype)
     if dtype != torch.float32 or _scales_into_float32(rows.device):
-        return _multiplied(rows, weight, scale, weight_scale, dtype)
+        return _multiplied(rows, weight, scale, weight_scale, dtype, fast)
     one = torch.ones((1, 1), device=rows.device)
-    return _multiplied(rows, weight, one, one, dtype).mul_(scale).mul_(weight_scale.t())
+    return _multiplied(rows, weight, one, one, dtype, fast).mul_(scale).mul_(weight_scale.t())
 
 
 # ---- training ----
@@ -122,8 +188,8 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-        rows, row_scale = rounded_rows(rows_NI)
-        weight, weight_scale = rounded_rows(weight_OI)
+        rows, row_scale = _ROUNDING.round_rows(rows_NI)
+        weight, weight_scale = _ROUNDING.round_rows(weight_OI)
         ctx.save_for_backward(rows, row_scale, weight, weight_scale)
         ctx.dtypes = rows_NI.dtype, weight_OI.dtype
         return scaled_product(rows, row_scale, weight, weight_scale, dtype)
@@ -132,24 +198,19 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (gradient_NO,) = gradients
         rows, row_scale, weight, weight_scale = ctx.saved_tensors
-        of_rows = of_weight = None
-        one = torch.ones((rows.shape[1], 1), device=rows.device)
-        if ctx.needs_input_grad[0]:
-            rounded, scale = rounded_rows(gradient_NO * weight_scale.t())
-            of_rows = scaled_product(rounded, scale, _in_rows(weight.t()), one, gradient_NO.dtype)
-            of_rows = of_rows.to(ctx.dtypes[0])
-        if ctx.needs_input_grad[1]:
-            rounded, scale = rounded_rows((gradient_NO * row_scale).t())
-            of_weight = scaled_product(
-                _in_rows(rounded), scale, _in_rows(rows.t()), one, gradient_NO.dtype
-            )
-            of_weight = of_weight.to(ctx.dtypes[1])
-        return of_rows, of_weight, None
-
-
-def _in_rows(matrix: Tensor) -> Tensor:
-    """A row-major copy, which the kernel requires."""
-    return matrix.clone(memory_format=torch.contiguous_format)
+        dtype, one = gradient_NO.dtype, torch.ones((rows.shape[1], 1), device=rows.device)
+        if not ctx.needs_input_grad[1]:  # a frozen weight
+            rounded, scale = _ROUNDING.round_rows(gradient_NO * weight_scale.t())
+            of_rows = scaled_product(rounded, scale, _ROUNDING.turn(weight), one, dtype)
+            return of_rows.to(ctx.dtypes[0]), None, None
+        rounded, scale, turned, turned_scale = _ROUNDING.round_both(
+            gradient_NO, row_scale, weight_scale
+        )
+        of_weight = scaled_product(
+            turned, turned_scale, _ROUNDING.turn(rows), one, dtype, fast=False
+        )
+        of_rows = scaled_product(rounded, scale, _ROUNDING.turn(weight), one, dtype)
+        return of_rows.to(ctx.dtypes[0]), of_weight.to(ctx.dtypes[1]), None
 
 
 class Fp8TrainedLinear(nn.Linear):
@@ -161,7 +222,7 @@ class Fp8TrainedLinear(nn.Linear):
             return super().forward(input)
         half = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if half else input.dtype
-        out: Tensor = _Products.apply(rows, self.weight, dtype)  # type: ignore[no-untyped-call]
+        out: Tensor = _Products.apply(rows.to(dtype), self.weight, dtype)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             out = out + self.bias.to(dtype)
         shaped: Tensor = out.unflatten(0, input.shape[:-1])
@@ -192,7 +253,12 @@ def train_in_fp8(model: nn.Module) -> int:
 
 
 def _multiplied(
-    rows: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor, dtype: torch.dtype
+    rows: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    weight_scale: Tensor,
+    dtype: torch.dtype,
+    fast: bool = True,
 ) -> Tensor:
     return torch._scaled_mm(
         rows,
@@ -200,7 +266,7 @@ def _multiplied(
         scale_a=scale,
         scale_b=weight_scale.t(),
         out_dtype=dtype,
-        use_fast_accum=True,
+        use_fast_accum=fast,
     )
 
 
@@ -219,13 +285,42 @@ def _scales_into_float32(device: torch.device) -> bool:
 def to_fp8(model: nn.Module) -> int:
     """Exchange the linear layers of the decoder's layers, in place, one after the other; how
     many."""
-    count = sum(_exchange(layer, _fits) for layer in find_layers(model) or ())
+    count = 0
+    for layer in find_layers(model) or ():
+        count += _exchange(layer, _fits)
+        _join_gates(layer)
     if count == 0:
         raise UsageError(
             f"--dtype fp8: no linear layers were found in the decoder of {type(model).__name__}. "
             "Use --dtype bfloat16."
         )
     return count
+
+
+def _join_gates(layer: nn.Module) -> None:
+    """Let gated MLPs round silu(gate) * up in one go."""
+    for module in layer.modules():
+        projections = [getattr(module, name, None) for name in _PROJECTIONS]
+        if all(isinstance(p, Fp8Linear) for p in projections) and _is_swiglu(module):
+            module.forward = MethodType(_gated_mlp, module)
+
+
+def _is_swiglu(module: nn.Module) -> bool:
+    """Whether it computes down(silu(gate(x)) * up(x)): asked of its code, with other functions as
+    its projections."""
+    stand_ins = dict(zip(_PROJECTIONS, (torch.sin, torch.exp, torch.neg), strict=True))
+    own = SimpleNamespace(**{**vars(module), **module._modules, **stand_ins})
+    x = torch.linspace(-3, 3, _MULTIPLE)
+    try:
+        found = type(module).forward(own, x)
+    except (AttributeError, TypeError):
+        return False
+    return torch.is_tensor(found) and torch.equal(found, -(silu(x.sin()) * x.exp()))
+
+
+def _gated_mlp(self: Any, x: Tensor) -> Tensor:
+    out: Tensor = self.down_proj.gated(self.gate_proj(x), self.up_proj(x))
+    return out
 
 
 def head_to_fp8(model: Any) -> bool:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -92,6 +93,69 @@ def last_hidden(
     """Hidden states after the final norm [B, T, D]."""
     hidden: Tensor = run_decoder(model, input_ids_BT, position_ids_BT).last_hidden_state
     return hidden
+
+
+class GraphedDecoder:
+    """The decoder's passes over micro-batches of one shape as two CUDA graphs. The host launches
+    two graphs instead of some thousand kernels, for which a small micro-batch leaves no time.
+
+    The backward graph adds to the gradients in place: they must not be replaced or set to None."""
+
+    def __init__(self, model: PreTrainedModel, sample_ids_BT: Tensor):
+        self._ids_BT = sample_ids_BT.clone()
+        self._anchor = torch.zeros((), device=sample_ids_BT.device, requires_grad=True)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        stream, now = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(now)
+        # While a graph is captured, transformers would write out the causal mask.
+        unmasked = mock.patch.object(masking_utils, "is_tracing", lambda *_: False)
+        # A weight's copy in half precision must not outlive the pass that made it.
+        half = torch.autocast(
+            "cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), False
+        )
+        with unmasked, half:
+            with torch.cuda.stream(stream):
+                for _ in range(3):  # compiles, and lets libraries choose their kernels
+                    hidden = last_hidden(model, self._ids_BT)
+                    hidden.backward(torch.zeros_like(hidden))
+                del hidden
+            now.wait_stream(stream)
+            torch.cuda.empty_cache()
+            self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._forward, stream=stream):
+                hidden = last_hidden(model, self._ids_BT)
+            self._gradient = torch.zeros_like(hidden)
+            with torch.cuda.graph(self._backward, pool=self._forward.pool(), stream=stream):
+                hidden.backward(self._gradient)
+        # Not the captured pass itself: what else adds to gradients would wait for its stream.
+        self._hidden = hidden.detach()
+
+    def __call__(self, ids_BT: Tensor) -> Tensor:
+        hidden: Tensor = _Replay.apply(self._anchor, ids_BT, self)  # type: ignore[no-untyped-call]
+        return hidden
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        self._ids_BT.copy_(ids_BT)
+        self._forward.replay()
+        return self._hidden.detach()
+
+    def backward(self, gradient: Tensor) -> None:
+        self._gradient.copy_(gradient)
+        self._backward.replay()
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, ids_BT: Tensor, graphs: GraphedDecoder) -> Tensor:
+        ctx.graphs = graphs
+        return graphs.forward(ids_BT)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.graphs.backward(*gradients)
+        return None, None, None
 
 
 @contextlib.contextmanager

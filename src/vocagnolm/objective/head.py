@@ -232,12 +232,12 @@ TORCH_ROWS = RowOperations(losses, gradient_)
 
 def row_operations(impl: Implementation, hidden: Tensor) -> RowOperations:
     """Torch's row operations, or Triton's (which know no fp64)."""
-    usable = hidden.device.type == "cuda" and hidden.dtype != torch.float64 and _has_triton()
+    usable = hidden.device.type == "cuda" and hidden.dtype != torch.float64 and has_triton()
     if impl == "chunked" or (impl == "auto" and not usable):
         return TORCH_ROWS
     if impl not in ("auto", "fused"):
         raise ValueError(f"impl must be auto, reference, chunked or fused; got {impl!r}")
-    if not _has_triton() or hidden.dtype == torch.float64:
+    if not has_triton() or hidden.dtype == torch.float64:
         raise ValueError(
             "impl='fused' needs the package 'triton', which comes with torch for CUDA, and no "
             "fp64; use impl='auto' or 'chunked' here"
@@ -248,7 +248,7 @@ def row_operations(impl: Implementation, hidden: Tensor) -> RowOperations:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
