@@ -195,10 +195,7 @@ class LossSection(Schema):
     )
     floor: float = key("reducible: the smallest weight of a token", 0.2, ge=0, le=1)
     keep: float = key(
-        "share of the tokens to keep, by excess loss",
-        unset="0.4; for distill all",
-        ge=0,
-        le=1,
+        "share of the tokens to keep, by excess loss", unset="0.4; for distill all", ge=0, le=1
     )
     unmapped: Literal["include", "exclude", "mean"] = key(
         "tokens without guidance: always kept, never kept, or compared with the teacher's mean "
@@ -521,10 +518,7 @@ class ScoreSection(Schema, frozen=True):
     )
     strict: bool = key("stop at the first document that cannot be scored", False)
     max_nonfinite_share: float = key(
-        "stop when more than this share of a shard's losses is NaN or infinite",
-        0.01,
-        ge=0,
-        le=1,
+        "stop when more than this share of a shard's losses is NaN or infinite", 0.01, ge=0, le=1
     )
 
     def __post_init__(self) -> None:
@@ -542,9 +536,7 @@ class ServerSection(Schema, frozen=True):
     """A server that runs the model, and how requests are sent to it."""
 
     model: str | None = key(
-        "name of the model on the server",
-        unset="its only model",
-        option="--server-model,--model",
+        "name of the model on the server", unset="its only model", option="--server-model,--model"
     )
     requests: int = key("concurrent requests per process", 4, option="--server-requests", ge=1)
     patience_seconds: float = key(
@@ -559,10 +551,7 @@ class RaySection(Schema, frozen=True):
     """The workers of a Ray cluster."""
 
     workers: int | None = key(
-        "number of workers on the Ray cluster",
-        unset="as many as fit",
-        option="--ray-workers",
-        ge=1,
+        "number of workers on the Ray cluster", unset="as many as fit", option="--ray-workers", ge=1
     )
     patience_seconds: float = key(
         "give up after this many seconds without a live worker",

@@ -31,16 +31,7 @@ from vocagnolm.score.plan import (
     shared_corpus,
 )
 from vocagnolm.score.teacher import ScoreSettings, Teacher
-from vocagnolm.score.work import (
-    Claims,
-    Done,
-    Progress,
-    Scored,
-    ShardQueue,
-    Share,
-    Worker,
-    finish,
-)
+from vocagnolm.score.work import Claims, Done, Progress, Scored, ShardQueue, Share, Worker, finish
 from vocagnolm.storage import require_storage
 from vocagnolm.store.writer import StoreWriter, store_lock
 

@@ -95,9 +95,7 @@ class Teacher(Protocol):
         ...
 
     def nll(
-        self,
-        documents: Sequence[TokenizedDocument],
-        on_tokens: Callable[[int], None] | None = None,
+        self, documents: Sequence[TokenizedDocument], on_tokens: Callable[[int], None] | None = None
     ) -> Sequence[np.ndarray | TokenScores]:
         """float32 nll in nats of every token, NaN where it has no context. Depends only on the
         documents, to the last bit."""
@@ -216,16 +214,12 @@ class LocalTeacher:
         return [entry if isinstance(entry, str) else _tokenized(entry) for entry in spans]
 
     def nll(
-        self,
-        documents: Sequence[TokenizedDocument],
-        on_tokens: Callable[[int], None] | None = None,
+        self, documents: Sequence[TokenizedDocument], on_tokens: Callable[[int], None] | None = None
     ) -> list[np.ndarray]:
         return [scores.nll for scores in self.start(documents, on_tokens)()]
 
     def start(
-        self,
-        documents: Sequence[TokenizedDocument],
-        on_tokens: Callable[[int], None] | None = None,
+        self, documents: Sequence[TokenizedDocument], on_tokens: Callable[[int], None] | None = None
     ) -> Callable[[], list[TokenScores]]:
         with self._computing():
             return self._model.start([d.ids for d in documents], on_tokens)
@@ -333,9 +327,7 @@ class ServerTeacher:
         return self._reader.tokenize(texts)
 
     def nll(
-        self,
-        documents: Sequence[TokenizedDocument],
-        on_tokens: Callable[[int], None] | None = None,
+        self, documents: Sequence[TokenizedDocument], on_tokens: Callable[[int], None] | None = None
     ) -> list[TokenScores]:
         return self._served.document_scores(
             [document.ids for document in documents],

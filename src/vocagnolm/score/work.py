@@ -447,10 +447,7 @@ class Worker:
         return scored
 
     def begin(
-        self,
-        number: int,
-        ahead: int | None = None,
-        on_part: Callable[[Scored], None] | None = None,
+        self, number: int, ahead: int | None = None, on_part: Callable[[Scored], None] | None = None
     ) -> Scored:
         """The same, but its last batches and writing it are left to go on beside the next one, so
         that this process has at most two shards. `on_part` hears after every batch how much of this

@@ -11,14 +11,7 @@ from vocagnolm import __version__
 from vocagnolm.chat import ChatTemplate
 from vocagnolm.chat.survey import template_words
 from vocagnolm.errors import TrainingError, VocagnolmWarning
-from vocagnolm.files import (
-    LOCK_FILE,
-    is_leftover,
-    parse_json,
-    read_json,
-    write_json,
-    write_text,
-)
+from vocagnolm.files import LOCK_FILE, is_leftover, parse_json, read_json, write_json, write_text
 from vocagnolm.recipe import Recipe, load_recipe, recipe_difference
 from vocagnolm.storage.copies import version
 
@@ -97,10 +90,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def refuse_other_run(
-    folder: Path,
-    recipe: Recipe,
-    found: dict[str, Any],
-    blocks: str | None = None,
+    folder: Path, recipe: Recipe, found: dict[str, Any], blocks: str | None = None
 ) -> None:
     """A run folder belongs to one recipe and the very `blocks` (their fingerprint) it has begun
     with. The number of processes may change: a step is the same step however it is split."""

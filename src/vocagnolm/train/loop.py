@@ -22,14 +22,8 @@ from transformers import TrainingArguments, enable_full_determinism, get_schedul
 
 from vocagnolm.errors import TrainingError
 from vocagnolm.model.runtime import Moment
-from vocagnolm.objective import (
-    Decided,
-    ObjectiveConfig,
-    ScoredBatch,
-    Targets,
-    count_kept,
-    weigh_step,
-)
+from vocagnolm.objective import Decided, ObjectiveConfig, Targets
+from vocagnolm.objective.selection import ScoredBatch, count_kept, weigh_step
 from vocagnolm.processes import Ranks
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.checkpoint import Checkpoints, TrainingState

@@ -295,11 +295,7 @@ class GuidedCollator:
     """
 
     def __init__(
-        self,
-        *,
-        max_length: int | None = None,
-        packing: bool = False,
-        pad_to_multiple_of: int = 1,
+        self, *, max_length: int | None = None, packing: bool = False, pad_to_multiple_of: int = 1
     ):
         """`max_length`: longer documents are cut. `packing`: all rows of a batch become one."""
         self.max_length, self.packing = max_length, packing

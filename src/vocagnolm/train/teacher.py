@@ -45,13 +45,7 @@ from vocagnolm.errors import TrainingError
 from vocagnolm.model import open_model
 from vocagnolm.model.nll import AlternativeChoice, losses_through_logits, token_scores
 from vocagnolm.model.runtime import head_form, last_hidden
-from vocagnolm.objective import (
-    IGNORE_INDEX,
-    ObjectiveConfig,
-    Pairing,
-    Teacher,
-    token_losses,
-)
+from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, Pairing, Teacher, token_losses
 from vocagnolm.objective.head import RowLosses, Transform
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.settings import objective_config, uses_accelerator
@@ -432,11 +426,7 @@ class OnlineTeacher:
         return carry(Alignment(ranges[:, 0], ranges[:, 1]), nll, self.aggregation)
 
     def _losses(
-        self,
-        ids: Tensor,
-        position_ids: Tensor | None,
-        labels: Tensor,
-        with_entropy: bool = False,
+        self, ids: Tensor, position_ids: Tensor | None, labels: Tensor, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         if self.form is None:
             return losses_through_logits(self.model, ids, labels, position_ids, with_entropy)

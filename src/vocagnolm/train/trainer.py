@@ -76,11 +76,7 @@ class GuidedTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._meter = StepMeter()
         self._plan = plan_step(
-            batches,
-            self.objective,
-            self._score,
-            step=self.state.global_step,
-            teacher=self.teacher,
+            batches, self.objective, self._score, step=self.state.global_step, teacher=self.teacher
         )
         return batches, None
 
