@@ -195,6 +195,7 @@ VARIANTS = {
     "micro-16": Variant(micro_batch=16),
     "fp8": Variant(fp8=True),
     "graphed": Variant(graphed=True),
+    "graphed-fp8": Variant(graphed=True, fp8=True),
     "micro-8-graphed": Variant(micro_batch=8, graphed=True),
     "micro-8-graphed-fp8": Variant(micro_batch=8, graphed=True, fp8=True),
     "micro-2-graphed": Variant(micro_batch=2, graphed=True),

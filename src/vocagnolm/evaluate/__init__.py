@@ -4,9 +4,8 @@
 model is imported on first use.
 """
 
-from typing import TYPE_CHECKING
-
-from vocagnolm.errors import lazy_names
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
     "Engine": "vocagnolm.evaluate.settings",
@@ -37,4 +36,12 @@ __all__ = [
     "grade",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'vocagnolm.evaluate' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -95,6 +94,19 @@ def last_hidden(
     return hidden
 
 
+@contextlib.contextmanager
+def _without_written_masks() -> Iterator[None]:
+    """While a graph is captured, transformers would write out the causal mask, which attention's
+    fast kernels do not take."""
+    module: Any = masking_utils
+    kept = module.is_tracing
+    module.is_tracing = lambda *_: False
+    try:
+        yield
+    finally:
+        module.is_tracing = kept
+
+
 class GraphedDecoder:
     """The decoder's passes over micro-batches of one shape as two CUDA graphs. The host launches
     two graphs instead of some thousand kernels, for which a small micro-batch leaves no time.
@@ -109,13 +121,11 @@ class GraphedDecoder:
                 parameter.grad = torch.zeros_like(parameter)
         stream, now = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(now)
-        # While a graph is captured, transformers would write out the causal mask.
-        unmasked = mock.patch.object(masking_utils, "is_tracing", lambda *_: False)
         # A weight's copy in half precision must not outlive the pass that made it.
         half = torch.autocast(
             "cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), False
         )
-        with unmasked, half:
+        with _without_written_masks(), half:
             with torch.cuda.stream(stream):
                 for _ in range(3):  # compiles, and lets libraries choose their kernels
                     hidden = last_hidden(model, self._ids_BT)

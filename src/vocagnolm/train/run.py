@@ -53,7 +53,7 @@ from vocagnolm.files import (
     remove_leftovers,
     whole_folder,
 )
-from vocagnolm.model.fp8 import require_fp8, train_in_fp8
+from vocagnolm.model.fp8 import FP8_WIDTH, require_fp8, train_in_fp8
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.objective import Decided, count_kept
 from vocagnolm.processes import Ranks, world_size
@@ -401,6 +401,13 @@ def build_loop(
     if recipe.train.dtype == "fp8":
         require_fp8(arguments.device, "train.dtype:")
         train_in_fp8(student)
+        if embeddings.weight.shape[1] < FP8_WIDTH:
+            warnings.warn(
+                f"train.dtype: fp8 is slower than bfloat16 for a student that is "
+                f"{embeddings.weight.shape[1]} wide. It pays from about {FP8_WIDTH:,} on.",
+                VocagnolmWarning,
+                stacklevel=2,
+            )
     model = add_lora(student, recipe.lora)
     documents = recipe.data.document_mask or blocks.conversations
     order: Any = TrainingOrder(blocks, schedule.steps * schedule.batch_blocks, recipe.run.seed)
