@@ -2,6 +2,7 @@
 traceback."""
 
 import sys
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -134,13 +135,14 @@ class ObjectiveError(VocagnolmError):
 # ---- imports, and what other people's packages say ----
 
 
-def lazy_names(package: str, public: dict[str, str]) -> tuple[Any, Any]:
-    """`__getattr__` and `__dir__` of a package whose names are loaded on first use, each from the
-    module that defines it."""
+def lazy_names(package: str, public: Mapping[str, Collection[str]]) -> tuple[Any, Any]:
+    """`__getattr__` and `__dir__` of a package whose names are loaded on first use: by its modules,
+    the public names that each defines."""
 
     def load(name: str) -> Any:
-        if name in public:
-            return getattr(import_module(public[name]), name)
+        for module, names in public.items():
+            if name in names:
+                return getattr(import_module(f"{package}.{module}"), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return load, lambda: sorted(sys.modules[package].__all__)

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING
 
 from vocagnolm.errors import lazy_names
 
-# public name -> the module that defines it
-_PUBLIC = {
-    "Study": "vocagnolm_studies.design",
-    "load_study": "vocagnolm_studies.design",
-    "run_study": "vocagnolm_studies.run",
-    "shipped_studies": "vocagnolm_studies.design",
-}
+_PUBLIC = {"design": ("Study", "load_study", "shipped_studies"), "run": ("run_study",)}
 
 if TYPE_CHECKING:
     from vocagnolm_studies.design import Study, load_study, shipped_studies

@@ -40,4 +40,4 @@ __all__ = [
     "recipe_from_dict",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "vocagnolm.recipe.load"))
+__getattr__, __dir__ = lazy_names(__name__, {"load": __all__})

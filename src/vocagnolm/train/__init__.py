@@ -13,11 +13,10 @@ if TYPE_CHECKING:
 
 # loaded on first use: `folder` is read without torch
 _PUBLIC = {
-    "BlockCollator": "vocagnolm.train.student",
-    "GuidedCollator": "vocagnolm.train.student",
-    "GuidedTrainer": "vocagnolm.train.trainer",
-    "OnlineTeacher": "vocagnolm.train.teacher",
-    "train": "vocagnolm.train.run",
+    "run": ("train",),
+    "student": ("BlockCollator", "GuidedCollator"),
+    "teacher": ("OnlineTeacher",),
+    "trainer": ("GuidedTrainer",),
 }
 
 __all__ = ["BlockCollator", "GuidedCollator", "GuidedTrainer", "OnlineTeacher", "train"]
