@@ -46,6 +46,7 @@ from vocagnolm.alignment import (
     TokenSpans,
     align,
     carry_alternatives,
+    token_texts,
 )
 from vocagnolm.alignment.targets import spell
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, pack
@@ -53,7 +54,6 @@ from vocagnolm.model import ModelFiles, open_model
 from vocagnolm.model.nll import AlternativeChoice
 from vocagnolm.model.runtime import head_form, last_hidden
 from vocagnolm.objective.head import TORCH_ROWS, Head, SoftRows, Transform
-from vocagnolm.score.teacher import teacher_vocabulary
 
 COUNTS = (1, 4, 16)
 MIXES = (1.0, 0.5)
@@ -219,7 +219,7 @@ def measure(
     there is no student."""
     files = teacher.files
     tokenizer = files.tokenizer
-    vocabulary = teacher_vocabulary(files, tokenizer)
+    vocabulary = token_texts(tokenizer, set(files.end_ids))
     spelling = spell(Speller(tokenizer), vocabulary, inside=False)  # all tokens begin together
     table = TargetTable(tokenizer, vocabulary, tokenizer.eos_id, spelling)
     prefix = tokenizer.prefix_ids
