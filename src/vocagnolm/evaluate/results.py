@@ -60,6 +60,8 @@ from vocagnolm.store.writer import measured_apart, with_values_of
 BITS = "bits_per_byte"
 """The row of a text, beside those of the tasks."""
 _TITLES = {**AVERAGE_TITLES, BITS: "bits per byte"}
+Score = tuple[float | None, float | None]
+"""A value and its standard error; None where they are not known."""
 TextSums = Mapping[int, Sequence[float]]
 """`BitsPerByte.by_document`: index in the corpus -> bits, and the bytes that were scored."""
 
@@ -133,9 +135,8 @@ class Evaluation:
     bits_per_byte_stderr: float | None = None
     """Bootstrap over documents. None for a single document and in evaluations by older versions."""
 
-    def score(self, row: str) -> tuple[float | None, float | None]:
-        """Of a task, an average or the text (`bits_per_byte`), with its standard error over
-        questions or documents; None where it is not known."""
+    def score(self, row: str) -> Score:
+        """Of a task, an average or the text (`bits_per_byte`), over questions or documents."""
         if row == BITS:
             return self.bits_per_byte, self.bits_per_byte_stderr
         if row in AVERAGES:
@@ -173,17 +174,6 @@ _RESULTS_KEYS: dict[str, type | tuple[type, ...]] = {
     "tasks": dict,
     "bits_per_byte": (float, int, type(None)),
 }
-
-
-def read_results(path: Path) -> Evaluation:
-    """A results.json; FileNotFoundError where there is none."""
-    content = read_json(path, EvaluationError, _BEGIN_ANEW, _RESULTS_KEYS)
-    try:
-        return Evaluation.from_json(content)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise EvaluationError(
-            f"{path} is not a result of `vocagnolm evaluate` ({error}). {_BEGIN_ANEW}"
-        ) from None
 
 
 class RunFolder:
@@ -312,9 +302,16 @@ class RunFolder:
     # --- results ------------------------------------------------------------------------------
 
     def results(self) -> Evaluation | None:
-        with contextlib.suppress(FileNotFoundError):
-            return read_results(self.folder / "results.json")
-        return None
+        path = self.folder / "results.json"
+        try:
+            content = read_json(path, EvaluationError, _BEGIN_ANEW, _RESULTS_KEYS)
+            return Evaluation.from_json(content)
+        except FileNotFoundError:
+            return None
+        except (TypeError, KeyError, AttributeError) as error:
+            raise EvaluationError(
+                f"{path} is not a result of `vocagnolm evaluate` ({error}). {_BEGIN_ANEW}"
+            ) from None
 
     def write_results(self, evaluation: Evaluation) -> Evaluation:
         """Add these scores to the folder's, and give back all of them."""

@@ -220,7 +220,7 @@ def model_scorer(
     *,
     alternatives: int = 0,
 ) -> tuple[TextTokenizer, Scorer]:
-    """A model's tokenizer and its losses, with so many alternatives at every place. A `tokenizer`
+    """A model's tokenizer and its losses, with so many alternatives of every token. A `tokenizer`
     that is not the model's own is refused: its ids would mean other tokens to the model.
     `template`: for conversations."""
     from vocagnolm.model import NllModel, open_model
