@@ -697,14 +697,15 @@ def _difference_cells(change: Difference | None) -> list[str]:
     return [shown, "" if p is None else "p < 0.001" if p < 0.001 else f"p = {p:.3f}"]
 
 
-def format_table(rows: list[list[str]]) -> str:
-    """Columns under each other: names to the left, figures to the right."""
+def format_table(rows: Sequence[Sequence[str]], *, rule: bool = True) -> str:
+    """Columns under each other: names to the left, figures to the right. `rule`: a line below the
+    heading, which is the first row."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD if rule else None, show_edge=False, pad_edge=False)
     for number, name in enumerate(rows[0]):
         table.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
     for row in rows[1:]:
