@@ -163,12 +163,6 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         return self.render_marked(messages, add_generation_prompt=add_generation_prompt)[0]
 
-    def attempt(self, messages: Sequence[Message], prompt: bool) -> str | None:
-        """The rendering, or None where the template raises."""
-        with suppress(TemplateRaised):
-            return self.render(messages, add_generation_prompt=prompt)
-        return None
-
     def render_marked(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
@@ -377,11 +371,18 @@ def render(
     if "tools" in first.fields:
         others = as_json({name: one for name, one in first.fields.items() if name != "tools"})
         without = [replace(first, more=others), *messages[1:]]
-        if template.attempt(without, prompt) == real:
+        if _attempt(template, without, prompt) == real:
             changes.append("leaves out the list of tools")
     segments = tuple(_located(found, slots))
     turns = _turns(template, segments, blank, marked)
     return Rendering(segments, tuple(dict.fromkeys(changes)), turns)
+
+
+def _attempt(template: ChatTemplate, messages: Sequence[Message], prompt: bool) -> str | None:
+    """The rendering, or None where the template raises."""
+    with suppress(TemplateRaised):
+        return template.render(messages, add_generation_prompt=prompt)
+    return None
 
 
 # ---- what is looked for ----
@@ -484,7 +485,7 @@ def _frame(
 ) -> tuple[Segment, ...] | None:
     """The template's own text around the slots of a conversation, which are left blank; segments
     have the numbers of slots. None where the template raises because of the marks."""
-    marked = template.attempt(blank, prompt)
+    marked = _attempt(template, blank, prompt)
     if marked is None:
         return None
     found: list[Segment] = []
@@ -558,14 +559,14 @@ def _inside_marks(
         return [_filled(m, "names", lambda text, _: fill(next(numbers), text)) for m in messages]
 
     wrapped = filled(lambda n, text: _OPEN.format(n) + text + _SHUT.format(n))
-    marked = template.attempt(wrapped, prompt)
+    marked = _attempt(template, wrapped, prompt)
     if marked is None:
         raise Refused(_LOST)
     left = {int(match[1] or match[2]) for match in _MARKED.finditer(marked)}
     gone = {n for n, text in enumerate(contents) if text.strip() and n not in left}
     if gone:  # a content that is dropped decides nothing
         others = filled(lambda n, text: "another text" if n in gone else text)
-        if template.attempt(others, prompt) != real:
+        if _attempt(template, others, prompt) != real:
             raise Refused(_LOST)
     around = zip(frame or (), (frame or ())[1:], (frame or ())[2:], strict=False)
     neighbours = {

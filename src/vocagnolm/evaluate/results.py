@@ -136,7 +136,7 @@ class Evaluation:
     """Bootstrap over documents. None for a single document and in evaluations by older versions."""
 
     def score(self, row: str) -> Score:
-        """Of a task, an average or the text (`bits_per_byte`), over questions or documents."""
+        """A task's, an average's or the text's (`bits_per_byte`) value and standard error."""
         if row == BITS:
             return self.bits_per_byte, self.bits_per_byte_stderr
         if row in AVERAGES:
