@@ -154,8 +154,8 @@ class _Known:
         """Per text the teacher's losses; None where it has none."""
         if self.store is None:
             return self._read_now(texts)
-        places = [self.store.find(document_hash(text)) for text in texts]
-        return [None if at is None else self._stored(self.store, at) for at in places]
+        rows = [self.store.find(document_hash(text)) for text in texts]
+        return [None if at is None else self._stored(self.store, at) for at in rows]
 
     @staticmethod
     def _stored(store: LossStore, at: int) -> "_Losses":
@@ -228,11 +228,9 @@ class _Columns:
     def types(self) -> dict[str, str]:
         """The columns, and the types of their numbers."""
         types = {"input_ids": "int32", "labels": "int32", "guidance": "float32"}
-        return (
-            types
-            if self.targets is None
-            else types | {"target_ids": "int32", "target_p": "float32"}
-        )
+        if self.targets is not None:
+            types |= {"target_ids": "int32", "target_p": "float32"}
+        return types
 
     def features(self, datasets: Any) -> dict[str, Any]:
         numbers = {name: datasets.List(datasets.Value(kind)) for name, kind in self.types.items()}

@@ -325,7 +325,7 @@ def _widest(
     alignments: list[Alignment],
     n_widest: int,
 ) -> list[WideToken]:
-    found: dict[int, tuple[int, WideToken]] = {}  # student id -> its widest place
+    found: dict[int, tuple[int, WideToken]] = {}  # by student id
     for text, own, other, alignment in zip(documents, ours, theirs, alignments, strict=True):
         widths = np.where(alignment.mapped, alignment.last - alignment.first + 1, 0)
         encoded = text.encode()

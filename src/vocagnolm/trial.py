@@ -199,7 +199,7 @@ class Trial:
     # ---- the sample ----
 
     def texts(self, start: int, count: int) -> list[tuple[int, str]]:
-        """Usable documents from this part of a random order, with their places in it."""
+        """Usable documents from this part of a random order, with their positions in it."""
         documents = len(self.corpus)
         order = random.Random(self.seed).sample(range(documents), min(documents, MOST_DOCUMENTS))
         positions = {index: start + at for at, index in enumerate(order[start : start + count])}

@@ -98,7 +98,7 @@ def align(
 
 
 def read_conversations(file: Path, limit: int) -> list[tuple[str, str]]:
-    """Places and shared texts of the first conversations of a file."""
+    """Names and shared texts of the first conversations of a file."""
     from vocagnolm.data.corpus import open_corpus
     from vocagnolm.errors import CorpusError
 

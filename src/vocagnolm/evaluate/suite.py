@@ -29,7 +29,7 @@ class Task:
     shots: int
     letters: str = ""
     examples: tuple[Shot, ...] | None = None
-    """Worked examples of its own, in the place of those of its kind."""
+    """Worked examples of its own, instead of those of its kind."""
 
     @property
     def lm_eval_name(self) -> str:

@@ -20,7 +20,7 @@ from vocagnolm.alignment import (
     token_texts,
 )
 from vocagnolm.alternatives import Alternatives, AlternativesSpec
-from vocagnolm.chat import ChatTokenizer, TrainOn, trained_ranges, trained_tokens
+from vocagnolm.chat import ChatTokenizer, TrainOn
 from vocagnolm.chat.survey import why_trained
 from vocagnolm.errors import UsageError
 from vocagnolm.pair import plain_tokenizer
@@ -141,8 +141,7 @@ def read_text(
     if isinstance(tokenizer, ChatTokenizer):
         why = why_trained(text, tokens, train_on)
         if nll is not None:
-            trained = trained_tokens(tokens, trained_ranges(text, train_on))
-            nll = np.where(trained, nll, np.float32(np.nan))
+            nll = np.where([reason is not None for reason in why], nll, np.float32(np.nan))
     shown = tokenizer.shown(text, tokens)
     return Reading(name=name, spans=tokens.spans, ids=tokens.ids, nll=nll, shown=shown, trained=why)
 
