@@ -246,9 +246,7 @@ class ChatTemplate:
 
 
 def template_of(
-    tokenizer: TextTokenizer,
-    given: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    tokenizer: TextTokenizer, given: str | None = None, options: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
     """The template of a model: `given` (a Jinja file, a folder with one, `plain`, or `concatenate`
     to join prompts and completions), its own, or plain if it has none."""

@@ -369,10 +369,7 @@ class Generator(_Reader):
 
     @torch.inference_mode()
     def compare(
-        self,
-        prompts: Sequence[str],
-        options: Sequence[Sequence[str]],
-        is_done: IsDone = _never,
+        self, prompts: Sequence[str], options: Sequence[Sequence[str]], is_done: IsDone = _never
     ) -> Iterator[list[tuple[int, list[float]]]]:
         """Log-likelihood in nats of every option after its prompt, batch by batch."""
         whole = self._with_options(prompts, options)
@@ -469,10 +466,7 @@ class ServerGenerator(_Reader):
             yield answers
 
     def compare(
-        self,
-        prompts: Sequence[str],
-        options: Sequence[Sequence[str]],
-        is_done: IsDone = _never,
+        self, prompts: Sequence[str], options: Sequence[Sequence[str]], is_done: IsDone = _never
     ) -> Iterator[list[tuple[int, list[float]]]]:
         """As `Generator.compare`. A server writes a token after what it reads, which needs room."""
         whole = self._with_options(prompts, options, room_for=1)

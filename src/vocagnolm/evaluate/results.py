@@ -48,13 +48,7 @@ from vocagnolm.files import (
     write_json,
     write_text,
 )
-from vocagnolm.statistics import (
-    mcnemar_exact,
-    mean_error,
-    middle_95,
-    resampled_ratios,
-    sign_flip_p,
-)
+from vocagnolm.statistics import mcnemar_exact, mean_error, middle_95, resampled_ratios, sign_flip_p
 from vocagnolm.store.writer import measured_apart, with_values_of
 
 BITS = "bits_per_byte"

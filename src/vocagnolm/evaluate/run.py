@@ -23,13 +23,7 @@ from vocagnolm.evaluate.results import (
     bits_stderr,
     score_records,
 )
-from vocagnolm.evaluate.settings import (
-    Engine,
-    Questions,
-    grouped,
-    task_conditions,
-    text_conditions,
-)
+from vocagnolm.evaluate.settings import Engine, Questions, grouped, task_conditions, text_conditions
 from vocagnolm.files import local_path
 from vocagnolm.recipe import CorpusSection
 
@@ -121,10 +115,7 @@ def evaluate(
         settings["template"] = template.fingerprint
         if chat.writes_around:
             settings["answers"] = "contents"  # earlier versions kept all that was written
-    with (
-        TemporaryDirectory() as nowhere,
-        RunFolder(nowhere if out is None else out).lock() as run,
-    ):
+    with TemporaryDirectory() as nowhere, RunFolder(nowhere if out is None else out).lock() as run:
         run.claim(settings, {name: checksum(listed) for name, listed in requests.items()})
         missing = {name: r for name, r in requests.items() if not run.records(name)}
         loaded = served or (files.load() if missing or text else None)
