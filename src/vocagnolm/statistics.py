@@ -1,8 +1,13 @@
-"""Tests and intervals of all tables: McNemar, sign flips, bootstrap. scipy comes with the extras
-that compare runs (`eval` and `study`)."""
+"""Tests and intervals of all tables: t, Welch, McNemar, sign flips, bootstrap.
+
+What has a distribution of its own is scipy's, which comes with the extras that compare runs (`eval`
+and `study`).
+"""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +19,60 @@ _AT_ONCE = 500
 Z_95 = 1.96
 
 
+def _scipy_stats() -> Any:
+    return optional("scipy.stats", "study", "A significance test")
+
+
+@dataclass(frozen=True)
+class AllSeeds:
+    """Every seed of both rows, as independent runs (Welch: unequal variances), not paired by their
+    start and data order."""
+
+    n_a: int
+    n_b: int
+    difference: float
+    """Of the means, a - b."""
+    p: float | None
+    """Two-sided, Welch's t test. None where a row has one seed: its spread is not known."""
+    interval: tuple[float, float] | None
+    """95 %, from the same distribution."""
+
+
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean and sample standard deviation over seeds (None with one seed)."""
     spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
     return float(np.mean(values)), spread
+
+
+def compare_means(a: Sequence[float], b: Sequence[float]) -> AllSeeds:
+    """Difference of two means of independent values: Welch's t test and its interval."""
+    n_a, n_b = len(a), len(b)
+    difference = float(np.mean(a)) - float(np.mean(b))
+    if min(n_a, n_b) < 2:
+        return AllSeeds(n_a, n_b, difference, None, None)
+    if np.var(a) == 0 == np.var(b):
+        certain = (difference, difference)
+        return AllSeeds(n_a, n_b, difference, float(difference == 0), certain)
+    test = _scipy_stats().ttest_ind(a, b, equal_var=False)
+    low, high = test.confidence_interval(0.95)
+    return AllSeeds(n_a, n_b, difference, float(test.pvalue), (float(low), float(high)))
+
+
+def paired_t_p(differences: NDArray[np.float64]) -> float:
+    """Two-sided p of Student's t for the mean of paired differences."""
+    if np.std(differences) == 0:
+        return 1.0 if np.mean(differences) == 0 else 0.0
+    return float(_scipy_stats().ttest_1samp(differences, 0.0).pvalue)
+
+
+def paired_interval(differences: NDArray[np.float64]) -> tuple[float, float] | None:
+    """95 % of Student's t for the mean of paired differences; None for a single one."""
+    if len(differences) < 2:
+        return None
+    if np.std(differences) == 0:
+        return float(differences[0]), float(differences[0])
+    found = _scipy_stats().ttest_1samp(differences, 0.0).confidence_interval(0.95)
+    return float(found.low), float(found.high)
 
 
 def mcnemar_exact(only_first: int, only_second: int) -> float:
@@ -25,8 +80,7 @@ def mcnemar_exact(only_first: int, only_second: int) -> float:
     between the two like that of a fair coin?"""
     if only_first + only_second == 0:
         return 1.0
-    stats = optional("scipy.stats", "study", "A significance test")
-    return float(stats.binomtest(only_first, only_first + only_second).pvalue)
+    return float(_scipy_stats().binomtest(only_first, only_first + only_second).pvalue)
 
 
 def sign_flip_p(contributions_Q: NDArray[np.float64], resamples: int = RESAMPLES) -> float:

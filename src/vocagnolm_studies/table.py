@@ -3,16 +3,22 @@
 Rows are compared pairwise: paired over questions, seeds and both; unpaired over all seeds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vocagnolm.errors import optional
 from vocagnolm.methods import METHODS
-from vocagnolm.statistics import bootstrap_interval, mean_and_spread, sign_flip_p
+from vocagnolm.statistics import (
+    AllSeeds,
+    bootstrap_interval,
+    compare_means,
+    mean_and_spread,
+    paired_interval,
+    paired_t_p,
+    sign_flip_p,
+)
 from vocagnolm_studies.design import GranularityPlan, RowPlan, recipe_with
 from vocagnolm_studies.evaluation import Marks, average_accuracy, read_results
 from vocagnolm_studies.folder import EVALUATION, StudyFolder, read_result
@@ -238,56 +244,6 @@ def _with_spread(mean: float | None, spread: float | None, digits: int) -> str:
 
 
 # ---- comparisons of rows ----
-
-
-@dataclass(frozen=True)
-class AllSeeds:
-    """Every seed of both rows, as independent runs (Welch: unequal variances), not paired by their
-    start and data order."""
-
-    n_a: int
-    n_b: int
-    difference: float
-    """Of the means, a - b."""
-    p: float | None
-    """Two-sided, Welch's t test. None where a row has one seed: its spread is not known."""
-    interval: tuple[float, float] | None
-    """95 %, from the same distribution."""
-
-
-def _scipy_stats() -> Any:
-    return optional("scipy.stats", "study", "A significance test")
-
-
-def compare_means(a: Sequence[float], b: Sequence[float]) -> AllSeeds:
-    """Difference of two means of independent values: Welch's t test and its interval."""
-    n_a, n_b = len(a), len(b)
-    difference = float(np.mean(a)) - float(np.mean(b))
-    if min(n_a, n_b) < 2:
-        return AllSeeds(n_a, n_b, difference, None, None)
-    if np.var(a) == 0 == np.var(b):
-        certain = (difference, difference)
-        return AllSeeds(n_a, n_b, difference, float(difference == 0), certain)
-    test = _scipy_stats().ttest_ind(a, b, equal_var=False)
-    low, high = test.confidence_interval(0.95)
-    return AllSeeds(n_a, n_b, difference, float(test.pvalue), (float(low), float(high)))
-
-
-def paired_t_p(differences: NDArray[np.float64]) -> float:
-    """Two-sided p of Student's t for the mean of paired differences."""
-    if np.std(differences) == 0:
-        return 1.0 if np.mean(differences) == 0 else 0.0
-    return float(_scipy_stats().ttest_1samp(differences, 0.0).pvalue)
-
-
-def paired_interval(differences: NDArray[np.float64]) -> tuple[float, float] | None:
-    """95 % of Student's t for the mean of paired differences; None for a single one."""
-    if len(differences) < 2:
-        return None
-    if np.std(differences) == 0:
-        return float(differences[0]), float(differences[0])
-    found = _scipy_stats().ttest_1samp(differences, 0.0).confidence_interval(0.95)
-    return float(found.low), float(found.high)
 
 
 @dataclass(frozen=True)

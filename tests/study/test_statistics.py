@@ -8,17 +8,21 @@ import pytest
 
 from vocagnolm import statistics
 from vocagnolm.errors import MissingExtraError
-from vocagnolm.statistics import mean_error, sign_flip_p, wilson_lower
+from vocagnolm.statistics import (
+    compare_means,
+    mean_error,
+    paired_interval,
+    paired_t_p,
+    sign_flip_p,
+    wilson_lower,
+)
 from vocagnolm_studies.controls import exchanged_targets, matched_guidance
 from vocagnolm_studies.evaluation import average_accuracy
 from vocagnolm_studies.table import (
     bit_gaps,
     compare_bits,
-    compare_means,
     compare_rows,
     mark_gaps,
-    paired_interval,
-    paired_t_p,
 )
 
 
