@@ -20,6 +20,7 @@ from vocagnolm.alignment import (
     token_overlap,
     vocabulary_overlap,
 )
+from vocagnolm.alignment.picture import visible
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.errors import CorpusError
 from vocagnolm.plots import COLOURS, INK, LINE, SOFT, new_figure, save_figure
@@ -358,12 +359,8 @@ def overlap_bars(
     room_for_title = 1.0 + 0.085 * len(title)
     matplotlib, figure, axes = new_figure(max(1.6 + 1.15 * len(teachers), room_for_title), 3.4)
     overlaps = [vocabulary_overlap(student, teacher) for teacher in teachers]
-    for at, (label, values) in enumerate(
-        [
-            ("equal strings", [overlap.raw for overlap in overlaps]),
-            ("equal bytes", [overlap.bytes for overlap in overlaps]),
-        ]
-    ):
+    raw, by_bytes = zip(*((overlap.raw, overlap.bytes) for overlap in overlaps), strict=True)
+    for at, (label, values) in enumerate((("equal strings", raw), ("equal bytes", by_bytes))):
         centres = [group + (at - 0.5) * 0.38 for group in range(len(teachers))]
         bars = axes.bar(centres, [100 * v for v in values], 0.34, color=COLOURS[at], label=label)
         axes.bar_label(bars, [_percent(v) for v in values], padding=2, fontsize=8, color=INK)
@@ -407,7 +404,7 @@ def tokenisation_rows(tokenizers: Sequence[TextTokenizer], text: str, path: str 
             axes.text(
                 (start + end) / 2,
                 -row,
-                _printable(encoded[start:end]),
+                visible(encoded[start:end]),
                 ha="center",
                 va="center",
                 family="monospace",
@@ -421,12 +418,3 @@ def tokenisation_rows(tokenizers: Sequence[TextTokenizer], text: str, path: str 
     axes.set_ylim(-len(tokenizers) + 0.4, 0.6)
     axes.set_axis_off()
     return save_figure(matplotlib, figure, path)
-
-
-def _printable(token: bytes) -> str:
-    """A token's text for print; bytes that are no character on their own in hexadecimal."""
-    try:
-        text = token.decode().replace(" ", "␣")
-    except UnicodeDecodeError:
-        return token.hex().upper()
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
