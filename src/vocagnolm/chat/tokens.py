@@ -150,8 +150,7 @@ class ChatTokenizer(TextTokenizer):
             found = render(self.template, messages, add_generation_prompt=True)
         except Refused as error:
             raise TemplateError(f"{self.name} cannot read a conversation: {error}") from None
-        ids: list[int] = super().spans_batch([self._lay(found, messages).text])[0].ids.tolist()
-        return ids
+        return list(super().spans_batch([self._lay(found, messages).text])[0].ids.tolist())
 
     def answering_ids(self, text: str) -> list[int]:
         """The tokens of a shared text up to the assistant's answer, and those of what follows its
@@ -163,8 +162,7 @@ class ChatTokenizer(TextTokenizer):
         whole = shared_text([*messages, Message("assistant", answer)])
         tokens = self.spans(whole)
         last = int(np.searchsorted(tokens.spans[:, 0], len(whole.encode()) - 1, side="left"))
-        ids: list[int] = tokens.ids[:last].tolist()
-        return ids
+        return list(tokens.ids[:last].tolist())
 
     @cached_property
     def end_of_turn(self) -> int | None:

@@ -108,8 +108,7 @@ def score(teacher: Path, corpus: Path, store: Path, alternatives: int | str = 0)
 
     settings = ScoreSettings(device="cpu", context=512, bos=END, alternatives=alternatives)
     summary = score_corpus(teacher, corpus, store, settings=settings)
-    bits: float = summary.store["bits_per_byte"]
-    return bits
+    return float(summary.store["bits_per_byte"])
 
 
 Record = dict[str, Any]

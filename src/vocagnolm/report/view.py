@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -182,10 +183,8 @@ def environment() -> dict[str, str]:
     if machine := platform.machine():
         found["machine"] = f"{machine}, {os.cpu_count()} cores"
     for package in ("vocagnolm", "torch", "transformers", "tokenizers", "accelerate", "numpy"):
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 

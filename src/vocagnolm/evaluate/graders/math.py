@@ -71,13 +71,9 @@ class Verifier:
             raise MissingExtraError("math-verify", "eval", "Grading LaTeX answers (task 'math')")
         source = str(Path(__file__).parents[3])
         path = os.pathsep.join(p for p in (source, os.environ.get("PYTHONPATH")) if p)
+        program = f"import {__name__} as m; m._serve({self.timeout_seconds})"
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-c",
-                f"import {__name__} as m; m._serve({self.timeout_seconds})",
-            ],
+            [sys.executable, "-P", "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
