@@ -137,19 +137,16 @@ def split_options(text: str, letters: str) -> list[str]:
     starts: list[tuple[int, int]] = []
     position = 0
     for letter in letters:
-        label = re.compile(rf"(?:^|[\s,(\[])(?:[{letter}{letter.lower()}]\s?[).])(?:\s|(?=\S))")
-        match = label.search(text, position)
+        small = letter.lower()
+        # "a ) a ) 1055": some rows carry the label twice
+        label = rf"(?:^|[\s,(\[])[{letter}{small}]\s?[).](?:\s|(?=\S))(?:\s*{small}\s\)\s)?"
+        match = re.compile(label).search(text, position)
         if match is None:
             break
-        starts.append((match.start(), match.end()))
+        starts.append(match.span())
         position = match.end()
-        # "a ) a ) 1055": some rows carry the label twice
-        twice = re.compile(rf"\s*{letter.lower()}\s\)\s").match(text, position)
-        if twice:
-            starts[-1] = (match.start(), twice.end())
-            position = twice.end()
     ends = [begin for begin, _ in starts[1:]] + [len(text)]
-    return [text[a:b].strip().rstrip(",").strip() for (_, a), b in zip(starts, ends, strict=True)]
+    return [text[a:b].strip().rstrip(",").strip() for (_, a), b in zip(starts, ends, strict=False)]
 
 
 def _mathqa(row: Row, paper: bool = False) -> Example:
