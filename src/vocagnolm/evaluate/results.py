@@ -15,7 +15,6 @@ byte.
 
 import contextlib
 import json
-import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -207,7 +206,7 @@ class RunFolder:
         settings = with_values_of(there, settings)  # of a server: its probe, within the tolerance
         before_now = differences({key: there.get(key) for key in settings}, settings)
         different = [
-            f"{name}: {measured_apart(name, a, b) or f'{_brief(a)} there, {_brief(b)} now'}"
+            f"{name}: {measured_apart(name, a, b) or f'{a!r:.80} there, {b!r:.80} now'}"
             for name, a, b in before_now
         ]
         different += [
@@ -325,10 +324,6 @@ class RunFolder:
 
 def _json_lines(rows: Iterable[Any]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def _brief(value: Any) -> str:
-    return textwrap.shorten(repr(value), 80, placeholder="...")
 
 
 class NotEvaluated(EvaluationError):
