@@ -393,7 +393,14 @@ class Comparison:
     def notes(self) -> list[str]:
         """What was not compared, and averages that a reader may miss: the paper's MATH was once
         taken for the 5,000."""
-        notes = self._not_compared() + self._without_documents()
+        notes = self._not_compared()
+        bits = [run for run in self.runs if run.evaluation.bits_per_byte is not None]
+        old = [run.name for run in bits if not run.text_sums]
+        if old and len(bits) > 1:
+            notes.append(
+                f"bits per byte: {', '.join(old)} kept no numbers of single documents, so that no "
+                "interval of a difference is known. Run `vocagnolm evaluate` with --text again."
+            )
         for run in self.runs:
             tasks = run.evaluation.tasks
             if "math" in tasks and any(
@@ -418,16 +425,6 @@ class Comparison:
                 for reason, rows in reasons.items()
             ]
         return lines
-
-    def _without_documents(self) -> list[str]:
-        bits = [run for run in self.runs if run.evaluation.bits_per_byte is not None]
-        old = [run.name for run in bits if not run.text_sums] if len(bits) > 1 else []
-        if not old:
-            return []
-        return [
-            f"bits per byte: {', '.join(old)} kept no numbers of single documents, so that no "
-            "interval of a difference is known. Run `vocagnolm evaluate` with --text again."
-        ]
 
     def rows(self) -> list[str]:
         """Tasks, averages and the text, of which any run has a score."""
@@ -476,11 +473,11 @@ def average_difference(
     return Difference(difference, stderr, p_value, sum(one.n for one in parts))
 
 
-def load_run(path: str | Path, name: str | None = None) -> Run:
+def load_run(path: str | Path) -> Run:
     folder, evaluation = open_run(path)
     records = {task: folder.records(task) or [] for task in evaluation.tasks}
     return Run(
-        name or folder.path.resolve().name,
+        folder.path.resolve().name,
         evaluation,
         {task: {one.index: one.correct for one in listed} for task, listed in records.items()},
         {
@@ -539,12 +536,10 @@ def _unlike(first: Run, second: Run, row: str) -> list[str]:
     tasks = AVERAGES.get(row, (row,))
     if any(task not in run.tasks for task in tasks for run in (a, b)):
         return []
-    found: dict[str, None] = {}
-    if a.protocol != b.protocol:
-        found[f"protocol {a.protocol} / {b.protocol}"] = None
+    lines = [] if a.protocol == b.protocol else [f"protocol {a.protocol} / {b.protocol}"]
     for task in tasks:
-        found |= dict.fromkeys(_unlike_task(first, second, task))
-    return list(found)
+        lines += _unlike_task(first, second, task)
+    return list(dict.fromkeys(lines))
 
 
 def _unlike_task(first: Run, second: Run, task: str) -> list[str]:
