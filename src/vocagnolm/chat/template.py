@@ -684,7 +684,8 @@ def _stripped(
         else:
             return None
         start = segment.start + max(text.find(kept), 0)
-        found.append(Segment(kept) if start < 0 else Segment(kept, segment.message, start))
+        is_copy = segment.start < 0
+        found.append(Segment(kept) if is_copy else Segment(kept, segment.message, start))
         at += len(kept)
     return tuple(found) if at == len(real) else None
 
