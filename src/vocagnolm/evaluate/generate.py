@@ -536,44 +536,24 @@ def shared_prefix_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     shared_key, shared_value = _active.layers[layer]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = _active.windows[layer]
+    window, (Q, K, P) = _active.windows[layer], (query.shape[2], key.shape[2], shared_key.shape[2])
+    mask, seen_BQP = attention_mask, None
+    if mask is None and Q > 1:  # transformers leaves the mask out where it is plainly causal
+        mask = query.new_ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None]
+    if window is not None:  # of the last P shared tokens
+        assert _active.positions is not None
+        position = torch.arange(_active.tokens - P, _active.tokens, device=query.device)
+        seen_BQP = _active.positions[:, :, None] - position < window
     fused = window is None and _is_fused(query.device, query.dtype, query.shape[-1])
-    scores = key.shape[2] if fused else key.shape[2] + shared_key.shape[2]
-    rows = max(1, _MAX_SCORES // (query.shape[1] * query.shape[2] * scores))
-    parts = [
-        _attend(
-            query[at : at + rows],
-            key[at : at + rows],
-            value[at : at + rows],
-            _rows_mask(attention_mask, at, rows, query, key),
-            shared_key[0],
-            shared_value[0],
-            scale,
-            None if window is None else _seen(_active, shared_key.shape[2], window, at, rows),
-        )
-        for at in range(0, len(query), rows)
-    ]
+    rows = max(1, _MAX_SCORES // (query.shape[1] * Q * (K if fused else K + P)))
+    parts = []
+    for at in range(0, len(query), rows):
+        here = slice(at, at + rows)
+        part_mask = mask if mask is None or len(mask) == 1 else mask[here]
+        seen = None if seen_BQP is None else seen_BQP[here]
+        own = query[here], key[here], value[here], part_mask
+        parts.append(_attend(*own, shared_key[0], shared_value[0], scale, seen))
     return torch.cat(parts), None
-
-
-def _seen(prefix: Prefix, kept: int, window: int, at: int, rows: int) -> torch.Tensor:
-    """Which of the last `kept` shared tokens each query sees [B, Q, P]."""
-    assert prefix.positions is not None
-    position = torch.arange(prefix.tokens - kept, prefix.tokens, device=prefix.positions.device)
-    return prefix.positions[at : at + rows, :, None] - position < window
-
-
-def _rows_mask(
-    mask: torch.Tensor | None, at: int, rows: int, query: torch.Tensor, key: torch.Tensor
-) -> torch.Tensor | None:
-    if mask is not None:
-        return mask if len(mask) == 1 else mask[at : at + rows]
-    if query.shape[2] == 1:
-        return None
-    # transformers leaves the mask out where it is plainly causal
-    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(
-        key.shape[2] - query.shape[2]
-    )[None, None]
 
 
 def _attend(
