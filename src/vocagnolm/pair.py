@@ -55,6 +55,9 @@ STRESS: tuple[str, ...] = (
 )
 
 
+_KINDS = ("unmapped", "one_to_one", "one_to_many", "many_to_one")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """Shares are of the student's tokens; the overlaps are means over its mapped ones, None where
@@ -79,11 +82,10 @@ def measure_fit(
     counts = [shares(alignment) for alignment in alignments]
     covers = [token_overlap(*one) for one in zip(ours, theirs, alignments, strict=True)]
     tokens = max(sum(count.tokens for count in counts), 1)
-    kinds = ("one_to_one", "one_to_many", "many_to_one", "unmapped")
     return Fit(
         student_tokens=sum(map(len, ours)),
         teacher_tokens=sum(map(len, theirs)),
-        **{kind: sum(getattr(count, kind) for count in counts) / tokens for kind in kinds},
+        **{kind: sum(getattr(count, kind) for count in counts) / tokens for kind in _KINDS},
         ios=_mean([cover.ios for cover in covers]),
         iou=_mean([cover.iou for cover in covers]),
     )
@@ -141,7 +143,6 @@ class Pair:
     widest: list[WideToken]
 
     def as_json(self) -> dict[str, Any]:
-        shares = ("unmapped", "one_to_one", "one_to_many", "many_to_one")
         return {
             "teacher": self.teacher.name,
             "vocabulary": self.teacher.vocabulary_size,
@@ -149,7 +150,7 @@ class Pair:
             "overlap": {name: getattr(self.overlap, name) for name in ("raw", "marks", "bytes")},
             "tiling": "exact" if self.exact else "lossy",
             "lost_bytes": {"student": self.student_lost_bytes, "teacher": self.teacher_lost_bytes},
-            **{f"{name}_share": getattr(self, f"{name}_share") for name in shares},
+            **{f"{kind}_share": getattr(self, f"{kind}_share") for kind in _KINDS},
             "ios": self.ios,
             "tokens_per_byte": self.teacher_tokens_per_byte,
             "shared_start_share": self.shared_start_share,
@@ -203,10 +204,7 @@ def compare(
                 exact=student_lost == teacher_lost == 0,
                 student_lost_bytes=student_lost,
                 teacher_lost_bytes=teacher_lost,
-                unmapped_share=fit.unmapped,
-                one_to_one_share=fit.one_to_one,
-                one_to_many_share=fit.one_to_many,
-                many_to_one_share=fit.many_to_one,
+                **{f"{kind}_share": getattr(fit, kind) for kind in _KINDS},
                 ios=float("nan") if fit.ios is None else fit.ios,
                 student_tokens_per_byte=max(fit.student_tokens, 1) / n_bytes,
                 teacher_tokens_per_byte=fit.teacher_tokens / n_bytes,
