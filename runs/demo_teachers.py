@@ -19,12 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import demo_models
 from rich.progress import track
 from tokenizers import Tokenizer
 
 from vocagnolm import statistics
 from vocagnolm.data.prepare import prepare
-from vocagnolm.demo import corpus, make, students
+from vocagnolm.demo import corpus, students
 from vocagnolm.demo.pipeline import mean_and_spread
 from vocagnolm.recipe import Recipe
 from vocagnolm.workers import WorkerPool
@@ -39,7 +40,7 @@ def own_tokenizer(texts: Iterator[str]) -> Tokenizer:
     return Tokenizer.from_file(str(students.START / "tokenizer.json"))
 
 
-SHIPPED = make.PLANS[0]
+SHIPPED = demo_models.PLANS[0]
 STEPS = (100, 200, 250, 300, 375, 450, 600)
 TEACHERS = {
     **{f"{n} steps": replace(SHIPPED, steps=n) for n in STEPS},
@@ -69,7 +70,7 @@ def make_teacher(out: Path, name: str) -> dict[str, float]:
     result has the higher loss."""
     students.one_thread()
     folder = out / "teachers" / name
-    make.make_model(TEACHERS[name], folder / "model")
+    demo_models.make_model(TEACHERS[name], folder / "model")
     bits = students.score(folder / "model", out / "corpus.jsonl", folder / "store")
     for rule in RULES:
         prepare(recipe_of(out, name, rule, 0))

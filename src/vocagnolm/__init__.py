@@ -9,35 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0.dev0"
 
-# public name -> the module that defines it
 _PUBLIC = {
-    "Alignment": "vocagnolm.alignment",
-    "TextTokenizer": "vocagnolm.alignment",
-    "TokenSpans": "vocagnolm.alignment",
-    "align": "vocagnolm.alignment",
-    "align_batch": "vocagnolm.alignment",
-    "carry": "vocagnolm.alignment",
-    "chunk_align": "vocagnolm.alignment",
-    "load_tokenizer": "vocagnolm.alignment",
-    "token_spans": "vocagnolm.alignment",
-    "export_columns": "vocagnolm.columns",
-    "guide": "vocagnolm.columns",
-    "VocagnolmError": "vocagnolm.errors",
-    "Grade": "vocagnolm.evaluate",
-    "grade": "vocagnolm.evaluate",
-    "Head": "vocagnolm.objective",
-    "ObjectiveConfig": "vocagnolm.objective",
-    "Targets": "vocagnolm.objective",
-    "guided_loss": "vocagnolm.objective",
-    "objective_loss": "vocagnolm.objective",
-    "Recipe": "vocagnolm.recipe",
-    "load_recipe": "vocagnolm.recipe",
-    "LossStore": "vocagnolm.store",
-    "GuidedCollator": "vocagnolm.train",
-    "GuidedTrainer": "vocagnolm.train",
-    "ScoreSettings": "vocagnolm.score",
-    "score_corpus": "vocagnolm.score",
+    "alignment": (
+        *("Alignment", "TextTokenizer", "TokenSpans", "align", "align_batch", "carry"),
+        *("chunk_align", "load_tokenizer", "token_spans"),
+    ),
+    "columns": ("export_columns", "guide"),
+    "errors": ("VocagnolmError",),
+    "evaluate": ("Grade", "grade"),
+    "objective": ("Head", "ObjectiveConfig", "Targets", "guided_loss", "objective_loss"),
+    "recipe": ("Recipe", "load_recipe"),
+    "store": ("LossStore",),
+    "train": ("GuidedCollator", "GuidedTrainer"),
+    "score": ("ScoreSettings", "score_corpus"),
 }
+"""Module -> the public names that it defines."""
 
 if TYPE_CHECKING:
     from vocagnolm.alignment import (
@@ -92,8 +78,9 @@ __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
+    for module, names in _PUBLIC.items():
+        if name in names:
+            return getattr(import_module(f"vocagnolm.{module}"), name)
     raise AttributeError(f"module 'vocagnolm' has no attribute {name!r}")
 
 

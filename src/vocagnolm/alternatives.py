@@ -1,4 +1,4 @@
-"""Alternatives: the tokens that a teacher finds likeliest at a place, four bytes each, and the
+"""Alternatives: the tokens that a teacher finds likeliest at a position, four bytes each, and the
 vocabulary that says what they spell. NumPy only: stores, alignment and models share this.
 
 An alternative is one unsigned 32-bit number:
@@ -9,7 +9,7 @@ An alternative is one unsigned 32-bit number:
 
 All bits set: there is none. A probability is off by at most 0.4 %, and never below e^-16.
 
-Shape letters: M places (teacher tokens), K alternatives, V entries of the vocabulary.
+Shape letters: M positions (teacher tokens), K alternatives, V entries of the vocabulary.
 """
 
 import re
@@ -77,7 +77,7 @@ class Alternatives:
         return len(self.packed)
 
     def at(self, rows: NDArray[np.integer[Any]]) -> "Alternatives":
-        """Of these places."""
+        """Of these positions."""
         return Alternatives(self.packed.take(rows, axis=0), self.sampled)
 
     @property

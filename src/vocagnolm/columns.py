@@ -154,8 +154,8 @@ class _Known:
         """Per text the teacher's losses; None where it has none."""
         if self.store is None:
             return self._read_now(texts)
-        places = [self.store.find(document_hash(text)) for text in texts]
-        return [None if at is None else self._stored(self.store, at) for at in places]
+        rows = [self.store.find(document_hash(text)) for text in texts]
+        return [None if at is None else self._stored(self.store, at) for at in rows]
 
     @staticmethod
     def _stored(store: LossStore, at: int) -> "_Losses":
@@ -228,11 +228,9 @@ class _Columns:
     def types(self) -> dict[str, str]:
         """The columns, and the types of their numbers."""
         types = {"input_ids": "int32", "labels": "int32", "guidance": "float32"}
-        return (
-            types
-            if self.targets is None
-            else types | {"target_ids": "int32", "target_p": "float32"}
-        )
+        if self.targets is not None:
+            types |= {"target_ids": "int32", "target_p": "float32"}
+        return types
 
     def features(self, datasets: Any) -> dict[str, Any]:
         numbers = {name: datasets.List(datasets.Value(kind)) for name, kind in self.types.items()}
@@ -243,18 +241,18 @@ class _Columns:
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-        texts = [self._text(row) for row in rows]
-        read = [n for n, text in enumerate(texts) if isinstance(text, str)]
-        tokens = dict(zip(read, self._tokens([str(texts[n]) for n in read]), strict=True))
-        losses = dict(zip(read, self.known.read([str(texts[n]) for n in read]), strict=True))
+        found = [self._text(row) for row in rows]
+        texts = {n: text for n, text in enumerate(found) if isinstance(text, str)}
+        tokens = dict(zip(texts, self._tokens([*texts.values()]), strict=True))
+        losses = dict(zip(texts, self.known.read([*texts.values()]), strict=True))
         kept = []
-        for n, text in enumerate(texts):
-            problem = str(text) if n not in tokens else tokens[n]
+        for n, text in enumerate(found):
+            problem = tokens[n] if n in texts else str(text)
             if not isinstance(problem, str):
                 if losses[n] is not None or self.missing == "keep":
                     kept.append(n)
                     continue
-                problem = self._not_known(str(text))
+                problem = self._not_known(texts[n])
             if self.missing == "error":
                 raise CorpusError(
                     f"A row cannot be guided: {problem}. Drop such rows with missing='drop'; "
@@ -267,7 +265,7 @@ class _Columns:
         }
         if kept:
             made = self._made(
-                [str(texts[n]) for n in kept], [tokens[n] for n in kept], [losses[n] for n in kept]
+                [texts[n] for n in kept], [tokens[n] for n in kept], [losses[n] for n in kept]
             )
             for name, values in made.items():
                 for n, value in zip(kept, values, strict=True):

@@ -3,6 +3,7 @@ each other, in numbers (`compare`) and in figures, which need the extra `plots`.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from vocagnolm.alignment import (
     token_overlap,
     vocabulary_overlap,
 )
+from vocagnolm.alignment.picture import visible
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.errors import CorpusError
 from vocagnolm.plots import COLOURS, INK, LINE, SOFT, new_figure, save_figure
@@ -36,63 +38,9 @@ __all__ = [
 ]
 
 
-# Text of the kinds that a mathematical web corpus is made of.
-SAMPLE: tuple[str, ...] = (
-    """Probability, Uncertainty
-
-A bag holds 3 red marbles and 5 blue ones. We draw two marbles without putting the first one back.
-What is the probability that both are blue? The first marble is blue with probability 5/8. If it
-was, 4 of the remaining 7 marbles are blue, so the answer is 5/8 x 4/7 = 20/56 = 5/14, or about
-35.7%. Notice that the two draws are not independent: what we learn from the first changes what we
-expect of the second.
-""",
-    r"""\begin{theorem}[Bayes]
-Let $A$ and $B$ be events with $\Pr(B) > 0$. Then
-\[
-  \Pr(A \mid B) = \frac{\Pr(B \mid A)\,\Pr(A)}{\Pr(B)} .
-\]
-\end{theorem}
-\begin{proof}
-Both sides, multiplied by $\Pr(B)$, equal $\Pr(A \cap B)$. \qedhere
-\end{proof}
-For a partition $A_1, \dots, A_n$ of the sample space, $\Pr(B) = \sum_{i=1}^{n} \Pr(B \mid A_i)\Pr(A_i)$,
-and with $\lambda = 0.5$ we get $\int_0^\infty \lambda e^{-\lambda x}\,dx = 1$.
-""",  # noqa: E501
-    """Question: A shop sells pencils in boxes of 12. Lena buys 7 boxes and gives 19 pencils away. How
-many pencils does she have left?
-Answer: 7 boxes hold 7 * 12 = <<7*12=84>>84 pencils. After giving 19 away, 84 - 19 = <<84-19=65>>65
-pencils are left.
-#### 65
-""",  # noqa: E501
-    """import math
-
-def newton_sqrt(a: float, tolerance: float = 1e-12) -> float:
-    \"\"\"Square root by Newton's method.\"\"\"
-    x = max(a, 1.0)
-    while abs(x * x - a) > tolerance * a:
-        x = 0.5 * (x + a / x)
-    return x
-
-assert math.isclose(newton_sqrt(2), 1.41421356237, rel_tol=1e-9)
-""",
-    """<div class="post"><p>Posted by <b>euler_fan_1707</b> &middot; 3 hours ago</p>
-<p>Can somebody check this? I get ∫₀¹ x² dx = ⅓, but the book says 0,33… 🤔</p>
-<a href="/t/4711?page=2#reply">Reply</a> | Share | Report</div>
-  * * *
-Cookie settings    Privacy    © All rights reserved
-""",
-    """Soit f une fonction dérivable sur [a, b]. D'après le théorème des accroissements finis, il existe c
-tel que f(b) − f(a) = f′(c)(b − a). Für stetige Funktionen gilt der Zwischenwertsatz.
-数学の問題：三角形の内角の和は180度である。 α + β + γ = π, ∀ε > 0 ∃δ > 0.
-""",  # noqa: E501
-    """| n | n! | 2^n |
-|---|---:|---:|
-| 0 | 1 | 1 |
-| 5 | 120 | 32 |
-| 10 | 3,628,800 | 1,024 |
-| 20 | 2,432,902,008,176,640,000 | 1,048,576 |
-""",
-)
+_SAMPLE = files("vocagnolm").joinpath("sample.txt").read_bytes().decode()
+SAMPLE: tuple[str, ...] = tuple(_SAMPLE.split("---- 8< ----\n"))
+"""Text of the kinds that a mathematical web corpus is made of."""
 
 # Texts on which tokenizers part ways with their own input. They decide `exact` or `lossy`; they
 # are no part of the measured shares.
@@ -105,6 +53,9 @@ STRESS: tuple[str, ...] = (
     "\u2581literal \u2581\u2581 <0x0A> </s> <|endoftext|>",
     "\ufeffbyte order mark, NUL \x00, bell \x07",
 )
+
+
+_KINDS = ("unmapped", "one_to_one", "one_to_many", "many_to_one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +82,10 @@ def measure_fit(
     counts = [shares(alignment) for alignment in alignments]
     covers = [token_overlap(*one) for one in zip(ours, theirs, alignments, strict=True)]
     tokens = max(sum(count.tokens for count in counts), 1)
-    kinds = ("one_to_one", "one_to_many", "many_to_one", "unmapped")
     return Fit(
         student_tokens=sum(map(len, ours)),
         teacher_tokens=sum(map(len, theirs)),
-        **{kind: sum(getattr(count, kind) for count in counts) / tokens for kind in kinds},
+        **{kind: sum(getattr(count, kind) for count in counts) / tokens for kind in _KINDS},
         ios=_mean([cover.ios for cover in covers]),
         iou=_mean([cover.iou for cover in covers]),
     )
@@ -193,7 +143,6 @@ class Pair:
     widest: list[WideToken]
 
     def as_json(self) -> dict[str, Any]:
-        shares = ("unmapped", "one_to_one", "one_to_many", "many_to_one")
         return {
             "teacher": self.teacher.name,
             "vocabulary": self.teacher.vocabulary_size,
@@ -201,7 +150,7 @@ class Pair:
             "overlap": {name: getattr(self.overlap, name) for name in ("raw", "marks", "bytes")},
             "tiling": "exact" if self.exact else "lossy",
             "lost_bytes": {"student": self.student_lost_bytes, "teacher": self.teacher_lost_bytes},
-            **{f"{name}_share": getattr(self, f"{name}_share") for name in shares},
+            **{f"{kind}_share": getattr(self, f"{kind}_share") for kind in _KINDS},
             "ios": self.ios,
             "tokens_per_byte": self.teacher_tokens_per_byte,
             "shared_start_share": self.shared_start_share,
@@ -255,10 +204,7 @@ def compare(
                 exact=student_lost == teacher_lost == 0,
                 student_lost_bytes=student_lost,
                 teacher_lost_bytes=teacher_lost,
-                unmapped_share=fit.unmapped,
-                one_to_one_share=fit.one_to_one,
-                one_to_many_share=fit.one_to_many,
-                many_to_one_share=fit.many_to_one,
+                **{f"{kind}_share": getattr(fit, kind) for kind in _KINDS},
                 ios=float("nan") if fit.ios is None else fit.ios,
                 student_tokens_per_byte=max(fit.student_tokens, 1) / n_bytes,
                 teacher_tokens_per_byte=fit.teacher_tokens / n_bytes,
@@ -325,7 +271,7 @@ def _widest(
     alignments: list[Alignment],
     n_widest: int,
 ) -> list[WideToken]:
-    found: dict[int, tuple[int, WideToken]] = {}  # student id -> its widest place
+    found: dict[int, tuple[int, WideToken]] = {}  # by student id
     for text, own, other, alignment in zip(documents, ours, theirs, alignments, strict=True):
         widths = np.where(alignment.mapped, alignment.last - alignment.first + 1, 0)
         encoded = text.encode()
@@ -358,12 +304,8 @@ def overlap_bars(
     room_for_title = 1.0 + 0.085 * len(title)
     matplotlib, figure, axes = new_figure(max(1.6 + 1.15 * len(teachers), room_for_title), 3.4)
     overlaps = [vocabulary_overlap(student, teacher) for teacher in teachers]
-    for at, (label, values) in enumerate(
-        [
-            ("equal strings", [overlap.raw for overlap in overlaps]),
-            ("equal bytes", [overlap.bytes for overlap in overlaps]),
-        ]
-    ):
+    raw, by_bytes = zip(*((overlap.raw, overlap.bytes) for overlap in overlaps), strict=True)
+    for at, (label, values) in enumerate((("equal strings", raw), ("equal bytes", by_bytes))):
         centres = [group + (at - 0.5) * 0.38 for group in range(len(teachers))]
         bars = axes.bar(centres, [100 * v for v in values], 0.34, color=COLOURS[at], label=label)
         axes.bar_label(bars, [_percent(v) for v in values], padding=2, fontsize=8, color=INK)
@@ -407,7 +349,7 @@ def tokenisation_rows(tokenizers: Sequence[TextTokenizer], text: str, path: str 
             axes.text(
                 (start + end) / 2,
                 -row,
-                _printable(encoded[start:end]),
+                visible(encoded[start:end]),
                 ha="center",
                 va="center",
                 family="monospace",
@@ -421,12 +363,3 @@ def tokenisation_rows(tokenizers: Sequence[TextTokenizer], text: str, path: str 
     axes.set_ylim(-len(tokenizers) + 0.4, 0.6)
     axes.set_axis_off()
     return save_figure(matplotlib, figure, path)
-
-
-def _printable(token: bytes) -> str:
-    """A token's text for print; bytes that are no character on their own in hexadecimal."""
-    try:
-        text = token.decode().replace(" ", "␣")
-    except UnicodeDecodeError:
-        return token.hex().upper()
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -7,7 +7,7 @@ from typing import Any
 from vocagnolm.errors import UsageError, optional
 from vocagnolm.files import local_path
 
-# Okabe and Ito's colours: told apart by everyone, and by their grey value in print.
+# Okabe and Ito's colours: distinct for everyone, and by their grey value in print.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, SOFT, LINE = "#23252a", "#5d6066", "#d9d5ca"
 FORMATS = (".png", ".svg", ".pdf")

@@ -8,7 +8,7 @@ from vocagnolm.errors import PushError, TrainingError, UsageError, first_line
 from vocagnolm.files import local_path, model_damage
 
 CARD = "README.md"
-_PLACE = "from_pretrained(FOLDER)"  # of the card, where the model's address belongs
+_PLACEHOLDER = "from_pretrained(FOLDER)"  # in the card, for the address of the model
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Upload:
     files: dict[str, int]
     """Name -> bytes."""
     local_paths: list[str]
-    """Paths of this machine that the card tells the world."""
+    """Paths of this machine that the card would publish."""
     url: str | None = None
 
     @property
@@ -38,7 +38,7 @@ def push(
     _require_repository(repository)
     folder = _model_folder(local_path(run))
     card = (folder / CARD).read_text(encoding="utf-8")
-    card = card.replace(_PLACE, f'from_pretrained("{repository}")')
+    card = card.replace(_PLACEHOLDER, f'from_pretrained("{repository}")')
     own = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.is_symlink()]
     files = {path.name: path.stat().st_size for path in own if not path.name.startswith(".")}
     files[CARD] = len(card.encode())

@@ -1,4 +1,4 @@
-"""Tests and intervals, one place for all tables: t, Welch, McNemar, sign flips, bootstrap.
+"""Tests and intervals of all tables: t, Welch, McNemar, sign flips, bootstrap.
 
 What has a distribution of its own is scipy's, which comes with the extras that compare runs (`eval`
 and `study`).

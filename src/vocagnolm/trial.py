@@ -67,9 +67,7 @@ def try_pair(
 ) -> Facts:
     """The verdict on a pair, as `vocagnolm try --json` prints it. `settings`: fields of `Trial`;
     the others (text_field, split) as in `open_corpus`."""
-    reading: Facts = {
-        name: settings.pop(name) for name in ("text_field", "split") if name in settings
-    }
+    reading: Facts = {n: settings.pop(n) for n in ("text_field", "split") if n in settings}
     folder = local_path(out)
     with folder_lock(folder, "Wait for it to end, or choose another --out."):
         opened = open_corpus(list(corpus), **reading)
@@ -125,10 +123,8 @@ def try_pair(
 
 
 def ranked(read: Mapping[str, Mapping[str, Any]], baseline: str) -> list[TextScore]:
-    rows = {name: one["by_document"] for name, one in read.items()}
-    return rank_texts(
-        {name: {at: pair for at, *pair in row} for name, row in rows.items()}, baseline
-    )
+    sums = {name: {at: s for at, *s in one["by_document"]} for name, one in read.items()}
+    return rank_texts(sums, baseline)
 
 
 @dataclass
@@ -187,11 +183,12 @@ class Trial:
     @contextmanager
     def bar(self, label: str, unit: str = "documents") -> Iterator[Callable[[float, int], None]]:
         with self.progress(label, unit) as meter:
-            yield (
-                lambda done, total: (
-                    meter and meter.note(done, total, f"{done:,.0f}/{total:,} {unit}", done)
-                )
-            )
+
+            def note(done: float, total: int) -> None:
+                if meter is not None:
+                    meter.note(done, total, f"{done:,.0f}/{total:,} {unit}", done)
+
+            yield note
 
     def sample(self, name: str) -> Path:
         return self.out / "sample" / f"{name}.jsonl"
@@ -199,7 +196,7 @@ class Trial:
     # ---- the sample ----
 
     def texts(self, start: int, count: int) -> list[tuple[int, str]]:
-        """Usable documents from this part of a random order, with their places in it."""
+        """Usable documents from this part of a random order, with their positions in it."""
         documents = len(self.corpus)
         order = random.Random(self.seed).sample(range(documents), min(documents, MOST_DOCUMENTS))
         positions = {index: start + at for at, index in enumerate(order[start : start + count])}

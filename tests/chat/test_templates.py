@@ -211,6 +211,15 @@ def test_what_templates_do_to_contents_is_said():
     assert render(ignoring, long).changes == ("drops the system's content",)
 
 
+def test_a_copy_of_a_content_is_not_aligned():
+    body = "<{{ m.content | trim }}|{{ m.content | trim }}>"
+    twice = ChatTemplate(f"{{% for m in messages %}}{body}{{% endfor %}}")
+    found = render(twice, [Message("user", " hi"), Message("assistant", "yes")])
+    assert found.text == "<hi|hi><yes|yes>"
+    aligned = [(s.text, s.message, s.start) for s in found.segments if s.message is not None]
+    assert aligned == [("hi", 0, 1), ("yes", 1, 0)]
+
+
 def test_a_template_that_cannot_be_followed_is_refused():
     messages = [Message("user", "Hi"), Message("assistant", "Yes")]
     shouting = ChatTemplate("{% for m in messages %}<{{ m.content | upper }}>{% endfor %}")

@@ -42,6 +42,7 @@ def test_every_format_is_read(benchmarks):
 
 
 def test_options_keep_what_looks_like_a_label():
+    assert split_options("no labels", "ABCD") == []
     listed = split_options("A) f(a) B) the set A. is big C) x D) y", "ABCD")
     assert listed == ["f(a)", "the set A. is big", "x", "y"]
 

@@ -88,17 +88,18 @@ def test_every_kind_of_answer(kind, gold, output, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("kind: number", "`kind` and `file` must be given"),
-        ("{", "cannot be read as YAML"),
-        ("{kind: word, file: a}", "'word', not one of number, mixed, math, choice"),
-        ("{kind: number, file: a, shot: 1}", "unknown: shot. A task's file has: title, kind"),
-        ("{kind: number, file: a, examples: 3}", "`examples` is not a list"),
+        ("kind: number", ": file is missing"),
+        ("{", " is not valid YAML"),
+        ("{kind: word, file: a}", ": kind is 'word', expected one of number, mixed, math, choice"),
+        ("{kind: number, file: a, shot: 1}", ": unknown key 'shot'. Known: answer, examples, file"),
+        ("{kind: number, file: a, examples: 3}", ": examples is 3, expected a list"),
+        ("{kind: math, file: a, examples: [{question: q}]}", ": examples.0.answer is missing"),
     ],
 )
 def test_what_is_wrong_with_it_is_said(content, message, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(content)
-    with pytest.raises(UsageError, match=f"mine.yaml: .*{message}"):
+    with pytest.raises(UsageError, match=f"mine.yaml{message}"):
         tasks_asked(str(path))
 
 

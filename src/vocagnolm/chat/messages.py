@@ -128,10 +128,10 @@ def is_mark(byte: int) -> bool:
     return chr(byte) in _ROLE_OF
 
 
-def is_end(message_text: str, place: int) -> bool:
-    """Whether nothing but white space of reasoning and content stands behind a place."""
+def is_end(message_text: str, position: int) -> bool:
+    """Whether nothing but white space of reasoning and content follows."""
     text = message_text.partition(_MORE)[0]
-    return not text[place:].replace(_REASONED, "").strip()
+    return not text[position:].replace(_REASONED, "").strip()
 
 
 def is_conversation(text: str) -> bool:
@@ -144,13 +144,11 @@ def split_answer(text: str) -> tuple[str, str]:
     return text[:end], text[end:]
 
 
-def part_of(encoded: bytes, place: int) -> str:
+def part_of(encoded: bytes, index: int) -> str:
     """Which part of its message a byte of a shared text belongs to."""
-    end = _BYTE_MARK.search(encoded, place)
-    start = [0, *(match.end() for match in _BYTE_MARK.finditer(encoded, 0, place))][-1]
-    if _MORE.encode() in encoded[start:place]:
+    if _MORE.encode() in _BYTE_MARK.split(encoded[:index])[-1]:
         return "tool call"
-    reasoned = _REASONED.encode() in encoded[place : end.start() if end else None]
+    reasoned = _REASONED.encode() in _BYTE_MARK.split(encoded[index:], 1)[0]
     return "reasoning" if reasoned else "content"
 
 
@@ -311,12 +309,15 @@ def _message(number: int, entry: Any) -> Message:
     if content is None and calls:
         more["content"], content = None, ""
     content, reasoning = _content(number, content)
-    told = [one for one in (reasoning, *map(entry.get, REASONING_FIELDS)) if one]
-    if told and (role != "assistant" or any(one != told[0] for one in told)):
+    texts = [one for one in (reasoning, *map(entry.get, REASONING_FIELDS)) if one]
+    reasoning = texts[0] if texts else ""
+    if reasoning and (role != "assistant" or any(one != reasoning for one in texts)):
         raise Refused(f"reasoning: message {number} ({role}); an assistant has one text of it")
-    if told and not isinstance(told[0], str):
-        raise Refused(f"reasoning: that of message {number} is {type(told[0]).__name__}, not text")
-    message = _checked(number, role, content, told[0] if told else "")
+    if not isinstance(reasoning, str):
+        raise Refused(
+            f"reasoning: that of message {number} is {type(reasoning).__name__}, not text"
+        )
+    message = _checked(number, role, content, reasoning)
     return replace(message, given=weight == 0, more=_checked_json(more) if more else "")
 
 

@@ -39,28 +39,21 @@ class Survey:
         return {name: dict(v) if isinstance(v, Counter) else v for name, v in vars(self).items()}
 
     def warnings(self) -> list[str]:
+        sentences = {
+            "refuses {count} ({what}); they are left out": self.refused.most_common(),
+            "{what} in {count}; what is left out is not aligned": self.changes.most_common(),
+            "marks generation, and {what} in {count}: the template is followed": (
+                self.disputed.most_common(8)
+            ),
+            "ends a generation prompt with {what!r}, which it does not write before answers in "
+            "{count}: behind such a prompt the student is not trained. template_options may change "
+            "it, as enable_thinking: false": self.unwritten.most_common(4),
+        }
         total = f"of {self.conversations:,} conversations"
         return [
-            *(
-                f"{self.name}: its template refuses {count:,} {total} ({reason}); they are left out"
-                for reason, count in self.refused.most_common()
-            ),
-            *(
-                f"{self.name}: its template {change} in {count:,} {total}; what is left out is not "
-                "aligned"
-                for change, count in self.changes.most_common()
-            ),
-            *(
-                f"{self.name}: its template marks generation, and {token} in {count:,} {total}: "
-                "the template is followed"
-                for token, count in self.disputed.most_common(8)
-            ),
-            *(
-                f"{self.name}: its template ends a generation prompt with {end!r}, which it does "
-                f"not write before answers in {count:,} {total}: behind such a prompt the student "
-                "is not trained. template_options may change it, as enable_thinking: false"
-                for end, count in self.unwritten.most_common(4)
-            ),
+            f"{self.name}: its template {words.format(what=what, count=f'{count:,} {total}')}"
+            for words, found in sentences.items()
+            for what, count in found
         ]
 
 

@@ -3,10 +3,9 @@ message's content lies in a rendering, found without knowing the template.
 
 The conversation is rendered with unique marks in place of its contents, its reasoning and the words
 of its tool calls; what stands between the marks is the template's own. With the contents put back
-it must be the real rendering, character for character: then every place is known. Where it is not,
-the template changes contents; they are then rendered inside a pair of marks, and what survives
-between, behind or before them is found. A template that writes something else in place of a content
-is refused.
+it must be the real rendering, character for character: then every position is known. Where it is
+not, the template changes contents; they are then rendered inside a pair of marks, and what survives
+between, behind or before them is found. A template that replaces a content is refused.
 """
 
 import hashlib
@@ -217,7 +216,8 @@ class ChatTemplate:
         variables = {
             "messages": [form.given(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
-            **{"documents": None, "strftime_now": _fixed_date},
+            "documents": None,
+            "strftime_now": datetime.strptime(DATE, "%d %b %Y").strftime,
             "tools": of_record.get("tools"),
             **dict(self.special_tokens),
             **dict(self.options),
@@ -234,7 +234,7 @@ class ChatTemplate:
                 f"A chat template ({self.origin}) did not end within {RENDER_SECONDS:g} s for one "
                 "conversation. Give another one with chat_template."
             ) from None
-        except Exception as error:  # a template may raise anything; it is told in its words
+        except Exception as error:  # a template may raise anything
             reason = str(error).strip().splitlines()
             raise TemplateRaised(reason[0] if reason else type(error).__name__) from None
         ranges: list[tuple[int, int]] = []
@@ -245,14 +245,8 @@ class ChatTemplate:
         return str(text), ranges
 
 
-def _fixed_date(form: str) -> str:
-    return datetime.strptime(DATE, "%d %b %Y").strftime(form)
-
-
 def template_of(
-    tokenizer: TextTokenizer,
-    given: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    tokenizer: TextTokenizer, given: str | None = None, options: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
     """The template of a model: `given` (a Jinja file, a folder with one, `plain`, or `concatenate`
     to join prompts and completions), its own, or plain if it has none."""
@@ -304,7 +298,7 @@ _NONCHARACTER = re.compile("[\ufdd0-\ufdd3]")
 @dataclass(frozen=True)
 class Segment:
     """A piece of a rendering. `message` is None for what is not laid over the shared text: the
-    template's own text, or a content in a place where it cannot be (`template` is False)."""
+    template's own text, or a content that cannot be aligned there (`template` is False)."""
 
     text: str
     message: int | None = None
@@ -368,23 +362,25 @@ def render(
             break
     else:
         found = _inside_marks(template, messages, slots, prompt, frame, real)
-    rendering = _in_order(_described(found, slots, messages), slots, messages)
-    rendering = replace(rendering, segments=tuple(_located(rendering.segments, slots)))
-    if "tools" in messages[0].fields and not _prints_tools(template, messages, prompt, real):
-        rendering = replace(rendering, changes=(*rendering.changes, "leaves out the list of tools"))
-    return replace(rendering, turns=_turns(template, rendering.segments, blank, marked))
-
-
-def _prints_tools(
-    template: ChatTemplate, messages: Sequence[Message], prompt: bool, real: str
-) -> bool:
+    changes = _changes(found, slots, messages)
+    found, moved = _in_order(found, slots, messages)
+    changes += moved
     first = messages[0]
-    others = as_json({name: one for name, one in first.fields.items() if name != "tools"})
-    try:
+    if "tools" in first.fields:
+        others = as_json({name: one for name, one in first.fields.items() if name != "tools"})
         without = [replace(first, more=others), *messages[1:]]
-        return template.render(without, add_generation_prompt=prompt) != real
-    except TemplateRaised:
-        return True
+        if _attempt(template, without, prompt) == real:
+            changes.append("leaves out the list of tools")
+    segments = tuple(_located(found, slots))
+    turns = _turns(template, segments, blank, marked)
+    return Rendering(segments, tuple(dict.fromkeys(changes)), turns)
+
+
+def _attempt(template: ChatTemplate, messages: Sequence[Message], prompt: bool) -> str | None:
+    """The rendering, or None where the template raises."""
+    with suppress(TemplateRaised):
+        return template.render(messages, add_generation_prompt=prompt)
+    return None
 
 
 # ---- what is looked for ----
@@ -403,7 +399,7 @@ class _Slot(NamedTuple):
 
     @property
     def in_json(self) -> str:
-        return as_json(self.text)[1:-1]
+        return _escaped(self.text)
 
     @property
     def stored(self) -> str:
@@ -416,6 +412,10 @@ class _Slot(NamedTuple):
         if self.what in ("content", "reasoning"):
             return text, *stripped
         return (text, self.in_json, *(stripped if self.what == "result" else ()))
+
+
+def _escaped(text: str) -> str:
+    return as_json(text)[1:-1]
 
 
 Leaves = Literal["all", "values", "names"]
@@ -431,15 +431,15 @@ def _slots(messages: Sequence[Message], leaves: Leaves) -> tuple[list[_Slot], tu
         found: list[tuple[str, str]] = []
 
         def mark(value: Any, what: str, found: list[tuple[str, str]] = found) -> Any:
-            place = len(slots) + len(found)
+            slot = len(slots) + len(found)
             found.append((value if isinstance(value, str) else as_json(value), what))
-            return _OPEN.format(place) if isinstance(value, str) else _NUMBER + place
+            return _OPEN.format(slot) if isinstance(value, str) else _NUMBER + slot
 
         blank.append(_filled(message, leaves, mark))
         text, start, end = blank[-1].text, 0, 0
-        places = {int(m[1] or int(m[2]) - _NUMBER): m.span() for m in _BLANK.finditer(text)}
+        spans = {int(m[1] or int(m[2]) - _NUMBER): m.span() for m in _BLANK.finditer(text)}
         for entry in found:
-            opens, shuts = places[len(slots)]
+            opens, shuts = spans[len(slots)]
             start += opens - end
             slots.append(_Slot(number, start, *entry))
             start, end = start + len(slots[-1].stored), shuts
@@ -483,9 +483,8 @@ def _frame(
 ) -> tuple[Segment, ...] | None:
     """The template's own text around the slots of a conversation, which are left blank; segments
     have the numbers of slots. None where the template raises because of the marks."""
-    try:
-        marked = template.render(blank, add_generation_prompt=prompt)
-    except TemplateRaised:
+    marked = _attempt(template, blank, prompt)
+    if marked is None:
         return None
     found: list[Segment] = []
     seen: set[int] = set()
@@ -512,49 +511,29 @@ def _put_back(
     """The contents, whole or without the white space around them, give the real rendering."""
     if frame is None or any(s.message is not None and s.message >= len(slots) for s in frame):
         return None
-    contents = [slot.text for slot in slots]
-    for kept in (contents, [content.strip() for content in contents]):
-        if "".join(s.text if s.message is None else kept[s.message] for s in frame) == real:
-            return tuple(_with_content(s, contents, kept) for s in frame)
-    if all(slot.what in ("content", "reasoning") for slot in slots):
-        return None
-    whole = [s if s.message is None else replace(s, text=contents[s.message]) for s in frame]
+    whole = [s if s.message is None else replace(s, text=slots[s.message].text) for s in frame]
     return _stripped(whole, slots, real)
 
 
-def _with_content(segment: Segment, contents: Sequence[str], kept: Sequence[str]) -> Segment:
-    number = segment.message
-    if number is None:
-        return segment
-    if segment.start < 0:
-        return Segment(kept[number])
-    return Segment(kept[number], number, contents[number].find(kept[number]))
-
-
 def _located(segments: Sequence[Segment], slots: Sequence[_Slot]) -> Iterator[Segment]:
-    """Segments with their messages and places in the messages' texts, for their slots. Characters
-    that JSON writes differently have none."""
+    """Segments with their messages and positions in the messages' texts, for their slots.
+    Characters that JSON writes differently have none."""
     for segment in segments:
         if segment.message is None:
             yield segment
             continue
         slot = slots[segment.message]
-        escaped = slot.in_json
-        if (
-            slot.text == escaped
-            or segment.text not in (slot.text, escaped)
-            or segment.text == slot.stored
-        ):
+        if segment.text == slot.stored or segment.text not in (slot.text, slot.in_json):
             yield replace(segment, message=slot.message, start=slot.start + segment.start)
             continue
-        shown = (lambda one: as_json(one)[1:-1]) if segment.text == escaped else str
-        stored = str if segment.text == escaped else (lambda one: as_json(one)[1:-1])
-        place = slot.start
-        for same, run in groupby(slot.text, lambda one: as_json(one)[1:-1] == one):
+        # printed as JSON and stored as text, or the other way round
+        shown, stored = (_escaped, str) if segment.text == slot.in_json else (str, _escaped)
+        start = slot.start
+        for same, run in groupby(slot.text, lambda one: _escaped(one) == one):
             text = "".join(run)
-            located = Segment(text, slot.message, place)
+            located = Segment(text, slot.message, start)
             yield located if same else Segment(shown(text), template=True)
-            place += len(stored(text))
+            start += len(stored(text))
 
 
 # ---- templates that change contents ----
@@ -578,69 +557,53 @@ def _inside_marks(
         return [_filled(m, "names", lambda text, _: fill(next(numbers), text)) for m in messages]
 
     wrapped = filled(lambda n, text: _OPEN.format(n) + text + _SHUT.format(n))
-    try:
-        marked = template.render(wrapped, add_generation_prompt=prompt)
-    except TemplateRaised:
-        raise Refused(_LOST) from None
-    gone = [n for n, text in enumerate(contents) if text.strip() and not _has_mark(marked, n)]
+    marked = _attempt(template, wrapped, prompt)
+    if marked is None:
+        raise Refused(_LOST)
+    left = {int(match[1] or match[2]) for match in _MARKED.finditer(marked)}
+    gone = {n for n, text in enumerate(contents) if text.strip() and n not in left}
     if gone:  # a content that is dropped decides nothing
         others = filled(lambda n, text: "another text" if n in gone else text)
-        try:
-            same = template.render(others, add_generation_prompt=prompt) == real
-        except TemplateRaised:
-            same = False
-        if not same:
+        if _attempt(template, others, prompt) != real:
             raise Refused(_LOST)
-    found = _survivors(marked, contents, _neighbours(frame or ()))
-    return _stripped(found, slots, real) or _carried_over(found, real)
-
-
-def _has_mark(marked: str, number: int) -> bool:
-    return _OPEN.format(number) in marked or _SHUT.format(number) in marked
-
-
-def _neighbours(frame: Sequence[Segment]) -> dict[int, tuple[str, str]]:
-    """The template's own text before and behind each content."""
-    around = zip(frame, frame[1:], frame[2:], strict=False)
-    return {
+    around = zip(frame or (), (frame or ())[1:], (frame or ())[2:], strict=False)
+    neighbours = {
         segment.message: (before.text, behind.text)
         for before, segment, behind in around
         if segment.message is not None and segment.start == 0
     }
+    found = _survivors(marked, contents, neighbours)
+    return _stripped(found, slots, real) or _carried_over(found, real)
 
 
 def _survivors(
     marked: str, contents: Sequence[str], neighbours: dict[int, tuple[str, str]]
 ) -> list[Segment]:
     """What the template left of each content, by the marks at its two ends. Where only one is left,
-    the template's own text around it says where the other end is. Refused where something else
-    stands in the place of a content."""
-    places: dict[tuple[int, bool], int] = {}
+    the template's own text around it (`neighbours`) says where the other end is. Refused where a
+    content was replaced."""
+    marks: dict[tuple[int, bool], int] = {}
     plain: list[str] = []
     length = end = 0
     for match in _MARKED.finditer(marked):
         plain.append(marked[end : match.start()])
         length += len(plain[-1])
-        opens = match[1] is not None
-        places.setdefault((int(match[1] if opens else match[2]), opens), length)
+        marks.setdefault((int(match[1] or match[2]), match[1] is not None), length)
         end = match.end()
     text = "".join([*plain, marked[end:]])
-    pieces: list[tuple[int, int, int, int]] = []  # from, to, message, place in the content
+    pieces: list[tuple[int, int, int, int]] = []  # from, to, message, position in the content
     for number, content in enumerate(contents):
-        start, stop = places.get((number, True)), places.get((number, False))
+        start, stop = marks.get((number, True)), marks.get((number, False))
         before, behind = neighbours.get(number, ("", ""))
         if start is not None and stop is not None and start <= stop:
-            inside = [
-                (start + at, start + at + size, number, place)
-                for at, place, size in _equal_words(text[start:stop], content)
-            ]
-            _require_only(text[start:stop], [(a - start, b - start) for a, b, *_ in inside])
-            pieces += inside
+            equal = _equal_words(text[start:stop], content)
+            _require_only(text[start:stop], [(at, at + size) for at, _, size in equal])
+            pieces += [(start + at, start + at + n, number, there) for at, there, n in equal]
         elif stop is not None:
             kept = _common_prefix(text[:stop][::-1], content[::-1])
             fits = (k for k in range(kept, -1, -1) if text.endswith(before, 0, stop - k))
             if (fit := next(fits, None)) is None:
-                others = (at for (n, _), at in places.items() if n != number and at <= stop)
+                others = (at for (n, _), at in marks.items() if n != number and at <= stop)
                 _require_known(text[max(others, default=0) : stop - kept], before, content)
             kept = kept if fit is None else fit
             pieces.append((stop - kept, stop, number, len(content) - kept))
@@ -648,7 +611,7 @@ def _survivors(
             kept = _common_prefix(text[start:], content)
             fits = (k for k in range(kept, -1, -1) if text.startswith(behind, start + k))
             if (fit := next(fits, None)) is None:
-                others = (at for (n, _), at in places.items() if n != number and at >= start)
+                others = (at for (n, _), at in marks.items() if n != number and at >= start)
                 rest = text[start + kept : min(others, default=len(text))]
                 _require_known(rest, behind, content)
             kept = kept if fit is None else fit
@@ -674,14 +637,14 @@ def _require_only(text: str, pieces: Sequence[tuple[int, int]]) -> None:
 
 
 def _equal_words(a: str, b: str) -> list[tuple[int, int, int]]:
-    """Pieces that two texts have in common, in order: place in each, and size."""
+    """Pieces that two texts have in common, in order: position in each, and size."""
     if a == b:
         return [(0, 0, len(a))]
     ours, theirs = _WORDS.findall(a), _WORDS.findall(b)
-    our_places = list(accumulate(map(len, ours), initial=0))
-    their_places = list(accumulate(map(len, theirs), initial=0))
+    our_starts = list(accumulate(map(len, ours), initial=0))
+    their_starts = list(accumulate(map(len, theirs), initial=0))
     return [
-        (our_places[i], their_places[j], our_places[i + size] - our_places[i])
+        (our_starts[i], their_starts[j], our_starts[i + size] - our_starts[i])
         for i, j, size in SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
         if size
     ]
@@ -690,11 +653,11 @@ def _equal_words(a: str, b: str) -> list[tuple[int, int, int]]:
 def _cut(text: str, pieces: list[tuple[int, int, int, int]]) -> list[Segment]:
     found: list[Segment] = []
     end = 0
-    for start, stop, number, place in sorted(pieces):
-        if start < end:  # two contents would share a place
+    for start, stop, number, there in sorted(pieces):
+        if start < end:  # two contents would overlap
             continue
         found.append(Segment(text[end:start], template=True))
-        found.append(Segment(text[start:stop], number, place))
+        found.append(Segment(text[start:stop], number, there))
         end = stop
     return [*found, Segment(text[end:], template=True)]
 
@@ -720,8 +683,9 @@ def _stripped(
                 break
         else:
             return None
-        place = segment.start + max(text.find(kept), 0)
-        found.append(Segment(kept) if place < 0 else Segment(kept, segment.message, place))
+        start = segment.start + max(text.find(kept), 0)
+        is_copy = segment.start < 0
+        found.append(Segment(kept) if is_copy else Segment(kept, segment.message, start))
         at += len(kept)
     return tuple(found) if at == len(real) else None
 
@@ -742,22 +706,22 @@ def _carried_over(segments: list[Segment], real: str) -> tuple[Segment, ...]:
         for segment, at in zip(segments, starts, strict=False):
             start, stop = max(low, at), min(low + size, at + len(segment.text))
             if segment.message is not None and start < stop:
-                place, shift = segment.start + start - at, there - low
-                pieces.append((start + shift, stop + shift, segment.message, place))
+                inside, shift = segment.start + start - at, there - low
+                pieces.append((start + shift, stop + shift, segment.message, inside))
     return tuple(_cut(real, pieces))
 
 
 def _common_prefix(a: str, b: str) -> int:
     pairs = enumerate(zip(a, b, strict=False))
-    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
+    return next((size for size, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 # ---- what became of the contents ----
 
 
-def _described(
-    segments: tuple[Segment, ...], slots: Sequence[_Slot], messages: Sequence[Message]
-) -> Rendering:
+def _changes(
+    segments: Sequence[Segment], slots: Sequence[_Slot], messages: Sequence[Message]
+) -> list[str]:
     changes = []
     for number, slot in enumerate(slots):
         pieces = [s for s in segments if s.message == number]
@@ -774,38 +738,36 @@ def _described(
             changes.append(f"strips {its}")
         else:
             changes.append(f"leaves out a part of {its}")
-    return Rendering(segments, tuple(dict.fromkeys(changes)))
+    return changes
 
 
-def _in_order(found: Rendering, slots: Sequence[_Slot], messages: Sequence[Message]) -> Rendering:
+def _in_order(
+    segments: tuple[Segment, ...], slots: Sequence[_Slot], messages: Sequence[Message]
+) -> tuple[tuple[Segment, ...], list[str]]:
     """Spans run forward: contents that the template moves out of their order are not aligned, as
-    few as can be, and the assistant's last of all."""
-    places = [n for n, s in enumerate(found.segments) if s.message is not None]
-    order = [found.segments[n].message or 0 for n in places]
+    few as can be, and the assistant's last of all. Also returns what was moved."""
+    held = [(n, s.message) for n, s in enumerate(segments) if s.message is not None]
+    order = [number for _, number in held]
     if all(a <= b for a, b in pairwise(order)):
-        return found
-    role_of = [messages[slot.message].role for slot in slots]
-    kept = _heaviest_chain(order, [1000 if role_of[n] == "assistant" else 1 for n in order])
-    moved = {places[n] for n in range(len(places)) if n not in kept}
-    segments = tuple(
-        Segment(segment.text) if n in moved else segment for n, segment in enumerate(found.segments)
-    )
-    those = [slots[found.segments[n].message or 0] for n in sorted(moved)]
-    changes = dict.fromkeys(f"moves the {messages[s.message].role}'s {s.what}" for s in those)
-    return Rendering(segments, (*found.changes, *changes))
+        return segments, []
+    roles = [messages[slot.message].role for slot in slots]
+    kept = _heaviest_chain(order, [1000 if roles[n] == "assistant" else 1 for n in order])
+    moved = dict(one for at, one in enumerate(held) if at not in kept)
+    left = tuple(Segment(s.text) if n in moved else s for n, s in enumerate(segments))
+    return left, [f"moves the {roles[n]}'s {slots[n].what}" for n in moved.values()]
 
 
 def _heaviest_chain(order: Sequence[int], weights: Sequence[int]) -> set[int]:
-    """Places of the heaviest subsequence that never goes back."""
-    best: list[tuple[int, int]] = []  # weight of the chain that ends here, the place before
-    for place, number in enumerate(order):
-        before = max(((best[p][0], p) for p in range(place) if order[p] <= number), default=(0, -1))
-        best.append((before[0] + weights[place], before[1]))
-    place = max(range(len(best)), key=lambda p: best[p][0])
+    """Indices of the heaviest subsequence that never goes back."""
+    best: list[tuple[int, int]] = []  # weight of the chain that ends here, the index before
+    for at, number in enumerate(order):
+        before = max(((best[p][0], p) for p in range(at) if order[p] <= number), default=(0, -1))
+        best.append((before[0] + weights[at], before[1]))
+    at = max(range(len(best)), key=lambda p: best[p][0])
     chain = set()
-    while place >= 0:
-        chain.add(place)
-        place = best[place][1]
+    while at >= 0:
+        chain.add(at)
+        at = best[at][1]
     return chain
 
 
@@ -819,13 +781,12 @@ def _turns(
     marked: Sequence[tuple[int, int]],
 ) -> tuple[Turn, ...]:
     """From the end of the generation prompt through the end of the turn, of every message that is
-    in its place. How a prompt and a turn end is seen where the conversation is rendered up to
-    there."""
+    aligned. How a prompt and a turn end is seen where the conversation is rendered up to there."""
     text = "".join(segment.text for segment in segments)
-    places = list(accumulate((len(segment.text) for segment in segments), initial=0))
-    # contents from, to, and their messages; -1 for those that are not in their places
+    edges = accumulate((len(segment.text) for segment in segments), initial=0)
+    # contents from, to, and their messages; -1 for those that are not aligned
     contents: list[tuple[int, int, int]] = []
-    for segment, (start, end) in zip(segments, pairwise(places), strict=True):
+    for segment, (start, end) in zip(segments, pairwise(edges), strict=True):
         if segment.template:
             continue
         number = -1 if segment.message is None else segment.message
@@ -888,9 +849,9 @@ def _tail(template: ChatTemplate, blank: tuple[Message, ...], prompt: bool) -> s
     if frame is None:
         return None
     last = frame[-2].message if len(frame) > 1 else None
-    if last is None or not blank:
-        return frame[-1].text if last is None and not blank else None
-    own = any(mark in blank[-1].text for mark in (_OPEN.format(last), str(_NUMBER + last)))
+    own = not blank
+    if last is not None:
+        own = any(mark in blank[-1].text for mark in (_OPEN.format(last), str(_NUMBER + last)))
     return frame[-1].text if own else None
 
 

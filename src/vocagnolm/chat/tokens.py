@@ -150,8 +150,7 @@ class ChatTokenizer(TextTokenizer):
             found = render(self.template, messages, add_generation_prompt=True)
         except Refused as error:
             raise TemplateError(f"{self.name} cannot read a conversation: {error}") from None
-        ids: list[int] = super().spans_batch([self._lay(found, messages).text])[0].ids.tolist()
-        return ids
+        return list(super().spans_batch([self._lay(found, messages).text])[0].ids.tolist())
 
     def answering_ids(self, text: str) -> list[int]:
         """The tokens of a shared text up to the assistant's answer, and those of what follows its
@@ -163,8 +162,7 @@ class ChatTokenizer(TextTokenizer):
         whole = shared_text([*messages, Message("assistant", answer)])
         tokens = self.spans(whole)
         last = int(np.searchsorted(tokens.spans[:, 0], len(whole.encode()) - 1, side="left"))
-        ids: list[int] = tokens.ids[:last].tolist()
-        return ids
+        return list(tokens.ids[:last].tolist())
 
     @cached_property
     def end_of_turn(self) -> int | None:
@@ -306,9 +304,9 @@ class ChatTokenizer(TextTokenizer):
                 size = int(turn.end < turn.next or turn.next == len(text))
             yield turn.message, (turn.start, turn.end + size)
 
-    def _at_byte(self, found: Rendering, edges: Sequence[int], place: int) -> int:
-        """A place in the characters of a rendering as one in the bytes of the text that is read."""
-        number, inside = 0, place
+    def _at_byte(self, found: Rendering, edges: Sequence[int], position: int) -> int:
+        """A position in the characters of a rendering in bytes of the text that is read."""
+        number, inside = 0, position
         while inside > len(found.segments[number].text) and number + 1 < len(edges):
             inside -= len(found.segments[number].text)
             number += 1
@@ -333,7 +331,7 @@ class ChatTokenizer(TextTokenizer):
         spans[control] = 0  # one that takes the white space beside it stands for none of it
         _add_ends(spans, tokens, control, _moved(laid, "ends", there, here))
         turns = _in_turns(tokens, control, _moved(laid, "turns", there, here))
-        # what stands for no text has its place between its neighbours
+        # what stands for no text lies between its neighbours
         origins = np.repeat(here, counts)
         empty = spans[:, 0] == spans[:, 1]
         spans[empty] = origins[empty, None]
@@ -382,13 +380,13 @@ def _behind(text: str, start: str) -> str:
 class _Laid:
     text: str
     pieces: list[tuple[int, int, int]]
-    """From, to in the bytes of `text`, and the place of `from` in the shared text."""
+    """From, to in the bytes of `text`, and the position of `from` in the shared text."""
     ends: list[tuple[int, int, int]]
     """Per message whose end is there: the end of its content, the end of the template's text behind
-    it, and the place of its mark in the shared text."""
+    it, and the position of its mark in the shared text."""
     turns: list[tuple[int, int, int]]
-    """Per message in its place: what the model writes, from, to in the bytes of `text`, and the
-    place of its mark in the shared text."""
+    """Per aligned message: what the model writes, from, to in the bytes of `text`, and the position
+    of its mark in the shared text."""
     n_bytes: int
     n_hidden: int
     """Bytes of the shared text that templates print in a form of their own: JSON around the words
@@ -513,18 +511,13 @@ def trained_ranges(text: str, train_on: TrainOn) -> NDArray[np.int64]:
     """Byte ranges of a shared text that are trained on, [N, 2]: contents with their ends of
     turn."""
     messages = messages_of(text)
+    ends = accumulate((len(message.text.encode()) + 1 for message in messages), initial=0)
     wanted = [
-        train_on == "all" or (message.role == "assistant" and not message.given)
-        for message in messages
+        span
+        for message, span in zip(messages, pairwise(ends), strict=True)
+        if train_on == "all" or (message.role == "assistant" and not message.given)
     ]
-    if train_on == "last" and any(wanted):
-        last = max(n for n, one in enumerate(wanted) if one)
-        wanted = [n == last for n in range(len(messages))]
-    ends = np.cumsum([len(message.text.encode()) + 1 for message in messages])
-    starts = np.concatenate([[0], ends[:-1]])
-    ranges: NDArray[np.int64] = np.stack([starts, ends], axis=1).astype(np.int64)
-    chosen: NDArray[np.int64] = ranges[np.array(wanted, bool)]
-    return chosen
+    return np.array(wanted[-1:] if train_on == "last" else wanted, np.int64).reshape(-1, 2)
 
 
 def trained_tokens(tokens: TokenSpans, ranges: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -547,8 +540,8 @@ def trained_spans(
     joined = np.concatenate([[True], ranges[1:, 0] != ranges[:-1, 1]])
     opens = ranges[joined, 0]
     shuts = ranges[np.append(np.flatnonzero(joined)[1:] - 1, len(ranges) - 1), 1]
-    place = np.searchsorted(opens, starts, side="right") - 1
-    inside = (place >= 0) & (ends <= shuts[np.maximum(place, 0)])
+    index = np.searchsorted(opens, starts, side="right") - 1
+    inside = (index >= 0) & (ends <= shuts[np.maximum(index, 0)])
     begins = (ends - starts == 1) & np.isin(ends, ranges[:, 0])
     own = inside | begins | (starts == ends)
     trained: NDArray[np.bool_] = np.isin(turns, ranges[:, 1] - 1) & own

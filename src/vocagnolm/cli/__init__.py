@@ -82,10 +82,7 @@ def _add(panel: str, command: Any, example: str, **settings: Any) -> None:
 _add(START, demo, "vocagnolm demo --out out/demo")
 _add(START, try_, "vocagnolm try --student S --teacher T --corpus corpus.jsonl", name="try")
 _add(
-    STAGES,
-    score,
-    "vocagnolm score --teacher T --corpus corpus.jsonl --out store",
-    cls=ScoreCommand,
+    STAGES, score, "vocagnolm score --teacher T --corpus corpus.jsonl --out store", cls=ScoreCommand
 )
 _add(STAGES, check, "vocagnolm check recipe.yaml --set objective.keep=0.6")
 _add(STAGES, prepare, "vocagnolm prepare recipe.yaml --workers 8")

@@ -31,8 +31,7 @@ def align(
     student_template: str | None = STUDENT_TEMPLATE,
     teacher_template: str | None = TEACHER_TEMPLATE,
     special_tokens: SpecialTokens = typer.Option(
-        SpecialTokens.text,
-        help="Read special tokens in the text as plain text, or as control ids.",
+        SpecialTokens.text, help="Read special tokens in the text as plain text, or as control ids."
     ),
     as_json: bool = JSON,
     plot: Path | None = typer.Option(
@@ -98,7 +97,7 @@ def align(
 
 
 def read_conversations(file: Path, limit: int) -> list[tuple[str, str]]:
-    """Places and shared texts of the first conversations of a file."""
+    """Names and shared texts of the first conversations of a file."""
     from vocagnolm.data.corpus import open_corpus
     from vocagnolm.errors import CorpusError
 

@@ -27,21 +27,14 @@ def print_json(value: Any) -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """The first column is a name, the others are numbers."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from vocagnolm.evaluate.results import format_table
 
-    def written(cell: Any) -> Text:
+    def written(cell: Any) -> str:
         number = f"{cell:.3f}" if isinstance(cell, float) else str(cell)
-        return Text("-" if cell is None else f"{cell:,}" if isinstance(cell, int) else number)
+        return "-" if cell is None else f"{cell:,}" if isinstance(cell, int) else number
 
-    typer.echo(title)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for at, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if at else "left")
-    for row in rows:
-        table.add_row(*map(written, row))
-    Console().print(table)
+    table = format_table([columns, *([*map(written, row)] for row in rows)], rule=False)
+    typer.echo(f"{title}\n{table}")
 
 
 def print_histogram(counts: Sequence[int], step: float, lines: int) -> None:

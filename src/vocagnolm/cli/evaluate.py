@@ -10,12 +10,7 @@ import typer
 from vocagnolm.cli.common import Meter, print_json, progress, quiet_libraries
 from vocagnolm.cli.options import JSON, Given, option, options, require_asked, with_options
 from vocagnolm.errors import UsageError
-from vocagnolm.recipe.sections import (
-    CorpusSection,
-    EngineSection,
-    QuestionsSection,
-    ServerSection,
-)
+from vocagnolm.recipe.sections import CorpusSection, EngineSection, QuestionsSection, ServerSection
 
 if TYPE_CHECKING:
     from vocagnolm.evaluate.bits import BitsPerByte
@@ -44,8 +39,7 @@ def evaluate(
     ),
     server_settings: Given = options(ServerSection),
     out: Path | None = typer.Option(
-        None,
-        help="Run folder; keeps every answer, so that evaluation can be resumed.",
+        None, help="Run folder; keeps every answer, so that evaluation can be resumed."
     ),
     as_json: bool = JSON,
 ) -> None:
@@ -55,12 +49,7 @@ def evaluate(
     documents) and paired differences from the best.
     """
     require_asked("server", server, server_settings)
-    from vocagnolm.evaluate.results import (
-        format_table,
-        rank_texts,
-        ranking_table,
-        scores_table,
-    )
+    from vocagnolm.evaluate.results import format_table, rank_texts, ranking_table, scores_table
     from vocagnolm.evaluate.run import evaluate as evaluate_model
     from vocagnolm.model.server import Server
 

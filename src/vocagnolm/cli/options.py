@@ -82,10 +82,10 @@ def option(
     elif kind is str and default is not None:
         default = str(default)
     listed = " Can be repeated." if kind == list[str] else ""
-    place = f" In a recipe: {recipe_key}.{name}." if recipe_key else ""
+    where = f" In a recipe: {recipe_key}.{name}." if recipe_key else ""
     given = {
         "default": default,
-        "help": f"{before}{_sentence(about.metadata['help'], kind)}{listed}{place}",
+        "help": f"{before}{_sentence(about.metadata['help'], kind)}{listed}{where}",
         "metavar": about.metadata["metavar"],
         "show_default": about.metadata["unset"] or True,
         "min": limits.get("ge"),

@@ -11,12 +11,7 @@ import typer
 
 from vocagnolm.cli.common import App, print_histogram, print_json, print_table
 from vocagnolm.cli.options import JSON, STUDENT, Given, option, options, with_options
-from vocagnolm.recipe.sections import (
-    CorpusSection,
-    DataSection,
-    ObjectiveSection,
-    StudentSection,
-)
+from vocagnolm.recipe.sections import CorpusSection, DataSection, ObjectiveSection, StudentSection
 
 app = App(help="Inspect, verify, compare and export loss stores.")
 

@@ -14,9 +14,7 @@ recipes = App(help="List and show the recipes in the package.")
 
 
 @recipes.command("list", example="vocagnolm recipe list")
-def list_recipes(
-    as_json: bool = JSON,
-) -> None:
+def list_recipes(as_json: bool = JSON) -> None:
     """List the recipes in the package, including every run of the paper's tables and figures."""
     from vocagnolm.recipe.load import shipped_recipes
 

@@ -85,6 +85,8 @@ def try_(
 
 
 def _print(result: dict[str, Any]) -> None:
+    from rich.filesize import decimal
+
     from vocagnolm.evaluate.results import TextScore, format_table, ranking_table
     from vocagnolm.trial import CAVEAT
 
@@ -93,7 +95,7 @@ def _print(result: dict[str, Any]) -> None:
 
     run, blocks, whole = result["runs"]["cpt"], result["blocks"], result["whole_corpus"]
     costs = [["the whole corpus", "time", "disk"]] + [
-        [step, _time(whole[step][0]), _size(whole[step][1])]
+        [step, _time(whole[step][0]), decimal(round(whole[step][1]))]
         for step in ("scoring", "preparing", "training")
     ]
     teacher, recipe = result["recommended"] != "cpt", result["recipe"]
@@ -116,7 +118,7 @@ VERDICT
 {chr(10).join(result["verdict"])}
 
 {format_table(costs)}
-{whole["documents"]:,} documents, about {_size(whole["bytes"])} of text, on this machine \
+{whole["documents"]:,} documents, about {decimal(whole["bytes"])} of text, on this machine \
 ({result["device"]}) at the throughput just measured.
 
 Next:
@@ -130,10 +132,3 @@ def _time(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"
     return f"{seconds:,.0f} seconds"
-
-
-def _size(count: float) -> str:
-    unit, size = next(
-        (one for one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if count >= one[1]), ("kB", 1e3)
-    )
-    return f"{count / size:,.1f} {unit}"

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 
 from vocagnolm import statistics
 from vocagnolm.alignment import load_tokenizer
@@ -26,6 +25,7 @@ from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students
 from vocagnolm.demo.corpus import Problem
 from vocagnolm.evaluate.render import Request, write_requests
+from vocagnolm.evaluate.results import format_table
 from vocagnolm.pair import compare
 from vocagnolm.recipe import Recipe
 from vocagnolm.report import Measure, ResultGroup, Results, report_page, write_page
@@ -151,16 +151,10 @@ def make_page(
 
 
 def print_results(results: Results) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("method")
-    for measure in results.measures:
-        table.add_column(f"{measure.name}, {measure.unit}", justify="right")
-    for group in results.groups:
-        digits = [measure.digits for measure in results.measures]
-        table.add_row(group.name, *map(mean_and_spread, group.values, digits))
-    console.print()
-    console.print(table)
-    console.print(f"\n{results.verdict}\n")
+    rows = [["method", *(f"{measure.name}, {measure.unit}" for measure in results.measures)]]
+    digits = [measure.digits for measure in results.measures]
+    rows += [[one.name, *map(mean_and_spread, one.values, digits)] for one in results.groups]
+    console.print(f"\n{format_table(rows, rule=False)}\n\n{results.verdict}\n")
 
 
 # ---- what the runs say, in words: paired over seeds, problems and texts ----

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from vocagnolm.demo.corpus import Problem
-from vocagnolm.demo.make import END
 from vocagnolm.files import write_json
 from vocagnolm.recipe import Recipe, recipe_from_dict
 
 # ---- answers ----
 
+END = "</s>"
+"""In training every document stands behind this token."""
 NEW_TOKENS = 48
 _ANSWER = re.compile(r"The answer is (-?\d+)\.")
 
@@ -26,38 +26,6 @@ def read_answer(output: str) -> int | None:
     """The number of the first "The answer is N."; None where there is none."""
     found = _ANSWER.search(output)
     return int(found.group(1)) if found else None
-
-
-@torch.inference_mode()
-def solve(folder: Path, problems: Sequence[Problem], batch: int = 128) -> list[int | None]:
-    """Greedy answers of the model in `folder`."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer.padding_side = "left"
-    # the shipped models are stored in half precision, which a CPU computes slowly
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=False
-    ).eval()
-    # prompts of like length together: less padding
-    order = sorted(range(len(problems)), key=lambda at: len(problems[at].prompt))
-    answers: list[int | None] = [None] * len(problems)
-    for start in range(0, len(order), batch):
-        chosen = order[start : start + batch]
-        # in training every document stands behind an end token
-        prompts = [END + problems[at].prompt for at in chosen]
-        inputs = tokenizer(prompts, padding=True, return_tensors="pt", add_special_tokens=False)
-        outputs = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=tokenizer.convert_tokens_to_ids(END),
-            pad_token_id=tokenizer.convert_tokens_to_ids(END),
-        )
-        new = outputs[:, inputs["input_ids"].shape[1] :]
-        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
-        for at, text in zip(chosen, texts, strict=True):
-            answers[at] = read_answer(text)
-    return answers
 
 
 def exact_answers(answers: Sequence[int | None], problems: Sequence[Problem]) -> list[int]:
@@ -140,8 +108,7 @@ def score(teacher: Path, corpus: Path, store: Path, alternatives: int | str = 0)
 
     settings = ScoreSettings(device="cpu", context=512, bos=END, alternatives=alternatives)
     summary = score_corpus(teacher, corpus, store, settings=settings)
-    bits: float = summary.store["bits_per_byte"]
-    return bits
+    return float(summary.store["bits_per_byte"])
 
 
 Record = dict[str, Any]
@@ -170,12 +137,21 @@ def measure(model: Path, held_out: Path, problems: Sequence[Problem]) -> Record:
     """Bits per byte of clean held-out text, and the share of held-out problems that the model
     solves with exactly the right number."""
     from vocagnolm.evaluate.bits import bits_per_byte
+    from vocagnolm.evaluate.generate import Generator
     from vocagnolm.model import open_model
 
     quiet()
     files = open_model(model, device="cpu")
-    right = exact_answers(solve(model, problems), problems)
-    bits = bits_per_byte(files.load(), files, [held_out])
+    loaded = files.load()
+    generator = Generator(loaded, files, batch_size=128)
+    generator.prefix_ids = [files.tokenizer.vocabulary[END]]
+    prompts = [problem.prompt for problem in problems]
+    batches = generator.generate(prompts, stop=(), max_new_tokens=NEW_TOKENS)
+    written = dict(one for batch in batches for one in batch)
+    generator.close()
+    answers = [read_answer(written[number].output) for number in range(len(problems))]
+    right = exact_answers(answers, problems)
+    bits = bits_per_byte(loaded, files, [held_out])
     return {
         "exact": sum(right) / len(right),
         "bits_per_byte": bits.value,

@@ -8,15 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
-    "Engine": "vocagnolm.evaluate.settings",
-    "Evaluation": "vocagnolm.evaluate.results",
-    "Grade": "vocagnolm.evaluate.graders",
-    "Questions": "vocagnolm.evaluate.settings",
-    "averages": "vocagnolm.evaluate.suite",
-    "compare_runs": "vocagnolm.evaluate.results",
-    "evaluate": "vocagnolm.evaluate.run",
-    "grade": "vocagnolm.evaluate.graders",
+    "graders": ("Grade", "grade"),
+    "results": ("Evaluation", "compare_runs"),
+    "run": ("evaluate",),
+    "settings": ("Engine", "Questions"),
+    "suite": ("averages",),
 }
+"""Module -> the public names that it defines."""
 
 if TYPE_CHECKING:
     from vocagnolm.evaluate.graders import Grade, grade
@@ -38,8 +36,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
+    for module, names in _PUBLIC.items():
+        if name in names:
+            return getattr(import_module(f"vocagnolm.evaluate.{module}"), name)
     raise AttributeError(f"module 'vocagnolm.evaluate' has no attribute {name!r}")
 
 

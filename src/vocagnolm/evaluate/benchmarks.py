@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from vocagnolm.errors import BenchmarkError, MissingExtraError, UsageError
+from vocagnolm.errors import BenchmarkError, MissingExtraError, UsageError, first_line
 from vocagnolm.evaluate.graders import gold_letter, gold_math, gold_number
 from vocagnolm.evaluate.suite import TASKS, AnswerKind, Protocol, Task, task_named, tasks_named
 from vocagnolm.files import parse_json
+from vocagnolm.recipe.schema import Schema, build, read_tree
 
 Row = dict[str, Any]
 
@@ -136,19 +137,16 @@ def split_options(text: str, letters: str) -> list[str]:
     starts: list[tuple[int, int]] = []
     position = 0
     for letter in letters:
-        label = re.compile(rf"(?:^|[\s,(\[])(?:[{letter}{letter.lower()}]\s?[).])(?:\s|(?=\S))")
-        match = label.search(text, position)
+        small = letter.lower()
+        # "a ) a ) 1055": some rows carry the label twice
+        label = rf"(?:^|[\s,(\[])[{letter}{small}]\s?[).](?:\s|(?=\S))(?:\s*{small}\s\)\s)?"
+        match = re.compile(label).search(text, position)
         if match is None:
             break
-        starts.append((match.start(), match.end()))
+        starts.append(match.span())
         position = match.end()
-        # "a ) a ) 1055": some rows carry the label twice
-        twice = re.compile(rf"\s*{letter.lower()}\s\)\s").match(text, position)
-        if twice:
-            starts[-1] = (match.start(), twice.end())
-            position = twice.end()
     ends = [begin for begin, _ in starts[1:]] + [len(text)]
-    return [text[a:b].strip().rstrip(",").strip() for (_, a), b in zip(starts, ends, strict=True)]
+    return [text[a:b].strip().rstrip(",").strip() for (_, a), b in zip(starts, ends, strict=False)]
 
 
 def _mathqa(row: Row, paper: bool = False) -> Example:
@@ -311,11 +309,11 @@ def load_examples(
     else:
         found = _local_rows(name, source, Path(folder or ""))
     examples = []
-    for place, row in found:
+    for where, row in found:
         try:
             example = read(row)
         except (_Malformed, ValueError, SyntaxError, TypeError) as error:
-            raise source.error(f"{place}: {error}") from None
+            raise source.error(f"{where}: {error}") from None
         if example is not None:
             examples.append(example)
     if not examples:
@@ -338,23 +336,23 @@ def _local_rows(name: str, source: Source, folder: Path) -> Iterator[tuple[str, 
     )
 
 
-def _parse(place: str, data: bytes, source: Source) -> Iterator[tuple[str, Row]]:
+def _parse(name: str, data: bytes, source: Source) -> Iterator[tuple[str, Row]]:
     """Rows of a .jsonl file, or of a .json file that holds a list or an object of objects."""
-    at, problem = place, "cannot be read as JSON"
+    at, problem = name, "cannot be read as JSON"
     rows: list[tuple[str, Any]] = []
     try:
         text = data.decode("utf-8-sig")
-        if place.endswith(".json"):
+        if name.endswith(".json"):
             whole = parse_json(text)
             listed = list(whole.values()) if isinstance(whole, dict) else whole
             if not isinstance(listed, list):
                 raise ValueError(f"it holds {listed!r:.40}, not rows")
-            rows = [(f"{place}, entry {n}", row) for n, row in enumerate(listed, start=1)]
+            rows = [(f"{name}, entry {n}", row) for n, row in enumerate(listed, start=1)]
         else:
             problem = "is not valid JSON"
             # not splitlines: U+2028 is legal inside a JSON string
             for number, line in enumerate(text.split("\n"), start=1):
-                at = f"{place}, line {number}"
+                at = f"{name}, line {number}"
                 if line.strip():
                     rows.append((at, parse_json(line)))
     except ValueError as error:
@@ -376,9 +374,8 @@ def _published_rows(name: str, source: Source) -> Iterator[tuple[str, Row]]:
                 yield f"{dataset} {configuration or ''} {split}, row {number}", dict(row)
     # RuntimeError: what `datasets` makes of a dataset that is still a script
     except (OSError, ValueError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BenchmarkError(
-            f"the questions of {name} could not be downloaded ({first}). Get them from "
+            f"the questions of {name} could not be downloaded ({first_line(error)}). Get them from "
             f"{source.where} and pass --benchmarks DIR with DIR/{source.files[0].split('+')[0]}"
         ) from None
 
@@ -393,8 +390,24 @@ def _hub_split(dataset: str, configuration: str | None, split: str) -> Any:
 
 # ---- a benchmark of one's own ----
 
-_OWN_KEYS = ("title", "kind", "file", "question", "answer", "options", "examples")
 _MOST_LETTERS = "ABCDEFGH"
+
+
+class OwnExample(Schema):
+    question: str
+    answer: str | int
+
+
+class OwnTask(Schema):
+    """What its YAML file says, see `task_from_file`."""
+
+    title: str | None = None
+    kind: AnswerKind
+    file: str
+    question: str = "question"
+    answer: str = "answer"
+    options: str = "options"
+    examples: list[OwnExample] | None = None
 
 
 def tasks_asked(names: str | Sequence[str] | None, suite: str = "math") -> list[Task]:
@@ -421,50 +434,33 @@ def task_from_file(path: str | Path) -> Task:
     examples:              # worked examples; those of GSM8K or Minerva
       - {question: "What is 1 + 1?", answer: "1 + 1 = 2. The answer is 2."}
     """
-    from vocagnolm.recipe.schema import parse_yaml
-
     path = Path(str(path).strip())
-
-    def wrong(what: str) -> UsageError:
-        return UsageError(f"{path}: {what}. A task's file has: {', '.join(_OWN_KEYS)}")
-
-    try:
-        given = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise wrong(f"cannot be read as YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(given, dict) or not {"file", "kind"} <= given.keys():
-        raise wrong("`kind` and `file` must be given")
-    if unknown := sorted(map(str, given.keys() - set(_OWN_KEYS))):
-        raise wrong(f"unknown: {', '.join(unknown)}")
-    kind = given["kind"]
-    if kind not in get_args(AnswerKind):
-        raise wrong(f"`kind` is {kind!r}, not one of {', '.join(get_args(AnswerKind))}")
-    try:
-        examples = tuple((str(e["question"]), str(e["answer"])) for e in given.get("examples", ()))
-    except (TypeError, KeyError):
-        raise wrong("`examples` is not a list of questions with their answers") from None
-    own = "examples" in given or kind == "choice"
+    own = build(OwnTask, read_tree(path, UsageError, "It describes a task."), str(path), UsageError)
+    choice = own.kind == "choice"
+    shots, examples = 4 if own.kind == "math" else 8, None  # Minerva's or GSM8K's
+    if choice or own.examples is not None:
+        examples = tuple((one.question, str(one.answer)) for one in own.examples or ())
+        shots = len(examples)
     task = Task(
         name=path.stem,
-        title=str(given.get("title", path.stem)),
-        kind=kind,
-        shots=len(examples) if own else 4 if kind == "math" else 8,
-        letters=_MOST_LETTERS if kind == "choice" else "",
-        examples=examples if own else None,
+        title=own.title or path.stem,
+        kind=own.kind,
+        shots=shots,
+        letters=_MOST_LETTERS if choice else "",
+        examples=examples,
     )
-    names = {key: str(given.get(key, key)) for key in ("question", "answer", "options")}
 
     def read(row: Row) -> Example:
-        question, gold = _text(row, names["question"]), _field(row, names["answer"])
-        if kind == "choice":
-            options = [str(option) for option in _field(row, names["options"])]
+        question, gold = _text(row, own.question), _field(row, own.answer)
+        if choice:
+            options = [str(option) for option in _field(row, own.options)]
             return _choice_row(task, question, options, gold)
-        return _number_row(question, gold) if kind == "number" else Example(question, str(gold))
+        return _number_row(question, gold) if own.kind == "number" else Example(question, str(gold))
 
     if path.stem in TASKS and SOURCES[path.stem].where != str(path):
-        raise wrong(f"task '{path.stem}' already exists: give the file another name")
-    fields = ", ".join(list(names.values())[: 3 if kind == "choice" else 2])
-    file = str((path.parent / str(given["file"])).absolute())
+        raise UsageError(f"{path}: task '{path.stem}' already exists: give the file another name")
+    fields = ", ".join([own.question, own.answer, *([own.options] if choice else [])])
     TASKS[task.name] = task
+    file = str((path.parent / own.file).absolute())
     SOURCES[task.name] = Source(read, fields, (file,), str(path))
     return task

@@ -29,7 +29,7 @@ class BitsPerByte:
     documents: int
     left_out: LeftOut
     by_document: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Place in the corpus -> bits, and the bytes that were scored."""
+    """Index in the corpus -> bits, and the bytes that were scored."""
     seconds: float = field(default=0.0, compare=False)
     """Of reading the text, without loading the model."""
 
@@ -151,7 +151,7 @@ def _parts(paths: Sequence[str | Path], field: str | None) -> Corpus | None:
         return None
     try:
         return open_corpus(list(paths), text_field=field, format="text")
-    except CorpusError:  # no such field: a corpus that cannot be read is told by its texts
+    except CorpusError:  # no such field; an unreadable corpus shows when its texts are read
         return None
 
 

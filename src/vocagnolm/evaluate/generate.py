@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,8 +44,13 @@ _END_TOKENS = (
     "</s>", "<|endoftext|>", "<|im_end|>", "<eos>", "<end_of_turn>", "<|eot_id|>",
     "<|end_of_text|>",
 )  # fmt: skip
+IsDone = Callable[[Sequence[int]], bool]
 Item = TypeVar("Item")
 Done = TypeVar("Done")
+
+
+def _never(batch: Sequence[int]) -> bool:
+    return False
 
 
 def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -68,19 +74,13 @@ def default_batch_size(model: PreTrainedModel) -> int:
 
 def common_prefix_length(rows: Sequence[Sequence[int]]) -> int:
     """Tokens that all rows begin with, leaving every row at least one of its own."""
-    limit = max(0, min(len(row) for row in rows) - 1)
-    first = rows[0]
-    for row in rows:
-        limit = min(limit, _agreed(row, first))
-    return limit
+    return max(0, min(_agreed(*rows), min(map(len, rows)) - 1))
 
 
-def _agreed(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two rows have in common at their beginning."""
-    for position, (left, right) in enumerate(zip(a, b, strict=False)):
-        if left != right:
-            return position
-    return min(len(a), len(b))
+def _agreed(*rows: Sequence[int]) -> int:
+    """How many tokens the rows have in common at their beginning."""
+    columns = zip(*rows, strict=False)
+    return sum(1 for _ in takewhile(lambda column: len({*column}) == 1, columns))
 
 
 @dataclass(frozen=True)
@@ -192,18 +192,13 @@ class _Reader:
     ) -> list[list[tuple[list[int], int]]]:
         """Of every prompt with each of its options the tokens, and how many of them are the
         prompt's. Should the two fuse into one token, it is not among these."""
-        return [
-            [
-                (row, _agreed(row, context))
-                for row in (
-                    self._fitted(ids, room_for)
-                    for ids in self._read([prompt + option for option in listed])
-                )
-            ]
-            for prompt, context, listed in zip(
-                prompts, self.encode(prompts, room_for), options, strict=True
-            )
-        ]
+        found = []
+        contexts = self.encode(prompts, room_for)
+        for prompt, context, listed in zip(prompts, contexts, options, strict=True):
+            read = self._read([prompt + option for option in listed])
+            rows = [self._fitted(ids, room_for) for ids in read]
+            found.append([(row, _agreed(row, context)) for row in rows])
+        return found
 
 
 class Generator(_Reader):
@@ -223,7 +218,7 @@ class Generator(_Reader):
         self.model = model
         self.device = model.device
         # rows of a recurrent model cannot be padded apart
-        self._drops_rows = can_drop_rows(self.model)
+        self._drops_rows = all(issubclass(kind, DynamicLayer) for kind in _layer_kinds(model))
         if not self._drops_rows:
             self.batch_size = 1
         self._shares = enable_shared_prefix(self.model)
@@ -240,7 +235,8 @@ class Generator(_Reader):
 
     def close(self) -> None:
         """Give the model its ordinary attention back."""
-        disable_shared_prefix(self.model)
+        if self.model.config._attn_implementation == _NAME:
+            self.model.set_attn_implementation("sdpa")
 
     def _shared(self, rows: Sequence[Sequence[int]]) -> "tuple[int, Prefix | None]":
         length = common_prefix_length(rows) if self._shares else 0
@@ -255,14 +251,14 @@ class Generator(_Reader):
         *,
         stop: Sequence[str],
         max_new_tokens: int,
-        is_done: Callable[[Sequence[int]], bool] | None = None,
+        is_done: IsDone = _never,
         sampling: Sampling | None = None,
     ) -> Iterator[list[tuple[int, Answer]]]:
         """Answers batch by batch, as (index of the prompt, text up to the stop string). Batches
         of which `is_done` says that they are there already are passed over."""
         rows = self.encode(prompts, room_for=min(max_new_tokens, _ROOM_TOKENS))
         batches = plan_batches([len(row) for row in rows], self.batch_size)
-        batches = [batch for batch in batches if is_done is None or not is_done(batch)]
+        batches = [batch for batch in batches if not is_done(batch)]
         if not batches:
             return
         length, shared = self._shared(rows)
@@ -309,7 +305,8 @@ class Generator(_Reader):
         keep: int,
     ) -> torch.Tensor:
         """Logits of the last `keep` positions, over the tokens that the tokenizer knows."""
-        tell_positions(positions)
+        if _active is not None:
+            _active.positions = positions
         logits: torch.Tensor = self.model(
             input_ids=ids,
             attention_mask=mask,
@@ -372,15 +369,12 @@ class Generator(_Reader):
 
     @torch.inference_mode()
     def compare(
-        self,
-        prompts: Sequence[str],
-        options: Sequence[Sequence[str]],
-        is_done: Callable[[Sequence[int]], bool] | None = None,
+        self, prompts: Sequence[str], options: Sequence[Sequence[str]], is_done: IsDone = _never
     ) -> Iterator[list[tuple[int, list[float]]]]:
         """Log-likelihood in nats of every option after its prompt, batch by batch."""
         whole = self._with_options(prompts, options)
         batches = plan_batches([len(rows[0][0]) for rows in whole], self.batch_size)
-        batches = [batch for batch in batches if is_done is None or not is_done(batch)]
+        batches = [batch for batch in batches if not is_done(batch)]
         if not batches:
             return
         # what is compared stays out of the shared part, and so does the token that predicts it
@@ -440,7 +434,7 @@ class ServerGenerator(_Reader):
         *,
         stop: Sequence[str],
         max_new_tokens: int,
-        is_done: Callable[[Sequence[int]], bool] | None = None,
+        is_done: IsDone = _never,
     ) -> Iterator[list[tuple[int, Answer]]]:
         """As `Generator.generate`, request by request as they come. A prompt of which `is_done`
         says that its answer is there is not sent."""
@@ -466,16 +460,13 @@ class ServerGenerator(_Reader):
             limit = max_new_tokens
             if self.max_context is not None:  # as much as all of a batch have room for
                 limit = max(1, min(limit, self.max_context - len(rows[batch[0]])))
-            if batch := [i for i in batch if is_done is None or not is_done([i])]:
+            if batch := [i for i in batch if not is_done([i])]:
                 requests.append((batch, limit))
         for _, answers in self._served.each(ask, requests):
             yield answers
 
     def compare(
-        self,
-        prompts: Sequence[str],
-        options: Sequence[Sequence[str]],
-        is_done: Callable[[Sequence[int]], bool] | None = None,
+        self, prompts: Sequence[str], options: Sequence[Sequence[str]], is_done: IsDone = _never
     ) -> Iterator[list[tuple[int, list[float]]]]:
         """As `Generator.compare`. A server writes a token after what it reads, which needs room."""
         whole = self._with_options(prompts, options, room_for=1)
@@ -487,7 +478,7 @@ class ServerGenerator(_Reader):
                 for i in batch
             ]
 
-        left = [i for i in range(len(prompts)) if is_done is None or not is_done([i])]
+        left = [i for i in range(len(prompts)) if not is_done([i])]
         most = max((len(rows) for rows in whole), default=1)
         lengths = [len(whole[i][0][0]) for i in left]
         batches = plan_batches(lengths, max(1, self.batch_size // most))
@@ -545,44 +536,24 @@ def shared_prefix_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     shared_key, shared_value = _active.layers[layer]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = _active.windows[layer]
+    window, (Q, K, P) = _active.windows[layer], (query.shape[2], key.shape[2], shared_key.shape[2])
+    mask, seen_BQP = attention_mask, None
+    if mask is None and Q > 1:  # transformers leaves the mask out where it is plainly causal
+        mask = query.new_ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None]
+    if window is not None:  # of the last P shared tokens
+        assert _active.positions is not None
+        position = torch.arange(_active.tokens - P, _active.tokens, device=query.device)
+        seen_BQP = _active.positions[:, :, None] - position < window
     fused = window is None and _is_fused(query.device, query.dtype, query.shape[-1])
-    scores = key.shape[2] if fused else key.shape[2] + shared_key.shape[2]
-    rows = max(1, _MAX_SCORES // (query.shape[1] * query.shape[2] * scores))
-    parts = [
-        _attend(
-            query[at : at + rows],
-            key[at : at + rows],
-            value[at : at + rows],
-            _rows_mask(attention_mask, at, rows, query, key),
-            shared_key[0],
-            shared_value[0],
-            scale,
-            None if window is None else _seen(_active, shared_key.shape[2], window, at, rows),
-        )
-        for at in range(0, len(query), rows)
-    ]
+    rows = max(1, _MAX_SCORES // (query.shape[1] * Q * (K if fused else K + P)))
+    parts = []
+    for at in range(0, len(query), rows):
+        here = slice(at, at + rows)
+        part_mask = mask if mask is None or len(mask) == 1 else mask[here]
+        seen = None if seen_BQP is None else seen_BQP[here]
+        own = query[here], key[here], value[here], part_mask
+        parts.append(_attend(*own, shared_key[0], shared_value[0], scale, seen))
     return torch.cat(parts), None
-
-
-def _seen(prefix: Prefix, kept: int, window: int, at: int, rows: int) -> torch.Tensor:
-    """Which of the last `kept` shared tokens each query sees [B, Q, P]."""
-    assert prefix.positions is not None
-    position = torch.arange(prefix.tokens - kept, prefix.tokens, device=prefix.positions.device)
-    return prefix.positions[at : at + rows, :, None] - position < window
-
-
-def _rows_mask(
-    mask: torch.Tensor | None, at: int, rows: int, query: torch.Tensor, key: torch.Tensor
-) -> torch.Tensor | None:
-    if mask is not None:
-        return mask if len(mask) == 1 else mask[at : at + rows]
-    if query.shape[2] == 1:
-        return None
-    # transformers leaves the mask out where it is plainly causal
-    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(
-        key.shape[2] - query.shape[2]
-    )[None, None]
 
 
 def _attend(
@@ -671,54 +642,39 @@ def _is_fused(device: torch.device, dtype: torch.dtype, size: int) -> bool:
 class GrowingLayer(DynamicLayer):
     """Keys and values in a buffer with room to spare: no copy of everything at every token."""
 
-    _buffers: KeysAndValues | None = None
+    _buffers: list[torch.Tensor] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> KeysAndValues:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        states = (key_states, value_states)
         held = self.get_seq_length()
         needed = held + key_states.shape[-2]
         if self._buffers is None or needed > self._buffers[0].shape[-2]:
-            old = self._buffers
-            self._buffers = (
-                _with_room(key_states, needed + _GROW_TOKENS),
-                _with_room(value_states, needed + _GROW_TOKENS),
-            )
-            if old is not None:
-                for buffer, before in zip(self._buffers, old, strict=True):
-                    buffer[:, :, :held] = before[:, :, :held]
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, held:needed] = states
+            old, room = self._buffers or (), needed + _GROW_TOKENS
+            self._buffers = [one.new_empty(*one.shape[:2], room, one.shape[-1]) for one in states]
+            for buffer, before in zip(self._buffers, old, strict=False):
+                buffer[:, :, :held] = before[:, :, :held]
+        for buffer, new in zip(self._buffers, states, strict=True):
+            buffer[:, :, held:needed] = new
         self.keys, self.values = (buffer[:, :, :needed] for buffer in self._buffers)
         return self.keys, self.values
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self._buffers is not None:
             held = self.get_seq_length()
-            self._buffers = (self._buffers[0][indices], self._buffers[1][indices])
+            self._buffers = [buffer[indices] for buffer in self._buffers]
             self.keys, self.values = (buffer[:, :, :held] for buffer in self._buffers)
 
 
-def _with_room(states: torch.Tensor, tokens: int) -> torch.Tensor:
-    return states.new_empty(*states.shape[:2], tokens, states.shape[-1])
-
-
 def new_cache(model: PreTrainedModel, shared: bool) -> Cache:
-    """A cache for the rows' own part; for models with special layers, their own kind of cache."""
-    if shared or has_plain_layers(model):
+    """A cache for the rows' own part; for models with sliding windows or recurrent layers, their
+    own kind of cache."""
+    if shared or all(kind is DynamicLayer for kind in _layer_kinds(model)):
         return Cache(layer_class_to_replicate=GrowingLayer)
     return DynamicCache(config=model.config)
-
-
-def has_plain_layers(model: PreTrainedModel) -> bool:
-    """Only full attention: no sliding windows, no recurrent layers."""
-    return all(kind is DynamicLayer for kind in _layer_kinds(model))
-
-
-def can_drop_rows(model: PreTrainedModel) -> bool:
-    return all(issubclass(kind, DynamicLayer) for kind in _layer_kinds(model))
 
 
 def _layer_kinds(model: PreTrainedModel) -> list[type]:
@@ -732,23 +688,17 @@ def enable_shared_prefix(model: PreTrainedModel) -> bool:
     if softcap or getattr(config, "attention_chunk_size", None):  # chunks are kept like windows
         return False
     kinds = _layer_kinds(model)
-    if not set(kinds) <= {DynamicLayer, DynamicSlidingWindowLayer}:
-        return False
-    if len(kinds) != config.num_hidden_layers:  # some layers read another one's keys
-        return False
-    if model.config._attn_implementation != "sdpa":
-        return False
-    if not getattr(model, "_supports_attention_backend", False):
+    if (
+        not set(kinds) <= {DynamicLayer, DynamicSlidingWindowLayer}
+        or len(kinds) != config.num_hidden_layers  # some layers read another one's keys
+        or model.config._attn_implementation != "sdpa"
+        or not getattr(model, "_supports_attention_backend", False)
+    ):
         return False
     AttentionInterface.register(_NAME, shared_prefix_attention)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
     model.set_attn_implementation(_NAME)
     return bool(model.config._attn_implementation == _NAME)
-
-
-def disable_shared_prefix(model: PreTrainedModel) -> None:
-    if model.config._attn_implementation == _NAME:
-        model.set_attn_implementation("sdpa")
 
 
 def read_prefix(model: PreTrainedModel, ids: list[int]) -> Prefix:
@@ -763,12 +713,6 @@ def read_prefix(model: PreTrainedModel, ids: list[int]) -> Prefix:
         found.layers.append((layer.keys, layer.values))
         found.windows.append(getattr(layer, "sliding_window", None))
     return found
-
-
-def tell_positions(positions: torch.Tensor) -> None:
-    """Before every step of a model: where its queries stand."""
-    if _active is not None:
-        _active.positions = positions
 
 
 @contextmanager

@@ -219,13 +219,14 @@ def render(
     with TemporaryDirectory() as folder:
         for task in tasks:
             by_likelihood = choices == "likelihood" and task.kind == "choice"
+            turns = (task.shots if shots is None else shots) if chat else None
             content = task_file(task, by_likelihood)
             content |= {"include": str(TASK_FOLDER / content["include"]), "num_fewshot": task.shots}
             path = Path(folder, f"{content['task']}.yaml")
             path.write_text(yaml.safe_dump(content), encoding="utf-8")
             loaded = manager.load([str(path)])["tasks"][content["task"]]
             requests[task.name] = [
-                _request(task, loaded, index, by_likelihood, max_new_tokens, chat, shots)
+                _request(task, loaded, index, by_likelihood, max_new_tokens, turns)
                 for index in spread(len(loaded.test_docs()), limit)
             ]
     return requests
@@ -240,15 +241,10 @@ def spread(total: int, limit: int | None) -> list[int]:
 
 
 def _request(
-    task: Task,
-    loaded: Any,
-    index: int,
-    by_likelihood: bool,
-    max_new_tokens: int | None,
-    chat: bool,
-    shots: int | None,
+    task: Task, loaded: Any, index: int, by_likelihood: bool, limit: int | None, turns: int | None
 ) -> Request:
-    doc = loaded.test_docs()[index]
+    """`turns`: worked examples of a conversation; None where it is none. `limit`: of new tokens."""
+    chat, doc = turns is not None, loaded.test_docs()[index]
     generation = {} if by_likelihood else loaded.config.generation_kwargs
     allowed = int(generation.get("max_gen_toks", 0))
     if doc["protocol"] == "paper":
@@ -260,13 +256,13 @@ def _request(
     return Request(
         task=task.name,
         index=index,
-        prompt=_conversation(task, loaded, doc, by_likelihood, shots)
-        if chat
-        else loaded.fewshot_context(doc, loaded.config.num_fewshot),
+        prompt=loaded.fewshot_context(doc, loaded.config.num_fewshot)
+        if turns is None
+        else _conversation(task, loaded, doc, by_likelihood, turns),
         gold=doc["gold"],
         # in a conversation an answer ends with its turn
         stop=() if chat else tuple(generation.get("until", ())),
-        max_new_tokens=min(allowed, max_new_tokens or allowed),
+        max_new_tokens=min(allowed, limit or allowed),
         options=options,
         letters=doc["letters"] if by_likelihood else "",
         protocol=doc["protocol"],
@@ -283,16 +279,15 @@ _HOW_TO_END: dict[AnswerKind, str] = {
 
 
 def _conversation(
-    task: Task, loaded: Any, doc: dict[str, Any], by_likelihood: bool, shots: int | None
+    task: Task, loaded: Any, doc: dict[str, Any], by_likelihood: bool, turns: int
 ) -> str:
     """The shared text: worked examples as turns, and the question."""
-    count = task.shots if shots is None else shots
     messages = []
-    for shot in list(loaded.dataset["shots"])[:count]:
+    for shot in list(loaded.dataset["shots"])[:turns]:
         answer = f"({shot['gold']})" if by_likelihood else shot["answer"]
         messages += [Message("user", shot["question"]), Message("assistant", answer)]
     question = doc["question"]
-    if not count:
+    if not turns:
         how = "Answer with (LETTER) alone." if by_likelihood else _HOW_TO_END[task.kind]
         question = f"{question}\n\n{how}"
     return shared_text([*messages, Message("user", question)])

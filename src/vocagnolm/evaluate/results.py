@@ -15,7 +15,6 @@ byte.
 
 import contextlib
 import json
-import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -48,19 +47,16 @@ from vocagnolm.files import (
     write_json,
     write_text,
 )
-from vocagnolm.statistics import (
-    mcnemar_exact,
-    mean_error,
-    middle_95,
-    resampled_ratios,
-    sign_flip_p,
-)
+from vocagnolm.statistics import mcnemar_exact, mean_error, middle_95, resampled_ratios, sign_flip_p
 from vocagnolm.store.writer import measured_apart, with_values_of
 
 BITS = "bits_per_byte"
 """The row of a text, beside those of the tasks."""
+_TITLES = {**AVERAGE_TITLES, BITS: "bits per byte"}
+Score = tuple[float | None, float | None]
+"""A value and its standard error; None where they are not known."""
 TextSums = Mapping[int, Sequence[float]]
-"""`BitsPerByte.by_document`: place in the corpus -> bits, and the bytes that were scored."""
+"""`BitsPerByte.by_document`: index in the corpus -> bits, and the bytes that were scored."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +103,8 @@ def in_order(tasks: Iterable[str]) -> list[str]:
 
 
 def title_of(row: str) -> str:
-    """Of a task or an average."""
-    return TASKS[row].title if row in TASKS else AVERAGE_TITLES.get(row, row)
+    """Of a task, an average or the text."""
+    return TASKS[row].title if row in TASKS else _TITLES.get(row, row)
 
 
 def score_records(records: Iterable[Record]) -> TaskScore:
@@ -131,6 +127,15 @@ class Evaluation:
     Evaluations by older versions have none."""
     bits_per_byte_stderr: float | None = None
     """Bootstrap over documents. None for a single document and in evaluations by older versions."""
+
+    def score(self, row: str) -> Score:
+        """A task's, an average's or the text's (`bits_per_byte`) value and standard error."""
+        if row == BITS:
+            return self.bits_per_byte, self.bits_per_byte_stderr
+        if row in AVERAGES:
+            return self.averages()[row], self.average_stderrs()[row]
+        task = self.tasks.get(row)
+        return (None, None) if task is None else (task.score, task.stderr)
 
     def averages(self) -> dict[str, float | None]:
         return averages({name: task.score for name, task in self.tasks.items()})
@@ -162,17 +167,6 @@ _RESULTS_KEYS: dict[str, type | tuple[type, ...]] = {
     "tasks": dict,
     "bits_per_byte": (float, int, type(None)),
 }
-
-
-def read_results(path: Path) -> Evaluation:
-    """A results.json; FileNotFoundError where there is none."""
-    content = read_json(path, EvaluationError, _BEGIN_ANEW, _RESULTS_KEYS)
-    try:
-        return Evaluation.from_json(content)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise EvaluationError(
-            f"{path} is not a result of `vocagnolm evaluate` ({error}). {_BEGIN_ANEW}"
-        ) from None
 
 
 class RunFolder:
@@ -212,7 +206,7 @@ class RunFolder:
         settings = with_values_of(there, settings)  # of a server: its probe, within the tolerance
         before_now = differences({key: there.get(key) for key in settings}, settings)
         different = [
-            f"{name}: {measured_apart(name, a, b) or f'{_brief(a)} there, {_brief(b)} now'}"
+            f"{name}: {measured_apart(name, a, b) or f'{a!r:.80} there, {b!r:.80} now'}"
             for name, a, b in before_now
         ]
         different += [
@@ -259,11 +253,8 @@ class RunFolder:
         return answers
 
     def add_answers(self, task: str, answers: Iterable[tuple[int, Answer]]) -> None:
-        lines = (
-            json.dumps({"index": index, **fields_of(answer)}, ensure_ascii=False) + "\n"
-            for index, answer in answers
-        )
-        append_lines(self._partial(task), "".join(lines))
+        rows = ({"index": index, **fields_of(answer)} for index, answer in answers)
+        append_lines(self._partial(task), _json_lines(rows))
 
     # --- graded records -----------------------------------------------------------------------
 
@@ -280,16 +271,14 @@ class RunFolder:
             ) from None
 
     def finish_task(self, task: str, records: list[Record]) -> None:
-        lines = (json.dumps(fields_of(record), ensure_ascii=False) + "\n" for record in records)
-        write_text(self.outputs / f"{task}.jsonl", "".join(lines))
+        write_text(self.outputs / f"{task}.jsonl", _json_lines(map(fields_of, records)))
         remove(self._partial(task))
 
     # --- the documents of a text --------------------------------------------------------------
 
     def write_text_sums(self, sums: TextSums) -> None:
         rows = ({"index": at, "bits": bits, "bytes": n} for at, (bits, n) in sorted(sums.items()))
-        lines = (json.dumps(row) + "\n" for row in rows)
-        write_text(self.outputs / f"{BITS}.jsonl", "".join(lines))
+        write_text(self.outputs / f"{BITS}.jsonl", _json_lines(rows))
 
     def text_sums(self) -> TextSums:
         """Empty where none were kept: there was no text, or the evaluation is of an older
@@ -306,9 +295,16 @@ class RunFolder:
     # --- results ------------------------------------------------------------------------------
 
     def results(self) -> Evaluation | None:
-        with contextlib.suppress(FileNotFoundError):
-            return read_results(self.folder / "results.json")
-        return None
+        path = self.folder / "results.json"
+        try:
+            content = read_json(path, EvaluationError, _BEGIN_ANEW, _RESULTS_KEYS)
+            return Evaluation.from_json(content)
+        except FileNotFoundError:
+            return None
+        except (TypeError, KeyError, AttributeError) as error:
+            raise EvaluationError(
+                f"{path} is not a result of `vocagnolm evaluate` ({error}). {_BEGIN_ANEW}"
+            ) from None
 
     def write_results(self, evaluation: Evaluation) -> Evaluation:
         """Add these scores to the folder's, and give back all of them."""
@@ -326,8 +322,8 @@ class RunFolder:
         return merged
 
 
-def _brief(value: Any) -> str:
-    return textwrap.shorten(repr(value), 80, placeholder="...")
+def _json_lines(rows: Iterable[Any]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 class NotEvaluated(EvaluationError):
@@ -397,7 +393,14 @@ class Comparison:
     def notes(self) -> list[str]:
         """What was not compared, and averages that a reader may miss: the paper's MATH was once
         taken for the 5,000."""
-        notes = self._not_compared() + self._without_documents()
+        notes = self._not_compared()
+        bits = [run for run in self.runs if run.evaluation.bits_per_byte is not None]
+        old = [run.name for run in bits if not run.text_sums]
+        if old and len(bits) > 1:
+            notes.append(
+                f"bits per byte: {', '.join(old)} kept no numbers of single documents, so that no "
+                "interval of a difference is known. Run `vocagnolm evaluate` with --text again."
+            )
         for run in self.runs:
             tasks = run.evaluation.tasks
             if "math" in tasks and any(
@@ -411,12 +414,11 @@ class Comparison:
 
     def _not_compared(self) -> list[str]:
         lines = []
-        for place, run in enumerate(self.runs[1:]):
+        for number, run in enumerate(self.runs[1:]):
             reasons: dict[str, list[str]] = {}
             for row, unlike in self.unlike.items():
-                if unlike[place]:
-                    title = row.replace("_", " ") if row not in TASKS else title_of(row)
-                    reasons.setdefault("; ".join(unlike[place]), []).append(title)
+                if unlike[number]:
+                    reasons.setdefault("; ".join(unlike[number]), []).append(title_of(row))
             lines += [
                 f"{', '.join(rows)}: {self.runs[0].name} and {run.name} are not compared, because "
                 f"they were evaluated under other conditions ({reason})."
@@ -424,20 +426,11 @@ class Comparison:
             ]
         return lines
 
-    def _without_documents(self) -> list[str]:
-        bits = [run for run in self.runs if run.evaluation.bits_per_byte is not None]
-        old = [run.name for run in bits if not run.text_sums] if len(bits) > 1 else []
-        if not old:
-            return []
-        return [
-            f"bits per byte: {', '.join(old)} kept no numbers of single documents, so that no "
-            "interval of a difference is known. Run `vocagnolm evaluate` with --text again."
-        ]
-
     def rows(self) -> list[str]:
-        evaluations = [run.evaluation for run in self.runs]
-        known = [key for key in AVERAGES if any(e.averages()[key] is not None for e in evaluations)]
-        return in_order(task for e in evaluations for task in e.tasks) + known
+        """Tasks, averages and the text, of which any run has a score."""
+        found = [run.evaluation for run in self.runs]
+        known = [r for r in (*AVERAGES, BITS) if any(e.score(r)[0] is not None for e in found)]
+        return in_order(task for e in found for task in e.tasks) + known
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -480,11 +473,11 @@ def average_difference(
     return Difference(difference, stderr, p_value, sum(one.n for one in parts))
 
 
-def load_run(path: str | Path, name: str | None = None) -> Run:
+def load_run(path: str | Path) -> Run:
     folder, evaluation = open_run(path)
     records = {task: folder.records(task) or [] for task in evaluation.tasks}
     return Run(
-        name or folder.path.resolve().name,
+        folder.path.resolve().name,
         evaluation,
         {task: {one.index: one.correct for one in listed} for task, listed in records.items()},
         {
@@ -513,28 +506,23 @@ def compare_runs(paths: list[str | Path]) -> Comparison:
         runs = [replace(run, name=str(path)) for path, run in zip(evaluated, runs, strict=True)]
     table = Comparison(runs, {}, {})
     base, others = runs[0], runs[1:]
-    for row in [*table.rows(), BITS]:
+    for row in table.rows():
         table.unlike[row] = [_unlike(base, run, row) for run in others]
-        if row != BITS or any(run.evaluation.bits_per_byte is not None for run in runs):
-            table.differences[row] = [_difference(base, run, row) for run in others]
+        table.differences[row] = [_difference(base, run, row) for run in others]
     return table
 
 
 def _difference(first: Run, second: Run, row: str) -> Difference | None:
     if _unlike(first, second, row):
         return None
-    if row == BITS:
-        return _text_difference(first.text_sums, second.text_sums)
     if row in AVERAGES:
         return average_difference(first.correct, second.correct, AVERAGES[row])
-    return paired_difference(first.correct.get(row, {}), second.correct.get(row, {}))
-
-
-def _text_difference(first: TextSums, second: TextSums) -> Difference | None:
-    if not first or not second:
+    if row != BITS:
+        return paired_difference(first.correct.get(row, {}), second.correct.get(row, {}))
+    sums = {"first": first.text_sums, "second": second.text_sums}
+    if not all(sums.values()):
         return None
-    found = {one.name: one for one in rank_texts({"first": first, "second": second}, "first")}
-    one = found["second"]
+    one = {one.name: one for one in rank_texts(sums, "first")}["second"]
     return Difference(one.difference, None, None, one.documents, one.difference_interval)
 
 
@@ -548,12 +536,10 @@ def _unlike(first: Run, second: Run, row: str) -> list[str]:
     tasks = AVERAGES.get(row, (row,))
     if any(task not in run.tasks for task in tasks for run in (a, b)):
         return []
-    found: dict[str, None] = {}
-    if a.protocol != b.protocol:
-        found[f"protocol {a.protocol} / {b.protocol}"] = None
+    lines = [] if a.protocol == b.protocol else [f"protocol {a.protocol} / {b.protocol}"]
     for task in tasks:
-        found |= dict.fromkeys(_unlike_task(first, second, task))
-    return list(found)
+        lines += _unlike_task(first, second, task)
+    return list(dict.fromkeys(lines))
 
 
 def _unlike_task(first: Run, second: Run, task: str) -> list[str]:
@@ -641,14 +627,8 @@ def _with_error(
     return text if stderr is None else f"{text} ± {stderr:.{digits}f}"
 
 
-def _bits(evaluation: Evaluation) -> str:
-    return _with_error(evaluation.bits_per_byte, evaluation.bits_per_byte_stderr, digits=4)
-
-
-def _p_value(p: float | None) -> str:
-    if p is None:
-        return ""
-    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+def _score(evaluation: Evaluation, row: str) -> str:
+    return _with_error(*evaluation.score(row), digits=4 if row == BITS else 1)
 
 
 def scores_table(evaluation: Evaluation) -> list[list[str]]:
@@ -656,14 +636,11 @@ def scores_table(evaluation: Evaluation) -> list[list[str]]:
     score = "score (paper)" if evaluation.protocol == "paper" else "score"
     rows = [["task", score, "n", "no answer"]]
     for name, task in evaluation.tasks.items():
-        score = _with_error(task.score, task.stderr)
-        rows.append([title_of(name), score, str(task.n), str(task.no_answer)])
-    errors = evaluation.average_stderrs()
-    for key, value in evaluation.averages().items():
-        if value is not None:
-            rows.append([title_of(key), _with_error(value, errors[key]), "", ""])
-    if evaluation.bits_per_byte is not None:
-        rows.append(["bits per byte", _bits(evaluation), "", ""])
+        counts = [str(task.n), str(task.no_answer)]
+        rows.append([title_of(name), _score(evaluation, name), *counts])
+    for row in (*AVERAGES, BITS):
+        if evaluation.score(row)[0] is not None:
+            rows.append([title_of(row), _score(evaluation, row), "", ""])
     return rows
 
 
@@ -685,44 +662,34 @@ def ranking_table(ranked: Sequence[TextScore], baseline: str = "the best") -> li
 def comparison_table(comparison: Comparison) -> list[list[str]]:
     """Rows of cells: every run's score, and for all but the first the difference to the first."""
     first, *others = comparison.titles()
-    evaluations = [run.evaluation for run in comparison.runs]
+    base, *rest = (run.evaluation for run in comparison.runs)
     rows = [["task", first, *(cell for title in others for cell in (title, "difference", ""))]]
     for row in comparison.rows():
-        cells = [title_of(row)]
-        for position, one in enumerate(evaluations):
-            if row in AVERAGES:
-                cells.append(_with_error(one.averages()[row], one.average_stderrs()[row]))
-            else:
-                task = one.tasks.get(row)
-                cells.append("-" if task is None else _with_error(task.score, task.stderr))
-            if position:
-                change = comparison.differences[row][position - 1]
-                cells += ["-", ""] if change is None else _difference_cells(change)
-        rows.append(cells)
-    if any(one.bits_per_byte is not None for one in evaluations):
-        base, *rest = evaluations
-        cells = ["bits per byte", _bits(base)]
-        for one, change in zip(rest, comparison.differences[BITS], strict=True):
-            cells += [_bits(one), *(["-", ""] if change is None else _difference_cells(change))]
+        cells = [title_of(row), _score(base, row)]
+        for one, change in zip(rest, comparison.differences[row], strict=True):
+            cells += [_score(one, row), *_difference_cells(change)]
         rows.append(cells)
     return rows
 
 
-def _difference_cells(change: Difference) -> list[str]:
-    if change.interval is None:
-        shown = _with_error(change.difference, change.stderr, sign=True)
-        return [shown, _p_value(change.p_value)]
-    return [f"{change.difference:+.4f}", "95 %: {:+.4f} to {:+.4f}".format(*change.interval)]
+def _difference_cells(change: Difference | None) -> list[str]:
+    if change is None:
+        return ["-", ""]
+    if change.interval is not None:
+        return [f"{change.difference:+.4f}", "95 %: {:+.4f} to {:+.4f}".format(*change.interval)]
+    shown, p = _with_error(change.difference, change.stderr, sign=True), change.p_value
+    return [shown, "" if p is None else "p < 0.001" if p < 0.001 else f"p = {p:.3f}"]
 
 
-def format_table(rows: list[list[str]]) -> str:
-    """Columns under each other: names to the left, figures to the right."""
+def format_table(rows: Sequence[Sequence[str]], *, rule: bool = True) -> str:
+    """Columns under each other: names to the left, figures to the right. `rule`: a line below the
+    heading, which is the first row."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD if rule else None, show_edge=False, pad_edge=False)
     for number, name in enumerate(rows[0]):
         table.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
     for row in rows[1:]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vocagnolm.chat.messages import is_conversation, readable
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import ModelError, UsageError
-from vocagnolm.evaluate.graders import grade
+from vocagnolm.evaluate.graders import Grade, grade
 from vocagnolm.evaluate.render import Request
 from vocagnolm.evaluate.results import (
     BITS,
@@ -23,13 +23,7 @@ from vocagnolm.evaluate.results import (
     bits_stderr,
     score_records,
 )
-from vocagnolm.evaluate.settings import (
-    Engine,
-    Questions,
-    grouped,
-    task_conditions,
-    text_conditions,
-)
+from vocagnolm.evaluate.settings import Engine, Questions, grouped, task_conditions, text_conditions
 from vocagnolm.files import local_path
 from vocagnolm.recipe import CorpusSection
 
@@ -121,10 +115,7 @@ def evaluate(
         settings["template"] = template.fingerprint
         if chat.writes_around:
             settings["answers"] = "contents"  # earlier versions kept all that was written
-    with (
-        TemporaryDirectory() as nowhere,
-        RunFolder(nowhere if out is None else out).lock() as run,
-    ):
+    with TemporaryDirectory() as nowhere, RunFolder(nowhere if out is None else out).lock() as run:
         run.claim(settings, {name: checksum(listed) for name, listed in requests.items()})
         missing = {name: r for name, r in requests.items() if not run.records(name)}
         loaded = served or (files.load() if missing or text else None)
@@ -148,7 +139,11 @@ def evaluate(
         bits = error = None
         if text:
             assert loaded is not None
-            report = _Count(0, on_progress).documents if on_progress else None
+
+            def on_documents(done: int, total: int) -> None:
+                if on_progress is not None:
+                    on_progress(Progress("text", done, total, done, total, done))
+
             measured = bits_per_byte(
                 loaded,
                 files,
@@ -157,7 +152,7 @@ def evaluate(
                 split=split,
                 chat_template=engine.chat_template,
                 template_options=engine.template_options,
-                on_documents=report,
+                on_documents=on_documents,
             )
             bits, error = measured.value, bits_stderr(measured.by_document)
             run.write_text_sums(measured.by_document)
@@ -210,44 +205,28 @@ def _found(model: str | Path | None, engine: Engine, served: "ServedModel | None
         ) from None
 
 
+@dataclass
 class _Count:
     """Adds up the questions of all tasks, and those that were answered before."""
 
-    def __init__(self, total: int, on_progress: OnProgress | None):
-        self._total = total
-        self._on_progress = on_progress
-        self._before = 0  # of the tasks that are done
-        self._fresh = 0
+    total: int
+    on_progress: OnProgress | None
+    before: int = 0
+    """Of the tasks that are done."""
+    fresh: int = 0
 
-    def begin(self, task: str, total: int) -> None:
-        self._task, self._task_total = task, total
-        self.note(0, 0)
-
-    def note(self, done: int, fresh: int) -> None:
+    def note(self, task: str, done: int, total: int, fresh: int = 0) -> None:
         """`done` questions of the task are answered, `fresh` more of them in this run."""
-        self._fresh += fresh
-        if self._on_progress is not None:
-            all_done = self._before + done
-            self._on_progress(
-                Progress(self._task, done, self._task_total, all_done, self._total, self._fresh)
-            )
-
-    def end(self) -> None:
-        self._before += self._task_total
-
-    def documents(self, done: int, total: int) -> None:
-        assert self._on_progress is not None
-        self._on_progress(Progress("text", done, total, done, total, done))
+        self.fresh += fresh
+        if self.on_progress is not None:
+            all_done = self.before + done
+            self.on_progress(Progress(task, done, total, all_done, self.total, self.fresh))
 
 
 def checksum(requests: Sequence[Request]) -> str:
-    """Of all that a prompt is; the protocol has its own place in the settings."""
-    digest = hashlib.sha256()
-    for request in requests:
-        fields = asdict(request)
-        del fields["protocol"]
-        digest.update(json.dumps(fields).encode())
-    return digest.hexdigest()
+    """Of all that a prompt is; the settings name the protocol."""
+    fields = ({k: v for k, v in asdict(one).items() if k != "protocol"} for one in requests)
+    return hashlib.sha256("".join(map(json.dumps, fields)).encode()).hexdigest()
 
 
 def answer_task(
@@ -289,40 +268,30 @@ def answer_task(
             max_new_tokens=requests[0].max_new_tokens,
             is_done=is_done,
         )
-    count.begin(task, len(requests))
+    count.note(task, 0, len(requests))
     with contextlib.closing(batches):  # an error here ends what is asked of a server, too
         for batch in batches:
             run.add_answers(task, [(requests[i].index, answer) for i, answer in batch])
             done += len(batch)
-            count.note(done, len(batch))
-    count.end()
+            count.note(task, done, len(requests), fresh=len(batch))
+    count.before += len(requests)
 
 
 def grade_task(run: RunFolder, task: str, requests: list[Request]) -> None:
-    """Grade all answers of a task and put them in their final place."""
+    """Grade all answers of a task and write its final file."""
     answers = run.answers(task)
     records = []
     for request in requests:
-        answer = answers[request.index]
+        answer, gold, prompt = answers[request.index], request.gold, request.prompt
         output, complete = answer.output, answer.complete
-        conversation = is_conversation(request.prompt)
-        prompt = readable(request.prompt) if conversation else request.prompt
-        extracted: str | None = output
-        correct = output == request.gold
-        if not request.options:  # else the output is the letter itself
+        if is_conversation(prompt):
+            prompt = readable(prompt)
+        graded = Grade(output == gold, output)  # of options, the output is the letter itself
+        if not request.options:
+            protocol = request.protocol
             graded = grade(
-                task,
-                output,
-                request.gold,
-                complete=complete,
-                protocol=request.protocol,
-                question=prompt,
+                task, output, gold, complete=complete, protocol=protocol, question=prompt
             )
-            correct, extracted = graded.correct, graded.extracted
-        records.append(
-            Record(
-                *(request.index, prompt, output, extracted, request.gold, correct, complete),
-                reasoning=answer.reasoning,
-            )
-        )
+        found = graded.extracted, gold, graded.correct, complete, answer.reasoning
+        records.append(Record(request.index, prompt, output, *found))
     run.finish_task(task, records)

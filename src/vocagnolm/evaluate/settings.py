@@ -101,7 +101,7 @@ class Engine(EngineSection, frozen=True):
 def grouped(
     questions: Questions | None, engine: Engine | None, keywords: Mapping[str, Any]
 ) -> tuple[Questions, Engine]:
-    """The two groups, with what was given one by one put in its place."""
+    """The two groups, with what was given one by one in the group that has it."""
     asked, how = questions or Questions(), engine or Engine()
     known = {f.name: group for group in (asked, how) for f in fields(group)}
     if unknown := keywords.keys() - known.keys():

@@ -6,7 +6,7 @@ worked examples with options. The paper's MATH is MATH-500: 500 of MATH's 5,000 
 5,000 are a task outside of the suite. Standard library only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -29,7 +29,7 @@ class Task:
     shots: int
     letters: str = ""
     examples: tuple[Shot, ...] | None = None
-    """Worked examples of its own, in the place of those of its kind."""
+    """Worked examples of its own, instead of those of its kind."""
 
     @property
     def lm_eval_name(self) -> str:
@@ -114,20 +114,19 @@ def tasks_named(names: str | list[str] | tuple[str, ...] | None, suite: str = "m
 
 def averages(scores: Mapping[str, float | None]) -> dict[str, float | None]:
     """The paper's averages; None if a task of the average was not run."""
-    result: dict[str, float | None] = {}
-    for key, names in AVERAGES.items():
-        values = [scores.get(name) for name in names]
-        known = [value for value in values if value is not None]
-        result[key] = sum(known) / len(known) if len(known) == len(values) else None
-    return result
+    return _each_average(scores, lambda known: sum(known) / len(known))
 
 
 def average_stderrs(stderrs: Mapping[str, float | None]) -> dict[str, float | None]:
     """Standard errors of the averages: the tasks are independent samples, so variances add."""
-    result: dict[str, float | None] = {}
+    return _each_average(stderrs, lambda known: sum(v * v for v in known) ** 0.5 / len(known))
+
+
+def _each_average(
+    values: Mapping[str, float | None], combine: Callable[[list[float]], float]
+) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
     for key, names in AVERAGES.items():
-        values = [stderrs.get(name) for name in names]
-        known = [value for value in values if value is not None]
-        complete = len(known) == len(values)
-        result[key] = sum(v * v for v in known) ** 0.5 / len(known) if complete else None
-    return result
+        known = [value for name in names if (value := values.get(name)) is not None]
+        found[key] = combine(known) if len(known) == len(names) else None
+    return found

@@ -49,10 +49,10 @@ class TeacherRow(TokenRow):
     """Per student token the first teacher token that covers it; -1: unmapped."""
     last: list[int]
     alternatives: list[list[tuple[str, float, bool]]] | None = None
-    """Per teacher token what the teacher expected at its place: text, probability, and whether it
+    """Per teacher token what the teacher expected there: text, probability, and whether it
     is what follows."""
     targets: list[list[tuple[str | None, float] | None]] | None = None
-    """Per student token what became of the alternatives at its place, in their order: the student's
+    """Per student token what became of the alternatives there, in their order: the student's
     token (None: the label) and its probability, or None where the bytes already read rule it out;
     none at all where the token has its label alone."""
 

@@ -160,7 +160,7 @@ def numbers(values: Sequence[float | None]) -> FloatArray:
 
 
 SHOWN = 5
-"""Alternatives of a place that a page keeps."""
+"""Alternatives of a token that a page keeps."""
 _LEAST = 0.001
 _END = "⏹"  # an end of text or turn, which spells nothing
 
@@ -191,16 +191,16 @@ def with_alternatives(
     shown = _shown(given, table.vocabulary)
     ids_given = given.ids.tolist()
     targets: list[list[tuple[str | None, float] | None]] = []
-    for token, place in enumerate(row.first):
-        if place < 0 or not found.has_targets[token]:
+    for token, first in enumerate(row.first):
+        if first < 0 or not found.has_targets[token]:
             targets.append([])
             continue
-        read = text[int(teacher.spans[place, 0]) : int(student.spans[token, 0])]
+        read = text[int(teacher.spans[first, 0]) : int(student.spans[token, 0])]
         pairs = zip(found.ids[token].tolist(), found.probability[token].tolist(), strict=True)
         targets.append(
             [
                 _target(table, *pair) if _goes_on(table.vocabulary, index, read) else None
-                for index, pair in zip(ids_given[place][: len(shown[place])], pairs, strict=False)
+                for index, pair in zip(ids_given[first][: len(shown[first])], pairs, strict=False)
             ]
         )
     return dataclasses.replace(row, alternatives=shown, targets=targets)
@@ -212,9 +212,9 @@ def _shown(given: Alternatives, vocabulary: Vocabulary) -> list[list[tuple[str, 
     ends = set(vocabulary.ends.tolist())
     columns = (given.ids, given.probability, given.present, given.follows)
     found = []
-    for place in zip(*(column[:, :SHOWN].tolist() for column in columns), strict=True):
+    for token in zip(*(column[:, :SHOWN].tolist() for column in columns), strict=True):
         rows: list[tuple[str, float, bool]] = []
-        for index, p, present, is_next in zip(*place, strict=True):
+        for index, p, present, is_next in zip(*token, strict=True):
             if not present or p < least:
                 break
             spelled = _spelled(vocabulary, index).decode("utf-8", "surrogateescape")

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from vocagnolm.data.guidance import common_alternatives, target_table, tiling
 from vocagnolm.data.identity import recipe_corpus, student_chat
 from vocagnolm.data.teachers import Lookup
 from vocagnolm.errors import CorpusError, TemplateError, VocagnolmError
-from vocagnolm.evaluate.results import Evaluation, in_order, read_results
+from vocagnolm.evaluate.results import BITS, Evaluation, RunFolder, Score, in_order
 from vocagnolm.evaluate.settings import marks
 from vocagnolm.evaluate.suite import AVERAGES, TASKS
 from vocagnolm.files import json_digest, local_path, parse_json, write_text
@@ -75,12 +75,12 @@ def read_run(folder: str | Path, name: str | None = None, setting: str | None = 
         "tokens": ("tokens", "{:,.0f}"),
         "last loss": ("loss", "{:.4f}"),
     }
-    versions = _about(path).get("versions")
+    versions, flat = _about(path).get("versions"), _flat_recipe(path) or {}
     return Run(
         name=name or path.name,
-        method=(read_setting(path) or {}).get("objective.method"),
+        method=flat.get("objective.method"),
         setting=setting,
-        seed=_seed(path),
+        seed=flat["run.seed"] if isinstance(flat.get("run.seed"), int) else None,
         loss=loss,
         steps_per_point=per_point,
         recipe=recipe_file.read_text("utf-8", "replace") if recipe_file.is_file() else None,
@@ -195,28 +195,24 @@ def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results 
     """What `vocagnolm evaluate` left in the runs: a column for each task, a row for each setting
     with its seeds. Scores made under other conditions have a column of their own, named after what
     differs. None when no run was evaluated."""
-    scores: list[dict[str, tuple[float, float | None]]] = [{} for _ in folders]
+    scores: list[dict[str, Score]] = [{} for _ in folders]
     measures: dict[str, Measure] = {}
-    evaluations = dict(enumerate(map(_evaluation, folders)))
-    tasks = in_order(name for one in evaluations.values() if one is not None for name in one.tasks)
-    for task in (*tasks, *AVERAGES, "bits_per_byte"):
-        held = {
-            at: score
-            for at, one in evaluations.items()
-            if one is not None and (score := _score(one, task)) is not None
-        }
+    evaluations = [RunFolder(folder).results() or Evaluation({}) for folder in folders]
+    tasks = in_order(name for one in evaluations for name in one.tasks)
+    for task in (*tasks, *AVERAGES, BITS):
+        held = [at for at, one in enumerate(evaluations) if one.score(task)[0] is not None]
         apart = marks([_conditions(evaluations[at], task) for at in held])
         names = [f"{task} ({mark})" if mark else task for mark in apart]
-        for name, (at, score) in zip(names, held.items(), strict=True):
-            scores[at][name] = score
+        for name, at in zip(names, held, strict=True):
+            scores[at][name] = evaluations[at].score(task)
         for name in sorted(set(names)):
             measures[name] = Measure(name=name, unit="%", digits=1)
-            if task == "bits_per_byte":
-                shown = name.replace("bits_per_byte", "bits per byte")
+            if task == BITS:
+                shown = name.replace(BITS, "bits per byte")
                 measures[name] = Measure(name=shown, better="lower", digits=4)
     if not measures:
         return None
-    groups: dict[str, list[dict[str, tuple[float, float | None]]]] = {}
+    groups: dict[str, list[dict[str, Score]]] = {}
     for run, found in zip(runs, scores, strict=True):
         groups.setdefault(run.setting or run.name, []).append(found)
     tables = {
@@ -236,29 +232,7 @@ def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results 
     )
 
 
-def _evaluation(folder: Path) -> Evaluation | None:
-    try:
-        return read_results(folder / "evaluation" / "results.json")
-    except FileNotFoundError:
-        return None
-
-
-def _score(evaluation: Evaluation, name: str) -> tuple[float, float | None] | None:
-    """Of a task, an average or the text, with its standard error over questions or documents; None
-    where it was not measured."""
-    if name == "bits_per_byte":
-        bits = evaluation.bits_per_byte
-        return None if bits is None else (bits, evaluation.bits_per_byte_stderr)
-    if name in AVERAGES:
-        mean = evaluation.averages()[name]
-        return None if mean is None else (mean, evaluation.average_stderrs()[name])
-    task = evaluation.tasks.get(name)
-    return None if task is None else (task.score, task.stderr)
-
-
-def _conditions(evaluation: Evaluation | None, name: str) -> dict[str, Any]:
-    if evaluation is None:
-        return {}
+def _conditions(evaluation: Evaluation, name: str) -> dict[str, Any]:
     if name not in AVERAGES:
         known = evaluation.conditions.get(name, {})
         # older evaluations know their protocol alone
@@ -284,18 +258,8 @@ Setting = dict[str, Any]
 """`section.key` to value, of all that decides what is trained, but for the seed."""
 
 
-def read_setting(run: Path) -> Setting | None:
-    """None where the folder has no recipe that can be read."""
-    flat = _flat_recipe(run)
-    return flat and {key: value for key, value in flat.items() if key not in _OF_A_SEED}
-
-
-def _seed(run: Path) -> int | None:
-    seed = (_flat_recipe(run) or {}).get("run.seed")
-    return seed if isinstance(seed, int) else None
-
-
 def _flat_recipe(run: Path) -> Setting | None:
+    """With the seed; None where the folder has no recipe that can be read."""
     try:
         content = parse_yaml((run / "recipe.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -318,10 +282,13 @@ def _flat_recipe(run: Path) -> Setting | None:
 
 
 def setting_names(runs: Sequence[Path], names: Sequence[str]) -> list[str]:
-    """A name for each run's setting; equal for the seeds of one. Settings of one method are told
-    apart by what differs among them: `guided · objective.keep 0.4`. A run without a recipe is a
+    """A name for each run's setting; equal for the seeds of one. Settings of one method are named
+    after what differs among them: `guided · objective.keep 0.4`. A run without a recipe is a
     setting of its own, under its own name."""
-    settings = [read_setting(run) for run in runs]
+    settings = [
+        flat and {key: value for key, value in flat.items() if key not in _OF_A_SEED}
+        for flat in map(_flat_recipe, runs)
+    ]
     known: list[tuple[Setting | None, str]] = []
     result = []
     for setting, name in zip(settings, names, strict=True):
@@ -385,8 +352,8 @@ def write_sample(run: str | Path, **choice: Any) -> Path:
 def save_sample(sample: Sample, run: str | Path) -> Path:
     """Write `tokens.json` into a run folder, whole or not at all."""
     path = Path(run) / SAMPLE_FILE
-    content = json.dumps({"format": FORMAT_VERSION, **plain(sample)}, separators=(",", ":"))
-    write_text(path, content)
+    content = {"format": FORMAT_VERSION, **plain(sample)}
+    write_text(path, json.dumps(content, separators=(",", ":")))
     return path
 
 
@@ -449,7 +416,7 @@ def compute_sample(
     if recipe.needs_targets and not recipe.needs_online_teacher:
         spec = common_alternatives(stores, recipe.objective.alternatives)
     count = None if spec is None else spec.count
-    teachers = [_Teacher(one, corpus, _table(recipe, tokenizer, one), count) for one in stores]
+    teachers = [_reader(one, corpus, _table(recipe, tokenizer, one), count) for one in stores]
     read = _choose(corpus, teachers, tokenizer, documents, seed)
     made = (recipe.student.config or {}).get("model_type", "model")
     name = model_name(recipe.student.model) if recipe.student.model else f"{made} from scratch"
@@ -514,32 +481,31 @@ def _teacher_tokenizer(recipe: Recipe) -> TextTokenizer | None:
     return None
 
 
-class _Teacher:
-    """A store's losses and alternatives (`count` of them; None: all) as a page's row."""
+ReadDocument = Callable[[int, bytes], Reading]
+"""A document of a corpus, by its index and its hash, as a page's row."""
 
-    def __init__(
-        self, store: LossStore, corpus: Corpus, table: TargetTable | None, count: int | None
-    ):
-        self._store, self._lookup = store, Lookup(store, corpus.fingerprint)
-        self._table, self._count = table, count
 
-    def read(self, index: int, digest: bytes) -> Reading:
-        """A document; without tokens where the store lacks it."""
-        at = self._lookup.row(index, digest)
-        token_bytes, nll = np.zeros(0, np.int64), np.zeros(0, np.float32)
-        given = None
+def _reader(
+    store: LossStore, corpus: Corpus, table: TargetTable | None, count: int | None
+) -> ReadDocument:
+    """Reads a store's losses and alternatives (`count` of them; None: all). The row has no tokens
+    where the store lacks the document."""
+    lookup = Lookup(store, corpus.fingerprint)
+
+    def read(index: int, digest: bytes) -> Reading:
+        at = lookup.row(index, digest)
+        token_bytes, nll, given = np.zeros(0, np.int64), np.zeros(0, np.float32), None
         if at is not None:
-            token_bytes, nll = self._store[at]
-            if self._table is not None:
-                found = self._store.alternatives(at)
-                given = Alternatives(found.packed[:, : self._count], found.sampled)
+            token_bytes, nll = store[at]
+            if table is not None:
+                found = store.alternatives(at)
+                given = Alternatives(found.packed[:, :count], found.sampled)
+        spans = tiling(token_bytes)
         return Reading(
-            name=self._store.teacher_name,
-            spans=tiling(token_bytes),
-            nll=nll,
-            alternatives=given,
-            table=self._table,
+            name=store.teacher_name, spans=spans, nll=nll, alternatives=given, table=table
         )
+
+    return read
 
 
 @dataclass(frozen=True)
@@ -554,7 +520,7 @@ class _Read:
 
 def _choose(
     corpus: Corpus,
-    teachers: Sequence[_Teacher],
+    teachers: Sequence[ReadDocument],
     tokenizer: TextTokenizer,
     documents: int,
     seed: int,
@@ -570,7 +536,7 @@ def _choose(
         if not document.text:
             continue
         digest = document_hash(document.text)
-        found = [teacher.read(index, digest) for teacher in teachers]
+        found = [read(index, digest) for read in teachers]
         if teachers and not any(len(one.spans) for one in found):
             continue
         try:

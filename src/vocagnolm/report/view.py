@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +21,7 @@ from vocagnolm.alignment import (
     token_texts,
 )
 from vocagnolm.alternatives import Alternatives, AlternativesSpec
-from vocagnolm.chat import ChatTokenizer, TrainOn, trained_ranges, trained_tokens
+from vocagnolm.chat import ChatTokenizer, TrainOn
 from vocagnolm.chat.survey import why_trained
 from vocagnolm.errors import UsageError
 from vocagnolm.pair import plain_tokenizer
@@ -141,8 +142,7 @@ def read_text(
     if isinstance(tokenizer, ChatTokenizer):
         why = why_trained(text, tokens, train_on)
         if nll is not None:
-            trained = trained_tokens(tokens, trained_ranges(text, train_on))
-            nll = np.where(trained, nll, np.float32(np.nan))
+            nll = np.where([reason is not None for reason in why], nll, np.float32(np.nan))
     shown = tokenizer.shown(text, tokens)
     return Reading(name=name, spans=tokens.spans, ids=tokens.ids, nll=nll, shown=shown, trained=why)
 
@@ -183,10 +183,8 @@ def environment() -> dict[str, str]:
     if machine := platform.machine():
         found["machine"] = f"{machine}, {os.cpu_count()} cores"
     for package in ("vocagnolm", "torch", "transformers", "tokenizers", "accelerate", "numpy"):
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
@@ -220,7 +218,7 @@ def model_scorer(
     *,
     alternatives: int = 0,
 ) -> tuple[TextTokenizer, Scorer]:
-    """A model's tokenizer and its losses, with so many alternatives at every place. A `tokenizer`
+    """A model's tokenizer and its losses, with so many alternatives of every token. A `tokenizer`
     that is not the model's own is refused: its ids would mean other tokens to the model.
     `template`: for conversations."""
     from vocagnolm.model import NllModel, open_model

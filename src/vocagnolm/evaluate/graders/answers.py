@@ -13,7 +13,7 @@ text does not go back, and what is read closely is short. Standard library only.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 from typing import Literal
@@ -107,8 +107,8 @@ def number_of(match: re.Match[str]) -> Number | None:
     else:
         value = exact("decimal")
         decimals = len(match["decimal"].partition(".")[2])
-    if match["scale"] is not None:
-        power = _SCALE[match["scale"].strip()]
+    if scale := match["scale"]:
+        power = _SCALE[scale.strip()]
         value, decimals = value * 10**power, max(decimals - power, 0)
     if ("-" in (match["sign"] or "")) != (match["sign2"] is not None):
         value = -value
@@ -158,9 +158,7 @@ def parse_number(text: str) -> Number | None:
     text = plain(text).strip().strip("$").strip()
     if wrapped := re.fullmatch(r"(-?)\s*\(([^()]+)\)", text):  # -(1/3)
         inner = parse_number(wrapped[2])
-        if inner is not None and wrapped[1]:
-            return Number(-inner.value, inner.percent, inner.decimals)
-        return inner
+        return replace(inner, value=-inner.value) if inner and wrapped[1] else inner
     match = NUMBER.fullmatch(text.removesuffix("."))
     if match is not None:
         return number_of(match)
@@ -325,8 +323,7 @@ def _sentence(text: str, start: int) -> str:
     if not line.strip():  # "The answer is:" and the value on the next line
         start += len(line)
         line = text[start : start + LONGEST_ANSWER].lstrip().partition("\n")[0]
-    shielded = _shielded(line)
-    stop = _STOP.search(shielded)
+    stop = _STOP.search(_shielded(line))
     return line[: stop.start()] if stop else line
 
 
@@ -344,7 +341,7 @@ MATH_SPAN = re.compile(
 
 
 def clauses(text: str, choice: bool = False) -> list[Clause]:
-    """The places where the text states an answer, in the order of the text. A bare heading
+    """The clauses in which the text states an answer, in the order of the text. A bare heading
     ("Answer: ...") often opens the reasoning, so it counts only where nothing else does."""
     found = [Clause(m.start(), "hash", _short(m[1].strip())) for m in _HASH.finditer(text)]
     found += _boxed_clauses(text)
@@ -376,8 +373,7 @@ def last_sentence(text: str) -> tuple[str, bool]:
     if not lines:
         return "", False
     line = lines[-1]
-    shielded = _shielded(line)
-    ends = [m.end() for m in _STOP.finditer(shielded)]
+    ends = [m.end() for m in _STOP.finditer(_shielded(line))]
     complete = bool(ends) and not line[ends[-1] :].strip("*_\"') ")
     begin = (ends[-2] if len(ends) > 1 else 0) if complete else (ends[-1] if ends else 0)
     return _short(line[begin:].strip()), complete
@@ -495,13 +491,12 @@ def letter_in_clause(clause: str, letters: str, kind: ClauseKind) -> str | None:
 def extract_choice(output: str, letters: str) -> str | None:
     """The option letter the output settles on, in capitals, or None."""
     text = cut_continuation(output)
-    for clause in reversed(clauses(text, choice=True)):
-        try:
-            letter = letter_in_clause(clause.text, letters, clause.kind)
-        except Ambiguous:
-            return None
-        if letter is not None:
-            return letter
+    try:
+        for clause in reversed(clauses(text, choice=True)):
+            if letter := letter_in_clause(clause.text, letters, clause.kind):
+                return letter
+    except Ambiguous:
+        return None
     sentence, _ = last_sentence(text)
     verdict = re.search(
         rf"(?<![\w\\])[\(\[]?([{letters}])[\)\]]?\s+is\s+(?:the\s+)?(?:correct|right|best)\b",
@@ -612,15 +607,13 @@ def extract_number(output: str, complete: bool | None = None) -> Number | None:
     stated = clauses(text)
     if cut and breaks_off(text, stated, known=complete is not None):
         return None
-    for clause in reversed(stated):
-        try:
+    try:
+        for clause in reversed(stated):
             number = number_in_clause(clause.text, clause.kind)
-        except Ambiguous:
-            return None
-        if number is not None:
-            return number
-        if clause.kind == "boxed":  # the model chose its answer, and it is no number
-            return None
+            if number is not None or clause.kind == "boxed":  # chosen by the model, if no number
+                return number
+    except Ambiguous:
+        return None
     return _number_of_last_sentence(text, cut)
 
 
@@ -739,15 +732,13 @@ def extract_math(output: str, complete: bool | None = None) -> str | None:
     stated = clauses(text)
     if complete is False and cut and breaks_off(text, stated, known=True):
         return None
-    for clause in reversed(stated):
-        try:
+    try:
+        for clause in reversed(stated):
             answer = math_in_clause(clause.text, clause.kind)
-        except Ambiguous:
-            return None
-        if answer:
-            return _content(answer) or None
-        if clause.kind == "boxed":
-            return None
+            if answer or clause.kind == "boxed":
+                return _content(answer or "") or None
+    except Ambiguous:
+        return None
     return _content(_math_of_last_sentence(text, cut) or "") or None
 
 

@@ -71,13 +71,9 @@ class Verifier:
             raise MissingExtraError("math-verify", "eval", "Grading LaTeX answers (task 'math')")
         source = str(Path(__file__).parents[3])
         path = os.pathsep.join(p for p in (source, os.environ.get("PYTHONPATH")) if p)
+        program = f"import {__name__} as m; m._serve({self.timeout_seconds})"
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-c",
-                f"import {__name__} as m; m._serve({self.timeout_seconds})",
-            ],
+            [sys.executable, "-P", "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -192,11 +188,11 @@ def _as_formula(text: str) -> str:
 # ---- the same answer ----
 
 
-UNICODE_TO_LATEX = {
+UNICODE_TO_LATEX = str.maketrans({
     "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ",
     "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "°": r"^\circ ", "²": "^2", "³": "^3",
     "θ": r"\theta ", "ℝ": r"\mathbb{R}", "∅": r"\emptyset ",
-}  # fmt: skip
+})  # fmt: skip
 # 1000(26), (2)(3): math-verify wants a sign there; not \log_2(8), \sin^2(1)
 NO_SIGN = re.compile(r"(?<=[\d)])(?<![_^]\d)(?<![_^]\d\d)\s*(?=\(\s*-?[\d.]+\s*\))")
 _SUBSTITUTIONS = [
@@ -215,8 +211,7 @@ def readable_math(text: str) -> str:
     text = plain(text).strip().rstrip(".").strip()
     if "matrix" not in text and "array" not in text:  # there, two backslashes end a row
         text = re.sub(r"\\\\(?=[A-Za-z()\[\]])", r"\\", text)
-    for sign, command in UNICODE_TO_LATEX.items():
-        text = text.replace(sign, command)
+    text = text.translate(UNICODE_TO_LATEX)
     for pattern, replacement in _SUBSTITUTIONS:
         text = pattern.sub(replacement, text)
     return text.strip()

@@ -112,9 +112,7 @@ _NAMED = re.compile(r"^\s*(?:[A-Za-z]|[A-Za-z]\([a-z]\))\s*(?:=|\\in(?![a-zA-Z])
 
 def canonical_math(text: str) -> str:
     """One spelling for what LaTeX can write in many; degrees and `x =` go."""
-    text = plain(text).strip()
-    for sign, command in UNICODE_TO_LATEX.items():
-        text = text.replace(sign, command)
+    text = plain(text).strip().translate(UNICODE_TO_LATEX)
     for pattern, replacement in _SUBSTITUTIONS:
         text = pattern.sub(replacement, text)
     text = text.strip().rstrip(".").strip()

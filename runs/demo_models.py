@@ -1,9 +1,11 @@
-"""Make the demo's two models: `python -m vocagnolm.demo.make FOLDER`.
+"""Make the demo's two models:
+
+    python runs/demo_models.py FOLDER [--only teacher|start]
 
 The teacher reads rightly solved pages, and some junk, so that it knows what cannot be known.
 The start, from which every student goes on, reads pages of the same kind whose results are all
-wrong: it knows how they look, and no arithmetic. The folders `teacher/` and `start/` beside this
-file were made by this script.
+wrong: it knows how they look, and no arithmetic. The folders `teacher/` and `start/` in
+src/vocagnolm/demo were made by this script.
 """
 
 import argparse
@@ -20,13 +22,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vocagnolm.demo.corpus import START_SEED, clean_document, junk_document, wrong_document
+from vocagnolm.demo.students import END
 from vocagnolm.files import write_json
 
 # ---- tokenizers ----
 
 TEACHER_VOCABULARY = 768
 STUDENT_VOCABULARY = 640
-END = "</s>"
 _BYTES = [f"<0x{value:02X}>" for value in range(256)]
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
