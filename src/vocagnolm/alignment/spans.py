@@ -262,11 +262,11 @@ def _trace(
 
 LONG_TEXT = 2**20
 """Characters from which on a text is read in pieces."""
-PIECE = 2**16
+PIECE = 2**15
 _PIECES = 4  # that the library reads side by side
 _AROUND = 256  # characters before and behind a cut
 _WORD_END = re.compile("[A-Za-z0-9](?= )")
-_LINE_START = re.compile(r"\S\n(?=[A-Za-z])")
+_LINE_START = re.compile(r"\S\r?\n(?=[!-~])")
 CACHED_WORDS = 2**17
 """Whose merges a BPE model remembers; the library's own 10,000 are used up after a megabyte."""
 
@@ -426,7 +426,7 @@ class Spanner:
 
         Where a model reads the marked text as one word: before a space, since no entry of the
         vocabulary, and so no merge, has a mark behind another character. Where words are read one
-        by one: before the letter that begins a line, if the text around it gives the same tokens
+        by one: before the character that begins a line, if the text around it gives the same tokens
         when it is cut there, and no pattern of the tokenizer looks back further.
         """
         if len(text) <= LONG_TEXT:

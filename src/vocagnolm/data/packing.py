@@ -5,6 +5,7 @@ end to end are the corpus. A block is a window of the stream, cut when it is rea
 parts serve every block size.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -265,6 +266,7 @@ def pack_documents(
     guidance: GuidancePlan,
     keep_text: bool = True,
     targets: TargetsPlan | None = None,
+    expected_bytes: int = 0,
 ) -> Part:
     """One part. Separators (the `prefix` of every document, EOS) hold no text: they are unmapped.
     Of conversations, all tokens that are not trained on are context and have no guidance.
@@ -272,26 +274,29 @@ def pack_documents(
     `keep_text`.
 
     All documents of a batch are aligned at once, their byte axes laid end to end: no Python loop
-    over tokens. Batches come one by one, and only their columns stay.
+    over tokens. Batches come one by one, and only their columns stay. `expected_bytes`: of all of
+    them together, about.
     """
-    columns: dict[str, NDArray[Any]] = {}
+    grown: dict[str, _Column] = defaultdict(_Column)
+    known, shared = _Column(), []
     summary = PackingSummary()
-    known, shared = np.zeros(0, np.float32), []
     for batch in batches:
         one = _pack(batch, id_dtype, prefix, eos, guidance, keep_text, targets)
-        before = {"spans": summary.bytes, "teacher_range": len(columns.get("teacher_nll", ()))}
+        before = {"spans": summary.bytes, "teacher_range": len(grown["teacher_nll"].values)}
+        summary.add(one.summary)
+        growth = max(1.0, expected_bytes / max(summary.bytes, 1))
         for name, values in one.columns.items():
             if name in before:
                 values[values >= 0] += before[name]
-            columns[name] = _longer(columns[name], values) if name in columns else values
-        summary.add(one.summary)
-        known = _longer(known, one.known) if len(known) else one.known
+            grown[name].append(values, growth)
+        known.append(one.known, growth)
         if one.shared is not None:
             shared.append(one.shared)
     # of all at once: sums of parts would differ from it in their last bits
-    summary.guidance_sum = float(known.sum(dtype=np.float64))
+    summary.guidance_sum = float(known.values.sum(dtype=np.float64))
     if targets is not None and shared:
         summary.targets |= measured(targets.tables[0], shared)
+    columns = {name: grown[name].values for name in one.columns}
     if "spans" in columns:
         _place_separators(columns["spans"])
     index = columns["document_index"]
@@ -302,13 +307,26 @@ def pack_documents(
     return Part(columns, summary)
 
 
-def _longer(column: NDArray[Any], more: NDArray[Any]) -> NDArray[Any]:
-    """With more behind it, in place where it can be: a long column never lies in memory twice."""
-    length = len(column)
-    column = column if column.flags.owndata else column.copy()
-    column.resize((length + len(more), *column.shape[1:]), refcheck=False)
-    column[length:] = more
-    return column
+class _Column:
+    """Values that come in pieces. Room is made for all of them at once: they never lie in memory
+    twice, and room that is not used is not touched."""
+
+    def __init__(self) -> None:
+        self.values: NDArray[Any] = np.zeros(0, np.float32)
+        self._room = self.values
+
+    def append(self, more: NDArray[Any], growth: float) -> None:
+        """`growth`: about how many times as long the column will be in the end."""
+        start, end = len(self.values), len(self.values) + len(more)
+        if start == 0 and growth <= 1:
+            self.values = more
+            return
+        if start == 0 or end > len(self._room):
+            self._room = np.empty((int(1.1 * growth * end) + 1, *more.shape[1:]), more.dtype)
+            if start:
+                self._room[:start] = self.values
+        self._room[start:end] = more
+        self.values = self._room[:end]
 
 
 def _place_separators(spans: NDArray[np.int32]) -> None:

@@ -76,7 +76,7 @@ METADATA_KEY = "vocagnolm"
 # encodings of a whole part never lie in memory together.
 TOKENISE_BYTES = 1_000_000
 # Characters of a long document that are packed at once, at least.
-SLICE = 2**18
+SLICE = 2**17
 # Guided training below this share of mapped tokens is hardly guided.
 LEAST_MAPPED_SHARE = 0.5
 _UPLOADS = 8
@@ -384,6 +384,7 @@ class PartMaker:
             ),
             keep_text=settings["text"],
             targets=self.plan.targets,
+            expected_bytes=sum(len(one.text.encode()) for one in kept),
         )
         refused: Counter[str] = Counter()
         try:
@@ -443,9 +444,7 @@ class PartMaker:
         ends = np.cumsum([len(one.text[a:b].encode()) for a, b in pairwise(edges)])
         ends = ends.astype(np.min_scalar_type(ends[-1]))  # a long document has many tokens
         common = np.ones(len(ends), bool)
-        tokens = np.zeros(
-            (len(self.stores), len(edges)), np.int64
-        )  # of each teacher before an edge
+        tokens = np.zeros((len(self.stores), len(edges)), np.int64)  # of a teacher before an edge
         bits = np.full(len(self.stores), np.inf)
         for n, (store, at) in enumerate(zip(self.stores, one.rows, strict=True)):
             if at is None:
