@@ -40,7 +40,7 @@ def small():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spans, "LONG_TEXT", 1500)
         patch.setattr(spans, "PIECE", 150)
-        patch.setattr(module, "TOKENISE_BYTES", 1400)
+        patch.setattr(spans, "BATCH", 1400)
         patch.setattr(module, "SLICE", 400)
         yield
 
@@ -117,7 +117,7 @@ def test_slices_give_the_same_part(lab, tmp_path, monkeypatch, student, columns,
     )
     sliced = maker._pack(texts)
     assert sum(place is not None for place in slices) > 10
-    monkeypatch.setattr(module, "TOKENISE_BYTES", 10**6)  # everything at once
+    monkeypatch.setattr(spans, "BATCH", 10**6)  # everything at once
     whole = maker._pack(texts)
     assert slices[-1] is None and sliced.summary.documents == len(texts)
     assert_same(sliced, whole)
@@ -213,7 +213,7 @@ def test_a_document_that_cannot_be_cut_is_packed_at_once(lab, tmp_path, monkeypa
 
 def test_a_long_document_takes_little_memory(lab, tmp_path, monkeypatch):
     """In bytes a byte of text, and beside the text: at once it takes 54."""
-    text = "".join(documents(1500))
+    text = "".join(documents(500))
     save_tokenizer(tmp_path / "large", kind="bytes", size=1000)
     write_corpus(tmp_path / "corpus.jsonl", [text])
     write_store(tmp_path / "store", [text], lab / "teacher")

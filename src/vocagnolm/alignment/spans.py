@@ -15,11 +15,11 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -260,15 +260,32 @@ def _trace(
 # ---- spans ----
 
 
+Item = TypeVar("Item")
 LONG_TEXT = 2**20
 """Characters from which on a text is read in pieces."""
 PIECE = 2**15
-_PIECES = 4  # that the library reads side by side
+PIECES = 4  # that the library reads side by side
 _AROUND = 256  # characters before and behind a cut
 _WORD_END = re.compile("[A-Za-z0-9](?= )")
 _LINE_START = re.compile(r"\S\r?\n(?=[!-~])")
+BATCH = 10**6
+"""Characters of texts to be read at once: enough to keep the library's threads busy, little enough
+that the encodings of many texts never lie in memory together."""
 CACHED_WORDS = 2**17
 """Whose merges a BPE model remembers; the library's own 10,000 are used up after a megabyte."""
+
+
+def batches(documents: Sequence[Item], size: Callable[[Item], int]) -> list[list[Item]]:
+    """Documents in batches of at most `BATCH` characters; one that is longer is alone."""
+    found: list[list[Item]] = []
+    room = 0
+    for one in documents:
+        room -= size(one)
+        if room < 0 or not found:
+            found.append([])
+            room = BATCH - size(one)
+        found[-1].append(one)
+    return found
 
 
 @contextlib.contextmanager
@@ -389,8 +406,8 @@ class Spanner:
         ids: list[NDArray[np.int32]] = []
         spans: list[NDArray[np.uint32]] = []  # half as large, each from its own piece's beginning
         sizes: list[int] = []
-        for start in range(0, len(edges) - 1, _PIECES):
-            near = edges[start : start + _PIECES + 1]
+        for start in range(0, len(edges) - 1, PIECES):
+            near = edges[start : start + PIECES + 1]
             batch = read = [text[a:b] for a, b in pairwise(near)]
             reader = self._tokenizer
             if self._bare is not None:  # only the first piece stands behind the text's own mark

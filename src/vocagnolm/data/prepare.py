@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 from vocagnolm import files
 from vocagnolm.alignment import TextTokenizer, TokenSpans
+from vocagnolm.alignment.spans import batches
 from vocagnolm.chat import ChatTokenizer, trained_ranges
 from vocagnolm.data.blocks import (
     FORMAT_VERSION,
@@ -72,9 +73,6 @@ Read = TypeVar("Read")
 
 SETTINGS = "settings.json"
 METADATA_KEY = "vocagnolm"
-# Texts given to the tokenizer at once: enough to keep its threads busy, little enough that the
-# encodings of a whole part never lie in memory together.
-TOKENISE_BYTES = 1_000_000
 # Characters of a long document that are packed at once, at least.
 SLICE = 2**17
 # Guided training below this share of mapped tokens is hardly guided.
@@ -518,19 +516,6 @@ def tokenise(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[TokenSpans]
 
 def in_batches(read: Callable[[list[str]], list[Read]], texts: Sequence[str]) -> list[Read]:
     return [one for batch in batches(texts, len) for one in read(batch)]
-
-
-def batches(documents: Sequence[Read], size: Callable[[Read], int]) -> list[list[Read]]:
-    """Of bounded size; what is larger is alone."""
-    found: list[list[Read]] = []
-    room = 0
-    for one in documents:
-        room -= size(one)
-        if room < 0 or not found:
-            found.append([])
-            room = TOKENISE_BYTES - size(one)
-        found[-1].append(one)
-    return found
 
 
 def part_name(number: int) -> str:
