@@ -27,7 +27,7 @@ from vocagnolm.chat.messages import Format, format_of
 from vocagnolm.data.corpus import Corpus, document_hash, open_corpus
 from vocagnolm.data.guidance import GuidancePlan, TargetsPlan, target_table
 from vocagnolm.data.identity import separator_ids
-from vocagnolm.data.packing import pack_documents
+from vocagnolm.data.packing import Batch, pack_documents
 from vocagnolm.errors import CorpusError, StoreError, UsageError, VocagnolmWarning, optional
 from vocagnolm.files import address_of, json_digest, local_path, whole_folder
 from vocagnolm.model.nll import TokenScores
@@ -181,7 +181,7 @@ class _Known:
 
 
 class _Losses(NamedTuple):
-    """Of a document: what `pack_documents` takes."""
+    """Of a document: what a `Batch` takes."""
 
     token_bytes: NDArray[Any]
     nll: NDArray[Any]
@@ -305,18 +305,21 @@ class _Columns:
         chat = isinstance(self.tokenizer, ChatTokenizer)
         prefix, eos = separator_ids(self.tokenizer, self.bos, self.eos)
         others = [None if one is None else one.alternatives for one in losses]
+        batch = Batch(
+            indices=range(len(texts)),
+            students=students,
+            teachers=[[None if one is None else one[:2] for one in losses]],
+            texts=[text.encode() for text in texts],
+            trained=[trained_ranges(text, self.train_on) for text in texts] if chat else None,
+            alternatives=None if self.targets is None else [others],
+        )
         columns = pack_documents(
-            students,
-            [[None if one is None else one[:2] for one in losses]],
-            document_indices=range(len(texts)),
+            [batch],
             id_dtype=np.uint32,
             prefix=prefix,
             eos=eos,
             guidance=GuidancePlan(aggregation=self.aggregation),
-            texts=[text.encode() for text in texts],
             keep_text=False,
-            trained=[trained_ranges(text, self.train_on) for text in texts] if chat else None,
-            alternatives=None if self.targets is None else [others],
             targets=self.targets,
         ).columns
         columns["input_ids"] = columns["labels"] = columns["ids"]

@@ -138,6 +138,21 @@ def whole_file(path: str | Path, *, new: bool = False) -> Iterator[IO[bytes]]:
             os.replace(temporary, path)
 
 
+@contextlib.contextmanager
+def whole_path(path: str | Path) -> Iterator[Path]:
+    """As `whole_file`, for a library that opens the file itself, or moves one of its own there: the
+    path to write to."""
+    path = local_path(path)
+    with _temporary(path) as folder, as_write_error(path):
+        folder.mkdir()
+        yield folder / path.name
+        reached("written", path)
+        sync_tree(folder)
+        reached("synced", path)
+        os.replace(folder / path.name, path)
+        folder.rmdir()
+
+
 def _link(temporary: Path, path: Path) -> None:
     try:
         os.link(temporary, path)
@@ -264,7 +279,7 @@ def _temporary_name(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def as_write_error(what: str) -> Iterator[None]:
+def as_write_error(what: Path | str) -> Iterator[None]:
     """For files that libraries write: torch and safetensors raise kinds of their own when a disk
     is full."""
     try:

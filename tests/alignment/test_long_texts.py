@@ -37,9 +37,10 @@ def test_pieces_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["sentencepiece prepend", "byte-level large"])
 def test_usual_texts_are_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "LONG_TEXT", 4000)
     monkeypatch.setattr(spans, "PIECE", 500)
     text = "\n".join(["Two words, and a line of text"] * 300)
-    cuts = load_tokenizer(made.tokenizer(name))._spanner._cuts(text)
+    cuts = load_tokenizer(made.tokenizer(name)).cuts(text)
     assert cuts is not None and len(cuts) > 10
 
 

@@ -256,7 +256,7 @@ def test_plain_text_in_a_conversation_guides_as_plain_text_does(tmp_path):
     """One message that is all content, in a template that prints nothing else: the tokens and their
     guidance are those of the text."""
     from vocagnolm.data.guidance import GuidancePlan
-    from vocagnolm.data.packing import pack_documents
+    from vocagnolm.data.packing import Batch, pack_documents
 
     save_tokenizer(tmp_path / "bytes", kind="bytes")
     bare = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -266,20 +266,16 @@ def test_plain_text_in_a_conversation_guides_as_plain_text_does(tmp_path):
     ours, theirs = chat.base.spans(text), np.array([3, 7, len(text.encode()) - 10])
     nll = np.array([0.5, 1.5, 2.5], np.float32)
     talk = shared_text([Message("assistant", text)])
-    options = {
-        "document_indices": [0],
-        "id_dtype": np.uint16,
-        "prefix": (),
-        "eos": None,
-        "guidance": GuidancePlan(),
-    }
-    plain = pack_documents([ours], [[(theirs, nll)]], **options)
-    whole = pack_documents(
-        [chat.spans(talk)],
-        [[(np.append(theirs, 1), np.append(nll, np.float32(np.nan)))]],
+    options = {"id_dtype": np.uint16, "prefix": (), "eos": None, "guidance": GuidancePlan()}
+    text_batch = Batch(indices=[0], students=[ours], teachers=[[(theirs, nll)]])
+    talk_batch = Batch(
+        indices=[0],
+        students=[chat.spans(talk)],
+        teachers=[[(np.append(theirs, 1), np.append(nll, np.float32(np.nan)))]],
         trained=[np.array([[0, len(talk.encode())]])],
-        **options,
     )
+    plain = pack_documents([text_batch], **options)
+    whole = pack_documents([talk_batch], **options)
     assert (plain.columns["ids"] == whole.columns["ids"]).all()
     np.testing.assert_array_equal(plain.columns["guidance"], whole.columns["guidance"])
     assert messages_of(talk)[0].content == text

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from training_kit import make_lab, recipe_dict, save_tokenizer, write_corpus, write_store
 
 from vocagnolm.alignment import align, carry, load_tokenizer
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.data.identity import student_tokenizer
 from vocagnolm.data.prepare import prepare
-from vocagnolm.errors import BlocksError, VocagnolmWarning
+from vocagnolm.errors import BlocksError, VocagnolmWarning, WriteError
+from vocagnolm.files import whole_path
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.store import LossStore
 from vocagnolm.train.run import open_blocks
@@ -126,6 +128,17 @@ def test_killed_and_run_again_equals_uninterrupted(lab, tmp_path, parts_before_k
     prepare(recipe_from_dict(tree))
     prepare(recipe_from_dict(recipe_dict(folder, data={"blocks": str(tmp_path / "whole")})))
     assert files_digest(tmp_path / "killed") == files_digest(tmp_path / "whole")
+
+
+def test_a_part_that_cannot_be_written_leaves_nothing(tmp_path):
+    """The library that writes it has errors of its own."""
+    path = tmp_path / "part.safetensors"
+    with pytest.raises(WriteError, match="could not be written"), whole_path(path) as temporary:
+        save_file({"ids": np.zeros(3)}, temporary / "no folder")
+    assert not list(tmp_path.iterdir())
+    with whole_path(path) as temporary:
+        save_file({"ids": np.zeros(3)}, temporary)
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_other_settings_are_refused_and_named(lab, tmp_path):

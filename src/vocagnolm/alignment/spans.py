@@ -15,11 +15,11 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -260,15 +260,32 @@ def _trace(
 # ---- spans ----
 
 
+Item = TypeVar("Item")
 LONG_TEXT = 2**20
 """Characters from which on a text is read in pieces."""
-PIECE = 2**16
-_PIECES = 4  # that the library reads side by side
+PIECE = 2**15
+PIECES = 4  # that the library reads side by side
 _AROUND = 256  # characters before and behind a cut
 _WORD_END = re.compile("[A-Za-z0-9](?= )")
-_LINE_START = re.compile(r"\S\n(?=[A-Za-z])")
+_LINE_START = re.compile(r"\S\r?\n(?=[!-~])")
+BATCH = 10**6
+"""Characters of texts to be read at once: enough to keep the library's threads busy, little enough
+that the encodings of many texts never lie in memory together."""
 CACHED_WORDS = 2**17
 """Whose merges a BPE model remembers; the library's own 10,000 are used up after a megabyte."""
+
+
+def batches(documents: Sequence[Item], size: Callable[[Item], int]) -> list[list[Item]]:
+    """Documents in batches of at most `BATCH` characters; one that is longer is alone."""
+    found: list[list[Item]] = []
+    room = 0
+    for one in documents:
+        room -= size(one)
+        if room < 0 or not found:
+            found.append([])
+            room = BATCH - size(one)
+        found[-1].append(one)
+    return found
 
 
 @contextlib.contextmanager
@@ -365,7 +382,7 @@ class Spanner:
         """All texts at once. The tokenizer works in parallel and without the GIL; offsets are
         asked for again only where a text needs them. A long text is read in pieces where that
         gives the same tokens: the library takes some hundred bytes for every byte it reads."""
-        found = [self._in_pieces(text) if len(text) > LONG_TEXT else None for text in texts]
+        found = [self._in_pieces(text) for text in texts]
         rest = [text for text, known in zip(texts, found, strict=True) if known is None]
         encoded_texts = [encode_utf8(text) for text in rest]
         with _without_panic():
@@ -377,21 +394,25 @@ class Spanner:
         return [next(whole) if known is None else known for known in found]
 
     def _in_pieces(self, text: str) -> TokenSpans | None:
-        """The spans of a long text, a few pieces at a time; None where it must be read whole."""
-        encode_utf8(text)  # refused before anything is read, as other texts are
-        cuts = self._cuts(text)
-        if cuts is None:
-            return None
+        """The spans of a long text, a few pieces at a time; None for other texts, and where it must
+        be read whole."""
+        cuts = self.cuts(text)
+        return None if cuts is None else self.between(text, [0, *cuts, len(text)])
+
+    def between(self, text: str, edges: Sequence[int]) -> TokenSpans | None:
+        """The tokens of a text from the first of some edges to the last, which are neighbours among
+        its `cuts`, its beginning and its end. Spans count from the first edge. None where the text
+        must be read whole."""
         ids: list[NDArray[np.int32]] = []
         spans: list[NDArray[np.uint32]] = []  # half as large, each from its own piece's beginning
         sizes: list[int] = []
-        pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
-        for start in range(0, len(pieces), _PIECES):
-            batch = read = pieces[start : start + _PIECES]
+        for start in range(0, len(edges) - 1, PIECES):
+            near = edges[start : start + PIECES + 1]
+            batch = read = [text[a:b] for a, b in pairwise(near)]
             reader = self._tokenizer
             if self._bare is not None:  # only the first piece stands behind the text's own mark
                 reader, read = self._bare[0], [one.replace(" ", SPACE_MARK) for one in batch]
-                read[0] = SPACE_MARK * (start == 0) + read[0]
+                read[0] = SPACE_MARK * (near[0] == 0) + read[0]
             with _without_panic():
                 encodings = reader.encode_batch_fast(read, add_special_tokens=False)
             for piece, encoding in zip(batch, encodings, strict=True):
@@ -416,15 +437,18 @@ class Spanner:
         lost = origin - int(whole[:, 1].sum() - whole[:, 0].sum())
         return TokenSpans(np.concatenate(ids), whole, origin, lost)
 
-    def _cuts(self, text: str) -> list[int] | None:
-        """Places where a long text can be cut without a change of its tokens; None where there may
-        be none.
+    def cuts(self, text: str) -> list[int] | None:
+        """Places where a long text can be cut without a change of its tokens; None for other texts,
+        and where there may be none.
 
         Where a model reads the marked text as one word: before a space, since no entry of the
         vocabulary, and so no merge, has a mark behind another character. Where words are read one
-        by one: before the letter that begins a line, if the text around it gives the same tokens
+        by one: before the character that begins a line, if the text around it gives the same tokens
         when it is cut there, and no pattern of the tokenizer looks back further.
         """
+        if len(text) <= LONG_TEXT:
+            return None
+        encode_utf8(text)  # refused before anything is read, as other texts are
         if self._bare is not None:
             marked = text.replace(" ", SPACE_MARK)
             inner = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}")

@@ -306,12 +306,32 @@ def carry_alternatives(
 
     `begins`: the bytes where texts begin, [0] for one text.
     """
+    known = (table, labels, spans, teacher, alignment, text)
+    found, shared = unmeasured_targets(*known, inside=inside, begins=begins)
+    became = measured(table, [(teacher.alternatives, shared)])
+    return replace(found, mass=replace(found.mass, **became))
+
+
+def unmeasured_targets(
+    table: TargetTable,
+    labels: NDArray[np.integer[Any]],
+    spans: IntArray,
+    teacher: TeacherTokens,
+    alignment: Alignment,
+    text: NDArray[np.uint8],
+    *,
+    inside: bool,
+    begins: IntArray | None,
+) -> tuple[SoftTargets, IntArray]:
+    """As `carry_alternatives`, but of the alternatives' mass only the numbers of tokens; and the
+    teacher tokens at shared starts, for `measured`."""
     labels = np.asarray(labels, np.int32)
     given = teacher.alternatives
     if not len(given) or not len(labels):
         ids = np.repeat(labels[:, None], given.packed.shape[1], axis=1)
         nowhere, none = np.zeros(ids.shape, np.float32), np.zeros(len(labels), bool)
-        return SoftTargets(ids, nowhere, none, TargetMass(tokens=len(labels)))
+        mass = TargetMass(tokens=len(labels))
+        return SoftTargets(ids, nowhere, none, mass), np.zeros(0, np.int64)
     position = alignment.first
     # -1, where a token is unmapped, is a position too, and is not looked at
     mapped = (position >= 0) & (given.packed[:, 0] != NOTHING).take(position)
@@ -333,36 +353,40 @@ def carry_alternatives(
     ids = np.where(takes_part, target, own)
     probability = here.mass
     probability *= takes_part
-    mass = _measured(table, given, position, has_targets)
+    shared = position[has_targets]
 
     within = np.flatnonzero(mapped & (read > 0))
     if inside:
         plain = within[behind.take(within) == 0]
         _continue(table, plain, position, read, teacher, text, ids, probability, has_targets)
-    mass = replace(mass, inside=len(within), continued=int(has_targets[within].sum()))
-    return SoftTargets(ids, probability, has_targets, mass)
+    mass = TargetMass(
+        tokens=len(position),
+        shared=len(shared),
+        inside=len(within),
+        continued=int(has_targets[within].sum()),
+    )
+    return SoftTargets(ids, probability, has_targets, mass), shared
 
 
-def _measured(
-    table: TargetTable, given: Alternatives, position: IntArray, shared: NDArray[np.bool_]
-) -> TargetMass:
-    """What became of the alternatives at shared starts; of many tokens, evenly spread ones stand
-    for all."""
-    (where,) = np.nonzero(shared)
-    some = where[:: len(where) // _MEASURED_TOKENS + 1]
-    here = given.at(position.take(some))
+def measured(
+    table: TargetTable, shared: Sequence[tuple[Alternatives, NDArray[np.integer[Any]]]]
+) -> dict[str, Any]:
+    """What became of the alternatives at shared starts, by the names in `TargetMass`; of many
+    tokens, evenly spread ones stand for all. `shared`: for each piece of a text its alternatives,
+    and the teacher tokens there."""
+    total = sum(len(rows) for _, rows in shared)
+    step, before = total // _MEASURED_TOKENS + 1, 0
+    some = []
+    for given, rows in shared:
+        some.append(given.at(rows[-before % step :: step]).packed)
+        before += len(rows)
+    here = Alternatives(np.concatenate(some), shared[0][0].sampled)
     kinds = table.kinds.take(here.packed >> ID_SHIFT, mode="clip")
     kinds[(here.packed & FOLLOWS_BIT) != 0] = FOLLOWING
     sums = np.bincount(kinds.ravel(), here.mass.ravel(), minlength=4).astype(np.float64)
-    sums *= len(where) / max(len(some), 1)
-    return TargetMass(
-        tokens=len(position),
-        shared=len(where),
-        following=float(sums[FOLLOWING]),
-        exact=float(sums[EXACT]),
-        several=float(sums[FIRST_OF_SEVERAL]),
-        unspelled=float(sums[UNSPELLED]),
-    )
+    sums *= total / max(len(here), 1)
+    names = {"unspelled": UNSPELLED, "several": FIRST_OF_SEVERAL, "exact": EXACT}
+    return {name: float(sums[kind]) for name, kind in (names | {"following": FOLLOWING}).items()}
 
 
 def _continue(

@@ -23,13 +23,12 @@ from vocagnolm.alignment import (
     TeacherTokens,
     TextTokenizer,
     TokenSpans,
-    carry_alternatives,
     kinds,
     stretch_losses,
     stretches,
 )
 from vocagnolm.alignment.alignment import Aggregation
-from vocagnolm.alignment.targets import Spelling, spell
+from vocagnolm.alignment.targets import Spelling, spell, unmeasured_targets
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.errors import BlocksError, WriteError
@@ -107,20 +106,27 @@ def lay_teacher(
         np.array([origin for _, origin in held], np.int64),
     )
     nll = np.concatenate([nll for (_, nll), _ in held]) if held else np.zeros(0, np.float32)
-    sums = [(0.0, 0.0) if entry is None else nats_and_bytes(*entry) for entry in entries]
-    bits = np.array([nats / covered if covered else np.inf for nats, covered in sums])
+    bits = np.array([np.inf if entry is None else nats_per_byte(*entry) for entry in entries])
     packed = None
     if alternatives is not None:
         known = [rows for rows in alternatives if rows is not None]
-        packed = np.concatenate(known) if known else np.zeros((0, 1), np.uint32)
+        packed = np.zeros((0, 1), np.uint32)
+        if known:  # those of one document are left where they are: mapped from its file
+            packed = known[0] if len(known) == 1 else np.concatenate(known)
     return LaidTeacher(spans, nll, bits, packed)
 
 
 def nats_and_bytes(token_bytes: NDArray[Any], nll: NDArray[Any]) -> tuple[float, float]:
     """The sum of a document's losses, and the bytes of the tokens that have one."""
     known = np.isfinite(nll)
-    nats = np.asarray(nll, np.float64)[known].sum()
-    return float(nats), float(np.asarray(token_bytes)[known].sum())
+    nats = np.sum(nll, dtype=np.float64, where=known)
+    return float(nats), float(np.sum(token_bytes, dtype=np.int64, where=known))
+
+
+def nats_per_byte(token_bytes: NDArray[Any], nll: NDArray[Any]) -> float:
+    """Of a document; infinite where no token has a loss."""
+    nats, covered = nats_and_bytes(token_bytes, nll)
+    return nats / covered if covered else np.inf
 
 
 def combine(
@@ -246,6 +252,12 @@ class TargetsPlan:
     inside: bool
     weights: tuple[float, ...]
 
+    def given(self, packed: NDArray[np.uint32]) -> Alternatives:
+        """Those that count, of all that a store holds of some documents; it may lack them all."""
+        count = self.spec.count
+        rows = packed[:, :count] if len(packed) else np.zeros((0, count), np.uint32)
+        return Alternatives(rows, self.spec.sampled)
+
 
 def common_alternatives(stores: Sequence[LossStore], count: int | None) -> AlternativesSpec:
     """How many alternatives the blocks have: as many as are asked for, or all. Refused where a
@@ -324,23 +336,30 @@ def carry_targets(
     alignments: Sequence[Alignment],
     text: NDArray[np.uint8],
     plan: TargetsPlan,
-) -> SoftTargets:
+    begins: NDArray[np.int64] | None = None,
+) -> tuple[SoftTargets, NDArray[np.int64]]:
     """The teachers' targets side by side, each by its weight; where one has no say, the others
-    share its weight. What became of the alternatives is counted for the first teacher."""
-    found = []
+    share its weight. What became of the alternatives is counted for the first teacher, whose tokens
+    at shared starts come second. `begins`: the bytes where texts begin, if not where documents
+    do."""
+    found, shared = [], []
     for table, teacher, alignment in zip(plan.tables, theirs, alignments, strict=True):
         assert teacher.packed is not None
-        given = Alternatives(teacher.packed[:, : plan.spec.count], plan.spec.sampled)
-        tokens = TeacherTokens(spans=teacher.spans, alternatives=given)
+        tokens = TeacherTokens(spans=teacher.spans, alternatives=plan.given(teacher.packed))
         known = (table, labels, ours.spans, tokens, alignment, text)
-        found.append(carry_alternatives(*known, inside=plan.inside, begins=ours.origins))
+        one, rows = unmeasured_targets(
+            *known, inside=plan.inside, begins=ours.origins if begins is None else begins
+        )
+        found.append(one)
+        shared.append(rows)
     if len(found) == 1:
-        return found[0]
+        return found[0], shared[0]
     weights = np.array(plan.weights)[:, None] * np.stack([one.has_targets for one in found])
     shares = (weights / np.maximum(weights.sum(0), 1e-30)).astype(np.float32)
     weighted = [one.probability * share[:, None] for one, share in zip(found, shares, strict=True)]
-    return replace(
+    together = replace(
         found[0],
         ids=np.concatenate([one.ids for one in found], axis=1),
         probability=np.concatenate(weighted, axis=1),
     )
+    return together, shared[0]

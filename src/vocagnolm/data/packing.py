@@ -5,7 +5,8 @@ end to end are the corpus. A block is a window of the stream, cut when it is rea
 parts serve every block size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 
 from vocagnolm.alignment import KINDS, Alignment, TokenSpans, align, carry
 from vocagnolm.alignment.alignment import Aggregation, chunk_align
+from vocagnolm.alignment.targets import measured
+from vocagnolm.alternatives import Alternatives
 from vocagnolm.chat.tokens import ChatTokens, trained_spans
 from vocagnolm.data.guidance import (
     Combine,
@@ -218,29 +221,134 @@ class Part:
     summary: PackingSummary
 
 
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Where in its document a slice lies, which is cut where the student and all teachers have a
+    boundary: nothing that guides a token is beyond it."""
+
+    first: bool
+    last: bool
+    bits: NDArray[np.float64]
+    """[S] For every store, the whole document's nats per byte."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Documents that are packed at once, or one slice of a document."""
+
+    indices: Sequence[int]
+    students: Sequence[TokenSpans]
+    teachers: Sequence[Sequence[TeacherLosses | None]] | None = None
+    """The losses of every store, None without one; an entry is None where it lacks the document."""
+    texts: Sequence[bytes] | None = None
+    trained: Sequence[NDArray[np.int64]] | None = None
+    """Conversations: the bytes that are trained on."""
+    alternatives: Sequence[Sequence[NDArray[np.uint32] | None]] | None = None
+    slice: Slice | None = None
+
+
+@dataclass
+class _Packed(Part):
+    """A batch, and what the summary of all batches takes."""
+
+    known: NDArray[Any]
+    """The guidance that there is, before it is rounded."""
+    shared: tuple[Alternatives, NDArray[np.uint32]] | None = None
+    """The first teacher's alternatives, and its tokens at shared starts."""
+
+
 def pack_documents(
-    students: Sequence[TokenSpans],
-    teachers: Sequence[Sequence[TeacherLosses | None]] | None,
+    batches: Iterable[Batch],
     *,
-    document_indices: Sequence[int],
     id_dtype: type[np.unsignedinteger[Any]],
     prefix: Sequence[int],
     eos: int | None,
     guidance: GuidancePlan,
-    texts: Sequence[bytes] | None = None,
     keep_text: bool = True,
-    trained: Sequence[NDArray[np.int64]] | None = None,
-    alternatives: Sequence[Sequence[NDArray[np.uint32] | None]] | None = None,
     targets: TargetsPlan | None = None,
+    expected_bytes: int = 0,
 ) -> Part:
-    """One part. `teachers` holds the losses of every store, None without one; an entry is None
-    where the store lacks the document. Separators (the `prefix` of every document, EOS) hold no
-    text: they are unmapped. `trained`: of conversations, the bytes that are trained on; all other
-    tokens are context and have no guidance. `targets`: `alternatives`, which go with `teachers`,
-    become targets; that takes the texts, which are kept only with `keep_text`.
+    """One part. Separators (the `prefix` of every document, EOS) hold no text: they are unmapped.
+    Of conversations, all tokens that are not trained on are context and have no guidance.
+    `targets`: alternatives become targets; that takes the texts, which are kept only with
+    `keep_text`.
 
-    All documents are aligned at once, their byte axes laid end to end: no Python loop over tokens.
+    All documents of a batch are aligned at once, their byte axes laid end to end: no Python loop
+    over tokens. Batches come one by one, and only their columns stay. `expected_bytes`: of all of
+    them together, about.
     """
+    grown: dict[str, _Column] = defaultdict(_Column)
+    known, shared = _Column(), []
+    summary = PackingSummary()
+    for batch in batches:
+        one = _pack(batch, id_dtype, prefix, eos, guidance, keep_text, targets)
+        before = {"spans": summary.bytes, "teacher_range": len(grown["teacher_nll"].values)}
+        summary.add(one.summary)
+        growth = max(1.0, expected_bytes / max(summary.bytes, 1))
+        for name, values in one.columns.items():
+            if name in before:
+                values[values >= 0] += before[name]
+            grown[name].append(values, growth)
+        known.append(one.known, growth)
+        if one.shared is not None:
+            shared.append(one.shared)
+    # of all at once: sums of parts would differ from it in their last bits
+    summary.guidance_sum = float(known.values.sum(dtype=np.float64))
+    if targets is not None and shared:
+        summary.targets |= measured(targets.tables[0], shared)
+    columns = {name: grown[name].values for name in one.columns}
+    if "spans" in columns:
+        _place_separators(columns["spans"])
+    index = columns["document_index"]
+    (new,) = np.nonzero(np.diff(index, prepend=-1))
+    if len(new) < len(index):  # slices of one document
+        tokens = np.add.reduceat(columns["document_tokens"], new)
+        columns |= {"document_index": index[new], "document_tokens": tokens.astype(np.uint32)}
+    return Part(columns, summary)
+
+
+class _Column:
+    """Values that come in pieces. Room is made for all of them at once: they never lie in memory
+    twice, and room that is not used is not touched."""
+
+    def __init__(self) -> None:
+        self.values: NDArray[Any] = np.zeros(0, np.float32)
+        self._room = self.values
+
+    def append(self, more: NDArray[Any], growth: float) -> None:
+        """`growth`: about how many times as long the column will be in the end."""
+        start, end = len(self.values), len(self.values) + len(more)
+        if start == 0 and growth <= 1:
+            self.values = more
+            return
+        if start == 0 or end > len(self._room):
+            self._room = np.empty((int(1.1 * growth * end) + 1, *more.shape[1:]), more.dtype)
+            if start:
+                self._room[:start] = self.values
+        self._room[start:end] = more
+        self.values = self._room[:end]
+
+
+def _place_separators(spans: NDArray[np.int32]) -> None:
+    """They hold no text: they stand, zero-width, where the previous token ended. In place."""
+    separator = spans[:, 0] < 0
+    np.maximum(spans, 0, out=spans)
+    np.maximum.accumulate(spans, axis=0, out=spans)
+    spans[separator, 0] = spans[separator, 1]
+
+
+def _pack(
+    batch: Batch,
+    id_dtype: type[np.unsignedinteger[Any]],
+    prefix: Sequence[int],
+    eos: int | None,
+    guidance: GuidancePlan,
+    keep_text: bool,
+    targets: TargetsPlan | None,
+) -> _Packed:
+    students, texts, cut = batch.students, batch.texts, batch.slice
+    if cut is not None:
+        prefix, eos = prefix if cut.first else (), eos if cut.last else None
     counts = np.array([len(student) for student in students], np.int64)
     at = _positions(counts, before=len(prefix), after=int(eos is not None))
     extra = len(prefix) + (eos is not None)
@@ -257,19 +365,20 @@ def pack_documents(
     columns: dict[str, NDArray[Any]] = {
         "ids": ids,
         "document_tokens": document_tokens.astype(np.uint32),
-        "document_index": np.array(document_indices, np.int64),
+        "document_index": np.array(batch.indices, np.int64),
     }
     summary = PackingSummary(
-        documents=len(students),
+        documents=len(students) if cut is None else int(cut.last),
         bytes=sum(student.n_bytes for student in students),
         tokens=n_tokens,
         separators=extra * len(students),
         lost_bytes=sum(student.lost_bytes for student in students),
     )
-    if teachers is not None or trained is not None:
+    result = _Packed(columns, summary, np.zeros(0, np.float32))
+    if batch.teachers is not None or batch.trained is not None:
         ours, there = lay(students), at
-    if trained is not None:
-        ranges = end_to_end(trained, ours.origins)
+    if batch.trained is not None:
+        ranges = end_to_end(batch.trained, ours.origins)
         turns = [
             np.where(one.turns < 0, one.turns, one.turns + origin)
             for one, origin in zip(students, ours.origins, strict=True)
@@ -277,38 +386,40 @@ def pack_documents(
         ]
         mask = trained_spans(ours.spans, np.concatenate([*turns, np.zeros(0, np.int64)]), ranges)
         _add_trained(columns, summary, mask, at, document_tokens)
-    if teachers is not None:
+    if batch.teachers is not None:
+        others = batch.alternatives
         theirs = [
-            lay_teacher(entries, ours, alternatives[n] if alternatives is not None else None)
-            for n, entries in enumerate(teachers)
+            lay_teacher(entries, ours, others[n] if others is not None else None)
+            for n, entries in enumerate(batch.teachers)
         ]
-        if trained is not None:
+        if cut is not None:
+            whole = zip(theirs, cut.bits, strict=True)
+            theirs = [replace(teacher, bits=np.array([bits])) for teacher, bits in whole]
+        if batch.trained is not None:
             theirs = [_only_trained(teacher, ranges) for teacher in theirs]
             ours = Laid(ours.spans[mask], ours.document[mask], ours.origins)
             there = at[mask]
         alignments = [align(ours.spans, teacher.spans) for teacher in theirs]
-        _add_guidance(columns, summary, ours, there, theirs, alignments, guidance)
+        _add_guidance(result, ours, there, theirs, alignments, guidance)
         if targets is not None:
-            assert texts is not None
+            assert texts is not None and theirs[0].packed is not None
+            begins = ours.origins[:0] if cut is not None and not cut.first else ours.origins
             axis = _on_axis(texts, ours.origins)
-            found = carry_targets(ids[there], ours, theirs, alignments, axis, targets)
+            found, rows = carry_targets(ids[there], ours, theirs, alignments, axis, targets, begins)
             columns["target_ids"] = _rows_scattered(found.ids.astype(id_dtype), there, n_tokens)
             columns["target_p"] = _rows_scattered(
                 found.probability.astype(np.float16), there, n_tokens
             )
             summary.targets = asdict(found.mass)
+            result.shared = targets.given(theirs[0].packed), rows.astype(np.uint32)
     if texts is not None and keep_text:
         columns["text"] = np.frombuffer(b"".join(texts), np.uint8)
-        # separators hold no text: they stand, zero-width, where the previous token ended
-        spans = np.zeros((n_tokens, 2), np.int64)
+        spans = np.full((n_tokens, 2), -1, np.int32)  # -1: separators
         widths = [student.n_bytes for student in students]
         begins = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])[:-1].astype(np.int64)
         spans[at] = end_to_end([student.spans for student in students], begins)
-        columns["spans"] = np.maximum.accumulate(spans, axis=0).astype(np.int32)
-        separator = np.ones(n_tokens, bool)
-        separator[at] = False
-        columns["spans"][separator, 0] = columns["spans"][separator, 1]
-    return Part(columns, summary)
+        columns["spans"] = spans
+    return result
 
 
 def _add_trained(
@@ -339,14 +450,14 @@ def _only_trained(teacher: LaidTeacher, ranges: NDArray[np.int64]) -> LaidTeache
 
 
 def _add_guidance(
-    columns: dict[str, NDArray[Any]],
-    summary: PackingSummary,
+    result: _Packed,
     ours: Laid,
     at: NDArray[np.int64],
     theirs: Sequence[LaidTeacher],
     alignments: Sequence[Alignment],
     plan: GuidancePlan,
 ) -> None:
+    columns, summary = result.columns, result.summary
     carried = combine(
         [carry(a, t.nll, plan.aggregation) for a, t in zip(alignments, theirs, strict=True)],
         theirs,
@@ -356,12 +467,11 @@ def _add_guidance(
     columns["guidance"] = _scattered(carried, at, len(columns["ids"]))
     if plan.stretch:
         columns["stretch"] = _stretch_column(ours, theirs, at, len(columns["ids"]), plan.combine)
-    known = carried[~np.isnan(carried)]
+    known = result.known = carried[~np.isnan(carried)]
     summary.mapped = len(known)
     # of the first teacher, where there are several
     summary.one_to_one = int(_one_to_one(alignments[0], ours.spans, theirs[0].spans).sum())
     summary.kinds = kind_counts(ours, theirs[0])
-    summary.guidance_sum = float(known.sum(dtype=np.float64))
     summary.guidance_histogram = guidance_histogram(known)
     if plan.teacher_losses:
         ranges = np.full((len(columns["ids"]), 2), -1, np.int32)

@@ -9,18 +9,23 @@ import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors.numpy import save_file
 
 from vocagnolm import files
 from vocagnolm.alignment import TextTokenizer, TokenSpans
+from vocagnolm.alignment.spans import batches
 from vocagnolm.chat import ChatTokenizer, trained_ranges
 from vocagnolm.data.blocks import (
     FORMAT_VERSION,
@@ -32,7 +37,14 @@ from vocagnolm.data.blocks import (
     too_few_tokens,
 )
 from vocagnolm.data.corpus import Corpus, document_hash
-from vocagnolm.data.guidance import GuidancePlan, TargetsPlan, common_alternatives, target_table
+from vocagnolm.data.guidance import (
+    GuidancePlan,
+    TargetsPlan,
+    TeacherLosses,
+    common_alternatives,
+    nats_per_byte,
+    target_table,
+)
 from vocagnolm.data.identity import (
     block_settings,
     blocks_cache,
@@ -44,7 +56,7 @@ from vocagnolm.data.identity import (
     student_chat,
     student_tokenizer,
 )
-from vocagnolm.data.packing import PackingSummary, Part, pack_documents
+from vocagnolm.data.packing import Batch, PackingSummary, Part, Slice, pack_documents
 from vocagnolm.data.teachers import Chosen, Lookup, chosen_documents
 from vocagnolm.errors import BlocksError, RecipeError, VocagnolmWarning
 from vocagnolm.recipe import Recipe
@@ -61,9 +73,8 @@ Read = TypeVar("Read")
 
 SETTINGS = "settings.json"
 METADATA_KEY = "vocagnolm"
-# Texts given to the tokenizer at once: enough to keep its threads busy, little enough that the
-# encodings of a whole part never lie in memory together.
-TOKENISE_BYTES = 1_000_000
+# Characters of a long document that are packed at once, at least.
+SLICE = 2**17
 # Guided training below this share of mapped tokens is hardly guided.
 LEAST_MAPPED_SHARE = 0.5
 _UPLOADS = 8
@@ -320,6 +331,16 @@ def _plan(recipe: Recipe, tokenizer: TextTokenizer, settings: dict[str, Any]) ->
     )
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A document that is packed."""
+
+    index: int
+    text: str
+    rows: Sequence[int | None]
+    """Its place in every store; None where the store lacks it."""
+
+
 class PartMaker:
     """Holds the tokenizer and the stores of a worker."""
 
@@ -339,35 +360,17 @@ class PartMaker:
         path = self.folder / part_name(number)
         part = self._pack(documents)
         about = {"identity": self.identity, "summary": part.summary.as_json()}
-        content = save(part.columns, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
-        files.write_bytes(path, content)
+        with files.whole_path(path) as temporary:
+            metadata = {METADATA_KEY: json.dumps(about, sort_keys=True)}
+            save_file(part.columns, temporary, metadata=metadata)
         return _entry(path, about)
 
     def _pack(self, documents: Sequence[NumberedText]) -> Part:
-        plan, recipe, settings = self.plan, self.plan.recipe, self.plan.settings
-        kept, rows, missing, left_out = self._select(documents)
-        refused: dict[str, int] = {}
-        trained = None
-        if isinstance(plan.tokenizer, ChatTokenizer):
-            outcomes = in_batches(plan.tokenizer.outcomes, [text for _, text in kept])
-            refused = dict(Counter(one for one in outcomes if isinstance(one, str)))
-            readable = [n for n, one in enumerate(outcomes) if not isinstance(one, str)]
-            students: list[TokenSpans] = [one for one in outcomes if not isinstance(one, str)]
-            kept = [kept[n] for n in readable]
-            rows = [[entries[n] for n in readable] for entries in rows]
-            trained = [trained_ranges(text, recipe.data.train_on) for _, text in kept]
-        else:
-            students = tokenise(plan.tokenizer, [text for _, text in kept])
-        held = self._held(rows, lambda store, at: store[at]) if self.stores else None
-        alternatives = None
-        if plan.targets is not None:
-            alternatives = self._held(rows, lambda store, at: store.alternatives(at).packed)
+        recipe, settings = self.plan.recipe, self.plan.settings
+        kept, missing, left_out = self._select(documents)
         guidance = settings["guidance"] or {}
-        with_texts = settings["text"] or plan.targets is not None
-        part = pack_documents(
-            students,
-            held,
-            document_indices=[index for index, _ in kept],
+        pack = partial(
+            pack_documents,
             id_dtype=self._id_dtype,
             prefix=self._prefix,
             eos=settings["eos"],
@@ -377,25 +380,25 @@ class PartMaker:
                 stretch=bool(guidance.get("stretch")),
                 teacher_losses=bool(guidance.get("teacher_losses")),
             ),
-            texts=[text.encode() for _, text in kept] if with_texts else None,
             keep_text=settings["text"],
-            trained=trained,
-            alternatives=alternatives,
-            targets=plan.targets,
+            targets=self.plan.targets,
+            expected_bytes=sum(len(one.text.encode()) for one in kept),
         )
-        part.summary.refused = refused
+        refused: Counter[str] = Counter()
+        try:
+            part = pack(self._batches(kept, refused))
+        except _UncutError:
+            part = pack(self._batches(kept, refused, cut=False))
+        part.summary.refused = dict(refused)
         part.summary.missing_documents = missing
         part.summary.left_out_documents = left_out
         part.summary.unusable_documents = sum(text is None for _, text in documents)
         return part
 
-    def _select(
-        self, documents: Sequence[NumberedText]
-    ) -> tuple[list[tuple[int, str]], list[list[int | None]], int, int]:
-        """The documents to pack, their places in every store; the number that no store has, and the
-        number that is not worth reading."""
-        kept: list[tuple[int, str]] = []
-        rows: list[list[int | None]] = [[] for _ in self.stores]
+    def _select(self, documents: Sequence[NumberedText]) -> tuple[list[_Kept], int, int]:
+        """The documents to pack; the number that no store has, and the number that is not worth
+        reading."""
+        kept: list[_Kept] = []
         missing = left_out = 0
         for index, text in documents:
             if text is None:
@@ -411,19 +414,99 @@ class PartMaker:
                     continue
                 if self.plan.recipe.data.missing == "error":
                     raise _not_in_store(index, text, self.plan.recipe.stores)
-            kept.append((index, text))
-            for entries, row in zip(rows, found, strict=True):
-                entries.append(row)
-        return kept, rows, missing, left_out
+            kept.append(_Kept(index, text, found))
+        return kept, missing, left_out
 
-    def _held(
-        self, rows: Sequence[Sequence[int | None]], read: Callable[[LossStore, int], Read]
-    ) -> list[list[Read | None]]:
-        """What every store holds of the documents; None where it lacks one."""
-        return [
-            [None if at is None else read(store, at) for at in entries]
-            for store, entries in zip(self.stores, rows, strict=True)
-        ]
+    def _batches(
+        self, kept: Sequence[_Kept], refused: Counter[str], *, cut: bool = True
+    ) -> Iterator[Batch]:
+        """All documents, at least one batch of them. `cut`: long documents in slices. The
+        conversations that the template refuses are counted by reason."""
+        tokenizer, train_on = self.plan.tokenizer, self.plan.recipe.data.train_on
+        for batch in batches(kept, lambda one: len(one.text)) or [[]]:
+            texts = [one.text for one in batch]
+            if isinstance(tokenizer, ChatTokenizer):
+                outcomes = [*zip(batch, tokenizer.outcomes(texts), strict=True)]
+                refused.update(found for _, found in outcomes if isinstance(found, str))
+                read = [(one, found) for one, found in outcomes if not isinstance(found, str)]
+                readable = [one for one, _ in read]
+                trained = [trained_ranges(one.text, train_on) for one in readable]
+                yield self._batch(readable, [found for _, found in read], trained=trained)
+            elif cut and len(batch) == 1 and (cuts := tokenizer.cuts(texts[0])) is not None:
+                yield from self._slices(batch[0], [0, *cuts, len(texts[0])])
+            else:
+                yield self._batch(batch, tokenise(tokenizer, texts))
+
+    def _slices(self, one: _Kept, edges: Sequence[int]) -> Iterator[Batch]:
+        """A long document, cut at those edges where all teachers that have it have a boundary."""
+        ends = np.cumsum([len(one.text[a:b].encode()) for a, b in pairwise(edges)])
+        ends = ends.astype(np.min_scalar_type(ends[-1]))  # a long document has many tokens
+        common = np.ones(len(ends), bool)
+        tokens = np.zeros((len(self.stores), len(edges)), np.int64)  # of a teacher before an edge
+        bits = np.full(len(self.stores), np.inf)
+        for n, (store, at) in enumerate(zip(self.stores, one.rows, strict=True)):
+            if at is None:
+                continue
+            columns = store.columns(at)
+            theirs = np.cumsum(columns["token_bytes"], dtype=ends.dtype)
+            found = np.searchsorted(theirs, ends)
+            common &= theirs.take(found, mode="clip") == ends
+            tokens[n, 1:] = found + 1  # one without text counts for the text that follows it
+            tokens[n, -1] = len(theirs)
+            del theirs
+            bits[n] = nats_per_byte(columns["token_bytes"], columns["nll"])
+        common[-1] = True
+        start = 0
+        for end in range(1, len(edges)):
+            long_enough = edges[end] - edges[start] >= SLICE or end == len(edges) - 1
+            if not (common[end - 1] and long_enough):
+                continue
+            students = self.plan.tokenizer.between(one.text, edges[start : end + 1])
+            if students is None:
+                raise _UncutError
+            here = replace(one, text=one.text[edges[start] : edges[end]])
+            place = Slice(first=start == 0, last=end == len(edges) - 1, bits=bits)
+            ranges = [slice(a, b) for a, b in tokens[:, [start, end]].tolist()]
+            yield self._batch([here], [students], place=place, tokens=ranges)
+            start = end
+
+    def _batch(
+        self,
+        kept: Sequence[_Kept],
+        students: Sequence[TokenSpans],
+        *,
+        trained: Sequence[NDArray[np.int64]] | None = None,
+        place: Slice | None = None,
+        tokens: Sequence[slice] | None = None,
+    ) -> Batch:
+        """`tokens`: of a slice, those of every teacher."""
+        inside = tokens or [slice(None)] * len(self.stores)
+
+        def held(read: Callable[[dict[str, NDArray[Any]]], Read]) -> list[list[Read | None]]:
+            """What every store holds of the documents; None where it lacks one."""
+            return [
+                [None if at is None else read(store.columns(at, inside[n])) for at in rows]
+                for n, (store, rows) in enumerate(zip(self.stores, places, strict=True))
+            ]
+
+        def losses(columns: dict[str, NDArray[Any]]) -> TeacherLosses:
+            return columns["token_bytes"].astype(np.int64), columns["nll"].astype(np.float32)
+
+        places = [[one.rows[n] for one in kept] for n in range(len(self.stores))]
+        with_texts = self.plan.settings["text"] or self.plan.targets is not None
+        return Batch(
+            indices=[one.index for one in kept],
+            students=students,
+            teachers=held(losses) if self.stores else None,
+            texts=[one.text.encode() for one in kept] if with_texts else None,
+            trained=trained,
+            alternatives=held(itemgetter("alternatives")) if self.plan.targets else None,
+            slice=place,
+        )
+
+
+class _UncutError(Exception):
+    """A long document must be read whole after all."""
 
 
 def tokenise(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[TokenSpans]:
@@ -432,16 +515,7 @@ def tokenise(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[TokenSpans]
 
 
 def in_batches(read: Callable[[list[str]], list[Read]], texts: Sequence[str]) -> list[Read]:
-    result: list[Read] = []
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= TOKENISE_BYTES:
-            result += read(batch)
-            batch, size = [], 0
-    return result + read(batch) if batch else result
+    return [one for batch in batches(texts, len) for one in read(batch)]
 
 
 def part_name(number: int) -> str:

@@ -336,9 +336,8 @@ def finished_shard(prepared: PreparedShard, given: Scores, settings: ScoreSettin
     assert [len(one.nll) for one in scores] == [len(t.ids) for t in prepared.tokenized]
     nonfinite = _mask_nonfinite(scores, prepared, settings.max_nonfinite_share)
     hashes = b"".join(document_hash(d.text) for d in prepared.documents if d.text is not None)
-    empty = np.zeros(0)
     stored = [t.stored(one) for t, one in zip(prepared.tokenized, scores, strict=True)]
-    token_bytes = np.concatenate([empty, *(lengths for lengths, _ in stored)])
+    token_bytes = np.concatenate([np.zeros(0, np.int32), *(lengths for lengths, _ in stored)])
     kept, alternatives = settings.kept_alternatives, None
     if kept is not None:
         rows = [one.alternatives for _, one in stored if one.alternatives is not None]
@@ -355,7 +354,7 @@ def finished_shard(prepared: PreparedShard, given: Scores, settings: ScoreSettin
         document_index=np.array([d.index for d in prepared.documents], "<u8"),
         token_count=np.array([len(lengths) for lengths, _ in stored], "<u4"),
         token_bytes=narrowest_unsigned(token_bytes),
-        nll=to_float16(np.concatenate([empty, *(one.nll for _, one in stored)])),
+        nll=to_float16(np.concatenate([np.zeros(0, "f4"), *(one.nll for _, one in stored)])),
         skipped=prepared.skipped,
         nonfinite=nonfinite,
         alternatives=alternatives,

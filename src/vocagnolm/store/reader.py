@@ -103,8 +103,8 @@ class LossStore:
         gives a list of such pairs."""
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
-        columns, tokens = self._tokens(index)
-        return columns["token_bytes"][tokens].astype(np.int64), columns["nll"][tokens].astype("f4")
+        columns = self.columns(index)
+        return columns["token_bytes"].astype(np.int64), columns["nll"].astype("f4")
 
     @property
     def kept_alternatives(self) -> AlternativesSpec | None:
@@ -118,8 +118,7 @@ class LossStore:
         kept = self.kept_alternatives
         if kept is None:
             raise StoreError(f"{self.path} holds no alternatives. {SCORE_WITH_ALTERNATIVES}")
-        columns, tokens = self._tokens(index)
-        return Alternatives(columns["alternatives"][tokens], kept.sampled)
+        return Alternatives(self.columns(index)["alternatives"], kept.sampled)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
@@ -230,10 +229,13 @@ class LossStore:
         order = np.argsort(keys, kind="stable")
         return keys[order], order
 
-    def _tokens(self, index: int) -> tuple[dict[str, np.ndarray], slice]:
-        """The columns of a document's shard, and its tokens there."""
+    def columns(self, index: int, tokens: slice = slice(None)) -> dict[str, np.ndarray]:
+        """A document's `token_bytes`, `nll` and, where the store has them, `alternatives`, of all
+        its tokens or some. They are as the shard holds them: mapped, and read when used."""
         shard, ends, inside = self._locate(index)
-        return shard.columns, slice(int(ends[inside - 1]) if inside else 0, int(ends[inside]))
+        own = slice(int(ends[inside - 1]) if inside else 0, int(ends[inside]))
+        names = ("token_bytes", "nll", "alternatives")
+        return {n: shard.columns[n][own][tokens] for n in names if n in shard.columns}
 
     def _locate(self, index: int) -> tuple[ShardFile, np.ndarray, int]:
         if not -len(self) <= index < len(self):

@@ -403,7 +403,7 @@ class OnlineTeacher:
             rows[where], values[where] = others[row, where - 1], losses[row, where - 1]
             spans = laid.spans[1:]
             teacher = LaidTeacher(laid.teacher_spans, values, np.zeros(0), rows)
-            found = carry_targets(
+            found, _ = carry_targets(
                 np.maximum(labels[row], 0),
                 Laid(spans, np.zeros(0, np.int64), laid.begins),
                 [teacher],
