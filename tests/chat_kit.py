@@ -171,12 +171,12 @@ def learned_by_heart(size: int, rows: list[list[int]], masks: list):
     model = LlamaForCausalLM(
         LlamaConfig(
             **{"vocab_size": size, "hidden_size": 48, "intermediate_size": 96},
-            **{"num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": True},
+            **{"num_hidden_layers": 1, "num_attention_heads": 2, "tie_word_embeddings": True},
             initializer_range=0.1,
         )
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, total_iters=20)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2, betas=(0.9, 0.95))
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, total_iters=10)
     for _ in range(600):
         logits = model.lm_head(model.model(ids).last_hidden_state[:, :-1][trained])
         loss = F.cross_entropy(logits, wanted)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+gc.disable()  # until all is imported: see `pytest_collection_finish`
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -77,6 +78,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _place(item.path))
 
 
+def pytest_collection_finish() -> None:
+    """A collection would look at every object of torch and transformers: 0.3 s each time."""
+    gc.freeze()
+    gc.enable()
+
+
 @cache
 def _gpu() -> str | None:
     import torch
@@ -115,7 +122,7 @@ def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported_code_is_not_garbage() -> None:
-    """A collection would look at every object of torch and transformers again: 0.3 s each time."""
+    """Nor what a file of tests has imported: see `pytest_collection_finish`."""
     gc.collect()
     gc.freeze()
 

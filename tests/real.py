@@ -35,7 +35,7 @@ def qwen() -> Tokenizer:
     spelled = {value: character for character, value in byte_of_character().items()}
 
     def spell(token: bytes) -> str:
-        return "".join(spelled[value] for value in token)
+        return token.decode("latin-1").translate(spelled)
 
     merges = []
     for token, rank in ranks.items():
@@ -57,6 +57,10 @@ def qwen() -> Tokenizer:
 
 
 def split_before(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    pairs = ((token[:n], token[n:]) for n in range(1, len(token)))
+    earlier = [p for p in pairs if ranks.get(p[0], rank) < rank and ranks.get(p[1], rank) < rank]
+    if len(earlier) == 1:
+        return earlier[0]
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         joined = [ranks.get(a + b, rank) for a, b in pairwise(parts)]

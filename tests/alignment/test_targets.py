@@ -186,7 +186,7 @@ def test_as_defined_on_real_text(student, teacher, count):
     told = 0
     for seed, text in enumerate((*SAMPLE, *STRESS, " x", "a", "")):
         found = assert_as_defined(student, teacher, text, count, seed)
-        for other in OTHERS if LONG else OTHERS[seed % 2 :][:1]:
+        for other in OTHERS if LONG else OTHERS[seed % 4 :][:1]:
             assert_as_defined(student, teacher, text, count, seed, **other)
         told += int(found.has_targets.sum())
     assert told > 500

@@ -7,6 +7,7 @@ import re
 import sys
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,11 +16,13 @@ import pytest
 from faults_kit import LONG
 from typer.testing import CliRunner
 
+from vocagnolm import statistics
 from vocagnolm.alignment import align, load_tokenizer, shares
 from vocagnolm.cli import app
 from vocagnolm.demo import corpus, pipeline, students
 from vocagnolm.demo.corpus import draw_problem
 from vocagnolm.demo.students import exact_answers, read_answer
+from vocagnolm.train.loop import TrainingLoop
 from vocagnolm_studies.run import run_study
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +153,9 @@ def test_the_demo_runs_from_end_to_end(tmp_path, capsys, monkeypatch) -> None:
     if not LONG:
         monkeypatch.setattr(pipeline, "WorkerPool", InThisProcess)
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    budget = students.Budget(tokens=2048, documents=150, problems=4, seeds=1)
+    few = partial(statistics.bootstrap_interval, resamples=100)
+    monkeypatch.setattr(statistics, "bootstrap_interval", few)
+    budget = students.Budget(tokens=2048, documents=40, problems=4, seeds=1)
     pipeline.run_demo(tmp_path, budget)
     said = " ".join(capsys.readouterr().out.split())  # a terminal may wrap anywhere
     assert "Guided by the teacher: " in said and "Distilled from the teacher: " in said
@@ -158,7 +163,11 @@ def test_the_demo_runs_from_end_to_end(tmp_path, capsys, monkeypatch) -> None:
     assert "Does a teacher with another vocabulary help?" in page
     runs = sorted(folder.name for folder in (tmp_path / "runs").iterdir())
     assert runs == ["cpt-0", "distill-0", "guided-0", "random-0"]
-    pipeline.run_demo(tmp_path, budget)  # again: everything is there
+    # again: everything is there
+    monkeypatch.setattr(TrainingLoop, "run", None)
+    monkeypatch.setattr(pipeline, "make_page", lambda *given: tmp_path / "report.html")
+    pipeline.run_demo(tmp_path, budget)
+    assert "shows every token." in " ".join(capsys.readouterr().out.split())
 
 
 def test_one_thing_is_changed_at_a_time_and_shown(tmp_path, capsys) -> None:

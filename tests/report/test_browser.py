@@ -63,18 +63,20 @@ def browser() -> Iterator[Any]:
 class Visit:
     """One page opened from its file, with everything that it said or asked for."""
 
-    def __init__(self, browser: Any, file: Path, **options: Any):
-        options = {"viewport": {"width": 1280, "height": 900}, "offline": True} | options
-        self.context = browser.new_context(**options)
-        self.page = self.context.new_page()
+    def __init__(self, page: Any, file: Path):
+        self.page = page
         self.messages: list[str] = []
         self.requests: list[str] = []
-        self.page.on("console", lambda message: self.messages.append(message.text))
-        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.heard = {
+            "console": lambda message: self.messages.append(message.text),
+            "pageerror": lambda error: self.messages.append(str(error)),
+            "request": lambda request: self.requests.append(request.url),
+        }
+        for event, hear in self.heard.items():
+            page.on(event, hear)
         started = time.perf_counter()
-        self.page.goto(file.as_uri())
-        self.page.wait_for_selector("html[data-ready]")
+        page.goto(file.as_uri())
+        page.wait_for_selector("html[data-ready]")
         self.seconds = time.perf_counter() - started
 
     def field(self, name: str) -> str:
@@ -83,24 +85,40 @@ class Visit:
     def token(self, i: int) -> Any:
         return self.page.locator(f'.text [data-i="{i}"]')
 
-    def close(self) -> None:
-        self.context.close()
+    def leave(self) -> None:
+        """Nothing was said, and nothing was asked for beyond the file itself."""
+        for event, hear in self.heard.items():
+            self.page.remove_listener(event, hear)
+        self.page.mouse.move(0, 0)
+        assert self.messages == []
+        assert len(self.requests) == 1 and self.requests[0].startswith("file:")
+
+
+@pytest.fixture(scope="module")
+def tab(browser) -> Any:
+    """Of a window of the usual size: to open another takes longer than most tests."""
+    return browser.new_context(viewport={"width": 1280, "height": 900}, offline=True).new_page()
 
 
 @pytest.fixture
-def visit(browser, tmp_path) -> Iterator[Any]:
+def visit(browser, tab, tmp_path) -> Iterator[Any]:
     opened: list[Visit] = []
+    windows: list[Any] = []
 
     def open_page(page: Page, **options: Any) -> Visit:
-        opened.append(Visit(browser, write_page(page, tmp_path / "page.html"), **options))
+        if options:
+            windows.append(browser.new_context(offline=True, **options))
+        elif opened and opened[-1].page is tab:
+            opened.pop().leave()
+        file = write_page(page, tmp_path / "page.html")
+        opened.append(Visit(windows[-1].new_page() if options else tab, file))
         return opened[-1]
 
     yield open_page
     for one in opened:
-        # nothing was said, and nothing was asked for beyond the file itself
-        assert one.messages == []
-        assert len(one.requests) == 1 and one.requests[0].startswith("file:")
-        one.close()
+        one.leave()
+    for window in windows:
+        window.close()
 
 
 CERTAIN = STUDENT_TOKENS.index("certain")

@@ -298,7 +298,8 @@ def alternatives_of(folder, corpus, settings):
 def parts_of_a_teacher(folder, corpus, out, kinds):
     with running_teams(lambda processes: 2) as ranks:
         for kind in kinds:
-            settings = dataclasses.replace(change(alternatives=kind), shard_teacher=2)
+            # in every batch they wait for each other: there are few
+            settings = change(alternatives=kind, shard_teacher=2, batch_tokens=2048)
             np.save(out / f"{kind}-{ranks.rank}.npy", alternatives_of(folder, corpus, settings))
 
 

@@ -168,7 +168,7 @@ def test_a_worker_dies_with_its_node_and_another_stops(lab, tmp_path, monkeypatc
         lab.score(out, on_progress=leave_midway)
     second, stopped = lab.second, []
     lab.second = lab.add_node(resources={"spare": 1})
-    other = another_run(resources={"spare": 1})
+    other = another_run({"CPU": 1, "spare": 1})
 
     def lose_both(workers):
         (there,) = [pid for pid in workers if raylet_of(second) in parents_of(pid)]
@@ -178,7 +178,7 @@ def test_a_worker_dies_with_its_node_and_another_stops(lab, tmp_path, monkeypatc
         lab.cluster.remove_node(second, allow_graceful=False)
         with contextlib.suppress(ProcessLookupError):  # it would outlive its raylet a while
             os.kill(there, signal.SIGKILL)
-        ray.kill(other)
+        ray.util.remove_placement_group(other)
 
     monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "0")
     try:
@@ -196,18 +196,13 @@ def test_a_worker_dies_with_its_node_and_another_stops(lab, tmp_path, monkeypatc
     assert re.search(r" shards, \d workers, 100%, ", lines[-1]) and "tokens/s, ETA" in lines[-1]
 
 
-def another_run(**needs):
-    """Has the CPU of a node until it is killed."""
+def another_run(*needs):
+    """Has this room, without a process, until it is removed."""
     import ray
 
-    @ray.remote(num_cpus=1, max_restarts=0, **needs)
-    class Other:
-        def pid(self):
-            return os.getpid()
-
-    other = Other.remote()
-    ray.get(other.pid.remote())
-    return other
+    group = ray.util.placement_group(list(needs))
+    assert group.wait(60)
+    return group
 
 
 class Left(Exception):
@@ -306,7 +301,6 @@ def test_nobody_alive_is_an_end_and_not_a_wait(lab, tmp_path):
         )
 
 
-# a process that has run a task is used for an actor: the next two tests import torch once
 def test_a_driver_without_a_gpu_asks_a_worker_what_the_teacher_is(lab):
     source = TeacherSource(str(lab.teacher), trust_remote_code=True)
     with RayCluster(address=lab.cluster.address).connected() as connection:
@@ -317,7 +311,7 @@ def test_a_driver_without_a_gpu_asks_a_worker_what_the_teacher_is(lab):
 def test_workers_without_a_gpu_ask_a_server_when_there_is_room(lab, tmp_path):
     import ray
 
-    others = [another_run() for _ in range(2)]  # all of the cluster
+    other = another_run({"CPU": 1}, {"CPU": 1})  # all of the cluster
     (tmp_path / "teacher").mkdir()
     teacher = save_served_teacher(tmp_path / "teacher")
     corpus = write_served_corpus(tmp_path / "corpus.jsonl")
@@ -326,7 +320,7 @@ def test_workers_without_a_gpu_ask_a_server_when_there_is_room(lab, tmp_path):
     given = {"settings": SERVER_SETTINGS, "server": replay.server()}
     score_corpus(teacher, corpus, tmp_path / "whole", **given)
     asked = len(replay.requests)
-    ended = threading.Timer(1.0, lambda: [ray.kill(other) for other in others])
+    ended = threading.Timer(1.0, ray.util.remove_placement_group, [other])
     ended.start()
     cluster = RayCluster(address=lab.cluster.address, workers=1)
     with warnings.catch_warnings(record=True) as said:

@@ -32,7 +32,8 @@ TEXTS = [text * 4 for text in SAMPLE[:6]]
 
 
 def split(size, **changes):
-    return dataclasses.replace(SETTINGS, shard_teacher=size, **changes)
+    # processes wait for each other in every batch: there are few
+    return dataclasses.replace(SETTINGS, shard_teacher=size, batch_tokens=2048, **changes)
 
 
 def losses(folder, settings):

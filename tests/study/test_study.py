@@ -234,7 +234,9 @@ def test_matched_control_keeps_the_same_share_of_every_source(finished: StudyTas
     for source in ("problems", "noise"):
         wanted = (guided["before"][source]["kept"] + guided["after"][source]["kept"]) / 2
         for when in ("before", "after"):
-            assert matched[when][source]["kept"] == pytest.approx(wanted, abs=0.06)
+            found = matched[when][source]
+            deviation = (wanted * (1 - wanted) / found["tokens"]) ** 0.5  # kept by chance
+            assert found["kept"] == pytest.approx(wanted, abs=3 * deviation)
 
 
 def test_controls_of_distillation_learn_something_else_each(finished: StudyTasks) -> None:

@@ -33,8 +33,8 @@ def lab(tmp_path_factory):
         "corpus": {"files": [str(folder / "corpus.jsonl")]},
         "store": {"path": str(folder / "store")},
         "data": {"blocks": str(folder / "blocks"), "block_size": 256},
-        "optimizer": {"learning_rate": 3e-3, "min_learning_rate": 3e-4},
-        "train": {"device": "cpu", "batch_blocks": 4, "micro_batch": 4, "epochs": 8.0},
+        "optimizer": {"learning_rate": 1e-2, "min_learning_rate": 1e-3},
+        "train": {"device": "cpu", "batch_blocks": 4, "micro_batch": 4, "epochs": 3.0},
         "run": {"folder": str(folder / "guided"), "save_every": 0},
     }
     (folder / "guided.yaml").write_text(yaml.safe_dump(recipe))

@@ -34,6 +34,8 @@ def settings(lab: Path, folder: Path, objective: dict, parallel: str) -> dict:
         # one layer: `test_processes` shards two; given bits are not measured in every run
         student={"config": {**LLAMA, "num_hidden_layers": 1}, "bits_per_byte": 8.0},
         objective=objective,
+        # as on a GPU; torch works out once a process how to shard each kind of operation
+        optimizer={"name": "adamw_torch_fused"},
         train={"tokens": STEPS * 256, "micro_batch": 2, "parallel": parallel},
         run={"folder": str(folder), "save_every": 2},
     )
