@@ -4,8 +4,9 @@ The public names are loaded on first use, so that `import vocagnolm` is fast and
 starts without torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vocagnolm.errors import lazy_names
 
 __version__ = "0.2.0.dev0"
 
@@ -76,13 +77,4 @@ __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "token_spans",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    for module, names in _PUBLIC.items():
-        if name in names:
-            return getattr(import_module(f"vocagnolm.{module}"), name)
-    raise AttributeError(f"module 'vocagnolm' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -324,9 +324,11 @@ def test_the_kernel_would_take_what_training_gives_it():
 
 
 def test_the_layers_that_are_trained_in_fp8(tmp_path):
-    model = open_plain(save_teacher(tmp_path / "t"))
+    model = open_plain(save_teacher(tmp_path / "t", num_hidden_layers=4))
     before = {name: value.data_ptr() for name, value in model.state_dict().items()}
     assert train_in_fp8(model) == 2 * 7
+    kinds = [type(layer.mlp.down_proj) for layer in model.model.layers]
+    assert kinds == [nn.Linear, Fp8TrainedLinear, Fp8TrainedLinear, nn.Linear]
     assert {name: value.data_ptr() for name, value in model.state_dict().items()} == before
     assert type(model.lm_head) is nn.Linear
     with pytest.raises(UsageError, match="no linear layers were found in the decoder of Llama"):

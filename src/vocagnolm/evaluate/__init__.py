@@ -4,8 +4,9 @@
 model is imported on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vocagnolm.errors import lazy_names
 
 _PUBLIC = {
     "graders": ("Grade", "grade"),
@@ -34,13 +35,4 @@ __all__ = [
     "grade",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    for module, names in _PUBLIC.items():
-        if name in names:
-            return getattr(import_module(f"vocagnolm.evaluate.{module}"), name)
-    raise AttributeError(f"module 'vocagnolm.evaluate' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

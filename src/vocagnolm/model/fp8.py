@@ -234,10 +234,13 @@ class Fp8TrainedLinear(nn.Linear):
 
 def train_in_fp8(model: nn.Module) -> int:
     """Switch the linear layers of the decoder to fp8 products, in place, and return their number.
-    Routers of experts, and layers of a shape that the kernel does not support, are not changed."""
+    Its first and last layer, from which most of the rounding's error comes
+    (benchmarks/fp8_layers.py), routers of experts, and layers of a shape that the kernel does not
+    support are not changed."""
+    layers = [*(find_layers(model) or ())]
     found = [
         child
-        for layer in find_layers(model) or ()
+        for layer in layers[1:-1] or layers
         for parent in layer.modules()
         for name, child in parent.named_children()
         if _fits(child) and name not in ("gate", "router")

@@ -414,8 +414,8 @@ class TrainSection(Schema):
     )
     dtype: Literal["float32", "bfloat16", "fp8"] | None = key(
         "arithmetic; the weights stay in student.dtype. bfloat16: by autocast; fp8: as bfloat16, "
-        "with the decoder's linear layers in e4m3 (H100 and newer; for students that are wider "
-        "than 1,024); null: as `bf16` says"
+        "with the linear layers of all decoder layers but the first and the last in e4m3 (H100 and "
+        "newer; for students that are wider than 1,024); null: as `bf16` says"
     )
     bf16: bool = key("bfloat16 arithmetic (autocast)", False)
     gradient_checkpointing: bool = key("recompute activations to save memory", False)
