@@ -234,7 +234,7 @@ class Fp8TrainedLinear(nn.Linear):
 
 def train_in_fp8(model: nn.Module) -> int:
     """Switch the linear layers of the decoder to fp8 products, in place, and return their number.
-    Its first and last layer, from which most of the rounding's error comes
+    Its first and last layer, from which more of the rounding's error comes than from others
     (benchmarks/fp8_layers.py), routers of experts, and layers of a shape that the kernel does not
     support are not changed."""
     layers = [*(find_layers(model) or ())]
