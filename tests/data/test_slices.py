@@ -113,10 +113,10 @@ def test_slices_give_the_same_part(lab, tmp_path, monkeypatch, student, columns,
     slices = []
     original = PartMaker._batch
     monkeypatch.setattr(
-        PartMaker, "_batch", lambda *a, **k: slices.append(k.get("place")) or original(*a, **k)
+        PartMaker, "_batch", lambda *a, **k: slices.append(k.get("within")) or original(*a, **k)
     )
     sliced = maker._pack(texts)
-    assert sum(place is not None for place in slices) > 10
+    assert sum(within is not None for within in slices) > 10
     monkeypatch.setattr(spans, "BATCH", 10**6)  # everything at once
     whole = maker._pack(texts)
     assert slices[-1] is None and sliced.summary.documents == len(texts)

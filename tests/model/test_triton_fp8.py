@@ -53,7 +53,7 @@ def test_rows_and_columns_at_once(dtype, rows, columns):
         same(ours[:2], wanted[:2])
         same(ours[2:], wanted[2:])
     rounded = ours[0]
-    assert torch.equal(triton_fp8.turn(rounded).float(), rounded.float().t())
+    assert torch.equal(triton_fp8.transpose(rounded).float(), rounded.float().t())
 
 
 @pytest.mark.gpu  # the interpreter makes a number of it

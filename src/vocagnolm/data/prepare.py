@@ -338,7 +338,7 @@ class _Kept:
     index: int
     text: str
     rows: Sequence[int | None]
-    """Its place in every store; None where the store lacks it."""
+    """Its index in every store; None where the store lacks it."""
 
 
 class PartMaker:
@@ -465,9 +465,9 @@ class PartMaker:
             if students is None:
                 raise _UncutError
             here = replace(one, text=one.text[edges[start] : edges[end]])
-            place = Slice(first=start == 0, last=end == len(edges) - 1, bits=bits)
+            within = Slice(first=start == 0, last=end == len(edges) - 1, bits=bits)
             ranges = [slice(a, b) for a, b in tokens[:, [start, end]].tolist()]
-            yield self._batch([here], [students], place=place, tokens=ranges)
+            yield self._batch([here], [students], within=within, tokens=ranges)
             start = end
 
     def _batch(
@@ -476,7 +476,7 @@ class PartMaker:
         students: Sequence[TokenSpans],
         *,
         trained: Sequence[NDArray[np.int64]] | None = None,
-        place: Slice | None = None,
+        within: Slice | None = None,
         tokens: Sequence[slice] | None = None,
     ) -> Batch:
         """`tokens`: of a slice, those of every teacher."""
@@ -486,13 +486,13 @@ class PartMaker:
             """What every store holds of the documents; None where it lacks one."""
             return [
                 [None if at is None else read(store.columns(at, inside[n])) for at in rows]
-                for n, (store, rows) in enumerate(zip(self.stores, places, strict=True))
+                for n, (store, rows) in enumerate(zip(self.stores, indices, strict=True))
             ]
 
         def losses(columns: dict[str, NDArray[Any]]) -> TeacherLosses:
             return columns["token_bytes"].astype(np.int64), columns["nll"].astype(np.float32)
 
-        places = [[one.rows[n] for one in kept] for n in range(len(self.stores))]
+        indices = [[one.rows[n] for one in kept] for n in range(len(self.stores))]
         with_texts = self.plan.settings["text"] or self.plan.targets is not None
         return Batch(
             indices=[one.index for one in kept],
@@ -501,7 +501,7 @@ class PartMaker:
             texts=[one.text.encode() for one in kept] if with_texts else None,
             trained=trained,
             alternatives=held(itemgetter("alternatives")) if self.plan.targets else None,
-            slice=place,
+            slice=within,
         )
 
 

@@ -69,7 +69,7 @@ def _rounded_gated(gate_NI: Tensor, values_NI: Tensor) -> tuple[Tensor, Tensor]:
     return rounded_rows(silu(gate_NI) * values_NI)
 
 
-def _turned(values_NI: Tensor) -> Tensor:
+def _transposed(values_NI: Tensor) -> Tensor:
     return values_NI.t().clone(memory_format=torch.contiguous_format)
 
 
@@ -89,7 +89,7 @@ for _name, _arguments, _results, _slow in (
     ("round_rows", "Tensor values", 2, rounded_rows),
     ("round_gated", "Tensor gate, Tensor values", 2, _rounded_gated),
     ("round_both", "Tensor values, Tensor row_factor, Tensor column_factor", 4, rounded_both),
-    ("turn", "Tensor values", 1, _turned),
+    ("transpose", "Tensor values", 1, _transposed),
 ):
     _returned = ", ".join(["Tensor"] * _results)
     _LIBRARY.define(f"{_name}({_arguments}) -> ({_returned})")
@@ -204,15 +204,15 @@ class _Products(torch.autograd.Function):
         dtype, one = gradient_NO.dtype, torch.ones((rows.shape[1], 1), device=rows.device)
         if not ctx.needs_input_grad[1]:  # a frozen weight
             rounded, scale = _ROUNDING.round_rows(gradient_NO * weight_scale.t())
-            of_rows = scaled_product(rounded, scale, _ROUNDING.turn(weight), one, dtype)
+            of_rows = scaled_product(rounded, scale, _ROUNDING.transpose(weight), one, dtype)
             return of_rows.to(ctx.dtypes[0]), None, None
-        rounded, scale, turned, turned_scale = _ROUNDING.round_both(
+        rounded, scale, transposed, transposed_scale = _ROUNDING.round_both(
             gradient_NO, row_scale, weight_scale
         )
         of_weight = scaled_product(
-            turned, turned_scale, _ROUNDING.turn(rows), one, dtype, fast=False
+            transposed, transposed_scale, _ROUNDING.transpose(rows), one, dtype, fast=False
         )
-        of_rows = scaled_product(rounded, scale, _ROUNDING.turn(weight), one, dtype)
+        of_rows = scaled_product(rounded, scale, _ROUNDING.transpose(weight), one, dtype)
         return of_rows.to(ctx.dtypes[0]), of_weight.to(ctx.dtypes[1]), None
 
 
@@ -304,7 +304,7 @@ def to_fp8(model: nn.Module) -> int:
 
 
 def _join_gates(layer: nn.Module) -> None:
-    """Let gated MLPs round silu(gate) * up in one go."""
+    """Let gated MLPs compute and round silu(gate) * up in one kernel."""
     for module in layer.modules():
         projections = [getattr(module, name, None) for name in _PROJECTIONS]
         if all(isinstance(p, Fp8Linear) for p in projections) and _is_swiglu(module):

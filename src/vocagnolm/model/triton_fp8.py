@@ -13,9 +13,9 @@ from torch import Tensor
 
 _FP8 = torch.float8_e4m3fn
 # Tiles of the kernels that read rows and columns. They were measured.
-_TOPS = {"STRIP": 256, "ROWS": 16, "COLUMNS": 256, "num_warps": 4}
+_AMAX = {"STRIP": 256, "ROWS": 16, "COLUMNS": 256, "num_warps": 4}
 _BOTH = {"ROWS": 128, "COLUMNS": 64, "num_warps": 4}
-_TURN = {"ROWS": 128, "COLUMNS": 64, "num_warps": 4}
+_TRANSPOSE = {"ROWS": 128, "COLUMNS": 64, "num_warps": 4}
 # values that a program of `_rows_kernel` holds at least, and for each of its warps
 _ROW_VALUES, _WARP_VALUES = 4096, 2048
 
@@ -52,27 +52,27 @@ def _rows_kernel(
     columns = tl.arange(0, FIRST)[None, :]
     inside = (rows < count) & (columns < WIDTH)
     x = _values(x_ptr, gate_ptr, rows, columns, inside, x_stride, gate_stride, GATED)
-    top = tl.max(tl.abs(x), 1)
+    amax = tl.max(tl.abs(x), 1)
     if REST > 0:
         others = FIRST + tl.arange(0, REST)[None, :]
         within = (rows < count) & (others < WIDTH)
         y = _values(x_ptr, gate_ptr, rows, others, within, x_stride, gate_stride, GATED)
-        top = tl.maximum(top, tl.max(tl.abs(y), 1))
-    top = tl.maximum(top, 1e-12)
-    tl.store(scale_ptr + row, top / 448.0, mask=row < count)
-    factor = (448.0 / top)[:, None]
+        amax = tl.maximum(amax, tl.max(tl.abs(y), 1))
+    amax = tl.maximum(amax, 1e-12)
+    tl.store(scale_ptr + row, amax / 448.0, mask=row < count)
+    factor = (448.0 / amax)[:, None]
     tl.store(out_ptr + rows * WIDTH + columns, (x * factor).to(tl.float8e4nv), mask=inside)
     if REST > 0:
         tl.store(out_ptr + rows * WIDTH + others, (y * factor).to(tl.float8e4nv), mask=within)
 
 
 @triton.jit
-def _tops_kernel(
+def _amax_kernel(
     x_ptr,
     row_factor_ptr,
     column_factor_ptr,
-    row_top_ptr,
-    column_top_ptr,
+    row_amax_ptr,
+    column_amax_ptr,
     rows,
     columns,
     stride,
@@ -84,16 +84,16 @@ def _tops_kernel(
     program goes down a strip of rows, a few at a time."""
     c = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     by_column = tl.load(column_factor_ptr + c, mask=c < columns, other=0.0)
-    tops = tl.zeros((ROWS, COLUMNS), tl.float32)
+    amax = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, STRIP, ROWS):
         r = tl.program_id(0).to(tl.int64) * STRIP + start + tl.arange(0, ROWS)
         inside = (r < rows)[:, None] & (c < columns)[None, :]
         x = tl.load(x_ptr + r[:, None] * stride + c[None, :], mask=inside, other=0.0)
         x = tl.abs(x.to(tl.float32))
         by_row = tl.load(row_factor_ptr + r, mask=r < rows, other=0.0)
-        tl.atomic_max(row_top_ptr + r, tl.max(x * by_column[None, :], 1), mask=r < rows)
-        tops = tl.maximum(tops, x * by_row[:, None])
-    tl.atomic_max(column_top_ptr + c, tl.max(tops, 0), mask=c < columns)
+        tl.atomic_max(row_amax_ptr + r, tl.max(x * by_column[None, :], 1), mask=r < rows)
+        amax = tl.maximum(amax, x * by_row[:, None])
+    tl.atomic_max(column_amax_ptr + c, tl.max(amax, 0), mask=c < columns)
 
 
 @triton.jit
@@ -109,8 +109,8 @@ def _both_kernel(
     x_ptr,
     row_factor_ptr,
     column_factor_ptr,
-    row_top_ptr,
-    column_top_ptr,
+    row_amax_ptr,
+    column_amax_ptr,
     row_out_ptr,
     column_out_ptr,
     row_scale_ptr,
@@ -125,20 +125,22 @@ def _both_kernel(
     x = tl.load(x_ptr + r[:, None] * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
     by_row = tl.load(row_factor_ptr + r, mask=r < rows, other=0.0)
     by_column = tl.load(column_factor_ptr + c, mask=c < columns, other=0.0)
-    row_top = tl.maximum(tl.load(row_top_ptr + r, mask=r < rows, other=1.0), 1e-12)
-    column_top = tl.maximum(tl.load(column_top_ptr + c, mask=c < columns, other=1.0), 1e-12)
+    row_amax = tl.maximum(tl.load(row_amax_ptr + r, mask=r < rows, other=1.0), 1e-12)
+    column_amax = tl.maximum(tl.load(column_amax_ptr + c, mask=c < columns, other=1.0), 1e-12)
     if tl.program_id(1) == 0:
-        tl.store(row_scale_ptr + r, row_top / 448.0, mask=r < rows)
+        tl.store(row_scale_ptr + r, row_amax / 448.0, mask=r < rows)
     if tl.program_id(0) == 0:
-        tl.store(column_scale_ptr + c, column_top / 448.0, mask=c < columns)
-    one = (x * by_column[None, :] * (448.0 / row_top)[:, None]).to(tl.float8e4nv)
+        tl.store(column_scale_ptr + c, column_amax / 448.0, mask=c < columns)
+    one = (x * by_column[None, :] * (448.0 / row_amax)[:, None]).to(tl.float8e4nv)
     tl.store(row_out_ptr + r[:, None] * columns + c[None, :], one, mask=inside)
-    two = (x * by_row[:, None] * (448.0 / column_top)[None, :]).to(tl.float8e4nv)
+    two = (x * by_row[:, None] * (448.0 / column_amax)[None, :]).to(tl.float8e4nv)
     tl.store(column_out_ptr + c[:, None] * rows + r[None, :], tl.trans(two), mask=tl.trans(inside))
 
 
 @triton.jit
-def _turn_kernel(x_ptr, out_ptr, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _transpose_kernel(
+    x_ptr, out_ptr, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     r, c, inside = _tile(rows, columns, ROWS, COLUMNS)
     x = tl.load(x_ptr + r[:, None] * stride + c[None, :], mask=inside, other=0)
     tl.store(out_ptr + c[:, None] * rows + r[None, :], tl.trans(x), mask=tl.trans(inside))
@@ -187,27 +189,27 @@ def round_both(
     """`fp8.rounded_both`."""
     values_NO = _with_rows(values_NO)
     (rows, columns), device = values_NO.shape, values_NO.device
-    tops = torch.zeros(rows + columns, device=device)
+    amax = torch.zeros(rows + columns, device=device)
     by_row = torch.empty((rows, columns), dtype=_FP8, device=device)
     by_column = torch.empty((columns, rows), dtype=_FP8, device=device)
     row_scale = torch.empty((rows, 1), device=device)
     column_scale = torch.empty((columns, 1), device=device)
     factors = row_factor_N1.contiguous(), column_factor_O1.contiguous()
     size = rows, columns, values_NO.stride(0)
-    given = values_NO, *factors, tops, tops[rows:]
-    grid = triton.cdiv(rows, _TOPS["STRIP"]), triton.cdiv(columns, _TOPS["COLUMNS"])
-    _tops_kernel[grid](*given, *size, **_TOPS)
+    given = values_NO, *factors, amax, amax[rows:]
+    grid = triton.cdiv(rows, _AMAX["STRIP"]), triton.cdiv(columns, _AMAX["COLUMNS"])
+    _amax_kernel[grid](*given, *size, **_AMAX)
     outs = by_row, by_column, row_scale, column_scale
     _both_kernel[_grid(rows, columns, _BOTH)](*given, *outs, *size, **_BOTH)
     return by_row, row_scale, by_column, column_scale
 
 
-def turn(values_NI: Tensor) -> Tensor:
+def transpose(values_NI: Tensor) -> Tensor:
     """A transposed copy of fp8 values."""
     (rows, columns), stride = values_NI.shape, values_NI.stride(0)
     out = torch.empty((columns, rows), dtype=values_NI.dtype, device=values_NI.device)
     given = values_NI.view(torch.uint8), out.view(torch.uint8), rows, columns, stride
-    _turn_kernel[_grid(rows, columns, _TURN)](*given, **_TURN)
+    _transpose_kernel[_grid(rows, columns, _TRANSPOSE)](*given, **_TRANSPOSE)
     return out
 
 
