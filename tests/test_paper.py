@@ -52,6 +52,7 @@ def test_the_page_names_every_run_and_every_study():
         "distill-why",
         "distill-clean",
         "distill-long",
+        "distill-peers",
         "distill-second",
         "distill-teachers",
         "fp8",
