@@ -93,6 +93,7 @@ from vocagnolm.train.parallel import (
 )
 from vocagnolm.train.settings import (
     Schedule,
+    check_graphs,
     first_micro_batch,
     plan_schedule,
     slow_arithmetic,
@@ -415,8 +416,13 @@ def build_loop(
     if recipe.needs_online_teacher:
         teacher, order = online_teacher(recipe, order, tokenizer)
     guided = GuidedStudent(model, router_loss=recipe.train.router_loss)
-    if recipe.train.cuda_graphs:
-        _require_graphs(recipe, arguments, documents=documents, router=guided.router is not None)
+    check_graphs(
+        recipe,
+        Ranks.of().count,
+        device=arguments.device.type,
+        documents=documents,
+        router=guided.router is not None,
+    )
     if documents:
         require_separation(student, "The student")
         if teacher is not None:
@@ -440,24 +446,6 @@ def build_loop(
         embeddings.neftune_noise_alpha = arguments.neftune_noise_alpha
         embeddings.register_forward_hook(neftune_post_forward_hook)
     return loop
-
-
-def _require_graphs(
-    recipe: Recipe, arguments: TrainingArguments, *, documents: bool, router: bool
-) -> None:
-    refused = {
-        f"the device is {arguments.device.type}": arguments.device.type != "cuda",
-        "several processes train": Ranks.of().count > 1 or recipe.train.parallel != "ddp",
-        "documents are kept apart (data.document_mask, or conversations)": documents,
-        "the student has a router loss": router,
-        "train.gradient_checkpointing is set": recipe.train.gradient_checkpointing,
-    }
-    for reason, holds in refused.items():
-        if holds:
-            raise TrainingError(
-                f"train.cuda_graphs: {reason}, and graphs are for one GPU and whole blocks. "
-                "Remove train.cuda_graphs."
-            )
 
 
 # ---- train.micro_batch: auto ----
