@@ -35,6 +35,7 @@ _MULTIPLE = 16
 _STRIP_ROWS = 8192
 _PROBE_ROWS = 128
 _PROJECTIONS = "gate_proj", "up_proj", "down_proj"
+_SHARED = "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"
 
 
 def require_fp8(device: torch.device, setting: str = "--dtype") -> None:
@@ -108,8 +109,10 @@ class Fp8Linear(nn.Module):
     weight: Tensor
     scale: Tensor
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, linear: nn.Linear, *, shares_input: bool = False):
+        """`shares_input`: other layers multiply the same rows. A compiler rounds these once."""
         super().__init__()
+        self.shares_input = shares_input
         strips = linear.weight.detach().split(_STRIP_ROWS)
         weights, scales = zip(*map(rounded_rows, strips), strict=True)
         self.register_buffer("weight", torch.cat(weights))
@@ -117,22 +120,20 @@ class Fp8Linear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._with_bias(self.product(x.flatten(0, -2), x.dtype), x)
-
-    def gated(self, gate: Tensor, x: Tensor) -> Tensor:
-        """Of silu(gate) * x, which is never written in full precision."""
-        rows, scale = _ROUNDING.round_gated(gate.flatten(0, -2), x.flatten(0, -2))
-        return self._with_bias(scaled_product(rows, scale, self.weight, self.scale, x.dtype), x)
-
-    def _with_bias(self, out: Tensor, x: Tensor) -> Tensor:
-        if self.bias is not None:
-            out = out + self.bias
+        out = self.of_rounded(*self._rounded(x.flatten(0, -2)), x.dtype)
         shaped: Tensor = out.unflatten(0, x.shape[:-1])
         return shaped
 
+    def of_rounded(self, rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        out = scaled_product(rows, scale, self.weight, self.scale, dtype)
+        return out if self.bias is None else out + self.bias
+
     def product(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """rows @ weight.T, without the bias."""
-        return scaled_product(*rounded_rows(rows), self.weight, self.scale, dtype)
+        return scaled_product(*self._rounded(rows), self.weight, self.scale, dtype)
+
+    def _rounded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return rounded_rows(rows) if self.shares_input else _ROUNDING.round_rows(rows)
 
     def token_nll(
         self,
@@ -304,7 +305,7 @@ def to_fp8(model: nn.Module) -> int:
 
 
 def _join_gates(layer: nn.Module) -> None:
-    """Let gated MLPs compute and round silu(gate) * up in one kernel."""
+    """Let gated MLPs round their input once, and silu(gate) * up while it is computed."""
     for module in layer.modules():
         projections = [getattr(module, name, None) for name in _PROJECTIONS]
         if all(isinstance(p, Fp8Linear) for p in projections) and _is_swiglu(module):
@@ -325,8 +326,11 @@ def _is_swiglu(module: nn.Module) -> bool:
 
 
 def _gated_mlp(self: Any, x: Tensor) -> Tensor:
-    out: Tensor = self.down_proj.gated(self.gate_proj(x), self.up_proj(x))
-    return out
+    rounded = _ROUNDING.round_rows(x.flatten(0, -2))
+    gate, up = (p.of_rounded(*rounded, x.dtype) for p in (self.gate_proj, self.up_proj))
+    out = self.down_proj.of_rounded(*_ROUNDING.round_gated(gate, up), x.dtype)
+    shaped: Tensor = out.unflatten(0, x.shape[:-1])
+    return shaped
 
 
 def head_to_fp8(model: Any) -> bool:
@@ -344,7 +348,8 @@ def _exchange(root: nn.Module, wanted: Callable[[nn.Module], bool]) -> int:
         if wanted(child)
     ]
     for parent, name in found:
-        setattr(parent, name, Fp8Linear(getattr(parent, name)))
+        linear = Fp8Linear(getattr(parent, name), shares_input=name in _SHARED)
+        setattr(parent, name, linear)
     return len(found)
 
 
