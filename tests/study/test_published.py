@@ -27,22 +27,27 @@ STUDIES = [
     "distill",
     "distill-clean",
     "distill-long",
+    "distill-peers",
+    "distill-second",
     "distill-teachers",
     "distill-why",
     "fp8",
+    "fp8-all-layers",
     "second",
     "share",
     "weak",
 ]
 
 # studies that read the runs of another one
-KEPT_WITH = {"distill-why": "distill", "fp8": "distill-teachers"}
+KEPT_WITH = {"distill-why": "distill", "fp8-all-layers": "distill-teachers"}
+# studies that were run twice, with other code
+STUDY_OF = {"fp8-all-layers": "fp8"}
 
 
 @pytest.mark.parametrize("name", STUDIES if LONG else ["distill-clean", "second"])
 def test_the_table_follows_from_the_runs(name: str, tmp_path: Path) -> None:
     with tarfile.open(RESULTS / "runs" / f"{KEPT_WITH.get(name, name)}.tar.xz") as kept:
         kept.extractall(tmp_path / "out", filter="data")
-    table, _ = run_study(name, tmp_path / "out", materials=tmp_path, only_table=True)
+    table, _ = run_study(STUDY_OF.get(name, name), tmp_path / "out", materials=tmp_path, only_table=True)
     published = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     assert numbers(json.loads(json.dumps(table))) == pytest.approx(numbers(published))
