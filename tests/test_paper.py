@@ -51,10 +51,13 @@ def test_the_page_names_every_run_and_every_study():
         "distill",
         "distill-why",
         "distill-clean",
+        "distill-heal",
         "distill-long",
+        "distill-longest",
         "distill-peers",
         "distill-second",
         "distill-teachers",
+        "distill-unchecked",
         "fp8",
     }
     assert studies == set(shipped_studies()) - beyond
