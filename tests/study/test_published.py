@@ -48,6 +48,7 @@ STUDY_OF = {"fp8-all-layers": "fp8"}
 def test_the_table_follows_from_the_runs(name: str, tmp_path: Path) -> None:
     with tarfile.open(RESULTS / "runs" / f"{KEPT_WITH.get(name, name)}.tar.xz") as kept:
         kept.extractall(tmp_path / "out", filter="data")
-    table, _ = run_study(STUDY_OF.get(name, name), tmp_path / "out", materials=tmp_path, only_table=True)
+    study = STUDY_OF.get(name, name)
+    table, _ = run_study(study, tmp_path / "out", materials=tmp_path, only_table=True)
     published = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     assert numbers(json.loads(json.dumps(table))) == pytest.approx(numbers(published))
