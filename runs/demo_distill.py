@@ -4,7 +4,7 @@ rule has its own best rate, chosen on problems that are used for nothing else.
     python runs/demo_distill.py [--seeds 5] [--out out/demo-distill]
 
 Prints a table, and leaves it with a figure in the folder (protocol and results:
-research/distillation.md). 128 runs, about 40 minutes on two cores; what is finished is not done
+research/distillation.md). 136 runs, about 40 minutes on two cores; what is finished is not done
 again.
 """
 
@@ -59,6 +59,7 @@ RULES = {
         PURE | {"mix_end": 0.0, "mix_hold": 2 / 3},
     ),
     "weighted": Rule("distilled, mix 0.5, weighted by the reducible share", MIXED | SHARE),
+    "selected": Rule("distilled, mix 0.5, the top 40 % by token alone", MIXED | {"keep": 0.4}),
     "share": Rule("distilled, the reducible share as the mix", PURE | {"mix_by": "reducible"}),
     "k1": Rule("distilled, mix 0.5, K 1", MIXED | {"alternatives": 1}),
     "k16": Rule("distilled, mix 0.5, K 16", MIXED | {"alternatives": 16}),
