@@ -35,6 +35,7 @@ _MULTIPLE = 16
 _STRIP_ROWS = 8192
 _PROBE_ROWS = 128
 _PROJECTIONS = "gate_proj", "up_proj", "down_proj"
+# Layers that read the same rows as others.
 _SHARED = "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"
 
 
