@@ -24,6 +24,9 @@ TEXT = (
     "then y = x + 1 hence \\frac{a}{b} naïve café ½ 東京 42 3.14 1000 equation solution answer"
 )
 WORDS = TEXT.split()
+# Relative, of losses after a few steps of Adam in float32 whose sums have another order: 1e-6 on
+# one kind of CPU, 1.3e-5 on another.
+ROUNDING = 1e-4
 
 
 def documents(count: int, seed: int = 0, words: int = 60) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from faults_kit import LONG
 from safetensors.torch import load_file
-from training_kit import LLAMA, recipe_dict, run_processes, stop_after
+from training_kit import LLAMA, ROUNDING, recipe_dict, run_processes, stop_after
 
 from vocagnolm.errors import TrainingError
 from vocagnolm.recipe import recipe_from_dict
@@ -66,7 +66,7 @@ def losses(folder: Path) -> list[float]:
 def assert_same_run(folder: Path, whole: Path) -> None:
     ours, theirs = losses(folder), losses(whole)
     assert len(ours) == len(theirs) == STEPS
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    np.testing.assert_allclose(ours, theirs, rtol=ROUNDING)
     weights, expected = (load_file(f / "model" / "model.safetensors") for f in (folder, whole))
     assert weights.keys() == expected.keys()
     for name in expected:

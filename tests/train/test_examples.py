@@ -17,7 +17,7 @@ import yaml
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from trainers_kit import ARGUMENTS, BATCH, EXAMPLES, STEPS, cut, load, logged, our_losses
-from training_kit import run_processes
+from training_kit import ROUNDING, run_processes
 from transformers import TrainingArguments
 
 from vocagnolm import GuidedCollator, guide, guided_loss
@@ -68,7 +68,7 @@ def test_transformers_trainer_makes_the_steps_of_our_loop(demo, scored, tmp_path
     arguments = TrainingArguments(str(tmp_path), **{**ARGUMENTS, **settings})
     trainer = load("hf_trainer.py").guided(model, tokenizer, dataset, arguments, store)
     trainer.train()
-    np.testing.assert_allclose(logged(trainer), expected, rtol=1e-5)
+    np.testing.assert_allclose(logged(trainer), expected, rtol=ROUNDING)
     one = trainer.train_dataset.select([0])
     batch = trainer.data_collator([*one])
     nll = F.cross_entropy(model(batch["input_ids"]).logits[0, :-1], batch["labels"][0, 1:])
@@ -82,7 +82,7 @@ def two_trainers(demo, scored, folder, expected):
     arguments = TrainingArguments(str(folder), **settings)
     trainer = load("hf_trainer.py").guided(model, tokenizer, dataset, arguments, store)
     trainer.train()
-    np.testing.assert_allclose(logged(trainer), expected, rtol=1e-5)
+    np.testing.assert_allclose(logged(trainer), expected, rtol=ROUNDING)
     gradients_of_a_loop(demo.student()[0], trainer.train_dataset)
 
 
@@ -122,7 +122,7 @@ def test_the_plain_loop_makes_the_steps_of_our_loop(demo, scored, monkeypatch):
     losses = loop.train(*demo.student(), dataset, store)
     rows = cut(guide(dataset, store, demo.student()[1]))
     expected = our_losses(folder, rows, micro_batch=BATCH // loop.MICRO_BATCHES)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(losses, expected, rtol=ROUNDING)
 
 
 # ---- torchtitan ----

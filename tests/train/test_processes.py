@@ -5,7 +5,7 @@ import pytest
 import torch
 from faults_kit import LONG
 from safetensors.torch import load_file
-from training_kit import recipe_dict, run_processes, stop_after
+from training_kit import ROUNDING, recipe_dict, run_processes, stop_after
 
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train.folder import read_metrics
@@ -60,7 +60,11 @@ def assert_same(folder, reference, objectives=OBJECTIVES):
         a, b = (read_metrics(f / "metrics.jsonl") for f in (ours, theirs))
         for field in ("loss", "nll_all", "kept_share", "mapped_share", "excess_p50", "tokens"):
             np.testing.assert_allclose(
-                [r[field] for r in a], [r[field] for r in b], rtol=1e-5, atol=1e-6, err_msg=field
+                [r[field] for r in a],
+                [r[field] for r in b],
+                rtol=ROUNDING,
+                atol=1e-6,
+                err_msg=field,
             )
         weights, expected = (load_file(f / "model" / "model.safetensors") for f in (ours, theirs))
         assert weights.keys() == expected.keys()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import yaml
 from trainers_kit import BATCH, EXAMPLES, RATE, STEPS, cut, load, our_losses
+from training_kit import ROUNDING
 
 pytest.importorskip("axolotl", reason="`make test-trainers`")
 
@@ -75,7 +76,7 @@ def test_the_plugin_makes_the_steps_of_our_loop(tmp_path, monkeypatch):
     rows = cut(guide(dataset, store, demo.student()[1]))
     expected = our_losses(tmp_path, rows)
     losses = trained(settings(tmp_path, students.START), monkeypatch)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(losses, expected, rtol=ROUNDING)
 
 
 def test_it_packs(tmp_path, monkeypatch):

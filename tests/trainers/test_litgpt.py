@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from trainers_kit import BATCH, STEPS, cut, load, our_losses
+from training_kit import ROUNDING
 
 pytest.importorskip("litgpt", reason="`make test-trainers`")
 
@@ -70,6 +71,6 @@ def test_lightnings_trainer_makes_the_steps_of_our_loop(example, checkpoint, tmp
     expected = our_losses(tmp_path, cut(guide(dataset, store, checkpoint)))
     data = example.GuidedData(dataset, store, checkpoint, shuffle=False)
     losses = trained(example.GuidedLLM(checkpoint, tied=True), data, tmp_path)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(losses, expected, rtol=ROUNDING)
     plain = trained(example.LitLLM(checkpoint, tied=True), data, tmp_path)
     assert min(np.subtract(plain, losses)) > 0.01

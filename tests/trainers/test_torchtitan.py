@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from trainers_kit import BATCH, RATE, STEPS, load, our_losses, prepared
+from training_kit import ROUNDING
 
 pytest.importorskip("torchtitan", reason="`make test-trainers`")
 
@@ -41,7 +42,7 @@ def test_its_loader_loss_and_step_are_those_of_our_loop(tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(losses, expected, rtol=ROUNDING)
 
 
 def test_its_configuration_is_made():

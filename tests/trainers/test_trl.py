@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 from trainers_kit import ARGUMENTS, BATCH, load, logged, our_losses
+from training_kit import ROUNDING
 
 pytest.importorskip("trl", reason="`make test-trainers`")
 
@@ -29,7 +30,7 @@ def test_sft_on_packed_answers_makes_the_steps_of_our_loop(tmp_path):
     expected = our_losses(tmp_path, rows[: 5 * BATCH], packed=True)
     made = trainer()
     made.train()
-    np.testing.assert_allclose(logged(made), expected, rtol=1e-5)
+    np.testing.assert_allclose(logged(made), expected, rtol=ROUNDING)
 
 
 def test_the_example_without_guidance_trains_too(tmp_path):
