@@ -323,6 +323,24 @@ def test_the_command_scores_into_a_bucket_from_a_bucket(address, tmp_path):
     assert bucket_bytes(f"{address}/s") == store_bytes(tmp_path / "s")
 
 
+@pytest.mark.parametrize("conditional", [True, False])
+def test_a_file_that_is_taken_and_then_removed_is_not_ours(address, monkeypatch, conditional):
+    place, real = Bucket(address), Bucket.read
+    place.put("claims/0", b"theirs")
+
+    def removed_before(bucket, name):
+        bucket.remove(name)
+        return real(bucket, name)
+
+    def refuse(*args, mode="overwrite", **options):
+        raise NotImplementedError
+
+    monkeypatch.setattr(Bucket, "read", removed_before)
+    if not conditional:
+        monkeypatch.setattr(obstore, "put", refuse)
+    assert place.create("claims/0", b"ours") is False
+
+
 def test_the_probe_leaves_nothing_and_says_nothing(address):
     place = Bucket(address)
     assert place.try_writing() is None and place.files() == {}

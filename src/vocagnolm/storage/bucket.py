@@ -85,14 +85,14 @@ class Bucket:
             try:
                 obstore.put(self._store, name, content, mode="create", use_multipart=False)
             except obstore.exceptions.AlreadyExistsError:
-                return self.read(name) == content  # an attempt of ours whose answer was lost
+                return self._holds(name, content)  # an attempt of ours whose answer was lost
             except (obstore.exceptions.BaseError, NotImplementedError) as error:
                 unknown = isinstance(error, NotImplementedError)
                 if not unknown and _code(str(error)) != "NotImplemented":
                     raise
                 self._conditional = False  # the best that it has
                 if self.has(name):
-                    return self.read(name) == content
+                    return self._holds(name, content)
                 obstore.put(self._store, name, content)
             return True
 
@@ -100,6 +100,13 @@ class Bucket:
         created = self._request("written", attempt, name)
         files.reached("created", PurePosixPath(name))
         return created
+
+    def _holds(self, name: str, content: bytes) -> bool:
+        """Whether a file that was just there is ours. Its writer may have removed it since."""
+        try:
+            return self.read(name) == content
+        except FileNotFoundError:
+            return False
 
     def put(self, name: str, content: bytes) -> None:
         files.reached("begin", PurePosixPath(name))
