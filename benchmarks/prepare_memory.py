@@ -1,27 +1,28 @@
 """Memory of `prepare` for one long document, in bytes per byte of its text.
 
-    python benchmarks/prepare_memory.py --student S --teacher T --corpus F.jsonl
+    python benchmarks/prepare_memory.py --student S [S ...] --teacher T [T ...] --corpus F.jsonl
         [--megabytes 16] [--alternatives 4] [--json [FILE]]
 
-The documents of the corpus are joined into one. The loss store is made up (`made_up.py`). `guided`
-and `distill` run in processes of their own: the peak of the resident memory above what the process
-holds after it has prepared the first 2,000 characters. `file` is the share of it that is mapped
-from the store, which the system may take back at any time; the rest is the process's own. Linux
-only.
+The documents of the corpus are joined into one. The loss store is made up (`made_up.py`). Two
+processes, one with the whole document and one with its first 2,000 characters: the difference of
+the peaks of their resident memory. `anon` is what the process holds; `file` is mapped from files
+(the store, and long columns that wait for the end of the part), which the system takes back when
+it needs memory. Linux only.
 """
 
 import argparse
 import json
 import multiprocessing
+import sys
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 from made_up import made_up, made_up_alternatives, made_up_store
-from record import STDOUT, add_json, keep
+from record import add_json, keep
 
-from vocagnolm.alignment import load_tokenizer
+from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.data.prepare import prepare
 from vocagnolm.recipe import recipe_from_dict
@@ -35,45 +36,45 @@ def resident() -> dict[str, int]:
     return {line[0][3:-1].lower(): 1024 * int(line[1]) for line in lines if line[0][:3] == "Rss"}
 
 
-def measure(lab: Path, student: str, method: str, answers: Any) -> None:
-    def prepare_one(name: str) -> None:
-        store = f"{name}-{'distill' if method == 'distill' else 'guided'}"
-        tree = {
-            "objective": {"method": method},
-            "student": {"tokenizer": student},
-            "corpus": {"files": [str(lab / f"{name}.jsonl")]},
-            "store": {"path": str(lab / store)},
-            "data": {
-                "blocks": str(lab / f"blocks-{name}-{method}"),
-                "bos": None,
-                "eos": None,
-                "block_size": 32,
-            },
-        }
-        prepare(recipe_from_dict(tree))
-
-    prepare_one("short")
-    before = resident()
-    peak, over = dict(before), threading.Event()
+def measure(lab: Path, student: str, method: str, name: str, answers: Any) -> None:
+    blocks = Path(tempfile.mkdtemp(dir=lab))
+    store = f"{name}-{'distill' if method == 'distill' else 'guided'}"
+    tree = {
+        "objective": {"method": method},
+        "student": {"tokenizer": student},
+        "corpus": {"files": [str(lab / f"{name}.jsonl")]},
+        "store": {"path": str(lab / store)},
+        "data": {"blocks": str(blocks), "bos": None, "eos": None, "block_size": 32},
+    }
+    peak, over = resident(), threading.Event()
 
     def watch() -> None:
         while not over.wait(0.002):
-            for name, value in resident().items():
-                peak[name] = max(peak[name], value)
+            for kind, value in resident().items():
+                peak[kind] = max(peak[kind], value)
 
     watching = threading.Thread(target=watch)
     watching.start()
-    prepare_one("long")
+    prepare(recipe_from_dict(tree))
     over.set()
     watching.join()
-    part = sum(p.stat().st_size for p in (lab / f"blocks-long-{method}").glob("part-*"))
-    answers.put({"part": part, **{name: peak[name] - before[name] for name in ("anon", "file")}})
+    answers.put(peak)
+
+
+def peak_of(*arguments: Any) -> dict[str, int]:
+    context = multiprocessing.get_context("spawn")
+    answers: Any = context.Queue()
+    child = context.Process(target=measure, args=(*arguments, answers))
+    child.start()
+    found: dict[str, int] = answers.get()
+    child.join()
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--student", required=True)
-    parser.add_argument("--teacher", required=True)
+    parser.add_argument("--student", nargs="+", required=True)
+    parser.add_argument("--teacher", nargs="+", required=True, help="one for every student")
     parser.add_argument("--corpus", required=True)
     parser.add_argument("--megabytes", type=float, default=16.0)
     parser.add_argument("--alternatives", type=int, default=4)
@@ -84,32 +85,30 @@ def main() -> None:
         if document.text is not None and found < size:
             texts.append(document.text)
             found += len(document.text.encode()) + 2
-    long = "\n\n".join(texts).encode()[:size].decode(errors="ignore")
-    teacher, rows = load_tokenizer(given.teacher), []
-    with tempfile.TemporaryDirectory() as temporary:
-        lab = Path(temporary)
-        for name, text in (("long", long), ("short", long[:SHORT])):
-            (lab / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
-            read = teacher.spans_batch([text])
-            losses = [made_up(read[0].token_bytes)]
-            made_up_store(lab / f"{name}-guided", [text], losses)
-            others = made_up_alternatives(read, given.alternatives)
-            made_up_store(lab / f"{name}-distill", [text], losses, teacher, others)
-        context = multiprocessing.get_context("spawn")
-        for method in ("guided", "distill"):
-            answers: Any = context.Queue()
-            child = context.Process(target=measure, args=(lab, given.student, method, answers))
-            child.start()
-            answer = {name: n / len(long.encode()) for name, n in answers.get().items()}
-            child.join()
-            rows.append({"method": method, "bytes": len(long.encode()), **answer})
-            if given.json == STDOUT:
-                print(json.dumps(rows[-1]), flush=True)
-            else:
-                numbers = ", ".join(f"{name} {value:.1f}" for name, value in answer.items())
-                print(f"{method}: {numbers} bytes a byte of text", flush=True)
-    if given.json != STDOUT:
-        keep(given.json, "memory of prepare for one long document", rows)
+    long, rows = "\n\n".join(texts).encode()[:size].decode(errors="ignore"), []
+    for student, teacher in zip(given.student, given.teacher, strict=True):
+        row: dict[str, Any] = {"student x teacher": f"{Path(student).name} x {Path(teacher).name}"}
+        with tempfile.TemporaryDirectory() as lab:
+            write_lab(Path(lab), long, load_tokenizer(teacher), given.alternatives)
+            for method in ("guided", "distill"):
+                # the first one asks transformers about the tokenizer and makes the targets' table
+                names = ("short", "short", "long")
+                _, start, whole = (peak_of(Path(lab), student, method, name) for name in names)
+                above = {kind: (whole[kind] - start[kind]) / len(long.encode()) for kind in whole}
+                row |= {method: above["anon"], f"{method}, mapped": above["file"]}
+        rows.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    keep(given.json, "memory of prepare for one long document", rows)
+
+
+def write_lab(lab: Path, long: str, teacher: TextTokenizer, alternatives: int) -> None:
+    for name, text in (("long", long), ("short", long[:SHORT])):
+        (lab / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+        read = teacher.spans_batch([text])
+        losses = [made_up(read[0].token_bytes)]
+        made_up_store(lab / f"{name}-guided", [text], losses)
+        others = made_up_alternatives(read, alternatives)
+        made_up_store(lab / f"{name}-distill", [text], losses, teacher, others)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,12 @@ parts serve every block size.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +38,7 @@ from vocagnolm.data.guidance import (
     stretch_guidance,
     unbroken,
 )
+from vocagnolm.files import not_written
 
 # ---- whole conversations into blocks ----
 
@@ -266,7 +271,7 @@ def pack_documents(
     guidance: GuidancePlan,
     keep_text: bool = True,
     targets: TargetsPlan | None = None,
-    expected_bytes: int = 0,
+    folder: Path | None = None,
 ) -> Part:
     """One part. Separators (the `prefix` of every document, EOS) hold no text: they are unmapped.
     Of conversations, all tokens that are not trained on are context and have no guidance.
@@ -274,29 +279,30 @@ def pack_documents(
     `keep_text`.
 
     All documents of a batch are aligned at once, their byte axes laid end to end: no Python loop
-    over tokens. Batches come one by one, and only their columns stay. `expected_bytes`: of all of
-    them together, about.
+    over tokens. Batches come one by one, and only their columns stay. `folder`: where long columns
+    wait for the end of the part.
     """
-    grown: dict[str, _Column] = defaultdict(_Column)
-    known, shared = _Column(), []
-    summary = PackingSummary()
-    for batch in batches:
-        one = _pack(batch, id_dtype, prefix, eos, guidance, keep_text, targets)
-        before = {"spans": summary.bytes, "teacher_range": len(grown["teacher_nll"].values)}
-        summary.add(one.summary)
-        growth = max(1.0, expected_bytes / max(summary.bytes, 1))
-        for name, values in one.columns.items():
-            if name in before:
-                values[values >= 0] += before[name]
-            grown[name].append(values, growth)
-        known.append(one.known, growth)
-        if one.shared is not None:
-            shared.append(one.shared)
-    # of all at once: sums of parts would differ from it in their last bits
-    summary.guidance_sum = float(known.values.sum(dtype=np.float64))
+    with ExitStack() as open_files:
+        new_column = partial(_Column, folder, open_files)
+        grown: dict[str, _Column] = defaultdict(new_column)
+        known, shared = new_column(), []
+        summary = PackingSummary()
+        for batch in batches:
+            one = _pack(batch, id_dtype, prefix, eos, guidance, keep_text, targets)
+            before = {"spans": summary.bytes, "teacher_range": grown["teacher_nll"].rows}
+            summary.add(one.summary)
+            for name, values in one.columns.items():
+                if name in before:
+                    values[values >= 0] += before[name]
+                grown[name].append(values)
+            known.append(one.known)
+            if one.shared is not None:
+                shared.append(one.shared)
+        # of all at once: sums of parts would differ from it in their last bits
+        summary.guidance_sum = float(known.whole().sum(dtype=np.float64))
+        columns = {name: grown[name].whole() for name in one.columns}
     if targets is not None and shared:
         summary.targets |= measured(targets.tables[0], shared)
-    columns = {name: grown[name].values for name in one.columns}
     if "spans" in columns:
         _place_separators(columns["spans"])
     index = columns["document_index"]
@@ -308,25 +314,41 @@ def pack_documents(
 
 
 class _Column:
-    """Values that come in pieces. Room is made for all of them at once: they never lie in memory
-    twice, and room that is not used is not touched."""
+    """Values that come in pieces. From `MOST_BYTES` on they go to a file without a name in the
+    folder, which is mapped in the end: the system can take such memory back at any time."""
 
-    def __init__(self) -> None:
-        self.values: NDArray[Any] = np.zeros(0, np.float32)
-        self._room = self.values
+    MOST_BYTES = 2**23
 
-    def append(self, more: NDArray[Any], growth: float) -> None:
-        """`growth`: about how many times as long the column will be in the end."""
-        start, end = len(self.values), len(self.values) + len(more)
-        if start == 0 and growth <= 1:
-            self.values = more
+    def __init__(self, folder: Path | None, open_files: ExitStack):
+        self.rows = 0
+        self._folder, self._open_files = folder, open_files
+        self._file: IO[bytes] | None = None
+        self._pieces: list[NDArray[Any]] = []
+        self._bytes = 0
+
+    def append(self, piece: NDArray[Any]) -> None:
+        self._like = piece[:0]
+        self.rows += len(piece)
+        self._bytes += piece.nbytes
+        self._pieces.append(piece)
+        if self._folder is None or self._bytes < self.MOST_BYTES:
             return
-        if start == 0 or end > len(self._room):
-            self._room = np.empty((int(1.1 * growth * end) + 1, *more.shape[1:]), more.dtype)
-            if start:
-                self._room[:start] = self.values
-        self._room[start:end] = more
-        self.values = self._room[:end]
+        try:
+            if self._file is None:
+                temporary = TemporaryFile(dir=self._folder)  # noqa: SIM115  (of `open_files`)
+                self._file = self._open_files.enter_context(temporary)
+            for waiting in self._pieces:
+                self._file.write(np.ascontiguousarray(waiting).data)
+            self._file.flush()
+        except OSError as error:
+            raise not_written(self._folder, error) from error
+        self._pieces.clear()
+
+    def whole(self) -> NDArray[Any]:
+        shape = self.rows, *self._like.shape[1:]
+        if self._file is not None:
+            return np.memmap(self._file, self._like.dtype, "r+", shape=shape)
+        return self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces)
 
 
 def _place_separators(spans: NDArray[np.int32]) -> None:

@@ -382,7 +382,7 @@ class PartMaker:
             ),
             keep_text=settings["text"],
             targets=self.plan.targets,
-            expected_bytes=sum(len(one.text.encode()) for one in kept),
+            folder=self.folder,
         )
         refused: Counter[str] = Counter()
         try:
