@@ -176,13 +176,13 @@ def main() -> None:
     write_results(out, rows)
 
 
-def write_results(out: Path, rows: list[dict[str, Any]]) -> None:
+def printed(rows: list[dict[str, Any]]) -> str:
     """Differences are paired over seeds: mean and standard error."""
     plain = rows[0]
-    print(
-        "| rule | rate | exact answers, % | over every token | bits per byte | over every token |"
-    )
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    lines = [
+        "| rule | rate | exact answers, % | over every token | bits per byte | over every token |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
     for row in rows:
         cells = [row["label"], f"{row['learning_rate']:g}"]
         for measure, digits in (("exact", 1), ("clean", 4)):
@@ -192,7 +192,12 @@ def write_results(out: Path, rows: list[dict[str, Any]]) -> None:
             error = (gain_spread or 0.0) / len(row[measure]) ** 0.5
             cells.append(f"{mean:.{digits}f} ± {spread or 0.0:.{digits}f}")
             cells.append("" if row is plain else f"{gain:+.{digits}f} ± {error:.{digits}f}")
-        print(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write_results(out: Path, rows: list[dict[str, Any]]) -> None:
+    print(printed(rows))
     for row in rows:
         row["accuracy"], row["accuracy_spread"] = statistics.mean_and_spread(row["exact"])
         bits, spread = statistics.mean_and_spread(row["clean"])
