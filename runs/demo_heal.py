@@ -43,7 +43,8 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     """Each row at the nearest of 2^BITS evenly spaced values."""
     low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
     step = (high - low) / (2**BITS - 1)
-    return ((weight - low) / step).round() * step + low
+    found: torch.Tensor = ((weight - low) / step).round() * step + low
+    return found
 
 
 def damage(healthy: Path, target: Path) -> None:
@@ -102,8 +103,8 @@ def main() -> None:
     students.one_thread()
     held_out, reported, choosing = make_materials(out)
     for name, model in (("before rounding", "healthy-run/model"), ("rounded", "damaged")):
-        found = students.measure(out / model, held_out, reported)
-        print(f"{name}: {found['exact']:.1%} exact, {found['bits_per_byte']:.4f} bits per byte")
+        scores = students.measure(out / model, held_out, reported)
+        print(f"{name}: {scores['exact']:.1%} exact, {scores['bits_per_byte']:.4f} bits per byte")
     os.environ["OMP_NUM_THREADS"] = "1"
 
     def submit(pool: Any, name: str, length: int, rate: float, seed: int, problems: Any) -> Any:
