@@ -85,6 +85,13 @@ def sentencepiece_bpe(
     return Tokenizer.from_str(json.dumps(description))
 
 
+def without_a_mark_of_its_own(tokenizer: Tokenizer) -> Tokenizer:
+    """Gemma's way."""
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    return tokenizer
+
+
 def unigram(*, nfkc: bool = False, byte_fallback: bool = False) -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram())
     if nfkc:
@@ -143,6 +150,7 @@ EXACT: dict[str, Callable[[], Tokenizer]] = {
     "sentencepiece always split": lambda: sentencepiece_bpe(prepend="always", split=True),
     "sentencepiece first": lambda: sentencepiece_bpe(prepend="first"),
     "sentencepiece never": lambda: sentencepiece_bpe(prepend="never"),
+    "sentencepiece replace": lambda: without_a_mark_of_its_own(sentencepiece_bpe()),
     "sentencepiece added": lambda: with_added_tokens(sentencepiece_bpe()),
     "sentencepiece first added": lambda: with_added_tokens(sentencepiece_bpe(prepend="first")),
     "unigram byte fallback": lambda: unigram(byte_fallback=True),

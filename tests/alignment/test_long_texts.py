@@ -35,7 +35,16 @@ def test_pieces_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch)
         assert (one.ids.dtype, one.spans.dtype) == (other.ids.dtype, other.spans.dtype)
 
 
-@pytest.mark.parametrize("name", ["sentencepiece prepend", "byte-level large"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"sentencepiece {way}" for way in ("prepend", "always", "first", "never", "replace")),
+        "sentencepiece always split",
+        "sentencepiece first added",
+        "unigram",
+        "byte-level large",
+    ],
+)
 def test_usual_texts_are_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "LONG_TEXT", 4000)
     monkeypatch.setattr(spans, "PIECE", 500)

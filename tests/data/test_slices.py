@@ -157,6 +157,8 @@ NAMES = [
     "byte-level no accents",
     "sentencepiece prepend",
     "sentencepiece added",
+    "sentencepiece first",
+    "sentencepiece replace",
 ]
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,16 +94,25 @@ def is_mark_step(step: dict[str, Any]) -> bool:
     return False
 
 
-def only_marks_spaces(description: dict[str, Any]) -> bool:
-    """Whether a BPE model reads the whole text as one word, behind a mark and with spaces marked:
-    `Prepend ▁`, `Replace ' ' by ▁` and nothing else (Llama-2, Mistral)."""
+def own_mark(description: dict[str, Any]) -> Literal["always", "missing", "never"] | None:
+    """Of a model that reads a text with its spaces marked, as one word or from mark to mark: where
+    another mark comes before the text. Always (`Prepend ▁`, `Replace ' ' by ▁`: Llama-2, Mistral),
+    where the text has none (`Metaspace`: Llama's as transformers builds it), or never (Gemma)."""
     steps = components(description.get("normalizer"), "normalizers")
-    return bool(
-        [step["type"] for step in steps] == ["Prepend", "Replace"]
-        and all(is_mark_step(step) for step in steps)
-        and description.get("pre_tokenizer") is None
-        and description["model"].get("type") == "BPE"
-    )
+    splits = components(description.get("pre_tokenizer"), "pretokenizers")
+    kinds, bpe = [step["type"] for step in steps], description["model"].get("type") == "BPE"
+    if not all(is_mark_step(step) for step in steps):
+        return None
+    if kinds in (["Prepend", "Replace"], ["Replace"]):
+        # there are no spaces left to split at
+        alone = all(step.get("pattern") == {"String": " "} for step in splits)
+        return ("never" if kinds == ["Replace"] else "always") if bpe and alone else None
+    if kinds or len(splits) != 1 or splits[0].get("replacement") != SPACE_MARK:
+        return None
+    (step,) = splits
+    if not (bpe or (step["split"] and description["model"].get("type") == "Unigram")):
+        return None
+    return "never" if step["prepend_scheme"] == "never" else "missing"
 
 
 def describe(description: dict[str, Any]) -> Pipeline:
@@ -267,6 +276,7 @@ PIECE = 2**15
 PIECES = 4  # that the library reads side by side
 _AROUND = 256  # characters before and behind a cut
 _WORD_END = re.compile("[A-Za-z0-9](?= )")
+_OVER_WORD_END = re.compile(f"[A-Za-z0-9]{SPACE_MARK}")
 _LINE_START = re.compile(r"\S\r?\n(?=[!-~])")
 BATCH = 10**6
 """Characters of texts to be read at once: enough to keep the library's threads busy, little enough
@@ -326,7 +336,7 @@ class Spanner:
         self._tabulate(token_bytes_table(tokenizer, self.pipeline))
         self._single_bytes = frozenset(e[0] for e in self.token_bytes if e and len(e) == 1)
         self._segmented = False
-        self._marks_alone = only_marks_spaces(description)
+        self._own_mark = own_mark(description)
         if isinstance(tokenizer.model, BPE) and hasattr(tokenizer.model, "_resize_cache"):
             tokenizer.model._resize_cache(CACHED_WORDS)
         self._bare = self._bare_of(tokenizer)
@@ -441,19 +451,18 @@ class Spanner:
         """Places where a long text can be cut without a change of its tokens; None for other texts,
         and where there may be none.
 
-        Where a model reads the marked text as one word: before a space, since no entry of the
-        vocabulary, and so no merge, has a mark behind another character. Where words are read one
-        by one: before the character that begins a line, if the text around it gives the same tokens
-        when it is cut there, and no pattern of the tokenizer looks back further.
+        Where a model reads marked text: at the end of a word, if no entry of the vocabulary, and so
+        no merge, goes on from a word to the mark behind it. Where words are read one by one: before
+        the character that begins a line, if no pattern of the tokenizer looks back further. Only
+        if the text around it gives the same tokens when it is cut there.
         """
         if len(text) <= LONG_TEXT:
             return None
         encode_utf8(text)  # refused before anything is read, as other texts are
-        if self._bare is not None:
-            marked = text.replace(" ", SPACE_MARK)
-            inner = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}")
-            if any(name in marked for name in self._bare[1]) or any(
-                map(inner.search, self._tokenizer.get_vocab(with_added_tokens=False))
+        if self._own_mark is not None:
+            marked, names = text.replace(" ", SPACE_MARK), self._bare[1] if self._bare else []
+            if any(name in marked for name in names) or any(
+                map(_OVER_WORD_END.search, self._tokenizer.get_vocab(with_added_tokens=False))
             ):
                 return None
             pattern = _WORD_END
@@ -485,9 +494,9 @@ class Spanner:
         return whole == parts[0] + parts[1]
 
     def _bare_of(self, tokenizer: Tokenizer) -> tuple[Tokenizer, list[str]] | None:
-        """Where all that comes before the model is marking spaces: the model alone, and what a
-        text must not hold for it to do, the added tokens that would be read as such."""
-        if not self._marks_alone:
+        """Where a mark always comes before the text: the model alone, and what a text must not hold
+        for it to do, the added tokens that would be read as such."""
+        if self._own_mark != "always":
             return None
         literal = tokenizer.encode_special_tokens
         added = tokenizer.get_added_tokens_decoder().values()
