@@ -276,13 +276,14 @@ PIECE = 2**15
 PIECES = 4  # that the library reads side by side
 _AROUND = 256  # characters before and behind a cut
 _WORD_END = re.compile("[A-Za-z0-9](?= )")
-_OVER_WORD_END = re.compile(f"[A-Za-z0-9]{SPACE_MARK}")
+_OVER_WORD_END = re.compile(b"[A-Za-z0-9] ")
 _LINE_START = re.compile(r"\S\r?\n(?=[!-~])")
 BATCH = 10**6
 """Characters of texts to be read at once: enough to keep the library's threads busy, little enough
 that the encodings of many texts never lie in memory together."""
 CACHED_WORDS = 2**17
-"""Whose merges a BPE model remembers; the library's own 10,000 are used up after a megabyte."""
+"""Whose merges a BPE model remembers; the library's own 10,000 are used up after a megabyte. Not of
+models for which whole lines are words: these never come again, and take hundreds of megabytes."""
 
 
 def batches(documents: Sequence[Item], size: Callable[[Item], int]) -> list[list[Item]]:
@@ -337,7 +338,9 @@ class Spanner:
         self._single_bytes = frozenset(e[0] for e in self.token_bytes if e and len(e) == 1)
         self._segmented = False
         self._own_mark = own_mark(description)
-        if isinstance(tokenizer.model, BPE) and hasattr(tokenizer.model, "_resize_cache"):
+        splits = components(description.get("pre_tokenizer"), "pretokenizers")
+        by_word = self._own_mark is None or any(step.get("split") for step in splits)
+        if by_word and isinstance(tokenizer.model, BPE) and hasattr(BPE, "_resize_cache"):
             tokenizer.model._resize_cache(CACHED_WORDS)
         self._bare = self._bare_of(tokenizer)
         self._normaliser = Normaliser(
@@ -460,11 +463,12 @@ class Spanner:
             return None
         encode_utf8(text)  # refused before anything is read, as other texts are
         if self._own_mark is not None:
-            marked, names = text.replace(" ", SPACE_MARK), self._bare[1] if self._bare else []
-            if any(name in marked for name in names) or any(
-                map(_OVER_WORD_END.search, self._tokenizer.get_vocab(with_added_tokens=False))
-            ):
+            if any(map(_OVER_WORD_END.search, filter(None, self.token_bytes))):
                 return None
+            if self._bare is not None:
+                marked = text.replace(" ", SPACE_MARK)
+                if any(name in marked for name in self._bare[1]):
+                    return None
             pattern = _WORD_END
         elif self.pipeline.by_word:
             pattern = _LINE_START
