@@ -141,7 +141,11 @@ def main() -> None:
         ]
         print(f"\n{length:,} tokens\n\n{printed(rows)}")
         tables.append({"tokens": length, "rows": rows})
-    table = {"study": "demo-heal", "title": "A student of 2 bits, healed", "lengths": tables}
+    table = {
+        "study": "demo-heal",
+        "title": "Healing a student with 2-bit weights",
+        "lengths": tables,
+    }
     (out / "demo-heal.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 

@@ -103,10 +103,12 @@ def own_mark(description: dict[str, Any]) -> Literal["always", "missing", "never
     kinds, bpe = [step["type"] for step in steps], description["model"].get("type") == "BPE"
     if not all(is_mark_step(step) for step in steps):
         return None
-    if kinds in (["Prepend", "Replace"], ["Replace"]):
-        # there are no spaces left to split at
-        alone = all(step.get("pattern") == {"String": " "} for step in splits)
-        return ("never" if kinds == ["Replace"] else "always") if bpe and alone else None
+    if kinds == ["Prepend", "Replace"]:
+        return "always" if bpe and not splits else None
+    if kinds == ["Replace"]:  # there are no spaces left to split at
+        at_spaces = ({"String": " "}, False)
+        idle = all((step.get("pattern"), step.get("invert")) == at_spaces for step in splits)
+        return "never" if bpe and idle else None
     if kinds or len(splits) != 1 or splits[0].get("replacement") != SPACE_MARK:
         return None
     (step,) = splits
