@@ -26,7 +26,9 @@ def numbers(value: Any, where: str = "") -> dict[str, Any]:
 STUDIES = [
     "distill",
     "distill-clean",
+    "distill-heal",
     "distill-long",
+    "distill-longest",
     "distill-peers",
     "distill-second",
     "distill-teachers",
