@@ -31,8 +31,11 @@ def draw(table: dict[str, Any], plan: FigurePlan, path: str | Path) -> Path:
     values = {name: value for name, value in measured.items() if value is not None}
     if not values:
         raise StudyError(f"No finished run has the measure '{plan.measure}' yet.")
-    kinds = {"bars": _draw_bars, "lines": _draw_lines, "frontier": _draw_frontier}
-    return kinds[plan.kind](rows, values, plan, table["title"] or table["study"], path)
+    title = table["title"] or table["study"]
+    if plan.kind == "frontier":
+        return _draw_frontier(rows, values, plan, title, path, table.get("tuning", []))
+    kinds = {"bars": _draw_bars, "lines": _draw_lines}
+    return kinds[plan.kind](rows, values, plan, title, path)
 
 
 def _draw_bars(
@@ -81,13 +84,21 @@ def _draw_lines(
 
 
 def _draw_frontier(
-    rows: Rows, values: Measured, plan: FigurePlan, title: str, path: str | Path
+    rows: Rows,
+    values: Measured,
+    plan: FigurePlan,
+    title: str,
+    path: str | Path,
+    tuning: Sequence[dict[str, Any]],
 ) -> Path:
     """Up is more right answers, left is fewer bits per byte: what lies beside both of the
-    reference's lines, above and to the left, is better in both."""
-    matplotlib, figure, axes = new_figure(10.0, 5.0)
+    reference's lines, above and to the left, is better in both. With what was tuned by accuracy a
+    second panel, before this one, has a curve over the learning rates for every row."""
     bits = {name: [one["mean"] for one in rows[name]["bits_per_byte"].values()] for name in values}
     places = {name: sum(found) / len(found) for name, found in bits.items() if found}
+    curves = {name: p for name, p in _curves_over_rates(tuning).items() if name in places}
+    matplotlib, figure, panels = new_panels(14.0 if curves else 10.0, 5.0, 2 if curves else 1)
+    axes = panels[-1]
     if plan.reference in places:
         style = {"color": SOFT, "linestyle": "--", "linewidth": 1, "zorder": 0.5}
         axes.axhline(values[plan.reference][0], **style)
@@ -103,16 +114,54 @@ def _draw_frontier(
         line = {"color": colour, "linewidth": 0.8, "zorder": 0.6}
         axes.errorbar(x, mean, _known(spread), capsize=2, alpha=0.5, **line)
         label = f"{number}  {rows[name]['label']}"
-        axes.plot(x, mean, marker="o", markersize=11, color=colour, linestyle="", label=label)
-        text = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
-        axes.annotate(str(number), (x, mean), **text)
+        axes.plot([], [], linestyle="", label=label)
+        _numbered(axes, [x], [mean], number, colour, linestyle="")
+        if name in curves:
+            own = COLOURS[list(curves).index(name) % len(COLOURS)]
+            _draw_rates(panels[0], curves[name], number, own)
     axes.margins(x=0.06, y=0.08)
     beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "handlelength": 0}
     axes.legend(frameon=False, fontsize=8, labelcolor=INK, markerscale=0, **beside)
     axes.set_xlabel("bits per byte, mean over held-out texts", color=SOFT)
     axes.set_ylabel(f"{_unit(plan.measure)}\n(mean and spread over seeds)", color=SOFT)
+    if curves:
+        panels[0].margins(x=0.12, y=0.1)
+        panels[0].set_xlabel("bits per byte, mean over validation texts", color=SOFT)
+        panels[0].set_ylabel(f"{_unit(plan.measure)}\n(validation questions, one seed)", color=SOFT)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
     return save_figure(matplotlib, figure, path)
+
+
+def _curves_over_rates(tuning: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Row -> what was measured at every learning rate tried, where there are several and both
+    measures."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for entry in tuning:
+        if {"row", "validation_accuracy", "validation_bits_per_byte"} <= entry.keys():
+            found.setdefault(entry["row"], []).append(entry)
+    return {row: points for row, points in found.items() if len(points) > 1}
+
+
+def _draw_rates(axes: Any, points: Sequence[dict[str, Any]], number: int, colour: str) -> None:
+    """Accuracy against bits per byte at every learning rate that was tried."""
+    bits = [point["validation_bits_per_byte"] for point in points]
+    answers = [point["validation_accuracy"] for point in points]
+    _numbered(axes, bits, answers, number, colour, linewidth=1)
+    for point, *place in zip(points, bits, answers, strict=True):
+        mantissa, _, exponent = f"{point['learning_rate']:.2e}".partition("e")
+        rate = f"{float(mantissa):g}e{int(exponent)}"
+        beside = {"xytext": (7, -9), "textcoords": "offset points", "fontsize": 6.5}
+        axes.annotate(rate, place, color=colour, **beside)
+
+
+def _numbered(
+    axes: Any, x: Sequence[float], y: Sequence[float], number: int, colour: str, **line: Any
+) -> None:
+    """Points that carry the number of their row in the legend."""
+    axes.plot(x, y, marker="o", markersize=11, color=colour, **line)
+    text = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
+    for place in zip(x, y, strict=True):
+        axes.annotate(str(number), place, **text)
 
 
 def _draw_panel(axes: Any, panel: PanelPlan, rows: Rows, values: Measured) -> None:

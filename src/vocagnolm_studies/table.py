@@ -136,10 +136,13 @@ def _add_granularity(table: dict[str, Any], home: StudyFolder, plan: Granularity
 
 def _tuning(home: StudyFolder) -> list[dict[str, Any]]:
     found = []
+    rows = home.study.tune.rows if home.study.tune is not None else {}
     for path in sorted((home.folder / "tuning").glob(f"*/{EVALUATION}")):
         result = read_result(path)
         bits = result["validation"]
         entry = {"group": result["group"], "learning_rate": result["learning_rate"]}
+        if entry["group"] in rows:
+            entry["row"] = rows[entry["group"]]
         if bits:
             entry["validation_bits_per_byte"] = sum(bits.values()) / len(bits)
         if "validation_accuracy" in result:

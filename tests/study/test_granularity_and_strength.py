@@ -352,6 +352,36 @@ def test_lines_in_panels_of_their_own(tmp_path: Path) -> None:
     assert drawn.count(">16<") == 2  # a place where nothing has been run yet
 
 
+def test_a_frontier_has_a_curve_over_the_learning_rates_beside_it(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        {
+            "row": name,
+            "label": f"row {name}",
+            "accuracy": right,
+            "accuracy_spread": 0.5,
+            "bits_per_byte": {"text": {"mean": bits, "spread": None}},
+        }
+        for name, right, bits in (("plain", 3.0, 0.8), ("distilled", 4.0, 0.7), ("once", 2.0, 0.9))
+    ]
+    measured = {"validation_accuracy": 3.0, "validation_bits_per_byte": 0.8}
+    tuning: list[dict[str, Any]] = [
+        {"group": f"g-{name}", "row": name, "learning_rate": rate, **measured}
+        for name, rates in {"distilled": (4.5e-4, 1.35e-3), "once": (1e-5,)}.items()
+        for rate in rates
+    ]
+    tuning.append({"group": "by-bits", "row": "plain", "learning_rate": 3e-4})
+    plan = FigurePlan(kind="frontier", reference="plain", series={"one": ["plain", "distilled"]})
+    table = {"study": "small", "title": "", "rows": rows, "tuning": tuning}
+    drawn = draw(table, plan, tmp_path / "f.svg").read_text()
+    # a point has the number of its row in both panels; one rate, or no accuracy, makes no curve
+    assert [drawn.count(f">{number}<") for number in (1, 2, 3)] == [1, 3, 1]
+    assert all(drawn.count(f">{rate}<") == 1 for rate in ("4.5e-4", "1.35e-3"))
+    assert drawn.count("validation") == 2 and ">2  row distilled<" in drawn
+    alone = draw({**table, "tuning": []}, plan, tmp_path / "f.svg").read_text()
+    assert "validation" not in alone and alone.count(">2<") == 1
+
+
 def test_bars_say_the_number_of_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawn = draw(strength_table(), FigurePlan(reference="cpt"), tmp_path / "b.svg").read_text()

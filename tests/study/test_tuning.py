@@ -61,7 +61,7 @@ def test_tuning_runs_answer_the_validation_questions(tmp_path: Path) -> None:
     home = StudyTasks(study, tmp_path / "out")
     assert work(home, say=lambda line: None).left == []
     tuning = study_table(home)["tuning"]
-    assert len(tuning) == 2
+    assert [entry["row"] for entry in tuning] == ["cpt", "cpt"]
     assert all(0 <= entry["validation_accuracy"] <= 100 for entry in tuning)
     best = max(tuning, key=lambda entry: (entry["validation_accuracy"], -entry["learning_rate"]))
     assert home.learning_rate("all_tokens") == best["learning_rate"]

@@ -581,6 +581,7 @@ def _refuse_other_ids(file: Tokenizer, other: Tokenizer, file_name: str, other_n
             raise TokenizerError(
                 f"{other_name} and {file_name} give different ids for {probe!r}: {found.tokens} "
                 f"against {expected.tokens}. One of them is not what the model was trained with. "
-                "Correct 'tokenizer_class' in tokenizer_config.json (PreTrainedTokenizerFast reads "
-                "tokenizer.json as it is), or pass the tokenizer.json file itself"
+                "Download tokenizer.json again, or correct 'tokenizer_class' in "
+                "tokenizer_config.json (transformers ignores it for some architectures). If "
+                "tokenizer.json is the right one, pass that file itself"
             )
