@@ -64,8 +64,9 @@ def search_faults(context: BrowserContext) -> list[str]:
         page.locator("label[for=__search]").first.click()
         found = False
         for _ in range(30):  # what is written before the page's code has started is not seen
-            for text in ("", "loss store"):
-                page.locator("input[name=query]").fill(text)
+            query = page.locator("input[name=query]")
+            query.fill("")
+            query.press_sequentially("loss store")  # the page listens to keys
             with contextlib.suppress(TimeoutError):
                 page.locator(".md-search-result__link").first.wait_for(timeout=2_000)
                 found = True
