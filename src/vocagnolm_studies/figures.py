@@ -97,7 +97,7 @@ def _draw_frontier(
     bits = {name: [one["mean"] for one in rows[name]["bits_per_byte"].values()] for name in values}
     places = {name: sum(found) / len(found) for name, found in bits.items() if found}
     curves = {name: p for name, p in _curves_over_rates(tuning).items() if name in places}
-    matplotlib, figure, panels = new_panels(14.0 if curves else 10.0, 5.0, 2 if curves else 1)
+    matplotlib, figure, panels = new_panels(10.0, 5.0, 2 if curves else 1)
     axes = panels[-1]
     if plan.reference in places:
         style = {"color": SOFT, "linestyle": "--", "linewidth": 1, "zorder": 0.5}
@@ -113,15 +113,18 @@ def _draw_frontier(
         colour = COLOURS[of[name] % len(COLOURS)] if name in of else SOFT
         line = {"color": colour, "linewidth": 0.8, "zorder": 0.6}
         axes.errorbar(x, mean, _known(spread), capsize=2, alpha=0.5, **line)
-        label = f"{number}  {rows[name]['label']}"
-        axes.plot([], [], linestyle="", label=label)
+        axes.plot([], [], linestyle="", label=f"{number}  {rows[name]['label']}")
         _numbered(axes, [x], [mean], number, colour, linestyle="")
         if name in curves:
             own = COLOURS[list(curves).index(name) % len(COLOURS)]
             _draw_rates(panels[0], curves[name], number, own)
     axes.margins(x=0.06, y=0.08)
-    beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "handlelength": 0}
-    axes.legend(frameon=False, fontsize=8, labelcolor=INK, markerscale=0, **beside)
+    legend = {"frameon": False, "fontsize": 8, "labelcolor": INK, "handlelength": 0}
+    if curves:  # below both panels
+        figure.set_size_inches(10.0, 4.8 + 0.1 * len(places))
+        figure.legend(loc="outside lower left", ncols=2, **legend)
+    else:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), **legend)
     axes.set_xlabel("bits per byte, mean over held-out texts", color=SOFT)
     axes.set_ylabel(f"{_unit(plan.measure)}\n(mean and spread over seeds)", color=SOFT)
     if curves:
