@@ -121,8 +121,9 @@ def demo_pages(documents: int) -> list[Page]:
 
 
 def says(token: bytes, before: bytes, result: bytes, decided: int) -> bool:
-    """Whether a token that begins with the bytes `before` the result goes on with the result, at
-    least through its byte `decided`; it may end the result too."""
+    """Whether a token spells the bytes `before` the result and then the result itself, at least up
+    to and including its byte `decided`. What follows the result must not continue a number or a
+    word."""
     wanted = before + result
     shared = min(len(token), len(wanted))
     ends = len(token) == shared or not token[shared : shared + 1].isalnum()
@@ -130,12 +131,13 @@ def says(token: bytes, before: bytes, result: bytes, decided: int) -> bool:
 
 
 def first_difference(a: bytes, b: bytes) -> int:
-    return next((n for n in range(min(len(a), len(b))) if a[n] != b[n]), min(len(a), len(b)))
+    shorter = min(len(a), len(b))
+    return next((n for n in range(shorter) if a[n] != b[n]), shorter)
 
 
 def measured(store: LossStore, page: Page) -> Iterator[list[float]]:
-    """For every result: the probability of the right one among all and among the first
-    alternatives, of the written one, and whether the right one is the likeliest."""
+    """For every result: the right one's probability among all alternatives and among the first
+    few, the written one's probability, and whether the right one is the likeliest."""
     index = store.of(page.text)
     text, spans, nll = page.text.encode(), store.spans(index), store[index][1]
     kept = store.alternatives(index)
@@ -205,6 +207,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="questions, problems or documents")
     parser.add_argument("--dtype", default="bfloat16", help="of the teacher; the demo's: float32")
     given = parser.parse_args()
+    if len(given.sources) != (0 if given.what == "demo" else 2):
+        parser.error("choices and results take TEACHER and what it reads; demo takes neither")
     settings: dict[str, Any] = {"alternatives": COUNT}
     if given.what == "demo":
         teacher, pages = str(students.TEACHER), demo_pages(given.limit or 2000)

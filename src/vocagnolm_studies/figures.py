@@ -92,8 +92,8 @@ def _draw_frontier(
     tuning: Sequence[dict[str, Any]],
 ) -> Path:
     """Up is more right answers, left is fewer bits per byte: what lies beside both of the
-    reference's lines, above and to the left, is better in both. With what was tuned by accuracy a
-    second panel, before this one, has a curve over the learning rates for every row."""
+    reference's lines, above and to the left, is better in both. If learning rates were tuned by
+    accuracy, a panel on the left shows one curve per tuned row over these rates."""
     bits = {name: [one["mean"] for one in rows[name]["bits_per_byte"].values()] for name in values}
     places = {name: sum(found) / len(found) for name, found in bits.items() if found}
     curves = {name: p for name, p in _curves_over_rates(tuning).items() if name in places}
@@ -136,8 +136,7 @@ def _draw_frontier(
 
 
 def _curves_over_rates(tuning: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Row -> what was measured at every learning rate tried, where there are several and both
-    measures."""
+    """Row -> its tuning runs, for rows with several learning rates and both measures."""
     found: dict[str, list[dict[str, Any]]] = {}
     for entry in tuning:
         if {"row", "validation_accuracy", "validation_bits_per_byte"} <= entry.keys():
