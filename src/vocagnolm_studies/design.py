@@ -150,8 +150,8 @@ class FigurePlan(PanelPlan):
     """kind `bars`: one bar per row. kind `lines`: one panel, or several side by side. kind
     `frontier`: accuracy against bits per byte, with one curve per series and, in a second panel,
     one per tuned row over its learning rates. kind `strength`: what the rows that are compared with
-    `reference` gain over it, over all seeds of both, against their teachers' own accuracy, or unless
-    all of them are `measured`, their bits per byte on the corpus."""
+    `reference` gain over it, over all seeds of both, against their teachers' own accuracy, or
+    unless all of them are `measured`, their bits per byte on the corpus."""
 
     kind: Literal["bars", "lines", "frontier", "strength"] = "bars"
     measure: str = "accuracy"
