@@ -54,6 +54,7 @@ def test_the_page_names_every_run_and_every_study():
         "distill-heal",
         "distill-long",
         "distill-longest",
+        "distill-longest-low",
         "distill-peers",
         "distill-second",
         "distill-teachers",

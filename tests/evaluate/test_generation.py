@@ -276,6 +276,8 @@ def test_sampling_by_the_probabilities_of_the_likeliest():
     assert torch.allclose(likely, torch.tensor([0.0, 0.625, 0.375, 0.0]), atol=0.03)
     cold = Sampling(0.5, top_p=0.6).draw(logits, generator)  # 0.25 : 0.09, and 0.69 of all
     assert set(cold.tolist()) == {1}
+    flat = Sampling(1.0, top_p=0.9).draw(torch.zeros(8000, 3000), generator)
+    assert 2400 < len(flat.unique()) <= 2700  # more than are looked at first
     for temperature, top_p in ((0.0, 1.0), (1.0, 0.0), (1.0, 1.5)):
         with pytest.raises(ValueError):
             Sampling(temperature, top_p)

@@ -13,7 +13,7 @@ from study_kit import TINY, save_model, write_materials
 from vocagnolm_studies import run_study
 from vocagnolm_studies.design import SHIPPED
 
-STUDIES = ["distill-heal", "distill-longest", "distill-unchecked"]
+STUDIES = ["distill-heal", "distill-longest", "distill-longest-low", "distill-unchecked"]
 CORPORA = ("noisy-50", "unchecked", "unchecked-50", "unchecked-00")
 HELD_OUT = (
     "answers",

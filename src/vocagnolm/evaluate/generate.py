@@ -39,6 +39,7 @@ _LEAST_SHARED_TOKENS = 16
 # worked examples would lose their beginning in a context of 2,048.
 _ROOM_TOKENS = 512
 SERVER_PROMPTS = 32  # in a request
+_LIKELY_TOKENS = 1024  # among which a drawn token is looked for first
 _GPU_CHECK_STEPS = 8  # on a GPU, looking at the tokens means waiting for them
 _END_TOKENS = (
     "</s>", "<|endoftext|>", "<|im_end|>", "<eos>", "<end_of_turn>", "<|eot_id|>",
@@ -100,9 +101,16 @@ class Sampling:
 
     def draw(self, logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """One token per row of logits [N, V]."""
-        p, ids = torch.sort((logits.float() / self.temperature).softmax(-1), -1, descending=True)
-        p[p.cumsum(-1) - p >= self.top_p] = 0.0  # the first one stays, whatever it holds
-        return ids.gather(-1, torch.multinomial(p, 1, generator=generator))[:, 0]
+        p = (logits.float() / self.temperature).softmax(-1)
+        if self.top_p == 1:
+            return torch.multinomial(p, 1, generator=generator)[:, 0]
+        # the likeliest few nearly always hold `top_p`; sorting a whole vocabulary costs more than a
+        # small model's step
+        likely, ids = p.topk(min(_LIKELY_TOKENS, p.shape[-1]))
+        if bool((likely.sum(-1) < self.top_p).any()):
+            likely, ids = p.sort(-1, descending=True)
+        likely[likely.cumsum(-1) - likely >= self.top_p] = 0.0  # the first one stays in any case
+        return ids.gather(-1, torch.multinomial(likely, 1, generator=generator))[:, 0]
 
 
 @dataclass
