@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,9 @@ def work(
     say: Say = print,
 ) -> Outcome:
     """Do tasks until none is left that can be done. `deadline` is a `time.time()` after which
-    nothing should be under way: a task is not started if none of its kind was ever done in the
-    time that is left. `wait`: stay while other processes work on what is missing, or while files
-    have yet to arrive (only with a deadline)."""
+    nothing should be under way: a task is not started if it is expected to take longer. `wait`:
+    stay while other processes work on what is missing, or while files have yet to arrive (only with
+    a deadline)."""
     folder = home.folder
     for name in ("claims", "failed", "times"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -136,10 +137,12 @@ def _take(
     tasks: list[Task], folder: Path, deadline: float | None, finished: list[str], say: Say
 ) -> Task | None:
     """Do the first task that is ready and nobody has claimed."""
+    beside = sum(_is_claimed(folder, task) for task in tasks) if deadline is not None else 0
     for task in tasks:
         if task.is_done or not task.is_ready:
             continue
-        if deadline is not None and time.time() + _least_seconds(folder, task) > deadline:
+        expected = _expected_seconds(folder, task, beside) if deadline is not None else 0.0
+        if deadline is not None and time.time() + expected > deadline:
             continue
         with _claim(folder, task) as ours:
             if not ours or task.is_done:
@@ -192,21 +195,25 @@ def _has_room_since(folder: Path, name: str, when: int) -> bool:
     return False
 
 
-def _least_seconds(folder: Path, task: Task) -> float:
-    """The shortest time of a task of this kind here; for the first of its kind, of any run. Long
-    ones had more beside them than there is towards the end, and an idle machine makes nothing."""
-    same: list[float] = []
-    runs: list[float] = []
+def _expected_seconds(folder: Path, task: Task, beside: int) -> float:
+    """What a task of this kind would take here now, with `beside` others under way; for the first
+    of its kind, any run. Tasks share the machine: one that took an hour beside two others is 20
+    minutes of work. The least of them counts, since an idle machine makes nothing."""
+    done: list[tuple[str, float, float]] = []
     for path in (folder / "times").glob("*.json"):
         with contextlib.suppress(OSError, ValueError):
             record = json.loads(path.read_text(encoding="utf-8"))
-            if record["kind"] == task.kind:
-                same.append(record["seconds"])
-            elif record["kind"].startswith("run-"):
-                runs.append(record["seconds"])
-    if same:
-        return min(same)
-    return min(runs, default=0.0) if task.kind.startswith("run-") else 0.0
+            done.append((record["kind"], record["start"], record["start"] + record["seconds"]))
+    alike = [(start, end) for kind, start, end in done if kind == task.kind]
+    if not alike and task.kind.startswith("run-"):
+        alike = [(start, end) for kind, start, end in done if kind.startswith("run-")]
+    moments = sorted({moment for _, start, end in done for moment in (start, end)})
+    shares = [  # of the machine, between two moments
+        (at, (to - at) / max(1, sum(start <= at < end for _, start, end in done)))
+        for at, to in pairwise(moments)
+    ]
+    work = [sum(share for at, share in shares if start <= at < end) for start, end in alike]
+    return min(work, default=0.0) * (beside + 1)
 
 
 def _claim(folder: Path, task: Task) -> AbstractContextManager[bool]:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vocagnolm.files import claim
 from vocagnolm_studies.run import work
 from vocagnolm_studies.tasks import Task
 
@@ -93,14 +95,26 @@ def test_what_never_has_memory_ends(folder: Path) -> None:
     assert lab.tries == ["large"] and outcome.failed == ["large"]
 
 
-@pytest.mark.parametrize(("left", "started"), [(90.0, True), (40.0, False)])
-def test_near_the_end_what_can_be_done_is_begun(folder: Path, left: float, started: bool) -> None:
-    """Earlier runs were slow beside others: the quickest says what can be done."""
+@pytest.mark.parametrize(
+    ("left", "beside", "started"),
+    [(90.0, 0, True), (40.0, 0, False), (90.0, 1, False), (150.0, 1, True)],
+)
+def test_near_the_end_what_can_be_done_is_begun(
+    folder: Path, left: float, beside: int, started: bool
+) -> None:
+    """Earlier runs took 180 seconds, three at a time: a minute's work each."""
     (folder / "times").mkdir(parents=True)
-    for number, seconds in enumerate((800.0, 780.0, 60.0)):
-        record = {"task": f"run{number}", "kind": "run-a", "seconds": seconds}
+    for number in range(3):
+        record = {"task": f"run{number}", "kind": "run-a", "start": 1000.0, "seconds": 180.0}
         (folder / "times" / f"run{number}.json").write_text(json.dumps(record))
-    task = Task("b-s1", "run-b", folder / "b", (), partial((folder / "b").write_text, "done"))
-    lab = SimpleNamespace(folder=folder, tasks=lambda: [task])
-    work(lab, deadline=time.time() + left, wait=False, say=quietly)
-    assert (folder / "b").exists() == started
+    names = ["b-s1", *(f"c-s{number}" for number in range(beside))]
+    tasks = [
+        Task(name, "run-b", folder / name, (), partial((folder / name).write_text, "done"))
+        for name in names
+    ]
+    lab = SimpleNamespace(folder=folder, tasks=lambda: tasks)
+    with ExitStack() as under_way:
+        for name in names[1:]:
+            assert under_way.enter_context(claim(folder / "claims" / f"{name}.lock"))
+        work(lab, deadline=time.time() + left, wait=False, say=quietly)
+    assert (folder / "b-s1").exists() == started
