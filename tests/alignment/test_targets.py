@@ -204,6 +204,20 @@ def test_as_defined_on_any_text(text, pair, seed):
     assert_as_defined(*pair, text, 3, seed)
 
 
+@pytest.mark.parametrize("count", [1, 3, 4, 16])
+def test_probabilities_do_not_depend_on_where_a_row_lies(count):
+    """So that a document gives the same targets alone, in a slice, and among others."""
+    chance = np.random.default_rng(count)
+    nll = chance.exponential(0.7, (5000, count)) + np.log(count) / 2  # many exceed 1 together
+    packed = pack(chance.integers(0, 900, nll.shape), nll, np.zeros(nll.shape, bool))
+    together = Alternatives(packed).mass
+    assert count == 1 or (Alternatives(packed).probability.sum(1) > 1).any()
+    for width in (1, 2, 3, 5, 7, 1001):
+        for begin in (0, 1, 4, 17):
+            part = Alternatives(packed[begin : begin + width]).mass
+            np.testing.assert_array_equal(part, together[begin : begin + width])
+
+
 def test_many_texts_at_once_are_each_on_its_own():
     student, teacher = "sentencepiece prepend", "sentencepiece always split"
     pair = table(student, teacher)

@@ -23,7 +23,14 @@ from tokenizers import Tokenizer
 from vocagnolm.alignment.alignment import Alignment, IntArray
 from vocagnolm.alignment.spans import components
 from vocagnolm.alignment.tokenizer import TextTokenizer
-from vocagnolm.alternatives import FOLLOWS_BIT, ID_SHIFT, NOTHING, Alternatives, Vocabulary
+from vocagnolm.alternatives import (
+    FOLLOWS_BIT,
+    ID_SHIFT,
+    NOTHING,
+    Alternatives,
+    Vocabulary,
+    row_sums,
+)
 
 # Tokens of a text, or of texts on one axis, on which it is measured what became of alternatives.
 _MEASURED_TOKENS = 1 << 14
@@ -423,7 +430,7 @@ def _continue(
         going = going[same & (np.minimum(wanted, length).take(going) > at)]
     mass = p[row, column]
     left = np.bincount(row[possible], mass[possible], minlength=len(tokens)).astype(np.float32)
-    left += 1 - (p * ~follows) @ np.ones(p.shape[1], np.float32)
+    left += 1 - row_sums(p * ~follows)
     alive = np.flatnonzero(possible & (length > wanted))
     row, column = row.take(alive), column.take(alive)
     has_targets[tokens.take(row)] = True
