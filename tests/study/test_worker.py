@@ -97,15 +97,15 @@ def test_what_never_has_memory_ends(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("left", "beside", "started"),
-    [(90.0, 0, True), (40.0, 0, False), (90.0, 1, False), (150.0, 1, True)],
+    [(900.0, 0, True), (400.0, 0, False), (900.0, 1, False), (1500.0, 1, True)],
 )
 def test_near_the_end_what_can_be_done_is_begun(
     folder: Path, left: float, beside: int, started: bool
 ) -> None:
-    """Earlier runs took 180 seconds, three at a time: a minute's work each."""
+    """Earlier runs took half an hour, three at a time: ten minutes of work each."""
     (folder / "times").mkdir(parents=True)
     for number in range(3):
-        record = {"task": f"run{number}", "kind": "run-a", "start": 1000.0, "seconds": 180.0}
+        record = {"task": f"run{number}", "kind": "run-a", "start": 1000.0, "seconds": 1800.0}
         (folder / "times" / f"run{number}.json").write_text(json.dumps(record))
     names = ["b-s1", *(f"c-s{number}" for number in range(beside))]
     tasks = [
