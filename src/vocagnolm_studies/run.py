@@ -137,12 +137,11 @@ def _take(
     tasks: list[Task], folder: Path, deadline: float | None, finished: list[str], say: Say
 ) -> Task | None:
     """Do the first task that is ready and nobody has claimed."""
-    beside = sum(_is_claimed(folder, task) for task in tasks) if deadline is not None else 0
+    seconds = _expected_seconds(folder, tasks) if deadline is not None else {}
     for task in tasks:
         if task.is_done or not task.is_ready:
             continue
-        expected = _expected_seconds(folder, task, beside) if deadline is not None else 0.0
-        if deadline is not None and time.time() + expected > deadline:
+        if deadline is not None and time.time() + seconds[task.kind] > deadline:
             continue
         with _claim(folder, task) as ours:
             if not ours or task.is_done:
@@ -195,25 +194,31 @@ def _has_room_since(folder: Path, name: str, when: int) -> bool:
     return False
 
 
-def _expected_seconds(folder: Path, task: Task, beside: int) -> float:
-    """What a task of this kind would take here now, with `beside` others under way; for the first
-    of its kind, any run. Tasks share the machine: one that took an hour beside two others is 20
-    minutes of work. The least of them counts, since an idle machine makes nothing."""
+def _expected_seconds(folder: Path, tasks: list[Task]) -> dict[str, float]:
+    """What a task of each kind would take now, beside those under way; of a kind of run that is new
+    here, what any run would. Tasks share the machine: one that took an hour beside two others is 20
+    minutes of work. The least of its kind counts, since an idle machine makes nothing."""
     done: list[tuple[str, float, float]] = []
     for path in (folder / "times").glob("*.json"):
         with contextlib.suppress(OSError, ValueError):
             record = json.loads(path.read_text(encoding="utf-8"))
             done.append((record["kind"], record["start"], record["start"] + record["seconds"]))
-    alike = [(start, end) for kind, start, end in done if kind == task.kind]
-    if not alike and task.kind.startswith("run-"):
-        alike = [(start, end) for kind, start, end in done if kind.startswith("run-")]
     moments = sorted({moment for _, start, end in done for moment in (start, end)})
-    shares = [  # of the machine, between two moments
+    shares = [  # of the machine, from one moment to the next
         (at, (to - at) / max(1, sum(start <= at < end for _, start, end in done)))
         for at, to in pairwise(moments)
     ]
-    work = [sum(share for at, share in shares if start <= at < end) for start, end in alike]
-    return min(work, default=0.0) * (beside + 1)
+    work: dict[str, float] = {}
+    for kind, start, end in done:
+        own = sum(share for at, share in shares if start <= at < end)
+        work[kind] = min(own, work.get(kind, own))
+    any_run = min((own for kind, own in work.items() if kind.startswith("run-")), default=0.0)
+    under_way = sum(_is_claimed(folder, task) for task in tasks)
+    return {
+        task.kind: work.get(task.kind, any_run if task.kind.startswith("run-") else 0.0)
+        * (under_way + 1)
+        for task in tasks
+    }
 
 
 def _claim(folder: Path, task: Task) -> AbstractContextManager[bool]:
