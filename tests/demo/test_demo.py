@@ -232,6 +232,44 @@ def test_rules_of_distillation_differ_in_the_objective_or_in_the_teacher(tmp_pat
     assert (tmp_path / "demo-distill.svg").exists()
 
 
+def test_peers_read_the_same_documents_in_both_vocabularies(tmp_path, capsys) -> None:
+    peers = script("demo_peers")
+    texts = ["Ada has 3 boxes.", "Uma sells 14 coins and 2 stamps."]
+    for model in (students.START, students.TEACHER):
+        rows = [peers.row(load_tokenizer(model), text) for text in texts]
+        ids, labels, spans = peers.padded(rows)
+        for text, found, offsets, label in zip(texts, ids, spans, labels, strict=True):
+            assert int(found[0]) == load_tokenizer(model).vocabulary[students.END]
+            learned = label != peers.IGNORED
+            assert not learned[0] and (label[learned] == found[learned]).all()
+            ends = offsets[learned].tolist()
+            assert ends[0][0] == 0 and ends[-1][1] == len(text)
+            assert all(one[1] == other[0] for one, other in itertools.pairwise(ends))
+    lengths = [300, 500, 400, 700]
+    plan = list(peers.batches(lengths, 4000, 1))
+    steps = [sum(lengths[document] for document in batch) for batch in plan]
+    assert all(tokens >= peers.STEP_TOKENS for tokens in steps[:-1])
+    assert sum(steps[:-1]) < 4000 <= sum(steps)
+    assert sorted(itertools.chain(*plan))[:2] == [0, 0]  # a second pass
+    assert plan == list(peers.batches(lengths, 4000, 1)) != list(peers.batches(lengths, 4000, 2))
+    rows = [
+        {
+            "row": name,
+            "label": rule.label,
+            "tokens": 250_000,
+            "tokens_per_second": 1000.0 / (1 + place),
+            "learning_rate": 4e-3,
+            "exact": [50.0 + place, 51.0 + place],
+            "clean": [0.23, 0.24],
+        }
+        for place, (name, rule) in enumerate(peers.RULES.items())
+    ]
+    peers.write_results(tmp_path, rows, [rows[0], rows[4]])
+    said = capsys.readouterr().out
+    assert "| ULD, online | 0.004 | 54.5 ± 0.7 | +4.0 ± 0.0 | 0.2350 ± 0.0071 |" in said
+    assert said.count("uld: 250,000 tokens, 0.200 x the speed of every token") == 2
+
+
 def test_teachers_are_compared_by_their_own_measures(tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib")
     compared = script("demo_teachers")
