@@ -23,17 +23,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from demo_distill import BUDGET, MIXED, TUNING_PROBLEMS, TUNING_SEED, Rule, printed
 from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
+from vocagnolm import GuidedCollator, guide, guided_loss
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students
 from vocagnolm.demo.corpus import Problem
 from vocagnolm.files import write_json
+from vocagnolm.objective import ObjectiveConfig
 from vocagnolm.recipe import Recipe, recipe_from_dict
 from vocagnolm.train.folder import read_metrics
 from vocagnolm.workers import WorkerPool
@@ -46,11 +49,11 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Documents:
-    """A rule that trains on whole documents instead of blocks: with the text alone, or with GOLD's
-    loss."""
+    """A rule that trains on whole documents instead of blocks: by an objective, GOLD's loss or
+    both."""
 
     label: str
-    text_weight: float
+    objective: dict[str, Any] | None = None
     gold: dict[str, Any] | None = None
 
 
@@ -63,10 +66,16 @@ RULES: dict[str, Rule | Documents] = {
     "alm": Rule("approximate likelihood matching", {"method": "alm"}),
     "half": Rule("distilled, mix 0.5", MIXED),
     "uld": Rule("ULD, online", {"method": "uld"}),
-    "documents": Documents("every token, whole documents", 1.0),
-    "gold": Documents("GOLD's loss as by default, online", 0.0, DEFAULT),
-    "hybrid": Documents("GOLD's hybrid loss, online", 0.0, HYBRID),
-    "hybrid-text": Documents("GOLD's hybrid loss and every token, online", 1.0, HYBRID),
+    "documents": Documents("every token, whole documents", {"method": "cpt"}),
+    "documents-guided": Documents("published: top 40 %, whole documents", {"method": "guided"}),
+    "documents-half": Documents(
+        "distilled, mix 0.5, whole documents", {"method": "distill", "mix": 0.5}
+    ),
+    "gold": Documents("GOLD's loss as by default, online", gold=DEFAULT),
+    "hybrid": Documents("GOLD's hybrid loss, online", gold=HYBRID),
+    "hybrid-text": Documents(
+        "GOLD's hybrid loss and every token, online", {"method": "cpt"}, HYBRID
+    ),
 }
 ONLINE = ("uld", "gold", "hybrid", "hybrid-text")
 
@@ -120,12 +129,30 @@ def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
     return ids, labels, spans
 
 
+def guided_rows(out: Path, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Columns of a store, placed as the tokens of `row`: one more in front, no end behind."""
+    tokenizer = AutoTokenizer.from_pretrained(students.START)
+    dataset = datasets.Dataset.from_list([{"text": text} for text in texts])
+    no_targets = [0] * students.ALTERNATIVES
+    first = {
+        "input_ids": tokenizer.convert_tokens_to_ids(students.END),
+        "labels": IGNORED,
+        "guidance": math.nan,
+        "target_ids": no_targets,
+        "target_p": no_targets,
+    }
+    return [
+        {name: [first[name], *found[name][:-1]] for name in first}
+        for found in guide(dataset, out / "store", tokenizer)
+    ]
+
+
 def gold_loss(settings: dict[str, Any]) -> Any:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.gold.gold_trainer import ULDLoss
 
     config = types.SimpleNamespace(
-        uld_crossentropy_weight=0.0,  # ours, over the tokens of all rows
+        uld_crossentropy_weight=0.0,  # that of the objective, over the tokens of all rows
         uld_distillation_weight=1.0,
         uld_student_temperature=1.0,
         uld_teacher_temperature=1.0,
@@ -151,6 +178,9 @@ def train_on_documents(
     model = AutoModelForCausalLM.from_pretrained(students.START, dtype=torch.float32).train()
     teacher = AutoModelForCausalLM.from_pretrained(students.TEACHER, dtype=torch.float32).eval()
     gold = gold_loss(rule.gold) if rule.gold is not None else None
+    objective = ObjectiveConfig(**rule.objective) if rule.objective is not None else None
+    needs_store = objective is not None and objective.method != "cpt"
+    guided, collate = guided_rows(out, texts) if needs_store else [], GuidedCollator()
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
@@ -168,9 +198,9 @@ def train_on_documents(
         ids, labels, spans = padded([mine[document] for document in batch])
         logits = model(input_ids=ids, use_cache=False).logits
         loss = torch.zeros(())
-        if rule.text_weight:
-            shifted = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-            loss = rule.text_weight * torch.nn.functional.cross_entropy(*shifted)
+        if objective is not None:
+            columns = collate([guided[document] for document in batch]) if needs_store else {}
+            loss = guided_loss(logits, labels, columns, objective)
         if gold is not None:
             their_ids, their_labels, their_spans = padded([theirs[document] for document in batch])
             with torch.no_grad():
