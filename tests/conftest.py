@@ -3,12 +3,14 @@
 import gc
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 gc.disable()  # until all is imported: see `pytest_collection_finish`
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,6 +18,11 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # otherwise torch.compile starts a process for every core, each of which imports torch
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# Progress bars share a lock with forked processes: one that is killed within a bar would stop all
+# later bars of the process that it was forked from.
+tqdm.set_lock(threading.RLock())
+os.register_at_fork(after_in_child=lambda: tqdm.set_lock(threading.RLock()))
 
 TESTS = Path(__file__).parent
 # they need a real server of vLLM, from an environment of its own: `make test-vllm`

@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
-from faults_kit import LONG, in_child, tiny_tree, write_recipe
+from faults_kit import LONG, in_child, tiny_tree, was_killed, write_recipe
+from tqdm import tqdm
 from training_kit import fresh_process, recipe_dict, run_processes
 
 from vocagnolm.train.checkpoint import newest_complete
@@ -53,6 +55,38 @@ def command_in_child(*words: object) -> int:
 
 def alive(child: int) -> bool:
     return os.waitpid(child, os.WNOHANG)[0] == 0
+
+
+def test_progress_bars_of_a_child_and_its_parent_do_not_stop_each_other():
+    """Of these tests: transformers draws one whenever it saves a model, and they kill children."""
+
+    def killed():
+        with tqdm.get_lock():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert was_killed(in_child(killed))
+    assert tqdm.get_lock().acquire(timeout=5)
+    tqdm.get_lock().release()
+    drawing, forked = threading.Event(), threading.Event()
+
+    def draw():
+        with tqdm.get_lock():
+            drawing.set()
+            forked.wait(60)
+
+    def drawn():
+        with open(os.devnull, "w") as nowhere:
+            tqdm(range(3), file=nowhere).close()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    assert drawing.wait(60)
+    child = in_child(drawn)
+    try:
+        assert not was_killed(child, 30)
+    finally:
+        forked.set()
+        thread.join()
 
 
 def test_sigusr1_saves_and_goes_on_sigterm_saves_and_leaves(lab, tmp_path):
