@@ -60,23 +60,34 @@ class Documents:
 # as TRL has it by default; and matched tokens compared one by one, predictions where they belong
 DEFAULT = {"uld_use_hybrid_loss": False, "uld_token_merge_strategy": "observed"}
 HYBRID = {"uld_use_hybrid_loss": True, "uld_token_merge_strategy": "bayesian"}
+CPT = {"method": "cpt"}
 RULES: dict[str, Rule | Documents] = {
-    "cpt": Rule("every token", {"method": "cpt"}),
+    "cpt": Rule("every token", CPT),
     "guided": Rule("published: top 40 % by token", {"method": "guided"}),
     "alm": Rule("approximate likelihood matching", {"method": "alm"}),
     "half": Rule("distilled, mix 0.5", MIXED),
     "uld": Rule("ULD, online", {"method": "uld"}),
-    "documents": Documents("every token, whole documents", {"method": "cpt"}),
+    "masked": Rule("every token, blocks, masked", CPT),
+    "longer": Rule("every token, blocks of 512", CPT),
+    "longer-masked": Rule("every token, blocks of 512, masked", CPT),
+    "longer-masked-half": Rule("distilled, mix 0.5, blocks of 512, masked", MIXED),
+    "documents": Documents("every token, whole documents", CPT),
     "documents-guided": Documents("published: top 40 %, whole documents", {"method": "guided"}),
     "documents-half": Documents(
         "distilled, mix 0.5, whole documents", {"method": "distill", "mix": 0.5}
     ),
     "gold": Documents("GOLD's loss as by default, online", gold=DEFAULT),
     "hybrid": Documents("GOLD's hybrid loss, online", gold=HYBRID),
-    "hybrid-text": Documents(
-        "GOLD's hybrid loss and every token, online", {"method": "cpt"}, HYBRID
-    ),
+    "hybrid-text": Documents("GOLD's hybrid loss and every token, online", CPT, HYBRID),
 }
+LONGER, MASKED = {"block_size": 512}, {"document_mask": True}
+PACKING: dict[str, dict[str, Any]] = {
+    "masked": MASKED,
+    "longer": LONGER,
+    "longer-masked": LONGER | MASKED,
+    "longer-masked-half": LONGER | MASKED,
+}
+"""Where the blocks are not the demo's."""
 ONLINE = ("uld", "gold", "hybrid", "hybrid-text")
 
 
@@ -236,7 +247,10 @@ def recipe_of(out: Path, name: str, rate: float, tokens: int, seed: int) -> Reci
     if name in ONLINE:
         tree["teacher"] = {"model": str(students.TEACHER), "online": True}
         del tree["store"]
-    tree["data"]["blocks"] = str(out / f"blocks-{rule.objective['method']}")
+    blocks = f"blocks-{name if name in PACKING else rule.objective['method']}"
+    tree["data"] |= {"blocks": str(out / blocks), **PACKING.get(name, {})}
+    tree["train"]["batch_blocks"] = STEP_TOKENS // tree["data"]["block_size"]
+    tree["train"]["micro_batch"] = tree["train"]["batch_blocks"]
     return recipe_from_dict(tree, origin=f"rule {name}")
 
 

@@ -252,6 +252,12 @@ def test_peers_read_the_same_documents_in_both_vocabularies(tmp_path, capsys) ->
     assert sum(steps[:-1]) < 4000 <= sum(steps)
     assert sorted(itertools.chain(*plan))[:2] == [0, 0]  # a second pass
     assert plan == list(peers.batches(lengths, 4000, 1)) != list(peers.batches(lengths, 4000, 2))
+    plain, longer = (
+        peers.recipe_of(tmp_path, name, 2e-3, 250_000, 0) for name in ("cpt", "longer-masked")
+    )
+    assert (longer.data.block_size, longer.data.document_mask) == (512, True)
+    assert longer.data.blocks != plain.data.blocks and not plain.data.document_mask
+    assert longer.train.batch_blocks * 512 == plain.train.batch_blocks * 128 == peers.STEP_TOKENS
     rows = [
         {
             "row": name,
