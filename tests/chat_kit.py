@@ -167,24 +167,25 @@ def learned_by_heart(size: int, rows: list[list[int]], masks: list):
     ids = torch.tensor([row + [0] * (room - len(row)) for row in rows])
     trained = torch.tensor([[*mask, *[False] * (room - len(mask))] for mask in masks])[:, 1:]
     wanted = ids[:, 1:][trained]
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            **{"vocab_size": size, "hidden_size": 48, "intermediate_size": 96},
-            **{"num_hidden_layers": 1, "num_attention_heads": 2, "tie_word_embeddings": True},
-            initializer_range=0.1,
+    for seed in range(3):  # from some starts two rows are never told apart
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                **{"vocab_size": size, "hidden_size": 48, "intermediate_size": 96},
+                **{"num_hidden_layers": 1, "num_attention_heads": 2, "tie_word_embeddings": True},
+                initializer_range=0.1,
+            )
         )
-    )
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2, betas=(0.9, 0.95))
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, total_iters=10)
-    for _ in range(600):
-        logits = model.lm_head(model.model(ids).last_hidden_state[:, :-1][trained])
-        loss = F.cross_entropy(logits, wanted)
-        if loss < 1e-2 and (logits.argmax(-1) == wanted).all():
-            return model
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        warmup.step()
+        optimizer = torch.optim.Adam(model.parameters(), lr=2e-2, betas=(0.9, 0.95))
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, total_iters=10)
+        for _ in range(600):
+            logits = model.lm_head(model.model(ids).last_hidden_state[:, :-1][trained])
+            loss = F.cross_entropy(logits, wanted)
+            if loss < 1e-2 and (logits.argmax(-1) == wanted).all():
+                return model
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            warmup.step()
     raise AssertionError(f"the student did not learn: its loss is {loss:.3f}")

@@ -220,6 +220,21 @@ def test_a_copy_of_a_content_is_not_aligned():
     assert aligned == [("hi", 0, 1), ("yes", 1, 0)]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_turn_ends_before_messages_that_leave_no_content(name):
+    empty = [Message("user", ""), Message("assistant", "")]
+    talk = [Message("system", ""), Message("user", ""), Message("assistant", "yes")]
+    found = rendered(name, talk), rendered(name, [*talk, *empty])
+    if None in found:  # it has no system messages
+        talk = talk[1:]
+        found = rendered(name, talk), rendered(name, [*talk, *empty])
+    turns = [next(turn for turn in one.turns if turn.message == len(talk) - 1) for one in found]
+    alone, followed = (
+        one.text[turn.end : turn.stop] for one, turn in zip(found, turns, strict=True)
+    )
+    assert followed and alone.startswith(followed)
+
+
 def test_a_template_that_cannot_be_followed_is_refused():
     messages = [Message("user", "Hi"), Message("assistant", "Yes")]
     shouting = ChatTemplate("{% for m in messages %}<{{ m.content | upper }}>{% endfor %}")
@@ -241,6 +256,8 @@ def test_a_template_that_cannot_be_followed_is_refused():
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=examples(25), deadline=None)
 @given(messages=talks(), train_on=st.sampled_from(["assistant", "last", "all"]))
+@example([Message("system", ""), Message("user", ""), Message("assistant", "東京")], "last")
+@example([Message("system", "s"), Message("user", ""), Message("assistant", "東京")], "last")
 def test_trained_tokens_are_those_that_the_model_writes(name, messages, train_on):
     assume(rendered(name, messages) is not None)
     chat, text = chat_kit.chat(name), shared_text(messages)
