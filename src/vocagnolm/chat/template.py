@@ -809,7 +809,7 @@ def _turns(
                 template, blank[:number], text[before:start], previous == number - 1
             )
             begin = before + size
-        # messages behind may have left no content
+        # later messages may have left no content
         if following is not None or number < len(blank) - 1:
             closing = _tail(template, blank[: number + 1], False)
             stop = end + _common_units(text[end:behind], closing or "")
@@ -835,9 +835,9 @@ def _prompt_end(
     own = prompt.removeprefix(_tail(template, blank, False) or "")
     if own and own in gap:
         return gap.rindex(own) + len(own), ""
-    if not adjoining:  # an empty message before may have left nothing but the end of its turn
-        known = prompt.strip() and prompt in gap
-        return gap.rindex(prompt) + len(prompt) if known else len(gap), ""
+    if not adjoining:  # the gap also holds the empty messages before it
+        written = prompt.strip() and prompt in gap
+        return gap.rindex(prompt) + len(prompt) if written else len(gap), ""
     # of some the prompt has other white space than the turn: vLLM's template of DeepSeek V3.1
     size = max(_common_units(gap, prompt, spaced) for spaced in (True, False))
     return size or len(gap), prompt[_common_units(prompt, gap) :]
