@@ -34,9 +34,8 @@ from record import STDOUT, add_json, keep
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from vocagnolm.evaluate.generate import Generator, ServerGenerator
     from vocagnolm.evaluate.render import Request
-    from vocagnolm.evaluate.results import Answer
+    from vocagnolm.generate import Answer, Generator, ServerGenerator
     from vocagnolm.model.load import ModelFiles
 
 
@@ -146,7 +145,7 @@ def their_client(url: str, folder: Path, under_way: int) -> Any:
 
 
 def our_client(url: str, files: "ModelFiles", batch_size: int, under_way: int) -> "ServerGenerator":
-    from vocagnolm.evaluate.generate import ServerGenerator
+    from vocagnolm.generate import ServerGenerator
     from vocagnolm.model.server import ServedModel, Server
 
     served = ServedModel(Server(url=url, requests=-(-under_way // batch_size)))
@@ -170,9 +169,9 @@ def main() -> None:
     logging.disable(logging.WARNING)
 
     from vocagnolm.evaluate.benchmarks import load_examples
-    from vocagnolm.evaluate.generate import Generator
     from vocagnolm.evaluate.render import render, spread
     from vocagnolm.evaluate.suite import tasks_named
+    from vocagnolm.generate import Generator
     from vocagnolm.model import open_model
 
     requests = render(

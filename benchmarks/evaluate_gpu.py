@@ -100,15 +100,15 @@ def answer_together(
 
 def generate_step(options: argparse.Namespace) -> None:
     from vocagnolm.evaluate.bits import bits_per_byte
-    from vocagnolm.evaluate.generate import Generator
     from vocagnolm.evaluate.run import answer_task, checksum
+    from vocagnolm.generate import Generator
     from vocagnolm.model import open_model
 
     requests = by_task(options.requests) if options.requests else {}
     files = open_model(options.model, device=options.device, dtype=options.dtype)
     run = RunFolder(options.run)
     settings = {
-        "format": 1,
+        "format": 2,
         "model": files.describe()["fingerprint"],
         "tokenizer": files.tokenizer.fingerprint,
         "device": files.device.type,

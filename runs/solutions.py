@@ -54,15 +54,20 @@ def questions(options: argparse.Namespace) -> None:
 
 
 def write(options: argparse.Namespace) -> None:
-    from vocagnolm.evaluate.generate import Generator, Sampling
     from vocagnolm.evaluate.render import read_requests
+    from vocagnolm.generate import Generator, Sampling
     from vocagnolm.model import open_model
 
     share, shares = map(int, options.share.split("/"))
     asked = read_requests(options.questions)[: options.limit][share - 1 :: shares]
     files = open_model(options.model, device=options.device)
-    generator = Generator(files.load(), files, options.batch_size)
-    sampling = Sampling(options.temperature, options.top_p, options.seed * shares + share)
+    generator = Generator(
+        files.load(),
+        files,
+        options.batch_size,
+        sampling=Sampling(options.temperature, options.top_p),
+        seed=options.seed * shares + share,
+    )
     prompts = [request.prompt for request in asked for _ in range(options.samples)]
     done = 0
     with open(options.out, "w", encoding="utf-8") as file:
@@ -70,7 +75,6 @@ def write(options: argparse.Namespace) -> None:
             prompts,
             stop=asked[0].stop,
             max_new_tokens=options.max_new_tokens,
-            sampling=sampling,
         ):
             for place, answer in batch:
                 request, sample = asked[place // options.samples], place % options.samples

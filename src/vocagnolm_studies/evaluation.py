@@ -51,9 +51,9 @@ def evaluate_model(
 def answer_requests(model: Any, files: Any, plan: EvaluationPlan, source: str, path: Path) -> None:
     """Greedy answers to all questions. Tasks with the same stop strings go through together:
     they share their worked examples."""
-    from vocagnolm.evaluate.generate import Generator
     from vocagnolm.evaluate.render import read_requests
-    from vocagnolm.evaluate.results import Answer, fields_of
+    from vocagnolm.evaluate.results import fields_of
+    from vocagnolm.generate import Answer, Generator
 
     requests = read_requests(source)
     groups: dict[Any, list[int]] = defaultdict(list)

@@ -35,7 +35,7 @@ from vocagnolm.chat import (
 from vocagnolm.chat.survey import why_trained
 from vocagnolm.chat.template import DATE, ChatTemplate
 from vocagnolm.cli import app
-from vocagnolm.evaluate.generate import common_prefix_length
+from vocagnolm.generate.reading import common_prefix_length
 
 WILD = [path for folder in ("trl", "wild") for path in (chat_kit.TEMPLATES / folder).iterdir()]
 WILD = {path.stem: path for path in sorted(WILD) if path.suffix == ".jinja"}

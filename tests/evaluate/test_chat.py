@@ -18,9 +18,9 @@ from vocagnolm.chat import (
 )
 from vocagnolm.cli import app
 from vocagnolm.errors import UsageError
-from vocagnolm.evaluate.generate import Generator
 from vocagnolm.evaluate.run import evaluate
 from vocagnolm.evaluate.settings import Questions
+from vocagnolm.generate import Generator
 from vocagnolm.model import open_model
 
 
@@ -77,7 +77,7 @@ def test_answers_are_those_of_transformers(lab, benchmarks, side):
     found = {index: answer for batch in batches for index, answer in batch}
     reference = AutoModelForCausalLM.from_pretrained(lab / side)
     end = theirs.convert_tokens_to_ids("<|im_end|>" if side == "start" else "<|eot|>")
-    assert chat.end_of_turn == end and end in generator._ends
+    assert chat.end_of_turn == end and end in generator.ends
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
         written = [{"role": m.role, "content": m.content} for m in messages_of(prompt)]
         ids = theirs.apply_chat_template(
@@ -85,9 +85,9 @@ def test_answers_are_those_of_transformers(lab, benchmarks, side):
         )
         assert row == ids[0].tolist()
         made = reference.generate(
-            ids, max_new_tokens=6, do_sample=False, eos_token_id=sorted(generator._ends)
+            ids, max_new_tokens=6, do_sample=False, eos_token_id=sorted(generator.ends)
         )[0, ids.shape[1] :].tolist()
-        kept = [token for token in made if token not in generator._ends]
+        kept = [token for token in made if token not in generator.ends]
         expected = b"".join(files.tokenizer.bytes_of(token) or b"" for token in kept)
         assert found[number].output == expected.decode(errors="replace")
 

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from vocagnolm.cli import app
 from vocagnolm.errors import EvaluationError, UsageError
 from vocagnolm.evaluate import averages, evaluate, grade
-from vocagnolm.evaluate import generate as generation
 from vocagnolm.evaluate.results import Record, RunFolder, score_records
 from vocagnolm.evaluate.settings import Engine, Questions
 from vocagnolm.evaluate.suite import SUITES, average_stderrs
+from vocagnolm.generate import Decoder, Generator
 
 PAPER_CPT = {
     "gsm8k": 6.8, "math500": 4.2, "svamp": 22, "asdiv": 36.4, "mawps": 47.1, "tabmwp": 16.5,
@@ -75,7 +75,7 @@ def test_results_have_the_promised_form(finished):
 def test_second_run_finds_everything_done(finished, model_folder, benchmarks, monkeypatch):
     out, evaluation = finished
     before = files_of(out)
-    monkeypatch.setattr(generation.Generator, "__init__", None)  # would fail if it were made
+    monkeypatch.setattr(Generator, "__init__", None)  # would fail if it were made
     again = evaluate(model_folder, benchmarks=benchmarks, out=out, **QUICK)
     assert again == evaluation
     assert files_of(out) == before
@@ -106,11 +106,11 @@ def test_resume_by_example_gives_the_same_bytes(
     assert len(RunFolder(tmp_path).answers("gsm8k")) == 4
     monkeypatch.setattr(RunFolder, "add_answers", kept)
     computed = []
-    answer = generation.Generator._answer
+    answers = Decoder.answers
     monkeypatch.setattr(
-        generation.Generator,
-        "_answer",
-        lambda self, batch, *rest: computed.append(batch) or answer(self, batch, *rest),
+        Decoder,
+        "answers",
+        lambda self, asked, **rest: computed.append(asked) or answers(self, asked, **rest),
     )
     evaluate(model_folder, out=tmp_path, **options)
     assert sum(map(len, computed)) == 9 - 4

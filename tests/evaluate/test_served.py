@@ -90,7 +90,7 @@ def test_choices_by_likelihood_and_sglang(engine, model_folder, benchmarks, tmp_
 
 
 def test_log_likelihoods_are_over_the_same_tokens(live, model_folder):
-    from vocagnolm.evaluate.generate import Generator, ServerGenerator
+    from vocagnolm.generate import Generator, ServerGenerator
     from vocagnolm.model import open_model
 
     files = open_model(model_folder, device="cpu")

@@ -137,7 +137,7 @@ def measure(model: Path, held_out: Path, problems: Sequence[Problem]) -> Record:
     """Bits per byte of clean held-out text, and the share of held-out problems that the model
     solves with exactly the right number."""
     from vocagnolm.evaluate.bits import bits_per_byte
-    from vocagnolm.evaluate.generate import Generator
+    from vocagnolm.generate import Generator
     from vocagnolm.model import open_model
 
     quiet()

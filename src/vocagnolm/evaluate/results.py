@@ -47,6 +47,7 @@ from vocagnolm.files import (
     write_json,
     write_text,
 )
+from vocagnolm.generate.reading import Answer
 from vocagnolm.statistics import mcnemar_exact, mean_error, middle_95, resampled_ratios, sign_flip_p
 from vocagnolm.store.writer import measured_apart, with_values_of
 
@@ -57,16 +58,6 @@ Score = tuple[float | None, float | None]
 """A value and its standard error; None where they are not known."""
 TextSums = Mapping[int, Sequence[float]]
 """`BitsPerByte.by_document`: index in the corpus -> bits, and the bytes that were scored."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a model wrote, and whether it came to an end by itself."""
-
-    output: str
-    complete: bool | None = None
-    reasoning: str = ""
-    """Of a conversation whose format keeps it apart from the answer."""
 
 
 @dataclass(frozen=True)

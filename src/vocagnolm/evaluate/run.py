@@ -16,7 +16,6 @@ from vocagnolm.evaluate.graders import Grade, grade
 from vocagnolm.evaluate.render import Request
 from vocagnolm.evaluate.results import (
     BITS,
-    Answer,
     Evaluation,
     Record,
     RunFolder,
@@ -25,6 +24,7 @@ from vocagnolm.evaluate.results import (
 )
 from vocagnolm.evaluate.settings import Engine, Questions, grouped, task_conditions, text_conditions
 from vocagnolm.files import local_path
+from vocagnolm.generate.reading import Answer
 from vocagnolm.recipe import CorpusSection
 
 if TYPE_CHECKING:  # they come with torch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # they come with torch
     from vocagnolm.model.server import ServedModel, Server
 
 # part of a run's identity: answers made by another version of the loop may differ
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def evaluate(
 
     from vocagnolm.chat import ChatTokenizer, template_of
     from vocagnolm.evaluate.bits import bits_per_byte
-    from vocagnolm.evaluate.generate import Generator, ServerGenerator
+    from vocagnolm.generate import Generator, ServerGenerator
     from vocagnolm.model.server import ServedModel
 
     served = None if server is None else _served(server, engine)

@@ -17,8 +17,8 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from vocagnolm.evaluate import generate as generation
-from vocagnolm.evaluate.generate import Generator, Sampling, common_prefix_length, plan_batches
+from vocagnolm.generate import Generator, Sampling
+from vocagnolm.generate.reading import common_prefix_length, plan_batches
 from vocagnolm.model import open_model
 
 SHARED = (
@@ -55,6 +55,11 @@ def answers(generator, prompts=PROMPTS, stop=(), **options):
 
 
 @pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
 def loaded(model_folder):
     files = open_model(model_folder, device="cpu")
     return files, files.load()
@@ -67,11 +72,12 @@ def expected(loaded):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 @pytest.mark.parametrize("shared", [True, False])
-def test_same_answers_as_generate(loaded, expected, batch_size, shared):
+def test_same_answers_as_generate(loaded, expected, batch_size, shared, monkeypatch):
     files, model = loaded
     generator = Generator(model, files, batch_size)
-    assert generator._shares
-    generator._shares = shared
+    assert generator.decoder.by_rows
+    if not shared:
+        monkeypatch.setattr(generator, "_share", lambda rows: 0)
     try:
         assert answers(generator) == expected
     finally:
@@ -111,7 +117,7 @@ OTHERS = {
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_other_architectures(name, device, tmp_path):
-    """Learned positions, sliding windows, and chunks, which share nothing."""
+    """Learned positions, sliding windows, and chunks, which are answered one by one."""
     folder = make_model(tmp_path)  # for the tokenizer
     size = open_model(folder, device="cpu").tokenizer.vocabulary_size
     torch.manual_seed(0)
@@ -121,15 +127,26 @@ def test_other_architectures(name, device, tmp_path):
     model = files.load()
     expected = {i: reference(files, model, p) for i, p in enumerate(PROMPTS)}
     generator = Generator(model, files, 3)
-    assert generator._shares is (name != "llama4")
+    assert generator.decoder.by_rows is (name != "llama4")
     assert answers(generator) == expected
     options = [(" (A)", " no, never")] * len(PROMPTS)
-    found = dict(pair for batch in generator.compare(PROMPTS, options) for pair in batch)
-    generator._shares = False
-    alone = dict(pair for batch in generator.compare(PROMPTS, options) for pair in batch)
+    likelihoods = dict(pair for batch in generator.compare(PROMPTS, options) for pair in batch)
     generator.close()
-    for index, values in alone.items():
-        assert found[index] == pytest.approx(values, abs=1e-3)
+    for index, values in likelihoods.items():
+        assert values == pytest.approx(plain_likelihoods(files, model, index, options), abs=1e-3)
+
+
+def plain_likelihoods(files, model, index, options):
+    """Log-likelihoods of a prompt's options, each read alone."""
+    context = files.tokenizer.spans(PROMPTS[index]).ids.tolist()
+    values = []
+    for option in options[index]:
+        ids = files.tokenizer.spans(PROMPTS[index] + option).ids.tolist()
+        assert ids[: len(context)] == context
+        with torch.inference_mode():
+            log_p = model(torch.tensor([ids], device=model.device)).logits[0].log_softmax(-1)
+        values.append(sum(log_p[i - 1, ids[i]].item() for i in range(len(context), len(ids))))
+    return values
 
 
 def test_stop_strings_cut_each_row_on_its_own(loaded):
@@ -162,20 +179,24 @@ def test_done_batches_are_passed_over_and_change_nothing(loaded):
 def test_a_batch_without_room_is_done_in_halves(loaded, monkeypatch):
     files, model = loaded
     generator = Generator(model, files, 5)
-    forward, sizes = generator._forward, []
+    answer, compare, sizes = generator.decoder.answers, generator.decoder.losses, []
 
-    def with_little_memory(ids, *rest, **options):
-        sizes.append(len(ids))
-        if len(ids) > room:
-            raise torch.OutOfMemoryError("Tried to allocate 64.00 MiB.")
-        return forward(ids, *rest, **options)
+    def with_little_memory(work):
+        def called(asked, **options):
+            sizes.append(len(asked))
+            if len(asked) > room:
+                raise torch.OutOfMemoryError("Tried to allocate 64.00 MiB.")
+            return work(asked, **options)
+
+        return called
 
     def measured():
         (options,) = generator.compare(PROMPTS, [[" 3", " apples"]] * len(PROMPTS))
         return answers(generator), [value for _, values in options for value in values]
 
     whole, values = measured()
-    monkeypatch.setattr(generator, "_forward", with_little_memory)
+    monkeypatch.setattr(generator.decoder, "answers", with_little_memory(answer))
+    monkeypatch.setattr(generator.decoder, "losses", with_little_memory(compare))
     room = 2
     in_parts, values_in_parts = measured()
     assert in_parts == whole
@@ -192,7 +213,7 @@ def test_prompts_that_do_not_fit_lose_their_beginning(tmp_path):
     files = open_model(make_model(tmp_path, context=64), device="cpu")
     model = files.load()
     generator = Generator(model, files, 4)
-    rows = generator.encode([SHARED * 3, "short"], room_for=24)
+    rows = generator.encode([SHARED * 3, "short"], 24)
     assert len(rows[0]) == 40 and rows[0] == files.tokenizer.spans(SHARED * 3).ids.tolist()[-40:]
     assert generator.truncated_prompts == 1
     assert "64 tokens: 1 of the prompts" in generator.notes()[0]
@@ -203,7 +224,7 @@ def test_prompts_that_do_not_fit_lose_their_beginning(tmp_path):
 def test_a_long_limit_does_not_shorten_the_prompt(tmp_path):
     files = open_model(make_model(tmp_path, context=600), device="cpu")
     generator = Generator(files.load(), files, 1)
-    generator._ends = set()  # write to the end
+    generator.decoder._ends = generator.ends = frozenset()  # write to the end
     (((_, answer),),) = generator.generate([SHARED], stop=(), max_new_tokens=1024)
     generator.close()
     assert generator.truncated_prompts == 0 and answer.complete is False
@@ -215,40 +236,10 @@ def test_likelihood_of_options(loaded, batch_size):
     files, model = loaded
     options = [(" (A)", " (B)"), (" (A)", " (B)", " (C)"), (" yes", " no, never")] + [(" x",)] * 2
     generator = Generator(model, files, batch_size)
-    found = dict(pair for batch in generator.compare(PROMPTS, options) for pair in batch)
+    likelihoods = dict(pair for batch in generator.compare(PROMPTS, options) for pair in batch)
     generator.close()
-    for index, (prompt, listed) in enumerate(zip(PROMPTS, options, strict=True)):
-        context = files.tokenizer.spans(prompt).ids.tolist()
-        for option, value in zip(listed, found[index], strict=True):
-            ids = files.tokenizer.spans(prompt + option).ids.tolist()
-            assert ids[: len(context)] == context
-            with torch.inference_mode():
-                log_p = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-            expected = sum(log_p[i - 1, ids[i]].item() for i in range(len(context), len(ids)))
-            assert value == pytest.approx(expected, abs=1e-3)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("windowed", [False, True])
-def test_shared_prefix_attention_is_attention(fused, windowed, monkeypatch):
-    """Against one softmax over everything, with an odd shape and a mask."""
-    # a GPU's path: torch has the same kernel for a CPU
-    monkeypatch.setattr(generation, "_is_fused", lambda *about: fused)
-    torch.manual_seed(0)
-    B, H, G, Q, K, P, D = 3, 6, 2, 4, 7, 11, 5
-    query, key = torch.randn(B, H, Q, D), torch.randn(B, G, K, D)
-    value, shared_key = torch.randn(B, G, K, D), torch.randn(1, G, P, D)
-    shared_value = torch.randn(1, G, P, D)
-    mask = torch.rand(B, 1, Q, K) > 0.3
-    keys = torch.cat([shared_key.expand(B, -1, -1, -1), key], 2).repeat_interleave(H // G, 1)
-    values = torch.cat([shared_value.expand(B, -1, -1, -1), value], 2).repeat_interleave(H // G, 1)
-    seen = torch.rand(B, Q, P) > 0.5 if windowed else None
-    found = generation._attend(query, key, value, mask, shared_key[0], shared_value[0], 0.3, seen)
-    every = torch.ones(B, 1, Q, P, dtype=torch.bool) if seen is None else seen[:, None]
-    whole = torch.cat([every, mask], -1)
-    scores = (query @ keys.transpose(-1, -2) * 0.3).masked_fill(~whole, float("-inf"))
-    expected = (scores.softmax(-1) @ values).transpose(1, 2)
-    torch.testing.assert_close(found, expected)
+    for index, values in likelihoods.items():
+        assert values == pytest.approx(plain_likelihoods(files, model, index, options), abs=1e-3)
 
 
 def test_plan_and_common_prefix():
@@ -266,28 +257,16 @@ def test_model_is_usable_afterwards(loaded, model_folder):
     torch.testing.assert_close(model(torch.tensor([[5, 6, 7]])).logits, before)
 
 
-def test_sampling_by_the_probabilities_of_the_likeliest():
-    logits = torch.log(torch.tensor([0.1, 0.5, 0.3, 0.1])).expand(4000, 4)
-    generator = torch.Generator().manual_seed(1)
-    drawn = Sampling(1.0).draw(logits, generator)
-    shares = torch.bincount(drawn, minlength=4) / 4000
-    assert torch.allclose(shares, torch.tensor([0.1, 0.5, 0.3, 0.1]), atol=0.03)
-    likely = torch.bincount(Sampling(1.0, top_p=0.7).draw(logits, generator), minlength=4) / 4000
-    assert torch.allclose(likely, torch.tensor([0.0, 0.625, 0.375, 0.0]), atol=0.03)
-    cold = Sampling(0.5, top_p=0.6).draw(logits, generator)  # 0.25 : 0.09, and 0.69 of all
-    assert set(cold.tolist()) == {1}
-    flat = Sampling(1.0, top_p=0.9).draw(torch.zeros(8000, 3000), generator)
-    assert 2400 < len(flat.unique()) <= 2700  # more than are looked at first
-    for temperature, top_p in ((0.0, 1.0), (1.0, 0.0), (1.0, 1.5)):
-        with pytest.raises(ValueError):
-            Sampling(temperature, top_p)
-
-
 def test_sampled_answers_depend_on_the_seed_alone(loaded):
     files, model = loaded
-    generator = Generator(model, files, 2)
-    first = answers(generator, sampling=Sampling(1.0, seed=1))
-    assert answers(generator, sampling=Sampling(1.0, seed=1)) == first
-    assert answers(generator, sampling=Sampling(1.0, seed=2)) != first
-    assert answers(generator, sampling=Sampling(1e-4, seed=2)) == answers(generator)
-    generator.close()
+
+    def sampled(temperature, seed, batch_size=2):
+        generator = Generator(model, files, batch_size, sampling=Sampling(temperature), seed=seed)
+        found = answers(generator)
+        generator.close()
+        return found
+
+    first = sampled(1.0, 1)
+    assert sampled(1.0, 1, batch_size=5) == first
+    assert sampled(1.0, 2) != first
+    assert sampled(1e-4, 2) == sampled(0.0, 1)
