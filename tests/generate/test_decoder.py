@@ -213,7 +213,7 @@ def test_the_kernel_is_the_reference(device, dtype, window, softcap):
     if device == "cpu" and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter computes no bfloat16")
     given = slots(dtype, device)
-    slot = torch.tensor([6, 2, 0, 5, 1], device=device)
+    slot = torch.tensor([[6, 2, 0, 5, 1], [0, 1, 2, 3, 4]], device=device).T[:, 0]  # strided
     keys = torch.zeros(7, *given["keys"].shape[1:], dtype=dtype, device=device)
     values = torch.zeros(7, *given["values"].shape[1:], dtype=dtype, device=device)
     keys[slot], values[slot] = given["keys"], given["values"]
@@ -238,6 +238,7 @@ def test_a_gpu_writes_the_same_twice(tmp_path):
     runs = []
     for _ in range(2):
         decoder = decoder_of(files, model)
+        assert decoder.by_rows
         runs.append(by_place(decoder, prompts, rows=32))
         decoder.close()
     assert runs[0].keys() == runs[1].keys()

@@ -59,13 +59,12 @@ def _attend_kernel(
     tl.store(keys + position * D + d, k_new, mask=d < D)
     tl.store(values + position * E + e, v_new, mask=e < E)
     # the new token first, from registers: so no row is without a key
-    s = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+    m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
     if CAP:
-        s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
-    m = s
+        m = softcap * (1.0 - 2.0 / (tl.exp(2.0 * m / softcap) + 1.0))
     total = tl.full((RP,), 1.0, tl.float32)
     acc = tl.zeros((RP, EP), tl.float32) + v_new.to(tl.float32)[None, :]
-    first = 0
+    first = position * 0
     if WINDOW:
         first = tl.maximum(P + position - window + 1, 0)
     for start in range((first // BLOCK) * BLOCK, P, BLOCK):
@@ -119,6 +118,7 @@ def attend_writing(
     B, H, D = query_BHD.shape
     G, E = value_BGD.shape[1:]
     query, key, value = (x.contiguous() for x in (query_BHD, key_BGD, value_BGD))
+    slot_B, position_B = slot_B.contiguous(), position_B.contiguous()
     shared_key, shared_value = (x.contiguous() for x in prefix)
     out = torch.empty(B, H, E, dtype=query.dtype, device=query.device)
     R = H // G
