@@ -48,7 +48,7 @@ def random_model(folder: Path, layers: int, width: int) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from vocagnolm.evaluate.render import shots_of
-    from vocagnolm.evaluate.suite import tasks_named
+    from vocagnolm.questions.suite import tasks_named
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -168,11 +168,11 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.WARNING)
 
-    from vocagnolm.evaluate.benchmarks import load_examples
     from vocagnolm.evaluate.render import render, spread
-    from vocagnolm.evaluate.suite import tasks_named
     from vocagnolm.generate import Generator
     from vocagnolm.model import open_model
+    from vocagnolm.questions.benchmarks import load_examples
+    from vocagnolm.questions.suite import tasks_named
 
     requests = render(
         tasks_named("gsm8k"),

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from vocagnolm.evaluate.render import Request, read_requests
 from vocagnolm.evaluate.results import Evaluation, RunFolder, score_records
-from vocagnolm.evaluate.suite import Protocol
+from vocagnolm.questions.suite import Protocol
 
 # enough of a prompt to tell worked examples apart, and less than any of them has
 _EXAMPLES_CHARACTERS = 1000
@@ -52,7 +52,7 @@ def by_examples(requests: dict[str, list[Request]]) -> list[list[Request]]:
 
 def render_step(options: argparse.Namespace) -> None:
     from vocagnolm.evaluate.render import render, write_requests
-    from vocagnolm.evaluate.suite import tasks_named
+    from vocagnolm.questions.suite import tasks_named
 
     requests = render(
         tasks_named(options.tasks),

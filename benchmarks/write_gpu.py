@@ -24,19 +24,19 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from vocagnolm.generate import Decoder, PromptTokens, Sampling
 
 NEW_TOKENS, TEMPERATURE, SAMPLES = 128, 0.7, 4
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
     "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936,
 }  # fmt: skip
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
 }  # fmt: skip
 
 
-def made_up_model(shape: dict[str, int], device: str) -> Any:
+def made_up_model(shape: dict[str, Any], device: str) -> Any:
     torch.manual_seed(0)
-    config = Qwen2Config(**shape, tie_word_embeddings=True, dtype=torch.bfloat16)
+    config: Any = Qwen2Config(**shape, tie_word_embeddings=True, dtype=torch.bfloat16)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model.eval().requires_grad_(False)
@@ -134,7 +134,10 @@ def profile(model: Any, rows: int) -> None:
     print(f"device time of {rows} answers of 48 tokens: {total / 1e6:.3f} s")
     for event in events:
         share = event.self_device_time_total / total
-        print(f"{share:6.1%} {event.self_device_time_total / 1e3:9.1f} ms {event.count:6} {event.key[:90]}")
+        print(
+            f"{share:6.1%} {event.self_device_time_total / 1e3:9.1f} ms "
+            f"{event.count:6} {event.key[:90]}"
+        )
     decoder.close()
 
 

@@ -42,7 +42,7 @@ MARK = "\nAnswer:"
 
 def questions(options: argparse.Namespace) -> None:
     from vocagnolm.evaluate.render import render, write_requests
-    from vocagnolm.evaluate.suite import task_named
+    from vocagnolm.questions.suite import task_named
 
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "gsm8k").mkdir()
@@ -118,8 +118,8 @@ def mix(options: argparse.Namespace) -> None:
 
 def graded(questions: Path, written: Iterable[Path]) -> dict[int, list[dict[str, Any]]]:
     """Question -> its different solutions, each with whether its answer is right."""
-    from vocagnolm.evaluate import grade
     from vocagnolm.evaluate.render import read_requests
+    from vocagnolm.questions import grade
 
     asked = {request.index: request for request in read_requests(questions)}
     found: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)

@@ -150,7 +150,7 @@ def _shuffled(documents: list[tuple[str, str]], rng: random.Random) -> list[tupl
 
 def questions(benchmarks: Path, out: Path) -> None:
     from vocagnolm.evaluate.render import render, write_requests
-    from vocagnolm.evaluate.suite import task_named
+    from vocagnolm.questions.suite import task_named
 
     requests, validation, whole = [], [], []
     for name, count in QUESTIONS.items():

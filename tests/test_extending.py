@@ -14,13 +14,13 @@ from training_kit import make_lab, recipe_dict, write_store
 
 from vocagnolm import objective
 from vocagnolm.errors import UsageError
-from vocagnolm.evaluate import benchmarks, suite
-from vocagnolm.evaluate.graders import grade
 from vocagnolm.evaluate.render import render
 from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
 from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select, weigh_step
 from vocagnolm.objective.distill import DISTANCES
 from vocagnolm.objective.selection import RANKINGS, WEIGHTINGS
+from vocagnolm.questions import benchmarks, suite
+from vocagnolm.questions.graders import grade
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.storage import BACKENDS
 from vocagnolm.store import LossStore
@@ -74,8 +74,8 @@ from pathlib import Path
 BACKENDS["shelf"] = Backend(lambda address: Folder(Path({root!r}, address.partition("://")[2])))
 """
 A_BENCHMARK = """
-from vocagnolm.evaluate.benchmarks import SOURCES, Example, Source
-from vocagnolm.evaluate.suite import TASKS, Task
+from vocagnolm.questions.benchmarks import SOURCES, Example, Source
+from vocagnolm.questions.suite import TASKS, Task
 
 TASKS["sums"] = Task(name="sums", title="Sums", kind="number", shots=8)
 SOURCES["sums"] = Source(

@@ -17,7 +17,7 @@ _PUBLIC = {
     ),
     "columns": ("export_columns", "guide"),
     "errors": ("VocagnolmError",),
-    "evaluate": ("Grade", "grade"),
+    "questions": ("Grade", "grade"),
     "objective": ("Head", "ObjectiveConfig", "Targets", "guided_loss", "objective_loss"),
     "recipe": ("Recipe", "load_recipe"),
     "store": ("LossStore",),
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     )
     from vocagnolm.columns import export_columns, guide
     from vocagnolm.errors import VocagnolmError
-    from vocagnolm.evaluate import Grade, grade
     from vocagnolm.objective import Head, ObjectiveConfig, Targets, guided_loss, objective_loss
+    from vocagnolm.questions import Grade, grade
     from vocagnolm.recipe import Recipe, load_recipe
     from vocagnolm.score import ScoreSettings, score_corpus
     from vocagnolm.store import LossStore

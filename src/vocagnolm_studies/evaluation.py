@@ -80,7 +80,7 @@ def answer_requests(model: Any, files: Any, plan: EvaluationPlan, source: str, p
 
 def grade_answers(path: Path, questions: Mapping[tuple[str, int], "Request"]) -> Grades:
     """Task -> question -> right or wrong, by the protocol of the question."""
-    from vocagnolm.evaluate import grade
+    from vocagnolm.questions import grade
 
     grades: Grades = {}
     with gzip.open(path, "rt", encoding="utf-8") as file:

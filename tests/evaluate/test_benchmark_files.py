@@ -5,8 +5,6 @@ import yaml
 from evaluation_kit import ROWS, write_rows
 
 from vocagnolm.errors import BenchmarkError, UsageError
-from vocagnolm.evaluate import grade
-from vocagnolm.evaluate.benchmarks import SOURCES, load_examples, split_options
 from vocagnolm.evaluate.render import (
     TASK_FOLDER,
     read_requests,
@@ -16,7 +14,9 @@ from vocagnolm.evaluate.render import (
     task_file,
     write_requests,
 )
-from vocagnolm.evaluate.suite import AVERAGES, SUITES, TASKS, task_named, tasks_named
+from vocagnolm.questions import grade
+from vocagnolm.questions.benchmarks import SOURCES, load_examples, split_options
+from vocagnolm.questions.suite import AVERAGES, SUITES, TASKS, task_named, tasks_named
 
 
 def test_every_format_is_read(benchmarks):
@@ -250,7 +250,7 @@ def test_lm_eval_alone_knows_the_protocols(benchmarks, protocol, correct):
 
 def test_the_hub_names_the_options_of_sat_otherwise(monkeypatch):
     row = {"Question": "p", "Possible Answers": "A) 1 B) 2 C) 3 D) 4", "Answer": "C"}
-    monkeypatch.setattr("vocagnolm.evaluate.benchmarks._hub_split", lambda *place: [row])
+    monkeypatch.setattr("vocagnolm.questions.benchmarks._hub_split", lambda *place: [row])
     (example,) = load_examples("sat")
     assert example.gold == "C" and example.question.endswith("\n(A) 1, (B) 2, (C) 3, (D) 4")
 
@@ -260,7 +260,7 @@ def test_what_the_hub_does_not_give_is_one_message(kind, monkeypatch):
     def refuse(*place):
         raise kind("Dataset scripts are no longer supported\nmore")
 
-    monkeypatch.setattr("vocagnolm.evaluate.benchmarks._hub_split", refuse)
+    monkeypatch.setattr("vocagnolm.questions.benchmarks._hub_split", refuse)
     with pytest.raises(
         BenchmarkError, match=r"scripts .* --benchmarks DIR with DIR/asdiv"
     ) as error:

@@ -16,7 +16,7 @@ from vocagnolm.evaluate.results import (
     format_table,
     paired_difference,
 )
-from vocagnolm.evaluate.suite import SUITES
+from vocagnolm.questions.suite import SUITES
 from vocagnolm.statistics import mcnemar_exact
 
 

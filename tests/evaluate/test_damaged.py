@@ -7,9 +7,9 @@ import multiprocessing
 import pytest
 
 from vocagnolm.errors import BenchmarkError, BusyError, EvaluationError
-from vocagnolm.evaluate.benchmarks import load_examples
 from vocagnolm.evaluate.render import Request, write_requests
 from vocagnolm.evaluate.results import Answer, RunFolder
+from vocagnolm.questions.benchmarks import load_examples
 from vocagnolm_studies.evaluation import grade_answers, questions_of
 
 SETTINGS = {"model": "m", "protocol": "strict"}

@@ -4,11 +4,12 @@ import pytest
 from evaluation_kit import QUICK, write_rows
 
 from vocagnolm.errors import BenchmarkError, UsageError
-from vocagnolm.evaluate import compare_runs, evaluate, grade
-from vocagnolm.evaluate.benchmarks import SOURCES, load_examples, tasks_asked
+from vocagnolm.evaluate import compare_runs, evaluate
 from vocagnolm.evaluate.render import render
 from vocagnolm.evaluate.results import comparison_table, scores_table
-from vocagnolm.evaluate.suite import AVERAGES, TASKS
+from vocagnolm.questions import grade
+from vocagnolm.questions.benchmarks import SOURCES, load_examples, tasks_asked
+from vocagnolm.questions.suite import AVERAGES, TASKS
 
 SUMS = """
 title: Sums

@@ -8,8 +8,8 @@ import pytest
 
 from vocagnolm.evaluate.render import render
 from vocagnolm.evaluate.run import checksum
-from vocagnolm.evaluate.suite import TASKS
 from vocagnolm.files import json_digest
+from vocagnolm.questions.suite import TASKS
 
 PINS = json.loads((Path(__file__).parent / "pinned.json").read_text())
 WAYS = {

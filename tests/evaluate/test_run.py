@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.errors import EvaluationError, UsageError
-from vocagnolm.evaluate import averages, evaluate, grade
+from vocagnolm.evaluate import evaluate
 from vocagnolm.evaluate.results import Record, RunFolder, score_records
 from vocagnolm.evaluate.settings import Engine, Questions
-from vocagnolm.evaluate.suite import SUITES, average_stderrs
 from vocagnolm.generate import Decoder, Generator
+from vocagnolm.questions import averages, grade
+from vocagnolm.questions.suite import SUITES, average_stderrs
 
 PAPER_CPT = {
     "gsm8k": 6.8, "math500": 4.2, "svamp": 22, "asdiv": 36.4, "mawps": 47.1, "tabmwp": 16.5,

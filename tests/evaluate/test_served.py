@@ -17,8 +17,8 @@ from vocagnolm.cli import app
 from vocagnolm.errors import EvaluationError, ModelError, ServerError, UsageError
 from vocagnolm.evaluate import evaluate
 from vocagnolm.evaluate.results import RunFolder
-from vocagnolm.evaluate.suite import SUITES
 from vocagnolm.model import server as client
+from vocagnolm.questions.suite import SUITES
 
 ASKED = {"batch_size": 2, "max_new_tokens": 8}
 

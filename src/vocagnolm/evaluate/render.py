@@ -26,8 +26,9 @@ import yaml
 
 from vocagnolm.chat import Message, shared_text
 from vocagnolm.errors import MissingExtraError, UsageError
-from vocagnolm.evaluate.benchmarks import with_options
-from vocagnolm.evaluate.suite import (
+from vocagnolm.files import write_text
+from vocagnolm.questions.benchmarks import with_options
+from vocagnolm.questions.suite import (
     PAPER_NEW_TOKENS,
     AnswerKind,
     Protocol,
@@ -35,7 +36,6 @@ from vocagnolm.evaluate.suite import (
     Task,
     check_protocol,
 )
-from vocagnolm.files import write_text
 from vocagnolm.recipe.sections import Choices
 
 TASK_FOLDER = Path(__file__).parent / "tasks"

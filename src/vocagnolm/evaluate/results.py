@@ -25,14 +25,6 @@ import numpy as np
 
 from vocagnolm.errors import EvaluationError, VocagnolmWarning
 from vocagnolm.evaluate.settings import OF_THE_QUESTIONS, differing
-from vocagnolm.evaluate.suite import (
-    AVERAGE_TITLES,
-    AVERAGES,
-    TASKS,
-    Protocol,
-    average_stderrs,
-    averages,
-)
 from vocagnolm.files import (
     append_lines,
     differences,
@@ -48,6 +40,14 @@ from vocagnolm.files import (
     write_text,
 )
 from vocagnolm.generate.reading import Answer
+from vocagnolm.questions.suite import (
+    AVERAGE_TITLES,
+    AVERAGES,
+    TASKS,
+    Protocol,
+    average_stderrs,
+    averages,
+)
 from vocagnolm.statistics import mcnemar_exact, mean_error, middle_95, resampled_ratios, sign_flip_p
 from vocagnolm.store.writer import measured_apart, with_values_of
 

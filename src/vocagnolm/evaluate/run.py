@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from vocagnolm.chat.messages import is_conversation, readable
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import ModelError, UsageError
-from vocagnolm.evaluate.graders import Grade, grade
 from vocagnolm.evaluate.render import Request
 from vocagnolm.evaluate.results import (
     BITS,
@@ -25,6 +24,7 @@ from vocagnolm.evaluate.results import (
 from vocagnolm.evaluate.settings import Engine, Questions, grouped, task_conditions, text_conditions
 from vocagnolm.files import local_path
 from vocagnolm.generate.reading import Answer
+from vocagnolm.questions.graders import Grade, grade
 from vocagnolm.recipe import CorpusSection
 
 if TYPE_CHECKING:  # they come with torch

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.chat.messages import is_conversation, messages_of
-from vocagnolm.evaluate.benchmarks import tasks_asked
 from vocagnolm.evaluate.render import Request, render
-from vocagnolm.evaluate.suite import TASKS
 from vocagnolm.files import file_digest, json_digest
+from vocagnolm.questions.benchmarks import tasks_asked
+from vocagnolm.questions.suite import TASKS
 from vocagnolm.recipe.sections import EngineSection, QuestionsSection
 
 Conditions = dict[str, Any]

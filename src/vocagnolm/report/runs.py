@@ -23,9 +23,9 @@ from vocagnolm.data.teachers import Lookup
 from vocagnolm.errors import CorpusError, TemplateError, VocagnolmError
 from vocagnolm.evaluate.results import BITS, Evaluation, RunFolder, Score, in_order
 from vocagnolm.evaluate.settings import marks
-from vocagnolm.evaluate.suite import AVERAGES, TASKS
 from vocagnolm.files import json_digest, local_path, parse_json, write_text
 from vocagnolm.pair import plain_tokenizer
+from vocagnolm.questions.suite import AVERAGES, TASKS
 from vocagnolm.recipe import Recipe, load_recipe, recipe_from_dict
 from vocagnolm.recipe.schema import parse_yaml
 from vocagnolm.report.page_data import (

@@ -3,10 +3,10 @@
 import os
 from typing import Any
 
-from vocagnolm.evaluate.benchmarks import load_examples
-from vocagnolm.evaluate.graders import grade
 from vocagnolm.evaluate.render import shots_of
-from vocagnolm.evaluate.suite import Protocol, check_protocol, task_named
+from vocagnolm.questions.benchmarks import load_examples
+from vocagnolm.questions.graders import grade
+from vocagnolm.questions.suite import Protocol, check_protocol, task_named
 
 
 def load(task: str, benchmarks: str | None = None, protocol: Protocol = "strict", **_: Any) -> Any:

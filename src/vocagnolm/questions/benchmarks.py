@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import BenchmarkError, MissingExtraError, UsageError, first_line
-from vocagnolm.evaluate.graders import gold_letter, gold_math, gold_number
-from vocagnolm.evaluate.suite import TASKS, AnswerKind, Protocol, Task, task_named, tasks_named
 from vocagnolm.files import parse_json
+from vocagnolm.questions.graders import gold_letter, gold_math, gold_number
+from vocagnolm.questions.suite import TASKS, AnswerKind, Protocol, Task, task_named, tasks_named
 from vocagnolm.recipe.schema import Schema, build, read_tree
 
 Row = dict[str, Any]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from faults_kit import LONG
 
-from vocagnolm.evaluate import grade
+from vocagnolm.questions import grade
 
 HERE = Path(__file__).parent
 CASES = json.loads((HERE / "math_verify_cases.json").read_text(encoding="utf-8"))["cases"]

@@ -6,9 +6,9 @@ import time
 import pytest
 from faults_kit import LONG
 
-from vocagnolm.evaluate import grade
-from vocagnolm.evaluate.graders.answers import extract_math, number_in_words, parse_number
-from vocagnolm.evaluate.graders.math import readable_math
+from vocagnolm.questions import grade
+from vocagnolm.questions.graders.answers import extract_math, number_in_words, parse_number
+from vocagnolm.questions.graders.math import readable_math
 
 PIECES = [
     "\\boxed{", "\\boxed ", "\\boxed{1}", "\\boxed{1} and ", "{", "}", "((", "))", "(1)", "$",

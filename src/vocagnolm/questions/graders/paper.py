@@ -9,14 +9,14 @@ Expressions go to math-verify, where the harness has sympy and latex2sympy2.
 import re
 from fractions import Fraction
 
-from vocagnolm.evaluate.graders.answers import (
+from vocagnolm.questions.graders.answers import (
     LONGEST_ANSWER,
     NUMBER_WORD,
     closing_braces,
     number_in_words,
     plain,
 )
-from vocagnolm.evaluate.graders.math import NO_SIGN, UNICODE_TO_LATEX, same_base, verify_latex
+from vocagnolm.questions.graders.math import NO_SIGN, UNICODE_TO_LATEX, same_base, verify_latex
 
 _TOLERANCE = Fraction(1, 10**4)  # relative
 _LONGEST_NUMBER = 200  # digits

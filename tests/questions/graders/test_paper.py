@@ -3,7 +3,7 @@
 import pytest
 
 from vocagnolm.errors import UsageError
-from vocagnolm.evaluate import Grade, grade
+from vocagnolm.questions import Grade, grade
 
 # task, output, reference, right and extracted by the paper's rules, right by ours
 ROWS = [

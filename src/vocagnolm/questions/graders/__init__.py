@@ -6,8 +6,8 @@ Uses only the standard library, and math-verify (in its own process) for LaTeX.
 import re
 from dataclasses import dataclass
 
-from vocagnolm.evaluate.graders import paper
-from vocagnolm.evaluate.graders.answers import (
+from vocagnolm.questions.graders import paper
+from vocagnolm.questions.graders.answers import (
     Number,
     clauses,
     delatex,
@@ -19,8 +19,8 @@ from vocagnolm.evaluate.graders.answers import (
     same_number,
     same_text,
 )
-from vocagnolm.evaluate.graders.math import same_math
-from vocagnolm.evaluate.suite import Protocol, Task, check_protocol, task_named
+from vocagnolm.questions.graders.math import same_math
+from vocagnolm.questions.suite import Protocol, Task, check_protocol, task_named
 
 Gold = str | int | float
 

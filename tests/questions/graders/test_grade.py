@@ -7,9 +7,9 @@ import pytest
 from grade_tables import NUMBERS, TABLES
 
 from vocagnolm.errors import UsageError
-from vocagnolm.evaluate import Grade, grade
-from vocagnolm.evaluate.graders.math import Verifier
-from vocagnolm.evaluate.suite import TASKS, task_named
+from vocagnolm.questions import Grade, grade
+from vocagnolm.questions.graders.math import Verifier
+from vocagnolm.questions.suite import TASKS, task_named
 
 ROWS = [(task, *row) for task, table in TABLES.items() for row in table]
 

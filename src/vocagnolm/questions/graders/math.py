@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import MissingExtraError
-from vocagnolm.evaluate.graders.answers import (
+from vocagnolm.questions.graders.answers import (
     MATH_SPAN,
     Number,
     canonical_text,
