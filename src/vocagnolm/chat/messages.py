@@ -19,7 +19,7 @@ from typing import Any
 
 from vocagnolm.recipe.sections import Format as Format
 
-_SHARED_FIELDS = ("system", "tools", "chat_template_kwargs")
+_SHARED_FIELDS = ("system", "tools", "chat_template_kwargs", "finished")
 CONVERSATION_FIELDS = ("messages", "prompt", "completion", *_SHARED_FIELDS)
 RENAMED_FIELDS = ("conversations", "instruction", "input", "output", *_SHARED_FIELDS)
 """ShareGPT's and Alpaca's, which are read where there is neither `messages` nor `prompt`."""
@@ -55,7 +55,7 @@ class Message:
     more: str = ""
     """Other inputs of a template, as JSON: `tool_calls` of an assistant, `name` and `tool_call_id`
     of a tool's result, `content` if it is null. The first message also holds the record's `tools`
-    and `chat_template_kwargs`."""
+    and `chat_template_kwargs`. `cut`: an answer that was broken off, whose end is nobody's."""
 
     @property
     def mark(self) -> str:
@@ -66,6 +66,11 @@ class Message:
         """The contents of `more`."""
         found: dict[str, Any] = json.loads(self.more) if self.more else {}
         return found
+
+    @property
+    def cut(self) -> bool:
+        """Whether the answer was broken off: nobody is trained on the end of its turn."""
+        return bool(self.more) and bool(self.fields.get("cut"))
 
     @property
     def text(self) -> str:
@@ -114,13 +119,14 @@ def record_of(text: str) -> dict[str, Any]:
         {
             "role": message.role,
             "content": message.content,
-            **{name: one for name, one in message.fields.items() if name not in of_record},
+            **{n: v for n, v in message.fields.items() if n not in (*of_record, "cut")},
             "reasoning_content": message.reasoning,
             "weight": 0 if message.given else None,
         }
         for message in messages
     ]
-    return {"messages": entries, **of_record}
+    finished = {"finished": False} if messages[-1].cut else {}
+    return {"messages": entries, **of_record, **finished}
 
 
 def is_mark(byte: int) -> bool:
@@ -234,7 +240,45 @@ def conversation_of(
     more["chat_template_kwargs"] = _without_nulls(_parsed(fields.get("chat_template_kwargs")))
     if found := {name: value for name, value in more.items() if value}:
         messages[0] = replace(messages[0], more=_checked_json({**messages[0].fields, **found}))
+    if fields.get("finished") is False and messages[-1].role == "assistant":
+        messages[-1] = broken_off(messages[-1])
     return messages
+
+
+def broken_off(message: Message) -> Message:
+    """An answer that did not come to its end."""
+    return replace(message, more=as_json({**message.fields, "cut": True}))
+
+
+def prompt_of(
+    fields: Mapping[str, Any], text_field: str, *, drop_answer: bool = False
+) -> list[Message]:
+    """The messages of a record that ask for an answer, or a `Refused` with the reason: messages
+    that end with the user, the prompt of a prompt and its completion, an instruction, or a text.
+    `drop_answer`: what the assistant says last is left out."""
+    fields = _without_nulls(fields)
+    fields = _renamed({"output": "", **fields} if "instruction" in fields else fields)
+    if "messages" not in fields and "prompt" not in fields:
+        text = _field(fields, text_field)
+        if not isinstance(text, str):
+            raise Refused(f"field {text_field!r} holds {type(text).__name__}, not text")
+        fields = {**fields, "prompt": text}
+    if "messages" not in fields:
+        fields = {**fields, "messages": _as_entries(fields["prompt"])}
+    kept = {name: value for name, value in fields.items() if name != "finished"}
+    messages = conversation_of(kept, "messages")
+    while drop_answer and len(messages) > 1 and messages[-1].role == "assistant":
+        messages.pop()
+    if messages[-1].role == "assistant":
+        raise Refused(
+            "ends with the assistant: a prompt ends with the user. --drop-answers leaves out what "
+            "the assistant says last"
+        )
+    return messages
+
+
+def _as_entries(prompt: Any) -> Any:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _without_nulls(value: Any) -> Any:
@@ -360,9 +404,14 @@ def _content(number: int, content: Any) -> tuple[str, str]:
 
 
 def _checked(number: int, role: str, content: str, reasoning: str = "") -> Message:
-    if found := _ANY_MARK.search(content + reasoning):
+    require_no_marks(content + reasoning, f"message {number}")
+    return Message(role, content, reasoning=reasoning)
+
+
+def require_no_marks(text: str, where: str = "the answer") -> None:
+    """Refuse a text that holds what the shared text keeps for itself."""
+    if match := _ANY_MARK.search(text):
         raise Refused(
-            f"control character: message {number} holds U+{ord(found[0]):04X}, which stands for "
+            f"control character: {where} holds U+{ord(match[0]):04X}, which stands for "
             "the end of a turn or a part of a message in the shared text"
         )
-    return Message(role, content, reasoning=reasoning)

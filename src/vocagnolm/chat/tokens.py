@@ -264,17 +264,17 @@ class ChatTokenizer(TextTokenizer):
             at += width
         at_byte = partial(self._at_byte, found, edges)
         if any("tool_calls" in message.fields for message in messages):
-            for number, (start, stop) in self._written(found, True):
+            for number, (start, stop) in self._written(found, messages, True):
                 closing = [m.start() for m in self._control.finditer(found.text, start, stop)]
                 if "tool_calls" in messages[number].fields:  # the turn's last one, not a call's
                     ends[number] = (at_byte(max(closing, default=stop - 1)), at_byte(stop))
         return _Laid(
             text="".join(texts),
             pieces=pieces,
-            ends=[(*ends[n], origins[n] + sizes[n]) for n in sorted(ends)],
+            ends=[(*ends[n], origins[n] + sizes[n]) for n in sorted(ends) if not messages[n].cut],
             turns=[
                 (at_byte(start), at_byte(stop), origins[n] + sizes[n])
-                for n, (start, stop) in self._written(found, by_rule)
+                for n, (start, stop) in self._written(found, messages, by_rule)
             ],
             n_bytes=origins[-1],
             n_hidden=sum(sizes) - sum(len((m.reasoning + m.content).encode()) for m in messages),
@@ -283,12 +283,18 @@ class ChatTokenizer(TextTokenizer):
     def _aliased(self, text: str) -> str:
         return self._control.sub(lambda match: self._alias[match[0]], text)
 
-    def _written(self, found: Rendering, by_rule: bool) -> Iterator[tuple[int, tuple[int, int]]]:
+    def _written(
+        self, found: Rendering, messages: Sequence[Message], by_rule: bool
+    ) -> Iterator[tuple[int, tuple[int, int]]]:
         """Messages, and the characters of the rendering that the model writes: from the end of the
         generation prompt through the last control token of the turn. Without one the turn ends with
-        the token that reaches over the content's end."""
+        the token that reaches over the content's end; an answer that was broken off, with its
+        content."""
         text = found.text
         for turn in found.turns:
+            if messages[turn.message].cut:
+                yield turn.message, (turn.start, turn.end)
+                continue
             if turn.marked is not None and not by_rule:
                 if turn.marked[0] < turn.marked[1]:
                     yield turn.message, turn.marked

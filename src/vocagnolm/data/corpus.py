@@ -7,9 +7,10 @@ keeps its number, so that numbers, shards and fingerprints do not move when a re
 
 import bisect
 import difflib
+import fnmatch
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,13 @@ from vocagnolm.data.sources import (
 )
 from vocagnolm.errors import CorpusError
 from vocagnolm.files import address_of, local_path
-from vocagnolm.store.format import count_reasons
+from vocagnolm.recipe.sections import CorpusSection
+from vocagnolm.store.format import (
+    DATA_FOLDER,
+    MANIFEST_FILE,
+    PARTIAL_MANIFEST_FILE,
+    count_reasons,
+)
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".tex")
 MAX_DOCUMENT_BYTES = 16 * 2**20
@@ -99,17 +106,11 @@ class Corpus:
                 {"name": s.name, "documents": len(s), "sha256": s.fingerprint} for s in self.sources
             ],
         }
-        parts = [self.text_field, str(len(self)), *(s.fingerprint for s in self.sources)]
         if self.split != "none":  # written only where it is used: older stores stay the same
             about["split"] = self.split
-            parts.append(f"split {self.split}")
         if self.conversations:
             about["format"] = sorted(set(self._formats))
-            parts.append(f"format {about['format']}")
-        digest = hashlib.sha256()
-        for part in parts:
-            digest.update(part.encode() + b"\0")
-        return {"fingerprint": digest.hexdigest(), **about}
+        return {"fingerprint": fingerprint_of(about), **about}
 
     @property
     def fingerprint(self) -> str:
@@ -117,6 +118,12 @@ class Corpus:
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Document]:
         """Documents `start..stop`, without reading what lies before them where files can seek."""
+        for index, record, number in self.records(start, stop):
+            yield self._document(index, record, number)
+
+    def records(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Record, int]]:
+        """The records behind documents `start..stop` as they stand in their files, each with the
+        number of its document and of its source."""
         stop = len(self) if stop is None else min(stop, len(self))
         for number, source in enumerate(self.sources):
             first, last = self._starts[number], self._starts[number + 1]
@@ -124,7 +131,7 @@ class Corpus:
                 continue
             inside = range(max(start, first) - first, min(stop, last) - first)
             for offset, record in zip(inside, source.read(inside.start, inside.stop), strict=True):
-                yield self._document(first + offset, record, number)
+                yield first + offset, record, number
 
     def __iter__(self) -> Iterator[Document]:
         return self.read()
@@ -188,6 +195,10 @@ class Corpus:
                 if holds == "text" and self.text_field not in fields:
                     raise self._no_text_field(record, fields)
             found.append(holds)
+        known = [holds for s, holds in zip(self.sources, found, strict=True) if len(s)]
+        if known:  # an empty file is of the kind of the others
+            pairs = zip(self.sources, found, strict=True)
+            found = [holds if len(s) else known[0] for s, holds in pairs]
         if len({holds == "text" for holds in found}) > 1:
             names = [f"{s.name} ({holds})" for s, holds in zip(self.sources, found, strict=True)]
             raise CorpusError(
@@ -217,6 +228,31 @@ def _conversation(value: Any, format: Format, of_a_table: bool) -> str | Problem
         return Problem(str(error))
 
 
+def fingerprint_of(about: Mapping[str, Any]) -> str:
+    """The digest of a corpus, from its description."""
+    sources = about["sources"]
+    parts = [about["text_field"], str(about["documents"]), *(s["sha256"] for s in sources)]
+    parts += [f"{name} {about[name]}" for name in ("split", "format") if name in about]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def described_documents(sources: Sequence[dict[str, Any]], conversations: bool) -> dict[str, Any]:
+    """What `Corpus.describe` says of these files of documents, without reading them; `sources` name
+    each with its documents and its SHA-256."""
+    about: dict[str, Any] = {
+        "documents": sum(source["documents"] for source in sources),
+        "text_field": CorpusSection.text_field,
+        "limit_documents": None,
+        "max_document_bytes": MAX_DOCUMENT_BYTES,
+        "sources": [*sources],
+        **({"format": ["messages"]} if conversations else {}),
+    }
+    return {"fingerprint": fingerprint_of(about), **about}
+
+
 def open_corpus(
     paths: str | Path | Sequence[str | Path],
     *,
@@ -231,13 +267,10 @@ def open_corpus(
     datasets of the Hugging Face hub (`owner/name` or `owner/name:split`). A text file is one
     document, unless `split` cuts it at every blank line or line. `format`: records hold a text, or
     a conversation (`messages`; `prompt` and `completion`); auto: by the fields of the first."""
+    # a conversation that is asked for is read also where there is a text beside it
+    sources = open_sources(paths, text_field if format in ("auto", "text") else "", split)
     if isinstance(paths, str | Path):
         paths = [paths]
-    if not paths:
-        raise ValueError("a corpus needs at least one path")
-    # a conversation that is asked for is read also where there is a text beside it
-    wanted = text_field if format in ("auto", "text") else ""
-    sources = [source for path in paths for source in _sources_of(path, wanted, split)]
     if split != "none" and not any(isinstance(source, TextFile) for source in sources):
         raise CorpusError(
             f"split {split} is for text files ({', '.join(TEXT_SUFFIXES)}), and "
@@ -256,7 +289,18 @@ def open_corpus(
     return corpus
 
 
-def _sources_of(path: str | Path, text_field: str, split: Split) -> list[Source]:
+def open_sources(
+    paths: str | Path | Sequence[str | Path], text_field: str | None, split: Split = "none"
+) -> list[Source]:
+    """What these paths name. `text_field`: the only field of a record that is read, or else those
+    of conversations; None: every field."""
+    listed = [paths] if isinstance(paths, str | Path) else paths
+    if not listed:
+        raise ValueError("a corpus needs at least one path")
+    return [source for path in listed for source in _sources_of(path, text_field, split)]
+
+
+def _sources_of(path: str | Path, text_field: str | None, split: Split) -> list[Source]:
     def opened(file: Path, name: str) -> JsonLines | ParquetRows | TextFile:
         reader = _reader_of(file)
         assert reader is not None
@@ -266,8 +310,11 @@ def _sources_of(path: str | Path, text_field: str, split: Split) -> list[Source]
 
     if (address := address_of(path)) is not None:
         sources: list[Source] = []
-        for file in remote_files(address):
-            if is_corpus_file(file.name):
+        found = remote_files(address)
+        names = {file.name for file in found}
+        written = _written_documents(sorted(names), names.__contains__, str(address))
+        for file in found:
+            if is_corpus_file(file.name) if written is None else file.name in written:
                 source = opened(file.fetch(), file.name)
                 source.origin = file
                 sources.append(source)
@@ -314,8 +361,24 @@ def is_corpus_file(path: str | Path) -> bool:
 
 
 def files_of_folder(folder: Path) -> list[Path]:
-    """Those that can be read, at any depth."""
-    return sorted(p for p in folder.rglob("*") if p.is_file() and is_corpus_file(p))
+    """The files of a folder that can be read, at any depth; of a folder that a teacher wrote, its
+    documents alone."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and is_corpus_file(p))
+    names = [file.relative_to(folder).as_posix() for file in files]
+    documents = _written_documents(names, lambda name: (folder / name).is_file(), str(folder))
+    return files if documents is None else [folder / name for name in documents]
+
+
+def _written_documents(
+    names: Sequence[str], has: Callable[[str], bool], place: str
+) -> list[str] | None:
+    """The files of documents among those of a folder that a teacher wrote; None for others."""
+    documents = [name for name in names if fnmatch.fnmatch(name, f"{DATA_FOLDER}/??????.jsonl")]
+    if documents and has(PARTIAL_MANIFEST_FILE) and not has(MANIFEST_FILE):
+        raise CorpusError(
+            f"{place} is still being written. Run the command that started it again to resume."
+        )
+    return documents if documents and has(MANIFEST_FILE) else None
 
 
 # ---- documents that are left out ----

@@ -317,7 +317,7 @@ def _plan(recipe: Recipe, tokenizer: TextTokenizer, settings: dict[str, Any]) ->
     # documents of this very corpus that are known to be missing in all of the stores
     skipped = [
         frozenset(int(entry["document"]) for entry in store.skipped())
-        if store.made_from(settings["corpus"])
+        if store.made_from(settings["corpus"]) and store.written is None
         else frozenset[int]()
         for store in stores
     ]

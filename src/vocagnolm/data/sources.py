@@ -209,9 +209,12 @@ class Record:
     value: Any
 
 
-def wanted_fields(names: Iterable[str], text_field: str) -> list[str]:
-    """Of a record's fields those that are read: the text, or else what a conversation is in."""
+def wanted_fields(names: Iterable[str], text_field: str | None) -> list[str]:
+    """The fields of a record that are read: the text, or else what a conversation is in; None: all
+    of them."""
     found = [*names]
+    if text_field is None:
+        return found
     if text_field in found:
         return [text_field]
     own = "messages" in found or "prompt" in found
@@ -295,7 +298,7 @@ class JsonLines(_File):
     # Documents still to be read from an open file: shards are mostly asked for in order.
     _cursor: tuple[int, io.BufferedIOBase, int] | None = None
 
-    def __init__(self, path: Path, name: str, text_field: str):
+    def __init__(self, path: Path, name: str, text_field: str | None):
         super().__init__(path, name)
         self._marks: list[tuple[int, int]] = []  # (byte, line) of every 256th document
         digest = hashlib.sha256()
@@ -468,7 +471,7 @@ class ParquetRows(_File):
 
     _opened = ("_file",)
 
-    def __init__(self, path: Path, name: str, text_field: str):
+    def __init__(self, path: Path, name: str, text_field: str | None):
         super().__init__(path, name)
         self._text_field = text_field
         self._rows = int(self._file.metadata.num_rows)
@@ -511,7 +514,7 @@ class ParquetRows(_File):
 class DatasetSource:
     """A dataset of the Hugging Face hub: `owner/name`, or `owner/name:split`."""
 
-    def __init__(self, name: str, text_field: str):
+    def __init__(self, name: str, text_field: str | None):
         self.name = name
         self._text_field = text_field
         self._documents = len(self._rows)

@@ -182,19 +182,12 @@ class Decoder:
         self._prefix = Prefix(len(prefix_ids), captured)
 
     def fitting_rows(self, tokens: int) -> int:
-        """How many rows of so many own tokens a GPU's free memory holds."""
+        """How many rows of so many own tokens the device's free memory holds."""
         if self.device.type != "cuda" or self._windows is None:
             return CPU_ROWS
-        config: Any = self.model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kept = 2 * config.num_hidden_layers * heads * size * self.model.dtype.itemsize * tokens
-        head: Any = self.model.get_output_embeddings()
-        logits = 3 * 4 * head.weight.shape[0]
         free, _ = torch.cuda.mem_get_info(self.device)
         free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        rows = int(free * _MEMORY_SHARE / (kept + logits))
-        return max(1, min(MOST_ROWS, rows // _LEAST_ROWS * _LEAST_ROWS or rows))
+        return fitting_rows(self.model.config, self.model.dtype, free, tokens)
 
     @torch.inference_mode()
     def answers(
@@ -519,6 +512,17 @@ class Decoder:
                     if self._is_over(row, is_over):
                         break
                 yield row.answered(row.next_id in self._ends)
+
+
+def fitting_rows(config: Any, dtype: torch.dtype, free_bytes: int, tokens: int) -> int:
+    """How many rows of so many own tokens fit into so much memory, with their logits."""
+    config = config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kept = 2 * config.num_hidden_layers * heads * size * dtype.itemsize * tokens
+    logits = 3 * 4 * config.vocab_size
+    rows = int(free_bytes * _MEMORY_SHARE / (kept + logits))
+    return max(1, min(MOST_ROWS, rows // _LEAST_ROWS * _LEAST_ROWS or rows))
 
 
 class _State(NamedTuple):

@@ -533,6 +533,95 @@ class ScoreSection(Schema, frozen=True):
                 raise SettingError(str(error)) from None
 
 
+class PromptsSection(Schema, frozen=True):
+    """What a teacher is asked."""
+
+    files: list[str] = key(
+        "prompts: jsonl (.gz, .zst), parquet or text files, folders, addresses or hub datasets. A "
+        "record is a conversation that ends with the user (`messages`), a `prompt`, an instruction "
+        "(Alpaca, ShareGPT), or a text",
+        option="--prompts",
+    )
+    text_field: str = key("field of a record that contains the prompt as a text", "text")
+    answer_field: str | None = key("field of a record that contains the expected answer")
+    instruction: str | None = key(
+        "ask for something to be done with a text: an instruction with {text} in it"
+    )
+    drop_answers: bool = key(
+        "leave out what the assistant says last in a conversation", False, option="--drop-answers"
+    )
+    continues: bool = key(
+        "go on with the first tokens of a text instead of answering", False, option="--continue"
+    )
+    prompt_tokens: int = key("with --continue: tokens of a text that are the prompt", 128, ge=1)
+    split: Split = key("how to split a text file into prompts", "none")
+    limit_prompts: int | None = key("maximum number of prompts to read", ge=1)
+    without: list[str] = key(
+        "leave out prompts that share 13 words in a row with the questions of these benchmarks",
+        [],
+        option="--without",
+    )
+
+
+class WriteSection(Schema, frozen=True):
+    """How a teacher writes. None: chosen by model and device, and recorded in the manifest."""
+
+    samples: int = key("answers to every prompt", 4, ge=1, le=1024)
+    temperature: float = key("0: the likeliest token every time", 0.7, ge=0, le=10)
+    top_p: float = key(
+        "draw among the likeliest tokens that together hold this probability", 1.0, gt=0, le=1
+    )
+    max_new_tokens: int = key("tokens of an answer, at most", 512, ge=1)
+    alternatives: int = key(
+        "keep the teacher's K most likely tokens at every position, to distill students of any "
+        "vocabulary. Four bytes each",
+        16,
+        ge=0,
+        le=64,
+        metavar="K",
+    )
+    seed: int = key("seed of the draws", 0, ge=0, lt=2**32)
+    system: str | None = key("system message for the teacher, which the students never see")
+    examples: str | None = key(
+        "file with worked examples (records with a prompt and an answer), earlier turns for the "
+        "teacher, which the students never see"
+    )
+    stop: list[str] = key("an answer also ends where one of these texts appears", [])
+    cut: Literal["drop", "keep"] = key(
+        "answers that were broken off at the limit: leave them out, or keep them, without an end",
+        "drop",
+    )
+    grade: Literal["number", "mixed", "math", "choice"] | None = key(
+        "mark answers as right or wrong by the expected answer: a number; a number or a short "
+        "text; an expression in LaTeX; the letter of an option"
+    )
+    chat_template: str | None = key(CHAT_TEMPLATE, unset="the model's own")
+    template_options: Mapping[str, Any] = key(
+        "another variable for the template, name=value", {}, option="--template-option"
+    )
+    device: Device = key("where the teacher runs", "auto")
+    dtype: Dtype = key("auto: float32 on a CPU, the model's half precision on a GPU", "auto")
+    context: int | None = key(
+        "tokens of a prompt and its answer, at most; longer prompts are left out",
+        unset="1,536 and the answer's, or the model's limit",
+        ge=2,
+    )
+    rows: int | None = key(
+        "answers that are written at once on a GPU", unset="as many as its memory holds", ge=1
+    )
+    compiled: bool | None = key(
+        "compile the layers", unset="on a GPU", option="--compile/--no-compile"
+    )
+    threads: int | None = key(
+        "threads on a CPU; the last bit of a sum depends on them", unset="all, at most 16", ge=1
+    )
+    shard_prompts: int | None = key(
+        "prompts per shard; a killed run loses at most two unfinished shards",
+        unset="1,024 on a GPU, 32 on a CPU, 256 with a server",
+        ge=1,
+    )
+
+
 class ServerSection(Schema, frozen=True):
     """A server that runs the model, and how requests are sent to it."""
 

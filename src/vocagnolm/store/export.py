@@ -114,9 +114,11 @@ def store_card(storage: Storage, licence: str | None = None) -> str:
         raise StoreError(
             f"{storage} is damaged: {'; '.join(about['problems'][:3])}. {mend_hint(str(storage))}"
         )
-    has_parquet = any(name.endswith(".parquet") for name in storage.files(PARQUET_FOLDER))
     name = PurePath(str(storage)).name
     facts = _facts(about)
+    if "written" in about:
+        return _written_card(name, about, facts, licence)
+    has_parquet = any(name.endswith(".parquet") for name in storage.files(PARQUET_FOLDER))
     header: dict[str, Any] = {"pretty_name": f"Losses of {facts['teacher']} ({name})"}
     if licence is not None:
         header["license"] = licence
@@ -154,6 +156,62 @@ token_bytes, nll = store[0]
 
 The files are read by any safetensors reader; `manifest.json` says how they were made, and holds a
 checksum of each. {text_is} known by the SHA-256 of their bytes.
+"""
+
+
+_WRITTEN = """
+`data/` holds the {kind} that {teacher} wrote, as `datasets`, TRL and axolotl read them; `dropped/`
+what was left out, with the reasons. The rest is a loss store over exactly these documents: what
+the teacher thought of every token that it wrote{kept}. A student with any vocabulary can be trained
+from it without the teacher:
+
+```yaml
+# recipe.yaml
+corpus: {{files: [{name}]}}
+store: {{path: {name}}}
+objective: {{method: distill, mix: 0.5}}
+```
+
+Whether you may train a model on this text, and publish that model, is said by the teacher's licence
+and by those of the prompts.
+"""
+
+
+def _written_card(
+    name: str, about: dict[str, Any], facts: dict[str, Any], licence: str | None
+) -> str:
+    """The card of a folder that a teacher wrote: who wrote what, and how."""
+    writing, written = about["writing"], about["written"]
+    shown = ("samples", "temperature", "top_p", "max_new_tokens", "seed")
+    facts = {
+        **{k: v for k, v in facts.items() if k not in ("corpus fingerprint", "documents")},
+        "prompts": written["prompts"],
+        "documents": about["documents"],
+        "left out": about["skipped"],
+        **{key.replace("_", " "): writing[key] for key in shown if key in writing},
+        **({"right": f"{written['right_share']:.1%}"} if "right_share" in written else {}),
+    }
+    header: dict[str, Any] = {"pretty_name": f"Written by {facts['teacher']} ({name})"}
+    if licence is not None:
+        header["license"] = licence
+    header["tags"] = ["vocagnolm", "loss-store", "distillation", "synthetic"]
+    data = [{"split": "train", "path": "data/*.jsonl"}]
+    header["configs"] = [{"config_name": "default", "data_files": data}]
+    header["loss_store"] = {key.replace(" ", "_"): value for key, value in facts.items()}
+    rows = "\n".join(f"| {key} | {_shown(value)} |" for key, value in facts.items())
+    kept = " and the tokens that it found likeliest beside it" if "alternatives" in about else ""
+    kind = "conversations" if written.get("format") else "texts"
+    body = _WRITTEN.format(kind=kind, teacher=facts["teacher"], kept=kept, name=name)
+    text = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
+    return f"""---
+{text}---
+
+# Written by {facts["teacher"]}
+{body}
+| | |
+| --- | --- |
+{rows}
+| licence | {licence or "not stated"} |
 """
 
 

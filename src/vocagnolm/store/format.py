@@ -37,6 +37,8 @@ PARTIAL_MANIFEST_FILE = "manifest.partial.json"
 SHARD_FOLDER = "shards"
 VOCABULARY_FILE = "vocabulary.safetensors"
 VOCABULARY_FORMAT = "vocagnolm-vocabulary"
+DATA_FOLDER, DROPPED_FOLDER = "data", "dropped"
+"""Of a folder that a teacher wrote: its conversations, and what was left out of them."""
 METADATA_KEY = "vocagnolm"
 
 HASH_BYTES = 16
@@ -96,6 +98,9 @@ class Shard:
     """Tokens for which the teacher gave NaN or infinity; stored as NaN."""
     alternatives: np.ndarray | None = None
     """As `vocagnolm.alternatives` packs them."""
+    files: dict[str, dict[str, Any]] | None = None
+    """Of a folder that was written: the files that hold the shard's documents, with their bytes,
+    lines and digests."""
 
     @property
     def format_version(self) -> int:
@@ -171,6 +176,7 @@ def encode_shard(shard: Shard, identity: str) -> bytes:
         "document_span": shard.document_span,
         "statistics": shard.statistics(),
         "skipped": shard.skipped,
+        **({} if shard.files is None else {"files": shard.files}),
     }
     return _encode({name: c for name, c in columns.items() if c is not None}, about)
 
@@ -242,6 +248,7 @@ class ShardFile:
                 document_span=self.about["document_span"],
                 skipped=self.about["skipped"],
                 nonfinite=self.about["statistics"]["nonfinite"],
+                files=self.about.get("files"),
                 **self.columns,
             )
             same = encode_shard(again, self.about["identity"]) == self.content
@@ -393,6 +400,7 @@ def record_of(shard: ShardFile, number: int, device: str | None = None) -> Recor
         "file_bytes": len(shard.content),
         "sha256": hashlib.sha256(shard.content).hexdigest(),
         **{key: shard.about[key] for key in ("first_document", "document_span", "statistics")},
+        **({"files": shard.about["files"]} if "files" in shard.about else {}),
         **({"device": device} if device else {}),
     }
 
@@ -402,7 +410,7 @@ def listed(record: Record) -> dict[str, Any]:
     return {
         **{key: record[key] for key in ("file", *_LISTED)},
         **{k: v for k, v in record["statistics"].items() if k != "histogram"},
-        **({"device": record["device"]} if record.get("device") else {}),
+        **{k: record[k] for k in ("files", "device") if record.get(k)},
     }
 
 

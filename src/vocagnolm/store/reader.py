@@ -20,6 +20,8 @@ from vocagnolm.files import json_digest
 from vocagnolm.storage import Folder, Storage, storage_of
 from vocagnolm.storage.copies import Wanted, cache_folder, copy_files
 from vocagnolm.store.format import (
+    DATA_FOLDER,
+    DROPPED_FOLDER,
     HASH_BYTES,
     HISTOGRAM_STEP_NATS,
     MANIFEST_FILE,
@@ -177,9 +179,15 @@ class LossStore:
         return int(shard.columns["document_index"][inside])
 
     @property
+    def written(self) -> dict[str, Any] | None:
+        """Of a folder that the teacher wrote: what it holds beside the store; None for others."""
+        about = self.manifest.get("written")
+        return about if isinstance(about, dict) else None
+
+    @property
     def corpus_fingerprint(self) -> str | None:
-        """Fingerprint of the scored corpus; None if the store does not have it."""
-        corpus = self.manifest["identity"].get("corpus")
+        """Fingerprint of the corpus that the store is about; None if the store does not have it."""
+        corpus = self.written or self.manifest["identity"].get("corpus")
         return corpus.get("fingerprint") if isinstance(corpus, dict) else None
 
     def made_from(self, corpus_fingerprint: str | None) -> bool:
@@ -190,7 +198,9 @@ class LossStore:
 
     def place_of(self, number: int) -> int | None:
         """Index of the document with this number in the scored corpus, or None if it was skipped.
-        Opens only its shard."""
+        Opens only its shard. A folder that the teacher wrote holds no other documents."""
+        if self.written is not None:
+            return number if number < len(self) else None
         shard = bisect.bisect_right(self._first_documents, number) - 1
         if shard < 0:
             return None
@@ -347,6 +357,9 @@ def listing_problems(manifest: dict[str, Any], found: Mapping[str, int]) -> list
             problems.append(
                 f"{entry['file']} has {size:,} bytes, {entry['file_bytes']:,} are expected"
             )
+        for name, about in (entry.get("files") or {}).items():
+            if found.get(name) != about["bytes"]:
+                problems.append(f"{name} is missing or has other bytes than were written")
     if "alternatives" in manifest["identity"] and VOCABULARY_FILE not in found:
         problems.append(f"{VOCABULARY_FILE} is missing")
     return problems
@@ -361,7 +374,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
     """Describe a store, complete or not, from its manifest and the shards' headers. `problems` are
     those visible without reading the shards, which `verify_store` does."""
     storage = storage_of(path)
-    found = storage.files(SHARD_FOLDER, RECORD_FOLDER)
+    found = storage.files(SHARD_FOLDER, RECORD_FOLDER, DATA_FOLDER, DROPPED_FOLDER)
     complete = MANIFEST_FILE in found
     if not complete and PARTIAL_MANIFEST_FILE not in found:
         require_complete(storage)  # raises with the right message
@@ -410,6 +423,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
         "bytes_per_token": file_bytes / totals["tokens"] if totals["tokens"] else None,
         "histogram": {"step_nats": HISTOGRAM_STEP_NATS, "counts": totals["histogram"]},
         **identity,
+        **({"written": manifest["written"]} if "written" in manifest else {}),
         **_alternatives(identity, totals),
     }
 
@@ -466,6 +480,7 @@ def verify_store(path: str | Path) -> list[str]:
             f"{MANIFEST_FILE}: the shards cover {expected_first:,} documents, the corpus has "
             f"{documents}"
         )
+    problems += _document_problems(storage, manifest)
     totals = add_statistics(manifest["shards"])
     if any(manifest["totals"].get(key) != value for key, value in totals.items()):
         problems.append(f"{MANIFEST_FILE}: the totals do not add up")
@@ -476,6 +491,21 @@ def verify_store(path: str | Path) -> list[str]:
         except FileNotFoundError:
             damage = "it is missing"
         problems += [f"{VOCABULARY_FILE}: {damage}"] if damage else []
+    return problems
+
+
+def _document_problems(storage: Storage, manifest: dict[str, Any]) -> list[str]:
+    """What is wrong with the files of documents that belong to the shards of a written folder."""
+    problems = []
+    for entry in manifest["shards"]:
+        for name, about in (entry.get("files") or {}).items():
+            try:
+                content = storage.read(name)
+            except FileNotFoundError:
+                problems.append(f"{name} is missing")
+                continue
+            if hashlib.sha256(content).hexdigest() != about["sha256"]:
+                problems.append(f"{name}: its bytes do not match the checksum in the manifest")
     return problems
 
 

@@ -18,7 +18,7 @@ import contextlib
 import json
 import secrets
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from vocagnolm.storage import storage_of
 from vocagnolm.storage.bucket import PROBE
 from vocagnolm.store.format import (
     CLAIM_FOLDER,
+    DATA_FOLDER,
+    DROPPED_FOLDER,
     FORMAT_NAME,
     MANIFEST_FILE,
     PARTIAL_MANIFEST_FILE,
@@ -197,7 +199,10 @@ class StoreWriter:
 
     def _begin_new(self) -> None:
         # a run killed while it began may have left these
-        ours = (files.LOCK_FILE, SHARD_FOLDER, RECORD_FOLDER, CLAIM_FOLDER)
+        ours = (
+            *(files.LOCK_FILE, SHARD_FOLDER, RECORD_FOLDER, CLAIM_FOLDER),
+            *(DATA_FOLDER, DROPPED_FOLDER),
+        )
         names = {name.partition("/")[0] for name in self._files}.difference(ours)
         strangers = sorted(
             n for n in names if not (files.is_leftover(n) or n.startswith(f"{PROBE}-"))
@@ -260,10 +265,13 @@ class StoreWriter:
             return None, f"{shard.path} belongs to another run."
         return record, None
 
-    def write_shard(self, shard: Shard) -> None:
-        """If two processes score one shard, the first one counts, with its record."""
+    def write_shard(self, shard: Shard, documents: Mapping[str, bytes] | None = None) -> None:
+        """If two processes score one shard, the first one counts, with its record. `documents`: the
+        contents of the shard's files, which are there before it is."""
         if self.completed_by_others:
             return
+        for name, content in (documents or {}).items():
+            self.storage.put(name, content)
         content = encode_shard(shard, self._digest)
         name, record_at = shard_name(shard.number), record_name(shard.number)
         created = self.storage.create(name, content)
@@ -309,9 +317,10 @@ class StoreWriter:
         numbers = range(self.shard_count)
         return [number for number in numbers if shard_name(number) not in self._files]
 
-    def finish(self) -> None:
+    def finish(self, more: Callable[[list[Record]], dict[str, Any]] | None = None) -> None:
         """When all shards are present, make the manifest from their records, which completes the
-        store. An existing manifest with other content is replaced."""
+        store. An existing manifest with other content is replaced. `more`: what the manifest says
+        beside, made from the records."""
         if len(self._known) < self.shard_count:  # other processes have scored them
             self._files = self.storage.files(SHARD_FOLDER, RECORD_FOLDER)
             found = self._records()
@@ -320,6 +329,7 @@ class StoreWriter:
         totals = add_statistics([record["statistics"] for record in records])
         shards = [listed(record) for record in records]
         manifest = {**self._manifest_head(True), "totals": totals, "shards": shards}
+        manifest |= {} if more is None else more(records)
         content = files.json_bytes(manifest, sealed=True)
         if self.storage.create(MANIFEST_FILE, content):
             return
