@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from vocagnolm.cli import app
 from vocagnolm.cli.score import ScoreCommand
 from vocagnolm.errors import MissingExtraError, ScoreError, StoreError, UsageError
-from vocagnolm.jobs import Pipeline
+from vocagnolm.jobs.job import Pipeline
 from vocagnolm.score import RayCluster, Share, score_corpus
 from vocagnolm.score import plan as plan_module
 from vocagnolm.score.plan import (

@@ -529,7 +529,7 @@ def test_a_worker_of_a_cluster_opens_the_server_of_the_plan(lab, replay, whole, 
     about = describe(teacher, SERVER_SETTINGS)
     out = str(tmp_path / "s")
     plan = make_plan(about, corpus.open(), out, teacher_source=source, corpus_source=corpus)
-    assert ScoreJob(plan, teacher).worker_needs == {"CPU": 1}
+    assert ScoreJob(plan).worker_needs == {"CPU": 1}
     plan.writer().begin()
     digest = plan.save()
     replay.change = moved(0.1)

@@ -21,7 +21,7 @@ from vocagnolm.recipe.sections import (
 )
 
 if TYPE_CHECKING:
-    from vocagnolm.jobs import Progress
+    from vocagnolm.jobs.job import Progress
     from vocagnolm.score import ScoreSummary
 
 

@@ -221,8 +221,10 @@ class _Run:
         self._silent_seconds = _SILENT_SHARE * self._patience
         self._workers: list[_Worker] = []
         self._numbers, self._waiting = numbers, deque(numbers)
-        self._documents = sum(len(job.items_in(number)) for number in numbers)
+        self._documents = sum(len(job.documents_in(number)) for number in numbers)
         self._deaths: Counter[int] = Counter()
+        self._lost_loading = 0
+        """How many workers have died or hung before they were ready, since one was."""
         self._set_aside: dict[int, str] = {}
         """The shards that were set aside, with the reason why the last worker died."""
         self._made, self._amount = 0, Amount()
@@ -283,8 +285,10 @@ class _Run:
             elif worker.sign is None and now >= worker.asked + self._silent_seconds / _SIGNS:
                 group = worker.actor.steps.options(concurrency_group="signs")
                 worker.sign, worker.asked = group.remote(), now
-        heard = [worker.heard for worker in self._running() if worker.writes]
-        self._alive_at = max([self._alive_at, *heard])
+        # workers that only load are signs of life unless all of them have come to grief in it
+        hopeful = self._lost_loading <= MOST_DEATHS * len(self._workers)
+        alive = [w for w in self._running() if w.writes and (hopeful or w.state == "ready")]
+        self._alive_at = max([self._alive_at, *(worker.heard for worker in alive)])
         silence = now - self._alive_at
         if silence > self._patience:
             raise ClusterError(
@@ -363,6 +367,7 @@ class _Run:
             worker.state, worker.machine = "placed", content
         elif worker.state == "placed":
             worker.state, self._started = "ready", self._started or time.monotonic()
+            self._lost_loading = 0
         else:
             self._amount += content
             self._made += 1
@@ -386,6 +391,7 @@ class _Run:
     def _lose(self, worker: _Worker, what: str, why: str) -> None:
         """Give a worker up; another one is asked for in its place."""
         self._deaths.update(worker.shards)  # also reading one can be a death
+        self._lost_loading += worker.state != "ready"
         self._give_back(worker, what, why)
         self._workers.remove(worker)
         self._kill(worker)
@@ -411,17 +417,14 @@ class _Run:
     def _require_none_set_aside(self) -> None:
         if not self._set_aside:
             return
-        items = self._job.items
         named = [
-            f"  shard {number} ({items} {where.start:,} to {where.stop - 1:,}): {reason}"
+            f"  shard {number} (documents {where.start:,} to {where.stop - 1:,}): {reason}"
             for number, reason in sorted(self._set_aside.items())[:_MOST_NAMED]
-            for where in [self._job.items_in(number)]
+            for where in [self._job.documents_in(number)]
         ]
-        if len(self._set_aside) > _MOST_NAMED:
-            named.append(f"  and {len(self._set_aside) - _MOST_NAMED:,} more")
         raise ClusterError(
-            f"{len(self._set_aside):,} shards were set aside: {MOST_DEATHS} workers died on each.\n"
-            + "\n".join(named)
-            + f"\nThe other {self._made:,} were made and are kept. Check the workers' logs "
-            f"and these {items} (out of memory?), and run the same command again."
+            f"{len(self._set_aside):,} shards were set aside: {MOST_DEATHS} workers died on each."
+            + "\n".join(["", *named])
+            + f"\nThe other {self._made:,} were made and are kept. Check the workers' logs and "
+            "these documents (out of memory?), and run the same command again."
         )

@@ -84,28 +84,25 @@ class Amount:
         return Amount(self.documents + other.documents, self.tokens + other.tokens)
 
 
-class ShardTask(Protocol):
-    """A shard that was read, and is ready to be made."""
+class ShardWorker(Protocol):
+    """Makes shards in one process, each in three steps, which `Pipeline` calls for different shards
+    at a time."""
 
-    def start(self, on_part: Callable[[Amount], None]) -> Amount:
+    def load(self) -> None:
+        """Prepare for the first `start`; `read` is called meanwhile."""
+        ...
+
+    def read(self, number: int) -> Any:
+        """Do what can be done beside the shard before, and return the shard for the next steps."""
+        ...
+
+    def start(self, shard: Any, on_part: Callable[[Amount], None]) -> Amount:
         """Make the shard, and return its amount. The last of its work may still be queued on a
         device. `on_part` is called after every batch with what is made so far of this shard."""
         ...
 
-    def finish(self) -> None:
+    def finish(self, shard: Any) -> None:
         """Wait for what is queued, and write the shard."""
-        ...
-
-
-class ShardWorker(Protocol):
-    """Makes the shards of a job in one process."""
-
-    def load(self) -> None:
-        """Prepare for the first shard; `read` is called meanwhile."""
-        ...
-
-    def read(self, number: int) -> ShardTask:
-        """Do all of a shard's work that can be done beside the shard before it."""
         ...
 
 
@@ -124,9 +121,6 @@ class Begun:
 class Job(Protocol):
     """A folder that is made shard by shard. The bytes of a shard depend on its number alone."""
 
-    items: str
-    """What a shard consists of, for messages: `documents`."""
-
     @property
     def out(self) -> str | Path: ...
     @property
@@ -136,8 +130,8 @@ class Job(Protocol):
         """What a worker takes of a cluster: `{"GPU": 1, "CPU": 1}`."""
         ...
 
-    def items_in(self, number: int) -> range:
-        """The items of a shard, by their numbers in the whole."""
+    def documents_in(self, number: int) -> range:
+        """The documents of a shard, by their numbers in the whole."""
         ...
 
     def lock(self, *, shared: bool) -> AbstractContextManager[None]:
@@ -218,9 +212,9 @@ def run_job(
     worker: ShardWorker | None,
     share: Share,
     ranks: "Ranks",
+    cluster: "Connection | None" = None,
     *,
     as_one: bool = False,
-    cluster: "Connection | None" = None,
     on_progress: OnProgress | None = None,
 ) -> Outcome:
     """Make the shards of `share` that are missing, then help other shares, and complete the folder
@@ -278,7 +272,7 @@ def _work(
     measured by; the real number may become larger, because it helps others."""
     if (claimed := following()) is None:
         return Done()
-    total = sum(len(job.items_in(number)) for number in numbers)
+    total = sum(len(job.documents_in(number)) for number in numbers)
     made, shards = Amount(), 0
 
     def note(part: Amount) -> None:
@@ -306,7 +300,7 @@ class Pipeline:
     def __init__(self, worker: ShardWorker):
         self._worker = worker
         self._reader = ThreadPoolExecutor(max_workers=1)
-        self._ahead: tuple[int, Future[ShardTask]] | None = None
+        self._ahead: tuple[int, Future[Any]] | None = None
         self._finisher = ThreadPoolExecutor(max_workers=1)
         self._behind: Future[None] | None = None
 
@@ -319,12 +313,12 @@ class Pipeline:
     ) -> Amount:
         """Make shard `number`, and read `ahead` meanwhile. The end of its work goes on beside the
         next call; `settle` waits for it."""
-        task = self._take(number)
+        shard = self._take(number)
         if ahead is not None:
             self.read_ahead(ahead)
-        amount = task.start(on_part)
+        amount = self._worker.start(shard, on_part)
         self.settle()
-        self._behind = self._finisher.submit(task.finish)
+        self._behind = self._finisher.submit(self._worker.finish, shard)
         return amount
 
     def settle(self) -> None:
@@ -337,7 +331,7 @@ class Pipeline:
         self._reader.shutdown(cancel_futures=True)
         self._finisher.shutdown()
 
-    def _take(self, number: int) -> ShardTask:
+    def _take(self, number: int) -> Any:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == number:
             return ahead[1].result()

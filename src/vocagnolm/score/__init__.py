@@ -1,7 +1,7 @@
 """Scoring: a teacher reads a corpus once and writes a loss store."""
 
-from vocagnolm.jobs import Share
 from vocagnolm.jobs.cluster import RayCluster
+from vocagnolm.jobs.job import Share
 from vocagnolm.model.server import Server
 from vocagnolm.score.run import ScoreSummary, score_corpus
 from vocagnolm.score.teacher import (

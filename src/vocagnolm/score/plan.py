@@ -175,6 +175,8 @@ class Description:
     """With everything chosen: another machine chooses nothing."""
     vocabulary: bytes | None = None
     """The file that goes into a store with alternatives."""
+    device_name: str | None = None
+    """The GPU, where it is known and there is one."""
 
 
 def describe(teacher: Teacher, settings: ScoreSettings) -> Description:
@@ -188,7 +190,8 @@ def describe(teacher: Teacher, settings: ScoreSettings) -> Description:
                 "--alternatives: this teacher provides only losses. Remove the option."
             )
         vocabulary = encode_vocabulary(teacher.vocabulary())  # type: ignore[attr-defined]
-    return Description(about, software, chosen, vocabulary)
+    device_name = getattr(teacher, "device_name", None)
+    return Description(about, software, chosen, vocabulary, device_name)
 
 
 def describe_on(cluster: Connection, source: TeacherSource, settings: ScoreSettings) -> Description:

@@ -16,8 +16,8 @@ from vocagnolm.chat.messages import Format
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import UsageError
-from vocagnolm.jobs import Outcome, Progress, Share, run_job
 from vocagnolm.jobs.cluster import RayCluster
+from vocagnolm.jobs.job import Outcome, Progress, Share, run_job
 from vocagnolm.model.runtime import compiling_seconds
 from vocagnolm.model.server import Server
 from vocagnolm.processes import running_ranks, world_size
@@ -149,15 +149,7 @@ def score_corpus(
             limit=limit_documents,
             max_document_bytes=max_document_bytes,
         )
-    if settings.shard_teacher:
-        _require_one_teacher(teacher_source, settings, cluster)
-    if cluster is not None:
-        if teacher_source is None or corpus_source is None:
-            raise ValueError("on a cluster teacher and corpus are opened by name: give paths")
-        if share is not None or world_size() > 1:
-            raise UsageError(
-                "--ray distributes the shards itself: do not combine it with --share or torchrun."
-            )
+    _require_possible(teacher_source, corpus_source, settings, share, cluster)
     with contextlib.ExitStack() as held:
         ranks = held.enter_context(running_ranks(tensors=settings.shard_teacher))
         if corpus_source is not None:
@@ -167,54 +159,34 @@ def score_corpus(
             teacher_source = replace(teacher_source, conversations=corpus.conversations)
         elif corpus.conversations:
             raise UsageError("conversations are read by a model folder, a hub id or a GGUF file.")
-        connection, worker = None, None
-        planned = partial(
-            make_plan,
-            corpus=corpus,
-            out=str(out),
-            teacher_source=teacher_source,
-            corpus_source=corpus_source,
-        )
+        connection = worker = None
         if cluster is not None and teacher_source is not None:
             connection = held.enter_context(cluster.connected())
-            plan = planned(describe_on(connection, teacher_source, settings))
-            writer = plan.writer()
+            about = describe_on(connection, teacher_source, settings)
         else:
             if teacher_source is not None:
                 teacher = teacher_source.open(settings)
             assert not isinstance(teacher, str | Path)
-            plan = planned(describe(teacher, settings))
-            writer = plan.writer(getattr(teacher, "device_name", None))
+            about = describe(teacher, settings)
+        sources = {"teacher_source": teacher_source, "corpus_source": corpus_source}
+        job = ScoreJob(make_plan(about, corpus, str(out), **sources), about.device_name)
+        if not isinstance(teacher, str | Path):
             writes = ranks.leads or not settings.shard_teacher
-            worker = ScoreWorker(plan, teacher, writer if writes else None)
-        job, share, compiled = ScoreJob(plan, writer), share or Share(), compiling_seconds()
-        outcome = run_job(
-            job,
-            worker,
-            share,
-            ranks,
-            as_one=settings.shard_teacher,
-            cluster=connection,
-            on_progress=on_progress,
-        )
-        after_load = None if worker is None else worker.compiled_seconds
-        return _summary(job, share, outcome, began, compiled, after_load)
+            worker = ScoreWorker(job.plan, teacher, job.writer if writes else None)
+        share, options = share or Share(), {"as_one": settings.shard_teacher}
+        outcome = run_job(job, worker, share, ranks, connection, on_progress=on_progress, **options)
+        return _summary(job, share, outcome, worker, began)
 
 
 def _summary(
-    job: ScoreJob,
-    share: Share,
-    outcome: Outcome,
-    began: float,
-    compiled_before: float,
-    compiled_after_load: float | None,
+    job: ScoreJob, share: Share, outcome: Outcome, worker: ScoreWorker | None, began: float
 ) -> ScoreSummary:
-    """`began`: when the call began; the others: seconds of compiling until then."""
-    done, compiled = outcome.done, compiling_seconds()
-    seconds = done.seconds
-    if compiled_after_load is not None:
-        seconds -= compiled - compiled_after_load
-    compiling = compiled - compiled_before
+    """`began`: when the call began."""
+    done, seconds, compiling = outcome.done, outcome.done.seconds, 0.0
+    if worker is not None:
+        compiled = compiling_seconds()
+        seconds -= compiled - worker.compiled_at_load
+        compiling = compiled - worker.compiled_at_start
     return ScoreSummary(
         store=outcome.result,
         scored_shards=done.shards,
@@ -235,19 +207,33 @@ def _summary(
     )
 
 
-def _require_one_teacher(
-    teacher: TeacherSource | None, settings: ScoreSettings, cluster: RayCluster | None
+def _require_possible(
+    teacher: TeacherSource | None,
+    corpus: CorpusSource | None,
+    settings: ScoreSettings,
+    share: Share | None,
+    cluster: RayCluster | None,
 ) -> None:
-    """All processes of torchrun can hold one teacher together, each on a GPU of its own."""
+    """Refuse options that do not go together."""
+    if cluster is not None:
+        if settings.shard_teacher:
+            raise UsageError(
+                "--shard-teacher and --ray cannot be combined. Start torchrun on each machine, "
+                "with a --share each, or run the teacher with vLLM on several GPUs and pass "
+                "--server."
+            )
+        if teacher is None or corpus is None:
+            raise ValueError("on a cluster teacher and corpus are opened by name: give paths")
+        if share is not None or world_size() > 1:
+            raise UsageError(
+                "--ray distributes the shards itself: do not combine it with --share or torchrun."
+            )
+    if not settings.shard_teacher:
+        return
     if teacher is None:
         raise ValueError("shard_teacher needs a teacher that is opened by name: give its path")
     if teacher.server is not None:
         raise UsageError("--shard-teacher does not apply with --server: remove it.")
-    if cluster is not None:
-        raise UsageError(
-            "--shard-teacher and --ray cannot be combined. Start torchrun on each machine, with a "
-            "--share each, or run the teacher with vLLM on several GPUs and pass --server."
-        )
     gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
     if gpus and settings.device == "cpu":
         raise UsageError(

@@ -12,7 +12,7 @@ import numpy as np
 from vocagnolm.alternatives import NOTHING
 from vocagnolm.data.corpus import Corpus, Document, document_hash
 from vocagnolm.errors import BusyError, ScoreError, StoreError
-from vocagnolm.jobs import Amount, Begun, Share
+from vocagnolm.jobs.job import Amount, Begun, Share
 from vocagnolm.model.nll import TokenScores
 from vocagnolm.model.runtime import compiling_seconds
 from vocagnolm.score.plan import PLAN_FILE, Plan, load_plan
@@ -25,7 +25,11 @@ from vocagnolm.store.writer import StoreWriter, store_lock
 # ---- a shard ----
 
 
-@dataclass(frozen=True)
+Scores = Sequence[TokenScores | np.ndarray]
+"""Per document its scores, or its losses alone."""
+
+
+@dataclass
 class PreparedShard:
     """A shard's documents, tokenised: the part of the work that needs no model."""
 
@@ -35,6 +39,8 @@ class PreparedShard:
     documents: list[Document]
     tokenized: list[TokenizedDocument]
     skipped: list[dict[str, Any]]
+    scores: Callable[[], Scores] | None = None
+    """Waits for the scores, once they are on their way."""
 
     @property
     def tokens(self) -> int:
@@ -44,10 +50,6 @@ class PreparedShard:
 def score_shard(corpus: Corpus, teacher: Teacher, settings: ScoreSettings, number: int) -> Shard:
     prepared = prepare_shard(corpus, teacher, settings, number)
     return finished_shard(prepared, _started(teacher, prepared)(), settings)
-
-
-Scores = Sequence[TokenScores | np.ndarray]
-"""Per document its scores, or its losses alone."""
 
 
 def _started(
@@ -140,33 +142,6 @@ def _mask_nonfinite(scores: list[TokenScores], prepared: PreparedShard, most: fl
 
 
 @dataclass
-class ScoreTask:
-    """A shard that was read and tokenised, as the coordinator knows it."""
-
-    worker: "ScoreWorker"
-    prepared: PreparedShard
-    scores: Callable[[], Scores] | None = None
-    """Waits for the numbers, once they are on their way."""
-
-    def start(self, on_part: Callable[[Amount], None]) -> Amount:
-        prepared, done = self.prepared, 0
-
-        def report(new_tokens: int) -> None:
-            nonlocal done
-            done += new_tokens
-            on_part(Amount(prepared.document_span * done / max(1, prepared.tokens), done))
-
-        self.scores = _started(self.worker.teacher, prepared, report)
-        return Amount(prepared.document_span, prepared.tokens)
-
-    def finish(self) -> None:
-        assert self.scores is not None
-        shard = finished_shard(self.prepared, self.scores(), self.worker.plan.settings)
-        if self.worker.writer is not None:
-            self.worker.writer.write_shard(shard)
-
-
-@dataclass
 class ScoreWorker:
     """Scores shards of a plan with a teacher in this process."""
 
@@ -174,16 +149,33 @@ class ScoreWorker:
     teacher: Teacher
     writer: StoreWriter | None
     """None in a process whose shards another one writes."""
-    compiled_seconds: float | None = None
-    """What was spent on compiling until the teacher was loaded."""
+
+    def __post_init__(self) -> None:
+        self.compiled_at_start = self.compiled_at_load = compiling_seconds()
 
     def load(self) -> None:
         self.teacher.load()
-        self.compiled_seconds = compiling_seconds()
+        self.compiled_at_load = compiling_seconds()
 
-    def read(self, number: int) -> ScoreTask:
-        plan = self.plan
-        return ScoreTask(self, prepare_shard(plan.corpus, self.teacher, plan.settings, number))
+    def read(self, number: int) -> PreparedShard:
+        return prepare_shard(self.plan.corpus, self.teacher, self.plan.settings, number)
+
+    def start(self, shard: PreparedShard, on_part: Callable[[Amount], None]) -> Amount:
+        done = 0
+
+        def report(new_tokens: int) -> None:
+            nonlocal done
+            done += new_tokens
+            on_part(Amount(shard.document_span * done / max(1, shard.tokens), done))
+
+        shard.scores = _started(self.teacher, shard, report)
+        return Amount(shard.document_span, shard.tokens)
+
+    def finish(self, shard: PreparedShard) -> None:
+        assert shard.scores is not None
+        finished = finished_shard(shard, shard.scores(), self.plan.settings)
+        if self.writer is not None:
+            self.writer.write_shard(finished)
 
 
 def open_worker(out: str, digest: str | None) -> ScoreWorker:
@@ -195,10 +187,8 @@ def open_worker(out: str, digest: str | None) -> ScoreWorker:
 class ScoreJob:
     """A store as a job."""
 
-    items = "documents"
-
-    def __init__(self, plan: Plan, writer: StoreWriter):
-        self.plan, self.writer = plan, writer
+    def __init__(self, plan: Plan, device_name: str | None = None):
+        self.plan, self.writer = plan, plan.writer(device_name)
         self.out, self.shard_count = plan.out, plan.shard_count
         self._digest: str | None = None
 
@@ -209,7 +199,7 @@ class ScoreJob:
             return {"GPU": 1.0, "CPU": 1.0}
         return {"CPU": float(settings.threads or 1)}
 
-    def items_in(self, number: int) -> range:
+    def documents_in(self, number: int) -> range:
         return self.plan.documents_in(number)
 
     def lock(self, *, shared: bool) -> contextlib.AbstractContextManager[None]:
