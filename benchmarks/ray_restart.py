@@ -13,22 +13,24 @@ as soon as the driver has heard of it.
 import argparse
 import json
 import os
+import pickle
 import signal
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vocagnolm.jobs.cluster import ShardActor, import_ray
 from vocagnolm.score import ScoreSettings
-from vocagnolm.score.cluster import ScoringActor, import_ray
 from vocagnolm.score.plan import CorpusSource, TeacherSource, describe, make_plan
+from vocagnolm.score.work import open_worker
 
 OBJECT_STORE_BYTES = 80 * 2**20
-POLL_SECONDS = 0.1
 
 
-class Sleeper(ScoringActor):
+class Sleeper(ShardActor):
     def where(self) -> tuple[str, int]:
         """Its node and its process."""
         return import_ray().get_runtime_context().get_node_id(), os.getpid()
@@ -59,7 +61,8 @@ def tiny_teacher(folder: Path) -> Path:
     return folder
 
 
-def planned(folder: Path) -> tuple[str, str]:
+def planned(folder: Path) -> bytes:
+    """What a worker is made from."""
     corpus = folder / "corpus.jsonl"
     corpus.write_text(json.dumps({"text": "a short text"}) + "\n")
     settings = ScoreSettings(device="cpu", threads=1)
@@ -69,20 +72,14 @@ def planned(folder: Path) -> tuple[str, str]:
     plan = make_plan(
         about, source.open(), str(folder / "store"), teacher_source=teacher, corpus_source=source
     )
-    digest = plan.save()
-    assert digest is not None
-    return plan.out, digest
+    return pickle.dumps(partial(open_worker, plan.out, plan.save()))
 
 
 def until_ready(ray: Any, actor: Any, since: float) -> tuple[float, float]:
-    while True:
-        try:
-            ray.get(actor.hello.remote())
-            answers = time.monotonic() - since
-            ray.get(actor.load.remote())
-            return answers, time.monotonic() - since
-        except ray.exceptions.RayActorError:
-            time.sleep(POLL_SECONDS)
+    ray.get(actor.hello.remote())
+    answers = time.monotonic() - since
+    ray.get(actor.load.remote())
+    return answers, time.monotonic() - since
 
 
 def main() -> None:
@@ -94,26 +91,24 @@ def main() -> None:
 
     made_of: Any = cluster_utils  # its types are partly missing
     with tempfile.TemporaryDirectory() as name:
-        out, digest = planned(Path(name))
+        opened = planned(Path(name))
         small = {"object_store_memory": OBJECT_STORE_BYTES}
         head = {"num_cpus": 0, "include_dashboard": False, **small}
         cluster = made_of.Cluster(initialize_head=True, head_node_args=head)
         nodes = [cluster.add_node(num_cpus=1, **small) for _ in range(2)]
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        made = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=0)(Sleeper)
-        actors = [made.remote(out, digest) for _ in nodes]
+        made = ray.remote(num_cpus=1)(Sleeper)
+        actors = [made.remote(opened) for _ in nodes]
         for actor in actors:
             until_ready(ray, actor, time.monotonic())
         times: dict[str, list[tuple[float, float, float]]] = {"worker": [], "node": []}
         for _ in range(rounds):
             for what in times:
                 places = ray.get([actor.where.remote() for actor in actors])
-                actor, pid = next(
-                    (actor, pid)
-                    for actor, (node, pid) in zip(actors, places, strict=True)
-                    if node == nodes[-1].node_id
+                at, pid = next(
+                    (at, pid) for at, (node, pid) in enumerate(places) if node == nodes[-1].node_id
                 )
-                sleeping = actor.sleep.remote()
+                sleeping = actors[at].sleep.remote()
                 time.sleep(1.0)
                 since = time.monotonic()
                 if what == "node":
@@ -125,7 +120,8 @@ def main() -> None:
                     heard = time.monotonic() - since
                 if what == "node":
                     nodes.append(cluster.add_node(num_cpus=1, **small))
-                times[what].append((heard, *until_ready(ray, actor, since)))
+                actors[at] = made.remote(opened)
+                times[what].append((heard, *until_ready(ray, actors[at], since)))
         ray.shutdown()
         cluster.shutdown()
     print(f"| killed ({rounds} times, median, seconds) | heard | answers | ready |")

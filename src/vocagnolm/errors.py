@@ -112,6 +112,10 @@ class ScoreError(VocagnolmError):
     """Scoring cannot go on: the teacher's numbers or a document (with --strict) are not usable."""
 
 
+class ClusterError(VocagnolmError):
+    """A Ray cluster cannot be reached, has no live worker, or has set shards aside."""
+
+
 class BenchmarkError(VocagnolmError):
     """A benchmark's questions are missing or malformed."""
 

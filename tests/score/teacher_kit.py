@@ -3,7 +3,9 @@
 import dataclasses
 import hashlib
 import json
+import pickle
 import random
+from functools import partial
 
 import made
 import numpy as np
@@ -11,10 +13,12 @@ from tokenizers import processors
 
 from vocagnolm.alternatives import AlternativesSpec, Vocabulary, pack
 from vocagnolm.files import LOCK_FILE
+from vocagnolm.jobs.cluster import ShardActor
 from vocagnolm.model.nll import TokenScores
 from vocagnolm.pair import SAMPLE
 from vocagnolm.score import ScoreSettings, TokenizedDocument
 from vocagnolm.score.teacher import described_alternatives
+from vocagnolm.score.work import open_worker
 
 SETTINGS = ScoreSettings(
     device="cpu", context=64, stride=16, batch_tokens=256, shard_documents=5, threads=1
@@ -123,3 +127,8 @@ def store_bytes(folder):
     """Every file of a store with its content, but for its lock, which tells the time."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != LOCK_FILE)
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
+
+
+def actor_of(out, digest):
+    """What Ray makes in a process of its own, from the plan in `out`."""
+    return ShardActor(pickle.dumps(partial(open_worker, out, digest)))

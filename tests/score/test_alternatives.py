@@ -23,7 +23,7 @@ from vocagnolm.model import fp8, open_model
 from vocagnolm.model import nll as choosing
 from vocagnolm.model.nll import NllModel, token_nll, token_scores
 from vocagnolm.objective.head import Head
-from vocagnolm.processes import running_teams
+from vocagnolm.processes import running_ranks
 from vocagnolm.score import LocalTeacher, score_corpus
 from vocagnolm.store import LossStore, export_parquet, inspect_store, verify_store
 from vocagnolm.store.format import VOCABULARY_FILE, encode_vocabulary
@@ -296,10 +296,10 @@ def alternatives_of(folder, corpus, settings):
 
 
 def parts_of_a_teacher(folder, corpus, out, kinds):
-    with running_teams(lambda processes: 2) as ranks:
+    with running_ranks(tensors=True) as ranks:
         for kind in kinds:
             # in every batch they wait for each other: there are few
-            settings = change(alternatives=kind, shard_teacher=2, batch_tokens=2048)
+            settings = change(alternatives=kind, shard_teacher=True, batch_tokens=2048)
             np.save(out / f"{kind}-{ranks.rank}.npy", alternatives_of(folder, corpus, settings))
 
 
@@ -312,15 +312,7 @@ def test_two_processes_that_hold_one_teacher(tmp_path, corpus):
         alone = alternatives_of(folder, corpus, change(alternatives=kind))
         first, second = (np.load(tmp_path / f"{kind}-{rank}.npy") for rank in range(2))
         assert np.array_equal(first, second)
-        if kind == K:
-            assert (first == alone).mean() > 0.995  # sums of parts round otherwise
-        else:  # other draws of the same distribution
-            ours, theirs = (Alternatives(one, sampled=True) for one in (first, alone))
-            mean = [float(np.log(x.probability[x.present]).mean()) for x in (ours, theirs)]
-            assert mean[0] == pytest.approx(mean[1], abs=0.02)
-            counts = [np.bincount(x.ids[x.present], minlength=417) for x in (ours, theirs)]
-            deviation = (counts[0] - counts[1]) / np.sqrt(np.maximum(counts[0] + counts[1], 1))
-            assert np.abs(deviation).max() < 5 and 0.8 < deviation.std() < 1.2
+        assert (first == alone).mean() > 0.98  # sums of parts round otherwise
 
 
 # ---- conversations ----

@@ -8,15 +8,22 @@ import pickle
 import sys
 
 import pytest
-from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_bytes, write_corpus
+from score.teacher_kit import (
+    SETTINGS,
+    ArithmeticTeacher,
+    actor_of,
+    save_teacher,
+    store_bytes,
+    write_corpus,
+)
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.cli.score import ScoreCommand
 from vocagnolm.errors import MissingExtraError, ScoreError, StoreError, UsageError
+from vocagnolm.jobs.job import Pipeline
 from vocagnolm.score import RayCluster, Share, score_corpus
 from vocagnolm.score import plan as plan_module
-from vocagnolm.score.cluster import ScoringActor
 from vocagnolm.score.plan import (
     PLAN_FILE,
     CorpusSource,
@@ -25,7 +32,7 @@ from vocagnolm.score.plan import (
     load_plan,
     make_plan,
 )
-from vocagnolm.score.work import ShardQueue, Worker
+from vocagnolm.score.work import ScoreWorker
 
 
 @pytest.fixture
@@ -161,7 +168,7 @@ def test_a_worker_takes_all_it_needs_from_the_plan(tmp_path, corpus, monkeypatch
     plan, digest, _ = planned(tmp_path, corpus.relative_to(tmp_path))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    actor = ScoringActor(plan.absolute().out, digest)
+    actor = actor_of(plan.absolute().out, digest)
     assert actor.hello()
     actor.load()
     for number, ahead in ((3, 1), (0, 4), (4, None), (1, 2), (2, None)):  # 1 was read for nothing
@@ -174,12 +181,12 @@ def test_a_worker_takes_all_it_needs_from_the_plan(tmp_path, corpus, monkeypatch
 def test_a_worker_refuses_another_plan_and_another_teacher(tmp_path, corpus):
     plan, digest, _ = planned(tmp_path, corpus)
     with pytest.raises(StoreError, match="not the plan of this run"):
-        ScoringActor(plan.out, "0" * 64).load()
+        actor_of(plan.out, "0" * 64).load()
     save_teacher(tmp_path / "t", seed=7)
     with pytest.raises(ScoreError, match=r"teacher.fingerprint .* on this machine, the plan has"):
-        ScoringActor(plan.out, digest).load()
+        actor_of(plan.out, digest).load()
     with pytest.raises(StoreError, match="Every machine must see the store"):
-        ScoringActor(str(tmp_path / "not here"), digest).load()
+        actor_of(str(tmp_path / "not here"), digest).load()
 
 
 def test_an_error_in_what_was_read_ahead_comes_when_its_turn_comes(tmp_path, corpus):
@@ -188,65 +195,14 @@ def test_an_error_in_what_was_read_ahead_comes_when_its_turn_comes(tmp_path, cor
     corpus.write_text("\n".join(lines))
     plan, _, teacher = planned(tmp_path, corpus)
     plan = dataclasses.replace(plan, settings=dataclasses.replace(SETTINGS, strict=True))
-    with contextlib.closing(Worker(plan, teacher, plan.writer())) as worker:
-        worker.work(0, ahead=1)
-        worker.work(2, ahead=1)
+    worker = ScoreWorker(plan, teacher, plan.writer())
+    with contextlib.closing(Pipeline(worker)) as pipeline:
+        pipeline.make(0, 1)
+        pipeline.make(2, 1)
         with pytest.raises(ScoreError, match=r"document 7.*empty"):
-            worker.work(1, ahead=3)
-        assert worker.work(3).documents == 5
-
-
-def test_the_queue_sets_aside_what_kills_and_blames_nobody_else():
-    queue = ShardQueue([0, 1, 2, 3])
-    assert queue.claim("a") == (0, 1)
-    assert queue.give_back("a", "killed") == [0]  # 0 or 1 did it
-    assert queue.claim("b") == (2, 3)
-    assert queue.finished("b", 2) and queue.claim("b") == (3, None) and queue.finished("b", 3)
-    deaths = 0
-    while (claim := queue.claim("c")) is not None:
-        number, ahead = claim
-        assert ahead is None  # alone
-        if number == 1:
-            deaths += 1
-            queue.give_back("c", f"killed {deaths}")
-        else:
-            assert queue.finished("c", number)
-    assert deaths == 2 and queue.open == 0
-    assert queue.set_aside == {1: "killed 2"} and queue.done == {2, 3, 0}
-
-
-def test_the_queue_gives_back_without_blame():
-    queue = ShardQueue([0, 1, 2])
-    for _ in range(5):
-        (number, _) = queue.claim("a")
-        assert queue.give_back("a") == [number]
-    assert queue.open == 3 and not queue.set_aside
-    while (claim := queue.claim("a")) is not None:
-        assert queue.finished("a", claim[0])
-    assert queue.done == {0, 1, 2}
-
-
-def test_a_late_shard_is_handed_out_a_second_time():
-    now = [0.0]
-    queue = ShardQueue(range(6), clock=lambda: now[0])
-    assert queue.claim("stopped") == (0, 1)
-    for expected in ((2, 3), (3, 4)):
-        assert queue.claim("b") == expected
-        now[0] += 3
-        assert queue.finished("b", expected[0])
-    assert queue.claim("b") == (4, 5)
-    now[0] += 7  # 0 has now been with its worker for 13 s, the median is 3 s
-    assert queue.finished("b", 4) and queue.claim("c") == (0, None)
-    assert queue.claim("b") == (5, None) and queue.claim("d") == (1, None)  # which it only read
-    assert queue.claim("e") is None  # nobody is late
-    now[0] += 5
-    assert queue.claim("e")[0] in (1, 5)  # nothing else is left
-    assert queue.finished("c", 0) and not queue.is_stuck("c")
-    assert queue.is_stuck("stopped") and queue.give_back("stopped", "killed") == [0]
-    assert not queue.finished("stopped", 0) and not queue.is_stuck("stopped")
-    for worker, number in (("b", 5), ("d", 1)):
-        assert queue.finished(worker, number)
-    assert queue.open == 0 and queue.done == set(range(6)) and not queue.set_aside
+            pipeline.make(1, 3)
+        assert pipeline.make(3, None).documents == 5
+        pipeline.settle()
 
 
 def test_without_ray_the_pip_line_is_told(tmp_path, corpus, monkeypatch):

@@ -12,19 +12,19 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 from faults_kit import LONG
 from score.server_kit import SERVER_SETTINGS, Replay, save_served_teacher, write_served_corpus
 from score.teacher_kit import SETTINGS, save_teacher, store_bytes, write_corpus
-from training_kit import run_processes
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
-from vocagnolm.errors import ScoreError, WaitingWarning
-from vocagnolm.score import RayCluster, cluster, score_corpus
-from vocagnolm.score.plan import PLAN_FILE, TeacherSource, describe
+from vocagnolm.errors import ClusterError, WaitingWarning
+from vocagnolm.score import RayCluster, score_corpus
+from vocagnolm.score.plan import PLAN_FILE, TeacherSource, describe_source
 from vocagnolm.store.format import shard_name
 
 pytest.importorskip("ray")
@@ -160,7 +160,7 @@ def lab(tmp_path_factory):
 @pytest.mark.timeout(1200)  # a minute; on a busy machine many
 def test_a_worker_dies_with_its_node_and_another_stops(lab, tmp_path, monkeypatch):
     """A command that goes on where another ended loses both workers: one is killed with its node,
-    the other neither works nor dies. Another node has room then, and finishes their shards."""
+    the other neither works nor dies. Another node has room then, and both are replaced."""
     import ray
 
     out = tmp_path / "s"
@@ -183,7 +183,8 @@ def test_a_worker_dies_with_its_node_and_another_stops(lab, tmp_path, monkeypatc
     monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "0")
     try:
         with lab.once_held(lose_both):
-            result = CliRunner().invoke(app, [*lab.command(out), "--ray-workers", "2"])
+            more = ["--ray-workers", "2", "--ray-patience", "60"]
+            result = CliRunner().invoke(app, [*lab.command(out), *more])
     finally:
         for pid in stopped:
             with contextlib.suppress(ProcessLookupError):
@@ -191,6 +192,7 @@ def test_a_worker_dies_with_its_node_and_another_stops(lab, tmp_path, monkeypatc
     assert stopped and result.exit_code == 0, (result.output, result.exception)
     assert store_bytes(out) == lab.whole
     assert "died with shard" in result.stdout and "were there" in result.stdout
+    assert "hung with shard" in result.stdout
     lines = [line for line in result.stderr.splitlines() if line.startswith("scoring: ")]
     # how many workers a line sees depends on when it is written
     assert re.search(r" shards, \d workers, 100%, ", lines[-1]) and "tokens/s, ETA" in lines[-1]
@@ -260,7 +262,8 @@ def test_a_stopped_worker_does_not_hold_its_shard(lab, tmp_path):
 
     try:
         with lab.once_held(stop_one):
-            summary = lab.score(tmp_path / "s", cluster=RayCluster(address=lab.cluster.address))
+            on = RayCluster(address=lab.cluster.address, patience_seconds=30)
+            summary = lab.score(tmp_path / "s", cluster=on)
     finally:
         for pid in stopped:
             with contextlib.suppress(ProcessLookupError):
@@ -274,23 +277,61 @@ def test_a_shard_that_kills_its_workers_is_set_aside_and_named(lab, tmp_path):
     out = tmp_path / "s"
     (lab.folder / "poisonous").touch()
     try:
-        with pytest.raises(ScoreError) as raised:
+        with pytest.raises(ClusterError) as raised:
             lab.score(out, cluster=RayCluster(address=lab.cluster.address))
     finally:
         (lab.folder / "poisonous").unlink()
     message = str(raised.value)
     assert "1 shards were set aside: 3 workers died on each" in message
-    assert "shard 2 (documents 10 to 14)" in message and "other 11 were scored" in message
+    assert "shard 2 (documents 10 to 14)" in message and "other 11 were made" in message
     assert not (out / shard_name(2)).exists() and (out / PLAN_FILE).exists()
     summary = lab.score(out)  # one process mends what a cluster could not
     assert summary.scored_shards == 1 and summary.found_shards == 11
     assert store_bytes(out) == lab.whole
 
 
+def processes_of_workers():
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if path.name.isdigit() and b"ray::ShardActor" in (path / "cmdline").read_bytes():
+                yield int(path.name)
+
+
+def test_when_all_workers_are_stopped_the_driver_says_so_and_ends(lab, tmp_path):
+    """So are those that come in their place."""
+    out, ended = tmp_path / "s", threading.Event()
+
+    def stop_all(_):
+        def keep_stopping():
+            while not ended.is_set():
+                for pid in processes_of_workers():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGSTOP)
+                time.sleep(0.05)
+
+        threading.Thread(target=keep_stopping, daemon=True).start()
+
+    on = RayCluster(address=lab.cluster.address, patience_seconds=16)
+    try:
+        with warnings.catch_warnings(record=True) as said, lab.once_held(stop_all):
+            warnings.simplefilter("always")
+            with pytest.raises(ClusterError, match=r"sign of life for 16 s.* made and are kept"):
+                lab.score(out, cluster=on)
+    finally:
+        ended.set()
+        for pid in processes_of_workers():
+            os.kill(pid, signal.SIGKILL)
+    told = [str(one.message) for one in said if issubclass(one.category, WaitingWarning)]
+    assert re.search(r"no worker has given a sign of life for \d s: 2 are there on", told[-1])
+    assert re.search(r"The run ends in 1\d s unless one does \(--ray-patience\)", told[-1])
+    assert lab.score(out).store["complete"]
+    assert store_bytes(out) == lab.whole
+
+
 @pytest.mark.filterwarnings("ignore::vocagnolm.errors.WaitingWarning")
 def test_nobody_alive_is_an_end_and_not_a_wait(lab, tmp_path):
     """More is asked of every node than it has."""
-    with pytest.raises(ScoreError, match=r"no worker has been alive for 1 s \(0 shards.*64 CPUs"):
+    with pytest.raises(ClusterError, match=r"sign of life for 1 s: 0 are .* 64 CPUs.* 0 shards"):
         score_corpus(
             lab.teacher,
             lab.corpus,
@@ -304,8 +345,8 @@ def test_nobody_alive_is_an_end_and_not_a_wait(lab, tmp_path):
 def test_a_driver_without_a_gpu_asks_a_worker_what_the_teacher_is(lab):
     source = TeacherSource(str(lab.teacher), trust_remote_code=True)
     with RayCluster(address=lab.cluster.address).connected() as connection:
-        there = connection.describe(source, SETTINGS, [{"CPU": 1}])
-    assert there == describe(source.open(SETTINGS), SETTINGS)
+        there = connection.ask(partial(describe_source, source, SETTINGS), {"CPU": 1})
+    assert there == describe_source(source, SETTINGS)
 
 
 def test_workers_without_a_gpu_ask_a_server_when_there_is_room(lab, tmp_path):
@@ -333,45 +374,17 @@ def test_workers_without_a_gpu_ask_a_server_when_there_is_room(lab, tmp_path):
     assert store_bytes(tmp_path / "s") == store_bytes(tmp_path / "whole")
 
 
-@pytest.mark.skipif(not LONG, reason="make faults: processes of torchrun beside those of Ray")
-def test_a_teacher_over_two_gpus_of_a_node(lab, tmp_path, monkeypatch):
-    """Ray finds the node by its GPUs, which are two names here; the store is that of torchrun."""
-    import ray
-
-    teacher, corpus = save_teacher(tmp_path / "t"), write_corpus(tmp_path / "corpus.jsonl")
-    settings = dataclasses.replace(SETTINGS, shard_teacher=2)
-    run_processes(score_in_processes, 2, teacher, corpus, tmp_path / "torchrun", settings)
-    monkeypatch.setattr(cluster, "worker_bundles", lambda settings: [{"GPU": 1, "CPU": 1}] * 2)
-    node = lab.cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=80 * 2**20)
-    groups = []
-    real = ray.util.placement_group
-    monkeypatch.setattr(
-        ray.util, "placement_group", lambda *a, **b: groups.append(a) or real(*a, **b)
-    )
-    try:
-        on = RayCluster(address=lab.cluster.address)
-        summary = score_corpus(teacher, corpus, tmp_path / "s", settings=settings, cluster=on)
-    finally:
-        lab.cluster.remove_node(node)
-    assert summary.scored_shards == 5 and groups == [([{"GPU": 1, "CPU": 1}] * 2,)]
-    assert store_bytes(tmp_path / "s") == store_bytes(tmp_path / "torchrun")
-
-
-def score_in_processes(teacher, corpus, out, settings):
-    score_corpus(teacher, corpus, out, settings=settings)
-
-
 # ---- connecting ----
 
 
 CONNECT = """
 import sys
-from vocagnolm.errors import ScoreError
+from vocagnolm.errors import ClusterError
 from vocagnolm.score import RayCluster
 try:
     with RayCluster(address=sys.argv[1]).connected():
         print("connected")
-except ScoreError as error:
+except ClusterError as error:
     print(error)
 """
 HEAD = """

@@ -17,7 +17,7 @@ from score.server_kit import (
     save_served_teacher,
     write_served_corpus,
 )
-from score.teacher_kit import store_bytes
+from score.teacher_kit import actor_of, store_bytes
 from typer.testing import CliRunner
 
 from vocagnolm import LossStore
@@ -27,8 +27,8 @@ from vocagnolm.model import NllModel, open_model
 from vocagnolm.model import server as client
 from vocagnolm.model.nll import TokenScores
 from vocagnolm.score import Server, Share, score_corpus
-from vocagnolm.score.cluster import ScoringActor, worker_bundles
 from vocagnolm.score.plan import PLAN_FILE, CorpusSource, TeacherSource, describe, make_plan
+from vocagnolm.score.work import ScoreJob
 from vocagnolm.store import verify_store
 
 KEY = "secret-3141592653"
@@ -526,17 +526,17 @@ def test_a_worker_of_a_cluster_opens_the_server_of_the_plan(lab, replay, whole, 
     source = TeacherSource(str(lab / "teacher"), server=replay.server())
     corpus = CorpusSource.of(lab / "corpus.jsonl")
     teacher = source.open(SERVER_SETTINGS)
-    assert worker_bundles(teacher.settings) == [{"CPU": 1}]
     about = describe(teacher, SERVER_SETTINGS)
     out = str(tmp_path / "s")
     plan = make_plan(about, corpus.open(), out, teacher_source=source, corpus_source=corpus)
+    assert ScoreJob(plan).worker_needs == {"CPU": 1}
     plan.writer().begin()
     digest = plan.save()
     replay.change = moved(0.1)
     with pytest.raises(ScoreError, match=r"server.probe.measured is 0.100 apart .* the plan has"):
-        ScoringActor(out, digest).load()
+        actor_of(out, digest).load()
     replay.change = moved(0)
-    actor = ScoringActor(out, digest)
+    actor = actor_of(out, digest)
     actor.load()
     for number in range(3):
         actor.work(number, None)

@@ -46,9 +46,9 @@ class Slow(ArithmeticTeacher):
 class Dying(ArithmeticTeacher):
     """Is killed once its first shard is written and its second claimed; `died` is there then."""
 
-    def __init__(self, out, died):
+    def __init__(self, out, died, after=0):
         super().__init__()
-        self.first, self.died, self.calls = out / shard_name(0), died, 0
+        self.first, self.died, self.calls = out / shard_name(after), died, 0
 
     def nll(self, documents, on_tokens=None):
         self.calls += 1
@@ -135,16 +135,24 @@ def test_a_share_killed_while_others_work(lab):
     assert store_bytes(out) == whole
 
 
-def test_a_share_that_died_is_finished_by_one_that_is_at_work(lab):
-    """Also the shard that it had claimed, once that is late."""
+def test_claims_of_a_share_that_died_wait_until_it_is_started_again(lab):
+    """Also those of other shares' shards, which it had claimed to help."""
     corpus, out, whole = lab
-
-    assert was_killed(
-        in_child(lambda: score(corpus, out, "1/3", Dying(out, out.with_name("died"))))
-    )
-    assert (out / "claims" / "000003-0").exists() and not (out / shard_name(3)).exists()
+    died = out.with_name("died")
+    assert was_killed(in_child(lambda: score(corpus, out, "1/3", Dying(out, died))))
+    assert (out / "claims" / "000003").exists() and not (out / shard_name(3)).exists()
     summary = score(corpus, out, "2/3")  # the third has not begun, and is left alone
-    assert summary.scored_shards == 3 and summary.missing_shares == ["3/3"]
+    assert summary.scored_shards == 2 and summary.missing_shards == [2, 3]
+    assert summary.missing_shares == ["1/3", "3/3"]
+
+    def helping():
+        """Share 3 makes its own shard, and is killed with one that it takes from share 1."""
+        (out / "claims" / "000003").unlink()
+        score(corpus, out, "3/3", Dying(out, died, after=2))
+
+    assert was_killed(in_child(helping))
+    assert (out / "claims" / "000003").read_bytes().startswith(b"3/3 ")
+    assert not score(corpus, out, "2/3").store["complete"]
     assert score(corpus, out, "3/3").store["complete"]
     assert store_bytes(out) == whole
 

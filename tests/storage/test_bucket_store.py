@@ -10,7 +10,7 @@ import obstore
 import pytest
 from bucket_children import end, score, start
 from bucket_kit import BUCKET, SECRET, CuttingProxy, bucket_bytes
-from score.teacher_kit import TEACHERS, save_teacher, store_bytes, write_corpus
+from score.teacher_kit import TEACHERS, actor_of, save_teacher, store_bytes, write_corpus
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
@@ -23,7 +23,6 @@ from vocagnolm.errors import (
     UsageError,
 )
 from vocagnolm.score import Share, score_corpus
-from vocagnolm.score.cluster import ScoringActor
 from vocagnolm.score.plan import PLAN_FILE, CorpusSource, TeacherSource, describe, make_plan
 from vocagnolm.storage import Bucket, bucket, storage_of
 from vocagnolm.store import LossStore, StoreWriter, inspect_store, verify_store
@@ -417,7 +416,7 @@ def test_a_worker_of_a_cluster_takes_plan_and_corpus_from_a_bucket(whole, addres
     digest = plan.save()
     assert digest is not None and PLAN_FILE in Bucket(address).files()
     shutil.rmtree(tmp_path / "cache")
-    actor = ScoringActor(plan.absolute().out, digest)
+    actor = actor_of(plan.absolute().out, digest)
     actor.load()
     for number in range(plan.shard_count - 1):
         actor.work(number, None)

@@ -21,8 +21,8 @@ from vocagnolm.recipe.sections import (
 )
 
 if TYPE_CHECKING:
+    from vocagnolm.jobs.job import Progress
     from vocagnolm.score import ScoreSummary
-    from vocagnolm.score.work import Progress
 
 
 DEFAULT_ALTERNATIVES = 4

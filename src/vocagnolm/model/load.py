@@ -7,15 +7,14 @@ user asks for it.
 
 import hashlib
 import importlib.util
-import json
 import logging
 import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
@@ -62,55 +61,22 @@ def require_packages(name: str, config: Any, device: torch.device) -> None:
 
 # ---- a model over several GPUs ----
 
-# One model over several GPUs of a machine, by the plan that transformers has for its architecture:
-# every process holds a part of each matrix, and all of them pass through it together.
-# Of a GPU's memory: the rest is for activations, logits and what torch itself takes.
-_ROOM_FOR_WEIGHTS = 0.85
+# All processes of a group hold a model together, by the plan that transformers has for its
+# architecture: each has a part of every matrix, and all of them pass through it together.
 _HEADS = ("num_attention_heads", "num_key_value_heads")
-_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
-def possible_sizes(name: str, config: Any) -> list[int]:
-    """Into how many parts a model can be split: whole attention heads to each."""
-    text = config.get_text_config()
-    if not getattr(text, "base_model_tp_plan", None):
-        raise UsageError(
-            f"--shard-teacher: transformers has no tensor-parallel plan for {name} "
-            f"({text.model_type}), so it cannot be split over GPUs. Remove --shard-teacher: one "
-            f"GPU must hold all of it."
-        )
-    heads = [value for key in _HEADS if isinstance(value := getattr(text, key, None), int)]
-    common = math.gcd(*heads)
-    return [size for size in range(1, common + 1) if common % size == 0]
-
-
-def fewest_parts(name: str, config: Any, weight_bytes: int, memory_bytes: int) -> int:
-    """As few GPUs of so much memory as hold the weights."""
-    possible = possible_sizes(name, config)
-    needed = weight_bytes / (memory_bytes * _ROOM_FOR_WEIGHTS)
-    for size in possible:
-        if size >= needed:
-            return size
-    raise UsageError(
-        f"--shard-teacher auto: {name} has {weight_bytes / 2**30:,.0f} GiB of weights, which "
-        f"{possible[-1]} GPUs of {memory_bytes / 2**30:,.0f} GiB do not hold, and it cannot be "
-        "split into more parts. Use larger GPUs, or quantized weights."
-    )
-
-
-def loaded_bytes(files: tuple[Path, ...], dtype: torch.dtype) -> int:
-    """What the weights of safetensors files take in memory, floating-point ones in `dtype`."""
-    total = 0
-    for path in files:
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            tensors = json.loads(file.read(length))
-        tensors.pop("__metadata__", None)
-        for about in tensors.values():
-            first, last = about["data_offsets"]
-            width = _FLOATS.get(about["dtype"])
-            total += (last - first) * dtype.itemsize // width if width else last - first
-    return total
+def _hold_whole_head(model: PreTrainedModel) -> None:
+    """Give every process all rows of the head, which the plan has split. Its logits are then
+    computed as on one GPU, in float32, and nothing else has to know of the other processes."""
+    head: Any = model.get_output_embeddings()
+    if not isinstance(head.weight, DTensor):
+        return
+    whole = torch.nn.Linear(head.in_features, head.out_features, bias=False, device="meta")
+    for name, tensor in head.named_parameters():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        setattr(whole, name, torch.nn.Parameter(full.detach(), requires_grad=False))
+    model.set_output_embeddings(whole)
 
 
 # ---- loading ----
@@ -185,6 +151,7 @@ class ModelFiles:
         }
 
     def require_shardable(self, shards: int) -> None:
+        """Refuse a model of which this many processes cannot each hold a part."""
         if self.fp8:
             raise UsageError(
                 "--shard-teacher and --dtype fp8 cannot be combined: remove one of them."
@@ -194,27 +161,25 @@ class ModelFiles:
                 f"--shard-teacher: {self.name} is a GGUF file, which is loaded whole. Use the "
                 "model's safetensors, or remove --shard-teacher."
             )
-        possible, text = possible_sizes(self.name, self.config), self.config.get_text_config()
-        if shards not in possible:
-            heads = ", ".join(f"{getattr(text, key)} {key}" for key in _HEADS if hasattr(text, key))
+        text = self.config.get_text_config()
+        if not getattr(text, "base_model_tp_plan", None):
             raise UsageError(
-                f"--shard-teacher {shards}: the heads of {self.name} ({heads}) cannot be shared by "
-                f"{shards} GPUs. Use one of {', '.join(map(str, possible))}."
+                f"--shard-teacher: transformers has no tensor-parallel plan for {self.name} "
+                f"({text.model_type}), so it cannot be split over GPUs. Remove --shard-teacher: "
+                "one GPU must hold all of it."
             )
-
-    def fewest_shards(self) -> int:
-        """The smallest number of GPUs of this machine that can hold the weights; 1 on a CPU."""
-        if self.device.type != "cuda":
-            return 1
-        self.require_shardable(1)
-        gpus = range(torch.cuda.device_count())
-        memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
-        weights = loaded_bytes(self.weight_files, self.dtype)
-        return fewest_parts(self.name, self.config, weights, memory)
+        heads = {key: n for key in _HEADS if isinstance(n := getattr(text, key, None), int)}
+        if (common := math.gcd(*heads.values())) % shards:
+            named = ", ".join(f"{count} {key}" for key, count in heads.items())
+            possible = [str(size) for size in range(1, common + 1) if common % size == 0]
+            raise UsageError(
+                f"--shard-teacher: the heads of {self.name} ({named}) cannot be shared by {shards} "
+                f"processes. Start torchrun with --nproc_per_node {', '.join(possible)}."
+            )
 
     def load(self, shards: int = 1) -> PreTrainedModel:
         """Load the model on its device, in evaluation mode. Only safetensors and GGUF files are
-        opened. `shards`: load this process's part, in a group of this many processes."""
+        opened. `shards`: so many processes hold it together, and this one loads its part."""
         options: dict[str, Any] = {"dtype": self.dtype}
         if self.gguf_file:
             options |= {"gguf_file": self.gguf_file}
@@ -247,6 +212,8 @@ class ModelFiles:
             raise ModelError(f"{self.folder}: {type(model).__name__} has no language-model head.")
         if quantisation_of(self.config) is None:
             model = model.to(self.device)  # quantised ones are there, and some cannot be moved
+        if shards > 1:
+            _hold_whole_head(model)
         if self.fp8:
             to_fp8(model)
         ready: PreTrainedModel = model.eval().requires_grad_(False)

@@ -25,7 +25,7 @@ from vocagnolm.alternatives import (
 )
 from vocagnolm.errors import ModelError
 from vocagnolm.model.fp8 import Fp8Linear, head_to_fp8
-from vocagnolm.model.runtime import HostCopy, VocabularyPart, compile_layers, head_form, last_hidden
+from vocagnolm.model.runtime import HostCopy, compile_layers, head_form, last_hidden
 from vocagnolm.objective.head import (
     IGNORE_INDEX,
     TORCH_ROWS,
@@ -38,7 +38,6 @@ from vocagnolm.objective.head import (
     row_operations,
 )
 from vocagnolm.objective.selection import mixed_bits
-from vocagnolm.processes import Ranks
 
 # ---- windows ----
 
@@ -117,8 +116,8 @@ def plan_batches(
 # ---- alternatives ----
 
 # The likeliest tokens of a distribution, or tokens drawn from it, out of a chunk of logits. In two
-# steps, because several processes may hold the vocabulary together: *choose* among the logits of
-# this process, chunk by chunk, and *finish* for all tokens at once, as packed numbers.
+# steps: *choose* among the logits, chunk by chunk, and *finish* for all tokens at once, as packed
+# numbers.
 
 # Columns that are looked at together: the likeliest K tokens lie in the K groups with the largest
 # maxima, so that only these are searched. A GPU's own search passes over a row many times.
@@ -136,7 +135,6 @@ class AlternativeChoice:
     """Logits."""
     ids_NK: Tensor
     lse_N: Tensor
-    """Over the rows of the head that this process holds."""
     seeds_N: Tensor | None
 
     @classmethod
@@ -160,35 +158,13 @@ class AlternativeChoice:
         self.values_NK[first:last], self.ids_NK[first:last] = values, ids
         self.lse_N[first:last] = lse_N
 
-    def finish(self, labels_N: Tensor, part: VocabularyPart | None = None) -> Tensor:
-        """Packed, int32 [N, K]."""
-        values, ids, lse = self.values_NK, self.ids_NK, self.lse_N
-        if part is not None:
-            values, ids, lse = self._joined(part)
-        nll = lse[:, None] - values
+    def finish(self, labels_N: Tensor) -> Tensor:
+        """The packed alternatives, int32 [N, K]."""
+        nll = self.lse_N[:, None] - self.values_NK
         steps = (nll * STEPS_PER_NAT).round().clamp(0, NLL_STEPS)
-        packed = (ids << ID_SHIFT) | steps.nan_to_num(0.0).long()
-        packed |= torch.where(ids == labels_N[:, None], FOLLOWS_BIT, 0)
+        packed = (self.ids_NK << ID_SHIFT) | steps.nan_to_num(0.0).long()
+        packed |= torch.where(self.ids_NK == labels_N[:, None], FOLLOWS_BIT, 0)
         return torch.where(torch.isfinite(nll), packed, _EMPTY).to(torch.int32)
-
-    def _joined(self, part: VocabularyPart) -> tuple[Tensor, Tensor, Tensor]:
-        """Over all processes' rows of the head."""
-        ranks = Ranks.of(part.group)
-        own = (self.values_NK, self.lse_N, self.ids_NK + part.first)
-        values_NPK, lse_NP, ids_NPK = (
-            ranks.gather(one).transpose(0, 1).contiguous() for one in own
-        )
-        lse = lse_NP.logsumexp(dim=1)
-        if not self.spec.sampled:
-            values, index = values_NPK.flatten(1).topk(self.spec.count)
-            return values, ids_NPK.flatten(1).gather(1, index), lse
-        # which process's draw counts is drawn by what its rows weigh
-        assert self.seeds_N is not None
-        uniform = uniform_numbers(~self.seeds_N, self.spec.count)
-        weight = (lse_NP - lse[:, None]).double().exp().cumsum(1)
-        owner = torch.searchsorted(weight, (uniform * weight[:, -1:]).contiguous(), right=True)
-        owner = owner.clamp(max=ranks.count - 1)[:, None]
-        return values_NPK.gather(1, owner)[:, 0], ids_NPK.gather(1, owner)[:, 0], lse
 
 
 def likeliest(z_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -293,13 +269,11 @@ def token_nll(
     labels_N: Tensor,
     *,
     chunk: int | None = None,
-    part: VocabularyPart | None = None,
 ) -> Tensor:
     """-log p(label) of every token, float32 [N], without holding the logits of the whole batch:
     they are computed `chunk` tokens at a time, in float32 whatever the inputs are (bfloat16 logits
-    would cost up to 0.08 nats). `part`: the head holds only some rows of the vocabulary, and other
-    processes hold the others."""
-    return token_scores(hidden_ND, head, labels_N, chunk=chunk, part=part).nll_N
+    would cost up to 0.08 nats)."""
+    return token_scores(hidden_ND, head, labels_N, chunk=chunk).nll_N
 
 
 @torch.no_grad()
@@ -309,7 +283,6 @@ def token_scores(
     labels_N: Tensor,
     *,
     chunk: int | None = None,
-    part: VocabularyPart | None = None,
     alternatives: AlternativesSpec | None = None,
     seeds_N: Tensor | None = None,
 ) -> RowScores:
@@ -324,12 +297,8 @@ def token_scores(
     if chunk is None and (hidden_ND.is_cuda or work.hidden_ND.dtype == torch.float32):
         chunk = _tile_tokens(head.weight.shape[0], hidden_ND.is_cuda)
     choice, see = _choosing(alternatives, hidden_ND, seeds_N, work.transform)
-    local = labels_N if part is None else part.local(labels_N)
-    losses = row_losses(work, local, chunk=chunk, see=see)
-    nll = losses.nll_N
-    if part is not None:
-        nll = part.combine(losses.nll_N, losses.lse_N, labels_N)
-    return RowScores(nll, None if choice is None else choice.finish(labels_N, part))
+    losses = row_losses(work, labels_N, chunk=chunk, see=see)
+    return RowScores(losses.nll_N, None if choice is None else choice.finish(labels_N))
 
 
 def _choosing(
@@ -389,7 +358,6 @@ class NllModel:
         self.vocabulary_rows = int(embeddings.weight.shape[0])
         # A model whose head we do not know scores through its own logits, a row at a time.
         self.form = head_form(model)
-        self.part = None if self.form is None else VocabularyPart.of(model)
         if fp8_head and self.form is not None:
             head_to_fp8(model)
         self._full_rows = max(1, batch_tokens // context)
@@ -511,7 +479,6 @@ class NllModel:
             hidden,
             self.form.head(self.model),
             labels,
-            part=self.part,
             alternatives=self.alternatives,
             seeds_N=seeds,
         )

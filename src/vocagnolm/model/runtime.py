@@ -23,12 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel, masking_utils
 
 from vocagnolm.errors import ModelError
 from vocagnolm.objective.head import Head, Transform
-from vocagnolm.processes import Ranks
 from vocagnolm.storage.copies import cache_folder
 
 # ---- the decoder ----
@@ -214,59 +212,6 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_ca
 
 
 @dataclass(frozen=True)
-class VocabularyPart:
-    """The rows of a head that this process holds, where several hold the model together."""
-
-    first: int
-    rows: int
-    rows_each: int
-    """Of every process but the last."""
-    device: torch.device
-    group: Any
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "VocabularyPart | None":
-        head: Any = model.get_output_embeddings()
-        weight = head.weight
-        if not _is_split(model, weight):
-            return None
-        if weight.placements != (Shard(0),):
-            raise ValueError(f"a head that is split as {weight.placements} is not known")
-        mesh = weight.device_mesh
-        rows_each = -(-weight.shape[0] // mesh.size())
-        here = weight.to_local()
-        first = mesh.get_local_rank() * rows_each
-        return cls(first, here.shape[0], rows_each, here.device, mesh.get_group())
-
-    @property
-    def columns(self) -> slice:
-        """Of logits for the whole vocabulary."""
-        return slice(self.first, self.first + self.rows)
-
-    def local(self, labels_N: Tensor) -> Tensor:
-        """Labels as rows of this part; those of others become any row."""
-        return (labels_N - self.first).clamp(0, self.rows - 1)
-
-    def combine(self, nll_N: Tensor, lse_N: Tensor, labels_N: Tensor) -> Tensor:
-        """nll over the whole vocabulary, from each process's own over its rows."""
-        nll_PN, lse_PN = Ranks.of(self.group).gather(torch.stack([nll_N, lse_N])).unbind(1)
-        owner_1N = (labels_N // self.rows_each)[None]
-        beside_N = lse_PN.logsumexp(dim=0) - lse_PN.gather(0, owner_1N)[0]
-        nll: Tensor = nll_PN.gather(0, owner_1N)[0] + beside_N
-        return nll
-
-    def all_agree(self, opinion: bool) -> bool:
-        """Every process must go the same way, or they would wait for each other."""
-        against = torch.tensor(float(not opinion), device=self.device)
-        return bool(Ranks.of(self.group).max(against) == 0)
-
-
-def _is_split(model: PreTrainedModel, parameter: Any) -> bool:
-    """Whether this process holds a part of it by a tensor-parallel plan; FSDP has DTensors too."""
-    return (getattr(model, "tp_size", None) or 1) > 1 and isinstance(parameter, DTensor)
-
-
-@dataclass(frozen=True)
 class HeadForm:
     """How a model's logits come from its last linear layer: known once, while the layer's weights
     change (and are gathered anew under FSDP)."""
@@ -275,13 +220,9 @@ class HeadForm:
     scale: float = 1.0
 
     def head(self, model: PreTrainedModel) -> Head:
-        """Where several processes hold the model together: the rows of this one."""
         linear: Any = model.get_output_embeddings()
-        form: dict[str, Any] = {"softcap": self.softcap, "scale": self.scale}
-        for name in ("weight", "bias"):
-            tensor: Any = getattr(linear, name, None)
-            form[name] = tensor.to_local() if _is_split(model, tensor) else tensor
-        return Head(**form)
+        bias = getattr(linear, "bias", None)
+        return Head(weight=linear.weight, bias=bias, softcap=self.softcap, scale=self.scale)
 
     def transform(self, bias: Tensor | None) -> Transform:
         """From the products of a head that has no plain weight."""
@@ -295,15 +236,12 @@ def head_form(model: PreTrainedModel) -> HeadForm | None:
     tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
     no_usual_decoder = (AttributeError, RuntimeError, TypeError, StopIteration, ValueError)
     with _probing(model), contextlib.suppress(*no_usual_decoder):
-        part = VocabularyPart.of(model)
         own = model(input_ids=ids, use_cache=False).logits.float()
-        own = own if part is None else own[..., part.columns]
         hidden = last_hidden(model, ids)
         largest = own.abs().max().clamp(min=1e-6)
         for form in _candidates(model.config.get_text_config()):
             ours = form.head(model).logits(hidden).float()
-            fits = own.shape == ours.shape and (own - ours).abs().max() <= tolerance * largest
-            if fits if part is None else part.all_agree(bool(fits)):
+            if own.shape == ours.shape and (own - ours).abs().max() <= tolerance * largest:
                 return form
     return None
 

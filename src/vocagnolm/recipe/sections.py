@@ -511,11 +511,10 @@ class ScoreSection(Schema, frozen=True):
         ge=1,
         le=1024,
     )
-    shard_teacher: Annotated[int, Limits(ge=1)] | Literal["auto"] = key(
-        "split one teacher over this many GPUs of a machine, under torchrun or --ray; auto: as "
-        "few as can hold its weights",
-        1,
-        metavar="N",
+    shard_teacher: bool = key(
+        "hold one teacher in all processes of torchrun together, each on a GPU of its own, for "
+        "teachers that no single GPU can hold",
+        False,
     )
     strict: bool = key("stop at the first document that cannot be scored", False)
     max_nonfinite_share: float = key(
@@ -644,7 +643,8 @@ class RaySection(Schema, frozen=True):
         "number of workers on the Ray cluster", unset="as many as fit", option="--ray-workers", ge=1
     )
     patience_seconds: float = key(
-        "give up after this many seconds without a live worker",
+        "give up after this many seconds without a sign of life from any worker; a worker that "
+        "gets no step further in half this time is replaced",
         600.0,
         option="--ray-patience",
         gt=0,

@@ -1,7 +1,8 @@
 """Scoring: a teacher reads a corpus once and writes a loss store."""
 
+from vocagnolm.jobs.cluster import RayCluster
+from vocagnolm.jobs.job import Share
 from vocagnolm.model.server import Server
-from vocagnolm.score.cluster import RayCluster
 from vocagnolm.score.run import ScoreSummary, score_corpus
 from vocagnolm.score.teacher import (
     LocalTeacher,
@@ -10,7 +11,7 @@ from vocagnolm.score.teacher import (
     Teacher,
     TokenizedDocument,
 )
-from vocagnolm.score.work import Share, score_shard
+from vocagnolm.score.work import score_shard
 
 __all__ = [
     "LocalTeacher",

@@ -10,14 +10,18 @@ import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from vocagnolm import __version__
 from vocagnolm.data.corpus import Corpus, files_of_folder, open_corpus
 from vocagnolm.data.sources import DatasetSource, JsonLines, ParquetRows, RemoteFile, TextFile
 from vocagnolm.errors import CorpusError, ScoreError, StoreError, UsageError
 from vocagnolm.files import address_of, differences, json_bytes, parse_json
+from vocagnolm.jobs.cluster import Connection
 from vocagnolm.model.load import ModelFiles, open_model
 from vocagnolm.model.server import Server
 from vocagnolm.processes import Ranks
@@ -28,7 +32,6 @@ from vocagnolm.store.format import encode_vocabulary
 from vocagnolm.store.writer import StoreWriter, measured_apart, with_values_of
 
 PLAN_FILE = "plan.json"
-_OLDER_PLAN_FILE = "plan.pickle"
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,7 @@ class TeacherSource:
     ) -> LocalTeacher | ServerTeacher:
         """Its weights are loaded later. `patient` waits for a server that is being started."""
         if self.server is None:
-            files = self.find(settings)
-            if settings.shard_teacher == "auto":
-                settings = replace(settings, shard_teacher=files.fewest_shards())
-            return LocalTeacher(files, settings, conversations=self.conversations)
+            return LocalTeacher(self.find(settings), settings, conversations=self.conversations)
         files = self.find(replace(settings, device="cpu", dtype="auto"), weights=False)
         talks = self.conversations
         return ServerTeacher(files, self.server, settings, patient=patient, conversations=talks)
@@ -164,14 +164,6 @@ class Plan:
         return replace(self, corpus=corpus), teacher
 
 
-def remove_plan(out: str | Path) -> None:
-    """Of a store that is complete."""
-    storage = storage_of(out)
-    storage.remove(PLAN_FILE)
-    if storage.has(_OLDER_PLAN_FILE):
-        storage.remove(_OLDER_PLAN_FILE)
-
-
 @dataclass(frozen=True)
 class Description:
     """A teacher on the machine where it works."""
@@ -183,6 +175,8 @@ class Description:
     """With everything chosen: another machine chooses nothing."""
     vocabulary: bytes | None = None
     """The file that goes into a store with alternatives."""
+    device_name: str | None = None
+    """The GPU, where it is known and there is one."""
 
 
 def describe(teacher: Teacher, settings: ScoreSettings) -> Description:
@@ -196,7 +190,23 @@ def describe(teacher: Teacher, settings: ScoreSettings) -> Description:
                 "--alternatives: this teacher provides only losses. Remove the option."
             )
         vocabulary = encode_vocabulary(teacher.vocabulary())  # type: ignore[attr-defined]
-    return Description(about, software, chosen, vocabulary)
+    device_name = getattr(teacher, "device_name", None)
+    return Description(about, software, chosen, vocabulary, device_name)
+
+
+def describe_on(cluster: Connection, source: TeacherSource, settings: ScoreSettings) -> Description:
+    """The teacher as the workers of a cluster will have it: a driver without a GPU asks a node that
+    has one."""
+    here = settings.device == "cpu" or source.server is not None or torch.cuda.is_available()
+    if here or not cluster.room({"GPU": 1})[0]:
+        return describe_source(source, settings)
+    there = partial(describe_source, source.absolute(), settings)
+    description: Description = cluster.ask(there, {"GPU": 1})
+    return description
+
+
+def describe_source(source: TeacherSource, settings: ScoreSettings) -> Description:
+    return describe(source.open(settings), settings)
 
 
 def store_identity(about: Description, corpus: Corpus) -> dict[str, Any]:

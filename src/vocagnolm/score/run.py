@@ -2,6 +2,7 @@
 by shares, or by the workers of a Ray cluster."""
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,25 +16,25 @@ from vocagnolm.chat.messages import Format
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import UsageError
+from vocagnolm.jobs.cluster import RayCluster
+from vocagnolm.jobs.job import Outcome, Progress, Share, run_job
 from vocagnolm.model.runtime import compiling_seconds
 from vocagnolm.model.server import Server
-from vocagnolm.processes import Ranks, running_ranks, running_teams
+from vocagnolm.processes import running_ranks, world_size
 from vocagnolm.progress import Seconds
 from vocagnolm.recipe import CorpusSection
-from vocagnolm.score.cluster import RayCluster
 from vocagnolm.score.plan import (
     CorpusSource,
-    Plan,
     TeacherSource,
     describe,
+    describe_on,
     make_plan,
     planned_corpus,
     shared_corpus,
 )
 from vocagnolm.score.teacher import ScoreSettings, Teacher
-from vocagnolm.score.work import Claims, Done, Progress, Scored, ShardQueue, Share, Worker, finish
+from vocagnolm.score.work import ScoreJob, ScoreWorker
 from vocagnolm.storage import require_storage
-from vocagnolm.store.writer import StoreWriter, store_lock
 
 # ---- seconds ----
 
@@ -148,17 +149,9 @@ def score_corpus(
             limit=limit_documents,
             max_document_bytes=max_document_bytes,
         )
-    with _ranks(teacher_source, settings, cluster) as ranks:
-        if cluster is None:
-            settings = replace(settings, shard_teacher=ranks.team_size)
-        else:
-            if teacher_source is None or corpus_source is None:
-                raise ValueError("on a cluster teacher and corpus are opened by name: give paths")
-            if share is not None or ranks.count > 1:
-                raise UsageError(
-                    "--ray distributes the shards itself: do not combine it with --share or "
-                    "torchrun."
-                )
+    _require_possible(teacher_source, corpus_source, settings, share, cluster)
+    with contextlib.ExitStack() as held:
+        ranks = held.enter_context(running_ranks(tensors=settings.shard_teacher))
         if corpus_source is not None:
             corpus = shared_corpus(partial(planned_corpus, out, corpus_source), ranks)
         assert isinstance(corpus, Corpus)
@@ -166,169 +159,91 @@ def score_corpus(
             teacher_source = replace(teacher_source, conversations=corpus.conversations)
         elif corpus.conversations:
             raise UsageError("conversations are read by a model folder, a hub id or a GGUF file.")
-        planned = partial(
-            make_plan,
-            corpus=corpus,
-            out=str(out),
-            teacher_source=teacher_source,
-            corpus_source=corpus_source,
-        )
+        connection = worker = None
         if cluster is not None and teacher_source is not None:
-            with cluster.connected() as connection:
-                plan = planned(connection.describe(teacher_source, settings))
-                work = partial(connection.work_through, plan, on_progress=on_progress)
-                return _score(plan, plan.writer(), ranks, Share(), work, began)
-        if teacher_source is not None:
-            teacher = teacher_source.open(settings)
-        assert not isinstance(teacher, str | Path)
-        plan = planned(describe(teacher, settings))
-        writer = plan.writer(getattr(teacher, "device_name", None))
-        here = partial(_work_here, plan, writer, teacher, ranks, on_progress)
-        return _score(plan, writer, ranks, share or Share(), here, began)
+            connection = held.enter_context(cluster.connected())
+            about = describe_on(connection, teacher_source, settings)
+        else:
+            if teacher_source is not None:
+                teacher = teacher_source.open(settings)
+            assert not isinstance(teacher, str | Path)
+            about = describe(teacher, settings)
+        sources = {"teacher_source": teacher_source, "corpus_source": corpus_source}
+        job = ScoreJob(make_plan(about, corpus, str(out), **sources), about.device_name)
+        if not isinstance(teacher, str | Path):
+            writes = ranks.leads or not settings.shard_teacher
+            worker = ScoreWorker(job.plan, teacher, job.writer if writes else None)
+        share, options = share or Share(), {"as_one": settings.shard_teacher}
+        outcome = run_job(job, worker, share, ranks, connection, on_progress=on_progress, **options)
+        return _summary(job, share, outcome, worker, began)
 
 
-def _ranks(
-    teacher: TeacherSource | None, settings: ScoreSettings, cluster: RayCluster | None
-) -> contextlib.AbstractContextManager[Ranks]:
-    if settings.shard_teacher == 1:
-        return running_ranks()
-    if teacher is None:
-        raise ValueError("shard_teacher needs a teacher that is opened by name: give its path")
-    if teacher.server is not None:
-        raise UsageError("--shard-teacher does not apply with --server: remove it.")
-    if cluster is not None:  # which makes its teams itself
-        return running_ranks()
-    return running_teams(partial(team_size, teacher, settings))
-
-
-def _score(
-    plan: Plan,
-    writer: StoreWriter,
-    ranks: Ranks,
-    share: Share,
-    work: Callable[[list[int], str | None, Claims | None], Done],
-    began: float,
+def _summary(
+    job: ScoreJob, share: Share, outcome: Outcome, worker: ScoreWorker | None, began: float
 ) -> ScoreSummary:
-    """`work` is given the shards that are to be done, first those of this process, the digest of
-    the plan, and what tells it of other processes, where there are some."""
-    alone = share.count == 1
-    together = ranks.teams > 1 or not alone
-    with contextlib.ExitStack() as held:
-
-        def begin() -> tuple[list[int], dict[int, str], str | None, dict[str, Any]]:
-            held.enter_context(store_lock(writer.path, shared=not alone))
-            writer.begin()
-            states = {number: writer.has_shard(number) for number in share.shards(plan.shard_count)}
-            missing = [number for number, (whole, _) in states.items() if not whole]
-            damages = {number: damage for number, (_, damage) in states.items() if damage}
-            if missing and together:
-                writer.begin_claims(missing, share.marker)
-            begun = replace(plan, identity=writer.identity)
-            return missing, damages, begun.save() if missing else None, writer.identity
-
-        missing, mended, digest, identity = ranks.decide(begin)
-        writer.take_identity(identity)
-        ours = missing[ranks.team :: ranks.teams]
-        rest = sorted({*missing} - {*ours}, reverse=True)  # from the end, where others are last
-        claims = Claims(writer, share, [*mended]) if together else None
-        started = time.perf_counter()
-        done = work(ours + rest, digest, claims) if ours else Done()
-        ended = time.perf_counter()
-        ranks.wait_for_all()
-
-        def end() -> tuple[list[int], dict[str, Any]]:
-            if not alone:  # of two that end together one must get the store for itself
-                held.close()
-            return finish(plan, writer, share, bool(missing))
-
-        left, summary = ranks.decide(end)
+    """`began`: when the call began."""
+    done, seconds, compiling = outcome.done, outcome.done.seconds, 0.0
+    if worker is not None:
+        compiled = compiling_seconds()
+        seconds -= compiled - worker.compiled_at_load
+        compiling = compiled - worker.compiled_at_start
     return ScoreSummary(
-        store=summary,
+        store=outcome.result,
         scored_shards=done.shards,
-        found_shards=len(share.shards(plan.shard_count)) - len(missing),
-        mended=[*mended.values()],
-        tokens=done.tokens,
-        seconds=done.seconds,
+        found_shards=len(share.shards(job.shard_count)) - len(outcome.begun.missing),
+        mended=[*outcome.begun.damage.values()],
+        tokens=done.amount.tokens,
+        seconds=seconds,
         times=Times(
-            start=started - began,
-            loading=ended - started - done.seconds - done.compiling,
-            compiling=done.compiling,
-            scoring=done.seconds,
-            finishing=time.perf_counter() - ended,
+            start=outcome.started - began,
+            loading=outcome.ended - outcome.started - seconds - compiling,
+            compiling=compiling,
+            scoring=seconds,
+            finishing=time.perf_counter() - outcome.ended,
         ),
-        missing_shards=left,
-        missing_shares=share.of_shards(left),
+        missing_shards=outcome.left,
+        missing_shares=share.of_shards(outcome.left),
         notes=list(done.notes),
     )
 
 
-def _work_here(
-    plan: Plan,
-    writer: StoreWriter,
-    teacher: Teacher,
-    ranks: Ranks,
-    on_progress: Callable[[Progress], None] | None,
-    numbers: list[int],
-    digest: str | None,
-    claims: Claims | None,
-) -> Done:
-    """One shard after the other, in this process. As many as would be its part are counted as its
-    work; it may become more or less."""
-    part_of_ours = numbers[: -(-len(numbers) // ranks.teams)]
-    total = sum(len(plan.documents_in(number)) for number in part_of_ours)
-    scored, shards = Scored(), 0
-    queue = ShardQueue(numbers, claims=claims)
-
-    def note(part: Scored) -> None:
-        if on_progress is not None:
-            now = scored + part
-            on_progress(Progress(now.documents, max(total, int(now.documents)), now.tokens))
-
-    def claimed() -> tuple[int, int | None] | None:
-        while (found := queue.claim(worker)) is None and queue.wait_for_others():
-            pass
-        return found
-
-    with contextlib.closing(Worker(plan, teacher, writer, ranks.leads_team)) as worker:
-        worker.read_ahead(numbers[0])
-        before = compiling_seconds()
-        teacher.load()
-        started, loaded = time.perf_counter(), compiling_seconds()
-        while (claim := ranks.decide_in_team(claimed)) is not None:
-            number, ahead = claim
-            scored += worker.begin(number, ahead, note)
-            shards += 1
-            queue.finished(worker, number)
-            note(Scored())
-        worker.settle()
-    compiled = compiling_seconds()
-    seconds = time.perf_counter() - started - (compiled - loaded)
-    return Done(scored.tokens, seconds, compiled - before, shards)
-
-
-# ---- teachers over several processes ----
-
-
-def team_size(source: TeacherSource, settings: ScoreSettings, processes: int) -> int:
-    """As `settings` say, or as few as hold the teacher's weights; checked against the number of
-    processes that run on this machine."""
-    wanted = settings.shard_teacher
-    size = source.find(settings).fewest_shards() if wanted == "auto" else wanted
-    gpus = torch.cuda.device_count()
-    if size == 1:
-        return 1
+def _require_possible(
+    teacher: TeacherSource | None,
+    corpus: CorpusSource | None,
+    settings: ScoreSettings,
+    share: Share | None,
+    cluster: RayCluster | None,
+) -> None:
+    """Refuse options that do not go together."""
+    if cluster is not None:
+        if settings.shard_teacher:
+            raise UsageError(
+                "--shard-teacher and --ray cannot be combined. Start torchrun on each machine, "
+                "with a --share each, or run the teacher with vLLM on several GPUs and pass "
+                "--server."
+            )
+        if teacher is None or corpus is None:
+            raise ValueError("on a cluster teacher and corpus are opened by name: give paths")
+        if share is not None or world_size() > 1:
+            raise UsageError(
+                "--ray distributes the shards itself: do not combine it with --share or torchrun."
+            )
+    if not settings.shard_teacher:
+        return
+    if teacher is None:
+        raise ValueError("shard_teacher needs a teacher that is opened by name: give its path")
+    if teacher.server is not None:
+        raise UsageError("--shard-teacher does not apply with --server: remove it.")
+    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
     if gpus and settings.device == "cpu":
         raise UsageError(
             "--shard-teacher on CPUs: transformers would take the GPUs of this machine. Hide them "
             "with CUDA_VISIBLE_DEVICES=''."
         )
-    if processes % size == 0 and not 0 < gpus < processes:
-        return size
-    found = "this one runs alone" if processes == 1 else f"{processes} processes run here"
-    found += f" on {gpus} GPUs" if gpus else ""
-    fitting = max(1, min(processes, gpus or processes) // size) * size
-    raise UsageError(
-        f"--shard-teacher {wanted}: {size} processes hold one teacher together, each on a GPU of "
-        f"its own, and {found}. Start: torchrun --nproc_per_node {fitting} -m vocagnolm score "
-        f"--shard-teacher {size} ... (the other options as before)"
-    )
+    if world_size() == 1 or 0 < gpus < here:
+        running = "this one runs alone" if here == 1 else f"{here} run here on {gpus} GPUs"
+        raise UsageError(
+            "--shard-teacher: all processes of torchrun hold one teacher together, each on a GPU "
+            f"of its own, and {running}. Start: torchrun --nproc_per_node {max(2, gpus)} -m "
+            "vocagnolm score --shard-teacher ... (the other options as before)"
+        )

@@ -23,6 +23,7 @@ from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.nll import LENGTH_STEP, NllModel, TokenScores
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.model.server import SERVER_REQUEST_TOKENS, ServedModel, Server
+from vocagnolm.processes import world_size
 from vocagnolm.recipe.sections import ScoreSection
 from vocagnolm.store.format import encode_vocabulary
 
@@ -128,8 +129,7 @@ class LocalTeacher:
         self.batch_tokens = settings.batch_tokens or (
             CUDA_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS
         )
-        assert settings.shard_teacher != "auto"  # whoever makes the group has chosen
-        self.shards = settings.shard_teacher
+        self.shards = world_size() if settings.shard_teacher else 1
         if self.shards > 1:
             files.require_shardable(self.shards)
         self.alternatives = settings.kept_alternatives

@@ -386,7 +386,7 @@ def count_reasons(reasons: Iterable[str]) -> dict[str, int]:
 # ---- records of shards ----
 
 
-RECORD_FOLDER, CLAIM_FOLDER = "records", "claims"
+RECORD_FOLDER = "records"
 _THREADS = 16
 Record = dict[str, Any]
 """A finished shard: all that the manifest says of it, and its histogram; with the `device` that

@@ -5,7 +5,8 @@ One protocol for folders and buckets, of steps that happen as a whole or not at 
 1. try put-if-absent, and warn where the storage ignores it;
 2. create `manifest.partial.json`, or compare its identity; with alternatives, create the
    teacher's vocabulary, whose digest is part of the identity;
-3. where several processes share the work, create `claims/N-0`, or leave the shard to its holder;
+3. where several processes share the work, create `claims/N`, or leave the shard to its holder
+   (`vocagnolm.jobs`);
 4. create the shard: where it exists the other attempt counts, if it is whole;
 5. put `records/N.json`, its digest and statistics;
 6. create `manifest.json` from the records.
@@ -16,18 +17,17 @@ goes on from that.
 
 import contextlib
 import json
-import secrets
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vocagnolm import files
 from vocagnolm.errors import StorageWarning, StoreError
+from vocagnolm.jobs.job import CLAIM_FOLDER
 from vocagnolm.storage import storage_of
 from vocagnolm.storage.bucket import PROBE
 from vocagnolm.store.format import (
-    CLAIM_FOLDER,
     DATA_FOLDER,
     DROPPED_FOLDER,
     FORMAT_NAME,
@@ -134,7 +134,7 @@ class StoreWriter:
             self._write_vocabulary(self._vocabulary)
 
     def _begin(self) -> None:
-        self._look()
+        self.look()
         complete = MANIFEST_FILE in self._files
         if not complete and PARTIAL_MANIFEST_FILE not in self._files:
             self._begin_new()
@@ -172,8 +172,8 @@ class StoreWriter:
         self._agree(found, complete=True)
         refuse_other_identity(str(self.storage), found, self.identity)
 
-    def _look(self) -> None:
-        """One listing, and the records in it."""
+    def look(self) -> None:
+        """See what is there now: one listing, and the records in it."""
         self._files = self.storage.files(SHARD_FOLDER, RECORD_FOLDER)
         self._known = {}
         if MANIFEST_FILE not in self._files:
@@ -232,7 +232,7 @@ class StoreWriter:
 
     def has_shard(self, number: int) -> tuple[bool, str | None]:
         """(is shard `number` present and intact, what is wrong with it), as last found by `begin`
-        or `absent_shards`, or as written by this process. In a growing store, a shard with a record
+        or `look`, or as written by this process. In a growing store, a shard with a record
         is not read; in a complete one every shard is."""
         if shard_name(number) not in self._files:
             return False, None
@@ -289,18 +289,6 @@ class StoreWriter:
         self.storage.put(record_at, record_bytes(self._digest, record))
         self._known[shard.number] = record
 
-    def begin_claims(self, numbers: Collection[int], marker: str) -> None:
-        """A process that begins takes all of these shards: those that claimed them may be dead, and
-        if they are not, the first commit counts."""
-        found = self.storage.files(CLAIM_FOLDER)
-        before = {claim_name(number, holders) for number in numbers for holders in (0, 1)}
-        self.storage.remove(*before.intersection(found))
-        self.storage.put(f"{CLAIM_FOLDER}/{marker}", b"")
-
-    def claim(self, number: int, holders: int) -> bool:
-        """Whether this process, too, now holds a shard that `holders` processes have claimed."""
-        return self.storage.create(claim_name(number, holders), secrets.token_bytes(8))
-
     @property
     def was_complete(self) -> bool:
         """Whether the store had an intact manifest when it was opened."""
@@ -312,10 +300,9 @@ class StoreWriter:
         return not self._had_manifest and self.storage.has(MANIFEST_FILE)
 
     def absent_shards(self) -> list[int]:
-        """Shards that have no file now. Reads no shard."""
-        self._look()
-        numbers = range(self.shard_count)
-        return [number for number in numbers if shard_name(number) not in self._files]
+        """Shards that have no file now, by one listing."""
+        there = self.storage.files(SHARD_FOLDER)
+        return [number for number in range(self.shard_count) if shard_name(number) not in there]
 
     def finish(self, more: Callable[[list[Record]], dict[str, Any]] | None = None) -> None:
         """When all shards are present, make the manifest from their records, which completes the
@@ -368,10 +355,6 @@ class StoreWriter:
             "shard_count": self.shard_count,
             "identity": self.identity,
         }
-
-
-def claim_name(number: int, holders: int) -> str:
-    return f"{CLAIM_FOLDER}/{number:06d}-{holders}"
 
 
 def refuse_other_identity(path: str | Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:

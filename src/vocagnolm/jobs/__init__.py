@@ -1,0 +1,1 @@
+"""Jobs: folders that are made shard by shard, by one process or by many."""
