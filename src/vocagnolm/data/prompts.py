@@ -4,8 +4,9 @@ the records have one."""
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from vocagnolm.chat.messages import (
 from vocagnolm.data.corpus import Corpus, document_hash, open_sources
 from vocagnolm.data.sources import Problem, Record, Split
 from vocagnolm.errors import CorpusError, UsageError
+from vocagnolm.recipe.sections import PromptsSection
 
 _TEXT = "{text}"
 _WORDS = re.compile(r"\w+")
@@ -66,7 +68,8 @@ class Prompts:
         instruction: str | None = None,
         drop_answers: bool = False,
         continues: bool = False,
-        without: frozenset[int] = frozenset(),
+        prompt_tokens: int = PromptsSection.prompt_tokens,
+        without: Collection[int] = (),
     ):
         """instruction: a text with `{text}` in it, which asks for something to be done with the
         prompt. continues: prompts are texts that a model goes on with. without: hashes of word
@@ -82,10 +85,18 @@ class Prompts:
         self.instruction = instruction
         self.drop_answers = drop_answers
         self.continues = continues
-        self.without = without
+        self.prompt_tokens = prompt_tokens
+        self.without = tuple(sorted(without))
 
     def __len__(self) -> int:
         return len(self.records)
+
+    @cached_property
+    def _sequences(self) -> frozenset[int]:
+        return frozenset(self.without)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_sequences"}
 
     def describe(self) -> dict[str, Any]:
         """Everything that decides the prompts, for the identity of what is written."""
@@ -94,7 +105,7 @@ class Prompts:
             "answer_field": self.answer_field,
             "instruction": self.instruction,
             "drop_answers": self.drop_answers or None,
-            "continue": self.continues or None,
+            "continue": self.prompt_tokens if self.continues else None,
             "without": _digest(self.without) if self.without else None,
         }
         return about | {name: value for name, value in shown.items() if value is not None}
@@ -117,7 +128,7 @@ class Prompts:
                 raise Refused("empty")
             if any("\ud800" <= letter <= "\udfff" for letter in text):
                 raise Refused("lone surrogate")
-            if self.without and _shared(text, self.without):
+            if self.without and _shared(text, self._sequences):
                 raise Refused(f"benchmark: shares {SHARED_WORDS} words in a row with a question")
         except Refused as error:
             return Prompt(index, record.place, None, expected, str(error))
@@ -205,8 +216,8 @@ def _shared(text: str, sequences: frozenset[int]) -> bool:
     return not sequences.isdisjoint(_sequences(text, short=True))
 
 
-def _digest(sequences: frozenset[int]) -> str:
-    content = b"".join(key.to_bytes(8, "little") for key in sorted(sequences))
+def _digest(sequences: Sequence[int]) -> str:
+    content = b"".join(key.to_bytes(8, "little") for key in sequences)
     return hashlib.sha256(content).hexdigest()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from vocagnolm.jobs.cluster import Connection
 from vocagnolm.model.load import ModelFiles, open_model
 from vocagnolm.model.server import Server
 from vocagnolm.processes import Ranks
+from vocagnolm.recipe.sections import WriteSection
 from vocagnolm.score.teacher import LocalTeacher, ScoreSettings, ServerTeacher, Teacher
 from vocagnolm.storage import storage_of
 from vocagnolm.storage.copies import version
@@ -32,6 +33,7 @@ from vocagnolm.store.format import encode_vocabulary
 from vocagnolm.store.writer import StoreWriter, measured_apart, with_values_of
 
 PLAN_FILE = "plan.json"
+AnyPlan = TypeVar("AnyPlan")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class TeacherSource:
         talks = self.conversations
         return ServerTeacher(files, self.server, settings, patient=patient, conversations=talks)
 
-    def find(self, settings: ScoreSettings, *, weights: bool = True) -> ModelFiles:
+    def find(self, settings: ScoreSettings | WriteSection, *, weights: bool = True) -> ModelFiles:
         return open_model(
             self.source,
             device=settings.device,
@@ -135,9 +137,7 @@ class Plan:
         was written; None where the corpus is an object of the caller's."""
         if self.corpus_source is None:
             return None
-        content = json_bytes(_encoded(replace(self.absolute(), vocabulary=None)), indent=None)
-        storage_of(self.out).put(PLAN_FILE, content)
-        return hashlib.sha256(content).hexdigest()
+        return save_plan(self.out, replace(self.absolute(), vocabulary=None))
 
     def absolute(self) -> "Plan":
         """For processes that stand in another folder."""
@@ -231,8 +231,15 @@ def make_plan(about: Description, corpus: Corpus, out: str, **sources: Any) -> P
     )
 
 
-def load_plan(out: str | Path, digest: str | None = None) -> Plan:
-    """The plan of a store that grows; with `digest` only the very one that was saved."""
+def save_plan(out: str, plan: Any) -> str:
+    """Write a plan into the folder that grows, and return the digest of what was written."""
+    content = json_bytes(_encoded(plan), indent=None)
+    storage_of(out).put(PLAN_FILE, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def load_plan(out: str | Path, digest: str | None = None, kind: type[AnyPlan] = Plan) -> AnyPlan:  # type: ignore[assignment]
+    """The plan of a folder that grows; with `digest` only the very one that was saved."""
     storage = storage_of(out)
     path = storage.shown(PLAN_FILE)
     try:
@@ -247,10 +254,15 @@ def load_plan(out: str | Path, digest: str | None = None) -> Plan:
     try:
         plan = _decoded(parse_json(content))
     except Exception as error:  # damaged bytes can raise anything
-        raise StoreError(f"{path} cannot be read: {error}. Run `score` again.") from None
-    if not isinstance(plan, Plan) or plan.version != __version__:
+        raise StoreError(f"{path} cannot be read: {error}. Run the command again.") from None
+    if not isinstance(plan, kind) or getattr(plan, "version", None) != __version__:
         raise StoreError(f"{path} was written by another version of vocagnolm.")
     return plan
+
+
+def may_be_planned(*kinds: type) -> None:
+    """Objects of these classes may be part of a plan, too."""
+    _KINDS.update({kind.__name__: kind for kind in kinds})
 
 
 # What a plan may hold, besides numbers, texts, lists and mappings.
@@ -302,7 +314,7 @@ def _decoded(value: Any) -> Any:
 def planned_corpus(out: str | Path, source: CorpusSource) -> Corpus:
     """The corpus, not counted and hashed again where a plan is there and no file has changed."""
     with contextlib.suppress(StoreError, CorpusError):
-        plan = load_plan(out)
+        plan: Plan = load_plan(out)
         if plan.corpus_source == source.absolute() and source.is_still(plan.corpus):
             return plan.corpus
     return source.open()

@@ -12,7 +12,7 @@ import numpy as np
 from vocagnolm.alternatives import NOTHING
 from vocagnolm.data.corpus import Corpus, Document, document_hash
 from vocagnolm.errors import BusyError, ScoreError, StoreError
-from vocagnolm.jobs.job import Amount, Begun, Share
+from vocagnolm.jobs.job import Amount, Begun, ShardWorker, Share
 from vocagnolm.model.nll import TokenScores
 from vocagnolm.model.runtime import compiling_seconds
 from vocagnolm.score.plan import PLAN_FILE, Plan, load_plan
@@ -180,15 +180,20 @@ class ScoreWorker:
 
 def open_worker(out: str, digest: str | None) -> ScoreWorker:
     """A worker on any machine, from the plan in the growing store."""
-    plan, teacher = load_plan(out, digest).on_this_machine()
+    planned: Plan = load_plan(out, digest)
+    plan, teacher = planned.on_this_machine()
     return ScoreWorker(plan, teacher, plan.writer(teacher.device_name))
 
 
 class ScoreJob:
     """A store as a job."""
 
-    def __init__(self, plan: Plan, device_name: str | None = None):
-        self.plan, self.writer = plan, plan.writer(device_name)
+    plan: Any
+    """A `Plan`; or of a folder that is made likewise, its own."""
+
+    def __init__(self, plan: Any, device_name: str | None = None):
+        self.plan: Any = plan
+        self.writer: StoreWriter = plan.writer(device_name)
         self.out, self.shard_count = plan.out, plan.shard_count
         self._digest: str | None = None
 
@@ -200,7 +205,8 @@ class ScoreJob:
         return {"CPU": float(settings.threads or 1)}
 
     def documents_in(self, number: int) -> range:
-        return self.plan.documents_in(number)
+        documents: range = self.plan.documents_in(number)
+        return documents
 
     def lock(self, *, shared: bool) -> contextlib.AbstractContextManager[None]:
         return store_lock(self.out, shared=shared)
@@ -220,8 +226,12 @@ class ScoreJob:
     def absent(self) -> list[int]:
         return self.writer.absent_shards()
 
-    def remote_worker(self) -> Callable[[], ScoreWorker]:
+    def remote_worker(self) -> Callable[[], ShardWorker]:
         return partial(open_worker, self.plan.absolute().out, self._digest)
+
+    def complete(self) -> None:
+        """Make the manifest, from shards that are all there."""
+        self.writer.finish()
 
     def finish(self, share: Share, worked: bool) -> tuple[list[int], dict[str, Any]]:
         """Complete the store: the process that holds it for itself, or of several shares the last
@@ -232,7 +242,7 @@ class ScoreJob:
             alone = contextlib.nullcontext() if share.count == 1 else store_lock(self.out)
             with contextlib.suppress(BusyError), alone:  # another share is at work, and will do it
                 if share.count == 1:
-                    self.writer.finish()
+                    self.complete()
                 else:
                     self._finish_last(share, worked)
                 storage_of(self.out).remove(PLAN_FILE)
@@ -240,11 +250,13 @@ class ScoreJob:
         summary = inspect_store(self.out)
         if summary["complete"] and summary["documents"] == 0:
             first = summary["skipped_documents"][0]
-            raise ScoreError(
-                f"none of the {len(self.plan.corpus):,} documents could be scored; the first: "
-                f"{first['place']}: {first['reason']}."
-            )
+            raise ScoreError(f"{self.nothing} The first: {first['place']}: {first['reason']}.")
         return absent, summary
+
+    @property
+    def nothing(self) -> str:
+        """What is said of a store without documents."""
+        return f"none of the {len(self.plan.corpus):,} documents could be scored."
 
     def _finish_last(self, share: Share, worked: bool) -> None:
         """Look through what other shares have left, and complete the store."""
@@ -260,4 +272,4 @@ class ScoreJob:
                 f"{', '.join(share.of_shards([*damaged]))} again, or `score` without --share: what "
                 "is damaged is scored again."
             )
-        writer.finish()
+        self.complete()

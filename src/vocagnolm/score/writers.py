@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 from vocagnolm.alignment import token_texts
-from vocagnolm.alternatives import Vocabulary
+from vocagnolm.alternatives import AlternativesSpec, Vocabulary
 from vocagnolm.chat import ChatTokenizer, Message, Refused, template_of
 from vocagnolm.chat.messages import conversation_of, format_of, messages_of
 from vocagnolm.data.corpus import document_hash, open_sources
-from vocagnolm.data.prompts import Prompt
+from vocagnolm.data.prompts import Prompt, Prompts
 from vocagnolm.errors import ModelError, ScoreError, TemplateError, TilingError, UsageError
 from vocagnolm.generate.decoder import Decoder, PromptTokens, fitting_rows
 from vocagnolm.generate.draw import Sampling
 from vocagnolm.generate.reading import end_ids, known_ids
-from vocagnolm.model.load import ModelFiles
+from vocagnolm.model.load import ModelFiles, open_model
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.recipe.sections import WriteSection
 from vocagnolm.score.teacher import MOST_THREADS, described_alternatives
@@ -45,7 +45,9 @@ class Writer(Protocol):
     settings: WriteSettings
     """As they were chosen: another machine that is given them chooses nothing."""
     chat: ChatTokenizer | None
-    device_name: str | None
+
+    @property
+    def device_name(self) -> str | None: ...
 
     def describe(self) -> dict[str, Any]:
         """Everything about the teacher that decides what it writes, for the manifest."""
@@ -189,6 +191,32 @@ class TeacherContext:
 # ---- a model in this process ----
 
 
+@dataclass(frozen=True)
+class WriterSource:
+    """Where a teacher that writes comes from: what another process needs to open it."""
+
+    source: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def open(self, settings: WriteSettings, prompts: Prompts) -> "LocalWriter":
+        files = open_model(
+            self.source,
+            device=settings.device,
+            dtype=settings.dtype,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+        return LocalWriter(
+            files, settings, continues=prompts.continues, prompt_tokens=prompts.prompt_tokens
+        )
+
+    def absolute(self) -> "WriterSource":
+        """The source for processes that stand in another folder."""
+        path = Path(self.source)
+        return replace(self, source=str(path.absolute()) if path.exists() else self.source)
+
+
 class LocalWriter:
     """A causal language model in this process. Its weights are loaded when it has to write."""
 
@@ -245,8 +273,6 @@ class LocalWriter:
         tokenizer, settings = self._files.tokenizer, self.settings
         spec = None
         if settings.alternatives:
-            from vocagnolm.alternatives import AlternativesSpec
-
             spec = AlternativesSpec(settings.alternatives)
         return {
             "teacher": self._files.describe(),

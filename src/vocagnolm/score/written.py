@@ -202,8 +202,17 @@ class ShardBuilder:
             nll=to_float16(np.concatenate([np.zeros(0, "f4"), *self._nll])),
             skipped=self.skipped,
             alternatives=packed,
-            files={name: _about(content) for name, content in self.files().items()},
+            files=self._described_files(),
         )
+
+    def _described_files(self) -> dict[str, dict[str, Any]]:
+        """What the manifest says of the files; of graded answers also how many prompts have how
+        many right ones."""
+        about = {name: _about(content) for name, content in self.files().items()}
+        if self.grader is not None:
+            marks = np.bincount(np.array(self.right, np.int64), minlength=self.samples + 1)
+            about[f"{DATA_FOLDER}/{self.number:06d}.jsonl"]["right"] = marks.tolist()
+        return about
 
 
 def _line(row: dict[str, Any]) -> str:
