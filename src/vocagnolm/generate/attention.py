@@ -86,6 +86,8 @@ class Pass:
     """Row b has slot b: nothing need be gathered."""
     captured: list[tuple[Tensor, Tensor]] | None = None
     """Collects the keys and values of the pass, one pair per layer."""
+    layer: int = -1
+    """The layer that attended last: layers attend in order, each once in a pass."""
 
 
 _pass: Pass | None = None
@@ -106,7 +108,7 @@ def attending(under_way: Pass) -> Iterator[None]:
 
 
 class _NothingKept(CacheLayerMixin):
-    """Hands keys and values on to the attention, which keeps them itself."""
+    """Says of a layer's keys and values that there are none before those of the pass."""
 
     is_sliding = False
 
@@ -128,10 +130,18 @@ class _NothingKept(CacheLayerMixin):
         return -1
 
 
-def pass_through_cache(layers: int) -> Cache:
-    """A cache that transformers may hand its keys and values to."""
-    made: Any = _NothingKept
-    return Cache(layers=[made() for _ in range(layers)])
+class PassThroughCache(Cache):
+    """Hands keys and values on to the attention, which keeps them itself. It never asks which
+    layer they are of: a compiled layer would then be compiled anew for each."""
+
+    def __init__(self, layers: int):
+        kind: Any = _NothingKept
+        super().__init__(layers=[kind() for _ in range(layers)])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
 
 
 def windows_of(model: PreTrainedModel) -> list[int | None] | None:
@@ -184,18 +194,19 @@ def slot_attention(
         return own
     if kwargs.get("s_aux") is not None:
         raise NotImplementedError("attention sinks")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = torch.ops.vocagnolm.slots if torch.compiler.is_compiling() else _attend_in_pass
-    return attend(query, key, value, layer, scale, softcap or 0.0), None
+    return attend(query, key, value, scale, softcap or 0.0), None
 
 
 def _attend_in_pass(
-    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, softcap: float
+    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float
 ) -> Tensor:
     """Keeps new keys and values in their slots, and attends to all that a row has."""
     now = _pass
     assert now is not None
+    now.layer += 1
+    layer = now.layer
     if now.captured is not None:
         now.captured.append((key, value))
     window, prefix = now.windows[layer], _shared_part(now, layer, key, value)
@@ -228,15 +239,13 @@ def _attend_in_pass(
 
 @torch.library.custom_op("vocagnolm::slots", mutates_args=())
 def _attend_compiled(
-    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, softcap: float
+    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float
 ) -> Tensor:
-    return _attend_in_pass(query, key, value, layer, scale, softcap)
+    return _attend_in_pass(query, key, value, scale, softcap)
 
 
 @_attend_compiled.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, softcap: float
-) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float) -> Tensor:
     B, H, Q, _ = query.shape
     return query.new_empty(B, Q, H, value.shape[3])
 

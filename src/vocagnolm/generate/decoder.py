@@ -144,7 +144,7 @@ class Decoder:
         self._alternatives = alternatives
         self._form: HeadForm | None = head_form(model)
         self._windows = attention.windows_of(model)
-        self._cache = attention.pass_through_cache(len(self._windows or ()))
+        self._cache = attention.PassThroughCache(len(self._windows or ()))
         self._prefix, self._prefix_ids = Prefix(), tuple[int, ...]()
         self._slots: Slots | None = None
         self._graphs: dict[int, _Graph] = {}
@@ -426,7 +426,9 @@ class Decoder:
             aligned=self.device.type != "cuda",
             captured=captured,
         )
-        with attention.attending(now), one_document_a_row():
+        # a graph for one row serves no other number of rows: not worth compiling
+        eager = torch.compiler.set_stance("force_eager" if len(ids_BQ) == 1 else "default")
+        with attention.attending(now), one_document_a_row(), eager:
             hidden: Tensor = decoder_of(self.model)(
                 input_ids=ids_BQ,
                 position_ids=position_BQ + self._prefix.tokens,
