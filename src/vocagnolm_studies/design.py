@@ -90,6 +90,12 @@ class EvaluationPlan(Plan):
     """Rendered questions (`vocagnolm.evaluate.render.write_requests`): greedy answers."""
     validation_requests: str | None = None
     """Other questions, for choosing learning rates by accuracy."""
+    compared: str | None = None
+    """Rendered questions with options, the right one first: their log-likelihoods."""
+    samples: NonNegativeInt = 0
+    """So many drawn answers to every `samples_every`-th question, beside the greedy one."""
+    samples_every: PositiveInt = 4
+    samples_temperature: float = key(default=0.7, gt=0)
     max_new_tokens: PositiveInt = 256
     batch_size: PositiveInt | None = None
     dtype: str = "auto"

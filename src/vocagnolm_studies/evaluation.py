@@ -4,7 +4,7 @@ is read of it again."""
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vocagnolm.evaluate.render import Request
 
 ANSWERS_FILE = "answers.jsonl.gz"
+SAMPLES_FILE, LIKELIHOODS_FILE = "samples.jsonl.gz", "likelihoods.jsonl.gz"
 GRADES_FILE = "grades.json"
 PARTS_FIELD = "counts"
 
@@ -44,22 +45,68 @@ def evaluate_model(
             )
             result[kind][name] = bits.value
     if requests is not None:
-        answer_requests(model, files, plan, requests, folder / ANSWERS_FILE)
+        from vocagnolm.evaluate.render import read_requests
+
+        asked = read_requests(requests)
+        answer_requests(model, files, plan, asked, folder / ANSWERS_FILE)
+        for number in range(plan.samples):
+            some = asked[:: plan.samples_every]
+            answer_requests(model, files, plan, some, folder / SAMPLES_FILE, seed=number + 1)
+    if plan.compared is not None:
+        compare_options(model, files, plan, folder / LIKELIHOODS_FILE)
     return result
 
 
-def answer_requests(model: Any, files: Any, plan: EvaluationPlan, source: str, path: Path) -> None:
-    """Greedy answers to all questions. Tasks with the same stop strings go through together:
-    they share their worked examples."""
+def compare_options(model: Any, files: Any, plan: EvaluationPlan, path: Path) -> None:
+    """The log-likelihood in nats of every option of every question."""
     from vocagnolm.evaluate.render import read_requests
-    from vocagnolm.evaluate.results import fields_of
-    from vocagnolm.generate import Answer, Generator
+    from vocagnolm.generate import Generator
 
-    requests = read_requests(source)
+    assert plan.compared is not None
+    requests = read_requests(plan.compared)
+    generator = Generator(model, files, plan.batch_size)
+    try:
+        found = dict(
+            pair
+            for batch in generator.compare(
+                [request.prompt for request in requests], [r.options for r in requests]
+            )
+            for pair in batch
+        )
+    finally:
+        generator.close()
+    rows = [
+        {"task": r.task, "index": r.index, "nats": [round(value, 4) for value in found[n]]}
+        for n, r in enumerate(requests)
+    ]
+    _write_rows(path, rows)
+
+
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    with whole_file(path) as whole, gzip.open(whole, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def answer_requests(
+    model: Any,
+    files: Any,
+    plan: EvaluationPlan,
+    requests: "Sequence[Request]",
+    path: Path,
+    *,
+    seed: int = 0,
+) -> None:
+    """Answers to all questions: greedy, or drawn with a `seed`, which are added to those that are
+    in the file. Tasks with the same stop strings go through together: they share their worked
+    examples."""
+    from vocagnolm.evaluate.results import fields_of
+    from vocagnolm.generate import Answer, Generator, Sampling
+
     groups: dict[Any, list[int]] = defaultdict(list)
     for number, request in enumerate(requests):
         groups[request.stop].append(number)
-    generator = Generator(model, files, plan.batch_size)
+    sampling = Sampling(plan.samples_temperature) if seed else None
+    generator = Generator(model, files, plan.batch_size, sampling=sampling, seed=seed)
     answers: dict[int, Answer] = {}
     try:
         for stop, numbers in groups.items():
@@ -72,10 +119,15 @@ def answer_requests(model: Any, files: Any, plan: EvaluationPlan, source: str, p
                 answers.update({numbers[place]: answer for place, answer in batch})
     finally:
         generator.close()
-    with whole_file(path) as whole, gzip.open(whole, "wt", encoding="utf-8") as file:
-        for number, request in enumerate(requests):
-            line = {"task": request.task, "index": request.index, **fields_of(answers[number])}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    rows = []
+    if seed > 1:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
+    drawn = {"sample": seed} if seed else {}
+    for number, request in enumerate(requests):
+        where = {"task": request.task, "index": request.index, **drawn}
+        rows.append({**where, **fields_of(answers[number])})
+    _write_rows(path, rows)
 
 
 def grade_answers(path: Path, questions: Mapping[tuple[str, int], "Request"]) -> Grades:
