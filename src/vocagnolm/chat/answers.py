@@ -68,8 +68,9 @@ def lay_answer(
     if content:
         place = _found(data, content.encode(), parts[0][1] if parts else 0)
         parts.append((place, place + len(content.encode()), at))
-    ends = np.cumsum([len(piece) for piece in written], dtype=np.int64)
-    spans = _clipped(np.stack([np.append(0, ends[:-1]), ends], 1), parts, begin)
+    sizes = np.array([len(piece) for piece in written], np.int64)
+    ends = np.cumsum(sizes)
+    spans = _clipped(np.stack([ends - sizes, ends], 1), parts, begin)
     whole = prompt + message.text + message.mark
     if ended:
         mark = len(whole.encode()) - 1

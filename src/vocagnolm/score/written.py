@@ -262,10 +262,12 @@ def _continued(text: str, answer: WrittenAnswer) -> LaidAnswer:
     if len(content.encode()) < len(data) - 3 or "\ufffd" in content:
         raise Refused("not UTF-8: in the middle of the text")
     begin = len(text.encode())
-    ends = np.minimum(np.cumsum([len(p) for p in pieces], dtype=np.int64), len(content.encode()))
-    spans = np.stack([np.append(0, ends[:-1]), ends], 1) + begin
+    sizes = np.array([len(piece) for piece in pieces], np.int64)
+    ends = np.minimum(np.cumsum(sizes), len(content.encode()))
+    spans = np.stack([np.minimum(ends, np.cumsum(sizes) - sizes), ends], 1) + begin
     if answer.ended:
-        spans = np.concatenate([spans, [[begin + ends[-1], begin + ends[-1]]]])
+        last = begin + len(content.encode())
+        spans = np.concatenate([spans, [[last, last]]])
     return LaidAnswer(text + content, content, "", begin, spans)
 
 
