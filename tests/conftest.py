@@ -37,6 +37,7 @@ SLOW = (
     "train/test_trainer.py",
     "alignment/test_real_tokenizers.py",
     "score",
+    "write",
     "faults",
     "train/test_processes.py",
     "report/test_browser.py",

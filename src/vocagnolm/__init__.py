@@ -22,7 +22,7 @@ _PUBLIC = {
     "recipe": ("Recipe", "load_recipe"),
     "store": ("LossStore",),
     "train": ("GuidedCollator", "GuidedTrainer"),
-    "score": ("ScoreSettings", "score_corpus"),
+    "score": ("ScoreSettings", "WriteSettings", "score_corpus", "write_answers"),
 }
 """Module -> the public names that it defines."""
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vocagnolm.objective import Head, ObjectiveConfig, Targets, guided_loss, objective_loss
     from vocagnolm.questions import Grade, grade
     from vocagnolm.recipe import Recipe, load_recipe
-    from vocagnolm.score import ScoreSettings, score_corpus
+    from vocagnolm.score import ScoreSettings, WriteSettings, score_corpus, write_answers
     from vocagnolm.store import LossStore
     from vocagnolm.train import GuidedCollator, GuidedTrainer
 
@@ -68,7 +68,9 @@ __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "export_columns",
     "guide",
     "ScoreSettings",
+    "WriteSettings",
     "score_corpus",
+    "write_answers",
     "align",
     "align_batch",
     "carry",

@@ -66,6 +66,12 @@ class Speed:
         return gained / seconds if seconds > 0 and gained > 0 else None
 
     @property
+    def done_rate(self) -> float | None:
+        """Done a second; None while nothing can be said."""
+        seconds, gained, _ = self._gains()
+        return gained / seconds if seconds > 0 and gained > 0 else None
+
+    @property
     def seconds_left(self) -> float | None:
         seconds, gained, _ = self._gains()
         if seconds <= 0 or gained <= 0:

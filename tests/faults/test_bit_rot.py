@@ -118,7 +118,7 @@ def test_a_damaged_shard_is_named_by_what_reads_it(lab, tmp_path, reader):
     store = copy_of(lab / "store", tmp_path / "store")
     flip_bit(store / "shards" / "000000.safetensors", 0.9)
     tree = recipe_dict(lab, store={"path": str(store)}, data={"blocks": str(tmp_path / "b")})
-    with pytest.raises(StoreError, match=r"000000.safetensors.*checksum.*scores the damaged"):
+    with pytest.raises(StoreError, match=r"000000.safetensors.*checksum.*makes the damaged"):
         if reader == "prepare":
             prepare(recipe_from_dict(tree))
         else:

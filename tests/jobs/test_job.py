@@ -39,6 +39,7 @@ class SquareWorker:
 
     def finish(self, shard):
         storage_of(self.out).create(f"squares/{shard}", str(shard**2).encode())
+        return Amount(counts={"even": int(shard % 2 == 0)})
 
 
 class Squares:
@@ -93,8 +94,9 @@ def test_the_ranks_of_a_share_are_shares_that_divide_it(number, count, ranks):
 
 def test_any_job_is_made_by_shares(tmp_path):
     out = tmp_path / "s"
-    outcome = run(out, "2/3")
+    outcome = run(out, "2/3")  # shards 1 and 4
     assert (outcome.done.shards, outcome.left) == (2, [0, 2, 3, 5, 6])
+    assert outcome.done.amount == Amount(20, 4, {"even": 1})
     names = ["1/3", "3/3", "2/3", "1/3"]
     children = [in_child(lambda name=name: run(out, name)) for name in names]
     assert not any(was_killed(child) for child in children)
@@ -243,7 +245,8 @@ def test_a_worker_that_gets_no_step_further_is_replaced(tmp_path, on_cluster):
         return None
 
     done, workers = on_cluster(tmp_path, play, patience=1.0)
-    assert made(tmp_path) == WHOLE and done.shards == 7 and done.amount == Amount(70, 14)
+    assert made(tmp_path) == WHOLE and done.shards == 7
+    assert done.amount == Amount(70, 14, {"even": 4})
     assert workers == 4 and len(done.notes) == 2
     assert all("hung with shard" in note and "no step in 0 s" in note for note in done.notes)
 

@@ -19,7 +19,7 @@ from score.teacher_kit import (
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
-from vocagnolm.cli.score import ScoreCommand
+from vocagnolm.cli.common import RayCommand
 from vocagnolm.errors import MissingExtraError, ScoreError, StoreError, UsageError
 from vocagnolm.jobs.job import Pipeline
 from vocagnolm.score import RayCluster, Share, score_corpus
@@ -238,7 +238,7 @@ def test_an_address_may_be_left_out(words, address, monkeypatch):
     def invoke(self, context):
         seen.update(context.params)
 
-    monkeypatch.setattr(ScoreCommand, "invoke", invoke)
+    monkeypatch.setattr(RayCommand, "invoke", invoke)
     result = CliRunner().invoke(app, ["score", *words])
     assert result.exit_code == 0, result.output
     assert seen["ray"] == address

@@ -90,7 +90,10 @@ def test_a_store_of_the_hub(store, monkeypatch):
         {
             "repo_type": "dataset",
             "revision": "v1",
-            "allow_patterns": ["store/manifest.json", "store/shards/*"],
+            "allow_patterns": [
+                *("store/manifest.json", "store/vocabulary.safetensors"),
+                *("store/shards/*", "store/data/*", "store/dropped/*"),
+            ],
         },
     )
     assert inspect_store(address)["complete"] and verify_store(address) == []

@@ -174,7 +174,7 @@ class ChatTokenizer(TextTokenizer):
         return int(tokens.ids[found[0]]) if found else None
 
     def private_bytes_of(self, index: int) -> bytes | None:
-        """As `bytes_of`, with private characters for control tokens."""
+        """What a token spells, with private characters for control tokens."""
         if self._is_control[index]:
             return self._spanner.token_bytes[index]
         return self.base.bytes_of(index)
@@ -183,24 +183,38 @@ class ChatTokenizer(TextTokenizer):
         """The reasoning and the content of what the model wrote behind the generation prompt, as
         the template would be given them; `text` has private characters for control tokens.
         Reasoning that was never closed leaves no content."""
-        around = self._around
-        reasoning, content = "", _behind(text, around.before)
+        reasoning, content = (text[start:end] for start, end in self.answer_places(text))
+        return _PRIVATE.sub("", reasoning).strip(), _PRIVATE.sub("", content)
+
+    def answer_places(self, text: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The characters of `answer_of`'s text that are its reasoning, with white space around it,
+        and those that are its content."""
+        around, end = self._around, len(text)
+        thought, begin = (0, 0), end - len(_behind(text, around.before))
         lead, closed, rest = text.partition(around.shuts.strip() or "\0")
         if closed:
-            reasoning, content = _behind(lead, around.opens), _behind(closed + rest, around.shuts)
+            thought = len(lead) - len(_behind(lead, around.opens)), len(lead)
+            begin = end - len(_behind(closed + rest, around.shuts))
         elif around.opens.strip() and _behind(text, around.opens) != text:
-            reasoning, content = _behind(text, around.opens), ""
+            thought, begin = (end - len(_behind(text, around.opens)), end), end
         elif around.unwritten:
             # opened by the prompt: the template says what it keeps of such an answer
             with suppress(Refused):
                 asked, again = Message("user", "a"), Message("user", "c")
-                found = render(self.template, [asked, Message("assistant", content), again])
+                found = render(self.template, [asked, Message("assistant", text[begin:]), again])
                 kept = "".join(one.text for one in found.segments if one.message == 1)
-                lead, _, rest = content.rpartition(kept)
-                if kept and not rest.strip():
-                    reasoning, content = _CLOSING.sub("", lead), kept
-        content = content.removesuffix(around.behind)
-        return _PRIVATE.sub("", reasoning).strip(), _PRIVATE.sub("", content)
+                place = text.rfind(kept, begin)
+                if kept and not text[place + len(kept) :].strip():
+                    thought = begin, begin + len(_CLOSING.sub("", text[begin:place]))
+                    begin, end = place, place + len(kept)
+        if around.behind and text[begin:end].endswith(around.behind):
+            end -= len(around.behind)
+        return thought, (begin, end)
+
+    def with_control_tokens(self, text: str) -> str:
+        """A text that has private characters for control tokens, with their names instead."""
+        names = {private: token for token, private in self._alias.items()}
+        return _PRIVATE.sub(lambda match: names.get(match[0], match[0]), text)
 
     @property
     def writes_around(self) -> bool:

@@ -19,6 +19,7 @@ from vocagnolm.cli.common import (
     DEBUG_VARIABLE,
     App,
     Commands,
+    RayCommand,
     end,
     showing_copies,
     showing_warnings,
@@ -28,10 +29,11 @@ from vocagnolm.cli.evaluate import evaluate
 from vocagnolm.cli.options import with_options
 from vocagnolm.cli.prepare import prepare
 from vocagnolm.cli.report import report
-from vocagnolm.cli.score import ScoreCommand, score
+from vocagnolm.cli.score import score
 from vocagnolm.cli.train import check, push, recipes, train
 from vocagnolm.cli.try_ import demo, try_
 from vocagnolm.cli.view import view
+from vocagnolm.cli.write import write
 
 app = App(
     cls=Commands,
@@ -82,8 +84,12 @@ def _add(panel: str, command: Any, example: str, **settings: Any) -> None:
 _add(START, demo, "vocagnolm demo --out out/demo")
 _add(START, try_, "vocagnolm try --student S --teacher T --corpus corpus.jsonl", name="try")
 _add(
-    STAGES, score, "vocagnolm score --teacher T --corpus corpus.jsonl --out store", cls=ScoreCommand
+    STAGES,
+    write,
+    "vocagnolm write --teacher T --prompts prompts.jsonl --out written",
+    cls=RayCommand,
 )
+_add(STAGES, score, "vocagnolm score --teacher T --corpus corpus.jsonl --out store", cls=RayCommand)
 _add(STAGES, check, "vocagnolm check recipe.yaml --set objective.keep=0.6")
 _add(STAGES, prepare, "vocagnolm prepare recipe.yaml --workers 8")
 _add(STAGES, train, "vocagnolm train recipe.yaml --set run.folder=runs/guided")

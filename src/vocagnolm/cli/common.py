@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, Protocol, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -88,6 +88,7 @@ FAULT = 70  # EX_SOFTWARE of sysexits.h
 
 KEPT = {
     "score": "every finished shard is kept; run the same command again to score the rest.",
+    "write": "every finished shard is kept; run the same command again to write the rest.",
     "prepare": "every finished part is kept; run the same command again to make the rest.",
     "train": "the newest checkpoint is kept; run the same command again to resume from it, with "
     "the same result. (SIGTERM instead of Ctrl-C writes a checkpoint first.)",
@@ -143,6 +144,17 @@ class Command(_NamedValues, TyperCommand):
     def __init__(self, *given: Any, **settings: Any):
         super().__init__(*given, **settings)
         self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", self.help or "")
+
+
+class RayCommand(Command):
+    """A command with `--ray [ADDRESS]`: without an address it means a cluster on this machine."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for at, word in enumerate(args):
+            if word == "--ray" and (at + 1 == len(args) or args[at + 1].startswith("-")):
+                args = [*args[:at], "--ray", "", *args[at + 1 :]]
+                break
+        return super().parse_args(ctx, args)
 
 
 class Group(_NamedValues, TyperGroup):
@@ -262,6 +274,33 @@ def _trace_written(error: BaseException) -> str:
     except (OSError, VocagnolmError) as unwritten:
         return f"the full trace could not be written: {unwritten}"
     return f"the full trace is in {path}"
+
+
+# ---- shares ----
+
+
+class _Share(Protocol):
+    """How a run of `score` or `write` ended that had only a share."""
+
+    @property
+    def missing_shards(self) -> list[int]: ...
+    @property
+    def missing_shares(self) -> list[str]: ...
+
+
+def what_is_missing(command: str, summary: _Share, shards: int) -> str:
+    """What is left to do for a folder of so many shards."""
+    missing = summary.missing_shards
+    if not missing:
+        return (
+            "Every shard is there; the manifest is left to a process that is still at work on the "
+            f"folder. Should it die, run any share again, or `{command}` without --share."
+        )
+    return (
+        f"NOT COMPLETE: {len(missing):,} of {shards:,} shards are missing (the first is "
+        f"{missing[0]}), of the shares {', '.join(summary.missing_shares)}. Run those that are not "
+        f"running, or `{command}` without --share, which does all that is missing."
+    )
 
 
 # ---- progress ----

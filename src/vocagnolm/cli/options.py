@@ -18,12 +18,14 @@ from vocagnolm.recipe.sections import (
     CorpusSection,
     EngineSection,
     ObjectiveSection,
+    PromptsSection,
     QuestionsSection,
     RaySection,
     ScoreSection,
     ServerSection,
     StudentSection,
     TeacherSection,
+    WriteSection,
 )
 
 Given = dict[str, Any]
@@ -42,10 +44,12 @@ PANELS = {
     CorpusSection: "Corpus",
     EngineSection: "Model",
     ObjectiveSection: "Selection",
+    PromptsSection: "Prompts",
     QuestionsSection: "Benchmarks",
     RaySection: "Ray cluster",
     ScoreSection: "Scoring",
     ServerSection: "Server",
+    WriteSection: "Writing",
 }
 """What the options of a section stand under in the help."""
 
@@ -75,7 +79,7 @@ def option(
     about = fields_of(section)[name]
     kind, limits = _kind(section, name)
     default = about.default
-    if isinstance(kind, type) and issubclass(kind, Enum):
+    if isinstance(kind, type) and issubclass(kind, Enum) and default is not None:
         default = kind(default)
     elif kind == list[str]:
         default = []

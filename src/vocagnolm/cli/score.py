@@ -3,11 +3,18 @@
 import time
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from vocagnolm.cli.common import Command, Meter, leading, print_json, progress, quiet_libraries
+from vocagnolm.cli.common import (
+    Meter,
+    leading,
+    print_json,
+    progress,
+    quiet_libraries,
+    what_is_missing,
+)
 from vocagnolm.cli.options import JSON, Given, option, options, require_asked, with_options
 from vocagnolm.cli.store import print_store
 from vocagnolm.errors import UsageError
@@ -27,17 +34,6 @@ if TYPE_CHECKING:
 
 DEFAULT_ALTERNATIVES = 4
 """Of a recipe that distils."""
-
-
-class ScoreCommand(Command):
-    """`--ray` alone means: without an address."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for at, word in enumerate(args):
-            if word == "--ray" and (at + 1 == len(args) or args[at + 1].startswith("-")):
-                args = [*args[:at], "--ray", "", *args[at + 1 :]]
-                break
-        return super().parse_args(ctx, args)
 
 
 @with_options
@@ -172,7 +168,7 @@ def _print(summary: "ScoreSummary") -> None:
         )
         typer.echo(str(summary.times))
     if not whole:
-        typer.echo(_what_is_missing(summary))
+        typer.echo(what_is_missing("score", summary, store["shards_expected"]))
         return
     print_store(store)
     if store["skipped"]:
@@ -182,17 +178,3 @@ def _print(summary: "ScoreSummary") -> None:
         for line in LeftOut(store["skipped"], store["skipped_reasons"], documents).lines():
             typer.echo(line)
         typer.echo(f"  all of them: vocagnolm store inspect {store['path']} --json")
-
-
-def _what_is_missing(summary: "ScoreSummary") -> str:
-    missing, store = summary.missing_shards, summary.store
-    if not missing:
-        return (
-            "Every shard is scored; the manifest is left to a process that is still at work on the "
-            "store. Should it die, run any share again, or `score` without --share."
-        )
-    return (
-        f"NOT COMPLETE: {len(missing):,} of {store['shards_expected']:,} shards are missing (the "
-        f"first is {missing[0]}), of the shares {', '.join(summary.missing_shares)}. Run those "
-        "that are not running, or `score` without --share, which scores what is missing."
-    )

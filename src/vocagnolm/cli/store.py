@@ -53,7 +53,7 @@ def verify_command(store: str = _STORE, as_json: bool = JSON) -> None:
         for problem in problems:
             typer.echo(problem)
         typer.echo(
-            f"{store}: {len(problems)} problems. The command that scored it, run again, scores "
+            f"{store}: {len(problems)} problems. The command that made it, run again, makes "
             "damaged shards again."
             if problems
             else f"{store}: every checksum matches, no gap, no duplicate."

@@ -7,7 +7,6 @@ keeps its number, so that numbers, shards and fingerprints do not move when a re
 
 import bisect
 import difflib
-import fnmatch
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,13 +27,15 @@ from vocagnolm.data.sources import (
     remote_files,
 )
 from vocagnolm.errors import CorpusError
-from vocagnolm.files import address_of, local_path
+from vocagnolm.files import address_of, local_path, parse_json
 from vocagnolm.recipe.sections import CorpusSection
 from vocagnolm.store.format import (
     DATA_FOLDER,
+    FORMAT_NAME,
     MANIFEST_FILE,
     PARTIAL_MANIFEST_FILE,
     count_reasons,
+    document_files,
 )
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".tex")
@@ -310,10 +311,13 @@ def _sources_of(path: str | Path, text_field: str | None, split: Split) -> list[
 
     if (address := address_of(path)) is not None:
         sources: list[Source] = []
-        found = remote_files(address)
-        names = {file.name for file in found}
-        written = _written_documents(sorted(names), names.__contains__, str(address))
-        for file in found:
+        by_name = {file.name: file for file in remote_files(address)}
+
+        def content(name: str) -> bytes | None:
+            return by_name[name].fetch().read_bytes() if name in by_name else None
+
+        written = _written_documents(content, str(address))
+        for file in by_name.values():
             if is_corpus_file(file.name) if written is None else file.name in written:
                 source = opened(file.fetch(), file.name)
                 source.origin = file
@@ -363,22 +367,35 @@ def is_corpus_file(path: str | Path) -> bool:
 def files_of_folder(folder: Path) -> list[Path]:
     """The files of a folder that can be read, at any depth; of a folder that a teacher wrote, its
     documents alone."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and is_corpus_file(p))
-    names = [file.relative_to(folder).as_posix() for file in files]
-    documents = _written_documents(names, lambda name: (folder / name).is_file(), str(folder))
-    return files if documents is None else [folder / name for name in documents]
+
+    def content(name: str) -> bytes | None:
+        return (folder / name).read_bytes() if (folder / name).is_file() else None
+
+    written = _written_documents(content, str(folder))
+    if written is not None:
+        return [folder / name for name in written]
+    return sorted(p for p in folder.rglob("*") if p.is_file() and is_corpus_file(p))
 
 
-def _written_documents(
-    names: Sequence[str], has: Callable[[str], bool], place: str
-) -> list[str] | None:
-    """The files of documents among those of a folder that a teacher wrote; None for others."""
-    documents = [name for name in names if fnmatch.fnmatch(name, f"{DATA_FOLDER}/??????.jsonl")]
-    if documents and has(PARTIAL_MANIFEST_FILE) and not has(MANIFEST_FILE):
-        raise CorpusError(
-            f"{place} is still being written. Run the command that started it again to resume."
-        )
-    return documents if documents and has(MANIFEST_FILE) else None
+def _written_documents(content: Callable[[str], bytes | None], place: str) -> list[str] | None:
+    """The files of documents in a folder that a teacher wrote; None for other folders. `content`
+    gives a file of the folder, None where there is none."""
+    for name in (MANIFEST_FILE, PARTIAL_MANIFEST_FILE):
+        if (found := content(name)) is None:
+            continue
+        try:
+            manifest = parse_json(found)
+            written = manifest["format"] == FORMAT_NAME and "writing" in manifest["identity"]
+        except (ValueError, KeyError, TypeError):
+            return None
+        if not written:
+            return None
+        if name == PARTIAL_MANIFEST_FILE:
+            raise CorpusError(
+                f"{place} is still being written. Run the command that started it again to resume."
+            )
+        return [name for name in document_files(manifest) if name.startswith(f"{DATA_FOLDER}/")]
+    return None
 
 
 # ---- documents that are left out ----

@@ -1,6 +1,7 @@
 """Prompts: what a model is asked, from the same files as a corpus, with the expected answer where
 the records have one."""
 
+import copy
 import hashlib
 import re
 from collections import Counter
@@ -22,6 +23,7 @@ from vocagnolm.data.corpus import Corpus, document_hash, open_sources
 from vocagnolm.data.sources import Problem, Record, Split
 from vocagnolm.errors import CorpusError, UsageError
 from vocagnolm.recipe.sections import PromptsSection
+from vocagnolm.store.format import count_reasons
 
 _TEXT = "{text}"
 _WORDS = re.compile(r"\w+")
@@ -31,14 +33,14 @@ SHARED_WORDS = 13
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. Either `messages` or `problem` is set."""
+    """One prompt. Either `text` or `problem` is set."""
 
     index: int
     """Number among the prompts, from 0."""
     place: str
     """Where it stands: `file.jsonl:12`."""
     text: str | None
-    """Its shared text (`vocagnolm.chat`); of a text that is to be continued, the text itself."""
+    """Its shared text (`vocagnolm.chat`), or the text that is to be continued."""
     expected: str | None = None
     """The right answer, if the record names it."""
     problem: str | None = None
@@ -51,7 +53,7 @@ class Prompt:
 
 
 class Records(Corpus):
-    """Records of any kind: what they hold shows when each is read."""
+    """Records of any kind: what each holds shows when it is read."""
 
     def _found_formats(self, wanted: Format) -> list[Format]:
         return ["text"] * len(self.sources)
@@ -70,10 +72,13 @@ class Prompts:
         continues: bool = False,
         prompt_tokens: int = PromptsSection.prompt_tokens,
         without: Collection[int] = (),
+        without_names: Sequence[str] = (),
+        paths: Sequence[str] = (),
     ):
         """instruction: a text with `{text}` in it, which asks for something to be done with the
         prompt. continues: prompts are texts that a model goes on with. without: hashes of word
-        sequences of which a prompt may hold none."""
+        sequences (`word_sequences`) of which a prompt may hold none; without_names: the benchmarks
+        from which they come. paths: where the records were found."""
         if instruction is not None and _TEXT not in instruction:
             raise UsageError(
                 f"--instruction {instruction[:60]!r} has no {_TEXT}, where the text belongs."
@@ -87,6 +92,8 @@ class Prompts:
         self.continues = continues
         self.prompt_tokens = prompt_tokens
         self.without = tuple(sorted(without))
+        self.without_names = tuple(without_names)
+        self.paths = tuple(paths)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -98,17 +105,39 @@ class Prompts:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_sequences"}
 
+    def here(self) -> "Prompts":
+        """These prompts as this machine has them: it may have copies of its own."""
+        if not self.records.changed_sources():
+            return self
+        own, records = copy.copy(self), self.records
+        own.records = Records(
+            open_sources(self.paths, None, records.split),
+            text_field=records.text_field,
+            split=records.split,
+            limit=records.limit,
+        )
+        if own.describe() != self.describe():
+            raise CorpusError(
+                f"{', '.join(self.paths)}: the prompts on this machine are not those with which "
+                "the folder was begun. Give all machines the same files."
+            )
+        return own
+
     def describe(self) -> dict[str, Any]:
-        """Everything that decides the prompts, for the identity of what is written."""
+        """Everything that decides the prompts, for the identity of a written folder."""
         about = self.records.describe()
         shown = {
             "answer_field": self.answer_field,
             "instruction": self.instruction,
             "drop_answers": self.drop_answers or None,
             "continue": self.prompt_tokens if self.continues else None,
-            "without": _digest(self.without) if self.without else None,
+            "without": self._without() if self.without else None,
         }
         return about | {name: value for name, value in shown.items() if value is not None}
+
+    def _without(self) -> dict[str, Any]:
+        content = b"".join(key.to_bytes(8, "little") for key in self.without)
+        return {"names": [*self.without_names], "sha256": hashlib.sha256(content).hexdigest()}
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Prompt]:
         """Prompts `start..stop`."""
@@ -128,14 +157,13 @@ class Prompts:
                 raise Refused("empty")
             if any("\ud800" <= letter <= "\udfff" for letter in text):
                 raise Refused("lone surrogate")
-            if self.without and _shared(text, self._sequences):
-                raise Refused(f"benchmark: shares {SHARED_WORDS} words in a row with a question")
         except Refused as error:
             return Prompt(index, record.place, None, expected, str(error))
         return Prompt(index, record.place, text, expected)
 
     def _asked(self, fields: dict[str, Any], text_field: str) -> str:
         messages = prompt_of(fields, text_field, drop_answer=self.drop_answers)
+        self._require_own(message.content for message in messages)
         if self.instruction is not None:
             if len(messages) != 1:
                 raise Refused("messages: --instruction is for texts and single prompts")
@@ -147,15 +175,18 @@ class Prompts:
         text = fields.get(text_field)
         if not isinstance(text, str):
             raise Refused(f"field {text_field!r} holds {type(text).__name__}, not text")
+        self._require_own([text])
         return text
 
+    def _require_own(self, texts: Iterable[str]) -> None:
+        """Refuse texts that hold a question of a benchmark."""
+        if self.without and any(_shares(text, self._sequences) for text in texts):
+            raise Refused(f"benchmark: shares {SHARED_WORDS} words in a row with a question")
+
     def _expected(self, fields: dict[str, Any]) -> str | None:
-        if self.answer_field is None:
-            return None
-        value = fields.get(self.answer_field)
-        if value is None or isinstance(value, dict | list):
-            raise Refused(f"no answer: field {self.answer_field!r} holds {type(value).__name__}")
-        return str(value)
+        """The expected answer; None where the record has none, whose answers are not marked."""
+        value = None if self.answer_field is None else fields.get(self.answer_field)
+        return None if value is None or isinstance(value, dict | list) else str(value)
 
 
 def open_prompts(
@@ -163,32 +194,62 @@ def open_prompts(
     *,
     text_field: str = "text",
     split: Split = "none",
-    limit: int | None = None,
+    limit_prompts: int | None = None,
     **options: Any,
 ) -> Prompts:
     """Prompts from files, folders, addresses or hub datasets, as `open_corpus` finds them;
     `options` as for `Prompts`."""
+    listed = [
+        str(Path(path).absolute()) if Path(path).exists() else str(path)
+        for path in ([paths] if isinstance(paths, str | Path) else paths)
+    ]
     records = Records(
-        open_sources(paths, None, split), text_field=text_field, split=split, limit=limit
+        open_sources(listed, None, split), text_field=text_field, split=split, limit=limit_prompts
     )
     if not len(records):
-        listed = [paths] if isinstance(paths, str | Path) else paths
-        raise CorpusError(f"{', '.join(map(str, listed))} holds no prompts.")
-    return Prompts(records, **options)
+        raise CorpusError(f"{', '.join(listed)} holds no prompts.")
+    return Prompts(records, paths=listed, **options)
 
 
-def occurrences(prompts: Iterable[Prompt]) -> dict[int, int]:
+@dataclass(frozen=True)
+class PromptCount:
+    """What one reading of all prompts shows."""
+
+    asked: int
+    """Prompts that can be asked."""
+    expected: int
+    """Those of them whose expected answer is known."""
+    repeated: dict[int, int]
     """How many equal prompts stand before a prompt, by its number, for those that have some before
     them. What is drawn for the second of two equal prompts differs from the first."""
+    problems: dict[str, int]
+    """Prompts that cannot be asked, by the kind of reason."""
+
+
+def count_prompts(prompts: Iterable[Prompt]) -> PromptCount:
+    """Read all prompts once. Refuses prompts of which none can be asked, with the first reason."""
     seen: Counter[bytes] = Counter()
-    repeated = {}
+    repeated: dict[int, int] = {}
+    problems: list[Prompt] = []
+    expected = 0
     for prompt in prompts:
-        if prompt.text is not None:
-            key = document_hash(prompt.text)
-            if seen[key]:
-                repeated[prompt.index] = seen[key]
-            seen[key] += 1
-    return repeated
+        if prompt.text is None:
+            problems.append(prompt)
+            continue
+        expected += prompt.expected is not None
+        key = document_hash(prompt.text)
+        if seen[key]:
+            repeated[prompt.index] = seen[key]
+        seen[key] += 1
+    asked = seen.total()
+    if problems and not asked:
+        first = problems[0]
+        raise CorpusError(
+            f"none of the {len(problems):,} prompts can be asked. The first, {first.place}: "
+            f"{first.problem}."
+        )
+    reasons = count_reasons(prompt.problem or "unknown" for prompt in problems)
+    return PromptCount(asked, expected, repeated, reasons)
 
 
 # ---- prompts that are a benchmark's questions ----
@@ -212,20 +273,5 @@ def _hashed(words: Sequence[str]) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _shared(text: str, sequences: frozenset[int]) -> bool:
+def _shares(text: str, sequences: frozenset[int]) -> bool:
     return not sequences.isdisjoint(_sequences(text, short=True))
-
-
-def _digest(sequences: Sequence[int]) -> str:
-    content = b"".join(key.to_bytes(8, "little") for key in sequences)
-    return hashlib.sha256(content).hexdigest()
-
-
-def require_some(prompts: Sequence[Prompt], paths: Sequence[str]) -> None:
-    """Refuse prompts of which none can be asked, with the reason of the first."""
-    if prompts and all(prompt.text is None for prompt in prompts):
-        first = prompts[0]
-        raise CorpusError(
-            f"none of the {len(prompts):,} prompts of {', '.join(paths)} can be asked; the first: "
-            f"{first.place}: {first.problem}."
-        )

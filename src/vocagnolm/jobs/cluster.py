@@ -132,8 +132,7 @@ class ShardActor:
     def work(self, number: int, ahead: int | None = None) -> Amount:
         """Make shard `number`; `ahead` is read meanwhile, for the next call."""
         amount = self._pipeline.make(number, ahead, self._step)
-        self._pipeline.settle()
-        return amount
+        return amount + self._pipeline.settle()
 
     def steps(self) -> int:
         """How often this process has got a step further; answered beside its work."""
@@ -250,8 +249,9 @@ class _Run:
                 self._listen()
                 if self._on_progress is not None and self._started:
                     alive = len(self._running())
-                    so_far = (self._amount.documents, self._documents, self._amount.tokens)
-                    self._on_progress(Progress(*so_far, self._made, len(self._numbers), alive))
+                    amount, shards = self._amount, (self._made, len(self._numbers))
+                    so_far = (amount.documents, self._documents, amount.tokens, amount.counts)
+                    self._on_progress(Progress(*so_far, *shards, alive))
         finally:
             for worker in self._workers:
                 self._kill(worker)

@@ -11,10 +11,10 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -79,9 +79,13 @@ class Amount:
 
     documents: float = 0
     tokens: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Whatever else a job counts, by name."""
 
     def __add__(self, other: "Amount") -> "Amount":
-        return Amount(self.documents + other.documents, self.tokens + other.tokens)
+        names = {**self.counts, **other.counts}
+        counts = {n: self.counts.get(n, 0) + other.counts.get(n, 0) for n in names}
+        return Amount(self.documents + other.documents, self.tokens + other.tokens, counts)
 
 
 class ShardWorker(Protocol):
@@ -101,8 +105,8 @@ class ShardWorker(Protocol):
         device. `on_part` is called after every batch with what is made so far of this shard."""
         ...
 
-    def finish(self, shard: Any) -> None:
-        """Wait for what is queued, and write the shard."""
+    def finish(self, shard: Any) -> Amount:
+        """Wait for what is queued, and write the shard. Returns what is only known now."""
         ...
 
 
@@ -168,6 +172,7 @@ class Progress:
     documents: float
     total_documents: int
     tokens: int
+    counts: Mapping[str, int] = field(default_factory=dict)
     shards: int = 0
     total_shards: int = 0
     workers: int | None = None
@@ -278,7 +283,8 @@ def _work(
     def note(part: Amount) -> None:
         if on_progress is not None:
             now = made + part
-            on_progress(Progress(now.documents, max(total, int(now.documents)), now.tokens))
+            most = max(total, int(now.documents))
+            on_progress(Progress(now.documents, most, now.tokens, now.counts))
 
     with contextlib.closing(Pipeline(worker)) as pipeline:
         pipeline.read_ahead(claimed[0])
@@ -289,7 +295,8 @@ def _work(
             shards += 1
             note(Amount())
             claimed = following()
-        pipeline.settle()
+        made += pipeline.settle()
+        note(Amount())
     return Done(made, time.perf_counter() - started, shards)
 
 
@@ -302,7 +309,7 @@ class Pipeline:
         self._reader = ThreadPoolExecutor(max_workers=1)
         self._ahead: tuple[int, Future[Any]] | None = None
         self._finisher = ThreadPoolExecutor(max_workers=1)
-        self._behind: Future[None] | None = None
+        self._behind: Future[Amount] | None = None
 
     def read_ahead(self, number: int) -> None:
         """Read a shard meanwhile: probably the next one."""
@@ -312,20 +319,20 @@ class Pipeline:
         self, number: int, ahead: int | None, on_part: Callable[[Amount], None] = lambda _: None
     ) -> Amount:
         """Make shard `number`, and read `ahead` meanwhile. The end of its work goes on beside the
-        next call; `settle` waits for it."""
+        next call; `settle` waits for it. What only the end of the shard before has shown is part of
+        the amount."""
         shard = self._take(number)
         if ahead is not None:
             self.read_ahead(ahead)
         amount = self._worker.start(shard, on_part)
-        self.settle()
+        amount += self.settle()
         self._behind = self._finisher.submit(self._worker.finish, shard)
         return amount
 
-    def settle(self) -> None:
+    def settle(self) -> Amount:
         """Wait until all that was begun is written; its error, if it had one, is raised here."""
         behind, self._behind = self._behind, None
-        if behind is not None:
-            behind.result()
+        return Amount() if behind is None else behind.result()
 
     def close(self) -> None:
         self._reader.shutdown(cancel_futures=True)

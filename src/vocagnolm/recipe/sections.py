@@ -537,28 +537,37 @@ class PromptsSection(Schema, frozen=True):
 
     files: list[str] = key(
         "prompts: jsonl (.gz, .zst), parquet or text files, folders, addresses or hub datasets. A "
-        "record is a conversation that ends with the user (`messages`), a `prompt`, an instruction "
-        "(Alpaca, ShareGPT), or a text",
+        "record is a conversation that ends with the user (`messages`, ShareGPT), a `prompt`, an "
+        "instruction (Alpaca), or a text",
+        [],
         option="--prompts",
     )
-    text_field: str = key("field of a record that contains the prompt as a text", "text")
+    text_field: str = key(
+        "field of a record that contains the prompt as a text", "text", min_length=1
+    )
     answer_field: str | None = key("field of a record that contains the expected answer")
     instruction: str | None = key(
-        "ask for something to be done with a text: an instruction with {text} in it"
+        "ask for something to be done with each text: an instruction with {text} in it"
     )
     drop_answers: bool = key(
-        "leave out what the assistant says last in a conversation", False, option="--drop-answers"
+        "remove what the assistant says last in a conversation", False, option="--drop-answers"
     )
     continues: bool = key(
-        "go on with the first tokens of a text instead of answering", False, option="--continue"
+        "continue the first tokens of each text instead of answering", False, option="--continue"
     )
-    prompt_tokens: int = key("with --continue: tokens of a text that are the prompt", 128, ge=1)
-    split: Split = key("how to split a text file into prompts", "none")
+    prompt_tokens: int = key(
+        "with --continue: number of tokens of each text that are the prompt", 128, ge=1
+    )
+    split: Split = key(
+        "how to split a text file (.txt, .md, ...) into prompts: not at all, at blank lines, or at "
+        "every line",
+        "none",
+    )
     limit_prompts: int | None = key("maximum number of prompts to read", ge=1)
     without: list[str] = key(
-        "leave out prompts that share 13 words in a row with the questions of these benchmarks",
+        "leave out prompts that share 13 words in a row with the questions of this benchmark "
+        "(gsm8k, math500, ..., or a YAML file)",
         [],
-        option="--without",
     )
 
 
@@ -619,6 +628,11 @@ class WriteSection(Schema, frozen=True):
         unset="1,024 on a GPU, 32 on a CPU, 256 with a server",
         ge=1,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(self.stop):
+            raise SettingError("stop is '', expected a text that is not empty")
 
 
 class ServerSection(Schema, frozen=True):

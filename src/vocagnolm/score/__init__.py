@@ -1,4 +1,5 @@
-"""Scoring: a teacher reads a corpus once and writes a loss store."""
+"""The teacher's work, done once: it reads a corpus and leaves a loss store (`score`), or answers
+prompts and leaves conversations with the store over them (`write`)."""
 
 from vocagnolm.jobs.cluster import RayCluster
 from vocagnolm.jobs.job import Share
@@ -12,10 +13,15 @@ from vocagnolm.score.teacher import (
     TokenizedDocument,
 )
 from vocagnolm.score.work import score_shard
+from vocagnolm.score.write import WriteSummary, read_prompts, write_answers
+from vocagnolm.score.writers import LocalWriter, Writer, WriteSettings
+from vocagnolm.score.written import ReadPrompt, WrittenAnswer
 
 __all__ = [
     "LocalTeacher",
+    "LocalWriter",
     "RayCluster",
+    "ReadPrompt",
     "ScoreSettings",
     "ScoreSummary",
     "Server",
@@ -23,6 +29,12 @@ __all__ = [
     "Share",
     "Teacher",
     "TokenizedDocument",
+    "WriteSettings",
+    "WriteSummary",
+    "Writer",
+    "WrittenAnswer",
+    "read_prompts",
     "score_corpus",
     "score_shard",
+    "write_answers",
 ]

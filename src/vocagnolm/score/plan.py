@@ -10,7 +10,6 @@ import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,10 +168,11 @@ class Description:
     """A teacher on the machine where it works."""
 
     teacher: dict[str, Any]
-    """What it says of itself."""
+    """As it describes itself."""
     software: dict[str, str]
-    settings: ScoreSettings
-    """With everything chosen: another machine chooses nothing."""
+    settings: Any
+    """`ScoreSettings` or `WriteSettings` with everything chosen: another machine chooses
+    nothing."""
     vocabulary: bytes | None = None
     """The file that goes into a store with alternatives."""
     device_name: str | None = None
@@ -194,14 +194,14 @@ def describe(teacher: Teacher, settings: ScoreSettings) -> Description:
     return Description(about, software, chosen, vocabulary, device_name)
 
 
-def describe_on(cluster: Connection, source: TeacherSource, settings: ScoreSettings) -> Description:
+def describe_on(
+    cluster: Connection, describing: Callable[[], Description], *, anywhere: bool
+) -> Description:
     """The teacher as the workers of a cluster will have it: a driver without a GPU asks a node that
-    has one."""
-    here = settings.device == "cpu" or source.server is not None or torch.cuda.is_available()
-    if here or not cluster.room({"GPU": 1})[0]:
-        return describe_source(source, settings)
-    there = partial(describe_source, source.absolute(), settings)
-    description: Description = cluster.ask(there, {"GPU": 1})
+    has one. `anywhere`: it is the same on every machine."""
+    if anywhere or torch.cuda.is_available() or not cluster.room({"GPU": 1})[0]:
+        return describing()
+    description: Description = cluster.ask(describing, {"GPU": 1})
     return description
 
 
@@ -239,7 +239,7 @@ def save_plan(out: str, plan: Any) -> str:
 
 
 def load_plan(out: str | Path, digest: str | None = None, kind: type[AnyPlan] = Plan) -> AnyPlan:  # type: ignore[assignment]
-    """The plan of a folder that grows; with `digest` only the very one that was saved."""
+    """The plan of a growing folder; with `digest` only the very plan that was saved."""
     storage = storage_of(out)
     path = storage.shown(PLAN_FILE)
     try:
@@ -261,7 +261,7 @@ def load_plan(out: str | Path, digest: str | None = None, kind: type[AnyPlan] = 
 
 
 def may_be_planned(*kinds: type) -> None:
-    """Objects of these classes may be part of a plan, too."""
+    """Allow objects of these classes in plans."""
     _KINDS.update({kind.__name__: kind for kind in kinds})
 
 

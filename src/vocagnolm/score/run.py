@@ -28,6 +28,7 @@ from vocagnolm.score.plan import (
     TeacherSource,
     describe,
     describe_on,
+    describe_source,
     make_plan,
     planned_corpus,
     shared_corpus,
@@ -162,7 +163,11 @@ def score_corpus(
         connection = worker = None
         if cluster is not None and teacher_source is not None:
             connection = held.enter_context(cluster.connected())
-            about = describe_on(connection, teacher_source, settings)
+            about = describe_on(
+                connection,
+                partial(describe_source, teacher_source.absolute(), settings),
+                anywhere=settings.device == "cpu" or server is not None,
+            )
         else:
             if teacher_source is not None:
                 teacher = teacher_source.open(settings)

@@ -171,11 +171,12 @@ class ScoreWorker:
         shard.scores = _started(self.teacher, shard, report)
         return Amount(shard.document_span, shard.tokens)
 
-    def finish(self, shard: PreparedShard) -> None:
+    def finish(self, shard: PreparedShard) -> Amount:
         assert shard.scores is not None
         finished = finished_shard(shard, shard.scores(), self.plan.settings)
         if self.writer is not None:
             self.writer.write_shard(finished)
+        return Amount()
 
 
 def open_worker(out: str, digest: str | None) -> ScoreWorker:

@@ -16,17 +16,26 @@ import numpy as np
 
 from vocagnolm import __version__
 from vocagnolm.data.corpus import described_documents
-from vocagnolm.data.prompts import Prompt, Prompts, Records, occurrences, open_prompts
+from vocagnolm.data.prompts import (
+    Prompt,
+    PromptCount,
+    Prompts,
+    Records,
+    count_prompts,
+    open_prompts,
+    word_sequences,
+)
 from vocagnolm.errors import ScoreError, UsageError
 from vocagnolm.files import address_of, differences
-from vocagnolm.jobs.cluster import RayCluster
+from vocagnolm.jobs.cluster import Connection, RayCluster
 from vocagnolm.jobs.job import Amount, OnProgress, ShardWorker, Share, run_job
-from vocagnolm.processes import running_ranks
+from vocagnolm.processes import Ranks, running_ranks, world_size
 from vocagnolm.questions import grade
-from vocagnolm.score.plan import load_plan, may_be_planned, save_plan
+from vocagnolm.questions.benchmarks import load_examples, tasks_asked
+from vocagnolm.score.plan import Description, describe_on, load_plan, may_be_planned, save_plan
 from vocagnolm.score.work import ScoreJob
 from vocagnolm.score.writers import Writer, WriterSource, WriteSettings, answer_seed
-from vocagnolm.score.written import Grader, ReadPrompt, ShardBuilder, by_prompt
+from vocagnolm.score.written import Grader, ReadPrompt, ShardBuilder, WrittenAnswer
 from vocagnolm.storage import require_storage, storage_of
 from vocagnolm.storage.copies import version
 from vocagnolm.store.export import CARD, store_card
@@ -35,6 +44,9 @@ from vocagnolm.store.writer import StoreWriter
 
 # the task whose grader compares answers of a kind
 _GRADED_AS = {"number": "gsm8k", "mixed": "asdiv", "math": "math", "choice": "mathqa"}
+_EXPECTED_LOOKED_AT = 100
+"""Prompts whose expected answers are tried before anything is written."""
+_PACKAGES = ("tokenizers", "torch", "transformers")
 
 
 # ---- the plan ----
@@ -49,7 +61,7 @@ class WritePlan:
     prompts: Prompts
     settings: WriteSettings
     repeated: dict[int, int]
-    """Prompts of which equal ones stand before them: how many, by number."""
+    """How many equal prompts stand before a prompt, by its number (`PromptCount`)."""
     source: WriterSource | None = None
     """None: an object of the caller's, which other processes cannot open."""
     vocabulary: bytes | None = None
@@ -84,7 +96,8 @@ class WritePlan:
     def absolute(self) -> "WritePlan":
         """The plan for processes that stand in another folder."""
         out = self.out if address_of(self.out) else str(Path(self.out).absolute())
-        return replace(self, out=out, source=self.source and self.source.absolute())
+        source = self.source and self.source.absolute()
+        return replace(self, out=out, source=source, settings=absolute_settings(self.settings))
 
     def save(self) -> str | None:
         if self.source is None:
@@ -96,31 +109,60 @@ may_be_planned(WritePlan, WriteSettings, WriterSource, Prompts, Records)
 
 
 def make_plan(
-    writer: Writer, prompts: Prompts, out: str, source: WriterSource | None = None
+    about: Description,
+    prompts: Prompts,
+    repeated: dict[int, int],
+    out: str,
+    source: WriterSource | None = None,
 ) -> WritePlan:
-    """Reads all prompts once. `source`: where other processes can open the teacher."""
-    vocabulary = writer.vocabulary() if writer.settings.alternatives else None
+    """`repeated`: as in `PromptCount`. `source`: where other processes can open the teacher."""
     return WritePlan(
         out=out,
-        identity=written_identity(writer, prompts),
+        identity=written_identity(about, prompts),
         prompts=prompts,
-        settings=writer.settings,
-        repeated=occurrences(prompts.read()),
-        vocabulary=None if vocabulary is None else encode_vocabulary(vocabulary),
+        settings=about.settings,
+        repeated=repeated,
+        vocabulary=about.vocabulary,
         source=source,
     )
 
 
-def written_identity(writer: Writer, prompts: Prompts) -> dict[str, Any]:
-    """Everything that decides the bytes of a written folder: the prompts and the settings."""
-    samples, shard_prompts = writer.settings.samples, writer.settings.shard_prompts or 1
+def describe_writer(writer: Writer) -> Description:
+    vocabulary = writer.vocabulary() if writer.settings.alternatives else None
+    return Description(
+        writer.describe(),
+        {name: version(name) for name in _PACKAGES},
+        writer.settings,
+        None if vocabulary is None else encode_vocabulary(vocabulary),
+        writer.device_name,
+    )
+
+
+def describe_source(source: WriterSource, settings: WriteSettings, prompts: Prompts) -> Description:
+    return describe_writer(source.open(settings, prompts))
+
+
+def written_identity(about: Description, prompts: Prompts) -> dict[str, Any]:
+    """Everything that decides the bytes of a written folder: the teacher, the prompts and the
+    settings."""
+    samples, shard_prompts = about.settings.samples, about.settings.shard_prompts
     asked = {"prompts": len(prompts), "documents": len(prompts) * samples}
     return {
-        **writer.describe(),
+        **about.teacher,
         "corpus": {**prompts.describe(), **asked},
         "shard_documents": shard_prompts * samples,
-        "software": {name: version(name) for name in ("tokenizers", "torch", "transformers")},
+        "software": about.software,
     }
+
+
+def absolute_settings(settings: WriteSettings) -> WriteSettings:
+    """The settings for processes that stand in another folder."""
+    changes: dict[str, Any] = {}
+    for name in ("examples", "chat_template"):
+        path = getattr(settings, name)
+        if path is not None and Path(path).exists():
+            changes[name] = str(Path(path).absolute())
+    return replace(settings, **changes)
 
 
 # ---- a shard ----
@@ -128,19 +170,24 @@ def written_identity(writer: Writer, prompts: Prompts) -> dict[str, Any]:
 
 @dataclass
 class PreparedPrompts:
-    """A shard's prompts as the teacher reads them: the part of the work that needs no model."""
+    """A shard's prompts as the teacher reads them, and their answers as they come."""
 
     number: int
     prompts: list[Prompt]
     reads: list[ReadPrompt | str]
-    """Each as the teacher reads it, or the reason why it cannot be asked."""
+    """Each prompt as the teacher reads it, or the reason why it cannot be asked."""
     seeds: list[list[int]]
     """For every prompt that can be asked, one number per answer."""
-    written: ShardBuilder | None = None
-    """The shard, once its answers are there."""
+    answers: list[dict[int, WrittenAnswer]] = field(default_factory=list)
+    """For every prompt that can be asked, its answers by number."""
+
+    @property
+    def asked(self) -> list[ReadPrompt]:
+        return [read for read in self.reads if isinstance(read, ReadPrompt)]
 
 
 def prepare_shard(plan: WritePlan, writer: Writer, number: int) -> PreparedPrompts:
+    """The part of a shard's work that needs no model."""
     where, settings = plan.prompts_in(number), plan.settings
     prompts = list(plan.prompts.read(where.start, where.stop))
     asked = iter(writer.read([prompt for prompt in prompts if prompt.text is not None]))
@@ -151,16 +198,11 @@ def prepare_shard(plan: WritePlan, writer: Writer, number: int) -> PreparedPromp
         return [answer_seed(settings.seed, text, occurrence, n) for n in range(settings.samples)]
 
     seeds = [seeds_of(read.prompt) for read in reads if isinstance(read, ReadPrompt)]
-    return PreparedPrompts(number, prompts, reads, seeds)
+    return PreparedPrompts(number, prompts, reads, seeds, [{} for _ in seeds])
 
 
-def write_shard(
-    plan: WritePlan,
-    writer: Writer,
-    prepared: PreparedPrompts,
-    on_tokens: Callable[[int], None] | None = None,
-) -> ShardBuilder:
-    """The teacher's answers to a shard's prompts, in order."""
+def built_shard(plan: WritePlan, writer: Writer, prepared: PreparedPrompts) -> ShardBuilder:
+    """The documents and losses of a shard whose answers have all come."""
     settings = plan.settings
     builder = ShardBuilder(
         prepared.number,
@@ -172,22 +214,27 @@ def write_shard(
         continues=plan.prompts.continues,
         grader=None if settings.grade is None else grader_of(settings.grade),
     )
-    readable = [read for read in prepared.reads if isinstance(read, ReadPrompt)]
-    answers = writer.write(readable, prepared.seeds, on_tokens)
-    done = by_prompt(readable, answers, settings.samples)
+    answers = iter(prepared.answers)
     for prompt, read in zip(prepared.prompts, prepared.reads, strict=True):
         if isinstance(read, ReadPrompt):
-            builder.add(*next(done))
+            given = next(answers)
+            builder.add(read, [given[number] for number in range(settings.samples)])
         else:
             builder.skip(prompt, read)
     return builder
 
 
 def grader_of(kind: str) -> Grader:
-    """What compares an answer of this kind with the expected one."""
+    """A function that compares an answer of this kind with the expected one; None where the
+    expected one is not of this kind."""
 
-    def is_right(content: str, expected: str, question: str, finished: bool) -> bool:
-        marked = grade(_GRADED_AS[kind], content, expected, complete=finished, question=question)
+    def is_right(content: str, expected: str, question: str, finished: bool) -> bool | None:
+        try:
+            marked = grade(
+                _GRADED_AS[kind], content, expected, complete=finished, question=question
+            )
+        except ValueError:
+            return None
         return marked.correct
 
     return is_right
@@ -211,32 +258,42 @@ class WriteWorker:
         return prepare_shard(self.plan, self.teacher, number)
 
     def start(self, shard: PreparedPrompts, on_part: Callable[[Amount], None]) -> Amount:
-        answers, done = len(self.plan.documents_in(shard.number)), 0
-        most = max(1, sum(map(len, shard.seeds)) * self.plan.settings.max_new_tokens)
+        samples = self.plan.settings.samples
+        asked = shard.asked
+        tokens = finished = ended = 0
+
+        def amount() -> Amount:
+            skipped = (len(shard.prompts) - len(asked)) * samples
+            return Amount(skipped + ended, tokens, {"answers": ended, "finished": finished})
 
         def report(new_tokens: int) -> None:
-            nonlocal done
-            done += new_tokens
-            on_part(Amount(answers * done / most, done))
+            nonlocal tokens
+            tokens += new_tokens
+            on_part(amount())
 
-        shard.written = write_shard(self.plan, self.teacher, shard, report)
-        return Amount(answers, done)
+        for prompt, number, answer in self.teacher.write(asked, shard.seeds, report):
+            shard.answers[prompt][number] = answer
+            ended += 1
+            finished += answer.finished
+        return amount()
 
-    def finish(self, shard: PreparedPrompts) -> None:
-        assert shard.written is not None
-        content = shard.written.shard(len(shard.prompts))
-        self.store.write_shard(content, shard.written.files())
+    def finish(self, shard: PreparedPrompts) -> Amount:
+        built = built_shard(self.plan, self.teacher, shard)
+        documents = built.documents()
+        self.store.write_shard(built.shard(len(shard.prompts), documents), documents)
+        return Amount(counts={"marked": built.marked, "right": sum(built.right)})
 
 
 def open_worker(out: str, digest: str | None) -> WriteWorker:
     """A worker on any machine, from the plan in the growing folder."""
-    plan = load_plan(out, digest, WritePlan)
-    assert plan.source is not None
-    teacher = plan.source.open(plan.settings, plan.prompts)
-    here = written_identity(teacher, plan.prompts)
-    for name, planned, found in differences(plan.identity, here):
+    planned = load_plan(out, digest, WritePlan)
+    assert planned.source is not None
+    plan = replace(planned, prompts=planned.prompts.here())
+    teacher = planned.source.open(plan.settings, plan.prompts)
+    here = written_identity(describe_writer(teacher), plan.prompts)
+    for name, planned, now in differences(plan.identity, here):
         raise ScoreError(
-            f"{name} is {found!r:.80} on this machine, the plan has {planned!r:.80}. Give all "
+            f"{name} is {now!r:.80} on this machine, the plan has {planned!r:.80}. Give all "
             "machines the same teacher, prompts and packages."
         )
     return WriteWorker(plan, teacher, plan.writer(teacher.device_name))
@@ -251,14 +308,15 @@ class WriteJob(ScoreJob):
         return partial(open_worker, self.plan.absolute().out, self._digest)
 
     def complete(self) -> None:
-        """The manifest, which completes the folder, and its card."""
+        """Make the manifest, which completes the folder, and its card."""
         self.writer.finish(self._written)
         storage = storage_of(self.plan.out)
-        storage.put(CARD, store_card(storage).encode())
+        if not storage.has(CARD):
+            storage.put(CARD, store_card(storage).encode())
 
     def _written(self, records: list[Record]) -> dict[str, Any]:
-        """What the manifest says of the documents, as a corpus that is opened describes itself."""
-        found = [
+        """The documents as a corpus that is opened describes itself, and how many are right."""
+        files = [
             (name, about)
             for record in records
             for name, about in record["files"].items()
@@ -266,11 +324,13 @@ class WriteJob(ScoreJob):
         ]
         sources = [
             {"name": name, "documents": about["lines"], "sha256": about["sha256"]}
-            for name, about in found
+            for name, about in files
         ]
         about = described_documents(sources, not self.plan.prompts.continues)
         if self.plan.settings.grade is not None:
-            about |= right_answers(np.sum([entry["right"] for _, entry in found], axis=0).tolist())
+            marks = np.array([about["right"] for _, about in files], np.int64)
+            by_right = marks.reshape(len(files), -1).sum(0).tolist()
+            about |= right_answers(sum(about["marked"] for _, about in files), by_right)
         return {"written": {"prompts": len(self.plan.prompts), **about}}
 
     @property
@@ -278,14 +338,15 @@ class WriteJob(ScoreJob):
         return f"none of the {len(self.plan.prompts):,} prompts has an answer worth keeping."
 
 
-def right_answers(prompts: Sequence[int]) -> dict[str, Any]:
-    """What is said of graded answers, from the numbers of prompts with 0, 1, ... right ones."""
-    graded = sum(prompts)
-    right = sum(count * number for number, count in enumerate(prompts))
+def right_answers(marked: int, prompts: Sequence[int]) -> dict[str, Any]:
+    """What a manifest says of marked answers, from their number and the number of prompts with 0,
+    1, ... right ones."""
     return {
-        "graded_prompts": graded,
+        "marked_answers": marked,
+        "right_answers": sum(count * number for number, count in enumerate(prompts)),
+        "marked_prompts": sum(prompts),
+        "solved_prompts": sum(prompts[1:]),
         "prompts_by_right_answers": [*prompts],
-        "right_answers": right,
     }
 
 
@@ -299,15 +360,20 @@ class WriteSummary:
     folder: dict[str, Any]
     """As in `vocagnolm store inspect`."""
     written_shards: int
+    """Written by this process in this run; 0 if the folder was already complete."""
     found_shards: int
     """Finished by earlier runs."""
     mended: list[str]
     """What was damaged and written again."""
+    answers: int
+    """Written in this run, kept or not."""
     tokens: int
     seconds: float
     """Time for writing only."""
-    missing_shares: list[str] = field(default_factory=list)
+    missing_shards: list[int] = field(default_factory=list)
     """Left to other shares, if this run had only a share."""
+    missing_shares: list[str] = field(default_factory=list)
+    """The shares to which they belong: `2/3`."""
     notes: list[str] = field(default_factory=list)
     """What happened to the workers of a cluster."""
 
@@ -336,7 +402,8 @@ def write_answers(
         # corpus: {files: [written]} and store: {path: written} train a student from it
 
     teacher: a model folder, hub id or GGUF file, or an object with the methods of `Writer`.
-    prompts: files, folders, hub datasets, or `Prompts`; `reading` are options of `open_prompts`.
+    prompts: files, folders, hub datasets, or `Prompts`. `reading`: how they are read, as in
+        `read_prompts`.
     share, cluster: as in `score_corpus`.
 
     Run it again to resume: no prompt is answered twice, and the bytes are those of a run that was
@@ -347,25 +414,32 @@ def write_answers(
     source = None
     if isinstance(teacher, str | Path):
         source = WriterSource(str(teacher), revision, trust_remote_code)
-    if cluster is not None and (source is None or share is not None):
-        raise UsageError("--ray distributes the shards itself: do not combine it with --share.")
+    if cluster is not None and (source is None or share is not None or world_size() > 1):
+        raise UsageError(
+            "--ray distributes the shards itself, to teachers that are opened by name: do not "
+            "combine it with --share or torchrun."
+        )
     with contextlib.ExitStack() as held:
         ranks = held.enter_context(running_ranks())
-        if not isinstance(prompts, Prompts):
-            prompts = open_prompts(prompts, **reading)
-        if settings.grade is not None and prompts.answer_field is None:
-            raise UsageError(
-                "--grade needs the expected answers: name their field with --answer-field."
-            )
-        if source is not None:
-            teacher = source.open(settings, prompts)
-        assert not isinstance(teacher, str | Path)
-        job = WriteJob(make_plan(teacher, prompts, str(out), source), teacher.device_name)
-        connection = worker = None
-        if cluster is not None:
+        prompts, count = _shared_prompts(partial(_opened, prompts, reading), settings, ranks)
+        connection: Connection | None = None
+        writer: Writer | None = None
+        if cluster is not None and source is not None:
             connection = held.enter_context(cluster.connected())
+            there = source.absolute(), absolute_settings(settings), prompts
+            about = describe_on(
+                connection, partial(describe_source, *there), anywhere=settings.device == "cpu"
+            )
         else:
-            worker = WriteWorker(job.plan, teacher, job.writer)
+            if source is not None:
+                writer = source.open(settings, prompts)
+            else:
+                assert not isinstance(teacher, str | Path)
+                writer = teacher
+            about = describe_writer(writer)
+        plan = make_plan(about, prompts, count.repeated, str(out), source)
+        job = WriteJob(plan, about.device_name)
+        worker = None if writer is None else WriteWorker(plan, writer, job.writer)
         share = share or Share()
         outcome = run_job(job, worker, share, ranks, connection, on_progress=on_progress)
     done = outcome.done
@@ -374,8 +448,67 @@ def write_answers(
         written_shards=done.shards,
         found_shards=len(share.shards(job.shard_count)) - len(outcome.begun.missing),
         mended=[*outcome.begun.damage.values()],
+        answers=done.amount.counts.get("answers", 0),
         tokens=done.amount.tokens,
         seconds=done.seconds,
+        missing_shards=outcome.left,
         missing_shares=share.of_shards(outcome.left),
         notes=list(done.notes),
     )
+
+
+def read_prompts(
+    paths: str | Path | Sequence[str | Path],
+    *,
+    without: Sequence[str] = (),
+    benchmarks: str | Path | None = None,
+    **reading: Any,
+) -> Prompts:
+    """Prompts as `vocagnolm write` reads them. `without`: names of benchmarks whose questions are
+    left out; `benchmarks`: the folder with their files, which are downloaded otherwise. `reading`:
+    fields of `PromptsSection`."""
+    questions: list[str] = []
+    names = [task.name for task in tasks_asked([*without])] if without else []
+    for name in names:
+        questions += [example.question for example in load_examples(name, benchmarks)]
+    sequences = word_sequences(questions)
+    return open_prompts(paths, without=sequences, without_names=names, **reading)
+
+
+def _opened(
+    prompts: str | Path | Sequence[str | Path] | Prompts, reading: dict[str, Any]
+) -> Prompts:
+    return prompts if isinstance(prompts, Prompts) else read_prompts(prompts, **reading)
+
+
+def _shared_prompts(
+    opened: Callable[[], Prompts], settings: WriteSettings, ranks: Ranks
+) -> tuple[Prompts, PromptCount]:
+    """The prompts, opened and counted by the leading process alone."""
+
+    def counted() -> tuple[Prompts, PromptCount]:
+        prompts = opened()
+        count = count_prompts(prompts.read())
+        if settings.grade is not None:
+            _require_expected(prompts, count, settings.grade)
+        return prompts, count
+
+    prompts, count = ranks.decide(counted)
+    return prompts if ranks.leads else prompts.here(), count
+
+
+def _require_expected(prompts: Prompts, count: PromptCount, kind: str) -> None:
+    """Refuse prompts none of whose answers could be marked."""
+    if not count.expected:
+        raise UsageError(
+            "--grade needs the expected answers: name their field with --answer-field."
+            if prompts.answer_field is None
+            else f"--answer-field {prompts.answer_field}: no prompt has a text or number there."
+        )
+    is_right = grader_of(kind)
+    some = [p for p in prompts.read(0, _EXPECTED_LOOKED_AT) if p.expected is not None]
+    if some and all(is_right("", p.expected or "", "", True) is None for p in some):
+        raise UsageError(
+            f"--grade {kind} does not fit the expected answers: that of {some[0].place} is "
+            f"{some[0].expected!r:.60}."
+        )

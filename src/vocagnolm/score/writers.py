@@ -1,4 +1,4 @@
-"""The teachers that write: what `write` asks of one, and the model in this process."""
+"""Teachers that write: what `write` asks of one, and a model in this process as a teacher."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ from vocagnolm.model.load import ModelFiles, open_model
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.recipe.sections import WriteSection
 from vocagnolm.score.teacher import MOST_THREADS, described_alternatives
-from vocagnolm.score.written import ReadPrompt, WrittenAnswer, prompt_lengths
+from vocagnolm.score.written import ReadPrompt, WrittenAnswer
 
 PROMPT_ROOM_TOKENS = 1536
 GPU_SHARD_PROMPTS, CPU_SHARD_PROMPTS = 1024, 32
@@ -43,8 +43,9 @@ class Writer(Protocol):
     """A teacher that writes answers."""
 
     settings: WriteSettings
-    """As they were chosen: another machine that is given them chooses nothing."""
+    """With everything chosen: another machine that is given them chooses nothing."""
     chat: ChatTokenizer | None
+    """Reads conversations in the teacher's template; None for a model without one."""
 
     @property
     def device_name(self) -> str | None: ...
@@ -76,7 +77,8 @@ class Writer(Protocol):
 
 
 def answer_seed(seed: int, prompt: str, occurrence: int, answer: int) -> int:
-    """The number from which all draws of an answer follow."""
+    """The number from which all draws of an answer follow: that of its n-th token is a function of
+    this number plus n."""
     key = f"{seed} {occurrence} {answer} ".encode() + document_hash(prompt)
     # room for the positions of its tokens
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 2
@@ -86,7 +88,7 @@ def answer_seed(seed: int, prompt: str, occurrence: int, answer: int) -> int:
 
 
 def read_examples(path: str | Path) -> list[Message]:
-    """Worked examples, each a prompt and an answer, as earlier turns of a conversation."""
+    """Worked examples, each a prompt and its answer, as the turns of a conversation."""
     turns: list[Message] = []
     for source in open_sources(path, None):
         for record in source.read(0, len(source)):
@@ -111,7 +113,7 @@ def read_examples(path: str | Path) -> list[Message]:
 
 
 class TeacherContext:
-    """What stands before every prompt, and how the teacher reads all of it."""
+    """What stands before every prompt, and how the teacher reads both."""
 
     def __init__(self, files: ModelFiles, settings: WriteSettings, continues: bool, tokens: int):
         self._files, self._continues, self._prompt_tokens = files, continues, tokens
@@ -129,28 +131,32 @@ class TeacherContext:
 
     def describe(self) -> dict[str, Any]:
         examples = [[turn.role, turn.text] for turn in self._examples]
-        about: dict[str, Any] = {"system": self._system, "examples": examples or None}
-        if self.chat is not None:
-            about["template"] = self.chat.template.describe()
-        else:
-            about["template"] = None
-        return about
+        template = None if self.chat is None else self.chat.template.describe()
+        return {"system": self._system, "examples": examples or None, "template": template}
 
     def read(self, prompt: Prompt) -> ReadPrompt:
         """A prompt with all that stands before it; `Refused` where the teacher cannot read it."""
         assert prompt.text is not None
         if self._continues:
             return self._beginning(prompt)
-        messages = self._with_context(messages_of(prompt.text))
-        if self.chat is None:
-            text = "\n\n".join(message.content for message in messages)
-            ids = [*self._files.prefix_ids, *self._files.tokenizer.spans(text).ids.tolist()]
-        else:
+        own = messages_of(prompt.text)
+        messages = self._with_context(own)
+        if self.chat is not None:
             try:
-                ids = self.chat.prompt_ids(messages)
+                return ReadPrompt(prompt, self.chat.prompt_ids(messages))
             except TemplateError as error:
                 raise Refused(f"template: {error}") from None
-        return ReadPrompt(prompt, ids, prompt_lengths(prompt.text, self.chat))
+        if len(own) > 1:
+            raise Refused(
+                "no template: the prompt is a conversation, and the teacher has no chat template. "
+                "Give it one with --chat-template"
+            )
+        text = "\n\n".join(message.content for message in messages)
+        return ReadPrompt(prompt, [*self._files.prefix_ids, *self._ids(text)])
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._files.tokenizer.spans(text).ids.tolist()
+        return ids
 
     def _with_context(self, messages: Sequence[Message]) -> list[Message]:
         before = []
@@ -171,21 +177,20 @@ class TeacherContext:
             end = int(spans.spans[count - 1, 1])
             if end == len(data) or data[end] & 0xC0 != 0x80:
                 ids = [*self._files.prefix_ids, *spans.ids[:count].tolist()]
-                lengths = np.diff(np.concatenate([[0], spans.spans[:count, 1]])).astype(np.int64)
-                return ReadPrompt(prompt, ids, lengths, data[:end].decode())
+                return ReadPrompt(prompt, ids, data[:end].decode())
         raise Refused("empty: no token of the text ends with a whole character")
 
     @cached_property
     def shared_ids(self) -> list[int]:
-        """The tokens with which every prompt begins, as far as that is worth a pass of its own."""
+        """The tokens with which every prompt begins, if they are worth a pass of their own."""
         if self._continues:
             return []
-        rows = []
-        for letter in "ab":
-            text = Prompt(0, "", f"{letter}\x02")
-            rows.append(list(self.read(text).ids))
+        try:
+            rows = [self.read(Prompt(0, "", f"{letter}\x02")).ids for letter in "ab"]
+        except (Refused, TilingError):
+            return []
         count = next((n for n, (a, b) in enumerate(zip(*rows, strict=False)) if a != b), 0)
-        return rows[0][: count - 1] if count > _LEAST_SHARED_TOKENS else []
+        return [*rows[0][: count - 1]] if count > _LEAST_SHARED_TOKENS else []
 
 
 # ---- a model in this process ----
@@ -218,7 +223,7 @@ class WriterSource:
 
 
 class LocalWriter:
-    """A causal language model in this process. Its weights are loaded when it has to write."""
+    """A causal language model in this process. The weights are loaded when it has to write."""
 
     def __init__(
         self,
@@ -373,6 +378,11 @@ class LocalWriter:
                     on_tokens=on_tokens,
                 ):
                     tokens = done.tokens
+                    if not np.isfinite(tokens.nll).all():
+                        raise ScoreError(
+                            "the teacher gave NaN or infinity. Use --dtype bfloat16 or float32 "
+                            "where it was float16, or check the teacher's weights."
+                        )
                     pieces = [self._spelled(token) for token in tokens.ids.tolist()]
                     answer = WrittenAnswer(
                         pieces,
@@ -394,8 +404,7 @@ class LocalWriter:
         return spell(token) or b""
 
     def _stopped(self, answer: WrittenAnswer) -> WrittenAnswer:
-        """The answer up to a text that stops it. The token in which that text begins loses its
-        number where it is cut."""
+        """The answer up to a text that stops it. A token that the cut divides has no loss."""
         data = b"".join(answer.pieces)
         places = [place for stop in self._stops if (place := data.find(stop)) >= 0]
         if not places:
@@ -423,7 +432,7 @@ _DECIDING = (
 
 
 def _free_bytes(files: ModelFiles) -> int:
-    """Of a GPU that holds nothing else, what the weights leave."""
+    """The memory that the weights leave on a GPU that holds nothing else."""
     total = torch.cuda.get_device_properties(files.device).total_memory
     factor = 4.5 if files.gguf_file else 1.0  # four bits become sixteen
     weights = int(sum(path.stat().st_size for path in files.weight_files) * factor)

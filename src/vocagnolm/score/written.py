@@ -1,9 +1,9 @@
-"""From what a teacher wrote to a shard of a folder: conversations that any trainer reads, the store
+"""From what a teacher wrote to a shard of a folder: documents that any trainer reads, the store
 over exactly these, and what was left out, each with its reason."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vocagnolm.alternatives import NOTHING
 from vocagnolm.chat import ChatTokenizer, Refused
-from vocagnolm.chat.answers import LaidAnswer, lay_answer, tiling_pieces
+from vocagnolm.chat.answers import LaidAnswer, lay_answer, lay_continuation, tiling_pieces
 from vocagnolm.chat.messages import record_of
 from vocagnolm.data.corpus import document_hash
 from vocagnolm.data.prompts import Prompt
@@ -21,6 +21,7 @@ from vocagnolm.store.format import (
     DROPPED_FOLDER,
     HASH_BYTES,
     Shard,
+    document_file,
     narrowest_unsigned,
     to_float16,
 )
@@ -55,16 +56,20 @@ class ReadPrompt:
 
     prompt: Prompt
     ids: Sequence[int]
-    """Of all that the teacher reads, its context included; empty where a server tokenizes."""
-    lengths: NDArray[np.int64]
-    """Byte lengths of tokens that tile the prompt's text."""
+    """All that the teacher reads, its context included; empty where a server tokenizes."""
     text: str | None = None
-    """The prompt's own text where it is not all of the record's: the beginning that a model goes on
-    with."""
+    """The beginning of a text that a model goes on with, where that is not all of the record's."""
+
+    @property
+    def shown(self) -> str:
+        """What stands before the answer in the document."""
+        text = self.prompt.text if self.text is None else self.text
+        assert text is not None
+        return text
 
 
-Grader = Callable[[str, str, str, bool], bool]
-"""(answer, expected answer, prompt, finished) -> whether it is right."""
+Grader = Callable[[str, str, str, bool], bool | None]
+"""(answer, expected answer, prompt, finished) -> whether it is right; None where nobody can say."""
 
 
 @dataclass
@@ -80,10 +85,13 @@ class ShardBuilder:
     continues: bool = False
     grader: Grader | None = None
     lines: list[str] = field(default_factory=list)
+    """The documents, each as a line of JSON."""
     dropped: list[str] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
     right: list[int] = field(default_factory=list)
-    """Right answers to every prompt that was graded."""
+    """The number of right answers to every prompt that was graded."""
+    marked: int = 0
+    """The number of answers that were marked as right or wrong."""
     _index: list[int] = field(default_factory=list)
     _hashes: list[bytes] = field(default_factory=list)
     _lengths: list[NDArray[np.int64]] = field(default_factory=list)
@@ -91,57 +99,51 @@ class ShardBuilder:
     _packed: list[NDArray[np.uint32]] = field(default_factory=list)
 
     def skip(self, prompt: Prompt, reason: str) -> None:
-        """A prompt that cannot be asked."""
+        """Note a prompt that cannot be asked."""
         for answer in range(self.samples):
             self._leave_out(prompt, answer, reason, None)
 
     def add(self, read: ReadPrompt, answers: Sequence[WrittenAnswer]) -> None:
-        """All answers to a prompt."""
-        before: dict[str, int] = {}
+        """Keep or leave out each of the answers to a prompt."""
+        kept: dict[str, int] = {}
         marks = []
         for number, answer in enumerate(answers):
             try:
                 laid = self._laid(read, answer)
-                self._require_worth(laid, answer, before)
+                self._require_worth(laid, kept)
             except Refused as error:
                 self._leave_out(read.prompt, number, str(error), answer)
                 continue
-            before[laid.content] = number
+            kept[laid.text] = number
             row = {"finished": answer.finished}
             if self.grader is not None and read.prompt.expected is not None:
                 question = read.prompt.text or ""
                 right = self.grader(laid.content, read.prompt.expected, question, answer.finished)
-                marks.append(right)
-                row["right"] = right
+                if right is not None:
+                    marks.append(right)
+                    row["right"] = right
             self._keep(read, number, laid, answer, row)
         if marks:
             self.right.append(sum(marks))
+            self.marked += len(marks)
 
     def _laid(self, read: ReadPrompt, answer: WrittenAnswer) -> LaidAnswer:
         if answer.refused is not None:
             raise Refused(answer.refused)
         if not answer.finished and not self.keep_cut and not self.continues:
             raise Refused(f"cut: not finished after {len(answer.pieces):,} tokens")
-        text = read.text if read.text is not None else read.prompt.text
-        assert text is not None
+        ending = {"finished": answer.finished, "ended": answer.ended}
         if self.continues:
-            return _continued(text, answer)
-        return lay_answer(
-            text,
-            answer.pieces,
-            finished=answer.finished,
-            ended=answer.ended,
-            chat=self.chat,
-            reasoning=answer.reasoning,
-        )
+            return lay_continuation(read.shown, answer.pieces, **ending)
+        chat, thought = self.chat, answer.reasoning
+        return lay_answer(read.shown, answer.pieces, **ending, chat=chat, reasoning=thought)
 
-    def _require_worth(
-        self, laid: LaidAnswer, answer: WrittenAnswer, before: dict[str, int]
-    ) -> None:
+    def _require_worth(self, laid: LaidAnswer, kept: dict[str, int]) -> None:
+        """`kept`: documents with other answers to the prompt, and the numbers of these."""
         if not laid.content.strip():
             raise Refused("empty")
-        if laid.content in before:
-            raise Refused(f"same: as answer {before[laid.content]} to this prompt")
+        if laid.text in kept:
+            raise Refused(f"same: as answer {kept[laid.text]} to this prompt")
         if is_repetition(laid.content.encode()):
             raise Refused("repetition: it says the same again and again")
 
@@ -153,9 +155,8 @@ class ShardBuilder:
         self.skipped.append({"document": document, "place": place, "reason": reason})
         if written is not None:
             text = b"".join(written.pieces).decode(errors="replace")
-            self.dropped.append(
-                _line({"prompt": prompt.index, "answer": answer, "reason": reason, "text": text})
-            )
+            text = text if self.chat is None else self.chat.with_control_tokens(text)
+            self.dropped.append(_line({**_named(prompt, answer), "reason": reason, "text": text}))
 
     def _keep(
         self,
@@ -165,32 +166,38 @@ class ShardBuilder:
         answer: WrittenAnswer,
         row: dict[str, Any],
     ) -> None:
-        where = {"prompt": read.prompt.index, "answer": number, **row}
-        if self.continues:
-            self.lines.append(_line({"text": laid.text, **where}))
-        else:
-            self.lines.append(_line({**plain_record(laid.text), **where}))
-        lengths, nll, packed = _tiled(read, laid, answer, self.alternatives)
+        record = {"text": laid.text} if self.continues else plain_record(laid.text)
+        self.lines.append(_line({**record, **_named(read.prompt, number), **row}))
+        lengths, nll, packed = _tiled(laid, answer, self.alternatives)
         self._index.append(read.prompt.index * self.samples + number)
         self._hashes.append(document_hash(laid.text))
         self._lengths.append(lengths)
         self._nll.append(nll)
         self._packed.append(packed)
 
-    def files(self) -> dict[str, bytes]:
-        """The contents of the shard's files of conversations, by name."""
-        name = f"{self.number:06d}.jsonl"
+    def documents(self) -> dict[str, bytes]:
+        """The contents of the shard's files of documents, by name; none without a line."""
+        folders = {DATA_FOLDER: self.lines, DROPPED_FOLDER: self.dropped}
+        contents = {folder: "".join(lines).encode() for folder, lines in folders.items()}
         return {
-            f"{DATA_FOLDER}/{name}": "".join(self.lines).encode(),
-            f"{DROPPED_FOLDER}/{name}": "".join(self.dropped).encode(),
+            document_file(folder, self.number, content): content
+            for folder, content in contents.items()
+            if content
         }
 
-    def shard(self, prompts: int) -> Shard:
-        """The store's part; `prompts`: how many it stands for."""
+    def shard(self, prompts: int, documents: dict[str, bytes]) -> Shard:
+        """The store's part. `prompts`: how many it stands for; `documents`: its files."""
         hashes = b"".join(self._hashes)
         packed = None
         if self.alternatives:
             packed = np.concatenate([np.zeros((0, self.alternatives), "<u4"), *self._packed])
+        about = {name: _about(content) for name, content in documents.items()}
+        if self.grader is not None:
+            marks = np.bincount(np.array(self.right, np.int64), minlength=self.samples + 1)
+            for name in about:
+                if name.startswith(f"{DATA_FOLDER}/"):
+                    # answers, and prompts with 0, 1, ... right ones
+                    about[name] |= {"marked": self.marked, "right": marks.tolist()}
         return Shard(
             number=self.number,
             first_document=self.first_prompt * self.samples,
@@ -202,17 +209,13 @@ class ShardBuilder:
             nll=to_float16(np.concatenate([np.zeros(0, "f4"), *self._nll])),
             skipped=self.skipped,
             alternatives=packed,
-            files=self._described_files(),
+            files=about,
         )
 
-    def _described_files(self) -> dict[str, dict[str, Any]]:
-        """What the manifest says of the files; of graded answers also how many prompts have how
-        many right ones."""
-        about = {name: _about(content) for name, content in self.files().items()}
-        if self.grader is not None:
-            marks = np.bincount(np.array(self.right, np.int64), minlength=self.samples + 1)
-            about[f"{DATA_FOLDER}/{self.number:06d}.jsonl"]["right"] = marks.tolist()
-        return about
+
+def _named(prompt: Prompt, answer: int) -> dict[str, int]:
+    """Which answer a row holds. (TRL takes a field called `prompt` for the text of one.)"""
+    return {"prompt_index": prompt.index, "answer_index": answer}
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -254,65 +257,24 @@ def is_repetition(content: bytes) -> bool:
     return len(different) < _DIFFERENT_SHARE * pieces
 
 
-def _continued(text: str, answer: WrittenAnswer) -> LaidAnswer:
-    """A text and how it went on; what ends it is no part of it."""
-    pieces = answer.pieces[:-1] if answer.ended else answer.pieces
-    data = b"".join(pieces)
-    content = data.decode(errors="ignore")
-    if len(content.encode()) < len(data) - 3 or "\ufffd" in content:
-        raise Refused("not UTF-8: in the middle of the text")
-    begin = len(text.encode())
-    sizes = np.array([len(piece) for piece in pieces], np.int64)
-    ends = np.minimum(np.cumsum(sizes), len(content.encode()))
-    spans = np.stack([np.minimum(ends, np.cumsum(sizes) - sizes), ends], 1) + begin
-    if answer.ended:
-        last = begin + len(content.encode())
-        spans = np.concatenate([spans, [[last, last]]])
-    return LaidAnswer(text + content, content, "", begin, spans)
-
-
 def _tiled(
-    read: ReadPrompt, laid: LaidAnswer, answer: WrittenAnswer, alternatives: int
+    laid: LaidAnswer, answer: WrittenAnswer, alternatives: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.uint32]]:
-    """Byte lengths that tile the document, with losses and alternatives where a token was drawn:
-    what the prompt's tokens and what no token covers has neither."""
+    """Byte lengths that tile the document, with losses and alternatives where a token was drawn.
+    What no such token covers, all of the prompt included, has neither."""
     held = np.flatnonzero(laid.spans[:, 0] < laid.spans[:, 1])
-    n_bytes = len(laid.text.encode())
-    edges = np.concatenate([[laid.begin], laid.spans[held].ravel(), [n_bytes]])
+    edges = np.concatenate([[laid.begin], laid.spans[held].ravel(), [len(laid.text.encode())]])
     gaps = np.diff(edges)
-    every = np.full(len(gaps), -1)
-    every[1::2] = held
-    kept = gaps > 0
-    source = np.concatenate([np.full(len(read.lengths), -1), every[kept]])
-    lengths = np.concatenate([read.lengths, gaps[kept]])
+    source = np.full(len(gaps), -1)
+    source[1::2] = held
+    before = tiling_pieces(laid.begin)
+    source = np.concatenate([np.full(len(before), -1), source[gaps > 0]])
+    lengths = np.concatenate([before, gaps[gaps > 0]])
     drawn = source >= 0
     nll = np.full(len(source), np.nan, np.float32)
     nll[drawn] = answer.nll[source[drawn]]
     packed = np.full((len(source), alternatives), NOTHING, np.uint32)
     if alternatives and answer.alternatives is not None:
         packed[drawn] = answer.alternatives[source[drawn]]
+    packed[np.isnan(nll)] = NOTHING
     return lengths, nll, packed
-
-
-def prompt_lengths(prompt: str, chat: ChatTokenizer | None) -> NDArray[np.int64]:
-    """Byte lengths that tile a prompt's shared text: the teacher's tokens, where it has a template
-    that reads it alone."""
-    n_bytes = len(prompt.encode())
-    if chat is not None:
-        (tokens,) = chat.outcomes([prompt])
-        if not isinstance(tokens, str):
-            held = tokens.spans[tokens.token_bytes > 0]
-            lengths = np.diff(np.concatenate([[0], held.ravel(), [n_bytes]]))
-            return np.asarray(lengths[lengths > 0], np.int64)
-    return tiling_pieces(n_bytes)
-
-
-def by_prompt(
-    reads: Sequence[ReadPrompt], answers: Iterable[tuple[int, int, WrittenAnswer]], samples: int
-) -> Iterator[tuple[ReadPrompt, list[WrittenAnswer]]]:
-    """Prompts with all of their answers, in order, from answers that come as they end."""
-    there: list[dict[int, WrittenAnswer]] = [{} for _ in reads]
-    for prompt, number, answer in answers:
-        there[prompt][number] = answer
-    for read, found in zip(reads, there, strict=True):
-        yield read, [found[number] for number in range(samples)]

@@ -133,6 +133,7 @@ class Folder:
 
 
 HUB_SCHEME = "hf"
+_STORE_FILES = ("manifest.json", "vocabulary.safetensors", "shards/*", "data/*", "dropped/*")
 
 
 def hub_folder(address: str) -> Path:
@@ -149,7 +150,7 @@ def hub_folder(address: str) -> Path:
             repository,
             repo_type="dataset",
             revision=revision,
-            allow_patterns=[f"{prefix}manifest.json", f"{prefix}shards/*"],
+            allow_patterns=[f"{prefix}{name}" for name in _STORE_FILES],
         )
     except Exception as error:  # network, rights, a name that is wrong: a dozen kinds
         raise AddressError(

@@ -189,7 +189,7 @@ def _written_card(
         "documents": about["documents"],
         "left out": about["skipped"],
         **{key.replace("_", " "): writing[key] for key in shown if key in writing},
-        **({"right": f"{written['right_share']:.1%}"} if "right_share" in written else {}),
+        **({"right answers": written["right_answers"]} if "right_answers" in written else {}),
     }
     header: dict[str, Any] = {"pretty_name": f"Written by {facts['teacher']} ({name})"}
     if licence is not None:

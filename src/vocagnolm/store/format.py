@@ -11,6 +11,7 @@ import fnmatch
 import hashlib
 import json
 import math
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,7 +39,10 @@ SHARD_FOLDER = "shards"
 VOCABULARY_FILE = "vocabulary.safetensors"
 VOCABULARY_FORMAT = "vocagnolm-vocabulary"
 DATA_FOLDER, DROPPED_FOLDER = "data", "dropped"
-"""Of a folder that a teacher wrote: its conversations, and what was left out of them."""
+"""In a folder that a teacher wrote: its documents, and what was left out of them."""
+STORE_FOLDERS = (SHARD_FOLDER, DATA_FOLDER, DROPPED_FOLDER)
+"""The folders of a complete store."""
+DOCUMENT_FILE = re.compile(rf"({DATA_FOLDER}|{DROPPED_FOLDER})/\d{{6}}-[0-9a-f]{{8}}\.jsonl")
 METADATA_KEY = "vocagnolm"
 
 HASH_BYTES = 16
@@ -67,6 +71,22 @@ _COLUMNS = (
 
 def shard_name(number: int) -> str:
     return f"{SHARD_FOLDER}/{number:06d}.safetensors"
+
+
+def document_file(folder: str, number: int, content: bytes) -> str:
+    """The name of a shard's file of documents, with a part of its digest: of two processes that
+    write one shard with other answers, neither touches the other's file."""
+    return f"{folder}/{number:06d}-{hashlib.sha256(content).hexdigest()[:8]}.jsonl"
+
+
+def document_files(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The files of documents that the shards of a written folder name, with bytes, lines and
+    digests; none in other stores."""
+    return {
+        name: about
+        for entry in manifest["shards"]
+        for name, about in (entry.get("files") or {}).items()
+    }
 
 
 def shard_names(found: Iterable[str]) -> list[str]:
@@ -99,8 +119,8 @@ class Shard:
     alternatives: np.ndarray | None = None
     """As `vocagnolm.alternatives` packs them."""
     files: dict[str, dict[str, Any]] | None = None
-    """Of a folder that was written: the files that hold the shard's documents, with their bytes,
-    lines and digests."""
+    """In a written folder: the files that hold the shard's documents, with bytes, lines and
+    digests."""
 
     @property
     def format_version(self) -> int:
@@ -337,7 +357,7 @@ def read_manifest(store: Path | Storage, *, partial: bool = False) -> dict[str, 
     store = Folder(store) if isinstance(store, Path) else store
     name = PARTIAL_MANIFEST_FILE if partial else MANIFEST_FILE
     path = store.shown(name)
-    mend = "Run the command that scored the store again to rewrite it."
+    mend = "Run the command that made the store again to rewrite it."
     keys: dict[str, type] = {"format": str, "format_version": int, "shard_count": int}
     keys |= {"identity": dict} if partial else {"identity": dict, "shards": list, "totals": dict}
     manifest = read_json(path, StoreError, mend, keys, read=lambda: store.read(name))
@@ -381,6 +401,20 @@ def add_statistics(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def count_reasons(reasons: Iterable[str]) -> dict[str, int]:
     """Why documents were left out, by kind: what stands before the colon."""
     return dict(Counter(reason.split(":")[0] for reason in reasons))
+
+
+def document_problems(store: Storage, described: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What is wrong with files of documents, which are read through; `described` as in a shard."""
+    problems = []
+    for name, about in described.items():
+        try:
+            content = store.read(name)
+        except FileNotFoundError:
+            problems.append(f"{store.shown(name)} is missing")
+            continue
+        if hashlib.sha256(content).hexdigest() != about["sha256"]:
+            problems.append(f"{store.shown(name)}: its bytes do not match its checksum")
+    return problems
 
 
 # ---- records of shards ----

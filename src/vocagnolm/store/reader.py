@@ -20,19 +20,21 @@ from vocagnolm.files import json_digest
 from vocagnolm.storage import Folder, Storage, storage_of
 from vocagnolm.storage.copies import Wanted, cache_folder, copy_files
 from vocagnolm.store.format import (
-    DATA_FOLDER,
-    DROPPED_FOLDER,
+    DOCUMENT_FILE,
     HASH_BYTES,
     HISTOGRAM_STEP_NATS,
     MANIFEST_FILE,
     PARTIAL_MANIFEST_FILE,
     RECORD_FOLDER,
     SHARD_FOLDER,
+    STORE_FOLDERS,
     VOCABULARY_FILE,
     ShardFile,
     add_statistics,
     count_reasons,
     decode_vocabulary,
+    document_files,
+    document_problems,
     hash_keys,
     read_about,
     read_manifest,
@@ -312,8 +314,8 @@ class LossStore:
 
 def mend_hint(path: str | Path) -> str:
     return (
-        f"See what else is wrong with: vocagnolm store verify {path}; the command that scored the "
-        "store, run again, scores the damaged shards again."
+        f"See what else is wrong with: vocagnolm store verify {path}; the command that made the "
+        "store, run again, makes the damaged shards again."
     )
 
 
@@ -357,16 +359,17 @@ def listing_problems(manifest: dict[str, Any], found: Mapping[str, int]) -> list
             problems.append(
                 f"{entry['file']} has {size:,} bytes, {entry['file_bytes']:,} are expected"
             )
-        for name, about in (entry.get("files") or {}).items():
-            if found.get(name) != about["bytes"]:
-                problems.append(f"{name} is missing or has other bytes than were written")
+    for name, about in document_files(manifest).items():
+        if found.get(name) != about["bytes"]:
+            problems.append(f"{name} is missing or has other bytes than were written")
     if "alternatives" in manifest["identity"] and VOCABULARY_FILE not in found:
         problems.append(f"{VOCABULARY_FILE} is missing")
     return problems
 
 
 def _strangers(manifest: dict[str, Any], found: Iterable[str]) -> list[str]:
-    others = set(shard_names(found)) - {entry["file"] for entry in manifest["shards"]}
+    there = {*shard_names(found), *filter(DOCUMENT_FILE.fullmatch, found)}
+    others = there.difference((e["file"] for e in manifest["shards"]), document_files(manifest))
     return [f"{name}: not in the manifest; remove it" for name in sorted(others)]
 
 
@@ -374,7 +377,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
     """Describe a store, complete or not, from its manifest and the shards' headers. `problems` are
     those visible without reading the shards, which `verify_store` does."""
     storage = storage_of(path)
-    found = storage.files(SHARD_FOLDER, RECORD_FOLDER, DATA_FOLDER, DROPPED_FOLDER)
+    found = storage.files(*STORE_FOLDERS, RECORD_FOLDER)
     complete = MANIFEST_FILE in found
     if not complete and PARTIAL_MANIFEST_FILE not in found:
         require_complete(storage)  # raises with the right message
@@ -394,7 +397,8 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
         problems.append(f"{MANIFEST_FILE}: its totals are not those of the shards")
     skipped = [entry for about in shards for entry in about["skipped"]]
     reasons = count_reasons(entry["reason"] for entry in skipped)
-    file_bytes = sum(found[name] for name in (*names, VOCABULARY_FILE) if name in found)
+    documents = filter(DOCUMENT_FILE.fullmatch, found)
+    file_bytes = sum(found.get(name, 0) for name in (*names, VOCABULARY_FILE, *documents))
     identity = manifest["identity"]
     scored, scored_bytes = totals["scored_tokens"], totals["scored_bytes"]
     return {
@@ -480,32 +484,17 @@ def verify_store(path: str | Path) -> list[str]:
             f"{MANIFEST_FILE}: the shards cover {expected_first:,} documents, the corpus has "
             f"{documents}"
         )
-    problems += _document_problems(storage, manifest)
+    problems += document_problems(storage, document_files(manifest))
     totals = add_statistics(manifest["shards"])
     if any(manifest["totals"].get(key) != value for key, value in totals.items()):
         problems.append(f"{MANIFEST_FILE}: the totals do not add up")
-    problems += _strangers(manifest, storage.files(SHARD_FOLDER))
+    problems += _strangers(manifest, storage.files(*STORE_FOLDERS))
     if "alternatives" in identity:
         try:
             damage = vocabulary_damage(storage.read(VOCABULARY_FILE), identity)
         except FileNotFoundError:
             damage = "it is missing"
         problems += [f"{VOCABULARY_FILE}: {damage}"] if damage else []
-    return problems
-
-
-def _document_problems(storage: Storage, manifest: dict[str, Any]) -> list[str]:
-    """What is wrong with the files of documents that belong to the shards of a written folder."""
-    problems = []
-    for entry in manifest["shards"]:
-        for name, about in (entry.get("files") or {}).items():
-            try:
-                content = storage.read(name)
-            except FileNotFoundError:
-                problems.append(f"{name} is missing")
-                continue
-            if hashlib.sha256(content).hexdigest() != about["sha256"]:
-                problems.append(f"{name}: its bytes do not match the checksum in the manifest")
     return problems
 
 

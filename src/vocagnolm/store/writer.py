@@ -7,7 +7,8 @@ One protocol for folders and buckets, of steps that happen as a whole or not at 
    teacher's vocabulary, whose digest is part of the identity;
 3. where several processes share the work, create `claims/N`, or leave the shard to its holder
    (`vocagnolm.jobs`);
-4. create the shard: where it exists the other attempt counts, if it is whole;
+4. create the shard: where it exists the other attempt counts, if it is whole. The files of
+   documents that a written shard names are there before it, under names that hold their digest;
 5. put `records/N.json`, its digest and statistics;
 6. create `manifest.json` from the records.
 
@@ -28,17 +29,19 @@ from vocagnolm.jobs.job import CLAIM_FOLDER
 from vocagnolm.storage import storage_of
 from vocagnolm.storage.bucket import PROBE
 from vocagnolm.store.format import (
-    DATA_FOLDER,
-    DROPPED_FOLDER,
+    DOCUMENT_FILE,
     FORMAT_NAME,
     MANIFEST_FILE,
     PARTIAL_MANIFEST_FILE,
     RECORD_FOLDER,
     SHARD_FOLDER,
+    STORE_FOLDERS,
     VOCABULARY_FILE,
     Record,
     Shard,
     add_statistics,
+    document_files,
+    document_problems,
     encode_shard,
     listed,
     parse_shard,
@@ -174,7 +177,7 @@ class StoreWriter:
 
     def look(self) -> None:
         """See what is there now: one listing, and the records in it."""
-        self._files = self.storage.files(SHARD_FOLDER, RECORD_FOLDER)
+        self._files = self.storage.files(*STORE_FOLDERS, RECORD_FOLDER)
         self._known = {}
         if MANIFEST_FILE not in self._files:
             self._known = self._records()
@@ -199,11 +202,9 @@ class StoreWriter:
 
     def _begin_new(self) -> None:
         # a run killed while it began may have left these
-        ours = (
-            *(files.LOCK_FILE, SHARD_FOLDER, RECORD_FOLDER, CLAIM_FOLDER),
-            *(DATA_FOLDER, DROPPED_FOLDER),
-        )
-        names = {name.partition("/")[0] for name in self._files}.difference(ours)
+        ours = (files.LOCK_FILE, SHARD_FOLDER, RECORD_FOLDER, CLAIM_FOLDER)
+        theirs = [name for name in self._files if not DOCUMENT_FILE.fullmatch(name)]
+        names = {name.partition("/")[0] for name in theirs}.difference(ours)
         strangers = sorted(
             n for n in names if not (files.is_leftover(n) or n.startswith(f"{PROBE}-"))
         )
@@ -237,7 +238,8 @@ class StoreWriter:
         if shard_name(number) not in self._files:
             return False, None
         if number in self._known and not self.was_complete:
-            return True, None
+            damage = self._lacking(self._known[number])
+            return damage is None, damage
         record, damage = self._examined(number)
         if record is None:
             return False, damage
@@ -263,15 +265,26 @@ class StoreWriter:
             return None, f"{shard.path}: {damage}."
         if shard.about.get("identity") != self._digest or shard.about.get("shard") != number:
             return None, f"{shard.path} belongs to another run."
-        return record, None
+        problems = document_problems(self.storage, record.get("files") or {})
+        return (None, f"{problems[0]}.") if problems else (record, None)
+
+    def _lacking(self, record: Record) -> str | None:
+        """A file of documents that the last listing does not show as the shard describes it."""
+        for name, about in (record.get("files") or {}).items():
+            if self._files.get(name) != about["bytes"]:
+                return (
+                    f"{self.storage.shown(name)} is missing or has other bytes than were written."
+                )
+        return None
 
     def write_shard(self, shard: Shard, documents: Mapping[str, bytes] | None = None) -> None:
-        """If two processes score one shard, the first one counts, with its record. `documents`: the
-        contents of the shard's files, which are there before it is."""
+        """Write a shard; if two processes make it, the first one counts, with its record.
+        `documents`: the contents of the files that the shard names."""
         if self.completed_by_others:
             return
         for name, content in (documents or {}).items():
             self.storage.put(name, content)
+            self._files[name] = len(content)
         content = encode_shard(shard, self._digest)
         name, record_at = shard_name(shard.number), record_name(shard.number)
         created = self.storage.create(name, content)
@@ -309,7 +322,7 @@ class StoreWriter:
         store. An existing manifest with other content is replaced. `more`: what the manifest says
         beside, made from the records."""
         if len(self._known) < self.shard_count:  # other processes have scored them
-            self._files = self.storage.files(SHARD_FOLDER, RECORD_FOLDER)
+            self._files = self.storage.files(*STORE_FOLDERS, RECORD_FOLDER)
             found = self._records()
             self._known = {**found, **self._known}
         records = [self._record(number) for number in range(self.shard_count)]
@@ -337,14 +350,17 @@ class StoreWriter:
 
     def tidy(self) -> None:
         """Remove what killed runs left behind in the finished store."""
-        folders = (SHARD_FOLDER, RECORD_FOLDER, CLAIM_FOLDER)
+        folders = (*STORE_FOLDERS, RECORD_FOLDER, CLAIM_FOLDER)
         found = self.storage.files(*folders)
         assert MANIFEST_FILE in found
-        records = [n for n in found if n.startswith(f"{RECORD_FOLDER}/") and n.endswith(".json")]
-        records += [name for name in found if name.startswith(f"{CLAIM_FOLDER}/")]
+        left = [n for n in found if n.startswith(f"{RECORD_FOLDER}/") and n.endswith(".json")]
+        left += [name for name in found if name.startswith(f"{CLAIM_FOLDER}/")]
+        if documents := set(filter(DOCUMENT_FILE.fullmatch, found)):
+            named = document_files(read_manifest(self.storage))
+            left += sorted(documents.difference(named))  # of attempts that did not count
         if PARTIAL_MANIFEST_FILE in found:
             self.storage.remove(PARTIAL_MANIFEST_FILE)  # before the records that it counts on
-        self.storage.remove(*records)
+        self.storage.remove(*left)
         self.storage.tidy(*folders)
 
     def _manifest_head(self, complete: bool) -> dict[str, Any]:
@@ -383,8 +399,8 @@ def store_lock(
     there the protocol alone keeps the store whole."""
     return storage_of(path).lock(
         "Wait for it to end, or choose another --out. To share the work between processes, start "
-        "them together (torchrun --nproc_per_node N -m vocagnolm score ...), or each with its "
-        "own share (--share I/N).",
+        "them together (torchrun --nproc_per_node N -m vocagnolm ...), or each with its own share "
+        "(--share I/N).",
         shared=shared,
         patience=_FINISHING_SECONDS if shared else 0.0,
     )

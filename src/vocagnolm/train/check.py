@@ -43,7 +43,7 @@ from vocagnolm.storage import storage_of
 from vocagnolm.storage.copies import remembered
 from vocagnolm.store import LossStore
 from vocagnolm.store.analysis import best_store, teacher_warning
-from vocagnolm.store.format import SHARD_FOLDER
+from vocagnolm.store.format import STORE_FOLDERS
 from vocagnolm.store.reader import listing_problems, mend_hint
 from vocagnolm.train.folder import found_micro_batch, read_run, refuse_other_run
 from vocagnolm.train.settings import (
@@ -264,7 +264,7 @@ class _Check:
             for store in stores
         ]
         for store in stores:
-            listed = storage_of(store.path).files(SHARD_FOLDER)
+            listed = storage_of(store.path).files(*STORE_FOLDERS)
             for line in listing_problems(store.manifest, listed):
                 self.report.problem(f"{store.path}: {line}. {mend_hint(store.path)}")
         if recipe.needs_targets and not recipe.teacher.online:

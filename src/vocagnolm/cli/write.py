@@ -1,0 +1,164 @@
+"""`vocagnolm write`: a teacher answers prompts and leaves a corpus with its loss store."""
+
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from vocagnolm.cli.common import (
+    Meter,
+    leading,
+    print_json,
+    progress,
+    quiet_libraries,
+    what_is_missing,
+)
+from vocagnolm.cli.options import JSON, Given, option, options, require_asked, with_options
+from vocagnolm.recipe.schema import hints
+from vocagnolm.recipe.sections import (
+    EngineSection,
+    PromptsSection,
+    QuestionsSection,
+    RaySection,
+    TeacherSection,
+    WriteSection,
+)
+
+if TYPE_CHECKING:
+    from vocagnolm.jobs.job import Progress
+    from vocagnolm.score import WriteSummary
+
+_READING = [name for name in hints(PromptsSection) if name != "files"]
+
+
+@with_options
+def write(
+    teacher: str = option(TeacherSection, "model", "--teacher", default=...),
+    prompts: list[str] = option(PromptsSection, "files", default=...),
+    out: str = typer.Option(..., help="The folder to write, or an address (s3://, gs://, az://)."),
+    reading: Given = options(PromptsSection, *_READING),
+    benchmarks: Given = options(QuestionsSection, "benchmarks"),
+    settings: Given = options(WriteSection),
+    share: str | None = typer.Option(
+        None,
+        help="I/N: write one share of the shards, for independent machines (an array job), then "
+        "help shares that have begun; the last one completes the folder.",
+    ),
+    ray: str | None = typer.Option(
+        None,
+        metavar="[ADDRESS]",
+        help="Write on a Ray cluster: auto or HOST:PORT; without an address, on this machine. One "
+        "worker per GPU, or per --threads CPUs; dead workers are replaced.",
+    ),
+    ray_settings: Given = options(RaySection),
+    loading: Given = options(EngineSection, "revision", "trust_remote_code"),
+    as_json: bool = JSON,
+) -> None:
+    """Let a teacher answer prompts, and keep what it found likely at every token.
+
+    The folder is a corpus of conversations and the loss store over them: a recipe takes it as
+    corpus.files and as store.path. Run the same command again to resume, or to confirm completion.
+    To use several GPUs: torchrun --nproc_per_node N -m vocagnolm write ...; several machines:
+    --share 1/N ... N/N, or --ray.
+    """
+    require_asked("ray", ray, ray_settings)
+    require_asked("without", "yes" if reading.get("without") else None, benchmarks)
+
+    from vocagnolm.score import RayCluster, Share, WriteSettings, write_answers
+
+    with quiet_libraries(), progress("writing") as meter:
+        summary = write_answers(
+            teacher,
+            prompts,
+            out,
+            settings=WriteSettings(**settings),
+            **reading,
+            **benchmarks,
+            **loading,
+            share=None if share is None else Share.parse(share),
+            cluster=None if ray is None else RayCluster(address=ray or None, **ray_settings),
+            on_progress=partial(_note, meter),
+        )
+    if not leading():
+        return
+    if as_json:
+        print_json(asdict(summary) | {"tokens_per_second": summary.tokens_per_second})
+    else:
+        _print(summary)
+
+
+def _note(meter: Meter, now: "Progress") -> None:
+    shown = [f"{int(now.documents):,}/{now.total_documents:,} answers"]
+    rate = None if meter.speed is None else meter.speed.done_rate
+    if rate is not None:
+        shown.append(f"{rate:,.3g}/s")
+    if now.workers is not None:
+        shown.append(f"{now.shards:,}/{now.total_shards:,} shards, {now.workers} workers")
+    for of, name in (("answers", "finished"), ("marked", "right")):
+        if now.counts.get(of):
+            shown.append(f"{now.counts.get(name, 0) / now.counts[of]:.0%} {name}")
+    meter.note(now.documents, now.total_documents, ", ".join(shown), now.tokens)
+
+
+def _print(summary: "WriteSummary") -> None:
+    folder = summary.folder
+    for damage in summary.mended:
+        typer.echo(f"written again: {damage}")
+    for note in summary.notes:
+        typer.echo(note)
+    whole = folder["complete"] and not summary.missing_shards
+    if summary.written_shards == 0 and whole:
+        typer.echo(f"{folder['path']} is complete already; nothing to do.")
+    else:
+        rate = summary.tokens_per_second or 0.0
+        resumed = f", {summary.found_shards} were there" if summary.found_shards else ""
+        typer.echo(
+            f"{folder['path']}: {summary.written_shards} shards written{resumed}; "
+            f"{summary.answers:,} answers, {summary.tokens:,} tokens in {summary.seconds:,.1f} s, "
+            f"{rate:,.0f} tokens/s"
+        )
+    if not whole:
+        typer.echo(what_is_missing("write", summary, folder["shards_expected"]))
+        return
+    for name, value in _rows(folder):
+        typer.echo(f"{name:<14}{value}")
+
+
+def _rows(folder: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a complete folder holds, by name."""
+    from rich.filesize import decimal
+
+    written, kept, left_out = folder["written"], folder["documents"], folder["skipped"]
+    rows = [
+        ("teacher", folder["teacher"]["name"]),
+        ("prompts", f"{written['prompts']:,}"),
+        ("kept", f"{kept:,} of {kept + left_out:,} answers"),
+    ]
+    if left_out:
+        reasons = sorted(folder["skipped_reasons"].items(), key=lambda entry: -entry[1])
+        listed = ", ".join(f"{count:,} {reason}" for reason, count in reasons)
+        rows.append(("left out", f"{listed} (dropped/ holds their texts)"))
+    if "right_answers" in written:
+        marked, right = written["marked_answers"], written["right_answers"]
+        asked, solved = written["marked_prompts"], written["solved_prompts"]
+        rows.append(
+            (
+                "right",
+                f"{right / max(marked, 1):.1%} of {marked:,} answers, at least one to "
+                f"{solved / max(asked, 1):.1%} of {asked:,} prompts",
+            )
+        )
+    if folder["mean_nll"] is not None:
+        losses = (
+            f"{folder['mean_nll']:.3f} nats per token, {folder['bits_per_byte']:.3f} bits per byte"
+        )
+        rows.append(("its losses", f"{losses} over {folder['scored_tokens']:,} tokens"))
+    if "alternatives" in folder:
+        alternatives = folder["alternatives"]
+        covered = f"{sum(alternatives['mass']):.1%} of the probability"
+        rows.append(("alternatives", f"{alternatives['count']} per token, {covered}"))
+    path = folder["path"]
+    rows.append(("folder", f"{path}, {decimal(folder['file_bytes'])}"))
+    rows.append(("in a recipe", f"corpus: {{files: [{path}]}}, store: {{path: {path}}}"))
+    return rows
