@@ -20,10 +20,12 @@ from faults_kit import LONG
 from score.server_kit import SERVER_SETTINGS, Replay, save_served_teacher, write_served_corpus
 from score.teacher_kit import SETTINGS, save_teacher, store_bytes, write_corpus
 from typer.testing import CliRunner
+from write.write_kit import SETTINGS as WRITE_SETTINGS
+from write.write_kit import folder_bytes, save_writer, write_prompts
 
 from vocagnolm.cli import app
 from vocagnolm.errors import ClusterError, WaitingWarning
-from vocagnolm.score import RayCluster, score_corpus
+from vocagnolm.score import RayCluster, score_corpus, write_answers
 from vocagnolm.score.plan import PLAN_FILE, TeacherSource, describe_source
 from vocagnolm.store.format import shard_name
 
@@ -288,6 +290,28 @@ def test_a_shard_that_kills_its_workers_is_set_aside_and_named(lab, tmp_path):
     summary = lab.score(out)  # one process mends what a cluster could not
     assert summary.scored_shards == 1 and summary.found_shards == 11
     assert store_bytes(out) == lab.whole
+
+
+def test_a_cluster_writes_the_folder_of_one_process(lab, tmp_path, monkeypatch):
+    """A worker dies on its way. Paths are relative to a folder that is not the workers' own."""
+    monkeypatch.chdir(tmp_path)
+    save_writer(tmp_path / "writer")
+    write_prompts(tmp_path / "prompts.jsonl", 24)
+    (tmp_path / "examples.jsonl").write_text('{"question": "one", "answer": "two"}\n')
+    settings = dataclasses.replace(WRITE_SETTINGS, examples="examples.jsonl")
+    write_answers("writer", "prompts.jsonl", "whole", settings=settings)
+    killed = []
+
+    def kill_one(progress):
+        if not killed and progress.shards:
+            killed.append(next(processes_of_workers()))
+            os.kill(killed[0], signal.SIGKILL)
+
+    on = RayCluster(address=lab.cluster.address, workers=2)
+    given = {"settings": settings, "cluster": on, "on_progress": kill_one}
+    summary = write_answers("writer", "prompts.jsonl", "out", **given)
+    assert killed and summary.written_shards == 6 and summary.answers == 72
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
 
 
 def processes_of_workers():

@@ -12,7 +12,7 @@ from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score import score_corpus
 from vocagnolm.storage import Folder
 from vocagnolm.store import LossStore, inspect_store, verify_store
-from vocagnolm.store.export import store_card
+from vocagnolm.store.card import store_card
 
 
 @pytest.fixture(scope="module")

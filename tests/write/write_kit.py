@@ -3,19 +3,27 @@ prompts for them."""
 
 import json
 import math
+import random
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from chat_kit import CHATML, LLAMA_LIKE, save_chat_tokenizer
 from tokenizers import Tokenizer
 from training_kit import LLAMA, documents, save_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from vocagnolm.alternatives import AlternativesSpec, Vocabulary, pack
+from vocagnolm.data.prompts import Prompt
 from vocagnolm.files import LOCK_FILE
 from vocagnolm.model import open_model
-from vocagnolm.score import WriteSettings
+from vocagnolm.score import ReadPrompt, WriteSettings, WrittenAnswer
+from vocagnolm.score.teacher import described_alternatives
 
 SETTINGS = WriteSettings(
     device="cpu", threads=1, samples=3, max_new_tokens=20, alternatives=4, shard_prompts=4, seed=1
@@ -72,6 +80,53 @@ def save_writer(
         head[end_id, 0] = (wanted / hidden[..., 0]).mean()
     model.save_pretrained(folder)
     return folder
+
+
+class PlayedWriter:
+    """Writes words that follow from its seeds. Quick; answers come in an order of its own."""
+
+    chat = device_name = None
+    spec = AlternativesSpec(2)
+    settings = replace(SETTINGS, alternatives=2)
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def describe(self) -> dict[str, Any]:
+        chosen = {name: getattr(self.settings, name) for name in ("samples", "seed", "cut")}
+        about = {"teacher": {"name": "played"}, "tokenizer": {}, "writing": chosen}
+        return about | described_alternatives(self.spec, self.vocabulary)
+
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary.of([bytes([n]) for n in range(256)], [0], False)
+
+    def load(self) -> None:
+        pass
+
+    def read(self, prompts: Sequence[Prompt]) -> list[ReadPrompt | str]:
+        return [ReadPrompt(prompt, []) for prompt in prompts]
+
+    def spelled(self, read: ReadPrompt) -> str:
+        return read.shown
+
+    def write(self, reads, seeds, on_tokens=None):
+        for number in reversed(range(len(reads))):
+            self.asked.append(reads[number].prompt.place)
+            for answer, seed in enumerate(seeds[number]):
+                yield number, answer, played_answer(seed)
+                if on_tokens is not None:
+                    on_tokens(1)
+
+
+def played_answer(seed: int) -> WrittenAnswer:
+    """One of six words and a number, or one that was cut."""
+    draw = random.Random(seed)
+    pieces = [draw.choice("abcdef").encode(), b" ", str(draw.randrange(10**6)).encode(), b""]
+    nll = np.array([draw.random() for _ in pieces], np.float32)
+    ids = np.array([[draw.randrange(256) for _ in range(2)] for _ in pieces])
+    packed = pack(ids, np.tile([0.5, 2.0], (len(pieces), 1)), ids == 65)
+    ended = draw.random() < 0.8
+    return WrittenAnswer(pieces, nll, packed, finished=ended, ended=ended)
 
 
 @cache

@@ -137,7 +137,7 @@ def card_command(
     from vocagnolm.errors import UsageError
     from vocagnolm.files import write_text
     from vocagnolm.storage import scheme_of, storage_of
-    from vocagnolm.store.export import CARD, PARQUET_FOLDER, store_card
+    from vocagnolm.store.card import CARD, PARQUET_FOLDER, store_card
     from vocagnolm.store.reader import require_complete
 
     if out is None and scheme_of(store) == "hf":

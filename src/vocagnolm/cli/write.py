@@ -27,7 +27,7 @@ from vocagnolm.recipe.sections import (
 
 if TYPE_CHECKING:
     from vocagnolm.jobs.job import Progress
-    from vocagnolm.score import WriteSummary
+    from vocagnolm.score import WritePreview, WriteSummary
 
 _READING = [name for name in hints(PromptsSection) if name != "files"]
 
@@ -53,6 +53,12 @@ def write(
     ),
     ray_settings: Given = options(RaySection),
     loading: Given = options(EngineSection, "revision", "trust_remote_code"),
+    dry_run: bool = typer.Option(
+        False,
+        "--dry-run",
+        help="Write nothing: show three prompts as the teacher reads them, and count prompts, "
+        "answers, tokens and disk space.",
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Let a teacher answer prompts, and keep what it found likely at every token.
@@ -65,17 +71,29 @@ def write(
     require_asked("ray", ray, ray_settings)
     require_asked("without", "yes" if reading.get("without") else None, benchmarks)
 
-    from vocagnolm.score import RayCluster, Share, WriteSettings, write_answers
+    from vocagnolm.score import (
+        RayCluster,
+        Share,
+        WriteSettings,
+        preview_answers,
+        write_answers,
+    )
 
+    asked = {"settings": WriteSettings(**settings), **reading, **benchmarks, **loading}
+    if dry_run:
+        with quiet_libraries():
+            preview = preview_answers(teacher, prompts, **asked)
+        if as_json:
+            print_json(asdict(preview))
+        else:
+            _print_preview(preview)
+        return
     with quiet_libraries(), progress("writing") as meter:
         summary = write_answers(
             teacher,
             prompts,
             out,
-            settings=WriteSettings(**settings),
-            **reading,
-            **benchmarks,
-            **loading,
+            **asked,
             share=None if share is None else Share.parse(share),
             cluster=None if ray is None else RayCluster(address=ray or None, **ray_settings),
             on_progress=partial(_note, meter),
@@ -162,3 +180,29 @@ def _rows(folder: dict[str, Any]) -> list[tuple[str, str]]:
     rows.append(("folder", f"{path}, {decimal(folder['file_bytes'])}"))
     rows.append(("in a recipe", f"corpus: {{files: [{path}]}}, store: {{path: {path}}}"))
     return rows
+
+
+def _print_preview(preview: "WritePreview") -> None:
+    from rich.filesize import decimal
+
+    for number, text in enumerate(preview.shown, start=1):
+        typer.echo(f"---- prompt {number}, as {preview.teacher} reads it ----\n{text}")
+    typer.echo("----")
+    rows = [("prompts", f"{preview.prompts:,}, of which {preview.asked:,} can be asked")]
+    rows += [("", f"{count:,} left out: {reason}") for reason, count in preview.left_out.items()]
+    counted = (
+        "" if preview.counted == preview.asked else f" (of {preview.counted:,} that were read)"
+    )
+    rows += [
+        ("", f"{count:,} that the teacher cannot read{counted}: {reason}")
+        for reason, count in preview.unreadable.items()
+    ]
+    rows += [
+        ("answers", f"{preview.answers:,} in {preview.shards:,} shards"),
+        ("prompt tokens", f"{preview.prompt_tokens:,}{counted and ', estimated' + counted}"),
+        ("new tokens", f"at most {preview.most_new_tokens:,}"),
+        ("disk", f"at most about {decimal(preview.most_bytes)}"),
+    ]
+    for name, value in rows:
+        typer.echo(f"{name:<14}{value}")
+    typer.echo("Nothing was written. The progress line shows tokens/s and the time left.")

@@ -148,8 +148,8 @@ class Corpus:
         """The files must be those that were counted and hashed when the corpus was opened."""
         if changed := self.changed_sources():
             raise CorpusError(
-                f"{changed[0]} changed while it was being read. Do not change the corpus during "
-                f"scoring; score again into another --out."
+                f"{changed[0]} changed while it was being read. Do not change it during the run; "
+                "start again with another --out."
             )
 
     def changed_sources(self) -> list[str]:

@@ -4,6 +4,7 @@ prompts and leaves conversations with the store over them (`write`)."""
 from vocagnolm.jobs.cluster import RayCluster
 from vocagnolm.jobs.job import Share
 from vocagnolm.model.server import Server
+from vocagnolm.score.preview import WritePreview, preview_answers
 from vocagnolm.score.run import ScoreSummary, score_corpus
 from vocagnolm.score.teacher import (
     LocalTeacher,
@@ -29,10 +30,12 @@ __all__ = [
     "Share",
     "Teacher",
     "TokenizedDocument",
+    "WritePreview",
     "WriteSettings",
     "WriteSummary",
     "Writer",
     "WrittenAnswer",
+    "preview_answers",
     "read_prompts",
     "score_corpus",
     "score_shard",

@@ -234,6 +234,9 @@ class ScoreJob:
         """Make the manifest, from shards that are all there."""
         self.writer.finish()
 
+    def publish(self) -> None:
+        """Add what stands beside a complete store."""
+
     def finish(self, share: Share, worked: bool) -> tuple[list[int], dict[str, Any]]:
         """Complete the store: the process that holds it for itself, or of several shares the last
         one."""
@@ -248,6 +251,7 @@ class ScoreJob:
                     self._finish_last(share, worked)
                 storage_of(self.out).remove(PLAN_FILE)
                 self.writer.tidy()
+                self.publish()
         summary = inspect_store(self.out)
         if summary["complete"] and summary["documents"] == 0:
             first = summary["skipped_documents"][0]

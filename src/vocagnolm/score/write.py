@@ -38,7 +38,7 @@ from vocagnolm.score.writers import Writer, WriterSource, WriteSettings, answer_
 from vocagnolm.score.written import Grader, ReadPrompt, ShardBuilder, WrittenAnswer
 from vocagnolm.storage import require_storage, storage_of
 from vocagnolm.storage.copies import version
-from vocagnolm.store.export import CARD, store_card
+from vocagnolm.store.card import CARD, store_card
 from vocagnolm.store.format import DATA_FOLDER, Record, encode_vocabulary
 from vocagnolm.store.writer import StoreWriter
 
@@ -308,8 +308,10 @@ class WriteJob(ScoreJob):
         return partial(open_worker, self.plan.absolute().out, self._digest)
 
     def complete(self) -> None:
-        """Make the manifest, which completes the folder, and its card."""
         self.writer.finish(self._written)
+
+    def publish(self) -> None:
+        """Write the card, unless there is one, which may be the user's."""
         storage = storage_of(self.plan.out)
         if not storage.has(CARD):
             storage.put(CARD, store_card(storage).encode())
@@ -421,7 +423,8 @@ def write_answers(
         )
     with contextlib.ExitStack() as held:
         ranks = held.enter_context(running_ranks())
-        prompts, count = _shared_prompts(partial(_opened, prompts, reading), settings, ranks)
+        opened = partial(open_prompts_of, prompts, reading)
+        prompts, count = _shared_prompts(opened, settings, ranks)
         connection: Connection | None = None
         writer: Writer | None = None
         if cluster is not None and source is not None:
@@ -475,9 +478,10 @@ def read_prompts(
     return open_prompts(paths, without=sequences, without_names=names, **reading)
 
 
-def _opened(
+def open_prompts_of(
     prompts: str | Path | Sequence[str | Path] | Prompts, reading: dict[str, Any]
 ) -> Prompts:
+    """The argument `prompts` of `write_answers`, opened if it is not."""
     return prompts if isinstance(prompts, Prompts) else read_prompts(prompts, **reading)
 
 
@@ -490,14 +494,14 @@ def _shared_prompts(
         prompts = opened()
         count = count_prompts(prompts.read())
         if settings.grade is not None:
-            _require_expected(prompts, count, settings.grade)
+            require_expected(prompts, count, settings.grade)
         return prompts, count
 
     prompts, count = ranks.decide(counted)
     return prompts if ranks.leads else prompts.here(), count
 
 
-def _require_expected(prompts: Prompts, count: PromptCount, kind: str) -> None:
+def require_expected(prompts: Prompts, count: PromptCount, kind: str) -> None:
     """Refuse prompts none of whose answers could be marked."""
     if not count.expected:
         raise UsageError(

@@ -66,6 +66,10 @@ class Writer(Protocol):
         """The prompts as the teacher reads them, or the reason why it cannot."""
         ...
 
+    def spelled(self, read: ReadPrompt) -> str:
+        """What the teacher reads, for people: control tokens by their names."""
+        ...
+
     def write(
         self,
         reads: Sequence[ReadPrompt],
@@ -398,6 +402,11 @@ class LocalWriter:
                 f"(for example --rows {(settings.rows or 2) // 2}) and another --out: their number "
                 "is part of the folder's identity."
             ) from error
+
+    def spelled(self, read: ReadPrompt) -> str:
+        data = b"".join(self._spelled(token) for token in read.ids)
+        text = data.decode(errors="replace")
+        return text if self.chat is None else self.chat.with_control_tokens(text)
 
     def _spelled(self, token: int) -> bytes:
         spell = self._files.tokenizer.bytes_of if self.chat is None else self.chat.private_bytes_of

@@ -1,22 +1,16 @@
-"""What is published of a store: Parquet for `datasets`, `polars` and the hub's viewer (it needs the
-`data` extra), and the card, README.md with the metadata that the Hugging Face hub reads, so that a
-plain `hf upload` of the folder publishes it."""
+"""Parquet out of a store, for `datasets`, `polars` and the hub's viewer. Needs the `data` extra."""
 
 import itertools
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from vocagnolm import files
 from vocagnolm.alternatives import Alternatives
 from vocagnolm.errors import StoreError, optional
-from vocagnolm.storage import Storage
 from vocagnolm.store.analysis import RankedDocuments
-from vocagnolm.store.reader import LossStore, inspect_store, mend_hint
-
-# ---- Parquet ----
+from vocagnolm.store.reader import LossStore
 
 _PYARROW = ("pyarrow", "pyarrow.parquet")
 
@@ -45,7 +39,7 @@ def export_parquet(store: str | Path, out: str | Path) -> int:
 
 
 def export_ranks(ranks: RankedDocuments, out: str | Path) -> None:
-    """One row a document, the best first."""
+    """Write one row per document, the best first."""
     pa, pq = (optional(name, "data", "exporting to Parquet") for name in _PYARROW)
     hashes = [row.tobytes().hex() for row in ranks.documents.hashes[ranks.order]]
     table = pa.table({**ranks.columns(), "document_hash": hashes})
@@ -92,165 +86,3 @@ def _alternatives(pa: Any, given: Alternatives, texts: Any) -> Any:
     structures = pa.StructArray.from_arrays(list(fields.values()), names=list(fields))
     ends = np.concatenate([[0], np.cumsum(present.sum(axis=1))])
     return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), structures)
-
-
-# ---- the card ----
-
-
-CARD = "README.md"
-_ALTERNATIVES = """
-It also holds the teacher's alternatives at every position, with their probabilities: a student with
-any vocabulary can be distilled from them. **The most likely alternative is often the text**, so
-much of the text can be read back from this store: publish it only where you may publish the text.
-"""
-PARQUET_FOLDER = "parquet"
-
-
-def store_card(storage: Storage, licence: str | None = None) -> str:
-    """Of a complete store. `licence`: as the hub calls it (`cc-by-4.0`, `odc-by`); who has made
-    corpus and teacher says which one may stand there."""
-    about = inspect_store(str(storage))
-    if about["problems"]:
-        raise StoreError(
-            f"{storage} is damaged: {'; '.join(about['problems'][:3])}. {mend_hint(str(storage))}"
-        )
-    name = PurePath(str(storage)).name
-    facts = _facts(about)
-    if "written" in about:
-        return _written_card(name, about, facts, licence)
-    has_parquet = any(name.endswith(".parquet") for name in storage.files(PARQUET_FOLDER))
-    header: dict[str, Any] = {"pretty_name": f"Losses of {facts['teacher']} ({name})"}
-    if licence is not None:
-        header["license"] = licence
-    header["tags"] = ["vocagnolm", "loss-store", "distillation"]
-    if has_parquet:  # otherwise `datasets` would take the manifest for data
-        data = [{"split": "train", "path": f"{PARQUET_FOLDER}/*.parquet"}]
-        header["configs"] = [{"config_name": "default", "data_files": data}]
-    else:
-        header["viewer"] = False
-    header["loss_store"] = {key.replace(" ", "_"): value for key, value in facts.items()}
-    rows = "\n".join(f"| {key} | {_shown(value)} |" for key, value in facts.items())
-    kept, text_is = "", "The text itself is not here: documents are"
-    if "alternatives" in about:
-        kept, text_is = _ALTERNATIVES, "Documents are"
-    text = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
-    return f"""---
-{text}---
-
-# Losses of {facts["teacher"]}
-
-For every document of a corpus: the byte length of each token of the teacher and its loss, in nats.
-A student with any vocabulary can be trained under their guidance, without the teacher.
-{kept}
-| | |
-| --- | --- |
-{rows}
-| licence | {licence or "not stated"} |
-
-```python
-from vocagnolm import LossStore
-
-store = LossStore.open("hf://datasets/OWNER/NAME")
-token_bytes, nll = store[0]
-```
-
-The files are read by any safetensors reader; `manifest.json` says how they were made, and holds a
-checksum of each. {text_is} known by the SHA-256 of their bytes.
-"""
-
-
-_WRITTEN = """
-`data/` holds the {kind} that {teacher} wrote, as `datasets`, TRL and axolotl read them; `dropped/`
-what was left out, with the reasons. The rest is a loss store over exactly these documents: what
-the teacher thought of every token that it wrote{kept}. A student with any vocabulary can be trained
-from it without the teacher:
-
-```yaml
-# recipe.yaml
-corpus: {{files: [{name}]}}
-store: {{path: {name}}}
-objective: {{method: distill, mix: 0.5}}
-```
-
-Whether you may train a model on this text, and publish that model, is said by the teacher's licence
-and by those of the prompts.
-"""
-
-
-def _written_card(
-    name: str, about: dict[str, Any], facts: dict[str, Any], licence: str | None
-) -> str:
-    """The card of a folder that a teacher wrote: who wrote what, and how."""
-    writing, written = about["writing"], about["written"]
-    shown = ("samples", "temperature", "top_p", "max_new_tokens", "seed")
-    facts = {
-        **{k: v for k, v in facts.items() if k not in ("corpus fingerprint", "documents")},
-        "prompts": written["prompts"],
-        "documents": about["documents"],
-        "left out": about["skipped"],
-        **{key.replace("_", " "): writing[key] for key in shown if key in writing},
-        **({"right answers": written["right_answers"]} if "right_answers" in written else {}),
-    }
-    header: dict[str, Any] = {"pretty_name": f"Written by {facts['teacher']} ({name})"}
-    if licence is not None:
-        header["license"] = licence
-    header["tags"] = ["vocagnolm", "loss-store", "distillation", "synthetic"]
-    data = [{"split": "train", "path": "data/*.jsonl"}]
-    header["configs"] = [{"config_name": "default", "data_files": data}]
-    header["loss_store"] = {key.replace(" ", "_"): value for key, value in facts.items()}
-    rows = "\n".join(f"| {key} | {_shown(value)} |" for key, value in facts.items())
-    kept = " and the tokens that it found likeliest beside it" if "alternatives" in about else ""
-    kind = "conversations" if written.get("format") else "texts"
-    body = _WRITTEN.format(kind=kind, teacher=facts["teacher"], kept=kept, name=name)
-    text = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
-    return f"""---
-{text}---
-
-# Written by {facts["teacher"]}
-{body}
-| | |
-| --- | --- |
-{rows}
-| licence | {licence or "not stated"} |
-"""
-
-
-def _facts(about: dict[str, Any]) -> dict[str, Any]:
-    teacher, corpus = about.get("teacher"), about.get("corpus")
-    named = teacher.get("name", "unknown") if isinstance(teacher, dict) else teacher
-    # a path of this machine says nothing to the world
-    local = str(named).startswith(("/", ".", "~")) or str(named).count("/") > 1
-    facts: dict[str, Any] = {"teacher": PurePath(str(named)).name if local else str(named)}
-    if isinstance(teacher, dict) and teacher.get("revision"):
-        facts["teacher revision"] = teacher["revision"]
-    if isinstance(corpus, dict):
-        facts["corpus"] = ", ".join(source["name"] for source in corpus.get("sources", [])[:20])
-        facts["corpus fingerprint"] = corpus.get("fingerprint")
-    bits = about["bits_per_byte"]
-    return {
-        **facts,
-        "documents": about["documents"],
-        "tokens": about["tokens"],
-        "text bytes": about["bytes"],
-        "bits per byte": None if bits is None else round(bits, 4),
-        **_alternatives_facts(about),
-        "format": f"vocagnolm-loss-store {about['format_version']}",
-    }
-
-
-def _alternatives_facts(about: dict[str, Any]) -> dict[str, Any]:
-    kept = about.get("alternatives")
-    if kept is None:
-        return {}
-    if kept["sampled"]:
-        return {
-            "alternatives per token": f"{kept['count']}, sampled from the teacher's distribution"
-        }
-    return {
-        "alternatives per token": f"{kept['count']}, most likely first",
-        "probability they cover": f"{sum(kept['mass']):.1%}",
-    }
-
-
-def _shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)

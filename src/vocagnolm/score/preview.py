@@ -1,0 +1,102 @@
+"""`vocagnolm write --dry-run`: what would be asked, and how much would be written."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from vocagnolm.data.prompts import Prompts, count_prompts
+from vocagnolm.score.write import describe_writer, open_prompts_of, require_expected
+from vocagnolm.score.writers import Writer, WriterSource, WriteSettings
+from vocagnolm.score.written import ReadPrompt
+
+MOST_COUNTED = 10_000
+"""Prompts that are read to count their tokens; of more, as many are spread evenly."""
+_TEXT_BYTES = 4.5
+"""Bytes of text in a token, as documents are kept; a guess."""
+
+
+@dataclass(frozen=True)
+class WritePreview:
+    """What `write_answers` would ask and write."""
+
+    teacher: str
+    prompts: int
+    asked: int
+    """Prompts that can be asked, before the teacher reads them."""
+    left_out: dict[str, int]
+    """Prompts that cannot be asked, by reason."""
+    counted: int
+    """Prompts that the teacher has read for this."""
+    unreadable: dict[str, int]
+    """Those of them that it cannot read, by reason."""
+    answers: int
+    shards: int
+    prompt_tokens: int
+    """What the teacher reads for all prompts, its template and context included."""
+    most_new_tokens: int
+    most_bytes: int
+    """Disk space if every answer reached the limit."""
+    shown: list[str]
+    """The first prompts as the teacher reads them."""
+
+
+def preview_answers(
+    teacher: str | Path | Writer,
+    prompts: str | Path | Sequence[str | Path] | Prompts,
+    *,
+    settings: WriteSettings | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    show: int = 3,
+    **reading: Any,
+) -> WritePreview:
+    """Read the prompts as `write_answers` would, with the same arguments, without the teacher's
+    weights and without writing anything."""
+    settings = settings or WriteSettings()
+    opened = open_prompts_of(prompts, reading)
+    count = count_prompts(opened.read())
+    if settings.grade is not None:
+        require_expected(opened, count, settings.grade)
+    if isinstance(teacher, str | Path):
+        teacher = WriterSource(str(teacher), revision, trust_remote_code).open(settings, opened)
+    about = describe_writer(teacher)
+    step = -(-count.asked // MOST_COUNTED)
+    usable = (prompt for prompt in opened.read() if prompt.text is not None)
+    tokens = size = counted = 0
+    shown: list[str] = []
+    unreadable: Counter[str] = Counter()
+    while some := list(islice(usable, 256)):
+        for read in teacher.read(some[::step]):
+            counted += 1
+            if not isinstance(read, ReadPrompt):
+                unreadable[read.partition(":")[0]] += 1
+                continue
+            tokens += len(read.ids)
+            size += len(read.shown.encode())
+            if len(shown) < show:
+                shown.append(teacher.spelled(read))
+    chosen: WriteSettings = about.settings
+    readable = counted - unreadable.total()
+    whole = count.asked / max(counted, 1)
+    answers = round(whole * readable) * chosen.samples
+    new_tokens = answers * chosen.max_new_tokens
+    per_token = 3 + 4 * chosen.alternatives + _TEXT_BYTES
+    prompts_again = whole * size * chosen.samples  # with every answer, without losses
+    assert chosen.shard_prompts is not None
+    return WritePreview(
+        teacher=str(about.teacher["teacher"]["name"]),
+        prompts=len(opened),
+        asked=count.asked,
+        left_out=count.problems,
+        counted=counted,
+        unreadable=dict(unreadable),
+        answers=answers,
+        shards=-(-len(opened) // chosen.shard_prompts),
+        prompt_tokens=round(whole * tokens),
+        most_new_tokens=new_tokens,
+        most_bytes=round(new_tokens * per_token + prompts_again) + len(about.vocabulary or b""),
+        shown=shown,
+    )
