@@ -5,19 +5,18 @@ import json
 import re
 from dataclasses import replace
 from datetime import datetime
-from functools import cache
 
 import chat_kit
-import made
 import numpy as np
 import pytest
 import torch
 from chat_kit import Message
 from faults_kit import LONG
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 from training_kit import save_tokenizer
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
+from wild_kit import NEEDS_TOOLS, SPECIAL, WILD, tokenizer_of, wild
 
 from vocagnolm.alignment import TextTokenizer, align
 from vocagnolm.alignment.tokenizer import Frame
@@ -37,37 +36,11 @@ from vocagnolm.chat.template import DATE, ChatTemplate
 from vocagnolm.cli import app
 from vocagnolm.generate.reading import common_prefix_length
 
-WILD = [path for folder in ("trl", "wild") for path in (chat_kit.TEMPLATES / folder).iterdir()]
-WILD = {path.stem: path for path in sorted(WILD) if path.suffix == ".jinja"}
-CONTROL = re.compile(
-    r"<\|[^|<>\s]+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>|\[/?[A-Z_]{3,}\]"
-    r"|<\|(?:tool\w*|channel|turn)>|<(?:tool\w*|channel|turn)\|>|<end_of_utterance>|<escape>"
-    r"|<(?:start|end)_function_\w+>|\[\|\w+\|\]"
-)
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TALK = [
     *(Message("system", "Be kind."), Message("user", "What is 2+2?")),
     *(Message("assistant", "It is 4."), Message("user", "why? naïve")),
     Message("assistant", "so it is 東京"),
 ]
-
-
-def tokenizer_of(source: str, kind: str = "byte-level", **added) -> ChatTokenizer:
-    inner = Tokenizer.from_str(made.tokenizer(kind).to_str())
-    if kind == "byte-level":  # transformers finds no token for white space that is trimmed
-        inner.post_processor = processors.ByteLevel(trim_offsets=False)
-    control = sorted({*CONTROL.findall(source), *SPECIAL.values()})
-    inner.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False, **added) for token in control]
-    )
-    frame = Frame(template=source, special_tokens=tuple(SPECIAL.items()))
-    base = TextTokenizer(inner, name="toy", frame=frame)
-    return ChatTokenizer(base, template_of(base))
-
-
-@cache
-def wild(name: str) -> ChatTokenizer:
-    return tokenizer_of(WILD[name].read_text("utf-8"))
 
 
 def theirs_of(chat: ChatTokenizer) -> PreTrainedTokenizerFast:
@@ -314,7 +287,6 @@ CANNOT_CALL = {
         "qwen2_5_vl qwen2_5_vl_training"
     ),
 }
-NEEDS_TOOLS = {"vllm__tool_chat_template_functiongemma": "object of type 'NoneType' has no len()"}
 # Of these the generation prompt ends with what the template does not write before such an answer.
 PROMPTS_OTHERWISE = {
     "deepseekv3": "<think>\n",

@@ -1,6 +1,7 @@
 """What is written against a reference of ten lines: the draws, the losses, the alternatives. And
 against `score`, which reads the same conversations."""
 
+import dataclasses
 import hashlib
 import json
 
@@ -16,13 +17,15 @@ from vocagnolm.model.nll import uniform_numbers
 from vocagnolm.score import ScoreSettings, score_corpus, write_answers
 from vocagnolm.store import LossStore
 
+SYSTEM = "Answer the question in as few words as you can, and say nothing else."
 KINDS = {
-    "bytes": ("bytes", True),
-    "pieces": ("pieces", True),
-    "bytes alone": ("bytes", False),
-    "pieces alone": ("pieces", False),
+    "bytes": ("bytes", True, None),
+    "pieces": ("pieces", True, None),
+    "bytes after a shared prefix": ("bytes", True, SYSTEM),
+    "bytes alone": ("bytes", False, None),
+    "pieces alone": ("pieces", False, None),
 }
-"""A tokenizer's kind, and whether the model has a template."""
+"""A tokenizer's kind, whether the model has a template, and a system message."""
 HALF = 2.0**-10
 """A step of half precision, relative."""
 
@@ -31,19 +34,21 @@ HALF = 2.0**-10
 def lab(request, tmp_path_factory):
     """A teacher, its prompts, and what it wrote."""
     folder = tmp_path_factory.mktemp("lab")
-    kind, chat = KINDS[request.param]
+    kind, chat, system = KINDS[request.param]
+    settings = dataclasses.replace(SETTINGS, system=system)
     teacher = save_writer(folder / "teacher", kind, chat=chat)
     prompts = write_prompts(folder / "prompts.jsonl")
-    write_answers(teacher, prompts, folder / "written", settings=SETTINGS)
+    write_answers(teacher, prompts, folder / "written", settings=settings)
     return folder
 
 
-def prompt_ids(files, text):
+def prompt_ids(files, text, system):
     """What the teacher reads: the prompt in its template, or as it stands."""
     if files.tokenizer.frame.template is None:
         return [*files.prefix_ids, *files.tokenizer.spans(text).ids.tolist()]
     chat = ChatTokenizer(files.tokenizer, template_of(files.tokenizer))
-    return chat.prompt_ids(messages_of(f"{text}\x02"))
+    before = f"{system}\x01" if system else ""
+    return chat.prompt_ids(messages_of(f"{before}{text}\x02"))
 
 
 def seed_of(text, occurrence, number, seed=SETTINGS.seed):
@@ -81,7 +86,7 @@ def test_draws_losses_and_alternatives_are_those_of_the_reference(lab):
     order = {place: n for n, place in enumerate(rows)}
     for number, prompt in enumerate(prompts):
         text = prompt["prompt"]
-        ids = prompt_ids(files, text)
+        ids = prompt_ids(files, text, store.manifest["identity"]["writing"]["system"])
         occurrence = int(number == len(prompts) - 1)  # equal to the first
         for answer in range(SETTINGS.samples):
             seed = seed_of(text, occurrence, answer)
@@ -157,3 +162,32 @@ def _behind(store, number, begin):
     spans, columns = store.spans(number), store.columns(number)
     behind = spans[:, 0] >= begin
     return spans[behind], columns["nll"][behind].astype("f4"), columns["alternatives"][behind]
+
+
+def answers_of(folder):
+    """Every answer by its prompt and number: what was written, and its numbers to the last bit."""
+    store, found = LossStore.open(folder), {}
+    for index, row in enumerate(rows_of(folder)):
+        columns = {name: column.tobytes() for name, column in store.columns(index).items()}
+        prompt, answer = (message["content"] for message in row["messages"])
+        found[prompt, row["answer_index"]] = (answer, row["finished"], columns)
+    return found
+
+
+@pytest.mark.parametrize("lab", ["bytes"], indirect=True)
+def test_an_answer_does_not_depend_on_what_is_written_beside_it(lab, tmp_path):
+    """In other shards, in another order, or as the only one."""
+    prompts = (lab / "prompts.jsonl").read_text().splitlines(keepends=True)[:-1]
+    orders = {"whole": prompts, "turned": prompts[::-1], "some": prompts[3:5], "one": prompts[6:7]}
+    sizes = {"whole": 9, "turned": 2, "some": 1, "one": 4}
+    found = {}
+    for name, lines in orders.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        settings = dataclasses.replace(SETTINGS, shard_prompts=sizes[name], cut="keep")
+        write_answers(
+            lab / "teacher", tmp_path / f"{name}.jsonl", tmp_path / name, settings=settings
+        )
+        found[name] = answers_of(tmp_path / name)
+    assert len(found["whole"]) > 22 and found["turned"] == found["whole"]
+    for name in ("some", "one"):
+        assert found[name] and found[name].items() <= found["whole"].items()

@@ -9,9 +9,9 @@ import bisect
 import difflib
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vocagnolm.chat.messages import Format, Refused, conversation_of, format_of, shared_text
@@ -316,9 +316,9 @@ def _sources_of(path: str | Path, text_field: str | None, split: Split) -> list[
         def content(name: str) -> bytes | None:
             return by_name[name].fetch().read_bytes() if name in by_name else None
 
-        written = _written_documents(content, str(address))
+        documents = _documents_of(by_name, content, str(address))
         for file in by_name.values():
-            if is_corpus_file(file.name) if written is None else file.name in written:
+            if file.name in documents:
                 source = opened(file.fetch(), file.name)
                 source.origin = file
                 sources.append(source)
@@ -347,6 +347,7 @@ _READERS: dict[str, type[JsonLines] | type[ParquetRows] | type[TextFile]] = {
     ".parquet": ParquetRows,
     **dict.fromkeys(TEXT_SUFFIXES, TextFile),
 }
+_CARD = "README.md"
 _KNOWN = (
     f"Known are {', '.join(_READERS)} files (jsonl also with .gz or .zst), folders of those, "
     "addresses of these (s3://, gs://, hf://, https://), and datasets of the hub (owner/name)."
@@ -365,21 +366,35 @@ def is_corpus_file(path: str | Path) -> bool:
 
 
 def files_of_folder(folder: Path) -> list[Path]:
-    """The files of a folder that can be read, at any depth; of a folder that a teacher wrote, its
-    documents alone."""
+    """The files of a folder that hold documents, at any depth."""
 
     def content(name: str) -> bytes | None:
         return (folder / name).read_bytes() if (folder / name).is_file() else None
 
-    written = _written_documents(content, str(folder))
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [path.relative_to(folder).as_posix() for path in files]
+    documents = _documents_of(names, content, str(folder))
+    return [path for path, name in zip(files, names, strict=True) if name in documents]
+
+
+def _documents_of(
+    names: Iterable[str], content: Callable[[str], bytes | None], place: str
+) -> set[str]:
+    """The files that hold documents, of those with these names in a folder: what can be read, but
+    for the card of a dataset; and in a folder that a teacher wrote, its documents alone. `content`
+    gives a file of the folder, None where there is none."""
+    written = _written_documents(content, place)
     if written is not None:
-        return [folder / name for name in written]
-    return sorted(p for p in folder.rglob("*") if p.is_file() and is_corpus_file(p))
+        return set(written)
+    found = {name for name in names if is_corpus_file(name)}
+    of_texts = {name for name in found if PurePosixPath(name).suffix.lower() in TEXT_SUFFIXES}
+    if found > of_texts and _CARD in found and (content(_CARD) or b"").startswith(b"---"):
+        found.remove(_CARD)
+    return found
 
 
 def _written_documents(content: Callable[[str], bytes | None], place: str) -> list[str] | None:
-    """The files of documents in a folder that a teacher wrote; None for other folders. `content`
-    gives a file of the folder, None where there is none."""
+    """The files of documents in a folder that a teacher wrote; None for other folders."""
     for name in (MANIFEST_FILE, PARTIAL_MANIFEST_FILE):
         if (found := content(name)) is None:
             continue
