@@ -16,6 +16,7 @@ from training_kit import documents, recipe_dict, save_tokenizer, write_corpus, w
 from vocagnolm.alignment import load_tokenizer, spans
 from vocagnolm.data import packing
 from vocagnolm.data import prepare as module
+from vocagnolm.data.corpus import Document
 from vocagnolm.data.guidance import GuidancePlan
 from vocagnolm.data.identity import block_settings, recipe_corpus, student_tokenizer
 from vocagnolm.data.packing import Part, _Column, pack_documents
@@ -112,7 +113,7 @@ def test_slices_give_the_same_part(lab, tmp_path, monkeypatch, student, columns,
         sections["data"] = {"bos": None, "eos": None}
     plan = plan_of(lab, columns=columns, student={"tokenizer": str(lab / student)}, **sections)
     maker = PartMaker(plan, tmp_path)
-    texts = [(one.index, one.text) for one in recipe_corpus(plan.recipe).read()]
+    texts = list(recipe_corpus(plan.recipe).read())
     slices = []
     original = PartMaker._batch
     monkeypatch.setattr(
@@ -201,7 +202,7 @@ def cpt_maker(lab, tmp_path_factory):
 def test_a_document_that_cannot_be_cut_is_packed_at_once(lab, tmp_path, monkeypatch):
     plan = plan_of(lab, columns={})
     maker = PartMaker(plan, tmp_path)
-    texts = [(one.index, one.text) for one in recipe_corpus(plan.recipe).read()]
+    texts = list(recipe_corpus(plan.recipe).read())
     expected = maker._pack(texts)
     seen = []
     between = type(plan.tokenizer).between
@@ -217,7 +218,7 @@ def test_a_document_that_cannot_be_cut_is_packed_at_once(lab, tmp_path, monkeypa
 
 def test_a_full_disk(lab, tmp_path, monkeypatch):
     plan = plan_of(lab, columns={})
-    texts = [(one.index, one.text) for one in recipe_corpus(plan.recipe).read()]
+    texts = list(recipe_corpus(plan.recipe).read())
 
     def refuse(**options):
         raise OSError(28, "No space left on device")
@@ -242,7 +243,7 @@ def test_a_long_document_takes_little_memory(lab, tmp_path, monkeypatch):
 
     def peak() -> float:
         tracemalloc.start()
-        maker._pack([(0, text)])
+        maker._pack([Document(0, "corpus.jsonl:1", text)])
         found = tracemalloc.get_traced_memory()[1] / len(text.encode())
         tracemalloc.stop()
         return found

@@ -19,7 +19,7 @@ from typing import Any
 
 from vocagnolm.recipe.sections import Format as Format
 
-_SHARED_FIELDS = ("system", "tools", "chat_template_kwargs", "finished")
+_SHARED_FIELDS = ("system", "tools", "chat_template_kwargs", "finished", "right")
 CONVERSATION_FIELDS = ("messages", "prompt", "completion", *_SHARED_FIELDS)
 RENAMED_FIELDS = ("conversations", "instruction", "input", "output", *_SHARED_FIELDS)
 """ShareGPT's and Alpaca's, which are read where there is neither `messages` nor `prompt`."""

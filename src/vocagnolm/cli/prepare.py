@@ -88,6 +88,8 @@ def _print(summary: dict[str, Any], block_size: int) -> None:
             f"not in the store: {summary['missing_documents']:,} documents; "
             f"without usable text: {summary['unusable_documents']:,}"
         )
+    if "wrong_documents" in summary:
+        typer.echo(f"not marked as right: {summary['wrong_documents']:,} answers, left out")
     if "trained" in summary:
         from vocagnolm.chat.survey import template_words
 

@@ -239,24 +239,36 @@ _STATED = {
     "{scoring[context]}, stride {scoring[stride]}",
     "corpus": "{corpus[documents]:,} documents",
 }
+_STATED_OF_WRITTEN = {
+    **_STATED,
+    "scoring": "",
+    "writing": "{writing[dtype]} on {writing[device]}, temperature {writing[temperature]:g}, top-p "
+    "{writing[top_p]:g}, at most {writing[max_new_tokens]:,} new tokens, seed {writing[seed]}",
+    "corpus": "{writing[samples]:,} answers to each of {corpus[prompts]:,} prompts",
+}
 
 
 def print_store(about: dict[str, Any]) -> None:
-    """A store as `inspect` shows it, and `score` when it has ended."""
+    """Print a store, for `inspect` and at the end of `score`."""
     state = "complete" if about["complete"] else "NOT COMPLETE"
+    written = "writing" in about
     rows = [("store", f"{about['path']} ({state}, format {about['format_version']})")]
-    for name, template in _STATED.items():
+    for name, template in (_STATED_OF_WRITTEN if written else _STATED).items():
         with contextlib.suppress(KeyError):
-            rows.append((name, template.format(**about)))
+            rows += [(name, template.format(**about))] if template else []
     rows += [
         ("shards", _shards(about)),
         ("documents", f"{about['documents']:,} scored, {about['skipped']:,} skipped"),
         ("text", f"{about['bytes']:,} bytes"),
-        ("tokens", f"{about['tokens']:,}, {about['nonfinite']:,} masked as NaN or infinite"),
     ]
+    if written:
+        rows.append(("tokens", f"{about['scored_tokens']:,} written, with losses"))
+    else:
+        masked = f"{about['tokens']:,}, {about['nonfinite']:,} masked as NaN or infinite"
+        rows.append(("tokens", masked))
     if about["devices"]:
         named = (f"{name} ({count:,} shards)" for name, count in about["devices"].items())
-        rows.append(("scored on", ", ".join(named)))
+        rows.append(("written on" if written else "scored on", ", ".join(named)))
     if about["bytes_per_token"] is not None:
         on_disk = f"{about['file_bytes']:,} bytes, {about['bytes_per_token']:.2f} per token"
         rows.append(("on disk", on_disk))

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from vocagnolm.chat.messages import Format, Refused, conversation_of, format_of, shared_text
 from vocagnolm.data.sources import (
@@ -40,6 +40,10 @@ from vocagnolm.store.format import (
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".tex")
 MAX_DOCUMENT_BYTES = 16 * 2**20
+
+
+NOT_RIGHT = "not right: the answer is not marked as right"
+Answers = Literal["all", "right"]
 
 
 def document_hash(text: str) -> bytes:
@@ -74,7 +78,9 @@ class Corpus:
         split: Split = "none",
         limit: int | None = None,
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
+        answers: Answers = "all",
     ):
+        """`answers`: right leaves out records whose field `right` is not true."""
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1, not {limit}")
         self.sources = tuple(sources)
@@ -82,6 +88,7 @@ class Corpus:
         self.split = split
         self.limit = limit
         self.max_document_bytes = max_document_bytes
+        self.answers = answers
         # One pass over the bytes: counts documents, remembers where to seek, takes the checksum.
         self._starts = [0, *itertools.accumulate(len(source) for source in self.sources)]
         self._formats = self._found_formats(format)
@@ -158,6 +165,8 @@ class Corpus:
 
     def _document(self, index: int, record: Record, number: int) -> Document:
         place, value, format = record.place, record.value, self._formats[number]
+        if self.answers == "right" and not isinstance(value, Problem) and not _is_right(value):
+            return Document(index, place, None, NOT_RIGHT)
         if format != "text" and not isinstance(value, Problem):
             value = _conversation(value, format, not isinstance(self.sources[number], JsonLines))
         elif isinstance(value, dict):
@@ -220,6 +229,10 @@ class Corpus:
         )
 
 
+def _is_right(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("right") is True
+
+
 def _conversation(value: Any, format: Format, of_a_table: bool) -> str | Problem:
     if not isinstance(value, dict):
         return Problem("no conversation: a text, not a record")
@@ -262,12 +275,14 @@ def open_corpus(
     split: Split = "none",
     limit: int | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    answers: Answers = "all",
 ) -> Corpus:
     """A corpus from files (jsonl, jsonl.gz, jsonl.zst, parquet, txt), folders of those, addresses
     of files, folders or patterns (`s3://bucket/corpus/*.jsonl.gz`, gs://, hf://, https://), or
     datasets of the Hugging Face hub (`owner/name` or `owner/name:split`). A text file is one
     document, unless `split` cuts it at every blank line or line. `format`: records hold a text, or
-    a conversation (`messages`; `prompt` and `completion`); auto: by the fields of the first."""
+    a conversation (`messages`; `prompt` and `completion`); auto: by the fields of the first.
+    `answers`: all, or those that are marked as right."""
     # a conversation that is asked for is read also where there is a text beside it
     sources = open_sources(paths, text_field if format in ("auto", "text") else "", split)
     if isinstance(paths, str | Path):
@@ -284,6 +299,7 @@ def open_corpus(
         split=split,
         limit=limit,
         max_document_bytes=max_document_bytes,
+        answers=answers,
     )
     if len(corpus) == 0:
         raise CorpusError(f"{', '.join(map(str, paths))} holds no documents.")

@@ -104,6 +104,7 @@ def recipe_corpus(recipe: Recipe) -> Corpus:
         format=recipe.corpus.format,
         split=recipe.corpus.split,
         limit=recipe.corpus.limit_documents,
+        answers=recipe.corpus.answers,
     )
 
 
@@ -179,6 +180,8 @@ def block_settings(
             settings["guidance"]["targets"] = _targets(recipe, here)
         if len(recipe.stores) > 1:
             settings["guidance"]["combine"] = recipe.store.combine or "min"
+    if recipe.corpus.answers != "all":
+        settings["answers"] = recipe.corpus.answers
     if recipe.corpus.keep_documents is not None:
         chosen = recipe.corpus.keep_documents
         settings["documents"] = {"by": chosen.by, "share": chosen.share}
@@ -278,6 +281,7 @@ _VALUES = "{} in the blocks, {} now"
 _IN_WORDS = {
     "bos": f"data.bos: token {_VALUES}",
     "eos": f"data.eos: token {_VALUES}",
+    "answers": f"corpus.answers: {_VALUES}",
     "text": "text: the online teacher reads the blocks' text, which was not kept",
     "conversations": "corpus: texts and conversations are prepared differently",
     "conversations.template": "student.chat_template: the blocks were made in another template",
@@ -342,9 +346,12 @@ def differing_inputs(
 def _needed(settings: dict[str, Any], wanted: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     """The settings on which the recipe's training depends, as far as `wanted` knows them. How many
     documents a part has decides nothing; what is compared by name is left out."""
-    apart = ("tokenizer", "corpus", "part_documents", "text", "guidance", "documents")
+    apart = (
+        *("tokenizer", "corpus", "part_documents", "text", "guidance", "documents", "answers"),
+    )
     needed = {name: value for name, value in settings.items() if name not in apart}
     needed["documents"] = dict(settings.get("documents") or {})
+    needed["answers"] = settings.get("answers", "all")
     if "against" not in (wanted.get("documents") or {}):
         needed["documents"].pop("against", None)
     if recipe.needs_block_text:

@@ -143,6 +143,8 @@ class PackingSummary:
     """Documents that `corpus.keep_documents` did not choose."""
     unusable_documents: int = 0
     """Documents that cannot be read as text (empty, broken, huge)."""
+    wrong_documents: int = 0
+    """Answers that are not marked as right, where `corpus.answers` asks for that."""
     trained: int | None = None
     """Conversations: tokens that are trained on; None for texts, all of which are."""
     untrained_documents: int = 0
@@ -169,10 +171,12 @@ class PackingSummary:
                 setattr(self, name, (mine or 0) + value)
 
     def as_json(self) -> dict[str, Any]:
-        """As the parts keep it: what only conversations have is left out of texts."""
+        """The form that parts keep: without what does not apply to them."""
         values = asdict(self)
         if not self.targets:
             del values["targets"]
+        if not self.wrong_documents:
+            del values["wrong_documents"]
         if self.trained is None:
             for name in ("trained", "untrained_documents", "refused"):
                 del values[name]

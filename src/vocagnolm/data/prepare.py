@@ -36,7 +36,7 @@ from vocagnolm.data.blocks import (
     read_manifest,
     too_few_tokens,
 )
-from vocagnolm.data.corpus import Corpus, document_hash
+from vocagnolm.data.corpus import NOT_RIGHT, Corpus, Document, document_hash
 from vocagnolm.data.guidance import (
     GuidancePlan,
     TargetsPlan,
@@ -67,8 +67,6 @@ from vocagnolm.workers import WorkerPool
 
 Progress = Callable[[PackingSummary, float], None]
 """Called with the summary of each finished part and the share of the parts that are done."""
-NumberedText = tuple[int, str | None]
-"""A document's index in the corpus and its text; None where it cannot be used."""
 Read = TypeVar("Read")
 
 SETTINGS = "settings.json"
@@ -279,6 +277,11 @@ def _nothing(recipe: Recipe, summary: PackingSummary, read: Corpus) -> str | Non
             f"{corpus} holds nothing to train on: no conversation has a message of data.train_on = "
             f"{recipe.data.train_on}."
         )
+    if summary.wrong_documents:
+        return (
+            f"corpus.answers is right, and {corpus} has no answer that is marked as right. Answers "
+            "are marked by `vocagnolm write --grade`; corpus.answers: all trains on every answer."
+        )
     unusable = (f" ({d.place}: {d.problem})" for d in read.read(0, 100) if d.text is None)
     return f"The corpus gave no tokens: {corpus}{next(unusable, '')}."
 
@@ -355,7 +358,7 @@ class PartMaker:
         wide = max(tokenizer.vocabulary.values()) > np.iinfo(np.uint16).max
         self._id_dtype = np.uint32 if wide else np.uint16
 
-    def make(self, number: int, documents: Sequence[NumberedText]) -> dict[str, Any]:
+    def make(self, number: int, documents: Sequence[Document]) -> dict[str, Any]:
         """Write part `number`. Returns its manifest entry."""
         path = self.folder / part_name(number)
         part = self._pack(documents)
@@ -365,7 +368,7 @@ class PartMaker:
             save_file(part.columns, temporary, metadata=metadata)
         return _entry(path, about)
 
-    def _pack(self, documents: Sequence[NumberedText]) -> Part:
+    def _pack(self, documents: Sequence[Document]) -> Part:
         recipe, settings = self.plan.recipe, self.plan.settings
         kept, missing, left_out = self._select(documents)
         guidance = settings["guidance"] or {}
@@ -392,15 +395,19 @@ class PartMaker:
         part.summary.refused = dict(refused)
         part.summary.missing_documents = missing
         part.summary.left_out_documents = left_out
-        part.summary.unusable_documents = sum(text is None for _, text in documents)
+        wrong = sum(document.problem == NOT_RIGHT for document in documents)
+        unusable = sum(document.text is None for document in documents)
+        part.summary.wrong_documents = wrong
+        part.summary.unusable_documents = unusable - wrong
         return part
 
-    def _select(self, documents: Sequence[NumberedText]) -> tuple[list[_Kept], int, int]:
+    def _select(self, documents: Sequence[Document]) -> tuple[list[_Kept], int, int]:
         """The documents to pack; the number that no store has, and the number that is not worth
         reading."""
         kept: list[_Kept] = []
         missing = left_out = 0
-        for index, text in documents:
+        for document in documents:
+            index, text = document.index, document.text
             if text is None:
                 continue
             digest = document_hash(text)
@@ -580,9 +587,9 @@ def _make_parts(
             note(number, entry)
     wanted = [number for number in range(len(starts)) if number not in entries]
 
-    def documents(number: int) -> list[NumberedText]:
+    def documents(number: int) -> list[Document]:
         start = starts[number]
-        return [(document.index, document.text) for document in corpus.read(start, start + size)]
+        return list(corpus.read(start, start + size))
 
     if workers <= 1:
         maker = PartMaker(plan, folder)
@@ -609,6 +616,6 @@ def _start_worker(plan: PartPlan, folder: Path) -> None:
     _maker = PartMaker(plan, folder)
 
 
-def _make_in_worker(number: int, documents: list[NumberedText]) -> dict[str, Any]:
+def _make_in_worker(number: int, documents: list[Document]) -> dict[str, Any]:
     assert _maker is not None
     return _maker.make(number, documents)

@@ -115,6 +115,11 @@ class CorpusSection(Schema):
         "none",
     )
     limit_documents: int | None = key("maximum number of documents to read", ge=1)
+    answers: Literal["all", "right"] = key(
+        "folders that a teacher wrote: train on all answers, or only on those that `write --grade` "
+        "has marked as right",
+        "all",
+    )
     keep_documents: KeepDocuments | None = key(
         "train on selected documents only; keys: `by` (difference, bits_per_byte or random), "
         "`share`, `against`"
