@@ -64,6 +64,7 @@ QUICK = [
     ["view", *PAIR, "--text", "a", "--html", "v"],
     ["recipe", "list"],
     ["recipe", "show", "laptop"],
+    ["write", "--help"],
     ["study", "list"],
     ["store", "inspect", "store"],
     ["check", "recipe.yaml", "--json"],

@@ -39,6 +39,7 @@ from vocagnolm.store.analysis import teacher_warning
 from vocagnolm.store.format import VOCABULARY_FILE
 from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.run import train
+from vocagnolm.train.settings import usual_learning_rate
 
 RULES = {"cpt": "every token", "guided": "guided", "distill": "distilled"}
 """The methods that are tried, and what they are called."""
@@ -346,10 +347,7 @@ class Trial:
         block = min(fitting, 2048 if whole else 1024, files.max_context or 1024)
         batch = max(1, min(64, tokens // (block * STEPS)))
         fits = [n for n in (1, 2, 4, 8) if batch % n == 0 and (on_gpu or n * block <= 2048)]
-        # the paper's for 1.1B parameters; small models want larger steps, small batches smaller
-        usual = min(4e-3, 8e-5 * math.sqrt(1.1e9 / held["parameters"]))
-        usual *= min(1.0, math.sqrt(block * batch / 4096))
-        rate = self.learning_rate or float(f"{usual:.2g}")
+        rate = self.learning_rate or usual_learning_rate(held["parameters"], block * batch)
         out, warmup = self.out / "whole" if whole else self.out, tokens // (block * batch) // 10
         tree: dict[str, Facts] = {
             "student": {"model": self.student},

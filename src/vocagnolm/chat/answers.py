@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from vocagnolm.chat.messages import Message, Refused, broken_off, require_no_marks
 from vocagnolm.chat.tokens import ChatTokenizer
 
-_LONGEST_PIECE = 255
-"""Bytes of text that nobody's tokens cover, in one piece of a tiling."""
+PIECE_BYTES = 255
+"""The longest piece of a text of which no tokens are known."""
 
 
 @dataclass(frozen=True)
@@ -147,5 +147,5 @@ def _clipped(
 
 def tiling_pieces(n_bytes: int) -> NDArray[np.int64]:
     """Byte lengths that tile a text of which no tokens are known."""
-    whole, rest = divmod(n_bytes, _LONGEST_PIECE)
-    return np.array([_LONGEST_PIECE] * whole + ([rest] if rest else []), np.int64)
+    whole, rest = divmod(n_bytes, PIECE_BYTES)
+    return np.array([PIECE_BYTES] * whole + ([rest] if rest else []), np.int64)

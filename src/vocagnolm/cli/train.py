@@ -10,7 +10,7 @@ import typer
 from vocagnolm.cli.common import App, leading, print_json, quiet_libraries
 from vocagnolm.cli.options import JSON, RECIPE, SET
 
-recipes = App(help="List and show the recipes in the package.")
+recipes = App(help="List and show the recipes in the package, and write new ones.")
 
 
 @recipes.command("list", example="vocagnolm recipe list")
@@ -36,6 +36,35 @@ def show(name: str = typer.Argument(help="A name from `vocagnolm recipe list`.")
     from vocagnolm.recipe.load import shipped_recipe
 
     typer.echo(shipped_recipe(name).text, nl=False)
+
+
+@recipes.command(example="vocagnolm recipe new --from written --student S --out recipe.yaml")
+def new(
+    folder: str = typer.Option(
+        ..., "--from", help="A folder (or address) that `vocagnolm write` has written."
+    ),
+    student: str | None = typer.Option(
+        None, help="The student: model folder, hub id or GGUF file. Its size sets the numbers."
+    ),
+    out: Path | None = typer.Option(None, help="The recipe to write.", show_default="stdout"),
+) -> None:
+    """Write a recipe that trains a student on what a teacher wrote, with its reasons."""
+    from vocagnolm.errors import UsageError
+    from vocagnolm.files import write_text
+    from vocagnolm.recipe_for import recipe_for
+
+    if out is not None and out.exists():
+        raise UsageError(f"{out} exists already: remove it, or choose another --out.")
+    with quiet_libraries():
+        text = recipe_for(folder, student)
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    write_text(out, text)
+    fill = "" if student else f"fill in student.model in {out}, then: "
+    typer.echo(
+        f"wrote {out}; next: {fill}vocagnolm prepare {out} && vocagnolm train {out}", err=True
+    )
 
 
 def check(

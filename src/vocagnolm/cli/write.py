@@ -15,6 +15,7 @@ from vocagnolm.cli.common import (
     what_is_missing,
 )
 from vocagnolm.cli.options import JSON, Given, option, options, require_asked, with_options
+from vocagnolm.errors import UsageError
 from vocagnolm.recipe.schema import hints
 from vocagnolm.recipe.sections import (
     EngineSection,
@@ -69,7 +70,8 @@ def write(
     --share 1/N ... N/N, or --ray.
     """
     require_asked("ray", ray, ray_settings)
-    require_asked("without", "yes" if reading.get("without") else None, benchmarks)
+    if benchmarks and not reading.get("without"):
+        raise UsageError("--benchmarks can only be used with --without.")
 
     from vocagnolm.score import (
         RayCluster,
@@ -178,7 +180,7 @@ def _rows(folder: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("alternatives", f"{alternatives['count']} per token, {covered}"))
     path = folder["path"]
     rows.append(("folder", f"{path}, {decimal(folder['file_bytes'])}"))
-    rows.append(("in a recipe", f"corpus: {{files: [{path}]}}, store: {{path: {path}}}"))
+    rows.append(("next", f"vocagnolm recipe new --from {path} --student S --out recipe.yaml"))
     return rows
 
 

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.chat.answers import PIECE_BYTES
 from vocagnolm.data.prompts import Prompts, count_prompts
 from vocagnolm.score.write import describe_writer, open_prompts_of, require_expected
 from vocagnolm.score.writers import Writer, WriterSource, WriteSettings
@@ -14,8 +15,9 @@ from vocagnolm.score.written import ReadPrompt
 
 MOST_COUNTED = 10_000
 """Prompts that are read to count their tokens; of more, as many are spread evenly."""
-_TEXT_BYTES = 4.5
-"""Bytes of text in a token, as documents are kept; a guess."""
+_TEXT_BYTES, _ANSWER_BYTES, _SHARD_BYTES = 4.5, 200, 4096
+"""What is kept beside losses and alternatives, roughly: the text of a token; the fields of a row
+and of its document in a shard; the header of a shard."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class WritePreview:
     """What the teacher reads for all prompts, its template and context included."""
     most_new_tokens: int
     most_bytes: int
-    """Disk space if every answer reached the limit."""
+    """Disk space if every answer reached the limit, about."""
     shown: list[str]
     """The first prompts as the teacher reads them."""
 
@@ -81,11 +83,14 @@ def preview_answers(
     chosen: WriteSettings = about.settings
     readable = counted - unreadable.total()
     whole = count.asked / max(counted, 1)
+    assert chosen.shard_prompts is not None
+    shards = -(-len(opened) // chosen.shard_prompts)
     answers = round(whole * readable) * chosen.samples
     new_tokens = answers * chosen.max_new_tokens
-    per_token = 3 + 4 * chosen.alternatives + _TEXT_BYTES
+    numbers = 3 + 4 * chosen.alternatives
     prompts_again = whole * size * chosen.samples  # with every answer, without losses
-    assert chosen.shard_prompts is not None
+    most_bytes = new_tokens * (numbers + _TEXT_BYTES) + prompts_again * (1 + numbers / PIECE_BYTES)
+    most_bytes += answers * _ANSWER_BYTES + shards * _SHARD_BYTES + len(about.vocabulary or b"")
     return WritePreview(
         teacher=str(about.teacher["teacher"]["name"]),
         prompts=len(opened),
@@ -94,9 +99,9 @@ def preview_answers(
         counted=counted,
         unreadable=dict(unreadable),
         answers=answers,
-        shards=-(-len(opened) // chosen.shard_prompts),
+        shards=shards,
         prompt_tokens=round(whole * tokens),
         most_new_tokens=new_tokens,
-        most_bytes=round(new_tokens * per_token + prompts_again) + len(about.vocabulary or b""),
+        most_bytes=round(most_bytes),
         shown=shown,
     )

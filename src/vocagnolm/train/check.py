@@ -227,7 +227,7 @@ class _Check:
         if section.model is not None:  # None: on the hub, or in a GGUF file
             file = Path(section.model, "config.json")
             known = file.read_bytes() if file.is_file() else None
-        ask = partial(_about_student, self.recipe)
+        ask = partial(about_student, self.recipe)
         about = ask() if known is None else remembered("student", [known], ask)
         self.parameters = int(about["parameters"])
         self.plan["student"] = {
@@ -516,7 +516,7 @@ class _Check:
             self.warn(teacher_warning(strength.teacher, strength.student))
 
 
-def _about_student(recipe: Recipe) -> dict[str, Any]:
+def about_student(recipe: Recipe) -> dict[str, Any]:
     """What transformers says of the student's configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

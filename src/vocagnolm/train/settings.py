@@ -3,6 +3,7 @@
 Steps, batches and the objective need no torch: it is imported where the machine is asked.
 """
 
+import math
 import sys
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -124,6 +125,13 @@ def check_graphs(
                 f"train.cuda_graphs: {reason}, and graphs are for one GPU and whole blocks. "
                 "Remove train.cuda_graphs."
             )
+
+
+def usual_learning_rate(parameters: int, step_tokens: int) -> float:
+    """A peak rate to begin with, for a student of this size and steps of so many tokens: the
+    paper's for 1.1B parameters; smaller models take larger ones, smaller steps smaller ones."""
+    rate = min(4e-3, 8e-5 * math.sqrt(1.1e9 / parameters))
+    return float(f"{rate * min(1.0, math.sqrt(step_tokens / 4096)):.2g}")
 
 
 # ---- the objective ----
