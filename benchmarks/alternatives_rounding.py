@@ -40,7 +40,6 @@ from torch import Tensor
 
 from vocagnolm.alignment import (
     SoftTargets,
-    Speller,
     TargetTable,
     TeacherTokens,
     TokenSpans,
@@ -48,7 +47,6 @@ from vocagnolm.alignment import (
     carry_alternatives,
     token_texts,
 )
-from vocagnolm.alignment.targets import spell
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, pack
 from vocagnolm.model import ModelFiles, open_model
 from vocagnolm.model.nll import AlternativeChoice
@@ -220,8 +218,7 @@ def measure(
     files = teacher.files
     tokenizer = files.tokenizer
     vocabulary = token_texts(tokenizer, set(files.end_ids))
-    spelling = spell(Speller(tokenizer), vocabulary, inside=False)  # all tokens begin together
-    table = TargetTable(tokenizer, vocabulary, tokenizer.eos_id, spelling)
+    table = TargetTable(tokenizer, vocabulary, tokenizer.eos_id)
     prefix = tokenizer.prefix_ids
     limit = min(LONGEST, files.max_context or LONGEST) - len(prefix)
     noise = torch.Generator().manual_seed(0)

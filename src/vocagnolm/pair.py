@@ -19,6 +19,7 @@ from vocagnolm.alignment import (
     align_batch,
     shares,
     token_overlap,
+    token_texts,
     vocabulary_overlap,
 )
 from vocagnolm.alignment.picture import visible
@@ -253,7 +254,7 @@ def _spelled(
     control = teacher.control_ids
     texts = [b"" if n in control else teacher.bytes_of(n) or b"" for n in ids.tolist()]
     held = np.array([bool(text) for text in texts])
-    first, exact = Speller(student)([text for text in texts if text])
+    first, exact = Speller(student, token_texts(teacher, ())).first([t for t in texts if t])
     shares = counts[held] / max(int(counts[held].sum()), 1)
     return SpelledShares(
         exact=float(shares[exact].sum()),

@@ -176,6 +176,24 @@ def test_what_stands_before_a_text_is_one_rule(tmp_path):
     assert [template.token(i) for i in template.prefix_ids] == ["[CLS]"]
 
 
+def test_a_beginning_that_is_named_and_put_nowhere(tmp_path):
+    """Gemma's and Llama's names are for that alone; GPT-2's names the end, ChatML's a turn."""
+
+    def missing(name, **settings):
+        tokenizer = Tokenizer.from_str(made.tokenizer("sentencepiece prepend").to_str())
+        tokenizer.add_special_tokens(["<bos>", "<|begin_of_text|>", "<|im_start|>"])
+        folder = framed(tmp_path / name, **settings)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        return load_tokenizer(folder, check=False).missing_beginning
+
+    for number, token in enumerate(("<s>", "<bos>", "<|begin_of_text|>", {"content": "<s>"})):
+        assert missing(f"{number}", bos_token=token) in (token, "<s>")
+    for number, token in enumerate(("<|endoftext|>", "<|im_start|>", None)):
+        assert missing(f"other{number}", bos_token=token) is None
+    for says in (True, False):
+        assert missing(f"{says}", bos_token="<bos>", add_bos_token=says) is None
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{", "\udcff", "[" * 5000])
 def test_broken_files_beside_a_tokenizer_are_one_message(tmp_path, content):
     folder = framed(tmp_path / "a")

@@ -219,6 +219,29 @@ def test_a_template_that_cannot_call_tools_refuses():
     assert wild("phi3").rendering(shared_text(listed)).changes == ("leaves out the list of tools",)
 
 
+@pytest.mark.parametrize("name", WILD if LONG else ("qwen3", "glm4moe", "axolotl__exaone4"))
+def test_an_empty_answer_ends_its_turn_too(name, monkeypatch):
+    """GLM-4 and EXAONE print nothing of an empty content: the model writes what closes it."""
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Fixed)
+    chat = wild(name)
+    asked, again = Message("user", "What is 2+2?"), Message("user", "why? naïve")
+    ended = []
+    for first in ("four", ""):
+        talk = [asked, Message("assistant", first), again, Message("assistant", "so it is")]
+        text = shared_text(talk)
+        if isinstance(chat.outcomes([text])[0], str):
+            assert "functiongemma" in name
+            return
+        tokens, mask = trained_of(chat, talk)
+        turns = sorted({*tokens.turns[mask].tolist()})
+        assert len(turns) == 2
+        (own,) = np.nonzero(mask & (tokens.turns == turns[0]))
+        ended.append(int(tokens.ids[own[-1]]))
+        assert tokens.spans[own, 1].max() == turns[0] + 1  # the mark is the teacher's end too
+        assert reads(chat, talk)
+    assert ended[0] == ended[1]
+
+
 def test_what_a_record_says_of_its_messages_is_followed():
     user = {"role": "user", "content": "a"}
     answers = [{"role": "assistant", "content": text} for text in ("no", "yes")]

@@ -4,6 +4,7 @@ import functools
 import json
 
 import chat_kit
+import made
 import numpy as np
 import pytest
 from training_kit import (
@@ -23,16 +24,20 @@ from vocagnolm.alignment import (
     carry_alternatives,
     load_tokenizer,
 )
-from vocagnolm.alternatives import Alternatives
+from vocagnolm.alignment.targets import TARGETS_RULE
+from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary, pack
 from vocagnolm.chat import shared_text, trained_ranges, trained_tokens
 from vocagnolm.cli import app
 from vocagnolm.data import guidance as module
 from vocagnolm.data.blocks import Blocks
+from vocagnolm.data.guidance import Laid, LaidTeacher, TargetsPlan, carry_targets
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError, RecipeError
+from vocagnolm.files import write_json
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score import ScoreSettings, score_corpus
 from vocagnolm.store import LossStore
+from vocagnolm.train.check import check
 
 K = 3
 
@@ -168,15 +173,62 @@ def test_teachers_are_averaged_by_their_weights(lab, tmp_path):
     assert p.sum(axis=1).max() <= 1.001
 
 
+def test_agreement_with_the_text_keeps_a_teachers_weight():
+    """The first teacher expected what follows, a token that goes on beyond the student's: all that
+    it says leads to the label there, and the second has a quarter of the say, as everywhere."""
+    student = load_tokenizer(made.tokenizer("byte-level"))
+    ours = student.spans("%#@")
+    assert ours.spans.tolist() == [[0, 1], [1, 2], [2, 3]]
+    entries = [b"%", b"#", b"@", b"%#@", b"%#", b"x"]
+    table = TargetTable(student, Vocabulary.of(entries, [], False), None)
+    laid = Laid(ours.spans, np.zeros(3, np.int64), np.zeros(1, np.int64))
+
+    def teacher(spans, expected):
+        """`expected`: of each token what follows and what else may, of probability 0.4 and 0.3."""
+        ids = np.array([[entries.index(one) for one in row] for row in expected])
+        nll = np.broadcast_to(-np.log([0.4, 0.3]), ids.shape)
+        follows = np.broadcast_to([True, False], ids.shape)
+        packed = pack(ids, nll, follows)
+        return LaidTeacher(np.array(spans), np.zeros(len(spans)), np.ones(1), packed)
+
+    sure = teacher([[0, 3]], [[b"%#@", b"x"]])
+    other = teacher(ours.spans, [[b"%", b"x"], [b"#", b"x"], [b"@", b"x"]])
+    plan = TargetsPlan(
+        tables=(table, table), spec=AlternativesSpec(2), inside=True, weights=(3.0, 1.0)
+    )
+    both = [sure, other]
+    mappings = [align(ours.spans, one.spans) for one in both]
+    text = np.frombuffer(b"%#@", np.uint8)
+    found, _ = carry_targets(ours.ids, laid, both, mappings, text, plan)
+    assert found.has_targets.all()
+    # `x`: of both at the beginning, then of the second alone, a quarter of 0.3
+    np.testing.assert_allclose(found.probability[:, 1], [0.75 * 0.3, 0, 0], atol=2e-3)
+    np.testing.assert_allclose(found.probability[:, 3], np.full(3, 0.25 * 0.3), atol=2e-3)
+
+
+def test_blocks_say_by_which_rule_and_older_ones_train_on(lab, tmp_path):
+    folder, _ = lab
+    recipe = recipe_of(folder, tmp_path / "b")
+    manifest = prepare(recipe)
+    assert manifest["settings"]["guidance"]["targets"]["rule"] == TARGETS_RULE
+    del manifest["settings"]["guidance"]["targets"]["rule"]
+    write_json(tmp_path / "b" / "manifest.json", manifest, sealed=True)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "b").glob("part-*")}
+    assert "rule" not in prepare(recipe)["settings"]["guidance"]["targets"]
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "b").glob("part-*")}
+    (warning,) = [line for line in check(recipe).warnings if "older rule" in line]
+    assert f"(1; this program has {TARGETS_RULE})" in warning
+
+
 def test_any_number_of_workers_gives_the_same_bytes(lab, tmp_path):
     folder, _ = lab
     for workers in (1, 2):
         prepare(recipe_of(folder, tmp_path / f"b{workers}"), workers=workers)
-    one, two = (
+    alone, together = (
         {path.name: path.read_bytes() for path in (tmp_path / name).glob("[!.]*")}
         for name in ("b1", "b2")
     )
-    assert one == two and len(one) == 4 + 2  # parts, settings, manifest
+    assert alone == together and len(alone) == 4 + 2  # parts, settings, manifest
 
 
 def test_one_preparation_serves_every_method(lab, tmp_path):

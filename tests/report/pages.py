@@ -127,7 +127,6 @@ def distilled_page() -> Page:
                 table=TargetTable(student, token_texts(teacher, []), None),
             )
         ],
-        begins=np.zeros(1, np.int64),
     )
     passages, rule = select_passages(
         [passage],

@@ -11,9 +11,10 @@ vocabulary.
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,15 @@ from vocagnolm.alternatives import (
     row_sums,
 )
 
+TARGETS_RULE = 2
+"""The version of the rule by which alternatives become targets, in the settings of blocks. Without
+one: every alternative, and what is left of it inside a teacher token, is spelled by itself."""
 # Tokens of a text, or of texts on one axis, on which it is measured what became of alternatives.
 _MEASURED_TOKENS = 1 << 14
 _SPACE = ord(" ")
+_WHITE_SPACE = (" ", "\n", "\r", "\t")
 _ODD = 4
+_KNOWN_CHARACTERS = 8  # that may complete one that a token breaks off
 # What becomes of an alternative.
 UNSPELLED, FIRST_OF_SEVERAL, EXACT, FOLLOWING = range(4)
 
@@ -59,46 +65,112 @@ def _has_dummy_space(tokenizer: TextTokenizer) -> bool:
     return b"".join(spelled).startswith(b" ")
 
 
-# ---- what a student makes of some bytes ----
+# ---- what a student writes for some bytes ----
 
 
 class Speller:
-    """Finds the first token of a student's own tokenization of some bytes in the middle of a
-    text."""
+    """Finds the tokens that a student writes for a teacher's tokens in the middle of a text."""
 
-    def __init__(self, student: TextTokenizer):
+    def __init__(self, student: TextTokenizer, vocabulary: Vocabulary):
+        """`vocabulary`: the teacher's."""
         self._tokenizer = _without_beginning(student)
         self.texts = _entries(student)
         self.dummy_space = _has_dummy_space(student)
         self._ids = {text: n for n, text in reversed([*enumerate(self.texts)]) if text}
         self._longest = max(map(len, self._ids), default=0)
+        short = {vocabulary[n] for n in np.flatnonzero(vocabulary.lengths == 2).tolist()}
+        self._words_take_blank, self._digits_take_blank = b" a" in short, b" 1" in short
 
-    def __call__(self, texts: Sequence[bytes]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Of each its first token, -1 where the student cannot spell it, and whether that is all of
-        it."""
-        ids = np.full(len(texts), -1, np.int32)
-        decoded: list[tuple[int, str]] = []
-        for index, text in enumerate(texts):
-            try:
-                decoded.append((index, text.decode()))
-            except UnicodeDecodeError:  # not whole characters: no tokenizer reads that
-                ids[index] = self._longest_prefix(text)
-        encodings = self._tokenizer.encode_batch_fast(
-            [text for _, text in decoded], add_special_tokens=False
-        )
-        for (index, _), encoding in zip(decoded, encodings, strict=True):
-            first = encoding.ids[0] if len(encoding.ids) else -1
-            spelled = self.texts[first] if first >= 0 else None
-            if spelled and texts[index].startswith(spelled):  # else a normaliser changed it
-                ids[index] = first
+    def first(self, texts: Sequence[bytes]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """For each text the first of its `tokens`, -1 where there is none, and whether that is all
+        of it."""
+        ids = [tokens[0] if tokens else -1 for tokens in self.tokens(texts)]
         exact = [n >= 0 and self.texts[n] == text for n, text in zip(ids, texts, strict=True)]
-        return ids, np.array(exact, bool)
+        return np.array(ids, np.int32), np.array(exact, bool)
 
-    def _longest_prefix(self, text: bytes) -> int:
+    def tokens(self, texts: Sequence[bytes]) -> list[list[int]]:
+        """The tokens that the student writes for each text, from its beginning, as far as they end
+        within it and are the same for all that may follow: a text that ends with white space or
+        inside a character is read with what may stand behind it."""
+        readings = [self._readings(text) for text in texts]
+        together = [reading for several in readings for reading in several]
+        encodings = iter(self._tokenizer.encode_batch_fast(together, add_special_tokens=False))
+        return [
+            _common([self._within(text, next(encodings).ids) for _ in several])
+            if several
+            else self._longest_prefix(text)
+            for text, several in zip(texts, readings, strict=True)
+        ]
+
+    def _readings(self, text: bytes) -> list[str]:
+        """The text with what may follow; none where it begins inside a character."""
+        try:
+            whole = text.decode()
+        except UnicodeDecodeError as error:
+            if error.reason != "unexpected end of data":
+                return []
+            whole = text[: error.start].decode()
+            return [whole + character for character in self._completions(text[error.start :])]
+        return [whole + self._behind(whole)] if whole.endswith(_WHITE_SPACE) else [whole]
+
+    def _behind(self, text: str) -> str:
+        """What a teacher may write behind a token that ends with white space: a word, or, where
+        words take the last blank with them, a digit or a word with a blank of its own."""
+        if not (self._words_take_blank and text.endswith(" ")):
+            return "a"
+        return " a" if self._digits_take_blank or text.endswith("  ") else "1"
+
+    def _completions(self, beginning: bytes) -> list[str]:
+        """Characters that begin with these bytes: the first ones that the student's vocabulary
+        holds, which are frequent, and one that it does not hold."""
+        known = self._characters.get(beginning, [])
+        missing = (2 if beginning < b"\xe0" else 3 if beginning < b"\xf0" else 4) - len(beginning)
+        for more in product(range(0x80, 0xC0), repeat=missing):
+            with suppress(UnicodeDecodeError):  # not all bytes may follow each other
+                other = (beginning + bytes(more)).decode()
+                if other not in known:
+                    return [*known[:_KNOWN_CHARACTERS], other]
+        return known[:_KNOWN_CHARACTERS]
+
+    @cached_property
+    def _characters(self) -> dict[bytes, list[str]]:
+        """Characters of several bytes in the student's vocabulary, by the bytes that they begin
+        with, in the order of their tokens."""
+        characters: dict[str, None] = {}
+        for text in filter(None, self.texts):
+            if not text.isascii():
+                characters |= dict.fromkeys(text.decode(errors="ignore"))
+        found: dict[bytes, list[str]] = {}
+        for character in characters:
+            encoded = character.encode()
+            for end in range(1, len(encoded)):
+                found.setdefault(encoded[:end], []).append(character)
+        return found
+
+    def _within(self, text: bytes, ids: list[int]) -> list[int]:
+        """Those of the tokens that spell the text from its beginning and end within it."""
+        end = count = 0
+        for index in ids:
+            spelled = self.texts[index]
+            if not spelled or not text.startswith(spelled, end):  # longer, or normalised
+                break
+            end, count = end + len(spelled), count + 1
+        return ids[:count]
+
+    def _longest_prefix(self, text: bytes) -> list[int]:
         for end in range(min(len(text), self._longest), 0, -1):
-            if (found := self._ids.get(text[:end])) is not None:
-                return found
-        return -1
+            if (index := self._ids.get(text[:end])) is not None:
+                return [index]
+        return []
+
+
+def _common(rows: Sequence[list[int]]) -> list[int]:
+    """The tokens with which all rows begin."""
+    shortest = min(rows, key=len)
+    for n, token in enumerate(shortest):
+        if any(row[n] != token for row in rows):
+            return shortest[:n]
+    return shortest
 
 
 def _without_beginning(student: TextTokenizer) -> Tokenizer:
@@ -122,37 +194,43 @@ def _without_beginning(student: TextTokenizer) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Spelling:
-    """What a student makes of a teacher's vocabulary, by place in `Vocabulary.content`: entry p is
-    about the bytes from p to the end of the token that p lies in."""
+    """What a student writes for the tokens of a teacher's vocabulary. The first two arrays are by
+    place in `Vocabulary.content`: -1 where the student has no boundary in a token, or what it
+    writes there depends on the text that follows."""
 
-    first: NDArray[np.int32]
-    """The student's first token of them; -1 where it has none."""
+    token: NDArray[np.int32]
+    """The student's token that begins at the place."""
+    before: NDArray[np.int32]
+    """The one that ends there; -1 where a token of the teacher begins."""
     exact: NDArray[np.bool_]
-    """That token is all of them."""
+    """[V] By id: the student writes one token, which is all of it."""
     behind_space: NDArray[np.int32]
-    """[V] By id: the student's first token of a space and the whole token, for places where its own
+    """[V] The student's first token of a space and the teacher's token, for places where its own
     token stands behind a space that is not in the text."""
+    without_space: NDArray[np.int32]
+    """[V] The student's first token of what follows the space that the teacher's token begins with,
+    for places where the teacher's token stands behind a space that is not in the text."""
 
 
-def spell(speller: Speller, vocabulary: Vocabulary, *, inside: bool = True) -> Spelling:
-    """`inside`: also what is left of a token behind its first bytes; else whole tokens alone."""
-    content = vocabulary.content.tobytes()
-    offsets = vocabulary.offsets.tolist()
-    number: dict[bytes, int] = {}
-    numbers = np.full(len(content), -1, np.int64)
-    for start, end in pairwise(offsets):
-        for position in range(start, end if inside else min(start + 1, end)):
-            numbers[position] = number.setdefault(content[position:end], len(number))
-    ids, exact = speller(list(number))
-    known = numbers >= 0
-    first = np.full(len(content), -1, np.int32)
-    whole = np.zeros(len(content), bool)
-    first[known], whole[known] = ids[numbers[known]], exact[numbers[known]]
-    behind_space = np.full(len(vocabulary), -1, np.int32)
-    if speller.dummy_space and inside:
-        (spelled,) = np.nonzero(vocabulary.lengths)
-        behind_space[spelled], _ = speller([b" " + vocabulary[n] for n in spelled.tolist()])
-    return Spelling(first, whole, behind_space)
+def spell(student: TextTokenizer, vocabulary: Vocabulary) -> Spelling:
+    speller = Speller(student, vocabulary)
+    lengths = [len(text or b"") for text in speller.texts]
+    token, before = np.full((2, len(vocabulary.content)), -1, np.int32)
+    exact = np.zeros(len(vocabulary), bool)
+    behind_space, without_space = np.full((2, len(vocabulary)), -1, np.int32)
+    spelled = np.flatnonzero(vocabulary.lengths).tolist()
+    texts = [vocabulary[n] for n in spelled]
+    for index, text, written in zip(spelled, texts, speller.tokens(texts), strict=True):
+        place, previous = int(vocabulary.offsets[index]), -1
+        for own in written:
+            token[place], before[place] = own, previous
+            place, previous = place + lengths[own], own
+        exact[index] = len(written) == 1 and lengths[written[0]] == len(text)
+    if speller.dummy_space:
+        behind_space[spelled], _ = speller.first([b" " + text for text in texts])
+    spaced = [n for n, text in zip(spelled, texts, strict=True) if text[:1] == b" " != text]
+    without_space[spaced], _ = speller.first([vocabulary[n][1:] for n in spaced])
+    return Spelling(token, before, exact, behind_space, without_space)
 
 
 class TargetTable:
@@ -170,7 +248,7 @@ class TargetTable:
         self.student = student
         self.vocabulary = vocabulary
         self.end_id = -1 if end_id is None else end_id
-        self.spelling = spelling or spell(Speller(student), vocabulary)
+        self.spelling = spelling or spell(student, vocabulary)
 
     def __reduce__(self) -> Any:
         end = None if self.end_id < 0 else self.end_id
@@ -182,22 +260,20 @@ class TargetTable:
         column stands for ids beyond the vocabulary. Row 0 is the normal case. The others are for
         positions where a token follows a space that is not in the text: for the student (1), for
         the teacher (2: its alternatives without their space, if they have one), or for both (3)."""
-        whole = self._by_id(self._starts(self.spelling.first, -1), -1, self.end_id)
+        whole = self._by_id(self._starts(self.spelling.token, -1), -1, self.end_id)
         spaced = self._by_id(self.spelling.behind_space, -1, self.end_id)
+        unspaced = self._by_id(self.spelling.without_space, -1, self.end_id)
         has_space = self._starts(self.vocabulary.content, 0) == _SPACE
-        rest = np.append(self.spelling.first, [-1, -1])[self.vocabulary.offsets[:-1] + 1]
-        rest = np.where(has_space & (self.vocabulary.lengths > 1), rest, -1)
-        unspaced = self._by_id(rest.astype(np.int32), -1, self.end_id)
         both = self._by_id(np.where(has_space, whole[:-1], -1), -1, self.end_id)
         return np.stack([whole, spaced, unspaced, both])
 
     @cached_property
     def kinds(self) -> NDArray[np.uint8]:
         """[V + 1] `UNSPELLED`, `FIRST_OF_SEVERAL` or `EXACT`."""
-        exact = np.where(self.spelling.exact, EXACT, FIRST_OF_SEVERAL)
-        kinds = np.where(self.spelling.first >= 0, exact, UNSPELLED).astype(np.uint8)
+        kinds = np.where(self._starts(self.spelling.token, -1) >= 0, FIRST_OF_SEVERAL, UNSPELLED)
+        kinds[self.spelling.exact] = EXACT
         end = UNSPELLED if self.end_id < 0 else EXACT
-        return self._by_id(self._starts(kinds, UNSPELLED), UNSPELLED, end)
+        return self._by_id(kinds.astype(np.uint8), UNSPELLED, end)
 
     def _starts(self, values: NDArray[Any], missing: int) -> NDArray[Any]:
         """[V] What is known of the first place of every entry."""
@@ -243,7 +319,8 @@ class TargetMass:
     inside: int = 0
     """Number of tokens that begin inside such a teacher token."""
     continued: int = 0
-    """Number of the latter for which an alternative continues the bytes already read."""
+    """Number of the latter for which another alternative continues the bytes already read, with a
+    token that the student writes there."""
     following: float = 0.0
     """At shared starts: probability of the actual next token, if it is among the alternatives."""
     exact: float = 0.0
@@ -252,8 +329,8 @@ class TargetMass:
     """Probability of alternatives that take several student tokens, of which the first is the
     target."""
     unspelled: float = 0.0
-    """Probability of alternatives that the student cannot represent. The rest of `shared` is beyond
-    the alternatives."""
+    """Probability of alternatives that the student cannot represent, or whose first token depends
+    on the text behind them. The rest of `shared` is beyond the alternatives."""
 
 
 @dataclass(frozen=True)
@@ -278,6 +355,8 @@ class TeacherTokens:
     """[M, 2]"""
     alternatives: Alternatives
     """[M, K] The alternatives at the position of each token."""
+    begins: IntArray | None = None
+    """Indices of the tokens with which texts begin. None: the first one."""
 
 
 def carry_alternatives(
@@ -289,7 +368,6 @@ def carry_alternatives(
     text: NDArray[np.uint8],
     *,
     inside: bool = True,
-    begins: IntArray | None = None,
 ) -> SoftTargets:
     """Distillation targets for the student's tokens `labels` [N] at `spans` [N, 2] of `text`.
 
@@ -298,23 +376,23 @@ def carry_alternatives(
         targets = carry_alternatives(table, ours.ids, ours.spans, known, mapping, encoded)
 
     If a student token begins where a teacher token begins, every alternative becomes the first
-    token of the student's own tokenization of its bytes. The actual next token becomes the label,
-    and an end of text or turn becomes the student's. The probability of alternatives that the
-    student cannot represent, and the probability beyond the K alternatives, goes to the label.
+    token that the student writes for its bytes there (`Speller.tokens`). The actual next token
+    becomes the label, and an end of text or turn becomes the student's. To the label goes the
+    probability of alternatives that the student cannot represent or whose first token depends on
+    what follows, and the probability beyond the K alternatives.
 
     If it begins *inside* a teacher token (`inside`; otherwise it has only its label), the
-    alternatives that begin with the bytes already read count, without those bytes. They share the
-    probability that these bytes do not rule out. The rest might have led here too (probability
-    beyond the K alternatives, and alternatives that end before the token begins); it goes to the
-    label.
+    alternatives that begin with the bytes already read count. They share the probability that these
+    bytes do not rule out. Such an alternative becomes the token with which the student goes on in
+    it, if it writes these bytes with the tokens that stand in the text; else it goes to the label.
+    So does the rest that might have led here (probability beyond the K alternatives, and
+    alternatives that end before the token begins).
 
     Where a token of either model follows a space that is not in the text (the dummy space of
     SentencePiece), alternatives are read without it or spelled with it.
-
-    `begins`: the bytes where texts begin, [0] for one text.
     """
     known = (table, labels, spans, teacher, alignment, text)
-    found, shared = unmeasured_targets(*known, inside=inside, begins=begins)
+    found, shared = unmeasured_targets(*known, inside=inside)
     became = measured(table, [(teacher.alternatives, shared)])
     return replace(found, mass=replace(found.mass, **became))
 
@@ -328,10 +406,9 @@ def unmeasured_targets(
     text: NDArray[np.uint8],
     *,
     inside: bool,
-    begins: IntArray | None,
 ) -> tuple[SoftTargets, IntArray]:
-    """As `carry_alternatives`, but of the alternatives' mass only the numbers of tokens; and the
-    teacher tokens at shared starts, for `measured`."""
+    """The targets with only the numbers of tokens in their `mass`, and the teacher tokens at shared
+    starts, for `measured`."""
     labels = np.asarray(labels, np.int32)
     given = teacher.alternatives
     if not len(given) or not len(labels):
@@ -343,8 +420,7 @@ def unmeasured_targets(
     # -1, where a token is unmapped, is a position too, and is not looked at
     mapped = (position >= 0) & (given.packed[:, 0] != NOTHING).take(position)
     read = spans[:, 0] - teacher.spans[:, 0].take(position)
-    begins = np.zeros(1, np.int64) if begins is None else begins
-    behind = 2 * _behind_space(table, teacher, begins).take(position)
+    behind = 2 * _behind_space(table, teacher).take(position)
     behind = behind + _student_behind_space(table, labels, spans)
 
     # of all tokens, which is faster than of those alone that begin with a teacher token
@@ -363,14 +439,24 @@ def unmeasured_targets(
     shared = position[has_targets]
 
     within = np.flatnonzero(mapped & (read > 0))
+    continued = 0
     if inside:
         plain = within[behind.take(within) == 0]
-        _continue(table, plain, position, read, teacher, text, ids, probability, has_targets)
+        found = _going_on(table, plain, position, read, teacher, text)
+        has_targets[found.token] = True
+        has_targets[plain[found.agrees]] = True
+        token, column = found.token, found.column
+        target = table.spelling.token.take(found.place)
+        kept = (target >= 0) & _as_in_text(table, labels, spans, found)
+        continued = len(np.unique(token[kept]))
+        kept &= target != labels.take(token)
+        ids[token[kept], column[kept]] = target[kept]
+        probability[token[kept], column[kept]] = found.probability[kept]
     mass = TargetMass(
         tokens=len(position),
         shared=len(shared),
         inside=len(within),
-        continued=int(has_targets[within].sum()),
+        continued=continued,
     )
     return SoftTargets(ids, probability, has_targets, mass), shared
 
@@ -396,19 +482,35 @@ def measured(
     return {name: float(sums[kind]) for name, kind in (names | {"following": FOLLOWING}).items()}
 
 
-def _continue(
+@dataclass(frozen=True)
+class _GoingOn:
+    """Alternatives that go on from inside a teacher token, one entry each."""
+
+    token: IntArray
+    """The student's token that begins inside."""
+    column: IntArray
+    """The number of the alternative at the teacher token."""
+    begin: IntArray
+    """Where the alternative begins in `Vocabulary.content`."""
+    place: IntArray
+    """Where the student's token begins in it."""
+    probability: NDArray[np.float32]
+    """Renormalised by all that the bytes already read do not rule out."""
+    agrees: NDArray[np.bool_]
+    """For every student token that was asked about: the token that follows in the text, which goes
+    on too, is among the alternatives."""
+
+
+def _going_on(
     table: TargetTable,
     tokens: IntArray,
     position: IntArray,
     read: IntArray,
     teacher: TeacherTokens,
     text: NDArray[np.uint8],
-    ids: NDArray[np.int32],
-    probability: NDArray[np.float32],
-    has_targets: NDArray[np.bool_],
-) -> None:
-    """Student tokens that begin inside a teacher token, in place: alternatives that begin with the
-    bytes already read, renormalised by all that these do not rule out."""
+) -> _GoingOn:
+    """For student tokens that begin inside a teacher token: the alternatives that begin with the
+    bytes already read, without the token that follows in the text."""
     vocabulary, there = table.vocabulary, position.take(tokens)
     given = teacher.alternatives.at(there)
     alternative, p, follows = given.packed >> ID_SHIFT, given.mass, given.follows
@@ -432,25 +534,48 @@ def _continue(
     left = np.bincount(row[possible], mass[possible], minlength=len(tokens)).astype(np.float32)
     left += 1 - row_sums(p * ~follows)
     alive = np.flatnonzero(possible & (length > wanted))
-    row, column = row.take(alive), column.take(alive)
-    has_targets[tokens.take(row)] = True
-    target = table.spelling.first.take(from_byte.take(alive) + wanted.take(alive))
-    good = (target >= 0) & (target != ids[tokens.take(row), column])
-    row, column = row[good], column[good]
-    ids[tokens.take(row), column] = target[good]
-    probability[tokens.take(row), column] = mass.take(alive)[good] / left.take(row)
+    row, begin = row.take(alive), from_byte.take(alive)
+    return _GoingOn(
+        token=tokens.take(row),
+        column=column.take(alive),
+        begin=begin,
+        place=begin + wanted.take(alive),
+        probability=mass.take(alive) / left.take(row),
+        agrees=np.logical_or.reduce(follows, axis=1),
+    )
 
 
-def _behind_space(
-    table: TargetTable, teacher: TeacherTokens, begins: IntArray
-) -> NDArray[np.int64]:
+def _as_in_text(
+    table: TargetTable, labels: NDArray[np.integer[Any]], spans: IntArray, found: _GoingOn
+) -> NDArray[np.bool_]:
+    """Whether the student writes what is already read of each alternative with the tokens that
+    stand in the text: compared one token at a time, backwards to where the alternative begins."""
+    same = np.zeros(len(found.token), bool)
+    going, token, place = np.arange(len(same)), found.token - 1, found.place
+    at = spans[:, 0].take(found.token)
+    while len(going):
+        before = table.spelling.before.take(place)
+        length = table.student_lengths.take(before)
+        stands = (before >= 0) & (token >= 0) & (labels.take(token) == before)
+        stands &= (spans[:, 1].take(token) == at) & (spans[:, 0].take(token) == at - length)
+        place, at = place - length, at - length
+        done = place == found.begin.take(going)
+        same[going[stands & done]] = True
+        on = np.flatnonzero(stands & ~done)
+        going, token, place, at = going[on], token[on] - 1, place[on], at[on]
+    return same
+
+
+def _behind_space(table: TargetTable, teacher: TeacherTokens) -> NDArray[np.int64]:
     """[M] 1 for teacher tokens that spell a space before the text that they stand for: a dummy
     space at the beginning of a text, or the last one of a chat template. `_ODD` for those that
     spell something else there."""
     widths = teacher.spans[:, 1] - teacher.spans[:, 0]
     behind = np.zeros(len(widths), np.int64)
     if table.vocabulary.dummy_space:  # as long as nothing else is known
-        behind[np.isin(teacher.spans[:, 0], begins) & (widths > 0)] = 1
+        begins = np.zeros(1, np.int64) if teacher.begins is None else teacher.begins
+        # a first token without text is that space itself
+        behind[begins] = widths[begins] > 0
     packed = teacher.alternatives.packed
     at = np.flatnonzero((packed & FOLLOWS_BIT) != 0)
     index = packed.ravel().take(at) >> ID_SHIFT
@@ -467,7 +592,8 @@ def _behind_space(
 def _student_behind_space(
     table: TargetTable, labels: NDArray[np.integer[Any]], spans: IntArray
 ) -> NDArray[np.int64]:
-    """[N] The same for the student's tokens."""
+    """[N] 1 for student tokens that spell a space before the text that they stand for, `_ODD` for
+    those that spell something else there."""
     behind = np.zeros(len(labels), np.int64)
     (odd,) = np.nonzero(table.student_lengths.take(labels) > spans[:, 1] - spans[:, 0])
     for at in odd.tolist():  # few: where texts begin

@@ -357,7 +357,10 @@ def render(
         frame = _frame(template, blank, prompt)
         found = _put_back(frame, slots, real)
         if found is None and not all(slot.text for slot in slots):
-            found = _put_back(_frame(template, _kept_empty(slots, blank), prompt), slots, real)
+            kept = _kept_empty(slots, blank)
+            found = _put_back(_frame(template, kept, prompt), slots, real)
+            if found is not None:
+                found = _with_empty_answers(template, found, slots, blank, kept)
         if found is not None:
             break
     else:
@@ -503,6 +506,34 @@ def _kept_empty(slots: Sequence[_Slot], blank: Sequence[Message]) -> tuple[Messa
     """Without marks in contents that are empty."""
     empty = {s.message for s in slots if s.what in ("content", "result") and not s.text}
     return tuple(replace(m, content="") if n in empty else m for n, m in enumerate(blank))
+
+
+def _with_empty_answers(
+    template: ChatTemplate,
+    segments: tuple[Segment, ...],
+    slots: Sequence[_Slot],
+    blank: tuple[Message, ...],
+    kept: tuple[Message, ...],
+) -> tuple[Segment, ...]:
+    """With a segment for each empty answer of which the template prints nothing: the model still
+    writes what the template closes it with. `kept`: the conversation without marks in what is
+    empty."""
+    for number, slot in enumerate(slots):
+        answer = blank[slot.message].role == "assistant" and slot.what == "content"
+        if slot.text or not answer or any(s.message == number for s in segments):
+            continue
+        frame = _frame(template, kept[: slot.message + 1], False)
+        closing = _tail(template, blank[: slot.message + 1], False)
+        before = [n for n, s in enumerate(segments) if s.message is not None and s.message < number]
+        at = before[-1] + 1 if before else 0
+        if frame is None or closing is None or at == len(segments):
+            continue
+        begin, around = frame[-1].text.removesuffix(closing), segments[at].text
+        if around.startswith(begin):
+            pieces = Segment(begin, template=True), Segment("", number)
+            rest = Segment(around[len(begin) :], template=True)
+            segments = (*segments[:at], *pieces, rest, *segments[at + 1 :])
+    return segments
 
 
 def _put_back(

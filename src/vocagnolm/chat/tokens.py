@@ -85,6 +85,10 @@ class ChatTokenizer(TextTokenizer):
         return ()
 
     @property
+    def missing_beginning(self) -> str | None:
+        return None
+
+    @property
     def eos_id(self) -> int | None:
         return None
 

@@ -89,15 +89,19 @@ def readers(
     """Tokenizers, the documents of a corpus (the built-in sample without one) and what was left out
     of it. Conversations are those that all can read, each in its template, which is surveyed."""
     from vocagnolm.alignment import load_tokenizer
+    from vocagnolm.alignment.tokenizer import warn_of_missing_beginning
     from vocagnolm.chat import ChatTokenizer, survey, template_of
     from vocagnolm.chat.survey import readable_by
     from vocagnolm.data.corpus import LeftOut, open_corpus, read_texts
     from vocagnolm.pair import SAMPLE
 
     loaded = [load_tokenizer(source, check=False) for source in tokenizers]
-    if not corpus:
+    opened = open_corpus(corpus, **reading) if corpus else None
+    if opened is None or not opened.conversations:
+        for tokenizer in loaded:
+            warn_of_missing_beginning(tokenizer)
+    if opened is None:
         return loaded, list(SAMPLE), LeftOut(), []
-    opened = open_corpus(corpus, **reading)
     documents, left_out = read_texts(opened)
     if not opened.conversations:
         return loaded, documents, left_out, []

@@ -18,7 +18,6 @@ from vocagnolm.alignment import (
     KINDS,
     Alignment,
     SoftTargets,
-    Speller,
     TargetTable,
     TeacherTokens,
     TextTokenizer,
@@ -28,7 +27,7 @@ from vocagnolm.alignment import (
     stretches,
 )
 from vocagnolm.alignment.alignment import Aggregation
-from vocagnolm.alignment.targets import Spelling, spell, unmeasured_targets
+from vocagnolm.alignment.targets import TARGETS_RULE, Spelling, spell, unmeasured_targets
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.errors import BlocksError, WriteError
@@ -82,6 +81,8 @@ class LaidTeacher:
     """Per document its nats per byte; infinite where it has none."""
     packed: NDArray[np.uint32] | None = None
     """[M, K] Alternatives, where they are wanted."""
+    begins: NDArray[np.int64] | None = None
+    """Indices of the tokens with which texts begin, where alternatives are wanted."""
 
 
 def lay(students: Sequence[TokenSpans]) -> Laid:
@@ -107,13 +108,15 @@ def lay_teacher(
     )
     nll = np.concatenate([nll for (_, nll), _ in held]) if held else np.zeros(0, np.float32)
     bits = np.array([np.inf if entry is None else nats_per_byte(*entry) for entry in entries])
-    packed = None
+    packed = begins = None
     if alternatives is not None:
+        counts = np.array([len(nll) for (_, nll), _ in held], np.int64)
+        begins = (np.cumsum(counts) - counts)[counts > 0]
         known = [rows for rows in alternatives if rows is not None]
         packed = np.zeros((0, 1), np.uint32)
         if known:  # those of one document are left where they are: mapped from its file
             packed = known[0] if len(known) == 1 else np.concatenate(known)
-    return LaidTeacher(spans, nll, bits, packed)
+    return LaidTeacher(spans, nll, bits, packed, begins)
 
 
 def nats_and_bytes(token_bytes: NDArray[Any], nll: NDArray[Any]) -> tuple[float, float]:
@@ -237,7 +240,6 @@ def end_to_end(
 # ---- targets ----
 
 
-_SPELLING_VERSION = 1
 # Below this share of a teacher's tokens that it can spell, a student's vocabulary is the wrong one.
 _LEAST_SPELLED = 0.01
 
@@ -297,12 +299,12 @@ def target_table(tokenizer: TextTokenizer, vocabulary: Vocabulary, eos: int | No
     end_id = tokenizer.end_of_turn if isinstance(tokenizer, ChatTokenizer) else eos
     student = tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
     digest = hashlib.sha256(encode_vocabulary(vocabulary)).hexdigest()
-    key = f"{_SPELLING_VERSION} {digest} {student.fingerprint}"
+    key = f"{TARGETS_RULE} {digest} {student.fingerprint}"
     name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
     path = cache_folder() / "spelling" / name
     spelling = _cached(path, len(vocabulary.content))
     if spelling is None:
-        spelling = spell(Speller(student), vocabulary)
+        spelling = spell(student, vocabulary)
         content = save(vars(spelling))
         with contextlib.suppress(WriteError):  # a home that cannot be written: made again next time
             write_bytes(path, hashlib.sha256(content).digest() + content)
@@ -323,7 +325,7 @@ def _cached(path: Path, size: int) -> Spelling | None:
         content = path.read_bytes()
         if hashlib.sha256(content[32:]).digest() == content[:32]:
             found = Spelling(**load(content[32:]))
-            return found if len(found.first) == size else None
+            return found if len(found.token) == size else None
     except (OSError, SafetensorError, ValueError):
         pass
     return None
@@ -336,21 +338,18 @@ def carry_targets(
     alignments: Sequence[Alignment],
     text: NDArray[np.uint8],
     plan: TargetsPlan,
-    begins: NDArray[np.int64] | None = None,
 ) -> tuple[SoftTargets, NDArray[np.int64]]:
     """The teachers' targets side by side, each by its weight; where one has no say, the others
     share its weight. What became of the alternatives is counted for the first teacher, whose tokens
-    at shared starts come second. `begins`: the bytes where texts begin, if not where documents
-    do."""
+    at shared starts come second."""
     found, shared = [], []
     for table, teacher, alignment in zip(plan.tables, theirs, alignments, strict=True):
         assert teacher.packed is not None
-        tokens = TeacherTokens(spans=teacher.spans, alternatives=plan.given(teacher.packed))
+        given = plan.given(teacher.packed)
+        tokens = TeacherTokens(spans=teacher.spans, alternatives=given, begins=teacher.begins)
         known = (table, labels, ours.spans, tokens, alignment, text)
-        one, rows = unmeasured_targets(
-            *known, inside=plan.inside, begins=ours.origins if begins is None else begins
-        )
-        found.append(one)
+        own, rows = unmeasured_targets(*known, inside=plan.inside)
+        found.append(own)
         shared.append(rows)
     if len(found) == 1:
         return found[0], shared[0]

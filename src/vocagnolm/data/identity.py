@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
+from vocagnolm.alignment.targets import TARGETS_RULE
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.chat.tokens import TRAINED_RULE
 from vocagnolm.data.blocks import MANIFEST, Blocks, block_count, read_manifest
@@ -203,7 +204,11 @@ def _targets(recipe: Recipe, here: bool) -> dict[str, Any]:
     if here:
         stores = [LossStore.open(path) for path in recipe.stores]
         wanted = common_alternatives(stores, wanted).count
-    targets: dict[str, Any] = {"alternatives": wanted, "inside": objective.inside}
+    targets: dict[str, Any] = {
+        "alternatives": wanted,
+        "inside": objective.inside,
+        "rule": TARGETS_RULE,
+    }
     if len(recipe.stores) > 1:
         targets["weights"] = recipe.store.weights
     return targets
@@ -365,7 +370,8 @@ def _needed(settings: dict[str, Any], wanted: dict[str, Any], recipe: Recipe) ->
         needed["guidance"] = {key: has.get(key) for key in keys}
         if recipe.needs_targets and (targets := has.get("targets")):
             known = wanted["guidance"]["targets"]["alternatives"] is not None
-            ignored = () if known else ("alternatives",)
+            # blocks of an older rule train on
+            ignored = ("rule",) if known else ("rule", "alternatives")
             needed["guidance"]["targets"] = {
                 key: value for key, value in targets.items() if key not in ignored
             }

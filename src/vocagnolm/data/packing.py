@@ -421,6 +421,8 @@ def _pack(
         if cut is not None:
             whole = zip(theirs, cut.bits, strict=True)
             theirs = [replace(teacher, bits=np.array([bits])) for teacher, bits in whole]
+            if not cut.first:
+                theirs = [replace(teacher, begins=np.zeros(0, np.int64)) for teacher in theirs]
         if batch.trained is not None:
             theirs = [_only_trained(teacher, ranges) for teacher in theirs]
             ours = Laid(ours.spans[mask], ours.document[mask], ours.origins)
@@ -429,9 +431,8 @@ def _pack(
         _add_guidance(result, ours, there, theirs, alignments, guidance)
         if targets is not None:
             assert texts is not None and theirs[0].packed is not None
-            begins = ours.origins[:0] if cut is not None and not cut.first else ours.origins
             axis = _on_axis(texts, ours.origins)
-            found, rows = carry_targets(ids[there], ours, theirs, alignments, axis, targets, begins)
+            found, rows = carry_targets(ids[there], ours, theirs, alignments, axis, targets)
             columns["target_ids"] = _rows_scattered(found.ids.astype(id_dtype), there, n_tokens)
             columns["target_p"] = _rows_scattered(
                 found.probability.astype(np.float16), there, n_tokens

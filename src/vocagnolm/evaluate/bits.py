@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from vocagnolm.alignment import TokenSpans
+from vocagnolm.alignment.tokenizer import warn_of_missing_beginning
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.data.corpus import Corpus, Document, LeftOut, left_out_of, open_corpus
 from vocagnolm.data.sources import Split
@@ -73,6 +74,7 @@ def bits_per_byte(
     if corpus.conversations:
         template = template_of(tokenizer, chat_template, template_options)
         tokenizer = ChatTokenizer(tokenizer, template)
+    warn_of_missing_beginning(tokenizer)
     prefix = tokenizer.prefix_ids
     window = min(context or DEFAULT_CONTEXT, files.max_context or DEFAULT_CONTEXT)
     scorer: NllModel | ServedModel

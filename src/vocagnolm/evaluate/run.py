@@ -88,6 +88,7 @@ def evaluate(
     if questions.tasks is not None or questions.suite is not None or not text:
         requests = questions.render()
 
+    from vocagnolm.alignment.tokenizer import warn_of_missing_beginning
     from vocagnolm.chat import ChatTokenizer, template_of
     from vocagnolm.evaluate.bits import bits_per_byte
     from vocagnolm.generate import Generator, ServerGenerator
@@ -115,6 +116,8 @@ def evaluate(
         settings["template"] = template.fingerprint
         if chat.writes_around:
             settings["answers"] = "contents"  # earlier versions kept all that was written
+    elif requests:
+        warn_of_missing_beginning(files.tokenizer)
     with TemporaryDirectory() as nowhere, RunFolder(nowhere if out is None else out).lock() as run:
         run.claim(settings, {name: checksum(listed) for name, listed in requests.items()})
         missing = {name: r for name, r in requests.items() if not run.records(name)}

@@ -47,6 +47,8 @@ class Reading:
     alternatives: Alternatives | None = None
     """A teacher's, with the table by which they become targets."""
     table: TargetTable | None = None
+    begins: NDArray[np.int64] | None = None
+    """Indices of the tokens with which documents begin. None: the first one."""
 
 
 def joined(parts: Sequence[Reading], begins: NDArray[np.int64]) -> Reading:
@@ -54,6 +56,7 @@ def joined(parts: Sequence[Reading], begins: NDArray[np.int64]) -> Reading:
     first = parts[0]
     given = [one.alternatives for one in parts if one.alternatives is not None]
     packed = [one.packed for one in given]
+    counts = np.array([len(one.spans) for one in parts])
     return dataclasses.replace(
         first,
         spans=np.concatenate([one.spans + at for one, at in zip(parts, begins, strict=True)]),
@@ -64,6 +67,7 @@ def joined(parts: Sequence[Reading], begins: NDArray[np.int64]) -> Reading:
         if first.trained is None
         else [why for one in parts for why in one.trained or ()],
         alternatives=Alternatives(np.concatenate(packed), given[0].sampled) if given else None,
+        begins=(np.cumsum(counts) - counts)[counts > 0],
     )
 
 
@@ -73,12 +77,11 @@ def make_passage(
     student: Reading,
     teachers: Sequence[Reading],
     *,
-    begins: NDArray[np.int64],
     breaks: list[int] | None = None,
     inside: bool = True,
 ) -> Passage:
-    """One text with the student's row and the teachers'. `begins`: bytes where documents begin;
-    `inside`: alternatives have a say inside the teacher's tokens too."""
+    """One text with the student's row and the teachers'. `inside`: alternatives have a say inside
+    the teacher's tokens too."""
     ours, *theirs = (
         token_row(one.name, text, one.spans, one.ids, one.nll, one.shown)
         for one in (student, *teachers)
@@ -89,7 +92,7 @@ def make_passage(
     for row, teacher in zip(theirs, teachers, strict=True):
         found = teacher_row(row, align(student.spans, teacher.spans))
         if teacher.alternatives is not None:
-            found = with_alternatives(found, student, teacher, text, begins=begins, inside=inside)
+            found = with_alternatives(found, student, teacher, text, inside=inside)
         rows.append(found)
     return Passage(title=title, student=ours, teachers=rows, breaks=breaks)
 
@@ -171,7 +174,6 @@ def with_alternatives(
     teacher: Reading,
     text: bytes,
     *,
-    begins: NDArray[np.int64],
     inside: bool = True,
 ) -> TeacherRow:
     """The row with what the teacher expected. All alternatives decide what becomes of those that
@@ -182,11 +184,10 @@ def with_alternatives(
         table,
         student.ids,
         student.spans,
-        TeacherTokens(spans=teacher.spans, alternatives=given),
+        TeacherTokens(spans=teacher.spans, alternatives=given, begins=teacher.begins),
         Alignment(np.array(row.first), np.array(row.last)),
         np.frombuffer(text, np.uint8),
         inside=inside,
-        begins=begins,
     )
     shown = _shown(given, table.vocabulary)
     ids_given = given.ids.tolist()

@@ -585,7 +585,6 @@ def _passage(
         text,
         joined(ours, begins),
         [joined(parts, begins) for parts in zip(*(one.teachers for one in group), strict=True)],
-        begins=begins,
         breaks=np.cumsum([len(one.tokens) for one in group])[:-1].tolist() or None,
         inside=inside,
     )

@@ -75,8 +75,7 @@ def view_page(
     )
     passages = []
     for (title, text), own, *read in zip(texts, ours, *theirs, strict=True):
-        begins = np.zeros(0 if isinstance(student.tokenizer, ChatTokenizer) else 1, np.int64)
-        passages.append(make_passage(title, text.encode(), own, read, begins=begins))
+        passages.append(make_passage(title, text.encode(), own, read))
     rule = None
     if student.score is not None and any(teacher.score is not None for teacher in teachers):
         from vocagnolm.objective import ObjectiveConfig

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from vocagnolm import __version__
+from vocagnolm.alignment.tokenizer import warn_of_missing_beginning
 from vocagnolm.data.corpus import Corpus, files_of_folder, open_corpus
 from vocagnolm.data.sources import DatasetSource, JsonLines, ParquetRows, RemoteFile, TextFile
 from vocagnolm.errors import CorpusError, ScoreError, StoreError, UsageError
@@ -51,10 +52,13 @@ class TeacherSource:
         self, settings: ScoreSettings, *, patient: bool = False
     ) -> LocalTeacher | ServerTeacher:
         """Its weights are loaded later. `patient` waits for a server that is being started."""
+        served, talks = self.server is not None, self.conversations
+        here = replace(settings, device="cpu", dtype="auto") if served else settings
+        files = self.find(here, weights=not served)
+        if settings.bos == "auto" and not talks:
+            warn_of_missing_beginning(files.tokenizer)
         if self.server is None:
-            return LocalTeacher(self.find(settings), settings, conversations=self.conversations)
-        files = self.find(replace(settings, device="cpu", dtype="auto"), weights=False)
-        talks = self.conversations
+            return LocalTeacher(files, settings, conversations=talks)
         return ServerTeacher(files, self.server, settings, patient=patient, conversations=talks)
 
     def find(self, settings: ScoreSettings | WriteSection, *, weights: bool = True) -> ModelFiles:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vocagnolm.alignment import TextTokenizer
+from vocagnolm.alignment.targets import TARGETS_RULE
+from vocagnolm.alignment.tokenizer import missing_beginning
 from vocagnolm.chat import ChatTokenizer, survey
 from vocagnolm.data.blocks import MANIFEST, cut_parts, read_manifest
 from vocagnolm.data.corpus import Corpus, document_hash
@@ -217,6 +219,8 @@ class _Check:
             "eos": None if eos is None else tokenizer.token(eos),
         }
         self.tokenizer = tokenizer
+        if self.recipe.data.bos == "auto":
+            self.warn(missing_beginning(tokenizer))
 
     def find_student(self) -> None:
         """From the configuration alone."""
@@ -324,6 +328,8 @@ class _Check:
             "name": teacher.name,
             "vocabulary": teacher.vocabulary_size,
         }
+        if not isinstance(self.tokenizer, ChatTokenizer):
+            self.warn(missing_beginning(teacher))
         if one_vocabulary and self.tokenizer is not None:
             from vocagnolm.train.teacher import refuse_other_vocabulary
 
@@ -381,6 +387,13 @@ class _Check:
             "conversations": None if bins is None else bins.words(recipe.data.block_size + 1),
             "verified": "names and sizes; `vocagnolm train` reads the parts through",
         }
+        made_by = ((guided or {}).get("targets") or {}).get("rule", 1)
+        if recipe.needs_targets and not recipe.teacher.online and made_by < TARGETS_RULE:
+            self.warn(
+                f"{folder}: its targets were made by an older rule ({made_by}; this program has "
+                f"{TARGETS_RULE}), by which the run will train. Prepare into another folder for "
+                "the new one."
+            )
         for line in cut_parts(manifest, folder.files()):
             self.report.problem(f"{folder}: {line}. Run `vocagnolm prepare` again to rebuild it.")
         self.manifest = manifest

@@ -155,7 +155,7 @@ class LaidText:
     teacher_spans: NDArray[np.int64]
     """[U, 2]"""
     begins: NDArray[np.int64]
-    """Where the teacher begins to read a text."""
+    """Indices of the teacher's tokens with which it begins to read a text."""
 
 
 def teacher_view(
@@ -183,7 +183,8 @@ def teacher_view(
         inside = text[own[0, 0] : own[-1, 1]].lstrip(_CONTINUATION)
         low = int(own[-1, 1]) - len(inside)
         piece = tokenizer.spans(inside.decode(errors="ignore"))
-        begins.append(low)
+        if len(piece):
+            begins.append(before + len(prefix))
         ids += [np.array(prefix, np.int64), piece.ids.astype(np.int64)]
         placed += [np.full((len(prefix), 2), low, np.int64), piece.spans + low]
         owners.append(np.full(len(prefix) + len(piece), number, np.int64))
@@ -199,7 +200,7 @@ def teacher_view(
         "teacher_ids": np.concatenate(ids),
         "teacher_document": np.concatenate(owners),
         **view,
-        "laid": LaidText(np.frombuffer(text, np.uint8), spans, laid, np.array(begins)),
+        "laid": LaidText(np.frombuffer(text, np.uint8), spans, laid, np.array(begins, np.int64)),
     }
 
 
@@ -402,10 +403,10 @@ class OnlineTeacher:
             where = np.flatnonzero(known[row, :count])
             rows[where], values[where] = others[row, where - 1], losses[row, where - 1]
             spans = laid.spans[1:]
-            teacher = LaidTeacher(laid.teacher_spans, values, np.zeros(0), rows)
+            teacher = LaidTeacher(laid.teacher_spans, values, np.zeros(0), rows, laid.begins)
             found, _ = carry_targets(
                 np.maximum(labels[row], 0),
-                Laid(spans, np.zeros(0, np.int64), laid.begins),
+                Laid(spans, np.zeros(0, np.int64), np.zeros(0, np.int64)),
                 [teacher],
                 [align(spans, laid.teacher_spans)],
                 laid.text,
