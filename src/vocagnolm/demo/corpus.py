@@ -226,8 +226,8 @@ def specialists(n_documents: int) -> dict[str, list[tuple[str, str]]]:
 
 def questions_of(documents: Iterable[tuple[str, str]]) -> list[str]:
     """The different questions that the documents solve, rightly or wrongly."""
-    found = (text.partition("Question: ")[2].partition("\n")[0] for _, text in documents)
-    return list(dict.fromkeys(question for question in found if question))
+    questions = (text.partition("Question: ")[2].partition("\n")[0] for _, text in documents)
+    return list(dict.fromkeys(question for question in questions if question))
 
 
 def held_out_problems(n_problems: int, documents: Iterable[tuple[str, str]]) -> list[Problem]:

@@ -176,13 +176,16 @@ class LossStore:
         return bytes(shard.columns["document_hash"][inside])
 
     def document_index(self, index: int) -> int:
-        """Index of the document in the corpus, including skipped documents."""
+        """Index of the document in the corpus, including skipped documents, which a folder that the
+        teacher wrote does not have."""
+        if self.written is not None:
+            return range(len(self))[index]
         shard, _, inside = self._locate(index)
         return int(shard.columns["document_index"][inside])
 
     @property
     def written(self) -> dict[str, Any] | None:
-        """Of a folder that the teacher wrote: what it holds beside the store; None for others."""
+        """What a folder that the teacher wrote holds beside the store; None for other stores."""
         about = self.manifest.get("written")
         return about if isinstance(about, dict) else None
 
