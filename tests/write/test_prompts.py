@@ -380,9 +380,9 @@ def test_equal_prompts_get_other_answers_and_other_seeds_too(tmp_path, teacher):
     assert len({*contents}) > 5
     write_answers(teacher, prompts, tmp_path / "b", settings=replace(SETTINGS, seed=2))
     assert folder_bytes(tmp_path / "a") != folder_bytes(tmp_path / "b")
-    greedy = replace(SETTINGS, temperature=0.0, cut="keep")
-    folder = write_answers(teacher, prompts, tmp_path / "c", settings=greedy).folder
-    assert folder["skipped_reasons"] == {"same": 6} and folder["documents"] == 3
+    greedy = replace(SETTINGS, temperature=0.0, samples=1, cut="keep")
+    write_answers(teacher, prompts, tmp_path / "c", settings=greedy)
+    assert len({row["messages"][1]["content"] for row in rows_of(tmp_path / "c")}) == 1
 
 
 def test_settings_are_checked():
@@ -391,6 +391,7 @@ def test_settings_are_checked():
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"alternatives": 65}, "alternatives is 65"),
         ({"cut": "never"}, "cut is 'never'"),
+        ({"temperature": 0.0}, "temperature is 0, expected more with samples 4"),
     ):
         with pytest.raises(SettingError, match=said):
             WriteSettings(**bad)

@@ -452,7 +452,7 @@ class LeftOut:
         return {"documents": self.documents, "reasons": self.reasons, "first": list(self.first)}
 
     def lines(self) -> list[str]:
-        """For people; none where nothing was left out."""
+        """Lines for people; none where nothing was left out."""
         if not self.documents:
             return []
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.reasons.items())
@@ -469,7 +469,7 @@ def left_out_of(problems: Sequence[dict[str, str]]) -> LeftOut:
 def read_texts(
     paths: str | Path | Sequence[str | Path] | Corpus, **options: Any
 ) -> tuple[list[str], LeftOut]:
-    """All usable texts of a corpus, and what was left out; options as in `open_corpus`."""
+    """Read the usable texts of a corpus, and what was left out; options as in `open_corpus`."""
     texts: list[str] = []
     problems: list[dict[str, str]] = []
     for document in paths if isinstance(paths, Corpus) else open_corpus(paths, **options):

@@ -112,7 +112,7 @@ def train_all(
     problems: list[Problem],
     questions: list[str],
 ) -> "Measured":
-    """All students, as many side by side as there are cores; and their start for comparison. The
+    """Train the students, as many side by side as there are cores; and measure their start. The
     teacher writes meanwhile, for those that learn from its answers."""
     every = recipes | written
     workers = max(1, min(os.cpu_count() or 1, 8, len(every)))
