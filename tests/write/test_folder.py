@@ -91,6 +91,8 @@ def test_a_student_is_prepared_and_distilled_from_it(lab, tmp_path):
     assert done["steps"] > 4 and np.isfinite(done["last"]["loss"])
     blocks = Blocks(tmp_path / "blocks", 96)
     assert len(blocks) and manifest["tokens"] > summary["trained"] > 0
+    command("report", tmp_path / "run", "--html", tmp_path / "report.html")
+    assert "distill" in (tmp_path / "report.html").read_text()
 
 
 def test_documents_are_found_by_their_text_in_other_files_too(lab, tmp_path):

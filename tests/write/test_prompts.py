@@ -85,6 +85,22 @@ def test_files_folders_and_text_files(tmp_path):
     ]
 
 
+def test_datasets_of_the_hub(monkeypatch):
+    rows = [{**RECORDS["prompt"], "answer": 4, "level": "easy"}, RECORDS["prompt of messages"]]
+    rows = [dict.fromkeys(("prompt", "answer", "level")) | row for row in rows]
+    asked_for = []
+
+    def load(repository, split):
+        asked_for.append((repository, split))
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    prompts = list(read_prompts("owner/name:train", answer_field="answer").read())
+    assert [prompt.expected for prompt in prompts] == ["4", None]
+    assert [prompt.place for prompt in prompts] == ["owner/name:train[0]", "owner/name:train[1]"]
+    assert asked_for == [("owner/name", "train")]
+
+
 def test_longer_conversations_and_their_system_messages(tmp_path):
     talk = [{"role": "system", "content": "Be kind."}, ASKED, GIVEN, ASKED]
     (found,) = read_prompts(lines(tmp_path / "p.jsonl", [{"messages": talk}])).read()
