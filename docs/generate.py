@@ -8,7 +8,6 @@ import inspect
 import json
 import re
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +74,8 @@ def _names(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return _metavar(parameter)
     names = ", ".join([*parameter.opts, *parameter.secondary_opts])
-    choices = type(parameter.default)
-    return f"{names} {_cell('|'.join(choices))}" if issubclass(choices, StrEnum) else names
+    about = parameter.type_descriptor
+    return f"{names} {_cell('|'.join(about.choices))}" if about.is_choice else names
 
 
 def _cell(text: str | None) -> str:

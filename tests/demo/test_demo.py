@@ -162,7 +162,12 @@ def test_the_demo_runs_from_end_to_end(tmp_path, capsys, monkeypatch) -> None:
     page = (tmp_path / "report.html").read_text()
     assert "Does a teacher with another vocabulary help?" in page
     runs = sorted(folder.name for folder in (tmp_path / "runs").iterdir())
-    assert runs == ["cpt-0", "distill-0", "guided-0", "random-0"]
+    assert runs == [
+        *("cpt-0", "distill-0", "guided-0", "random-0"),
+        *("written-distilled-0", "written-plain-0"),
+    ]
+    assert "write: the teacher answered " in said
+    assert "Distilled from what the teacher wrote: " in said and "on its text alone" in said
     # again: everything is there
     monkeypatch.setattr(TrainingLoop, "run", None)
     monkeypatch.setattr(pipeline, "make_page", lambda *given: tmp_path / "report.html")

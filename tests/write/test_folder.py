@@ -20,7 +20,7 @@ from vocagnolm.data.corpus import open_corpus
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError, CorpusError
 from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.score import write_answers
+from vocagnolm.score import ScoreSettings, score_corpus, write_answers
 from vocagnolm.store import LossStore
 from vocagnolm.train.run import train
 
@@ -91,6 +91,8 @@ def test_a_student_is_prepared_and_distilled_from_it(lab, tmp_path):
     assert done["steps"] > 4 and np.isfinite(done["last"]["loss"])
     blocks = Blocks(tmp_path / "blocks", 96)
     assert len(blocks) and manifest["tokens"] > summary["trained"] > 0
+    command("report", tmp_path / "run", "--html", tmp_path / "report.html")
+    assert "distill" in (tmp_path / "report.html").read_text()
 
 
 def test_documents_are_found_by_their_text_in_other_files_too(lab, tmp_path):
@@ -158,6 +160,21 @@ def test_the_commands_of_stores_work_on_it(lab, tmp_path):
         *("--messages", folder, "--html", page),
     )
     assert rows_of(folder)[0]["messages"][1]["content"].split()[0] in page.read_text()
+
+
+def test_it_is_compared_with_what_another_teacher_reads(lab, tmp_path):
+    """The student scores what the teacher wrote: both stores hold every document."""
+    folder, scored = lab / "written", tmp_path / "scored"
+    settings = ScoreSettings(device="cpu", threads=1, context=256)
+    score_corpus(lab / "start", folder, scored, settings=settings)
+    for stores in ((folder, scored), (scored, folder)):
+        found = json.loads(command("store", "compare", *stores, "--corpus", folder, "--json"))
+        assert found["documents"] == len(LossStore.open(folder))
+        texts = [stretch["text"] for stretch in found["stretches"]]
+        assert len(texts) > 3 and None not in texts
+    store = LossStore.open(folder)
+    for number in (0, 3, len(store) - 1):
+        assert store.place_of(store.document_index(number)) == number
 
 
 def test_the_card_says_who_wrote_what_and_how(lab, tmp_path):

@@ -63,7 +63,7 @@ def test_killed_again_and_again_at_random_moments(tmp_path):
     """With a real model; every run gets a little further."""
     fresh_process()
     teacher = save_writer(tmp_path / "teacher")
-    prompts = write_prompts(tmp_path / "prompts.jsonl", 40)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 24)
     settings = dataclasses.replace(SETTINGS, max_new_tokens=12)
 
     def work(out):
@@ -169,6 +169,11 @@ def test_what_is_damaged_is_found_and_written_again(lab):
         summary = write(prompts, out)
         assert folder_bytes(out) == whole, name
         assert len(summary.mended) == (name != "vocabulary.safetensors")
+    flip_bit(out / "manifest.json")
+    with pytest.raises(StoreError, match=r"manifest\.json is"):
+        verify_store(out)
+    write(prompts, out)
+    assert folder_bytes(out) == whole
     lost = next(name for name in names if name.startswith("data/"))
     (out / lost).unlink()
     assert any(lost in problem for problem in verify_store(out))

@@ -205,8 +205,9 @@ class ChatTokenizer(TextTokenizer):
             # opened by the prompt: the template says what it keeps of such an answer
             with suppress(Refused):
                 asked, again = Message("user", "a"), Message("user", "c")
-                found = render(self.template, [asked, Message("assistant", text[begin:]), again])
-                kept = "".join(one.text for one in found.segments if one.message == 1)
+                talk = [asked, Message("assistant", text[begin:]), again]
+                segments = render(self.template, talk).segments
+                kept = "".join(segment.text for segment in segments if segment.message == 1)
                 place = text.rfind(kept, begin)
                 if kept and not text[place + len(kept) :].strip():
                     thought = begin, begin + len(_CLOSING.sub("", text[begin:place]))

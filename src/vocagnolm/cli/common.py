@@ -38,7 +38,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
 
 
 def print_histogram(counts: Sequence[int], step: float, lines: int) -> None:
-    """Of values in nats; everything beyond the last line is part of it."""
+    """Print a histogram of values in nats; everything beyond the last line is part of it."""
     shown = [*counts[: lines - 1], sum(counts[lines - 1 :])]
     for at, count in enumerate(shown if sum(shown) else []):
         high = f"- {(at + 1) * step:g}" if at < lines - 1 else "and more"

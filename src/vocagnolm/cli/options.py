@@ -145,7 +145,7 @@ def require_asked(name: str, asked: str | None, more: Given) -> None:
 
 
 def _checked(section: type[Schema], typed: Given) -> Given:
-    """As the fields hold it; what a field refuses is named as the option it came from."""
+    """The values as the fields hold them; what a field refuses is named by its option."""
     given = {name: _value(section, name, value) for name, value in typed.items()}
     try:
         section(**given)
@@ -179,7 +179,7 @@ def _declared(section: type[Schema], name: str) -> str:
 
 
 def _sentence(text: str, kind: Any) -> str:
-    """As a help text: `auto: the accelerator` begins with a choice, which stays as it is."""
+    """A help text from a field's: `auto: the accelerator` begins with a choice, which stays."""
     choices = list(kind) if isinstance(kind, type) and issubclass(kind, StrEnum) else []
     begins = text.partition(":")[0] in choices
     return f"{text if begins else text[0].upper() + text[1:]}."

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_ALTERNATIVES = 4
-"""Of a recipe that distils."""
+"""The number that is kept for a recipe that distils."""
 
 
 @with_options

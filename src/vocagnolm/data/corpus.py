@@ -402,20 +402,20 @@ def _documents_of(
     written = _written_documents(content, place)
     if written is not None:
         return set(written)
-    found = {name for name in names if is_corpus_file(name)}
-    of_texts = {name for name in found if PurePosixPath(name).suffix.lower() in TEXT_SUFFIXES}
-    if found > of_texts and _CARD in found and (content(_CARD) or b"").startswith(b"---"):
-        found.remove(_CARD)
-    return found
+    readable = {name for name in names if is_corpus_file(name)}
+    texts = {name for name in readable if PurePosixPath(name).suffix.lower() in TEXT_SUFFIXES}
+    if readable > texts and _CARD in readable and (content(_CARD) or b"").startswith(b"---"):
+        readable.remove(_CARD)
+    return readable
 
 
 def _written_documents(content: Callable[[str], bytes | None], place: str) -> list[str] | None:
     """The files of documents in a folder that a teacher wrote; None for other folders."""
     for name in (MANIFEST_FILE, PARTIAL_MANIFEST_FILE):
-        if (found := content(name)) is None:
+        if (data := content(name)) is None:
             continue
         try:
-            manifest = parse_json(found)
+            manifest = parse_json(data)
             written = manifest["format"] == FORMAT_NAME and "writing" in manifest["identity"]
         except (ValueError, KeyError, TypeError):
             return None
@@ -452,7 +452,7 @@ class LeftOut:
         return {"documents": self.documents, "reasons": self.reasons, "first": list(self.first)}
 
     def lines(self) -> list[str]:
-        """For people; none where nothing was left out."""
+        """Lines for people; none where nothing was left out."""
         if not self.documents:
             return []
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.reasons.items())
@@ -469,7 +469,7 @@ def left_out_of(problems: Sequence[dict[str, str]]) -> LeftOut:
 def read_texts(
     paths: str | Path | Sequence[str | Path] | Corpus, **options: Any
 ) -> tuple[list[str], LeftOut]:
-    """All usable texts of a corpus, and what was left out; options as in `open_corpus`."""
+    """Read the usable texts of a corpus, and what was left out; options as in `open_corpus`."""
     texts: list[str] = []
     problems: list[dict[str, str]] = []
     for document in paths if isinstance(paths, Corpus) else open_corpus(paths, **options):

@@ -40,7 +40,7 @@ class Prompt:
     place: str
     """Where it stands: `file.jsonl:12`."""
     text: str | None
-    """Its shared text (`vocagnolm.chat`), or the text that is to be continued."""
+    """The shared text (`vocagnolm.chat`), or the text that is to be continued."""
     expected: str | None = None
     """The right answer, if the record names it."""
     problem: str | None = None

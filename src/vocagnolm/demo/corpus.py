@@ -224,10 +224,16 @@ def specialists(n_documents: int) -> dict[str, list[tuple[str, str]]]:
     return {name: texts[: n_documents // 4] for name, texts in halves.items()}
 
 
+def questions_of(documents: Iterable[tuple[str, str]]) -> list[str]:
+    """The different questions that the documents solve, rightly or wrongly."""
+    questions = (text.partition("Question: ")[2].partition("\n")[0] for _, text in documents)
+    return list(dict.fromkeys(question for question in questions if question))
+
+
 def held_out_problems(n_problems: int, documents: Iterable[tuple[str, str]]) -> list[Problem]:
     """Different problems for measuring, none of whose questions occurs in the documents. The sums
     behind them do: there are fewer than two hundred, and learning them is the task."""
-    seen = {text.partition("Question: ")[2].partition("\n")[0] for _, text in documents}
+    seen = set(questions_of(documents))
     chance = random.Random(HELD_OUT_SEED)
     found: dict[str, Problem] = {}
     while len(found) < n_problems:

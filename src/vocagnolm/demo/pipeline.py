@@ -2,8 +2,9 @@
 
 A student with a SentencePiece vocabulary goes on learning from a noisy web of math problems, guided
 by a teacher with a byte-level vocabulary. Four methods, the same start, the same tokens, several
-seeds; measured on clean held-out problems. All numbers come out of this run. Interrupted, it goes
-on where it stopped; remove its folder to begin again.
+seeds; measured on clean held-out problems. Beside them students that learn from the answers which
+the teacher itself wrote to the web's questions. All numbers come out of this run. Interrupted, it
+goes on where it stopped; remove its folder to begin again.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ console = Console(highlight=False)
 def run_demo(out: Path, budget: students.Budget = students.Budget()) -> None:
     started = time.monotonic()
     students.quiet()
-    held_out, problems = make_corpus(out, budget)
+    held_out, problems, questions = make_corpus(out, budget)
     compare_vocabularies()
     score(out)
     recipes = {
@@ -46,12 +47,13 @@ def run_demo(out: Path, budget: students.Budget = students.Budget()) -> None:
         for seed in range(budget.seeds)
         for method in students.METHODS
     }
-    manifest = prepare(next(iter(recipes.values())))
-    step(
-        f"prepare: {manifest['tokens']:,} student tokens in blocks, each with its guidance and its "
-        "targets"
-    )
-    measured = train_all(recipes, held_out, problems, budget)
+    written = {
+        (name, seed): students.written_recipe_of(out, name, seed, budget)
+        for seed in range(budget.seeds)
+        for name in students.WRITTEN
+    }
+    prepare_blocks("prepare", next(iter(recipes.values())))
+    measured = train_all(out, recipes, written, held_out, problems, questions)
     results = results_of(measured)
     page = make_page(out, recipes, results, budget)
     print_results(results)
@@ -63,8 +65,9 @@ def step(text: str) -> None:
     console.print(f"[bold green]✓[/bold green] {text}")
 
 
-def make_corpus(out: Path, budget: students.Budget) -> tuple[Path, list[Problem]]:
-    """A noisy corpus to learn from, and clean problems to be measured on."""
+def make_corpus(out: Path, budget: students.Budget) -> tuple[Path, list[Problem], list[str]]:
+    """A noisy corpus to learn from, clean problems to be measured on, and the corpus's questions,
+    which the teacher answers."""
     documents = corpus.corpus_documents(budget.documents)
     corpus.write_jsonl(out / "corpus.jsonl", documents)
     problems = corpus.held_out_problems(budget.problems, documents)
@@ -72,7 +75,12 @@ def make_corpus(out: Path, budget: students.Budget) -> tuple[Path, list[Problem]
     corpus.write_held_out(held_out, problems)
     shares = ", ".join(f"{share:.0%} {kind}" for kind, share in corpus.SHARES.items())
     step(f"corpus: {budget.documents:,} documents ({shares}), {len(problems)} held-out problems")
-    return held_out, problems
+    return held_out, problems, corpus.questions_of(documents)
+
+
+def prepare_blocks(name: str, recipe: Recipe) -> None:
+    tokens = prepare(recipe)["tokens"]
+    step(f"{name}: {tokens:,} student tokens in blocks, each with its guidance and its targets")
 
 
 def compare_vocabularies() -> None:
@@ -97,33 +105,47 @@ def score(out: Path) -> None:
 
 
 def train_all(
+    out: Path,
     recipes: dict[tuple[str, int], Recipe],
+    written: dict[tuple[str, int], Recipe],
     held_out: Path,
     problems: list[Problem],
-    budget: students.Budget,
+    questions: list[str],
 ) -> "Measured":
-    """All students, as many side by side as there are cores; and their start for comparison."""
-    workers = max(1, min(os.cpu_count() or 1, 8, len(recipes)))
+    """Train the students, as many side by side as there are cores; and measure their start. The
+    teacher writes meanwhile, for those that learn from its answers."""
+    every = recipes | written
+    workers = max(1, min(os.cpu_count() or 1, 8, len(every)))
     done: dict[tuple[str, int], students.Record] = {}
     # one thread per student, also in the libraries that read this at their start
     os.environ["OMP_NUM_THREADS"] = "1"
     with WorkerPool(workers) as pool:
         job = students.train_and_measure
+        writing = pool.submit(students.write, out, questions)
         pending = {
             pool.submit(job, recipe, held_out, problems): key for key, recipe in recipes.items()
         }
         first = pool.submit(students.measure, students.START, held_out, problems)
+        folder = writing.result()
+        step(
+            f"write: the teacher answered {folder['documents']:,} questions of the corpus in "
+            f"{folder['scored_tokens']:,} tokens ({folder['mean_nll']:.3f} nats each)"
+        )
+        prepare_blocks("prepare its answers", next(iter(written.values())))
+        pending |= {
+            pool.submit(job, recipe, held_out, problems): key for key, recipe in written.items()
+        }
         for future in as_completed(pending):
             method, seed = key = pending[future]
             done[key] = future.result()
             step(
-                f"train {len(done)}/{len(recipes)}: {method}, seed {seed}: "
+                f"train {len(done)}/{len(every)}: {method}, seed {seed}: "
                 f"{done[key]['exact']:.1%} exact, {done[key]['bits_per_byte']:.3f} bits per byte"
             )
         start = first.result()
-    return {START: [start]} | {
-        method: [done[method, seed] for seed in range(budget.seeds)] for method in students.METHODS
-    }
+    names = dict.fromkeys(method for method, _ in every)
+    seeds = range(len(every) // len(names))
+    return {START: [start]} | {name: [done[name, seed] for seed in seeds] for name in names}
 
 
 def make_page(
@@ -137,8 +159,9 @@ def make_page(
         f"Every student went on from the same start with the same {budget.tokens:,} tokens, the "
         "same settings and the same order of blocks; a seed decides that order. Measured on "
         f"{budget.problems} problems whose questions do not occur in the corpus. Intervals are "
-        "95 %: seeds and problems, or texts, drawn again. A toy, and a "
-        "setting chosen so that there is something to learn: see docs/limits.md."
+        "95 %: seeds and problems, or texts, drawn again. Students of written answers are trained "
+        "on answers alone and forget the pages around them, which their bits per byte show. A toy, "
+        "and a setting chosen so that there is something to learn: see docs/limits.md."
     )
     page = report_page(
         folders,
@@ -171,10 +194,23 @@ ABOUT = {
     "random": "without, random tokens",
     "guided": "guided by the teacher",
     "distill": "distilled from the teacher",
+    "written, plain": "on the teacher's answers",
+    "written, distilled": "on them, distilled",
 }
-WITH_TEACHER = {"guided": "Guided by the teacher", "distill": "Distilled from the teacher"}
-"""Methods that are held against the controls, and what they are called."""
 CONTROLS = {"cpt": "without a teacher", "random": "with as many tokens at random"}
+WITH_TEACHER: dict[str, tuple[str, dict[str, str]]] = {
+    "guided": ("Guided by the teacher", CONTROLS),
+    "distill": ("Distilled from the teacher", CONTROLS),
+    "written, plain": (
+        "Trained on what the teacher wrote",
+        {"cpt": "on what the web holds", "guided": "guided by the teacher there"},
+    ),
+    "written, distilled": (
+        "Distilled from what the teacher wrote",
+        {"written, plain": "on its text alone"},
+    ),
+}
+"""Methods that are held against others, and what all of them are called."""
 Measured = Mapping[str, Sequence[students.Record]]
 """Method (or the start) -> one record of measures for every seed, in the same order."""
 
@@ -213,12 +249,12 @@ def verdict(measured: Measured) -> str:
     """What has a teacher against each control, first by answers and then by bits per byte."""
     sentences = []
     for key, measure in MEASURES.items():
-        for method, name in WITH_TEACHER.items():
+        for method, (name, controls) in WITH_TEACHER.items():
             if method in measured:
                 ours = parts_of(key, measured[method])
                 clauses = [
                     f"{said} {_against(measure, ours, parts_of(key, measured[control]))}"
-                    for control, said in CONTROLS.items()
+                    for control, said in controls.items()
                     if control in measured
                 ]
                 value = f"{ours.sum(1).mean():.{measure.digits}f}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vocagnolm.demo.corpus import Problem
-from vocagnolm.files import write_json
+from vocagnolm.files import write_json, write_text
 from vocagnolm.recipe import Recipe, recipe_from_dict
 
 # ---- answers ----
@@ -38,12 +38,20 @@ def exact_answers(answers: Sequence[int | None], problems: Sequence[Problem]) ->
 
 METHODS = ("cpt", "random", "guided", "distill")
 ALTERNATIVES = 4
-"""That the demo's store holds of every token."""
+"""The number that the demo's stores hold for every token."""
 BY_STRETCH: dict[str, dict[str, Any]] = {
     "reducible": {"method": "guided", "compare": "stretch", "weighting": "reducible", "floor": 0.2},
     "alm": {"method": "alm"},
 }
 """Beside the demo's methods: every token, by how much is left to learn; and likelihood matching."""
+WRITTEN = {"written, plain": "cpt", "written, distilled": "distill"}
+"""Students of what the teacher wrote, and their methods."""
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ eos_token + 'Question: ' + message['content'] + '\\nSolution:' }}"
+    "{% else %}{{ ' ' + message['content'] + '\\n' + eos_token }}{% endif %}{% endfor %}"
+)
+"""How teacher and students read a question and its answer: as the pages of the corpus have them."""
 SHIPPED = Path(__file__).parent
 TEACHER, START = SHIPPED / "teacher", SHIPPED / "start"
 
@@ -100,6 +108,38 @@ def recipe_of(
         },
         origin="the demo's recipe",
     )
+
+
+def written_recipe_of(out: Path, name: str, seed: int, budget: Budget) -> Recipe:
+    """A student of the teacher's answers; the settings are those of the others."""
+    tree = recipe_of(out, WRITTEN[name], seed, budget).to_dict()
+    written = str(out / "written")
+    tree["student"]["chat_template"] = str(out / "questions.jinja")
+    tree["corpus"]["files"] = [written]
+    tree["store"]["path"] = written
+    tree["data"] |= {"blocks": str(out / "blocks-written"), "extra_columns": ["targets"]}
+    tree["run"]["folder"] = str(out / "runs" / f"{name.replace(', ', '-')}-{seed}")
+    return recipe_from_dict(tree, origin="the demo's recipe")
+
+
+def write(out: Path, questions: Sequence[str]) -> dict[str, Any]:
+    """The teacher answers questions; what the folder holds, as `vocagnolm store inspect` says."""
+    one_thread()
+    from vocagnolm.score import WriteSettings, write_answers
+
+    write_text(out / "questions.jinja", TEMPLATE)
+    rows = (json.dumps({"prompt": question}) + "\n" for question in questions)
+    write_text(out / "prompts.jsonl", "".join(rows))
+    settings = WriteSettings(
+        device="cpu",
+        threads=1,
+        samples=1,
+        max_new_tokens=NEW_TOKENS,
+        alternatives=ALTERNATIVES,
+        chat_template=str(out / "questions.jinja"),
+        shard_prompts=256,
+    )
+    return write_answers(TEACHER, out / "prompts.jsonl", out / "written", settings=settings).folder
 
 
 def score(teacher: Path, corpus: Path, store: Path, alternatives: int | str = 0) -> float:

@@ -72,7 +72,7 @@ class Pass:
     positions_BQ: Tensor
     """Where the queries stand among their row's own tokens."""
     windows: Sequence[int | None]
-    """Of every layer: how far back a query sees, itself included."""
+    """How far back a query sees in every layer, itself included."""
     prefix: Prefix
     slots: Slots | None = None
     """Where keys and values are kept; None: they are not."""
@@ -108,7 +108,7 @@ def attending(under_way: Pass) -> Iterator[None]:
 
 
 class _NothingKept(CacheLayerMixin):
-    """Says of a layer's keys and values that there are none before those of the pass."""
+    """A layer of a cache that holds nothing: keys and values are those of the pass alone."""
 
     is_sliding = False
 

@@ -58,9 +58,9 @@ class AnswerTokens(NamedTuple):
     """What was written after a prompt."""
 
     ids: NDArray[np.int32]
-    """With the token that ends it, if it ended by itself."""
+    """The drawn tokens, with the one that ends the answer if it ended by itself."""
     nll: NDArray[np.float32]
-    """Of every token, in nats, as the model is: at temperature 1."""
+    """The loss on every token in nats, at temperature 1."""
     alternatives: NDArray[np.uint32] | None
     """[tokens, K]"""
     finished: bool
@@ -438,7 +438,7 @@ class Decoder:
         return hidden
 
     def _logits(self, hidden_ND: Tensor) -> Tensor:
-        """In float32, whatever the model's dtype is."""
+        """Logits in float32, whatever the model's dtype is."""
         if self._form is None:
             linear: Any = self.model.get_output_embeddings()
             logits: Tensor = linear(hidden_ND).float()

@@ -43,9 +43,9 @@ class Groups(NamedTuple):
     top: Tensor
     """The largest logit."""
     sum: Tensor
-    """Of exp(z - top)."""
+    """The sum of exp(z - top)."""
     hot: Tensor
-    """Of exp((z - top) / temperature)."""
+    """The sum of exp((z - top) / temperature)."""
 
 
 class Drawn(NamedTuple):

@@ -29,7 +29,7 @@ class Answer:
     output: str
     complete: bool | None = None
     reasoning: str = ""
-    """Of a conversation whose format keeps it apart from the answer."""
+    """What the model thought, in a format that keeps it apart from the answer."""
 
 
 def never(batch: Sequence[int]) -> bool:
@@ -148,7 +148,7 @@ class Reader:
     def with_options(
         self, prompts: Sequence[str], options: Sequence[Sequence[str]], new_tokens: int = 0
     ) -> list[list[tuple[list[int], int]]]:
-        """For every prompt and each of its options the tokens of both, and how many of them are the
+        """The tokens of every prompt with each of its options, and how many of them are the
         prompt's. Should the two fuse into one token, it is not among these."""
         rows = []
         contexts = self.encode(prompts, new_tokens)

@@ -397,7 +397,7 @@ class _Run:
         self._kill(worker)
 
     def _give_back(self, worker: _Worker, what: str, why: str) -> None:
-        """Its shards go to others; one on which too many workers have died is set aside."""
+        """Give a worker's shards to others; set aside one on which too many workers have died."""
         self._last_words = why
         for number in worker.shards[:1]:
             self._notes.append(

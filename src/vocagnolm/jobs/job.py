@@ -152,7 +152,7 @@ class Job(Protocol):
         ...
 
     def absent(self) -> list[int]:
-        """All shards that have no file now, by one listing."""
+        """List the shards that have no file now."""
         ...
 
     def remote_worker(self) -> Callable[[], ShardWorker]:

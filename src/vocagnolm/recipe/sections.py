@@ -580,7 +580,9 @@ class WriteSection(Schema, frozen=True):
     """How a teacher writes. None: chosen by model and device, and recorded in the manifest."""
 
     samples: int = key("answers to every prompt", 4, ge=1, le=1024)
-    temperature: float = key("0: the likeliest token every time", 0.7, ge=0, le=10)
+    temperature: float = key(
+        "0: the most likely token every time (with one answer to every prompt)", 0.7, ge=0, le=10
+    )
     top_p: float = key(
         "draw among the likeliest tokens that together hold this probability", 1.0, gt=0, le=1
     )
@@ -638,6 +640,11 @@ class WriteSection(Schema, frozen=True):
         super().__post_init__()
         if not all(self.stop):
             raise SettingError("stop is '', expected a text that is not empty")
+        if self.temperature == 0 and self.samples > 1:
+            raise SettingError(
+                f"temperature is 0, expected more with samples {self.samples}: all answers to a "
+                "prompt would be the same"
+            )
 
 
 class ServerSection(Schema, frozen=True):

@@ -51,7 +51,7 @@ class TeacherSource:
     def open(
         self, settings: ScoreSettings, *, patient: bool = False
     ) -> LocalTeacher | ServerTeacher:
-        """Its weights are loaded later. `patient` waits for a server that is being started."""
+        """Open the teacher; weights are loaded later. `patient` waits for a server that starts."""
         served, talks = self.server is not None, self.conversations
         here = replace(settings, device="cpu", dtype="auto") if served else settings
         files = self.find(here, weights=not served)
@@ -109,7 +109,7 @@ class CorpusSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that decides a store, and where it grows: no open files and no model."""
+    """Everything that decides a store, and where it grows: no open files and no model."""
 
     out: str
     identity: dict[str, Any]
@@ -120,7 +120,8 @@ class Plan:
     corpus_source: CorpusSource | None = None
     """None: a `Corpus` of the caller's."""
     vocabulary: bytes | None = None
-    """With alternatives, of the process that begins the store: the teacher's, as it is written."""
+    """The teacher's vocabulary as it is written, in the process that begins a store with
+    alternatives."""
     version: str = __version__
 
     @property
@@ -136,14 +137,14 @@ class Plan:
         return StoreWriter(self.out, self.identity, self.shard_count, device, self.vocabulary)
 
     def save(self) -> str | None:
-        """Into the store that grows, for the processes that come later. Returns the digest of what
-        was written; None where the corpus is an object of the caller's."""
+        """Write the plan into the growing store, for processes that come later. Returns the digest
+        of what was written; None where the corpus is an object of the caller's."""
         if self.corpus_source is None:
             return None
         return save_plan(self.out, replace(self.absolute(), vocabulary=None))
 
     def absolute(self) -> "Plan":
-        """For processes that stand in another folder."""
+        """The plan for processes that stand in another folder."""
         return replace(
             self,
             out=self.out if address_of(self.out) else str(Path(self.out).absolute()),
@@ -152,7 +153,7 @@ class Plan:
         )
 
     def on_this_machine(self) -> "tuple[Plan, LocalTeacher | ServerTeacher]":
-        """With the corpus as it is here, since a machine may have a copy of its own, and with the
+        """The plan with the corpus as it is here, since a machine may have its own copy, and the
         teacher, which must be the one of the plan."""
         assert self.corpus_source is not None and self.teacher_source is not None
         corpus = _as_here(self.corpus, self.corpus_source.open, "this machine")
@@ -280,7 +281,7 @@ _KINDS: dict[str, type] = {
 
 
 def _encoded(value: Any) -> Any:
-    """As JSON: what JSON does not know becomes a mapping whose first key names the kind."""
+    """A value in JSON: what JSON does not know becomes a mapping whose first key names the kind."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):

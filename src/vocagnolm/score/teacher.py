@@ -134,7 +134,7 @@ class LocalTeacher:
             files.require_shardable(self.shards)
         self.alternatives = settings.kept_alternatives
         if self.alternatives is not None:
-            _require_choice(files, self.alternatives)
+            require_choice(files, self.alternatives)
         self.compiled = on_gpu if settings.compiled is None else settings.compiled
         # not torch's own number: torchrun sets it to 1, and it must not depend on torchrun
         processors = min(MOST_THREADS, len(os.sched_getaffinity(0)))
@@ -392,8 +392,8 @@ def described_alternatives(
     }
 
 
-def _require_choice(files: ModelFiles, wanted: AlternativesSpec) -> None:
-    """So many tokens must be there to choose from, and their ids must fit."""
+def require_choice(files: ModelFiles, wanted: AlternativesSpec) -> None:
+    """Refuse more alternatives than the model has tokens, and a vocabulary whose ids do not fit."""
     rows = int(files.config.get_text_config().vocab_size)
     if wanted.count > rows:
         raise UsageError(

@@ -54,7 +54,7 @@ _PACKAGES = ("tokenizers", "torch", "transformers")
 
 @dataclass(frozen=True, kw_only=True)
 class WritePlan:
-    """All that decides a written folder, and where it grows: no open files and no model."""
+    """Everything that decides a written folder, and where it grows: no open files and no model."""
 
     out: str
     identity: dict[str, Any]
@@ -65,7 +65,7 @@ class WritePlan:
     source: WriterSource | None = None
     """None: an object of the caller's, which other processes cannot open."""
     vocabulary: bytes | None = None
-    """In the process that begins the folder: the teacher's vocabulary, as it is written."""
+    """The teacher's vocabulary as it is written, in the process that begins the folder."""
     version: str = __version__
 
     @property
@@ -177,9 +177,9 @@ class PreparedPrompts:
     reads: list[ReadPrompt | str]
     """Each prompt as the teacher reads it, or the reason why it cannot be asked."""
     seeds: list[list[int]]
-    """For every prompt that can be asked, one number per answer."""
+    """One number per answer, for every prompt that can be asked."""
     answers: list[dict[int, WrittenAnswer]] = field(default_factory=list)
-    """For every prompt that can be asked, its answers by number."""
+    """The answers by number, for every prompt that can be asked."""
 
     @property
     def asked(self) -> list[ReadPrompt]:
@@ -360,7 +360,7 @@ class WriteSummary:
     """What a run did, and the resulting folder."""
 
     folder: dict[str, Any]
-    """As in `vocagnolm store inspect`."""
+    """What `vocagnolm store inspect` shows."""
     written_shards: int
     """Written by this process in this run; 0 if the folder was already complete."""
     found_shards: int

@@ -24,7 +24,7 @@ from vocagnolm.generate.reading import end_ids, known_ids
 from vocagnolm.model.load import ModelFiles, open_model
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.recipe.sections import WriteSection
-from vocagnolm.score.teacher import MOST_THREADS, described_alternatives
+from vocagnolm.score.teacher import MOST_THREADS, described_alternatives, require_choice
 from vocagnolm.score.written import ReadPrompt, WrittenAnswer
 
 PROMPT_ROOM_TOKENS = 1536
@@ -272,6 +272,9 @@ class LocalWriter:
             or (GPU_SHARD_PROMPTS if on_gpu else CPU_SHARD_PROMPTS),
         )
         self._stops = [text.encode() for text in settings.stop]
+        self._kept = AlternativesSpec(settings.alternatives) if settings.alternatives else None
+        if self._kept is not None:
+            require_choice(files, self._kept)
 
     @property
     def device_name(self) -> str | None:
@@ -280,9 +283,6 @@ class LocalWriter:
 
     def describe(self) -> dict[str, Any]:
         tokenizer, settings = self._files.tokenizer, self.settings
-        spec = None
-        if settings.alternatives:
-            spec = AlternativesSpec(settings.alternatives)
         return {
             "teacher": self._files.describe(),
             "tokenizer": {
@@ -295,14 +295,11 @@ class LocalWriter:
                 **{name: getattr(settings, name) for name in _DECIDING},
                 **self._context.describe(),
             },
-            **described_alternatives(spec, self.vocabulary),
+            **described_alternatives(self._kept, self.vocabulary),
         }
 
     def vocabulary(self) -> Vocabulary:
-        ends = set(self._files.end_ids)
-        if self.chat is not None and self.chat.end_of_turn is not None:
-            ends.add(self.chat.end_of_turn)
-        return token_texts(self._files.tokenizer, ends)
+        return token_texts(self._files.tokenizer, end_ids(self._files, self.chat))
 
     def load(self) -> None:
         assert self._decoder is not None

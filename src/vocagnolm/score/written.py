@@ -37,13 +37,13 @@ class WrittenAnswer:
     pieces: Sequence[bytes]
     """The text of every token; private characters for control tokens (`ChatTokenizer`)."""
     nll: NDArray[np.float32]
-    """In nats, at temperature 1; NaN where it is not known."""
+    """Losses in nats, at temperature 1; NaN where one is not known."""
     alternatives: NDArray[np.uint32] | None
     """[T, K]"""
     finished: bool
     """It came to its end by itself."""
     ended: bool
-    """Its last token is the one that ended it."""
+    """The last token is the one that ended it."""
     reasoning: str | None = None
     """What the model thought, where a server keeps it apart."""
     refused: str | None = None
@@ -56,7 +56,7 @@ class ReadPrompt:
 
     prompt: Prompt
     ids: Sequence[int]
-    """All that the teacher reads, its context included; empty where a server tokenizes."""
+    """What the teacher reads, with its context; empty where a server tokenizes."""
     text: str | None = None
     """The beginning of a text that a model goes on with, where that is not all of the record's."""
 

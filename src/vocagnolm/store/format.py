@@ -117,7 +117,7 @@ class Shard:
     nonfinite: int = 0
     """Tokens for which the teacher gave NaN or infinity; stored as NaN."""
     alternatives: np.ndarray | None = None
-    """As `vocagnolm.alternatives` packs them."""
+    """The packed form of `vocagnolm.alternatives`."""
     files: dict[str, dict[str, Any]] | None = None
     """In a written folder: the files that hold the shard's documents, with bytes, lines and
     digests."""
@@ -148,7 +148,7 @@ class Shard:
 
 
 def _alternatives_statistics(packed: np.ndarray) -> dict[str, Any]:
-    """Of K ranks: the sums of their probabilities, and how often each is the token that follows.
+    """Sums of the probabilities of K ranks, and how often each is the token that follows.
     Sums over a histogram of the stored numbers, so that they do not depend on NumPy's order."""
     given = Alternatives(packed)
     present, follows = given.present, given.follows
@@ -440,7 +440,7 @@ def record_of(shard: ShardFile, number: int, device: str | None = None) -> Recor
 
 
 def listed(record: Record) -> dict[str, Any]:
-    """Its entry in the manifest."""
+    """A shard's entry in the manifest, from its record."""
     return {
         **{key: record[key] for key in ("file", *_LISTED)},
         **{k: v for k, v in record["statistics"].items() if k != "histogram"},

@@ -117,8 +117,8 @@ class LossStore:
         return None if about is None else AlternativesSpec(about["count"], about["sampled"])
 
     def alternatives(self, index: int) -> Alternatives:
-        """For every teacher token of a document, the tokens that the teacher found most likely at
-        its position. `store.vocabulary[id]` are the bytes of a token."""
+        """The tokens that the teacher found most likely at the position of each of a document's
+        tokens. `store.vocabulary[id]` are the bytes of a token."""
         kept = self.kept_alternatives
         if kept is None:
             raise StoreError(f"{self.path} holds no alternatives. {SCORE_WITH_ALTERNATIVES}")
@@ -176,13 +176,16 @@ class LossStore:
         return bytes(shard.columns["document_hash"][inside])
 
     def document_index(self, index: int) -> int:
-        """Index of the document in the corpus, including skipped documents."""
+        """Index of the document in the corpus, including skipped documents, which a folder that the
+        teacher wrote does not have."""
+        if self.written is not None:
+            return range(len(self))[index]
         shard, _, inside = self._locate(index)
         return int(shard.columns["document_index"][inside])
 
     @property
     def written(self) -> dict[str, Any] | None:
-        """Of a folder that the teacher wrote: what it holds beside the store; None for others."""
+        """What a folder that the teacher wrote holds beside the store; None for other stores."""
         about = self.manifest.get("written")
         return about if isinstance(about, dict) else None
 
@@ -433,7 +436,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
 
 
 def _alternatives(identity: dict[str, Any], totals: dict[str, Any]) -> dict[str, Any]:
-    """Also the mean probability of every rank, and how often it is the token that follows."""
+    """What `inspect` adds: the mean probability of every rank, and how often it follows."""
     if "alternatives" not in identity:
         return {}
     tokens = max(totals.get("alternative_tokens", 0), 1)
@@ -461,7 +464,7 @@ def _devices(storage: Storage, manifest: dict[str, Any], found: dict[str, int]) 
 
 
 def verify_store(path: str | Path) -> list[str]:
-    """All problems of the store; empty if it is intact. Reads every byte."""
+    """List every problem of the store; empty if it is intact. Reads every byte."""
     storage = storage_of(path)
     require_complete(storage)
     manifest = read_manifest(storage)

@@ -183,7 +183,7 @@ class StoreWriter:
             self._known = self._records()
 
     def _records(self) -> dict[int, Record]:
-        """Of the shards that are scored, as far as they were listed."""
+        """Records of the shards that are there, as far as they were listed."""
         return read_records(self.storage, self._files, self.shard_count, self._digest)
 
     def _require_own_shards(self) -> None:
