@@ -641,7 +641,12 @@ class ServerSection(Schema, frozen=True):
     model: str | None = key(
         "name of the model on the server", unset="its only model", option="--server-model,--model"
     )
-    requests: int = key("concurrent requests per process", 4, option="--server-requests", ge=1)
+    requests: int | None = key(
+        "concurrent requests to each server, per process",
+        unset="4; 16 when writing",
+        option="--server-requests",
+        ge=1,
+    )
     patience_seconds: float = key(
         "give up after this many seconds without a usable response",
         600.0,

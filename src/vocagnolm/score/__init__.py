@@ -3,7 +3,7 @@ prompts and leaves conversations with the store over them (`write`)."""
 
 from vocagnolm.jobs.cluster import RayCluster
 from vocagnolm.jobs.job import Share
-from vocagnolm.model.server import Server
+from vocagnolm.model.served import Server
 from vocagnolm.score.preview import WritePreview, preview_answers
 from vocagnolm.score.run import ScoreSummary, score_corpus
 from vocagnolm.score.teacher import (

@@ -22,7 +22,7 @@ from vocagnolm.model import fp8
 from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.nll import LENGTH_STEP, NllModel, TokenScores
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
-from vocagnolm.model.server import SERVER_REQUEST_TOKENS, ServedModel, Server
+from vocagnolm.model.served import SERVER_REQUEST_TOKENS, ServedModel, Server
 from vocagnolm.processes import world_size
 from vocagnolm.recipe.sections import ScoreSection
 from vocagnolm.store.format import encode_vocabulary
