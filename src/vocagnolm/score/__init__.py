@@ -6,6 +6,7 @@ from vocagnolm.jobs.job import Share
 from vocagnolm.model.served import Server
 from vocagnolm.score.preview import WritePreview, preview_answers
 from vocagnolm.score.run import ScoreSummary, score_corpus
+from vocagnolm.score.served import Spending
 from vocagnolm.score.teacher import (
     LocalTeacher,
     ScoreSettings,
@@ -28,6 +29,7 @@ __all__ = [
     "Server",
     "ServerTeacher",
     "Share",
+    "Spending",
     "Teacher",
     "TokenizedDocument",
     "WritePreview",

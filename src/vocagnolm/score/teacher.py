@@ -376,20 +376,21 @@ class ServerTeacher:
 
 
 def described_alternatives(
-    kept: AlternativesSpec | None, vocabulary: Callable[[], Vocabulary]
+    kept: AlternativesSpec | None, vocabulary: Callable[[], Vocabulary] | None
 ) -> dict[str, Any]:
-    """For the manifest; nothing where none are kept."""
+    """For the manifest; nothing where none are kept. A vocabulary that nobody knows yet is no part
+    of an identity."""
     if kept is None:
         return {}
+    about = {"count": kept.count, "sampled": kept.sampled}
+    if vocabulary is None:
+        return {"alternatives": about}
     content = encode_vocabulary(vocabulary())
-    return {
-        "alternatives": {
-            "count": kept.count,
-            "sampled": kept.sampled,
-            "vocabulary_sha256": hashlib.sha256(content).hexdigest(),
-            "vocabulary_bytes": len(content),
-        }
+    digest = {
+        "vocabulary_sha256": hashlib.sha256(content).hexdigest(),
+        "vocabulary_bytes": len(content),
     }
+    return {"alternatives": about | digest}
 
 
 def _require_choice(files: ModelFiles, wanted: AlternativesSpec) -> None:

@@ -37,7 +37,7 @@ class RefusedError(ServerError):
     @property
     def of_the_request(self) -> bool:
         """Whether another request might be taken: nothing is wrong with the key, or the account."""
-        return self.status in (400, 422)
+        return self.status in (400, 413, 422)
 
 
 class PassingError(Exception):
@@ -77,14 +77,14 @@ class Exchange:
         self.url = f"{self._scheme}://{host}{port}{self._path}"
         self.patience_seconds = patience_seconds
         """For a whole answer, however slowly it comes."""
-        self._open: set[http.client.HTTPConnection] = set()
+        self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
 
     def give_up(self) -> None:
         """End the requests that are under way."""
         with self._lock:
-            for connection in self._open:
-                _shut(connection)
+            for there in self._open:
+                _shut(there)
 
     def ask(self, path: str, content: dict[str, Any] | None = None) -> Any:
         """A POST of `content`, or a GET; None where the server has nothing under this path."""
@@ -116,18 +116,20 @@ class Exchange:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if key := _key():
             headers["Authorization"] = f"Bearer {key}"
-        late = threading.Event()
+        connection.connect()
+        there, late = connection.sock, threading.Event()  # a connection forgets it in the end
+        assert there is not None
 
         def end() -> None:
             late.set()
-            _shut(connection)
+            _shut(there)
 
         # the timeout of a connection is for one byte, and an answer may drip for ever
         deadline = threading.Timer(self.patience_seconds, end)
         deadline.daemon = True
         try:
             with self._lock:
-                self._open.add(connection)
+                self._open.add(there)
             deadline.start()
             method = "GET" if content is None else "POST"
             connection.request(method, self._path + path, content, headers)
@@ -140,7 +142,7 @@ class Exchange:
         finally:
             deadline.cancel()
             with self._lock:
-                self._open.discard(connection)
+                self._open.discard(there)
             connection.close()
 
     def _body(self, response: http.client.HTTPResponse) -> bytes:
@@ -158,10 +160,9 @@ class Exchange:
         return b"".join(parts)
 
 
-def _shut(connection: http.client.HTTPConnection) -> None:
-    if (there := connection.sock) is not None:
-        with contextlib.suppress(OSError):
-            there.shutdown(socket.SHUT_RDWR)
+def _shut(there: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        there.shutdown(socket.SHUT_RDWR)
 
 
 def _seconds_until(retry_after: str) -> float:

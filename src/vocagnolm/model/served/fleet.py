@@ -71,6 +71,7 @@ class _State:
     useful_at: float = field(default_factory=time.monotonic)
     """When any server last gave a useful answer."""
     requests: int = 0
+    spread: bool = False
     said: bool = False
     given_up: bool = False
 
@@ -95,7 +96,7 @@ class Fleet(Generic[Engine]):
             raise UsageError("--server names an address twice.")
         self._addresses = [_Address[Engine](exchange) for exchange in exchanges]
         self._each = server.requests or requests
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # of a lock that its holder may take again
         self._state = _State()
 
     @property
@@ -115,6 +116,11 @@ class Fleet(Generic[Engine]):
         for address in self._addresses:
             address.exchange.patience_seconds = self._patience
         return engine
+
+    def spread(self) -> None:
+        """Use the other servers, too. Until then only the first that has answered is asked, so that
+        the others can be compared with it when they are met."""
+        self._state.spread = True
 
     def call(self, work: Callable[[Engine], _Result]) -> _Result:
         """What `work` makes of a server that is free, sent again where its request fails."""
@@ -137,7 +143,8 @@ class Fleet(Generic[Engine]):
                 if not calls:
                     return
                 while not (done := wait(calls, _SAID_SECONDS, FIRST_COMPLETED).done):
-                    self._say_silence()
+                    since = self._state.useful_at
+                    self._say_silence(time.monotonic() - since, since + self._patience)
                 for call in sorted(done, key=lambda call: call.exception() is not None):
                     yield calls.pop(call), call.result()
 
@@ -188,7 +195,8 @@ class Fleet(Generic[Engine]):
                 if self._state.given_up:
                     raise ServerError("given up, because another request has failed.")
                 now = time.monotonic()
-                free = [a for a in self._addresses if a.away_until <= now and self._has_room(a)]
+                asked = self._asked
+                free = [a for a in asked if a.away_until <= now and self._has_room(a)]
                 if free:
                     address = min(free, key=lambda a: (a.under_way, a.used))
                     self._state.requests += 1
@@ -196,15 +204,21 @@ class Fleet(Generic[Engine]):
                     address.used = self._state.requests
                     address.opening = address.engine is None
                     return address
-                away = [a.away_until for a in self._addresses if a.away_until > now]
+                away = [a.away_until for a in asked if a.away_until > now]
                 pause = min(away) - now if away else None
-                if len(away) == len(self._addresses) and failing_since is not None:
+                if len(away) == len(asked) and failing_since is not None:
                     since = max(failing_since, self._state.useful_at)
                     assert pause is not None
                     if now + pause - since > patience:
                         raise ServerError(self._last_words(patience))
-                    self._say_all_away(now - since, since + patience)
+                    self._say_silence(now - since, since + patience)
                 self._changed.wait(pause)
+
+    @property
+    def _asked(self) -> "list[_Address[Engine]]":
+        """The servers among which requests are spread."""
+        met = [address for address in self._addresses if address.engine is not None]
+        return met if met and not self._state.spread else self._addresses
 
     def _has_room(self, address: "_Address[Engine]") -> bool:
         """Whether the server takes another request; until it has been met, one at a time."""
@@ -243,26 +257,23 @@ class Fleet(Generic[Engine]):
 
     # ---- words ----
 
-    def _say_all_away(self, seconds: float, until: float) -> None:
-        if self._state.said or seconds < _SAID_SECONDS:
-            return
-        self._state.said = True
-        text = f"waiting for {self._reasons()} for {seconds:.0f} s; gives up {_at(until)}"
-        warnings.warn(f"{text} (--server-patience)", WaitingWarning, stacklevel=2)
-
-    def _say_silence(self) -> None:
-        """Requests are under way, and nothing comes."""
+    def _say_silence(self, seconds: float, until: float) -> None:
+        """Say what is waited for, how long, and until when; once until an answer comes."""
         with self._changed:
-            silence = time.monotonic() - self._state.useful_at
-            if self._state.said or silence < _SAID_SECONDS:
+            if self._state.said or seconds < _SAID_SECONDS:
                 return
             self._state.said = True
-        until = _at(time.monotonic() + self._patience - silence)
-        text = f"no answer of {self.named} for {silence:.0f} s: waiting, at least {until}"
-        warnings.warn(f"{text} (--server-patience)", WaitingWarning, stacklevel=2)
+        left = datetime.timedelta(seconds=until - time.monotonic())
+        text = (
+            f"waiting for {self._reasons()} for {seconds:.0f} s, until "
+            f"{datetime.datetime.now() + left:%H:%M:%S} (--server-patience)"
+        )
+        warnings.warn(text, WaitingWarning, stacklevel=2)
 
     def _reasons(self) -> str:
-        return _listed([f"{a.exchange.url} ({_brief(a.reason)})" for a in self._addresses])
+        why = [f" ({_brief(a.reason)})" if a.reason else "" for a in self._addresses]
+        urls = [address.exchange.url for address in self._addresses]
+        return _listed([url + said for url, said in zip(urls, why, strict=True)])
 
     def _last_words(self, patience: float) -> str:
         kept = "Finished work is kept: check the server, and run the same command again."
@@ -276,12 +287,6 @@ class Fleet(Generic[Engine]):
             f"no server has responded usefully for {patience:.0f} s; last errors: "
             f"{self._reasons()}. {kept}"
         )
-
-
-def _at(moment: float) -> str:
-    """A moment of the monotonic clock as a time of day."""
-    then = datetime.datetime.now() + datetime.timedelta(seconds=moment - time.monotonic())
-    return f"until {then:%H:%M:%S}"
 
 
 def _brief(reason: str) -> str:

@@ -104,9 +104,11 @@ class ServedModel:
         *,
         given: str,
         context: int | None = None,
+        drawing: WriteRequest | None = None,
     ) -> None:
         """Where the server says how it reads text, it must be as the tokenizer that the user has
-        given does: ids of another vocabulary would be read as nonsense, without an error."""
+        given does: ids of another vocabulary would be read as nonsense, without an error. And where
+        it is to draw, its log probabilities must be those of the model as it is."""
         prompts = []
         engine = self.engine
         longest = min(limit for limit in (context, engine.longest, sys.maxsize) if limit)
@@ -132,11 +134,10 @@ class ServedModel:
                 f"{self.url} has no log-probability for {missing} tokens of the probe. Check the "
                 "model's weights and the dtype that the server runs it in."
             )
-
-    def will_draw(self, asked: WriteRequest) -> None:
-        """Refuse servers whose log probabilities are not those of the model as it is."""
-        self._drawing = asked
-        self._fleet.call(lambda engine: self._require_raw(engine, asked))
+        if drawing is not None:
+            self._drawing = drawing
+            self._fleet.call(lambda engine: self._require_raw(engine, drawing))
+        self._fleet.spread()
 
     def _require_raw(self, engine: Engine, asked: WriteRequest) -> None:
         if asked.alternatives is None:
