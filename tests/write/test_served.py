@@ -2,19 +2,26 @@
 what servers do wrong is said."""
 
 import json
+import os
+import pickle
+import signal
 import threading
+import time
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from faults_kit import in_child, kill_at, some, was_killed, write_points
 from served_kit import LiveWriter
+from typer.testing import CliRunner
 from write.write_kit import folder_bytes, opened, save_writer, write_prompts
 from write.write_kit import rows_of as plain_rows
 
 from vocagnolm.alternatives import STEPS_PER_NAT
+from vocagnolm.cli import app
 from vocagnolm.errors import (
     LimitError,
     ScoreError,
@@ -24,9 +31,13 @@ from vocagnolm.errors import (
     VocagnolmWarning,
     WaitingWarning,
 )
+from vocagnolm.jobs.cluster import ShardActor
 from vocagnolm.model.served import exchange, fleet
 from vocagnolm.score import Server, Share, Spending, WriteSettings, write_answers
+from vocagnolm.score.plan import PLAN_FILE
+from vocagnolm.score.write import open_worker
 from vocagnolm.store import LossStore, verify_store
+from vocagnolm.store.export import export_parquet
 from vocagnolm.store.format import ANSWER_FOLDER
 
 SETTINGS = WriteSettings(samples=3, max_new_tokens=20, alternatives=4, shard_prompts=4)
@@ -166,8 +177,6 @@ def test_both_ways_give_the_same_folder(lab, started, tmp_path):
 
 def test_the_vocabulary_of_a_chat_endpoint_is_what_was_seen(lab, started, tmp_path):
     """It is no part of the identity, and every reader gets it."""
-    from vocagnolm.store.export import export_parquet
-
     live = started()
     write(lab, live, tmp_path / "w", "chat")
     about = identity(tmp_path / "w")
@@ -219,10 +228,6 @@ def test_a_base_model_goes_on_with_texts(lab, started, tmp_path):
 # ---- nothing is asked twice ----
 
 
-def answers_given(live):
-    return len(live.given)
-
-
 @pytest.mark.parametrize("engine", ["vllm", "chat"])
 def test_killed_at_every_step_of_writing_it_asks_nothing_twice(lab, started, tmp_path, engine):
     whole = tmp_path / "whole"
@@ -230,45 +235,33 @@ def test_killed_at_every_step_of_writing_it_asks_nothing_twice(lab, started, tmp
     options = {"server": live.server(requests=1), "settings": replace(SETTINGS, shard_prompts=10)}
     steps = write_points(lambda: write(lab, live, whole, engine, **options))
     expected = content_of(whole)
-    in_flight = 16 if engine == "vllm" else 3  # answers of one request
-    for number, step in some(list(enumerate(steps, start=1)), 5):
-        out, before = tmp_path / f"killed-{number}", answers_given(live)
+    lost = 2 * (16 if engine == "vllm" else 3)  # one request, and what is queued behind it
+    probes = 8  # of two starts
+    for number, step in some(list(enumerate(steps, start=1)), 4):
+        out, before = tmp_path / f"killed-{number}", len(live.given)
         kill_at(number, lambda out=out: write(lab, live, out, engine, **options))
         write(lab, live, out, engine, **options)
         assert content_of(out) == expected, f"killed at {step}"
-        # what is queued behind the request that was under way may be answered, and lost, too
-        assert answers_given(live) - before <= 30 + 2 * in_flight, f"killed at {step}"
+        assert len(live.given) - before <= 30 + lost + probes, f"killed at {step}"
 
 
 def test_killed_while_a_server_answers(lab, started, tmp_path):
-    live = started()
+    live, out = started(), tmp_path / "w"
     options = {"server": live.server(requests=1), "settings": replace(SETTINGS, shard_prompts=10)}
     write(lab, live, tmp_path / "whole", "chat", **options)
-    killed = threading.Event()
-
-    def slow(body):
-        if len(live.bodies) == 40:
-            killed.wait(60)
-
     live.bodies.clear()
-    live.refuses = slow
-    work = lambda: write(lab, live, tmp_path / "w", "chat", **options)  # noqa: E731
-    child = in_child(work)
+    child = in_child(lambda: write(lab, live, out, "chat", **options))
     while len(live.bodies) < 12:
-        killed.wait(0.01)
-    import os
-    import signal
-
+        time.sleep(0.005)
     os.kill(child, signal.SIGKILL)
     assert was_killed(child)
-    killed.set()
-    there = len([*(tmp_path / "w" / ANSWER_FOLDER).iterdir()])
+    there = len([*(out / ANSWER_FOLDER).iterdir()])
     assert there >= 5
     live.bodies.clear()
-    work()
-    asked = [body for body in live.bodies if "sea" not in body["messages"][0]["content"]]
-    assert len(asked) == 10 - there
-    assert content_of(tmp_path / "w") == content_of(tmp_path / "whole")
+    write(lab, live, out, "chat", **options)
+    probes = 3
+    assert len(live.bodies) <= probes + 10 - there + 1  # one was under way at the kill
+    assert content_of(out) == content_of(tmp_path / "whole")
 
 
 def test_answers_of_other_settings_are_not_mixed(lab, started, tmp_path):
@@ -306,21 +299,11 @@ def test_limits_end_a_run_and_the_next_one_goes_on(lab, started, tmp_path):
 
 @pytest.mark.parametrize("engine", ["vllm", "chat"])
 def test_shares_and_workers_of_a_cluster(lab, started, tmp_path, engine):
-    import pickle
-    from functools import partial
-
-    from score.teacher_kit import store_bytes  # noqa: F401
-
-    from vocagnolm.jobs.cluster import ShardActor
-    from vocagnolm.score.plan import PLAN_FILE
-    from vocagnolm.score.write import open_worker
-
     live = started()
     write(lab, live, tmp_path / "whole", engine)
     out = tmp_path / "w"
     first = write(lab, live, out, engine, share=Share(1, 2))
     assert first.missing_shares == ["2/2"] and (out / PLAN_FILE).exists()
-    assert b"secret" not in (out / PLAN_FILE).read_bytes()
     actor = ShardActor(pickle.dumps(partial(open_worker, str(out), None)))
     actor.load()
     actor.work(1, None)
@@ -370,7 +353,6 @@ def test_all_away_is_said_and_ends_in_an_error(lab, started, tmp_path, monkeypat
     first, second = started(), started()
     server = Server(url=[first.url, second.url], patience_seconds=1.5)
     for live in (first, second):
-        live.refuses = lambda body: None
         live.faults.extend([None] * 4 + [503] * 10000)
     with (
         warnings.catch_warnings(record=True) as said,
@@ -554,3 +536,37 @@ def test_options_of_requests(lab, started, tmp_path):
             write(lab, live, tmp_path / "z", settings=replace(SETTINGS, **changes))
     with pytest.raises(UsageError, match="a teacher: --teacher, --server, or both"):
         write_answers(None, lab / "prompts.jsonl", tmp_path / "z")
+
+
+# ---- the command ----
+
+
+def test_the_command_and_its_dry_run(lab, started, tmp_path, monkeypatch):
+    monkeypatch.setenv(exchange.KEY_VARIABLE, "secret-271828")
+    first, second = started(), started()
+    words = ["write", "--prompts", lab / "prompts.jsonl", "--out", tmp_path / "w"]
+    words += ["--samples", "3", "--max-new-tokens", "20", "--alternatives", "4"]
+    words += ["--server", first.url, "--server", f"{second.url}/v1", "--server-model", "tiny"]
+    words += ["--shard-prompts", "4", "--server-option", "provider={only: [a]}"]
+
+    def run(*more):
+        return CliRunner().invoke(app, [str(word) for word in (*words, *more)])
+
+    shown = run("--dry-run", "--price-input", "2", "--price-output", "1000")
+    assert shown.exit_code == 0, shown.output
+    assert "user: " in shown.stdout and "at most 600" in shown.stdout
+    assert "requests      10" in shown.stdout and "price         at most 0.60" in shown.stdout
+    assert not (tmp_path / "w").exists()
+    stopped = run("--max-requests", "3")
+    assert isinstance(stopped.exception, LimitError)
+    result = run()
+    assert result.exit_code == 0, result.output
+    assert first.bodies[-1]["provider"] == {"only": ["a"]} and second.bodies
+    assert "alternatives  4 per token" in result.stdout
+    assert set(first.keys) == {"Bearer secret-271828"}
+    assert b"secret" not in b"".join(folder_bytes(tmp_path / "w").values())
+    by_ids = run("--teacher", lab / "teacher")
+    assert "is for chat endpoints" in str(by_ids.exception)
+    alone = words[: words.index("--server")]
+    lacking = CliRunner().invoke(app, [str(word) for word in (*alone, "--max-requests", "3")])
+    assert "--max-requests can only be used with --server" in str(lacking.exception)

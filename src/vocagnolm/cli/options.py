@@ -23,6 +23,7 @@ from vocagnolm.recipe.sections import (
     RaySection,
     ScoreSection,
     ServerSection,
+    SpendingSection,
     StudentSection,
     TeacherSection,
     WriteSection,
@@ -49,6 +50,7 @@ PANELS = {
     RaySection: "Ray cluster",
     ScoreSection: "Scoring",
     ServerSection: "Server",
+    SpendingSection: "Server",
     WriteSection: "Writing",
 }
 """What the options of a section stand under in the help."""

@@ -48,6 +48,10 @@ _BYTES_A_TOKEN = 4.0
 class Spending(SpendingSection, frozen=True):
     """What a server may be asked for in one run, and what that costs."""
 
+    @property
+    def is_limited(self) -> bool:
+        return self.max_requests is not None or self.max_server_tokens is not None
+
     def money(self, read_tokens: int, written_tokens: int) -> float | None:
         """What tokens cost; None where no price is given."""
         if self.price_input is None and self.price_output is None:

@@ -517,6 +517,10 @@ def write_answers(
             "--ray distributes the shards itself, to teachers that are opened by name: do not "
             "combine it with --share or torchrun."
         )
+    if cluster is not None and spending is not None and spending.is_limited:
+        raise UsageError(
+            "--max-requests and --max-server-tokens are for one process: write without --ray."
+        )
     with contextlib.ExitStack() as held:
         ranks = held.enter_context(running_ranks())
         opened = partial(open_prompts_of, prompts, reading)
