@@ -357,6 +357,15 @@ def test_a_character_of_several_tokens_has_the_loss_of_them_all():
         assert laid.tokens[1].likeliest == [(b"b", 2.0)]  # those where it begins
 
 
+def test_a_piece_behind_a_hidden_control_token_has_no_loss():
+    tokens = [ChatToken(b"a", 1.0), ChatToken(b"<|x|>", 2.0), ChatToken(b"b", 3.0, [(b"c", 1.0)])]
+    laid = lay_tokens(tokens, "ab", finished=False)
+    assert [token.data for token in laid.tokens] == [b"a", b"b"]
+    assert laid.tokens[0].nll == 1.0 and math.isnan(laid.tokens[1].nll)
+    assert not laid.tokens[1].likeliest
+    assert [t.data for t in lay_tokens(tokens, "a<|x|>b", finished=False).tokens][1] == b"<|x|>"
+
+
 def test_what_stops_an_answer_is_no_end():
     tokens = [ChatToken(b"42", 1.0), ChatToken(b".\n", 2.0), ChatToken(b"\nQ:", 3.0)]
     laid = lay_tokens(tokens, "42.", finished=True, stop=["\n\nQ"])

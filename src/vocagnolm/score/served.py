@@ -561,6 +561,8 @@ def chat_answer(
         choice.reasoning.encode()
     except UnicodeEncodeError:
         return _without_numbers("", refused="not Unicode: the answer holds half a character")
+    if "\ufffd" in text:
+        return _without_numbers(text, refused="not UTF-8: a part of the answer is no character")
     if why := _refusal_of(choice):
         return _without_numbers(text, refused=why)
     about: dict[str, Any] = {"finished": finished, "reasoning": choice.reasoning or None}

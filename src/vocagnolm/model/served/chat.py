@@ -221,7 +221,7 @@ class ChatEndpoint:
     def _fits(self, choice: ChatChoice) -> bool:
         """Whether the tokens spell the text; what was thought before it is not in it."""
         text, finished = choice.text.strip(), choice.reason in FINISHED
-        if not text or choice.tokens is None:
+        if not text or "\ufffd" in text or choice.tokens is None:
             return True
         tokens = tokens_behind(choice.tokens, choice.text) if choice.reasoning else choice.tokens
         try:

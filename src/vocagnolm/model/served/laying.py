@@ -77,7 +77,7 @@ def _ranked(likeliest: Likeliest, end: bytes | None) -> list[tuple[bytes, float]
             continue
         if data in ENDS or data == end:
             data = _END
-        elif _CONTROL.fullmatch(data):
+        elif is_control(data):
             continue
         if data in losses:
             loss = -math.log(math.exp(-loss) + math.exp(-losses[data]))
@@ -91,8 +91,9 @@ def lay_tokens(
     """Tokens laid over a text without white space at its edges; None where they do not spell it.
 
     A character of several tokens is one piece, with the loss of them all and the alternatives of
-    the first. Behind the text there may stand white space, what stopped the answer (`stop`), and
-    the token that ended it."""
+    the first. A piece behind a control token that the server does not show has neither. Behind the
+    text there may stand white space, what stopped the answer (`stop`), and the token that ended
+    it."""
     laying = _Laying(text.encode(), list(tokens))
     if not laying.to_the_end():
         return None
@@ -127,6 +128,11 @@ def tokens_behind(tokens: Sequence[ChatToken], text: str) -> list[ChatToken]:
     return list(tokens)
 
 
+def is_control(data: bytes) -> bool:
+    """Whether a text is the name of a control token."""
+    return data in ENDS or _CONTROL.fullmatch(data) is not None
+
+
 class _Laying:
     """How far the tokens are laid over the text."""
 
@@ -142,12 +148,16 @@ class _Laying:
         """What is left of the token in which the text ends."""
 
     def to_the_end(self) -> bool:
+        shown = [n for n, t in enumerate(self._tokens) if t.data and not is_control(t.data)]
+        last_shown = max(shown, default=-1)
         for number, token in enumerate(self._tokens):
             if self._at == len(self._text):
                 self.rest += [*self._waiting, *self._tokens[number:]]
                 return True
             if not token.data:
                 self._waiting.append(token)
+            elif number < last_shown and self._is_hidden(token.data):
+                self._waiting.append(ChatToken(b"", math.nan))
             elif not self._take(token, token.data):
                 return False
         if self._at < len(self._text) and self._unknown:
@@ -157,6 +167,10 @@ class _Laying:
     @property
     def _unknown(self) -> bool:
         return any(token.data is None for token in self._waiting)
+
+    def _is_hidden(self, data: bytes) -> bool:
+        """Whether a token is a control token that the server does not show in the text."""
+        return is_control(data) and not self._text.startswith(data, self._at)
 
     def _take(self, token: ChatToken, data: bytes) -> bool:
         """The next token that spells something; False where it does not spell what follows."""
@@ -198,7 +212,8 @@ class _Laying:
         tokens = [*self._waiting, *more]
         self._waiting = []
         loss = sum(token.nll for token in tokens)
-        self.pieces.append(LaidToken(self._text[self._at : end], loss, tokens[0].likeliest))
+        likeliest = () if math.isnan(loss) else tokens[0].likeliest
+        self.pieces.append(LaidToken(self._text[self._at : end], loss, likeliest))
         self._at = end
 
 
