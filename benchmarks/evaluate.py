@@ -146,7 +146,7 @@ def their_client(url: str, folder: Path, under_way: int) -> Any:
 
 def our_client(url: str, files: "ModelFiles", batch_size: int, under_way: int) -> "ServerGenerator":
     from vocagnolm.generate import ServerGenerator
-    from vocagnolm.model.server import ServedModel, Server
+    from vocagnolm.model.served import ServedModel, Server
 
     served = ServedModel(Server(url=url, requests=-(-under_way // batch_size)))
     served.take_probe(files.tokenizer, files.prefix_ids, given=files.name)

@@ -23,11 +23,11 @@ class Vllm:
         self.url = f"http://127.0.0.1:{self.port}"
         self._process = None
 
-    def start(self, model, wait=True, length=128):
+    def start(self, model, wait=True, length=128, more=()):
         options = ["--model", model, "--served-model-name", MODEL, "--dtype", "float32"]
         options += ["--host", "127.0.0.1", "--port", self.port]
         options += ["--max-model-len", length]
-        options += ["--enforce-eager", "--max-num-seqs", 64]
+        options += ["--enforce-eager", "--max-num-seqs", 64, *more]
         python = os.environ["VOCAGNOLM_VLLM_PYTHON"]
         # `vllm serve` needs packages that the environment does without
         command = [python, "-m", "vllm.entrypoints.openai.api_server", *map(str, options)]

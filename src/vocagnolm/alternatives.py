@@ -66,6 +66,14 @@ def pack(ids: NDArray[Any], nll: NDArray[Any], follows: NDArray[np.bool_]) -> ND
     return np.where(missing, np.uint32(NOTHING), packed)
 
 
+def renumbered(packed: NDArray[np.uint32], ids: NDArray[np.integer[Any]]) -> NDArray[np.uint32]:
+    """Alternatives of another vocabulary: `ids[n]` is there what is n here."""
+    there = packed != NOTHING
+    new = np.append(ids, 0).astype(np.uint32)[np.where(there, packed >> ID_SHIFT, len(ids))]
+    rest = packed & np.uint32((1 << ID_SHIFT) - 1)
+    return np.where(there, (new << ID_SHIFT) | rest, np.uint32(NOTHING)).astype(np.uint32)
+
+
 def row_sums(values_MK: NDArray[np.float32]) -> NDArray[np.float32]:
     """[M] The same wherever a row lies: BLAS, which multiplies by ones faster, adds up the last
     rows of an array in another order."""

@@ -132,6 +132,10 @@ class ServerError(ScoreError, EvaluationError):
     """A server does not answer, or its answers are not usable."""
 
 
+class LimitError(VocagnolmError):
+    """A limit that the user has set is reached; what was made is kept."""
+
+
 class ObjectiveError(VocagnolmError):
     """Teacher and student do not fit the chosen method."""
 

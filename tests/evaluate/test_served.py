@@ -17,7 +17,7 @@ from vocagnolm.cli import app
 from vocagnolm.errors import EvaluationError, ModelError, ServerError, UsageError
 from vocagnolm.evaluate import evaluate
 from vocagnolm.evaluate.results import RunFolder
-from vocagnolm.model import server as client
+from vocagnolm.model.served import ServedModel, exchange, fleet
 from vocagnolm.questions.suite import SUITES
 
 ASKED = {"batch_size": 2, "max_new_tokens": 8}
@@ -26,8 +26,8 @@ ASKED = {"batch_size": 2, "max_new_tokens": 8}
 @pytest.fixture
 def live(model_folder, monkeypatch):
     """One for each test: a request that was cut may be answered when its test is over."""
-    monkeypatch.setattr(client, "_FIRST_PAUSE_SECONDS", 0.01)
-    for name in (client.KEY_VARIABLE, client.USUAL_KEY_VARIABLE):
+    monkeypatch.setattr(fleet, "_FIRST_PAUSE_SECONDS", 0.01)
+    for name in (exchange.KEY_VARIABLE, exchange.USUAL_KEY_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     live = Live(model_folder)
     live.start()
@@ -94,7 +94,7 @@ def test_log_likelihoods_are_over_the_same_tokens(live, model_folder):
     from vocagnolm.model import open_model
 
     files = open_model(model_folder, device="cpu")
-    served = client.ServedModel(live.server())
+    served = ServedModel(live.server())
     served.take_probe(files.tokenizer, files.prefix_ids, given="it")
     prompts, options = ["Is 7 prime?\n", "a"], [[" yes", " no, never"], ["pple", "b", " 1"]]
     here = Generator(files.load(), files, 2)
@@ -248,14 +248,14 @@ def test_where_the_tokenizer_comes_from(live, model_folder, benchmarks, tmp_path
 
 
 def test_the_command_and_the_usual_key(live, model_folder, benchmarks, monkeypatch):
-    monkeypatch.setenv(client.USUAL_KEY_VARIABLE, "sk-usual")
+    monkeypatch.setenv(exchange.USUAL_KEY_VARIABLE, "sk-usual")
     words = ["evaluate", "--server", f"{live.url}/v1", "--model", "tiny", "--tasks", "svamp"]
     words += ["--benchmarks", str(benchmarks), "--max-new-tokens", "2", "--protocol", "paper"]
     result = CliRunner().invoke(app, [*words, "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["tasks"]["svamp"]["n"] == 2
     assert set(live.keys) == {"Bearer sk-usual"}
-    monkeypatch.setenv(client.KEY_VARIABLE, "of-this-server")
+    monkeypatch.setenv(exchange.KEY_VARIABLE, "of-this-server")
     live.keys.clear()
     CliRunner().invoke(app, words)
     assert set(live.keys) == {"Bearer of-this-server"}

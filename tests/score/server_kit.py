@@ -109,6 +109,9 @@ class Replay:
         choices = [{**self._choice(ids, count), "index": n} for n, ids in enumerate(prompts)]
         return {**self.recorded["completion"], "choices": choices}
 
+    def chatted(self, content):
+        return None
+
     def generated(self, content):
         """SGLang's form, after its documentation."""
         out = []
@@ -170,7 +173,12 @@ class _Handler(BaseHTTPRequestHandler):
         content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
             return self._answer(replay.tokenized(content))
-        if self.path not in ("/v1/completions", "/generate"):
+        routes = {
+            "/v1/completions": replay.completed,
+            "/generate": replay.generated,
+            "/v1/chat/completions": replay.chatted,
+        }
+        if self.path not in routes or self.path in replay.missing:
             return self._answer(None)
         fault = replay.faults.popleft() if replay.faults else None
         if isinstance(fault, int):
@@ -178,14 +186,28 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer({"error": {"message": said}}, fault)
         if fault == "broken":
             return self.connection.close()
-        with replay.counted(content.get("prompt") or content.get("input_ids")):
-            do = replay.completed if self.path == "/v1/completions" else replay.generated
-            answer = do(content)
+        asked = (content.get(name) for name in ("prompt", "input_ids", "messages"))
+        with replay.counted(next(filter(None, asked))):
+            answer = routes[self.path](content)
         if isinstance(answer, Refusal):
             return self._answer({"error": {"message": str(answer)}}, 400)
         if fault == "silent":
             time.sleep(1.5)
+        if fault == "drip":
+            return self._drip(answer)
         self._answer(answer, cut=fault == "cut")
+
+    def _drip(self, content):
+        """A byte at a time, and never all of them."""
+        body = json.dumps(content).encode()
+        with contextlib.suppress(OSError):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            for byte in body[:-1]:
+                self.wfile.write(bytes([byte]))
+                self.wfile.flush()
+                time.sleep(0.05)
 
     def _answer(self, content, status=200, cut=False):
         if content is None:

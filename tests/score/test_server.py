@@ -24,8 +24,8 @@ from vocagnolm import LossStore
 from vocagnolm.cli import app
 from vocagnolm.errors import ScoreError, StoreError, UsageError
 from vocagnolm.model import NllModel, open_model
-from vocagnolm.model import server as client
 from vocagnolm.model.nll import TokenScores
+from vocagnolm.model.served import exchange, fleet
 from vocagnolm.score import Server, Share, score_corpus
 from vocagnolm.score.plan import PLAN_FILE, CorpusSource, TeacherSource, describe, make_plan
 from vocagnolm.score.work import ScoreJob
@@ -50,8 +50,8 @@ def lab(tmp_path_factory):
 
 @pytest.fixture
 def replay(monkeypatch):
-    monkeypatch.setattr(client, "_FIRST_PAUSE_SECONDS", 0.02)
-    for name in (client.KEY_VARIABLE, client.USUAL_KEY_VARIABLE):
+    monkeypatch.setattr(fleet, "_FIRST_PAUSE_SECONDS", 0.02)
+    for name in (exchange.KEY_VARIABLE, exchange.USUAL_KEY_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     one = Replay()
     one.start()
@@ -234,13 +234,13 @@ def test_a_server_that_says_when_to_come_again(lab, replay, whole, tmp_path):
 def test_retry_after_is_a_number_or_a_date(header, least, most):
     if isinstance(header, int):
         header = email.utils.formatdate(time.time() + header, usegmt=True)
-    assert least <= client._seconds_until(header) <= most
+    assert least <= exchange._seconds_until(header) <= most
 
 
 def test_an_answer_that_does_not_come_is_asked_for_again(lab, replay, whole, tmp_path):
     replay.faults.extend([None, "silent"])
     with pytest.raises(ScoreError, match=r"usefully for 1 s.*TimeoutError"):
-        score(lab, replay, tmp_path / "s", server=replay.server(patience_seconds=1))
+        score(lab, replay, tmp_path / "s", server=replay.server(patience_seconds=1, requests=1))
     score(lab, replay, tmp_path / "s")
     assert store_bytes(tmp_path / "s") == whole
 
@@ -548,7 +548,7 @@ def test_a_worker_of_a_cluster_opens_the_server_of_the_plan(lab, replay, whole, 
 
 
 def test_the_key_is_sent_and_nowhere_written(lab, replay, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv(client.KEY_VARIABLE, KEY)
+    monkeypatch.setenv(exchange.KEY_VARIABLE, KEY)
     out = tmp_path / "s"
     replay.faults.extend([None, 401])
     with pytest.raises(ScoreError, match=r"401 no: Bearer \(key\)\. Its key comes from") as error:
@@ -569,7 +569,7 @@ def test_the_key_is_sent_and_nowhere_written(lab, replay, tmp_path, monkeypatch,
 
 
 def test_a_key_that_no_header_may_have_is_not_shown(lab, replay, tmp_path, monkeypatch):
-    monkeypatch.setenv(client.KEY_VARIABLE, "two\nlines-of-a-key")
+    monkeypatch.setenv(exchange.KEY_VARIABLE, "two\nlines-of-a-key")
     with pytest.raises(UsageError, match="not allowed in a header") as error:
         score(lab, replay, tmp_path / "s")
     assert "lines-of-a-key" not in str(error.value)
@@ -621,7 +621,7 @@ def test_conversations_are_read_in_the_template(tmp_path, monkeypatch):
             nll = model.document_nll([np.array(prompt) for prompt in prompts])
             return [TokenScores(one, None) for one in nll]
 
-    monkeypatch.setattr("vocagnolm.model.server.open_engine", lambda *_: Served())
+    monkeypatch.setattr("vocagnolm.model.served.model.open_engine", lambda *_: Served())
     server = Server(url="http://localhost:1")
     served = dataclasses.replace(SERVER_SETTINGS, context=None, stride=None)
     score_corpus(teacher, corpus, tmp_path / "served", settings=served, server=server)

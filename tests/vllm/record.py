@@ -21,17 +21,16 @@ from score.server_kit import (
     write_served_corpus,
 )
 
-from vocagnolm.model.server import Exchange
+from vocagnolm.model.served.exchange import Exchange
 from vocagnolm.score import score_corpus
 
 
 def main(url):
     choices, tokenized, rest = {}, {}, {}
-    once = Exchange._once
+    ask = Exchange.ask
 
-    def recording(self, path, content):
-        answer = once(self, path, content)
-        asked = json.loads(content or b"{}")
+    def recording(self, path, content=None):
+        answer, asked = ask(self, path, content), content or {}
         if path == "/tokenize":
             tokenized[asked["prompt"]] = answer
         elif path == "/v1/completions":
@@ -43,7 +42,7 @@ def main(url):
             rest[path.rpartition("/")[2]] = answer
         return answer | {"choices": found} if path == "/v1/completions" else answer
 
-    Exchange._once = recording
+    Exchange.ask = recording
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "teacher").mkdir()
         teacher = save_served_teacher(Path(folder) / "teacher")

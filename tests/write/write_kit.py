@@ -35,7 +35,13 @@ CHATS = {
 
 
 def save_writer(
-    folder: Path, kind: str = "bytes", *, chat: bool = True, seed: int = 0, end_share: float = 0.12
+    folder: Path,
+    kind: str = "bytes",
+    *,
+    chat: bool = True,
+    seed: int = 0,
+    end_share: float = 0.12,
+    **changes: Any,
 ) -> Path:
     """A tiny Llama that writes ASCII words and ends every answer after some tokens. Its first
     hidden number is nearly constant, so that the head's first column acts as a bias."""
@@ -59,7 +65,7 @@ def save_writer(
     ]
     torch.manual_seed(seed)
     size = (tokenizer.get_vocab_size() + 15) // 8 * 8
-    config = {**LLAMA, "vocab_size": size, "max_position_embeddings": 512}
+    config = {**LLAMA, "vocab_size": size, "max_position_embeddings": 512, **changes}
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config.pop("model_type"), **config)
     )

@@ -31,11 +31,12 @@ def evaluate(
     ),
     reading: Given = options(CorpusSection, "text_field", "split", recipe_key="corpus"),
     engine: Given = options(EngineSection),
-    server: str | None = typer.Option(
-        None,
+    server: list[str] = typer.Option(
+        [],
         metavar="URL",
         help="A vLLM or SGLang server that runs the model. Its API key is read from "
-        "VOCAGNOLM_SERVER_KEY, or OPENAI_API_KEY.",
+        "VOCAGNOLM_SERVER_KEY, or OPENAI_API_KEY. Can be repeated: requests go to the server that "
+        "is free.",
     ),
     server_settings: Given = options(ServerSection),
     out: Path | None = typer.Option(
@@ -51,14 +52,12 @@ def evaluate(
     require_asked("server", server, server_settings)
     from vocagnolm.evaluate.results import format_table, rank_texts, ranking_table, scores_table
     from vocagnolm.evaluate.run import evaluate as evaluate_model
-    from vocagnolm.model.server import Server
+    from vocagnolm.model.served import Server
 
     models = model or []
     sources: list[str | None] = [*models] or [None]  # None: by the server's name of its model
     several = len(models) > 1
-    if several and (
-        not text or questions or out or server is not None or len(set(models)) < len(models)
-    ):
+    if several and (not text or questions or out or server or len(set(models)) < len(models)):
         raise UsageError(
             "several models can only be ranked on --text, without tasks, --out or --server. To "
             "compare tasks, evaluate each model with --out, then run `vocagnolm report`."
@@ -69,7 +68,7 @@ def evaluate(
         with quiet_libraries(), progress("answering", "questions") as meter:
             evaluation = evaluate_model(
                 source,
-                server=None if server is None else Server(url=server, **server_settings),
+                server=Server(url=server, **server_settings) if server else None,
                 text=text,
                 out=out,
                 on_text=read.append,

@@ -23,6 +23,7 @@ from vocagnolm.recipe.sections import (
     RaySection,
     ScoreSection,
     ServerSection,
+    SpendingSection,
     StudentSection,
     TeacherSection,
     WriteSection,
@@ -49,6 +50,7 @@ PANELS = {
     RaySection: "Ray cluster",
     ScoreSection: "Scoring",
     ServerSection: "Server",
+    SpendingSection: "Server",
     WriteSection: "Writing",
 }
 """What the options of a section stand under in the help."""
@@ -137,9 +139,9 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def require_asked(name: str, asked: str | None, more: Given) -> None:
+def require_asked(name: str, asked: str | list[str] | None, more: Given) -> None:
     """Options such as `--server-requests` say how `--server` is used."""
-    if asked is None and more:
+    if asked in (None, []) and more:
         named = f"--{name}-{next(iter(more)).partition('_')[0]}"
         raise UsageError(f"{named} can only be used with --{name}.")
 

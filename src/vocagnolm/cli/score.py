@@ -62,11 +62,12 @@ def score(
         "worker per GPU, or per --threads CPUs; dead workers are replaced.",
     ),
     ray_settings: Given = options(RaySection),
-    server: str | None = typer.Option(
-        None,
+    server: list[str] = typer.Option(
+        [],
         metavar="URL",
         help="A vLLM or SGLang server that runs the teacher; --teacher provides the tokenizer. "
-        "Its API key is read from VOCAGNOLM_SERVER_KEY, or OPENAI_API_KEY.",
+        "Its API key is read from VOCAGNOLM_SERVER_KEY, or OPENAI_API_KEY. Can be repeated: "
+        "requests go to the server that is free.",
     ),
     server_settings: Given = options(ServerSection),
     loading: Given = options(EngineSection, "revision", "trust_remote_code"),
@@ -127,7 +128,7 @@ def score(
             **loading,
             share=None if share is None else Share.parse(share),
             cluster=None if ray is None else RayCluster(address=ray or None, **ray_settings),
-            server=None if server is None else Server(url=server, **server_settings),
+            server=Server(url=server, **server_settings) if server else None,
             on_progress=partial(_note, meter),
         )
     if not leading():

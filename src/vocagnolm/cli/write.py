@@ -22,6 +22,8 @@ from vocagnolm.recipe.sections import (
     PromptsSection,
     QuestionsSection,
     RaySection,
+    ServerSection,
+    SpendingSection,
     TeacherSection,
     WriteSection,
 )
@@ -35,7 +37,7 @@ _READING = [name for name in hints(PromptsSection) if name != "files"]
 
 @with_options
 def write(
-    teacher: str = option(TeacherSection, "model", "--teacher", default=...),
+    teacher: str | None = option(TeacherSection, "model", "--teacher"),
     prompts: list[str] = option(PromptsSection, "files", default=...),
     out: str = typer.Option(..., help="The folder to write, or an address (s3://, gs://, az://)."),
     reading: Given = options(PromptsSection, *_READING),
@@ -53,12 +55,22 @@ def write(
         "worker per GPU, or per --threads CPUs; dead workers are replaced.",
     ),
     ray_settings: Given = options(RaySection),
+    server: list[str] = typer.Option(
+        [],
+        metavar="URL",
+        help="A server that runs the teacher. With --teacher, which provides the tokenizer, a vLLM "
+        "or SGLang server; alone any chat endpoint such as OpenAI's. Its API key is read from "
+        "VOCAGNOLM_SERVER_KEY, or OPENAI_API_KEY. Can be repeated: requests go to the server that "
+        "is free.",
+    ),
+    server_settings: Given = options(ServerSection),
+    spending: Given = options(SpendingSection),
     loading: Given = options(EngineSection, "revision", "trust_remote_code"),
     dry_run: bool = typer.Option(
         False,
         "--dry-run",
         help="Write nothing: show three prompts as the teacher reads them, and count prompts, "
-        "answers, tokens and disk space.",
+        "answers, tokens, disk space and, where a server has a price, money.",
     ),
     as_json: bool = JSON,
 ) -> None:
@@ -70,18 +82,27 @@ def write(
     --share 1/N ... N/N, or --ray.
     """
     require_asked("ray", ray, ray_settings)
+    require_asked("server", server, server_settings)
+    if spending and not server:
+        name = next(iter(spending)).replace("_", "-")
+        raise UsageError(f"--{name} can only be used with --server.")
     if benchmarks and not reading.get("without"):
         raise UsageError("--benchmarks can only be used with --without.")
 
     from vocagnolm.score import (
         RayCluster,
+        Server,
         Share,
+        Spending,
         WriteSettings,
         preview_answers,
         write_answers,
     )
 
-    asked = {"settings": WriteSettings(**settings), **reading, **benchmarks, **loading}
+    asked: dict[str, Any] = {**reading, **benchmarks, **loading}
+    asked["settings"] = WriteSettings(**settings)
+    asked["server"] = Server(url=server, **server_settings) if server else None
+    asked["spending"] = Spending(**spending)
     if dry_run:
         with quiet_libraries():
             preview = preview_answers(teacher, prompts, **asked)
@@ -205,6 +226,10 @@ def _print_preview(preview: "WritePreview") -> None:
         ("new tokens", f"at most {preview.most_new_tokens:,}"),
         ("disk", f"at most about {decimal(preview.most_bytes)}"),
     ]
+    if preview.requests is not None:
+        rows.append(("requests", f"{preview.requests:,}"))
+    if preview.most_money is not None:
+        rows.append(("price", f"at most {preview.most_money:,.2f}"))
     for name, value in rows:
         typer.echo(f"{name:<14}{value}")
     typer.echo("Nothing was written. The progress line shows tokens/s and the time left.")

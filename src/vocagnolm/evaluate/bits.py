@@ -17,7 +17,7 @@ from vocagnolm.data.corpus import Corpus, Document, LeftOut, left_out_of, open_c
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import CorpusError, EvaluationError, TemplateError, TilingError
 from vocagnolm.model import ModelFiles, NllModel
-from vocagnolm.model.server import SERVER_REQUEST_TOKENS, ServedModel
+from vocagnolm.model.served import SERVER_REQUEST_TOKENS, ServedModel
 
 DEFAULT_CONTEXT = 2048
 _TOKENS_AT_A_TIME = 2**20

@@ -30,7 +30,7 @@ from vocagnolm.recipe import CorpusSection
 if TYPE_CHECKING:  # they come with torch
     from vocagnolm.evaluate.bits import BitsPerByte
     from vocagnolm.model import ModelFiles
-    from vocagnolm.model.server import ServedModel, Server
+    from vocagnolm.model.served import ServedModel, Server
 
 # part of a run's identity: answers made by another version of the loop may differ
 _FORMAT = 2
@@ -57,7 +57,7 @@ def evaluate(
     questions: Questions | None = None,
     engine: Engine | None = None,
     *,
-    server: "str | Server | None" = None,
+    server: "str | Sequence[str] | Server | None" = None,
     text: Sequence[str | Path] = (),
     text_field: str = CorpusSection.text_field,
     split: Split = CorpusSection.split,
@@ -76,9 +76,9 @@ def evaluate(
     of every document of `text`, and `on_note` with notes for the reader of the scores, such as
     truncated prompts.
 
-    server: the address of a vLLM or SGLang server that runs the model, or a `Server`. Then `model`
-    only provides tokenizer and template; by default they are looked up under the server's name for
-    its model.
+    server: the address of a vLLM or SGLang server that runs the model, several of them, or a
+    `Server`. Then `model` only provides tokenizer and template; by default they are looked up
+    under the server's name for its model.
     """
     questions, engine = grouped(questions, engine, keywords)
     if out is not None:
@@ -92,7 +92,7 @@ def evaluate(
     from vocagnolm.chat import ChatTokenizer, template_of
     from vocagnolm.evaluate.bits import bits_per_byte
     from vocagnolm.generate import Generator, ServerGenerator
-    from vocagnolm.model.server import ServedModel
+    from vocagnolm.model.served import ServedModel
 
     served = None if server is None else _served(server, engine)
     files = _found(model, engine, served)
@@ -169,15 +169,15 @@ def evaluate(
         return run.write_results(Evaluation(scores, bits, protocol, conditions, error))
 
 
-def _served(server: "str | Server", engine: Engine) -> "ServedModel":
-    from vocagnolm.model.server import ServedModel, Server
+def _served(server: "str | Sequence[str] | Server", engine: Engine) -> "ServedModel":
+    from vocagnolm.model.served import ServedModel, Server
 
     if engine.dtype != "auto" or engine.device == "cuda":
         raise UsageError(
             "--dtype and --device cuda do not apply with --server: remove them, and configure "
             "the server instead."
         )
-    return ServedModel(Server(url=server) if isinstance(server, str) else server)
+    return ServedModel(Server.of(server))
 
 
 def _found(model: str | Path | None, engine: Engine, served: "ServedModel | None") -> "ModelFiles":

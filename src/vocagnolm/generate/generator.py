@@ -27,7 +27,7 @@ from vocagnolm.generate.reading import (
     plan_batches,
 )
 from vocagnolm.model import ModelFiles
-from vocagnolm.model.server import ServedModel
+from vocagnolm.model.served import ServedModel, WriteRequest
 
 # below this a shared prefix is not worth a pass of its own
 _LEAST_SHARED_TOKENS = 16
@@ -203,9 +203,8 @@ class ServerGenerator(Reader):
 
         def ask(planned: tuple[list[int], int]) -> list[tuple[int, Answer]]:
             batch, limit = planned
-            answers = self._served.write(
-                [rows[i] for i in batch], tokens=limit, stop=stop, ends=sorted(self.ends)
-            )
+            asked = WriteRequest(tokens=limit, stop=stop, ends=sorted(self.ends))
+            answers = self._served.write([rows[i] for i in batch], asked)
             texts = []
             for index, written in zip(batch, answers, strict=True):
                 text = TextSoFar(index)

@@ -614,6 +614,17 @@ class WriteSection(Schema, frozen=True):
     template_options: Mapping[str, Any] = key(
         "another variable for the template, name=value", {}, option="--template-option"
     )
+    keep_reasoning: bool = key(
+        "with --server: also keep the answers of a model that thinks before it answers; its "
+        "alternatives then depend on what stands in no answer",
+        False,
+        option="--keep-reasoning",
+    )
+    server_options: Mapping[str, Any] = key(
+        "with --server alone: another field of its requests, name=value; null leaves a field out",
+        {},
+        option="--server-option",
+    )
     device: Device = key("where the teacher runs", "auto")
     dtype: Dtype = key("auto: float32 on a CPU, the model's half precision on a GPU", "auto")
     context: int | None = key(
@@ -653,12 +664,36 @@ class ServerSection(Schema, frozen=True):
     model: str | None = key(
         "name of the model on the server", unset="its only model", option="--server-model,--model"
     )
-    requests: int = key("concurrent requests per process", 4, option="--server-requests", ge=1)
+    requests: int | None = key(
+        "concurrent requests to each server, per process",
+        unset="4; 16 when writing",
+        option="--server-requests",
+        ge=1,
+    )
     patience_seconds: float = key(
         "give up after this many seconds without a usable response",
         600.0,
         option="--server-patience",
         gt=0,
+    )
+
+
+class SpendingSection(Schema, frozen=True):
+    """What a server may be asked for in one run, and what that costs."""
+
+    max_requests: int | None = key(
+        "end after this many requests; the same command goes on", ge=1, unset="no limit"
+    )
+    max_server_tokens: int | None = key(
+        "end when the server has read and written this many tokens; the same command goes on",
+        ge=1,
+        unset="no limit",
+    )
+    price_input: float | None = key(
+        "price of a million tokens that the server reads, for --dry-run", ge=0
+    )
+    price_output: float | None = key(
+        "price of a million tokens that the server writes, for --dry-run", ge=0
     )
 
 

@@ -3,9 +3,10 @@ prompts and leaves conversations with the store over them (`write`)."""
 
 from vocagnolm.jobs.cluster import RayCluster
 from vocagnolm.jobs.job import Share
-from vocagnolm.model.server import Server
+from vocagnolm.model.served import Server
 from vocagnolm.score.preview import WritePreview, preview_answers
 from vocagnolm.score.run import ScoreSummary, score_corpus
+from vocagnolm.score.served import Spending
 from vocagnolm.score.teacher import (
     LocalTeacher,
     ScoreSettings,
@@ -28,6 +29,7 @@ __all__ = [
     "Server",
     "ServerTeacher",
     "Share",
+    "Spending",
     "Teacher",
     "TokenizedDocument",
     "WritePreview",

@@ -23,7 +23,7 @@ from vocagnolm.errors import CorpusError, ScoreError, StoreError, UsageError
 from vocagnolm.files import address_of, differences, json_bytes, parse_json
 from vocagnolm.jobs.cluster import Connection
 from vocagnolm.model.load import ModelFiles, open_model
-from vocagnolm.model.server import Server
+from vocagnolm.model.served import Server
 from vocagnolm.processes import Ranks
 from vocagnolm.recipe.sections import WriteSection
 from vocagnolm.score.teacher import LocalTeacher, ScoreSettings, ServerTeacher, Teacher

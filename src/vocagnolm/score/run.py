@@ -19,7 +19,7 @@ from vocagnolm.errors import UsageError
 from vocagnolm.jobs.cluster import RayCluster
 from vocagnolm.jobs.job import Outcome, Progress, Share, run_job
 from vocagnolm.model.runtime import compiling_seconds
-from vocagnolm.model.server import Server
+from vocagnolm.model.served import Server
 from vocagnolm.processes import running_ranks, world_size
 from vocagnolm.progress import Seconds
 from vocagnolm.recipe import CorpusSection
@@ -101,7 +101,7 @@ def score_corpus(
     trust_remote_code: bool = False,
     share: Share | None = None,
     cluster: RayCluster | None = None,
-    server: str | Server | None = None,
+    server: str | Sequence[str] | Server | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ScoreSummary:
     """Score `corpus` with `teacher` and write a loss store to the folder `out`, or to a bucket
@@ -123,8 +123,8 @@ def score_corpus(
         have begun; the last one completes the store.
     cluster: use the workers of a Ray cluster; all machines must see `out` and `corpus`. A worker
         that dies is replaced, and its shard is scored by another.
-    server: the address of a vLLM or SGLang server that runs the teacher, or a `Server`; only the
-        tokenizer is then read from the model folder or hub id.
+    server: the address of a vLLM or SGLang server that runs the teacher, several addresses, or a
+        `Server`; only the tokenizer is then read from the model folder or hub id.
     on_progress: called with a `Progress` after every batch, on a cluster after every shard.
 
     Documents that cannot be read are skipped and counted in `summary.store`. Run it again to
@@ -136,9 +136,8 @@ def score_corpus(
     require_storage(out)
     teacher_source = corpus_source = None
     if isinstance(teacher, str | Path):
-        if isinstance(server, str):
-            server = Server(url=server)
-        teacher_source = TeacherSource(str(teacher), revision, trust_remote_code, server=server)
+        served = None if server is None else Server.of(server)
+        teacher_source = TeacherSource(str(teacher), revision, trust_remote_code, server=served)
     elif server is not None:
         raise ValueError("with a server the teacher is opened by name: give a path or a hub id")
     if not isinstance(corpus, Corpus):

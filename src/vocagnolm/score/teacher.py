@@ -22,7 +22,7 @@ from vocagnolm.model import fp8
 from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.nll import LENGTH_STEP, NllModel, TokenScores
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
-from vocagnolm.model.server import SERVER_REQUEST_TOKENS, ServedModel, Server
+from vocagnolm.model.served import SERVER_REQUEST_TOKENS, ServedModel, Server
 from vocagnolm.processes import world_size
 from vocagnolm.recipe.sections import ScoreSection
 from vocagnolm.store.format import encode_vocabulary
@@ -376,20 +376,21 @@ class ServerTeacher:
 
 
 def described_alternatives(
-    kept: AlternativesSpec | None, vocabulary: Callable[[], Vocabulary]
+    kept: AlternativesSpec | None, vocabulary: Callable[[], Vocabulary] | None
 ) -> dict[str, Any]:
-    """For the manifest; nothing where none are kept."""
+    """For the manifest; nothing where none are kept. A vocabulary that nobody knows yet is no part
+    of an identity."""
     if kept is None:
         return {}
+    about = {"count": kept.count, "sampled": kept.sampled}
+    if vocabulary is None:
+        return {"alternatives": about}
     content = encode_vocabulary(vocabulary())
-    return {
-        "alternatives": {
-            "count": kept.count,
-            "sampled": kept.sampled,
-            "vocabulary_sha256": hashlib.sha256(content).hexdigest(),
-            "vocabulary_bytes": len(content),
-        }
+    digest = {
+        "vocabulary_sha256": hashlib.sha256(content).hexdigest(),
+        "vocabulary_bytes": len(content),
     }
+    return {"alternatives": about | digest}
 
 
 def require_choice(files: ModelFiles, wanted: AlternativesSpec) -> None:

@@ -25,22 +25,26 @@ from vocagnolm.data.prompts import (
     open_prompts,
     word_sequences,
 )
-from vocagnolm.errors import ScoreError, UsageError
+from vocagnolm.errors import LimitError, ScoreError, UsageError
 from vocagnolm.files import address_of, differences
 from vocagnolm.jobs.cluster import Connection, RayCluster
 from vocagnolm.jobs.job import Amount, OnProgress, ShardWorker, Share, run_job
+from vocagnolm.model.load import open_model
+from vocagnolm.model.served import Server
 from vocagnolm.processes import Ranks, running_ranks, world_size
 from vocagnolm.questions import grade
 from vocagnolm.questions.benchmarks import load_examples, tasks_asked
+from vocagnolm.score.journal import AnswerJournal
 from vocagnolm.score.plan import Description, describe_on, load_plan, may_be_planned, save_plan
+from vocagnolm.score.served import ChatWriter, IdWriter, ServedWriter, Spending, kept_answers
 from vocagnolm.score.work import ScoreJob
-from vocagnolm.score.writers import Writer, WriterSource, WriteSettings, answer_seed
+from vocagnolm.score.writers import LocalWriter, Writer, WriteSettings, answer_seed
 from vocagnolm.score.written import Grader, ReadPrompt, ShardBuilder, WrittenAnswer
 from vocagnolm.storage import require_storage, storage_of
 from vocagnolm.storage.copies import version
 from vocagnolm.store.card import CARD, store_card
 from vocagnolm.store.format import DATA_FOLDER, Record, encode_vocabulary
-from vocagnolm.store.writer import StoreWriter
+from vocagnolm.store.writer import StoreWriter, measured_apart, with_values_of
 
 # the task whose grader compares answers of a kind
 _GRADED_AS = {"number": "gsm8k", "mixed": "asdiv", "math": "math", "choice": "mathqa"}
@@ -50,6 +54,67 @@ _PACKAGES = ("tokenizers", "torch", "transformers")
 
 
 # ---- the plan ----
+
+
+@dataclass(frozen=True)
+class WriterSource:
+    """Where a teacher that writes comes from: what another process needs to open it."""
+
+    source: str | None
+    """A model; or, beside a server, what its tokenizer is read from, None for a chat endpoint."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+    server: Server | None = None
+    spending: Spending | None = None
+
+    @classmethod
+    def of(
+        cls,
+        teacher: Any,
+        revision: str | None,
+        trust_remote_code: bool,
+        server: "str | Sequence[str] | Server | None",
+        spending: Spending | None = None,
+    ) -> "WriterSource | None":
+        """From what a caller gives; None for an object of the caller's."""
+        if teacher is None and server is None:
+            raise UsageError("write needs a teacher: --teacher, --server, or both.")
+        if isinstance(teacher, str | Path) or teacher is None:
+            named = None if teacher is None else str(teacher)
+            served = None if server is None else Server.of(server)
+            return cls(named, revision, trust_remote_code, served, spending)
+        if server is not None:
+            raise ValueError("with a server the teacher is opened by name: give a path or a hub id")
+        return None
+
+    def open(
+        self, settings: WriteSettings, prompts: Prompts, *, patient: bool = False
+    ) -> LocalWriter | ServedWriter:
+        """`patient` waits for a server that is being started."""
+        about: dict[str, Any] = {"continues": prompts.continues}
+        served: dict[str, Any] = {"patient": patient, "spending": self.spending}
+        if self.source is None:
+            assert self.server is not None
+            return ChatWriter(self.server, settings, **about, **served)
+        on_server = self.server is not None
+        files = open_model(
+            self.source,
+            device="cpu" if on_server else settings.device,
+            dtype="auto" if on_server else settings.dtype,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            weights=not on_server,
+        )
+        tokens = prompts.prompt_tokens
+        if self.server is None:
+            return LocalWriter(files, settings, **about, prompt_tokens=tokens)
+        return IdWriter(files, self.server, settings, **about, **served, prompt_tokens=tokens)
+
+    def absolute(self) -> "WriterSource":
+        """The source for processes that stand in another folder."""
+        if self.source is None or not Path(self.source).exists():
+            return self
+        return replace(self, source=str(Path(self.source).absolute()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +170,7 @@ class WritePlan:
         return save_plan(self.out, replace(self.absolute(), vocabulary=None))
 
 
-may_be_planned(WritePlan, WriteSettings, WriterSource, Prompts, Records)
+may_be_planned(WritePlan, WriteSettings, WriterSource, Prompts, Records, Spending)
 
 
 def make_plan(
@@ -213,6 +278,7 @@ def built_shard(plan: WritePlan, writer: Writer, prepared: PreparedPrompts) -> S
         chat=writer.chat,
         continues=plan.prompts.continues,
         grader=None if settings.grade is None else grader_of(settings.grade),
+        own_entries=isinstance(writer, ChatWriter),
     )
     answers = iter(prepared.answers)
     for prompt, read in zip(prepared.prompts, prepared.reads, strict=True):
@@ -271,17 +337,40 @@ class WriteWorker:
             tokens += new_tokens
             on_part(amount())
 
-        for prompt, number, answer in self.teacher.write(asked, shard.seeds, report):
-            shard.answers[prompt][number] = answer
-            ended += 1
-            finished += answer.finished
+        if isinstance(self.teacher, ServedWriter):
+            answers = kept_answers(self.teacher, self._journal(shard.number), asked, report)
+        else:
+            answers = self.teacher.write(asked, shard.seeds, report)
+        try:
+            for prompt, number, answer in answers:
+                shard.answers[prompt][number] = answer
+                ended += 1
+                finished += answer.finished
+        except LimitError as error:
+            raise LimitError(f"{error} {self._left()}") from None
         return amount()
 
     def finish(self, shard: PreparedPrompts) -> Amount:
         built = built_shard(self.plan, self.teacher, shard)
         documents = built.documents()
         self.store.write_shard(built.shard(len(shard.prompts), documents), documents)
+        if isinstance(self.teacher, ServedWriter):
+            self._journal(shard.number).remove()
         return Amount(counts={"marked": built.marked, "right": sum(built.right)})
+
+    def _journal(self, number: int) -> AnswerJournal:
+        return AnswerJournal(self.store.storage, number, self.store.digest)
+
+    def _left(self) -> str:
+        """How much of the folder is not there."""
+        missing = 0
+        for number in self.store.absent_shards():
+            missing += len(self.plan.documents_in(number)) - len(self._journal(number).read())
+        total = len(self.plan.prompts) * self.plan.settings.samples
+        return (
+            f"{missing:,} of {total:,} answers are missing. What came is kept: run the same "
+            "command again to go on."
+        )
 
 
 def open_worker(out: str, digest: str | None) -> WriteWorker:
@@ -289,11 +378,12 @@ def open_worker(out: str, digest: str | None) -> WriteWorker:
     planned = load_plan(out, digest, WritePlan)
     assert planned.source is not None
     plan = replace(planned, prompts=planned.prompts.here())
-    teacher = planned.source.open(plan.settings, plan.prompts)
+    teacher = planned.source.open(plan.settings, plan.prompts, patient=True)
     here = written_identity(describe_writer(teacher), plan.prompts)
-    for name, planned, now in differences(plan.identity, here):
+    for name, wanted, now in differences(plan.identity, with_values_of(plan.identity, here)):
+        is_here = measured_apart(name, wanted, now) or repr(now)[:80]
         raise ScoreError(
-            f"{name} is {now!r:.80} on this machine, the plan has {planned!r:.80}. Give all "
+            f"{name} is {is_here} on this machine, the plan has {wanted!r:.80}. Give all "
             "machines the same teacher, prompts and packages."
         )
     return WriteWorker(plan, teacher, plan.writer(teacher.device_name))
@@ -308,7 +398,8 @@ class WriteJob(ScoreJob):
         return partial(open_worker, self.plan.absolute().out, self._digest)
 
     def complete(self) -> None:
-        self.writer.finish(self._written)
+        seen = self.writer.merge_vocabulary()
+        self.writer.finish(lambda records: {**seen, **self._written(records)})
 
     def publish(self) -> None:
         """Write the card, unless there is one, which may be the user's."""
@@ -385,7 +476,7 @@ class WriteSummary:
 
 
 def write_answers(
-    teacher: str | Path | Writer,
+    teacher: str | Path | Writer | None,
     prompts: str | Path | Sequence[str | Path] | Prompts,
     out: str | Path,
     *,
@@ -394,6 +485,8 @@ def write_answers(
     trust_remote_code: bool = False,
     share: Share | None = None,
     cluster: RayCluster | None = None,
+    server: str | Sequence[str] | Server | None = None,
+    spending: Spending | None = None,
     on_progress: OnProgress | None = None,
     **reading: Any,
 ) -> WriteSummary:
@@ -407,19 +500,26 @@ def write_answers(
     prompts: files, folders, hub datasets, or `Prompts`. `reading`: how they are read, as in
         `read_prompts`.
     share, cluster: as in `score_corpus`.
+    server: the address of a server that runs the teacher, several addresses, or a `Server`. With a
+        teacher, whose tokenizer is read then, a vLLM or SGLang server, which is asked by token ids;
+        with None any chat endpoint such as OpenAI's.
+    spending: what a server may be asked for in this run. At a limit a LimitError ends it; the same
+        call goes on.
 
     Run it again to resume: no prompt is answered twice, and the bytes are those of a run that was
     not interrupted.
     """
     settings = settings or WriteSettings()
     require_storage(out)
-    source = None
-    if isinstance(teacher, str | Path):
-        source = WriterSource(str(teacher), revision, trust_remote_code)
+    source = WriterSource.of(teacher, revision, trust_remote_code, server, spending)
     if cluster is not None and (source is None or share is not None or world_size() > 1):
         raise UsageError(
             "--ray distributes the shards itself, to teachers that are opened by name: do not "
             "combine it with --share or torchrun."
+        )
+    if cluster is not None and spending is not None and spending.is_limited:
+        raise UsageError(
+            "--max-requests and --max-server-tokens are for one process: write without --ray."
         )
     with contextlib.ExitStack() as held:
         ranks = held.enter_context(running_ranks())
@@ -431,13 +531,15 @@ def write_answers(
             connection = held.enter_context(cluster.connected())
             there = source.absolute(), absolute_settings(settings), prompts
             about = describe_on(
-                connection, partial(describe_source, *there), anywhere=settings.device == "cpu"
+                connection,
+                partial(describe_source, *there),
+                anywhere=settings.device == "cpu" or source.server is not None,
             )
         else:
             if source is not None:
                 writer = source.open(settings, prompts)
             else:
-                assert not isinstance(teacher, str | Path)
+                assert not isinstance(teacher, str | Path | None)
                 writer = teacher
             about = describe_writer(writer)
         plan = make_plan(about, prompts, count.repeated, str(out), source)

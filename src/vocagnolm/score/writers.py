@@ -2,26 +2,28 @@
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vocagnolm.alignment import token_texts
 from vocagnolm.alternatives import AlternativesSpec, Vocabulary
 from vocagnolm.chat import ChatTokenizer, Message, Refused, template_of
 from vocagnolm.chat.messages import conversation_of, format_of, messages_of
 from vocagnolm.data.corpus import document_hash, open_sources
-from vocagnolm.data.prompts import Prompt, Prompts
+from vocagnolm.data.prompts import Prompt
 from vocagnolm.errors import ModelError, ScoreError, TemplateError, TilingError, UsageError
 from vocagnolm.generate.decoder import Decoder, PromptTokens, fitting_rows
 from vocagnolm.generate.draw import Sampling
 from vocagnolm.generate.reading import end_ids, known_ids
-from vocagnolm.model.load import ModelFiles, open_model
+from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.recipe.sections import WriteSection
 from vocagnolm.score.teacher import MOST_THREADS, described_alternatives, require_choice
@@ -116,6 +118,32 @@ def read_examples(path: str | Path) -> list[Message]:
     return turns
 
 
+class Surroundings:
+    """What the teacher reads before every prompt, and students never see."""
+
+    def __init__(self, settings: WriteSettings):
+        self._system = settings.system
+        self._examples = read_examples(settings.examples) if settings.examples else []
+
+    def __bool__(self) -> bool:
+        return bool(self._system or self._examples)
+
+    def describe(self) -> dict[str, Any]:
+        examples = [[turn.role, turn.text] for turn in self._examples]
+        return {"system": self._system, "examples": examples or None}
+
+    def around(self, messages: Sequence[Message]) -> list[Message]:
+        """A prompt with what stands before it."""
+        before = []
+        if self._system is not None:
+            if messages[0].role == "system":
+                raise Refused("system: the prompt has a system message of its own, beside --system")
+            before.append(Message("system", self._system))
+        elif messages[0].role == "system":
+            before, messages = [messages[0]], messages[1:]
+        return [*before, *self._examples, *messages]
+
+
 class TeacherContext:
     """What stands before every prompt, and how the teacher reads both."""
 
@@ -128,15 +156,13 @@ class TeacherContext:
             )
             if template.origin != "plain" or settings.chat_template == "plain":
                 self.chat = ChatTokenizer(files.tokenizer, template)
-        self._system = settings.system
-        self._examples = read_examples(settings.examples) if settings.examples else []
-        if continues and (self._system or self._examples):
+        self._surroundings = Surroundings(settings)
+        if continues and self._surroundings:
             raise UsageError("--continue goes on with texts: remove --system and --examples.")
 
     def describe(self) -> dict[str, Any]:
-        examples = [[turn.role, turn.text] for turn in self._examples]
         template = None if self.chat is None else self.chat.template.describe()
-        return {"system": self._system, "examples": examples or None, "template": template}
+        return {**self._surroundings.describe(), "template": template}
 
     def read(self, prompt: Prompt) -> ReadPrompt:
         """A prompt with all that stands before it; `Refused` where the teacher cannot read it."""
@@ -144,7 +170,7 @@ class TeacherContext:
         if self._continues:
             return self._beginning(prompt)
         own = messages_of(prompt.text)
-        messages = self._with_context(own)
+        messages = self._surroundings.around(own)
         if self.chat is not None:
             try:
                 return ReadPrompt(prompt, self.chat.prompt_ids(messages))
@@ -161,16 +187,6 @@ class TeacherContext:
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._files.tokenizer.spans(text).ids.tolist()
         return ids
-
-    def _with_context(self, messages: Sequence[Message]) -> list[Message]:
-        before = []
-        if self._system is not None:
-            if messages[0].role == "system":
-                raise Refused("system: the prompt has a system message of its own, beside --system")
-            before.append(Message("system", self._system))
-        elif messages[0].role == "system":
-            before, messages = [messages[0]], messages[1:]
-        return [*before, *self._examples, *messages]
 
     def _beginning(self, prompt: Prompt) -> ReadPrompt:
         """The first tokens of a text, up to the last one that ends with a whole character."""
@@ -200,32 +216,6 @@ class TeacherContext:
 # ---- a model in this process ----
 
 
-@dataclass(frozen=True)
-class WriterSource:
-    """Where a teacher that writes comes from: what another process needs to open it."""
-
-    source: str
-    revision: str | None = None
-    trust_remote_code: bool = False
-
-    def open(self, settings: WriteSettings, prompts: Prompts) -> "LocalWriter":
-        files = open_model(
-            self.source,
-            device=settings.device,
-            dtype=settings.dtype,
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-        )
-        return LocalWriter(
-            files, settings, continues=prompts.continues, prompt_tokens=prompts.prompt_tokens
-        )
-
-    def absolute(self) -> "WriterSource":
-        """The source for processes that stand in another folder."""
-        path = Path(self.source)
-        return replace(self, source=str(path.absolute()) if path.exists() else self.source)
-
-
 class LocalWriter:
     """A causal language model in this process. The weights are loaded when it has to write."""
 
@@ -242,9 +232,7 @@ class LocalWriter:
         self.chat = self._context.chat
         on_gpu = files.device.type == "cuda"
         longest = files.max_context
-        context = settings.context or min(
-            PROMPT_ROOM_TOKENS + settings.max_new_tokens, longest or 10**9
-        )
+        context = settings.context or self.usual_context(files, settings)
         if longest is not None and context > longest:
             raise UsageError(f"--context {context}: {files.name} reads at most {longest} tokens.")
         if context <= settings.max_new_tokens:
@@ -276,10 +264,19 @@ class LocalWriter:
         if self._kept is not None:
             require_choice(files, self._kept)
 
+    @staticmethod
+    def usual_context(files: ModelFiles, settings: WriteSettings) -> int:
+        return min(PROMPT_ROOM_TOKENS + settings.max_new_tokens, files.max_context or sys.maxsize)
+
     @property
     def device_name(self) -> str | None:
         device = self._files.device
         return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return end_ids(self._files, self.chat)
 
     def describe(self) -> dict[str, Any]:
         tokenizer, settings = self._files.tokenizer, self.settings
@@ -311,7 +308,7 @@ class LocalWriter:
             import_compiler_meanwhile()
         return Decoder(
             self._files.load(),
-            ends=end_ids(self._files, self.chat),
+            ends=self.ends,
             known=known_ids(self._files),
             sampling=Sampling(settings.temperature, settings.top_p),
             alternatives=settings.alternatives,
@@ -384,21 +381,33 @@ class LocalWriter:
                             "the teacher gave NaN or infinity. Use --dtype bfloat16 or float32 "
                             "where it was float16, or check the teacher's weights."
                         )
-                    pieces = [self._spelled(token) for token in tokens.ids.tolist()]
-                    answer = WrittenAnswer(
-                        pieces,
+                    answer = self.answer_of(
+                        tokens.ids.tolist(),
                         tokens.nll,
                         tokens.alternatives,
                         finished=tokens.finished,
                         ended=tokens.finished,
                     )
-                    yield some[done.prompt], done.answer, self._stopped(answer)
+                    yield some[done.prompt], done.answer, answer
         except torch.OutOfMemoryError as error:
             raise ScoreError(
                 f"the device ran out of memory with {settings.rows:,} answers at a time. Use fewer "
                 f"(for example --rows {(settings.rows or 2) // 2}) and another --out: their number "
                 "is part of the folder's identity."
             ) from error
+
+    def answer_of(
+        self,
+        ids: Sequence[int],
+        nll: NDArray[np.float32],
+        alternatives: NDArray[np.uint32] | None,
+        *,
+        finished: bool,
+        ended: bool,
+    ) -> WrittenAnswer:
+        """An answer from the tokens that were drawn, up to a text that stops it."""
+        pieces = [self._spelled(token) for token in ids]
+        return self._stopped(WrittenAnswer(pieces, nll, alternatives, finished, ended))
 
     def spelled(self, read: ReadPrompt) -> str:
         data = b"".join(self._spelled(token) for token in read.ids)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vocagnolm.alternatives import NOTHING
+from vocagnolm.alternatives import NOTHING, renumbered
 from vocagnolm.chat import ChatTokenizer, Refused
 from vocagnolm.chat.answers import LaidAnswer, lay_answer, lay_continuation, tiling_pieces
 from vocagnolm.chat.messages import record_of
@@ -22,6 +22,7 @@ from vocagnolm.store.format import (
     HASH_BYTES,
     Shard,
     document_file,
+    entry_table,
     narrowest_unsigned,
     to_float16,
 )
@@ -44,6 +45,9 @@ class WrittenAnswer:
     """It came to its end by itself."""
     ended: bool
     """The last token is the one that ended it."""
+    entries: Sequence[bytes] | None = None
+    """What the ids of its alternatives spell, where nobody knows the teacher's vocabulary; the
+    empty entry is an end."""
     reasoning: str | None = None
     """What the model thought, where a server keeps it apart."""
     refused: str | None = None
@@ -84,6 +88,8 @@ class ShardBuilder:
     chat: ChatTokenizer | None = None
     continues: bool = False
     grader: Grader | None = None
+    own_entries: bool = False
+    """Whether the shard says itself what the ids of its alternatives spell."""
     lines: list[str] = field(default_factory=list)
     """The documents, each as a line of JSON."""
     dropped: list[str] = field(default_factory=list)
@@ -97,6 +103,7 @@ class ShardBuilder:
     _lengths: list[NDArray[np.int64]] = field(default_factory=list)
     _nll: list[NDArray[np.float32]] = field(default_factory=list)
     _packed: list[NDArray[np.uint32]] = field(default_factory=list)
+    _entries: list[Sequence[bytes]] = field(default_factory=list)
 
     def skip(self, prompt: Prompt, reason: str) -> None:
         """Note a prompt that cannot be asked."""
@@ -174,6 +181,7 @@ class ShardBuilder:
         self._lengths.append(lengths)
         self._nll.append(nll)
         self._packed.append(packed)
+        self._entries.append(answer.entries or ())
 
     def documents(self) -> dict[str, bytes]:
         """The contents of the shard's files of documents, by name; none without a line."""
@@ -188,9 +196,13 @@ class ShardBuilder:
     def shard(self, prompts: int, documents: dict[str, bytes]) -> Shard:
         """The store's part. `prompts`: how many it stands for; `documents`: its files."""
         hashes = b"".join(self._hashes)
-        packed = None
+        packed = offsets = content = None
         if self.alternatives:
-            packed = np.concatenate([np.zeros((0, self.alternatives), "<u4"), *self._packed])
+            answers = self._packed
+            if self.own_entries:
+                answers, entries = self._numbered()
+                offsets, content = entry_table(entries)
+            packed = np.concatenate([np.zeros((0, self.alternatives), "<u4"), *answers])
         about = {name: _about(content) for name, content in documents.items()}
         if self.grader is not None:
             marks = np.bincount(np.array(self.right, np.int64), minlength=self.samples + 1)
@@ -209,8 +221,20 @@ class ShardBuilder:
             nll=to_float16(np.concatenate([np.zeros(0, "f4"), *self._nll])),
             skipped=self.skipped,
             alternatives=packed,
+            entry_offsets=offsets,
+            entry_bytes=content,
             files=about,
         )
+
+    def _numbered(self) -> tuple[list[NDArray[np.uint32]], list[bytes]]:
+        """The alternatives in the ids of one table for all answers, sorted, and this table."""
+        entries = sorted(set[bytes]().union(*self._entries))
+        number = {entry: index for index, entry in enumerate(entries)}
+        answers = [
+            renumbered(packed, np.array([number[entry] for entry in own], np.uint32))
+            for packed, own in zip(self._packed, self._entries, strict=True)
+        ]
+        return answers, entries
 
 
 def _named(prompt: Prompt, answer: int) -> dict[str, int]:

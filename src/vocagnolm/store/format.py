@@ -9,6 +9,7 @@ NumPy and the standard library only.
 import contextlib
 import fnmatch
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from vocagnolm import files
-from vocagnolm.alternatives import NLL_STEPS, STEPS_PER_NAT, Alternatives, Vocabulary
+from vocagnolm.alternatives import MOST_IDS, NLL_STEPS, STEPS_PER_NAT, Alternatives, Vocabulary
 from vocagnolm.errors import StoreError
 from vocagnolm.files import parse_json, read_json, require_keys
 from vocagnolm.storage import Folder, Storage
@@ -43,6 +44,9 @@ DATA_FOLDER, DROPPED_FOLDER = "data", "dropped"
 STORE_FOLDERS = (SHARD_FOLDER, DATA_FOLDER, DROPPED_FOLDER)
 """The folders of a complete store."""
 DOCUMENT_FILE = re.compile(rf"({DATA_FOLDER}|{DROPPED_FOLDER})/\d{{6}}-[0-9a-f]{{8}}\.jsonl")
+ANSWER_FOLDER = "answers"
+ANSWER_FILE = re.compile(rf"{ANSWER_FOLDER}/\d{{6}}-\d{{8}}-\d{{4}}\.json")
+"""While a server writes a folder: its answers to the prompts of shards that are under way."""
 METADATA_KEY = "vocagnolm"
 
 HASH_BYTES = 16
@@ -65,8 +69,10 @@ _READ = " or ".join(map(str, FORMAT_VERSIONS))
 _HEADER_GUESS_BYTES = 2**15
 # Widest elements first, so that every column starts at a multiple of its element size.
 _COLUMNS = (
-    *("document_index", "token_count", "alternatives", "nll", "token_bytes", "document_hash"),
+    *("document_index", "token_count", "alternatives", "entry_offsets", "nll", "token_bytes"),
+    *("document_hash", "entry_bytes"),
 )
+_OPTIONAL_COLUMNS = ("alternatives", "entry_offsets", "entry_bytes")
 
 
 def shard_name(number: int) -> str:
@@ -118,6 +124,10 @@ class Shard:
     """Tokens for which the teacher gave NaN or infinity; stored as NaN."""
     alternatives: np.ndarray | None = None
     """The packed form of `vocagnolm.alternatives`."""
+    entry_offsets: np.ndarray | None = None
+    entry_bytes: np.ndarray | None = None
+    """Where nobody knows the teacher's vocabulary: what the ids of the alternatives spell in this
+    shard, sorted, as a vocabulary file holds it. The empty entry is an end."""
     files: dict[str, dict[str, Any]] | None = None
     """In a written folder: the files that hold the shard's documents, with bytes, lines and
     digests."""
@@ -242,6 +252,30 @@ def decode_vocabulary(content: memoryview) -> Vocabulary:
     return Vocabulary(texts, offsets, np.array(about["ends"], np.int32), about["dummy_space"])
 
 
+def entry_table(entries: Iterable[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """What ids spell, as the columns `entry_offsets` and `entry_bytes` of a shard."""
+    table = Vocabulary.of(entries, (), False)
+    return table.offsets.astype("<u4"), table.content
+
+
+def _entries(columns: Mapping[str, np.ndarray]) -> list[bytes] | None:
+    if "entry_offsets" not in columns:
+        return None
+    content, ends = columns["entry_bytes"].tobytes(), columns["entry_offsets"].tolist()
+    return [content[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def merged_vocabulary(tables: Iterable[Iterable[bytes]]) -> Vocabulary:
+    """One vocabulary for shards with tables of their own."""
+    entries = sorted(set[bytes]().union(*tables))
+    if len(entries) > MOST_IDS:
+        raise StoreError(
+            f"the teacher's alternatives have {len(entries):,} different texts, and a store "
+            f"numbers at most {MOST_IDS:,} of them. Write into several folders."
+        )
+    return Vocabulary.of(entries, [0] if entries[:1] == [b""] else [], False)
+
+
 @dataclass(frozen=True)
 class ShardFile:
     """A shard that was written: its columns are views of the content, which for a file on disk is
@@ -257,6 +291,11 @@ class ShardFile:
     @property
     def token_count(self) -> np.ndarray:
         return self.columns["token_count"]
+
+    @property
+    def entries(self) -> list[bytes] | None:
+        """What the ids of its alternatives spell, in a shard with a table of its own."""
+        return _entries(self.columns)
 
     def damage(self) -> str | None:
         """What is wrong with the content, or None. Reads the whole shard: written again from what
@@ -286,7 +325,7 @@ def read_shard(storage: Storage, name: str) -> ShardFile:
 
 def parse_shard(view: memoryview, path: str) -> ShardFile:
     about, columns, start = _parse_header(bytes(view[: _header_end(view)]), len(view))
-    names = [name for name in _COLUMNS if name in columns or name != "alternatives"]
+    names = [name for name in _COLUMNS if name in columns or name not in _OPTIONAL_COLUMNS]
     arrays = {name: _array(columns[name], view, start) for name in names}
     return ShardFile(path=path, about=about, columns=arrays, content=view)
 
@@ -294,12 +333,29 @@ def parse_shard(view: memoryview, path: str) -> ShardFile:
 def read_about(storage: Storage, name: str, size: int) -> dict[str, Any]:
     """What a shard of `size` bytes says of itself: only its header is read."""
     with _shard_errors(storage.shown(name)):
-        begin = storage.read_range(name, 0, min(size, _HEADER_GUESS_BYTES))
-        end = _header_end(begin)
-        if end > len(begin):
-            begin += storage.read_range(name, len(begin), min(end, size))
-        about, _, _ = _parse_header(begin[:end], size)
-        return about
+        return _read_header(storage, name, size)[0]
+
+
+def _read_header(
+    storage: Storage, name: str, size: int
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    begin = storage.read_range(name, 0, min(size, _HEADER_GUESS_BYTES))
+    end = _header_end(begin)
+    if end > len(begin):
+        begin += storage.read_range(name, len(begin), min(end, size))
+    return _parse_header(begin[:end], size)
+
+
+def read_entries(storage: Storage, name: str, size: int) -> list[bytes]:
+    """The table of a shard that has one of its own: nothing else of it is read."""
+    with _shard_errors(storage.shown(name)):
+        _, columns, start = _read_header(storage, name, size)
+        arrays = {}
+        for column in ("entry_offsets", "entry_bytes"):
+            first, last = columns[column]["data_offsets"]
+            content = storage.read_range(name, start + first, start + last)
+            arrays[column] = np.frombuffer(content, _DTYPE_NAMES[columns[column]["dtype"]])
+        return _entries(arrays) or []
 
 
 @contextlib.contextmanager
@@ -346,9 +402,18 @@ def version_of(identity: Mapping[str, Any]) -> int:
     return WITH_ALTERNATIVES if identity.get("alternatives") else FORMAT_VERSION
 
 
-def vocabulary_damage(content: bytes | memoryview, identity: Mapping[str, Any]) -> str | None:
+def vocabulary_record(manifest: Mapping[str, Any]) -> tuple[str, int]:
+    """Digest and size of a store's vocabulary file: from the identity, or, where the vocabulary is
+    what was seen while the shards were made, from beside it."""
+    about = manifest["identity"]["alternatives"]
+    if "vocabulary_sha256" in about:
+        return about["vocabulary_sha256"], about["vocabulary_bytes"]
+    about = manifest["vocabulary"]
+    return about["sha256"], about["bytes"]
+
+
+def vocabulary_damage(content: bytes | memoryview, digest: str) -> str | None:
     """What is wrong with a store's vocabulary file, or None."""
-    digest = identity["alternatives"].get("vocabulary_sha256")
     same = hashlib.sha256(content).hexdigest() == digest
     return None if same else "its bytes do not match the checksum in the manifest"
 
@@ -370,6 +435,10 @@ def read_manifest(store: Path | Storage, *, partial: bool = False) -> dict[str, 
         )
     if partial:
         return manifest
+    if "vocabulary" in manifest:
+        about = manifest["vocabulary"] if isinstance(manifest["vocabulary"], dict) else {}
+        where = f"{path} (vocabulary)"
+        require_keys(about, where, StoreError, mend, {"sha256": str, "bytes": int})
     counts = {**dict.fromkeys(_COUNTS, (int,)), "nll_sum": (int, float)}
     require_keys(manifest["totals"], f"{path} (totals)", StoreError, mend, counts)
     for number, entry in enumerate(manifest["shards"]):

@@ -2,6 +2,7 @@
 whether it can be trusted (`verify`)."""
 
 import bisect
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -14,7 +15,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary
+from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary, renumbered
 from vocagnolm.errors import StoreError
 from vocagnolm.files import json_digest
 from vocagnolm.storage import Folder, Storage, storage_of
@@ -35,7 +36,9 @@ from vocagnolm.store.format import (
     decode_vocabulary,
     document_files,
     document_problems,
+    encode_vocabulary,
     hash_keys,
+    merged_vocabulary,
     read_about,
     read_manifest,
     read_records,
@@ -43,6 +46,7 @@ from vocagnolm.store.format import (
     shard_name,
     shard_names,
     vocabulary_damage,
+    vocabulary_record,
 )
 
 SCORE_WITH_ALTERNATIVES = (
@@ -66,6 +70,7 @@ class LossStore:
         # index after the last document of every shard
         self._ends = list(itertools.accumulate(one["documents"] for one in manifest["shards"]))
         self._shards: dict[int, tuple[ShardFile, np.ndarray]] = {}
+        self._ids: dict[int, np.ndarray] = {}  # of the entries of shards with tables of their own
 
     @classmethod
     def open(cls, path: str | Path) -> "LossStore":
@@ -134,7 +139,7 @@ class LossStore:
         self._copy([], vocabulary=True)
         try:
             content = self._folder.read(VOCABULARY_FILE)
-            if damage := vocabulary_damage(content, identity):
+            if damage := vocabulary_damage(content, vocabulary_record(self.manifest)[0]):
                 raise StoreError(f"{shown}: {damage}. {self._mend_hint()}")
             return decode_vocabulary(content)
         except FileNotFoundError:
@@ -161,8 +166,13 @@ class LossStore:
         return (self[index] for index in range(len(self)))
 
     def shards(self) -> Iterator[ShardFile]:
-        """Every shard, verified."""
-        return (self._shard(number)[0] for number in range(len(self._ends)))
+        """Every shard, verified, with the ids of the store's vocabulary."""
+        for number in range(len(self._ends)):
+            shard, _ = self._shard(number)
+            if shard.entries is not None:
+                columns = self._renumbered(number, shard, shard.columns)
+                shard = dataclasses.replace(shard, columns=columns)
+            yield shard
 
     def skipped(self) -> Iterator[dict[str, Any]]:
         """Documents of the corpus that were not scored, with their position and the reason. Opens
@@ -250,7 +260,29 @@ class LossStore:
         shard, ends, inside = self._locate(index)
         own = slice(int(ends[inside - 1]) if inside else 0, int(ends[inside]))
         names = ("token_bytes", "nll", "alternatives")
-        return {n: shard.columns[n][own][tokens] for n in names if n in shard.columns}
+        columns = {n: shard.columns[n][own][tokens] for n in names if n in shard.columns}
+        return self._renumbered(shard.about["shard"], shard, columns)
+
+    def _renumbered(
+        self, number: int, shard: ShardFile, columns: dict[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Columns of a shard with a table of its own, in the ids of the store's vocabulary."""
+        if "entry_offsets" not in shard.columns:
+            return columns
+        if number not in self._ids:
+            known, entries = self._entry_ids, shard.entries or []
+            if any(entry not in known for entry in entries):
+                raise StoreError(
+                    f"{shard.path} names tokens that {VOCABULARY_FILE} does not hold. "
+                    f"{self._mend_hint()}"
+                )
+            self._ids[number] = np.array([known[entry] for entry in entries], np.uint32)
+        packed = renumbered(columns["alternatives"], self._ids[number])
+        return {**columns, "alternatives": packed}
+
+    @functools.cached_property
+    def _entry_ids(self) -> dict[bytes, int]:
+        return {self.vocabulary[index]: index for index in range(len(self.vocabulary))}
 
     def _locate(self, index: int) -> tuple[ShardFile, np.ndarray, int]:
         if not -len(self) <= index < len(self):
@@ -286,9 +318,8 @@ class LossStore:
             return
         entries = [self.manifest["shards"][number] for number in numbers]
         wanted = [Wanted(e["file"], e["file_bytes"], e["sha256"]) for e in entries]
-        about = self.manifest["identity"].get("alternatives")
-        if about and vocabulary:
-            size, digest = about["vocabulary_bytes"], about["vocabulary_sha256"]
+        if vocabulary and "alternatives" in self.manifest["identity"]:
+            digest, size = vocabulary_record(self.manifest)
             wanted.append(Wanted(VOCABULARY_FILE, size, digest))
         copy_files(self._storage, wanted, self._folder.path, mend_hint(self.path))
 
@@ -471,9 +502,11 @@ def verify_store(path: str | Path) -> list[str]:
     identity = manifest["identity"]
     problems: list[str] = []
     expected_first = 0
+    tables = []
     for number, entry in enumerate(manifest["shards"]):
         try:
             shard = read_shard(storage, entry["file"])
+            tables.append(shard.entries)
         except StoreError as error:
             problems.append(str(error))
         else:
@@ -493,12 +526,26 @@ def verify_store(path: str | Path) -> list[str]:
         problems.append(f"{MANIFEST_FILE}: the totals do not add up")
     problems += _strangers(manifest, storage.files(*STORE_FOLDERS))
     if "alternatives" in identity:
-        try:
-            damage = vocabulary_damage(storage.read(VOCABULARY_FILE), identity)
-        except FileNotFoundError:
-            damage = "it is missing"
+        damage = _vocabulary_problem(storage, manifest, tables)
         problems += [f"{VOCABULARY_FILE}: {damage}"] if damage else []
     return problems
+
+
+def _vocabulary_problem(
+    storage: Storage, manifest: dict[str, Any], tables: Sequence[list[bytes] | None]
+) -> str | None:
+    """What is wrong with the vocabulary. `tables`: of the shards, where they have some."""
+    try:
+        content = storage.read(VOCABULARY_FILE)
+    except FileNotFoundError:
+        return "it is missing"
+    if damage := vocabulary_damage(content, vocabulary_record(manifest)[0]):
+        return damage
+    if "vocabulary" in manifest:
+        merged = merged_vocabulary(table or [] for table in tables)
+        if encode_vocabulary(merged) != bytes(content):
+            return "it is not what the shards' own tables are together"
+    return None
 
 
 def _shard_problems(

@@ -6,7 +6,8 @@ One protocol for folders and buckets, of steps that happen as a whole or not at 
 2. create `manifest.partial.json`, or compare its identity; with alternatives, create the
    teacher's vocabulary, whose digest is part of the identity;
 3. where several processes share the work, create `claims/N`, or leave the shard to its holder
-   (`vocagnolm.jobs`);
+   (`vocagnolm.jobs`); put what a server answers into `answers/` until its shard is there
+   (`vocagnolm.score.journal`);
 4. create the shard: where it exists the other attempt counts, if it is whole. The files of
    documents that a written shard names are there before it, under names that hold their digest;
 5. put `records/N.json`, its digest and statistics;
@@ -17,6 +18,7 @@ goes on from that.
 """
 
 import contextlib
+import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,8 @@ from vocagnolm.jobs.job import CLAIM_FOLDER
 from vocagnolm.storage import storage_of
 from vocagnolm.storage.bucket import PROBE
 from vocagnolm.store.format import (
+    ANSWER_FILE,
+    ANSWER_FOLDER,
     DOCUMENT_FILE,
     FORMAT_NAME,
     MANIFEST_FILE,
@@ -43,8 +47,11 @@ from vocagnolm.store.format import (
     document_files,
     document_problems,
     encode_shard,
+    encode_vocabulary,
     listed,
+    merged_vocabulary,
     parse_shard,
+    read_entries,
     read_manifest,
     read_records,
     read_shard,
@@ -129,6 +136,11 @@ class StoreWriter:
         self._files: dict[str, int] = {}
         self._known: dict[int, Record] = {}
 
+    @property
+    def digest(self) -> str:
+        """Of the identity, as every shard names it."""
+        return self._digest
+
     def begin(self) -> None:
         """Start or resume the store. Refuses a folder with other content, and a store made with
         other settings."""
@@ -153,7 +165,8 @@ class StoreWriter:
         self._agree(found["identity"], complete)
         # a run that failed before its first shard (a teacher that does not load) must not hold
         # the folder against the corrected command
-        if complete or any(name.startswith(f"{SHARD_FOLDER}/") for name in self._files):
+        worth = (f"{SHARD_FOLDER}/", f"{ANSWER_FOLDER}/")
+        if complete or any(name.startswith(worth) for name in self._files):
             refuse_other_identity(str(self.storage), found["identity"], self.identity)
             self._listed = found.get("shards", [])
         elif found["identity"] != self.identity:
@@ -177,7 +190,7 @@ class StoreWriter:
 
     def look(self) -> None:
         """See what is there now: one listing, and the records in it."""
-        self._files = self.storage.files(*STORE_FOLDERS, RECORD_FOLDER)
+        self._files = self.storage.files(*STORE_FOLDERS, RECORD_FOLDER, ANSWER_FOLDER)
         self._known = {}
         if MANIFEST_FILE not in self._files:
             self._known = self._records()
@@ -223,7 +236,7 @@ class StoreWriter:
         if self._files.get(VOCABULARY_FILE) == len(content) and not self.was_complete:
             return
         if not self.storage.create(VOCABULARY_FILE, content) and vocabulary_damage(
-            self.storage.read(VOCABULARY_FILE), self.identity
+            self.storage.read(VOCABULARY_FILE), self.identity["alternatives"]["vocabulary_sha256"]
         ):
             self.storage.put(VOCABULARY_FILE, content)
 
@@ -340,6 +353,20 @@ class StoreWriter:
         if there is None or (self._had_manifest and there != json.loads(json.dumps(manifest))):
             self.storage.put(MANIFEST_FILE, content)
 
+    def merge_vocabulary(self) -> dict[str, Any]:
+        """When all shards are present, and have tables of their own: write the vocabulary that they
+        have together, and return what the manifest says of it."""
+        about = self.identity.get("alternatives")
+        if about is None or "vocabulary_sha256" in about:
+            return {}
+        sizes = self.storage.files(SHARD_FOLDER)
+        names = map(shard_name, range(self.shard_count))
+        tables = (read_entries(self.storage, name, sizes[name]) for name in names)
+        content = encode_vocabulary(merged_vocabulary(tables))
+        self.storage.put(VOCABULARY_FILE, content)
+        digest = hashlib.sha256(content).hexdigest()
+        return {"vocabulary": {"sha256": digest, "bytes": len(content)}}
+
     def _record(self, number: int) -> Record:
         if number not in self._known:
             record, damage = self._examined(number)
@@ -350,11 +377,12 @@ class StoreWriter:
 
     def tidy(self) -> None:
         """Remove what killed runs left behind in the finished store."""
-        folders = (*STORE_FOLDERS, RECORD_FOLDER, CLAIM_FOLDER)
+        folders = (*STORE_FOLDERS, RECORD_FOLDER, CLAIM_FOLDER, ANSWER_FOLDER)
         found = self.storage.files(*folders)
         assert MANIFEST_FILE in found
         left = [n for n in found if n.startswith(f"{RECORD_FOLDER}/") and n.endswith(".json")]
         left += [name for name in found if name.startswith(f"{CLAIM_FOLDER}/")]
+        left += filter(ANSWER_FILE.fullmatch, found)
         if documents := set(filter(DOCUMENT_FILE.fullmatch, found)):
             named = document_files(read_manifest(self.storage))
             left += sorted(documents.difference(named))  # of attempts that did not count
