@@ -38,6 +38,7 @@ RESOLUTION_newest := highest
 PYTHON_lowest ?= python3.11
 PYTHON_newest ?= python3.13
 TORCH ?=
+EXTRAS ?= dev
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # what has broken before: imports, the stages from the command line, accumulation, columns,
 # SentencePiece, prompts of lm-eval
@@ -144,7 +145,7 @@ $(UV): | $(BIN)/python
 $(INSTALLS:%=%/.installed): .venv-%/.installed: Makefile pyproject.toml | $(UV)
 	$(UV) venv --quiet --clear --python $(PYTHON_$*) .venv-$*
 	$(UV) pip install --quiet --python .venv-$*/bin/python --resolution $(RESOLUTION_$*) \
-		-e '.[dev]' $(TORCH)
+		-e '.[$(EXTRAS)]' $(TORCH)
 	touch $@
 
 .venv-%/.installed: Makefile pyproject.toml

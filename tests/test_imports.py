@@ -7,7 +7,6 @@ from importlib.util import find_spec
 import vocagnolm
 import vocagnolm_studies
 
-
 # modules of ours that only their package uses
 PLUGINS = {"vocagnolm.axolotl": "axolotl"}
 
