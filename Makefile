@@ -28,7 +28,25 @@ PIN_litgpt := lightning==2.6.6 'jsonargparse[signatures]==4.41.0'
 # wants, for downloads alone, a huggingface_hub older than that of transformers
 ALONE_litgpt := litgpt==0.5.13
 
-.PHONY: demo test test-fast test-gpu test-vllm test-trainers coverage faults smoke lint types docs site env clean
+# The lowest and the newest versions that pyproject.toml allows, on the lowest and the newest Python:
+# environments apart, made by uv. PyPI's torch brings CUDA (3 GB): UV_TORCH_BACKEND=cpu takes that of
+# PyTorch's own index, and TORCH=torch==X pins it, to one that is at hand (PIP_FIND_LINKS).
+UV := $(BIN)/uv
+INSTALLS := .venv-lowest .venv-newest
+RESOLUTION_lowest := lowest-direct
+RESOLUTION_newest := highest
+PYTHON_lowest ?= python3.11
+PYTHON_newest ?= python3.13
+TORCH ?=
+EXTRAS ?= dev
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# what has broken before: imports, the stages from the command line, accumulation, columns,
+# SentencePiece, prompts of lm-eval
+OFTEN_BROKEN := tests/test_imports.py tests/cli/test_locale.py tests/train/test_guided_trainer.py \
+	tests/train/test_columns.py tests/alignment/test_loading.py \
+	tests/evaluate/test_benchmark_files.py::test_prompts_of_the_suite
+
+.PHONY: demo test test-fast test-gpu test-vllm test-trainers test-lowest test-newest test-installs coverage faults smoke lint types docs site env clean
 
 demo: $(CORE)
 	$(BIN)/vocagnolm demo
@@ -63,6 +81,18 @@ test-trainers: $(TRAINERS:%=.venv-%/.installed)
 	for name in $(TRAINERS); do \
 		AXOLOTL_DO_NOT_TRACK=1 OMP_NUM_THREADS=1 .venv-$$name/bin/python -m pytest \
 			--timeout=900 tests/trainers/test_$$name.py || exit 1; \
+	done
+
+# every test that is not slow, with the lowest or the newest packages: some minutes each
+test-lowest test-newest: test-%: .venv-%/.installed
+	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest $(SIDE_BY_SIDE) -m "not slow"
+	@echo "passed with:" && $(UV) pip freeze --quiet --python .venv-$*/bin/python | \
+		grep -iE '^(torch|transformers|accelerate|numpy|tokenizers|peft|datasets|lm[-_]eval)=='
+
+# a minute of tests with both
+test-installs: $(INSTALLS:%=%/.installed)
+	for environment in $(INSTALLS); do \
+		OMP_NUM_THREADS=1 $$environment/bin/python -m pytest $(SIDE_BY_SIDE) $(OFTEN_BROKEN) || exit 1; \
 	done
 
 # what only CUDA runs, on a machine that has a GPU: some minutes
@@ -109,6 +139,15 @@ $(VLLM_INSTALLED): Makefile
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+$(UV): | $(BIN)/python
+	$(INSTALL) uv==0.13.8
+
+$(INSTALLS:%=%/.installed): .venv-%/.installed: Makefile pyproject.toml | $(UV)
+	$(UV) venv --quiet --clear --python $(PYTHON_$*) .venv-$*
+	$(UV) pip install --quiet --python .venv-$*/bin/python --resolution $(RESOLUTION_$*) \
+		-e '.[$(EXTRAS)]' $(TORCH)
+	touch $@
+
 .venv-%/.installed: Makefile pyproject.toml
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
@@ -117,4 +156,4 @@ $(VLLM_INSTALLED): Makefile
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TRAINERS:%=.venv-%)
+	rm -rf $(VENV) $(VLLM_VENV) $(TRAINERS:%=.venv-%) $(INSTALLS)

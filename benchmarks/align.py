@@ -101,7 +101,7 @@ def trl_aligner() -> Callable[[Any, Any], Any] | None:
     source = Path(spec.submodule_search_locations[0]) / "experimental/gold/gold_trainer.py"
     if not source.is_file():
         return None
-    for node in ast.walk(ast.parse(source.read_text())):
+    for node in ast.walk(ast.parse(source.read_text("utf-8"))):
         if isinstance(node, ast.FunctionDef) and node.name == "_align_by_byte_offsets":
             node.decorator_list = []
             namespace: dict[str, Any] = {}

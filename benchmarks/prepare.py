@@ -67,7 +67,7 @@ def measure_pair(student: str, teacher: str, texts: list[str], given: Any) -> di
     with tempfile.TemporaryDirectory() as temporary:
         lab = Path(temporary)
         corpus = lab / "corpus.jsonl"
-        corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
         read = tokenise(load_tokenizer(teacher), texts)
         losses = [made_up(spans.token_bytes) for spans in read]
         made_up_store(lab / "store", texts, losses)

@@ -96,7 +96,7 @@ def main() -> None:
         }
         for name, rows in records.items():
             content = "".join(json.dumps(row) + "\n" for row in rows)
-            (lab / f"{name}.jsonl").write_text(content)
+            (lab / f"{name}.jsonl").write_text(content, "utf-8")
         runs = iter(range(10**6))
 
         def prepared(name: str, documents: int | None = None) -> dict[str, Any]:

@@ -32,7 +32,8 @@ SHORT = 2000
 
 def resident() -> dict[str, int]:
     """Bytes by kind: anonymous memory, mapped files."""
-    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    lines = [line.split() for line in status.splitlines()]
     return {line[0][3:-1].lower(): 1024 * int(line[1]) for line in lines if line[0][:3] == "Rss"}
 
 
@@ -103,7 +104,7 @@ def main() -> None:
 
 def write_lab(lab: Path, long: str, teacher: TextTokenizer, alternatives: int) -> None:
     for name, text in (("long", long), ("short", long[:SHORT])):
-        (lab / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+        (lab / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n", "utf-8")
         read = teacher.spans_batch([text])
         losses = [made_up(read[0].token_bytes)]
         made_up_store(lab / f"{name}-guided", [text], losses)

@@ -64,7 +64,7 @@ def tiny_teacher(folder: Path) -> Path:
 def planned(folder: Path) -> bytes:
     """What a worker is made from."""
     corpus = folder / "corpus.jsonl"
-    corpus.write_text(json.dumps({"text": "a short text"}) + "\n")
+    corpus.write_text(json.dumps({"text": "a short text"}) + "\n", "utf-8")
     settings = ScoreSettings(device="cpu", threads=1)
     teacher = TeacherSource(str(tiny_teacher(folder / "teacher")))
     source = CorpusSource.of(corpus)

@@ -49,7 +49,8 @@ class Memory:
     def __init__(self, pids: list[int]):
         self._pids = pids
         for pid in pids:
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # forgets the peak of the start
+            # forgets the peak of the start
+            Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")
         self._before = self._sum("VmRSS")
 
     def more(self) -> float:
@@ -58,7 +59,7 @@ class Memory:
     def _sum(self, name: str) -> float:
         total = 0
         for pid in self._pids:
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
             total += sum(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
         return total / 1024
 
@@ -94,7 +95,7 @@ def started(python: str, teacher: str, *options: str) -> Iterator[tuple[str, Mem
                 with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/version"):
                     break
                 if process.poll() is not None or time.monotonic() > until:
-                    raise SystemExit(Path(log.name).read_text()[-2000:])
+                    raise SystemExit(Path(log.name).read_text(encoding="utf-8")[-2000:])
                 time.sleep(1)
             time.sleep(2)
             yield url, Memory(of_session(process.pid))

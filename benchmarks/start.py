@@ -58,7 +58,7 @@ def measure(arguments: list[str], cache: Path) -> tuple[float, str]:
 def write_recipe(folder: Path, tokenizer: str) -> str:
     """A student without weights, and a corpus of a page."""
     corpus = "".join(json.dumps({"text": text}) + "\n" for text in SAMPLE)
-    (folder / "corpus.jsonl").write_text(corpus)
+    (folder / "corpus.jsonl").write_text(corpus, "utf-8")
     recipe = {
         "student": {"config": {**MODEL, "vocab_size": 160_000}, "tokenizer": tokenizer},
         "corpus": {"files": [str(folder / "corpus.jsonl")]},
@@ -67,7 +67,7 @@ def write_recipe(folder: Path, tokenizer: str) -> str:
         "train": {"tokens": 256, "batch_blocks": 8, "device": "cpu"},
         "run": {"folder": str(folder / "run"), "save_every": 0},
     }
-    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    (folder / "recipe.yaml").write_text(json.dumps(recipe), "utf-8")
     return str(folder / "recipe.yaml")
 
 

@@ -127,7 +127,7 @@ def random_blocks(shape: Shape, lab: Path, tokens: int, settings: dict[str, Any]
     `prepare` makes those of one document, whose part is then replaced by a long one."""
     text = "made up " * (shape.length // 8 + 1)  # one token a byte, at least one block
     student = lab / "student"
-    (lab / "corpus.jsonl").write_text(f'{{"text": "{text}"}}\n')
+    (lab / "corpus.jsonl").write_text(f'{{"text": "{text}"}}\n', "utf-8")
     if not (lab / "store").exists():
         (spans,) = tokenise(load_tokenizer(str(student / "tokenizer.json")), [text])
         made_up_store(lab / "store", [text], [made_up(spans.token_bytes)])

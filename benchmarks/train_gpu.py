@@ -224,7 +224,7 @@ class Lab:
         process.wait()
         signal.setitimer(signal.ITIMER_REAL, 0)
         if process.returncode:
-            lines = (lab / f"{run.name}.err").read_text().splitlines()[-12:]
+            lines = (lab / f"{run.name}.err").read_text("utf-8").splitlines()[-12:]
             print(f"{shape.name}, {name}: it ended with {process.returncode}", file=sys.stderr)
             print("\n".join(lines), file=sys.stderr, flush=True)
         shutil.rmtree(run, ignore_errors=True)

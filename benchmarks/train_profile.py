@@ -144,7 +144,7 @@ def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, 
     if given.trace:
         kept = Path(given.trace) / f"{shape.name}.json.gz"
         kept.write_bytes(gzip.compress((lab / "trace.json").read_bytes(), 1))
-    found, whole = by_kind(json.loads((lab / "trace.json").read_text()))
+    found, whole = by_kind(json.loads((lab / "trace.json").read_text("utf-8")))
     return [{"shape": shape.name, **row} for row in table(found, whole, steps)]
 
 

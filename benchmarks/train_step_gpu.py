@@ -181,7 +181,7 @@ def gold_loss(folder: Path | None) -> Callable[..., Tensor] | None:
     if not sources:
         print("TRL GOLD is left out: no gold_trainer.py in --third-party", file=sys.stderr)
         return None
-    tree = ast.parse(sources[0].read_text())
+    tree = ast.parse(sources[0].read_text("utf-8"))
     loss = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "ULDLoss")
     space: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "GOLDConfig": object}
     exec(compile(ast.Module([loss], []), str(sources[0]), "exec"), space)

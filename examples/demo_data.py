@@ -44,7 +44,7 @@ def conversations(folder: Path, count: int = 200) -> tuple[datasets.Dataset, Pat
 
 def _scored(folder: Path, rows: list[dict[str, Any]]) -> tuple[datasets.Dataset, Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     students.score(
         students.TEACHER, folder / "corpus.jsonl", folder / "store", students.ALTERNATIVES
     )

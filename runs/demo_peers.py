@@ -277,7 +277,7 @@ def train(
         speed = train_on_documents(out, rule, rate, tokens, seed, folder)
         measures = students.measure(folder / "model", held_out, problems)
         write_json(measured, measures | {"speed": speed})
-    known: dict[str, Any] = json.loads(measured.read_text())
+    known: dict[str, Any] = json.loads(measured.read_text("utf-8"))
     return known
 
 

@@ -107,9 +107,9 @@ def refuse_other_beginning(path: str, skeleton: str) -> None:
 
 def main(path: str, skeleton: str, out: str, workers: int | None = None) -> None:
     refuse_other_beginning(path, skeleton)
-    config = json.loads((Path(skeleton) / "config.json").read_text())
+    config = json.loads((Path(skeleton) / "config.json").read_text("utf-8"))
     kept = Path(skeleton) / "tensors.json"
-    table = json.loads(kept.read_text()) if kept.is_file() else tensor_table(path)
+    table = json.loads(kept.read_text("utf-8")) if kept.is_file() else tensor_table(path)
     table.sort(key=lambda tensor: -tensor["bytes"])  # the largest first
     with get_context("spawn").Pool(workers or os.cpu_count()) as pool:
         bits = dict(pool.imap_unordered(convert, [(path, t, config) for t in table]))

@@ -83,7 +83,7 @@ def save_tokenizer(folder: Path, texts: list[str], size: int, digits: bool) -> N
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
 
 
 def main() -> None:
@@ -91,7 +91,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "corpus.jsonl", documents(2400, seed=1, noisy=True))
     write_jsonl(folder / "clean.jsonl", documents(2400, seed=2, noisy=False))
-    (folder / "held-out.txt").write_text("".join(documents(100, seed=3, noisy=False)))
+    (folder / "held-out.txt").write_text("".join(documents(100, seed=3, noisy=False)), "utf-8")
     sample = list(documents(1500, seed=4, noisy=True))
     save_tokenizer(folder / "student-tokenizer", sample, 1024, digits=False)
     save_tokenizer(folder / "teacher-tokenizer", sample, 2048, digits=True)

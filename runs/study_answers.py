@@ -19,7 +19,7 @@ FORM = "answer is"
 
 def measured(folder: Path) -> dict[str, float]:
     """Averages over tasks, as the study's accuracy is."""
-    grades = json.loads((folder / "grades.json").read_text())
+    grades = json.loads((folder / "grades.json").read_text("utf-8"))
     length, in_form, right_in_form = (defaultdict[str, list[int]](list) for _ in range(3))
     with gzip.open(folder / "answers.jsonl.gz", "rt", encoding="utf-8") as file:
         for line in file:

@@ -225,7 +225,9 @@ def main() -> None:
     )
     store = LossStore.open(given.out / f"store-{given.what}")
     kept = given.out / "wrong-answers.json"
-    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {"columns": COLUMNS}
+    found: dict[str, Any] = (
+        json.loads(kept.read_text("utf-8")) if kept.exists() else {"columns": COLUMNS}
+    )
     for kind in ("wrong", "right"):
         rows = [
             [number, *(round(float(value), 4) for value in values)]

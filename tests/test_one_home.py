@@ -34,6 +34,36 @@ def test_it_has_one_home(what):
     assert found == homes
 
 
+def test_text_is_read_and_written_as_utf8():
+    """Whatever the locale says: each call names its encoding, or opens bytes."""
+    root, unnamed = SOURCE.parent, []
+    for folder in ("src", "runs", "examples", "benchmarks", "docs"):
+        for path in sorted((root / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and _takes_the_locales_encoding(node):
+                    unnamed.append(f"{path.relative_to(root)}:{node.lineno}")
+    assert not unnamed
+
+
+# place of the argument that is the encoding, or a mode, which may say that there is none
+_ENCODING = {"read_text": 0, "write_text": 1}
+_MODE = {"open": 1, "fdopen": 1, "NamedTemporaryFile": 0, "TemporaryFile": 0}
+
+
+def _takes_the_locales_encoding(call: ast.Call) -> bool:
+    """`open` is the built-in one: methods of that name belong to classes of many kinds."""
+    method = isinstance(call.func, ast.Attribute)
+    name = call.func.attr if method else getattr(call.func, "id", "")
+    given = {word.arg: word.value for word in call.keywords}
+    if name in _ENCODING and method:
+        return len(call.args) <= _ENCODING[name] and "encoding" not in given
+    if name not in _MODE or (method and name == "open") or "encoding" in given:
+        return False
+    place, usual = _MODE[name], "w+b" if "Temporary" in name else "r"
+    mode = call.args[place] if len(call.args) > place else given.get("mode", ast.Constant(usual))
+    return isinstance(mode, ast.Constant) and "b" not in str(mode.value)
+
+
 def test_what_a_method_needs_is_asked_of_its_row():
     """No list of methods beside the table: a new method would be missing from it."""
     found = set()

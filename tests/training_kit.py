@@ -191,6 +191,16 @@ def built_loop(settings: dict[str, Any]) -> Any:
     return run.build_loop(recipe, blocks, plan, arguments, student_tokenizer(recipe))
 
 
+def steps_of_our_loop(settings: dict[str, Any]) -> list[tuple[float, float]]:
+    """The loss of each step of a training as `vocagnolm train` runs it, and the norm of its
+    gradient."""
+    loop = built_loop(settings)
+    steps: list[tuple[float, float]] = []
+    loop.on_step = lambda record: steps.append((record["loss"], float(loop.gradient_norm)))
+    loop.run()
+    return steps
+
+
 def stop_after(step: int, error: BaseException) -> Any:
     """Patches the loop: it ends in this error after that step. Returns the original method."""
     from vocagnolm.train.loop import TrainingLoop

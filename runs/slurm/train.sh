@@ -8,7 +8,8 @@
 # newest checkpoint. Five minutes before the time is up the run writes a checkpoint and ends: submit
 # the same line again to go on. A job that is preempted, or whose node fails, is put into the queue
 # again by SLURM. A checkpoint that takes longer than four minutes needs larger numbers in
-# --signal and --shutdown-timeout, the first above the second.
+# --signal and --shutdown-timeout, the first above the second. Before torch 2.12 torchrun has no
+# --shutdown-timeout: remove it there, and give the run checkpoints that take less than 30 seconds.
 #
 #SBATCH --job-name=vocagnolm-train
 #SBATCH --nodes=2

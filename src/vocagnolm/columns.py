@@ -322,9 +322,9 @@ class _Columns:
             keep_text=False,
             targets=self.targets,
         ).columns
-        columns["input_ids"] = columns["labels"] = columns["ids"]
+        columns["input_ids"] = columns["labels"] = columns["ids"].astype(np.int32)
         if chat:
-            columns["labels"] = np.where(columns["trained"], columns["ids"], IGNORE_INDEX)
+            columns["labels"] = np.where(columns["trained"], columns["labels"], IGNORE_INDEX)
         cuts = np.cumsum(columns["document_tokens"])[:-1]
         return {
             name: np.split(columns[name].astype(kind), cuts) for name, kind in self.types.items()

@@ -25,16 +25,20 @@ class SettingError(UsageError, ValueError):
 
 
 class MissingExtraError(VocagnolmError):
-    """An optional dependency is not installed."""
+    """An optional dependency is not installed, or is installed and cannot be imported."""
 
-    def __init__(self, package: str, extra: str, purpose: str) -> None:
-        self._parts = (package, extra, purpose)
+    def __init__(self, package: str, extra: str, purpose: str, broken: str | None = None) -> None:
+        """`broken`: why an installed package cannot be imported."""
+        self._parts = (package, extra, purpose, broken)
+        wrong, how = "is not installed", "Install it"
+        if broken is not None:
+            wrong, how = f"is installed but cannot be imported ({broken})", "Update it"
         super().__init__(
-            f"{purpose} needs the package '{package}', which is not installed. "
-            f"Install it with: pip install 'vocagnolm[{extra}]'"
+            f"{purpose} needs the package '{package}', which {wrong}. "
+            f"{how} with: pip install {'--upgrade ' * (broken is not None)}'vocagnolm[{extra}]'"
         )
 
-    def __reduce__(self) -> tuple[type, tuple[str, ...]]:
+    def __reduce__(self) -> tuple[type, tuple[str | None, ...]]:
         return type(self), self._parts  # sent from one process to another
 
 
@@ -158,12 +162,15 @@ def lazy_names(package: str, public: Mapping[str, Collection[str]]) -> tuple[Any
 
 def optional(module: str, extra: str, purpose: str) -> Any:
     """A module that comes with one of our extras."""
+    package = module.partition(".")[0]
     try:
         return import_module(module)
-    except ImportError:
-        raise MissingExtraError(module.partition(".")[0], extra, purpose) from None
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        broken = None if missing else first_line(error)
+        raise MissingExtraError(package.replace("_", "-"), extra, purpose, broken) from None
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message, which for those of other packages may be long."""
+    """The first line of an error's message: those of other packages may be long."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -17,6 +17,7 @@ import re
 import secrets
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,7 @@ def address_of(path: str | os.PathLike[str]) -> str | None:
 def local_path(path: str | os.PathLike[str]) -> Path:
     """The path; an address (`s3://bucket/x`), of which `Path` would make a folder, is refused."""
     address = address_of(path)
+    require_nameable(path)
     if "\0" in str(path):
         raise UsageError(f"{str(path)!r} is not a path: it contains a zero byte.")
     if address is None:
@@ -52,6 +54,21 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         f"stores and blocks can be remote; for anything else, mount the bucket (rclone mount, "
         f"gcsfuse) and use the mount point."
     )
+
+
+def require_nameable(path: str | os.PathLike[str]) -> None:
+    """Refuse a name that this process cannot give to the system, or not to libraries in Rust, which
+    know no names but UTF-8: each would say in another way that there is no such file."""
+    try:
+        os.fsencode(path)
+        str(path).encode()
+    except UnicodeEncodeError:
+        encoding = sys.getfilesystemencoding()
+        mend = "Rename it." if encoding == "utf-8" else "Set PYTHONUTF8=1 before Python starts."
+        raise UsageError(
+            f"{str(path)!a} cannot be opened: the name does not fit the encoding of file names, "
+            f"which is {encoding} here. {mend}"
+        ) from None
 
 
 def reached(point: str, path: PurePath) -> None:

@@ -51,6 +51,7 @@ def test_sentencepiece_models(tmp_path, model_type, byte_fallback, kind):
         input=str(corpus),
         model_prefix=str(tmp_path / "tokenizer"),
         vocab_size=600 if byte_fallback else 360,
+        hard_vocab_limit=False,  # versions differ in how many pieces they find
         model_type=model_type,
         byte_fallback=byte_fallback,
         normalization_rule_name="identity",

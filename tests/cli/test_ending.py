@@ -51,6 +51,14 @@ def test_an_unforeseen_error_is_one_line_and_a_file(monkeypatch, capsys, tmp_pat
     assert "Traceback" in trace.read_text() and "workings" in trace.read_text()
 
 
+def test_packages_of_unlike_age_are_no_fault_of_the_program(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    error = ImportError("cannot import name 'HybridCache' from 'transformers'")
+    code, said = ended(monkeypatch, capsys, error)
+    assert code == 1 and said.count("\n") == 1
+    assert "do not fit together: cannot import name 'HybridCache'" in said and "--upgrade" in said
+
+
 @pytest.mark.parametrize("how", ["option", "variable"])
 def test_debug_shows_the_trace(how, monkeypatch, capsys):
     monkeypatch.setenv("VOCAGNOLM_DEBUG", "1" if how == "variable" else "")

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from vocagnolm.data.corpus import document_hash, open_corpus, read_texts
-from vocagnolm.errors import CorpusError, MissingExtraError
+from vocagnolm.errors import CorpusError, MissingExtraError, optional
 
 TEXTS = [f"document {i} " + "wörd " * (i % 7) for i in range(700)]
 
@@ -351,3 +351,19 @@ def test_a_hub_dataset_goes_to_another_process(monkeypatch):
 def test_a_missing_package_is_told_in_another_process_too():
     error = MissingExtraError("pyarrow", "data", "reading a.parquet")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_package_that_cannot_be_imported_is_not_said_to_be_missing(tmp_path, monkeypatch):
+    """As peft 0.17 beside transformers 5, or lm-eval without a package that it needs."""
+    (tmp_path / "too_old.py").write_text("from json import gone")
+    (tmp_path / "half_there.py").write_text("import it_needs_this")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, reason in (("too_old", "cannot import name 'gone'"), ("half_there", "No module")):
+        wanted = (
+            rf"'{name.replace('_', '-')}', which is installed but cannot be .*{reason}.*--upgrade"
+        )
+        with pytest.raises(MissingExtraError, match=wanted) as told:
+            optional(name, "eval", "Evaluation")
+        assert str(pickle.loads(pickle.dumps(told.value))) == str(told.value)
+    with pytest.raises(MissingExtraError, match=r"'not-there', which is not installed\. Install"):
+        optional("not_there.inner", "eval", "Evaluation")

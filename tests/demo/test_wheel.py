@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from email import message_from_string
 from pathlib import Path
 from zipfile import ZipFile
@@ -13,6 +14,7 @@ import pytest
 from faults_kit import LONG
 
 ROOT = Path(__file__).parents[2]
+BUILT_FROM = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 FIRST_STEPS = """
 import sys
 from pathlib import Path
@@ -45,15 +47,50 @@ def run(*command: object, **options) -> str:
     return done.stdout
 
 
+def copied(source: Path) -> Path:
+    """What a package is built from, and a test, which is no part of it."""
+    source.mkdir()
+    for name in (*BUILT_FROM, "CHANGELOG.md", "CITATION.cff"):
+        shutil.copy(ROOT / name, source / name)
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info"))
+    (source / "tests").mkdir()
+    shutil.copy(__file__, source / "tests" / "test_wheel.py")
+    return source
+
+
+@pytest.mark.slow
+def test_the_sdist_is_the_source_alone_and_names_its_address(tmp_path):
+    source = copied(tmp_path / "source")
+    setup = (source / "setup.py").read_text(encoding="utf-8")
+    address = setup.replace('REPOSITORY = ""', 'REPOSITORY = "https://example.org/v"')
+    assert address != setup
+    (source / "setup.py").write_text(address, encoding="utf-8")
+    build = "from setuptools import build_meta; build_meta.build_sdist('..')"
+    run(sys.executable, "-c", build, cwd=source)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as content:
+        names = {"/".join(Path(name).parts[1:]) for name in content.getnames()}
+        about = content.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/PKG-INFO")
+        metadata = message_from_string(about.read().decode())
+    assert {name for name in names if not name.startswith("src")} - {
+        "",
+        "PKG-INFO",
+        "setup.cfg",
+    } == {
+        *BUILT_FROM,
+        "CHANGELOG.md",
+        "CITATION.cff",
+    }
+    places = dict(place.split(", ") for place in metadata.get_all("Project-URL"))
+    assert places["Issues"] == "https://example.org/v/issues"
+    assert places["Paper"].startswith("https://arxiv.org/")
+
+
 @pytest.mark.skipif(not LONG, reason="`make faults`")
 def test_the_wheel_runs_without_the_source_tree(tmp_path):
     """Built from what is tracked, installed into a new environment that has the dependencies of
     this one; run through its console script, as pipx does."""
-    source = tmp_path / "source"
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        source.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, source / name)
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info"))
+    source = copied(tmp_path / "source")
     building = ("--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", tmp_path)
     run(sys.executable, "-m", "pip", "wheel", source, *building)
     shutil.rmtree(source)

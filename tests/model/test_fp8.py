@@ -29,6 +29,13 @@ from vocagnolm.pair import SAMPLE
 from vocagnolm.score import LocalTeacher, score_corpus
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _autograd_has_begun():
+    """`FakeTensorMode` makes torch 2.10 count eight GPUs. Autograd, if it began after that, would
+    start threads for them, and processes that later tests fork could not train."""
+    torch.ones(1, requires_grad=True).backward()
+
+
 def test_every_row_uses_the_whole_range():
     values = torch.tensor([[1e-4, -3e-4, 2e-4], [500.0, 10.0, -900.0], [0.0, 0.0, 0.0]])
     rounded, scale = rounded_rows(values)

@@ -75,7 +75,8 @@ def test_wrong_calls_say_what_to_do(folders, tmp_path) -> None:
     pair = ["view", "--student", str(student), "--teacher", str(student)]
     assert "--text or --file" in run_expecting_error([*pair, *html])
     wrong = CliRunner().invoke(app, [*pair, "--text", "a", "--aggregation", "median", *html])
-    assert wrong.exit_code == 2 and "'max', 'mean', 'sum'" in wrong.output
+    said = " ".join(wrong.output.replace("│", "").split())  # some versions of typer draw a box
+    assert wrong.exit_code == 2 and "'max', 'mean', 'sum'" in said
     assert not (tmp_path / "x.html").exists()
 
 

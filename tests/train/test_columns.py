@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from training_kit import LLAMA, recipe_dict
-from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, set_seed
+from training_kit import LLAMA, ROUNDING, recipe_dict, steps_of_our_loop
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 from transformers.modeling_outputs import CausalLMOutput
 from typer.testing import CliRunner
 
@@ -23,7 +23,7 @@ from vocagnolm import (
 )
 from vocagnolm.cli import app
 from vocagnolm.columns import _Columns
-from vocagnolm.data.blocks import Blocks
+from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.errors import (
     CorpusError,
     ObjectiveError,
@@ -255,6 +255,38 @@ def test_a_float16_model_is_refused_at_every_entrance(lab, guided, tmp_path):
     tree["student"]["dtype"] = "float16"
     with pytest.raises(TrainingError, match="float16"):
         train(recipe_from_dict(tree), quiet=True)
+
+
+def test_steps_of_several_micro_batches_are_those_of_our_loop(lab, tmp_path):
+    """In any version of transformers: its Trainer must not divide the loss again."""
+    run = {"folder": str(tmp_path / "run"), "save_every": 0}
+    ours = steps_of_our_loop(recipe_dict(lab, train={"tokens": 4 * 256}, run=run))
+    arguments = TrainingArguments(
+        str(tmp_path / "trainer"),
+        max_steps=4,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=3e-3,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr": 3e-4},
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        save_strategy="no",
+        remove_unused_columns=False,
+        report_to="none",
+        use_cpu=True,
+    )
+    order = TrainingOrder(Blocks(lab / "blocks", 32), 4 * 8, seed=0)
+    rows = [{name: block[name] for name in ("input_ids", "guidance")} for block in order]
+    model = student()
+    use_guided_loss(model, ObjectiveConfig())
+    trainer = Trainer(model, arguments, data_collator=GuidedCollator(), train_dataset=rows)
+    trainer.train()
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    theirs = [(row["loss"], row["grad_norm"]) for row in logged]
+    np.testing.assert_allclose(theirs, ours, rtol=ROUNDING)
 
 
 @pytest.mark.parametrize("labels", [False, True], ids=["all", "labels"])

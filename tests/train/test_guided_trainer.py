@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from training_kit import LLAMA, ROUNDING, recipe_dict, run_processes
+from training_kit import LLAMA, ROUNDING, recipe_dict, run_processes, steps_of_our_loop
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,10 +14,7 @@ from transformers import (
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.errors import TrainingError
 from vocagnolm.objective import ObjectiveConfig
-from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train import BlockCollator, GuidedTrainer, OnlineTeacher
-from vocagnolm.train.folder import read_metrics
-from vocagnolm.train.run import train
 
 STEPS = 4
 GLOBAL = {"scope": "global", "normalise": "selected"}
@@ -31,8 +28,9 @@ class Logs(TrainerCallback):
         self.seen.append(logs)
 
     @property
-    def losses(self):
-        return [logs["loss"] for logs in self.seen if "loss" in logs]
+    def steps(self):
+        """Loss and norm of the gradient."""
+        return [(logs["loss"], logs["grad_norm"]) for logs in self.seen if "loss" in logs]
 
 
 def student():
@@ -75,23 +73,23 @@ def trainer(lab, folder, objective=None, model=None, accumulation=2, **settings)
     return made, logs
 
 
-def our_losses(lab, folder, objective):
-    tree = recipe_dict(
-        lab,
-        objective={"method": "guided", **objective},
-        train={"tokens": STEPS * 256},
-        run={"folder": str(folder), "save_every": 0},
+def our_steps(lab, folder, objective):
+    return steps_of_our_loop(
+        recipe_dict(
+            lab,
+            objective={"method": "guided", **objective},
+            train={"tokens": STEPS * 256},
+            run={"folder": str(folder), "save_every": 0},
+        )
     )
-    train(recipe_from_dict(tree), quiet=True)
-    return [record["loss"] for record in read_metrics(folder / "metrics.jsonl")]
 
 
 @pytest.mark.parametrize("objective", [{}, GLOBAL], ids=["batch", "global"])
 def test_its_steps_are_those_of_our_loop(lab, tmp_path, objective):
-    ours = our_losses(lab, tmp_path / "run", objective)
+    ours = our_steps(lab, tmp_path / "run", objective)
     made, logs = trainer(lab, tmp_path / "hf", objective)
     made.train()
-    np.testing.assert_allclose(logs.losses, ours, rtol=ROUNDING)
+    np.testing.assert_allclose(logs.steps, ours, rtol=ROUNDING)
     assert {"nll_all", "nll_kept", "kept_share", "mapped_share", "excess_p50"} <= set(logs.seen[0])
     saved = made.evaluate()
     assert saved["eval_loss"] < 6.0
@@ -102,11 +100,11 @@ def test_its_steps_are_those_of_our_loop(lab, tmp_path, objective):
 def train_two(lab, folder, expected):
     made, logs = trainer(lab, folder, GLOBAL, accumulation=1)
     made.train()
-    np.testing.assert_allclose(logs.losses, expected, rtol=ROUNDING)
+    np.testing.assert_allclose(logs.steps, expected, rtol=ROUNDING)
 
 
 def test_two_processes(lab, tmp_path):
-    expected = our_losses(lab, tmp_path / "run", GLOBAL)
+    expected = our_steps(lab, tmp_path / "run", GLOBAL)
     run_processes(train_two, 2, lab, tmp_path / "hf", expected)
 
 

@@ -24,7 +24,7 @@ from vocagnolm.errors import (
     first_line,
     optional,
 )
-from vocagnolm.files import read_json
+from vocagnolm.files import read_json, require_nameable
 from vocagnolm.storage.copies import remembered
 
 # ---- what stands before and after a text ----
@@ -487,6 +487,7 @@ def load_tokenizer(
         return TextTokenizer(source, name="tokenizer", special_tokens=special_tokens)
     if not isinstance(source, str | Path):
         return _from_transformers(source, special_tokens)
+    require_nameable(source)
     path, name = Path(source), ""
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         loaded = _from_transformers(gguf_tokenizer(path), special_tokens)

@@ -21,6 +21,7 @@ from vocagnolm.cli.common import (
     Commands,
     RayCommand,
     end,
+    in_utf8,
     showing_copies,
     showing_warnings,
 )
@@ -113,6 +114,7 @@ _add(MORE, push, "vocagnolm push runs/guided owner/name --dry-run")
 
 def main() -> None:
     """Entry point: whatever goes wrong becomes one message on stderr and an exit code."""
+    in_utf8()
     try:
         app()
     except SystemExit:

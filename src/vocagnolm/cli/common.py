@@ -1,8 +1,10 @@
 """What commands share: quiet libraries, endings, progress."""
 
+import codecs
 import contextlib
 import errno
 import json
+import locale
 import os
 import re
 import sys
@@ -77,6 +79,19 @@ def showing_warnings() -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = usual
+
+
+# ---- the locale ----
+
+
+def in_utf8() -> None:
+    """Start the program again in Python's UTF-8 mode where the locale has another encoding, as
+    Python 3.15 does without being asked: paths, files and the terminal take all of Unicode then, in
+    libraries and in processes that are started from here too."""
+    utf8 = codecs.lookup(locale.getpreferredencoding(False)).name == "utf-8"
+    if not utf8 and os.environ.get("PYTHONUTF8") != "1":  # else Python was told not to look
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 # ---- endings ----
@@ -235,6 +250,12 @@ def end(error: BaseException) -> NoReturn:
     if os.environ.get(DEBUG_VARIABLE) or not (isinstance(error, Exception) or panic):
         raise error
     said = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, ImportError):
+        _leave(
+            f"error: the installed packages do not fit together: {said:.300}. Upgrade those that "
+            f"the trace names, with pip install --upgrade ({_trace_written(error)}).",
+            1,
+        )
     _leave(
         f"error: this should not have happened: {type(error).__name__}{': ' if said else ''}"
         f"{said:.300} ({_trace_written(error)}; `vocagnolm --debug ...` shows it here)",
@@ -249,7 +270,7 @@ def _leave(message: str, code: int) -> NoReturn:
     if report:
         about = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
-            Path(report).write_text(json.dumps({"message": about}))
+            Path(report).write_text(json.dumps({"message": about}), "utf-8")
     if not report or leading():
         typer.echo(message, err=True)
     sys.exit(code)

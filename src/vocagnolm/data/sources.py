@@ -4,7 +4,6 @@ bytes in the same pass, and reads any range of documents."""
 import contextlib
 import gzip
 import hashlib
-import importlib
 import io
 import json
 import os
@@ -17,7 +16,7 @@ from typing import IO, Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 from vocagnolm.chat.messages import CONVERSATION_FIELDS, RENAMED_FIELDS
-from vocagnolm.errors import CorpusError, MissingExtraError, UsageError, VocagnolmError, optional
+from vocagnolm.errors import CorpusError, UsageError, VocagnolmError, optional
 from vocagnolm.files import parse_json, whole_file
 from vocagnolm.recipe.sections import Split as Split
 from vocagnolm.storage import scheme_of
@@ -140,13 +139,8 @@ def _patiently(address: str, request: Callable[[], Result]) -> Result:
 def _system(address: str) -> tuple[Any, str]:
     scheme = scheme_of(address) or ""
     package = PACKAGES[scheme]
-    try:
-        fsspec = importlib.import_module("fsspec")
-        importlib.import_module(package)
-    except ImportError as error:
-        name = "fsspec" if error.name == "fsspec" else package
-        extra = "gcs" if name == "gcsfs" else "bucket"
-        raise MissingExtraError(name, extra, f"reading {address}") from None
+    fsspec = optional("fsspec", "bucket", f"reading {address}")
+    optional(package, "gcs" if package == "gcsfs" else "bucket", f"reading {address}")
     # fsspec's own cache of clients and listings knows nothing of a changed environment or bucket
     state = (scheme, os.getpid(), hash(tuple(sorted(os.environ.items()))))
     if state not in _clients:
@@ -479,10 +473,10 @@ class ParquetRows(_File):
 
     @cached_property
     def _file(self) -> Any:
-        pyarrow = optional("pyarrow", "data", f"reading {self.path.name}")
-        importlib.import_module("pyarrow.parquet")
+        purpose = f"reading {self.path.name}"
+        _, parquet = (optional(name, "data", purpose) for name in ("pyarrow", "pyarrow.parquet"))
         with self._readable():
-            return pyarrow.parquet.ParquetFile(self.path)
+            return parquet.ParquetFile(self.path)
 
     def __len__(self) -> int:
         return self._rows

@@ -161,7 +161,7 @@ def train_and_measure(recipe: Recipe, held_out: Path, problems: Sequence[Problem
     folder = Path(recipe.run.folder or "")
     measured = folder / "measures.json"
     if measured.is_file():
-        known: Record = json.loads(measured.read_text())
+        known: Record = json.loads(measured.read_text("utf-8"))
         if "answers" in known:  # older versions kept the two numbers alone
             return known
     one_thread()

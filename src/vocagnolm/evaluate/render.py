@@ -25,7 +25,7 @@ from typing import Any, get_args
 import yaml
 
 from vocagnolm.chat import Message, shared_text
-from vocagnolm.errors import MissingExtraError, UsageError
+from vocagnolm.errors import MissingExtraError, UsageError, optional
 from vocagnolm.files import write_text
 from vocagnolm.questions.benchmarks import with_options
 from vocagnolm.questions.suite import (
@@ -207,14 +207,11 @@ def render(
     if protocol == "paper" and choices == "likelihood":
         raise UsageError("the paper's protocol generates its answers: remove --choices likelihood")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError:
-        raise MissingExtraError("lm-eval", "eval", "Evaluation") from None
     metadata: dict[str, Any] = {"protocol": protocol}
     if benchmarks is not None:
         metadata["benchmarks"] = str(benchmarks)
-    manager = TaskManager(include_defaults=False, metadata=metadata)
+    harness = optional("lm_eval.tasks", "eval", "Evaluation")
+    manager = harness.TaskManager(include_defaults=False, metadata=metadata)
     requests = {}
     with TemporaryDirectory() as folder:
         for task in tasks:

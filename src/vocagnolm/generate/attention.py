@@ -129,6 +129,8 @@ class _NothingKept(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    get_max_cache_shape = get_max_length  # its name before transformers 5.14
+
 
 class PassThroughCache(Cache):
     """Hands keys and values on to the attention, which keeps them itself. It never asks which

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.alignment.tokenizer import from_hub
 from vocagnolm.errors import ModelError, UsageError, optional
-from vocagnolm.files import model_damage, parse_json
+from vocagnolm.files import model_damage, parse_json, require_nameable
 from vocagnolm.model.fp8 import require_fp8, to_fp8
 
 # ---- quantised weights ----
@@ -240,6 +240,7 @@ def open_model(
 
     `dtype="auto"`: float32 on a CPU; on a GPU the checkpoint's own half precision, or bfloat16.
     """
+    require_nameable(source)
     torch_device, path = resolve_device(device), Path(source)
     gguf_file = path.name if path.suffix.lower() == ".gguf" else None
     if gguf_file is not None:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.errors import BenchmarkError, MissingExtraError, UsageError, first_line
+from vocagnolm.errors import BenchmarkError, UsageError, first_line, optional
 from vocagnolm.files import parse_json
 from vocagnolm.questions.graders import gold_letter, gold_math, gold_number
 from vocagnolm.questions.suite import TASKS, AnswerKind, Protocol, Task, task_named, tasks_named
@@ -381,11 +381,8 @@ def _published_rows(name: str, source: Source) -> Iterator[tuple[str, Row]]:
 
 
 def _hub_split(dataset: str, configuration: str | None, split: str) -> Any:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise MissingExtraError("datasets", "eval", f"Loading {dataset} from the hub") from None
-    return load_dataset(dataset, configuration, split=split)
+    datasets = optional("datasets", "eval", f"Loading {dataset} from the hub")
+    return datasets.load_dataset(dataset, configuration, split=split)
 
 
 # ---- a benchmark of one's own ----

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vocagnolm.errors import RecipeError
-from vocagnolm.files import local_path
+from vocagnolm.files import local_path, require_nameable
 from vocagnolm.methods import Method
 from vocagnolm.recipe import sections
 from vocagnolm.recipe.schema import (
@@ -140,6 +140,7 @@ class Recipe(Schema):
 def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe file, or a recipe of the package (`laptop`, `paper/cpt`); follow its `extends`,
     and apply `section.key=value` overrides."""
+    require_nameable(source)
     path = Path(source)
     if path.suffix in YAML_SUFFIXES or path.is_file():
         advice = "`vocagnolm recipe list` names the shipped recipes."

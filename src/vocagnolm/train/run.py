@@ -441,7 +441,9 @@ def build_loop(
         # its fused loss would replace the objective's
         apply_liger_kernel(model, {"fused_linear_cross_entropy": False, "cross_entropy": False})
     if recipe.train.gradient_checkpointing:
-        student.gradient_checkpointing_enable({"use_reentrant": False})
+        # the second is its name before transformers 5.23
+        enable = getattr(student, "activation_checkpointing_enable", None)
+        (enable or student.gradient_checkpointing_enable)({"use_reentrant": False})
     if arguments.neftune_noise_alpha is not None:
         embeddings.neftune_noise_alpha = arguments.neftune_noise_alpha
         embeddings.register_forward_hook(neftune_post_forward_hook)

@@ -38,7 +38,6 @@ class GuidedTrainer(Trainer):
     """
 
     objective: ObjectiveConfig
-    loss_is_scaled_for_ga = True  # divided by the tokens of the whole step
 
     def __init__(
         self,
@@ -66,6 +65,9 @@ class GuidedTrainer(Trainer):
         super().__init__(
             model=model, args=args, data_collator=data_collator or BlockCollator(), **kwargs
         )
+        # the loss is divided by the tokens of the whole step: with this, and a number of items from
+        # `get_batch_samples`, every version of transformers adds up micro-batches undivided
+        self.model_accepts_loss_kwargs = True
         if teacher is not None:
             teacher.to(self.args.device)
 
@@ -73,12 +75,12 @@ class GuidedTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
         """All micro-batches of the next step, with what they need to know about each other."""
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._meter = StepMeter()
         self._plan = plan_step(
             batches, self.objective, self._score, step=self.state.global_step, teacher=self.teacher
         )
-        return batches, None
+        return batches, items
 
     @torch.no_grad()
     def _score(self, inputs: dict[str, Any], targets: Targets) -> Tensor:
