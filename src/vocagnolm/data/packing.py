@@ -214,7 +214,8 @@ def target_words(shares: Mapping[str, float]) -> list[str]:
         f"alternative continues from there)",
         f"of the teacher's probability {shares['following']:.1%} is on the actual next token, "
         f"{shares['exact']:.1%} on other student tokens, {shares['several']:.1%} on text of "
-        f"several student tokens, {shares['unspelled']:.1%} on text that it cannot represent, "
+        f"several student tokens, {shares['unspelled']:.1%} on text whose first token depends on "
+        f"what follows or that it cannot represent, "
         f"{shares['beyond']:.1%} beyond the alternatives",
     ]
 
