@@ -224,8 +224,8 @@ class Measured:
     def _add(
         self, n: int, document: Document, place: int, column: int, times: int, ids: list[int]
     ) -> None:
-        """`times`: how often the alternative was drawn. One that counts more inside a teacher token,
-        since others are ruled out there, has more weight."""
+        """`times`: how often the alternative was drawn. It has more weight inside a teacher token,
+        where others are ruled out."""
         self.drawn[n] += times
         given = float(document.given.mass[place, column])
         written: dict[int, tuple[int, int]] | None = None

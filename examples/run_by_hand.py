@@ -1,6 +1,6 @@
 """A run of `vocagnolm train` once more, by hand: plain torch that reads the run's recipe and blocks
-and ends in its weights. Nothing else of the package is used. The rules are those of "A run, exactly"
-in docs/how-it-works.md.
+and ends in its weights. Nothing else of the package is used. The rules are those of "A run,
+exactly" in docs/how-it-works.md.
 
 python examples/run_by_hand.py RUN    # the folder of a finished run: cpt, guided or distill
 """
@@ -42,7 +42,7 @@ def weights(nll: Tensor, guidance: Tensor, keep: float) -> Tensor:
 
 
 def summed_loss(model: Any, rows: list[dict[str, Any]], objective: dict[str, Any]) -> Tensor:
-    """Position t reads token t and predicts token t + 1: what a block holds belongs to its tokens."""
+    """Position t reads token t and predicts token t + 1, to which all columns of it belong."""
     column = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
     labels = column["input_ids"][:, 1:]
     logits = model(input_ids=column["input_ids"][:, :-1], use_cache=False).logits
