@@ -117,6 +117,7 @@ class SpelledShares:
     several: float
     """Several, of which the first would be the target."""
     unspelled: float
+    """None: the first token depends on what follows, or the student cannot represent the text."""
 
 
 @dataclass(frozen=True)

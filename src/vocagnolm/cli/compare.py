@@ -131,7 +131,7 @@ def _print(pairs: "list[Pair]", where: str) -> None:
             "begins with a teacher token": f"{pair.shared_start_share:.1%}",
             "teacher tokens: one of the student's": f"{pair.spelled.exact:.1%}",
             "several, the first is a target": f"{pair.spelled.several:.1%}",
-            "not representable": f"{pair.spelled.unspelled:.1%}",
+            "none that is certain": f"{pair.spelled.unspelled:.1%}",
             "tiling": "exact" if pair.exact else "lossy",
         }
         for pair in pairs

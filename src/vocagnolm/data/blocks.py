@@ -32,9 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from vocagnolm.alignment.alignment import Aggregation
-from vocagnolm.data.guidance import cut_stretches
-from vocagnolm.data.packing import Bins, chunk_guidance, fill_bins
+from vocagnolm.alignment.alignment import Aggregation, Alignment
+from vocagnolm.data.guidance import CarryRule, carry_losses, cut_stretches
+from vocagnolm.data.packing import Bins, fill_bins
 from vocagnolm.errors import BlocksError
 from vocagnolm.files import file_digests, local_path, plain_name, read_json
 from vocagnolm.storage import Folder, Storage
@@ -251,7 +251,9 @@ class Blocks:
         """What takes all of the teacher's losses behind the window, in place."""
         if self.chunks is not None:
             # the chunks are cut among the tokens that are predicted: all but the first
-            guidance = chunk_guidance(ranges[1:], nll, self.chunks, self.aggregation)
+            predicted = Alignment(ranges[1:, 0], ranges[1:, 1])
+            rule = CarryRule("chunk", self.aggregation, self.chunks)
+            guidance = carry_losses(predicted, nll, rule)
             block["guidance"] = np.concatenate([[np.float32(np.nan)], guidance])
         if self.teacher_sums:
             known = nll[np.isfinite(nll)].astype(np.float64)

@@ -4,7 +4,7 @@ targets. Pure functions over arrays, all documents of a part at once, laid over 
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,16 +22,19 @@ from vocagnolm.alignment import (
     TeacherTokens,
     TextTokenizer,
     TokenSpans,
+    carry,
     kinds,
-    stretch_losses,
+    stretch_alignment,
     stretches,
+    whole_sums,
 )
-from vocagnolm.alignment.alignment import Aggregation
+from vocagnolm.alignment.alignment import Aggregation, chunk_align
 from vocagnolm.alignment.targets import TARGETS_RULE, Spelling, spell, unmeasured_targets
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.errors import BlocksError, WriteError
 from vocagnolm.files import write_bytes
+from vocagnolm.recipe.sections import ObjectiveConfig
 from vocagnolm.storage.copies import cache_folder
 from vocagnolm.store import LossStore
 from vocagnolm.store.format import encode_vocabulary
@@ -132,6 +135,96 @@ def nats_per_byte(token_bytes: NDArray[Any], nll: NDArray[Any]) -> float:
     return nats / covered if covered else np.inf
 
 
+# ---- losses ----
+
+
+@dataclass(frozen=True)
+class CarryRule:
+    """What of a teacher's losses a student token is guided by."""
+
+    unit: Literal["token", "stretch", "chunk"] = "token"
+    """The teacher tokens that cover it, all those of its stretch, or those of its chunk."""
+    aggregation: Aggregation = "max"
+    """How losses become one number; of a stretch they are added up."""
+    chunks: int = 1
+
+    @classmethod
+    def of(cls, config: ObjectiveConfig, aggregation: Aggregation) -> "CarryRule":
+        unit = "stretch" if config.by_stretch else config.rule.unit
+        return cls(unit, aggregation, config.n_chunks)
+
+
+def carry_losses(ranges: Alignment, nll: NDArray[Any], rule: CarryRule) -> NDArray[Any]:
+    """One teacher's loss for every student token. `ranges`: the teacher tokens that cover it, or
+    with `stretch` those of its stretch."""
+    if rule.unit == "stretch":
+        return whole_sums(ranges, nll)
+    if rule.unit == "chunk":
+        return _chunk_losses(ranges, nll, rule)
+    return carry(ranges, nll, rule.aggregation)
+
+
+def _chunk_losses(ranges: Alignment, nll: NDArray[Any], rule: CarryRule) -> NDArray[np.float32]:
+    """The coarse baseline for one block: the block and the teacher tokens behind it are each cut
+    into chunks; every mapped student token gets the losses of its teacher chunk, aggregated as
+    those behind a token are (section 3.2 of the paper). Tokens without text (BOS, EOS) lie in
+    chunks too, but have no guidance: they follow `unmapped`."""
+    mapped = ranges.mapped
+    if not mapped.any():
+        return np.full(len(ranges), np.nan, np.float32)
+    first, last = int(ranges.first[mapped].min()), int(ranges.last[mapped].max())
+    behind = np.asarray(nll[first : last + 1], np.float32)
+    chunks = chunk_align(len(ranges), len(behind), rule.chunks)
+    guidance = carry(chunks, behind, rule.aggregation).astype(np.float32)
+    guidance[~mapped] = np.nan
+    return guidance
+
+
+def student_guidance(
+    ours: Laid,
+    theirs: Sequence[LaidTeacher],
+    alignments: Sequence[Alignment],
+    rule: CarryRule,
+    how: Combine,
+) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Per token the teachers' combined loss, and whether the token goes on with the stretch of the
+    token before it. Several teachers are combined over stretches that all of them share; a document
+    that one lacks has the stretches of the others."""
+    if rule.unit != "stretch":
+        pairs = zip(alignments, theirs, strict=True)
+        carried = [carry_losses(ranges, teacher.nll, rule) for ranges, teacher in pairs]
+        return combine(carried, theirs, ours, how), np.zeros(len(carried[0]), bool)
+    losses = np.full(len(ours.spans), np.nan)
+    begins = np.zeros(len(ours.spans), bool)
+    for among, documents in _by_teachers(theirs, how):
+        here = np.isin(ours.document, documents)
+        part = Laid(ours.spans[here], ours.document[here], ours.origins)
+        found = stretches(part.spans, *(teacher.spans for teacher in among))
+        carried = [
+            carry_losses(stretch_alignment(found, teacher.spans), teacher.nll, rule)
+            for teacher in among
+        ]
+        losses[here] = combine(carried, among, part, how)
+        begins[here] = found.begins
+    return losses, ~np.isnan(losses) & ~begins
+
+
+def _by_teachers(
+    theirs: Sequence[LaidTeacher], how: Combine
+) -> Iterator[tuple[list[LaidTeacher], list[int]]]:
+    """Documents by the teachers that have them, or with `best_document` by the best of these."""
+    bits = np.stack([teacher.bits for teacher in theirs])
+    has = np.isfinite(bits)
+    if how == "best_document":  # its own stretches, not those that it shares with the others
+        has &= np.arange(len(theirs))[:, None] == bits.argmin(0)
+    groups: dict[tuple[bool, ...], list[int]] = {}
+    for document in range(has.shape[1]):
+        groups.setdefault(tuple(has[:, document].tolist()), []).append(document)
+    for present, documents in groups.items():
+        if any(present):
+            yield [one for one, there in zip(theirs, present, strict=True) if there], documents
+
+
 def combine(
     carried: Sequence[NDArray[Any]], theirs: Sequence[LaidTeacher], ours: Laid, how: Combine
 ) -> NDArray[Any]:
@@ -150,35 +243,6 @@ def _over_teachers(table: NDArray[Any], how: str) -> NDArray[Any]:
     unknown = np.isnan(table).all(0)
     filled = np.where(unknown, 0.0, table)  # columns of NaN alone would warn
     return np.where(unknown, np.nan, _NUMPY[how](filled, axis=0))
-
-
-def stretch_guidance(
-    ours: Laid, theirs: Sequence[LaidTeacher], how: Combine
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Per token the combined loss of its stretch, and whether it goes on with the stretch of the
-    token before it. Several teachers are combined over stretches that all of them share; a
-    document that one lacks has the stretches of the others."""
-    groups: dict[tuple[bool, ...], list[int]] = {}
-    bits = np.stack([teacher.bits for teacher in theirs])
-    has = np.isfinite(bits)
-    if how == "best_document":  # its own stretches, not those that it shares with the others
-        has &= np.arange(len(theirs))[:, None] == bits.argmin(0)
-    for document in range(has.shape[1]):
-        groups.setdefault(tuple(has[:, document].tolist()), []).append(document)
-    losses = np.full(len(ours.spans), np.nan)
-    begins = np.zeros(len(ours.spans), bool)
-    for present, documents in groups.items():
-        here = np.isin(ours.document, documents)
-        among = [teacher for teacher, there in zip(theirs, present, strict=True) if there]
-        if not among:
-            continue
-        part = Laid(ours.spans[here], ours.document[here], ours.origins)
-        found = stretches(part.spans, *(teacher.spans for teacher in among))
-        carried = [stretch_losses(found, teacher.spans, teacher.nll) for teacher in among]
-        losses[here] = combine(carried, among, part, how)
-        begins[here] = found.begins
-    inside = ~np.isnan(losses)
-    return losses, inside & ~begins
 
 
 def unbroken(

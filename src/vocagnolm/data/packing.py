@@ -17,25 +17,23 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vocagnolm.alignment import KINDS, Alignment, TokenSpans, align, carry
-from vocagnolm.alignment.alignment import Aggregation, chunk_align
+from vocagnolm.alignment import KINDS, Alignment, TokenSpans, align
 from vocagnolm.alignment.targets import measured
 from vocagnolm.alternatives import Alternatives
 from vocagnolm.chat.tokens import ChatTokens, trained_spans
 from vocagnolm.data.guidance import (
-    Combine,
+    CarryRule,
     GuidancePlan,
     Laid,
     LaidTeacher,
     TargetsPlan,
     TeacherLosses,
     carry_targets,
-    combine,
     end_to_end,
     kind_counts,
     lay,
     lay_teacher,
-    stretch_guidance,
+    student_guidance,
     unbroken,
 )
 from vocagnolm.files import not_written
@@ -216,7 +214,8 @@ def target_words(shares: Mapping[str, float]) -> list[str]:
         f"alternative continues from there)",
         f"of the teacher's probability {shares['following']:.1%} is on the actual next token, "
         f"{shares['exact']:.1%} on other student tokens, {shares['several']:.1%} on text of "
-        f"several student tokens, {shares['unspelled']:.1%} on text that it cannot represent, "
+        f"several student tokens, {shares['unspelled']:.1%} on text whose first token depends on "
+        f"what follows or that it cannot represent, "
         f"{shares['beyond']:.1%} beyond the alternatives",
     ]
 
@@ -485,15 +484,12 @@ def _add_guidance(
     plan: GuidancePlan,
 ) -> None:
     columns, summary = result.columns, result.summary
-    carried = combine(
-        [carry(a, t.nll, plan.aggregation) for a, t in zip(alignments, theirs, strict=True)],
-        theirs,
-        ours,
-        plan.combine,
-    )
+    rule = CarryRule(aggregation=plan.aggregation)
+    carried, _ = student_guidance(ours, theirs, alignments, rule, plan.combine)
     columns["guidance"] = _scattered(carried, at, len(columns["ids"]))
     if plan.stretch:
-        columns["stretch"] = _stretch_column(ours, theirs, at, len(columns["ids"]), plan.combine)
+        found = student_guidance(ours, theirs, alignments, CarryRule("stretch"), plan.combine)
+        columns["stretch"] = _stretch_column(*found, at, len(columns["ids"]))
     known = result.known = carried[~np.isnan(carried)]
     summary.mapped = len(known)
     # of the first teacher, where there are several
@@ -532,13 +528,12 @@ def _rows_scattered(rows: NDArray[Any], at: NDArray[np.int64], n_tokens: int) ->
 
 
 def _stretch_column(
-    ours: Laid, theirs: Sequence[LaidTeacher], at: NDArray[np.int64], n_tokens: int, how: Combine
+    losses: NDArray[Any], goes_on: NDArray[np.bool_], at: NDArray[np.int64], n_tokens: int
 ) -> NDArray[np.float16]:
     """The teacher's loss of each token's stretch; minus its sign where the token goes on with the
     stretch of the token before it: losses are never negative, so that the sign is free."""
-    losses, goes_on = stretch_guidance(ours, theirs, how)
     losses = unbroken(losses, goes_on, at)
-    goes_on &= ~np.isnan(losses)
+    goes_on = goes_on & ~np.isnan(losses)
     column = _scattered(losses, at, n_tokens)
     column[at] = np.copysign(column[at], np.where(goes_on, -1.0, 1.0)).astype(np.float16)
     return column
@@ -549,30 +544,6 @@ def guidance_histogram(known: NDArray[Any]) -> list[int]:
     index = np.clip(known / HISTOGRAM_STEP_NATS, 0, HISTOGRAM_BINS - 1).astype(np.int64)
     counts: list[int] = np.bincount(index, minlength=HISTOGRAM_BINS).tolist()
     return counts
-
-
-def chunk_guidance(
-    ranges: NDArray[np.integer[Any]],
-    teacher_nll: NDArray[Any],
-    n_chunks: int,
-    aggregation: Aggregation,
-) -> NDArray[np.float32]:
-    """The coarse baseline for one block: the block and the teacher tokens behind it are each cut
-    into `n_chunks`; every mapped student token gets the losses of its teacher chunk, aggregated as
-    those behind a token are (section 3.2 of the paper). Tokens without text (BOS, EOS) lie in
-    chunks too, but have no guidance: they follow `unmapped`.
-
-    `ranges` [L, 2] points into `teacher_nll`; -1 where a token is unmapped.
-    """
-    mapped = ranges[:, 0] >= 0
-    if not mapped.any():
-        return np.full(len(ranges), np.nan, np.float32)
-    first, last = int(ranges[mapped, 0].min()), int(ranges[mapped, 1].max())
-    behind = np.asarray(teacher_nll[first : last + 1], np.float32)
-    alignment = chunk_align(len(ranges), len(behind), n_chunks)
-    guidance = carry(alignment, behind, aggregation).astype(np.float32)
-    guidance[~mapped] = np.nan
-    return guidance
 
 
 def _one_to_one(

@@ -389,8 +389,12 @@ class OptimizerSection(Schema):
         "adamw_torch",
     )
     learning_rate: float = key("peak learning rate", 8e-5, gt=0)
-    min_learning_rate: float = key("learning rate at the last step", 8e-6, ge=0)
-    warmup_steps: int = key("steps of linear warm-up", 0, ge=0)
+    min_learning_rate: float = key(
+        "learning rate that the cosine would reach one step after the last", 8e-6, ge=0
+    )
+    warmup_steps: int = key(
+        "steps of linear warm-up from 0: the first step of a warm-up changes no weight", 0, ge=0
+    )
     weight_decay: float = key("decoupled weight decay", 0.1, ge=0)
     beta1: float = key("AdamW's beta1", 0.9, ge=0, lt=1)
     beta2: float = key("AdamW's beta2", 0.95, ge=0, lt=1)

@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vocagnolm.alignment import Aggregation, Alignment, carry
+from vocagnolm.alignment import Aggregation, Alignment
 from vocagnolm.alternatives import AlternativesSpec
-from vocagnolm.data.guidance import Combine, Laid, LaidTeacher, combine, stretch_guidance
-from vocagnolm.data.packing import chunk_guidance
+from vocagnolm.data.guidance import (
+    CarryRule,
+    Combine,
+    Laid,
+    LaidTeacher,
+    carry_losses,
+    student_guidance,
+)
 from vocagnolm.report.page_data import Histogram, Passage, Selection, Share, Statistics, TeacherRow
 from vocagnolm.report.passage import FloatArray, numbers, rounded, row_spans
 from vocagnolm.statistics import middle_95, resampled_ratios, wilson_lower
@@ -31,7 +37,8 @@ def add_guidance(passage: Passage, *, aggregation: Aggregation = "max") -> Passa
     the student's losses are known."""
     if not _scored_teachers(passage):
         return passage
-    guidance = _carried(passage, *_lay(passage), aggregation, "min")
+    rule = CarryRule(aggregation=aggregation)
+    guidance, _ = student_guidance(*_lay(passage), _alignments(passage), rule, "min")
     return _with_guidance(passage, guidance, _losses(passage))
 
 
@@ -153,16 +160,17 @@ def _scored(
     guidance = stretch = sums = None
     if _scored_teachers(passage):
         ours, theirs = _lay(passage)
-        if config.by_stretch:
-            guidance, goes_on = stretch_guidance(ours, theirs, how)
-            stretch = np.cumsum(~goes_on) - 1
-        elif by_chunk and not config.by_chance:
-            lead = _scored_teachers(passage)[0]
-            ranges = np.stack([lead.first, lead.last], axis=1)[first:]
+        rule = CarryRule.of(config, aggregation)
+        if rule.unit == "chunk" and config.by_chance:
+            rule = CarryRule("token", aggregation)
+        rows = _alignments(passage)
+        if rule.unit == "chunk":  # against one teacher
+            ranges = Alignment(rows[0].first[first:], rows[0].last[first:])
             guidance = np.full(len(target), np.nan)
-            guidance[first:] = chunk_guidance(ranges, theirs[0].nll, config.n_chunks, aggregation)
+            guidance[first:] = carry_losses(ranges, theirs[0].nll, rule)
         else:
-            guidance = _carried(passage, ours, theirs, aggregation, how)
+            guidance, goes_on = student_guidance(ours, theirs, rows, rule, how)
+            stretch = np.cumsum(~goes_on) - 1 if rule.unit == "stretch" else None
         known = theirs[0].nll[np.isfinite(theirs[0].nll)]
         sums = np.array([[known.sum(), len(known)]])
 
@@ -178,19 +186,9 @@ def _scored(
     return ScoredBatch(targets, row(np.where(target, nll, 0.0), torch.float32))
 
 
-def _carried(
-    passage: Passage,
-    ours: Laid,
-    theirs: Sequence[LaidTeacher],
-    aggregation: Aggregation,
-    how: Combine,
-) -> FloatArray:
-    """The teachers' losses on the student's tokens, token by token."""
-    losses = [
-        carry(Alignment(np.array(row.first), np.array(row.last)), teacher.nll, aggregation)
-        for row, teacher in zip(_scored_teachers(passage), theirs, strict=True)
-    ]
-    return np.asarray(combine(losses, theirs, ours, how), np.float64)
+def _alignments(passage: Passage) -> list[Alignment]:
+    teachers = _scored_teachers(passage)
+    return [Alignment(np.array(row.first), np.array(row.last)) for row in teachers]
 
 
 def _lay(passage: Passage) -> tuple[Laid, list[LaidTeacher]]:

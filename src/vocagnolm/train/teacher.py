@@ -20,27 +20,26 @@ from vocagnolm.alignment import (
     Alignment,
     TextTokenizer,
     align,
-    carry,
     stretch_alignment,
     stretches,
     token_texts,
-    whole_sums,
 )
 from vocagnolm.alignment.alignment import Aggregation
 from vocagnolm.alternatives import NOTHING, AlternativesSpec
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.data.blocks import Block, TrainingOrder
 from vocagnolm.data.guidance import (
+    CarryRule,
     Laid,
     LaidTeacher,
     TargetsPlan,
+    carry_losses,
     carry_targets,
     cut_stretches,
     target_table,
     unbroken,
 )
 from vocagnolm.data.identity import student_chat, teacher_chat, teacher_tokenizer
-from vocagnolm.data.packing import chunk_guidance
 from vocagnolm.errors import TrainingError
 from vocagnolm.model import open_model
 from vocagnolm.model.nll import AlternativeChoice, losses_through_logits, token_scores
@@ -313,7 +312,7 @@ class OnlineTeacher:
         self.model = model.eval().requires_grad_(False)
         self.config = config
         self.targets = targets
-        self.aggregation: Aggregation = aggregation
+        self.rule = CarryRule.of(config, aggregation)
         # where the head is not understood the model's own logits speak, at their price in memory
         self.form = head_form(model)
 
@@ -359,7 +358,10 @@ class OnlineTeacher:
             blank = 0.0 if self.config.by_stretch else torch.nan
             of_token = of_token.masked_fill(~inputs["teacher_counts"], blank)
         values = of_token.cpu().numpy()
-        carried = [self._carry(r, v) for r, v in zip(ranges, values, strict=True)]
+        carried = [
+            carry_losses(Alignment(r[:, 0], r[:, 1]), v, self.rule)
+            for r, v in zip(ranges, values, strict=True)
+        ]
         guidance = torch.from_numpy(np.stack(carried).astype(np.float32)).to(ids.device)
         total = torch.where(known, of_token.double(), 0.0).sum(1)
         found = {"guidance": guidance, "teacher_sums": torch.stack([total, known.sum(1)], dim=1)}
@@ -418,13 +420,6 @@ class OnlineTeacher:
             "target_ids": torch.from_numpy(np.stack(ids)).to(device),
             "target_p": torch.from_numpy(np.stack(probability)).to(device),
         }
-
-    def _carry(self, ranges: NDArray[Any], nll: NDArray[Any]) -> NDArray[Any]:
-        if self.config.by_stretch:
-            return whole_sums(Alignment(ranges[:, 0], ranges[:, 1]), nll)
-        if self.config.rule.unit == "chunk":
-            return chunk_guidance(ranges, nll, self.config.n_chunks, self.aggregation)
-        return carry(Alignment(ranges[:, 0], ranges[:, 1]), nll, self.aggregation)
 
     def _losses(
         self, ids: Tensor, position_ids: Tensor | None, labels: Tensor, with_entropy: bool = False
