@@ -1,7 +1,7 @@
 """A study: a grid of recipes, described in one YAML file, and how that file is read. No torch.
 
 ```yaml
-extends: setting.yaml            # another study file; mappings merge ({} empties), lists replace
+extends: setting                 # a shipped study or a file; mappings merge ({} empties), lists replace
 title: what the table says
 base: {student: ..., corpus: ...}   # sections of a recipe
 teachers: {strong: {model: ...}}    # scored once each
@@ -11,6 +11,8 @@ rows:                               # one row of the table each, a run per seed
 use: [cpt, guided]                  # which rows this study shows; default: all
 comparisons: [[guided, cpt]]        # paired tests; [a, b, c, d] tests (a - b) - (c - d)
 granularity: {teacher: strong, chunks: [8, 16]}   # optional: IoU and IoS beside the accuracies
+parts:                              # of a shipped FILE.yaml: further studies, named FILE-PART, that
+  longer: {base: {train: {tokens: 9000000}}}        # extend the file's own, or the one they name
 ```
 
 Studies that share a setting share a folder: a run that another study has finished is not run again.
@@ -26,11 +28,14 @@ from typing import Annotated, Any, Literal
 from vocagnolm.errors import StudyError
 from vocagnolm.recipe import Recipe, recipe_from_dict
 from vocagnolm.recipe.schema import (
+    YAML_SUFFIXES,
     Limits,
     Schema,
+    Tree,
     apply_override,
     build,
     key,
+    merge,
     parse_yaml,
     read_tree,
     unknown,
@@ -275,9 +280,14 @@ def _short(value: Any) -> str:
 
 
 def shipped_studies() -> dict[str, str]:
-    """Name -> title."""
-    trees = {p.stem: parse_yaml(p.read_text(encoding="utf-8")) for p in SHIPPED.glob("*.yaml")}
-    return {name: trees[name]["title"] for name in sorted(trees) if name != "setting"}
+    """The title of every shipped study, by name."""
+    titles = {}
+    for path in SHIPPED.glob("*.yaml"):
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
+        titles[path.stem] = tree.get("title")
+        for part, own in tree.get("parts", {}).items():
+            titles[f"{path.stem}-{part}"] = own["title"]
+    return {name: titles[name] for name in sorted(titles) if name != "setting"}
 
 
 def load_study(
@@ -286,19 +296,37 @@ def load_study(
     """Load a study of the package by name, or a YAML file. Overrides: `rows.cpt.seeds=[1]`.
     `MATERIALS/` in the file stands for the folder `materials`."""
     path = Path(source)
-    if path.suffix not in (".yaml", ".yml"):
-        path = SHIPPED / f"{source}.yaml"
-        if not path.is_file():
-            raise StudyError(
-                f"There is no study '{source}'. The shipped ones are: "
-                f"{', '.join(shipped_studies())}; or give the path of a YAML file."
-            )
-    advice = f"The shipped studies are: {', '.join(shipped_studies())}."
-    tree = read_tree(path, StudyError, advice)
+    named = path.suffix not in YAML_SUFFIXES
+    tree = _shipped_tree(str(source)) if named else _file_tree(path)
     for override in overrides:
         apply_override(tree, override, StudyError, _steps)
-    tree = _placed({"name": path.stem, **tree}, materials, path)
-    return study_from_dict(tree, origin=str(path))
+    tree = _placed({"name": str(source) if named else path.stem, **tree}, materials, source)
+    return study_from_dict(tree, origin=str(source))
+
+
+def _shipped_tree(name: str) -> Tree:
+    """What a shipped study says, with everything that it extends: the study of the file `NAME.yaml`,
+    or for `FILE-PART` the part `PART` of `FILE.yaml`."""
+    path = SHIPPED / f"{name}.yaml"
+    if path.is_file():
+        tree = _file_tree(path)
+        tree.pop("parts", None)
+        return tree
+    for dash in (at for at, character in enumerate(name) if character == "-"):
+        path = SHIPPED / f"{name[:dash]}.yaml"
+        parts = _file_tree(path).get("parts", {}) if path.is_file() else {}
+        if name[dash + 1 :] in parts:
+            own = dict(parts[name[dash + 1 :]])
+            return merge(_shipped_tree(own.pop("extends", path.stem)), own)
+    raise StudyError(
+        f"There is no study '{name}'. The shipped ones are: {', '.join(shipped_studies())}; or give "
+        "the path of a YAML file."
+    )
+
+
+def _file_tree(path: Path) -> Tree:
+    advice = "`vocagnolm study list` names the shipped studies."
+    return read_tree(path, StudyError, advice, named=_shipped_tree)
 
 
 def _steps(path: str) -> list[str]:
@@ -314,7 +342,7 @@ def _steps(path: str) -> list[str]:
     return steps
 
 
-def _placed(value: Any, materials: str | Path | None, origin: Path) -> Any:
+def _placed(value: Any, materials: str | Path | None, origin: str | Path) -> Any:
     """The tree with `MATERIALS/` replaced."""
     if isinstance(value, dict):
         return {key: _placed(inner, materials, origin) for key, inner in value.items()}
