@@ -1,7 +1,7 @@
 """A study: a grid of recipes, described in one YAML file, and how that file is read. No torch.
 
 ```yaml
-extends: setting                 # a shipped study or a file; mappings merge ({} empties), lists replace
+extends: setting                 # a shipped study, or a file; mappings merge ({} empties)
 title: what the table says
 base: {student: ..., corpus: ...}   # sections of a recipe
 teachers: {strong: {model: ...}}    # scored once each
@@ -11,9 +11,10 @@ rows:                               # one row of the table each, a run per seed
 use: [cpt, guided]                  # which rows this study shows; default: all
 comparisons: [[guided, cpt]]        # paired tests; [a, b, c, d] tests (a - b) - (c - d)
 granularity: {teacher: strong, chunks: [8, 16]}   # optional: IoU and IoS beside the accuracies
-parts:                              # of a shipped FILE.yaml: further studies, named FILE-PART, that
-  longer: {base: {train: {tokens: 9000000}}}        # extend the file's own, or the one they name
 ```
+
+A shipped FILE.yaml may hold further studies, `parts`, whose names are FILE-PART: each extends the
+file's own study, or the one that it names.
 
 Studies that share a setting share a folder: a run that another study has finished is not run again.
 """
@@ -43,14 +44,14 @@ from vocagnolm.recipe.schema import (
 
 SHIPPED = Path(__file__).parent / "studies"
 START = "start"
-"""As a teacher's model: what the students start from."""
+"""A teacher's model that is what the students start from."""
 Exchange = Literal["shuffled", "uniform"]
 PositiveInt = Annotated[int, Limits(gt=0)]
 NonNegativeInt = Annotated[int, Limits(ge=0)]
 
 
 class Plan(Schema):
-    """A part of a study. It is read, not changed."""
+    """A section of a study's file. It is read, not changed."""
 
 
 class TeacherPlan(Plan):
@@ -90,7 +91,7 @@ class EvaluationPlan(Plan):
     """Name -> jsonl file with a `text` field: bits per byte. A field `counts` in it names the parts
     of a text that count (`[[start, stop], ...]`, in characters), given what stands before them."""
     validation: dict[str, str] = key(default={})
-    """The same, for choosing learning rates; never reported as a result."""
+    """Name -> jsonl file of texts for choosing learning rates, never reported as a result."""
     requests: str | None = None
     """Rendered questions (`vocagnolm.evaluate.render.write_requests`): greedy answers."""
     validation_requests: str | None = None
@@ -186,8 +187,7 @@ class Study(Plan):
     rows: dict[str, RowPlan] = key(default={})
     use: list[str] = key(default=[])
     comparisons: list[Annotated[list[str], Limits(min_length=2, max_length=4)]] = key(default=[])
-    """Of two rows, or of four: is the difference of the first two larger than that of the other
-    two?"""
+    """Two rows, or four: is the difference of the first two larger than that of the other two?"""
     granularity: GranularityPlan | None = None
     figure: FigurePlan = field(default_factory=FigurePlan)
     source_field: str = "source"
@@ -216,7 +216,7 @@ class RunPlan:
 
     @property
     def teachers(self) -> tuple[str, ...]:
-        """All that it has to do with."""
+        """Every teacher that the run reads from or compares with."""
         return tuple(name for name in (self.teacher, *self.also, self.against) if name is not None)
 
 
@@ -280,7 +280,7 @@ def _short(value: Any) -> str:
 
 
 def shipped_studies() -> dict[str, str]:
-    """The title of every shipped study, by name."""
+    """The title of every shipped study by its name."""
     titles = {}
     for path in SHIPPED.glob("*.yaml"):
         tree = parse_yaml(path.read_text(encoding="utf-8"))
@@ -305,8 +305,8 @@ def load_study(
 
 
 def _shipped_tree(name: str) -> Tree:
-    """What a shipped study says, with everything that it extends: the study of the file `NAME.yaml`,
-    or for `FILE-PART` the part `PART` of `FILE.yaml`."""
+    """A shipped study with everything that it extends: that of the file `NAME.yaml`, or for
+    `FILE-PART` the part `PART` of `FILE.yaml`."""
     path = SHIPPED / f"{name}.yaml"
     if path.is_file():
         tree = _file_tree(path)
@@ -319,8 +319,8 @@ def _shipped_tree(name: str) -> Tree:
             own = dict(parts[name[dash + 1 :]])
             return merge(_shipped_tree(own.pop("extends", path.stem)), own)
     raise StudyError(
-        f"There is no study '{name}'. The shipped ones are: {', '.join(shipped_studies())}; or give "
-        "the path of a YAML file."
+        f"There is no study '{name}'. The shipped ones are: {', '.join(shipped_studies())}; or "
+        "give the path of a YAML file."
     )
 
 
@@ -343,7 +343,7 @@ def _steps(path: str) -> list[str]:
 
 
 def _placed(value: Any, materials: str | Path | None, origin: str | Path) -> Any:
-    """The tree with `MATERIALS/` replaced."""
+    """A part of a study's file with `MATERIALS/` replaced by the folder."""
     if isinstance(value, dict):
         return {key: _placed(inner, materials, origin) for key, inner in value.items()}
     if isinstance(value, list):
@@ -382,9 +382,9 @@ def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
             ("against", row.against),
             *(("also", n) for n in row.also),
         ]
-        for place, one in given:
-            if one is not None:
-                _require(one, set(study.teachers), f"{origin}: rows.{name}.{place}", "teacher")
+        for place, teacher in given:
+            if teacher is not None:
+                _require(teacher, set(study.teachers), f"{origin}: rows.{name}.{place}", "teacher")
         if row.teacher is None and (row.also or row.against):
             raise StudyError(f"{origin}: rows.{name} has `also` or `against` without a `teacher`.")
         if row.matched_to is not None:
