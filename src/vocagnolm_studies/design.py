@@ -377,28 +377,7 @@ def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
         if teacher.model == START and study.start is None:
             raise StudyError(f"{origin}: teachers.{name} is the start: set `start`, too.")
     for name, row in rows.items():
-        given = [
-            ("teacher", row.teacher),
-            ("against", row.against),
-            *(("also", n) for n in row.also),
-        ]
-        for place, teacher in given:
-            if teacher is not None:
-                _require(teacher, set(study.teachers), f"{origin}: rows.{name}.{place}", "teacher")
-        if row.teacher is None and (row.also or row.against):
-            raise StudyError(f"{origin}: rows.{name} has `also` or `against` without a `teacher`.")
-        if row.matched_to is not None:
-            _require(row.matched_to, known, f"{origin}: rows.{name}.matched_to", "row")
-            if rows[row.matched_to].matched_to or rows[row.matched_to].teacher is None:
-                raise StudyError(
-                    f"{origin}: rows.{name}.matched_to is {row.matched_to}, which has no teacher "
-                    "of its own. Name a guided row."
-                )
-        if row.targets is not None and row.set.get("objective.method") != "distill":
-            raise StudyError(f"{origin}: rows.{name}.targets is for rows of method distill.")
-        if row.tuned is not None:
-            groups = set(study.tune.rows) if study.tune else set()
-            _require(row.tuned, groups, f"{origin}: rows.{name}.tuned", "tuning group")
+        _check_row(row, study, rows, f"{origin}: rows.{name}")
     if study.tune is not None:
         for group, name in study.tune.rows.items():
             _require(name, known, f"{origin}: tune.rows.{group}", "row")
@@ -412,6 +391,27 @@ def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
         _require(study.granularity.teacher, teachers, where, "teacher")
     _check_figure(study.figure, known | {"start"}, f"{origin}: figure")
     return study
+
+
+def _check_row(row: RowPlan, study: Study, rows: Mapping[str, RowPlan], where: str) -> None:
+    named = [("teacher", row.teacher), ("against", row.against), *(("also", n) for n in row.also)]
+    for place, teacher in named:
+        if teacher is not None:
+            _require(teacher, set(study.teachers), f"{where}.{place}", "teacher")
+    if row.teacher is None and (row.also or row.against):
+        raise StudyError(f"{where} has `also` or `against` without a `teacher`.")
+    if row.matched_to is not None:
+        _require(row.matched_to, set(rows), f"{where}.matched_to", "row")
+        if rows[row.matched_to].matched_to or rows[row.matched_to].teacher is None:
+            raise StudyError(
+                f"{where}.matched_to is {row.matched_to}, which has no teacher of its own. Name a "
+                "guided row."
+            )
+    if row.targets is not None and row.set.get("objective.method") != "distill":
+        raise StudyError(f"{where}.targets is for rows of method distill.")
+    if row.tuned is not None:
+        groups = set(study.tune.rows) if study.tune else set()
+        _require(row.tuned, groups, f"{where}.tuned", "tuning group")
 
 
 def _check_figure(plan: FigurePlan, rows: set[str], where: str) -> None:
