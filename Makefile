@@ -28,7 +28,7 @@ PIN_litgpt := lightning==2.6.6 'jsonargparse[signatures]==4.41.0'
 # wants, for downloads alone, a huggingface_hub older than that of transformers
 ALONE_litgpt := litgpt==0.5.13
 
-.PHONY: demo test test-fast test-gpu test-vllm test-trainers coverage faults smoke lint types docs site env clean
+.PHONY: demo test test-fast test-gpu test-vllm test-trainers coverage faults smoke lint types docs tables site env clean
 
 demo: $(CORE)
 	$(BIN)/vocagnolm demo
@@ -79,6 +79,10 @@ types: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate.py
+
+# the tables of results again, from the runs and tables that are kept
+tables: $(INSTALLED)
+	$(BIN)/python research/result_tables.py
 
 # docs/ as a site in build/site; a broken link or page fails it
 site: $(VENV)/.site

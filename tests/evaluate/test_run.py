@@ -15,7 +15,7 @@ from vocagnolm.evaluate import evaluate
 from vocagnolm.evaluate.results import Record, RunFolder, score_records
 from vocagnolm.evaluate.settings import Engine, Questions
 from vocagnolm.generate import Decoder, Generator
-from vocagnolm.questions import averages, grade
+from vocagnolm.questions import averages
 from vocagnolm.questions.suite import SUITES, average_stderrs
 
 PAPER_CPT = {

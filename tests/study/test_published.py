@@ -2,7 +2,6 @@
 by other means than ours."""
 
 import json
-import tarfile
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import result_tables
 import scipy.stats
 from faults_kit import some
 from result_tables import LINES, TEXTS, archive_of, difference, study_names, table
+from study_kit import kept_runs
 
 KEPT = [name for name in study_names() if archive_of(name)]
 COMPARED = [c for line in LINES for c in (line.distilled, line.guided) if c and c[0] in KEPT]
@@ -43,22 +43,6 @@ def test_what_differs_is_named() -> None:
 
 def test_the_tables_in_the_pages_are_those_of_the_results() -> None:
     assert list(result_tables.stale_pages()) == [], "run `make tables`"
-
-
-def kept_runs(study: str, row: str) -> dict[int, dict[str, Any]]:
-    """Seed -> what a run of the archive holds, read without the package."""
-    archive = archive_of(study)
-    assert archive is not None
-    runs: dict[int, dict[str, Any]] = {}
-    with tarfile.open(archive) as kept:
-        for member in kept.getmembers():
-            folder, _, file = member.name.removeprefix("./").removeprefix("runs/").partition("/")
-            name, _, seed = folder.rpartition("-s")
-            if name == row and file in ("grades.json", "evaluation.json"):
-                content = kept.extractfile(member)
-                assert content is not None
-                runs.setdefault(int(seed), {})[file] = json.load(content)
-    return runs
 
 
 @pytest.mark.parametrize("compared", COMPARED, ids=lambda c: f"{c[0]}: {c[1]}")
