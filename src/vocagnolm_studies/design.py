@@ -62,9 +62,9 @@ class TeacherPlan(Plan):
     tokenizer: str | None = None
     label: str | None = None
     measured: bool = False
-    """Its own answers to the questions are a row of the table, as in table 4 of the paper."""
+    """Whether its own answers to the questions are a row, as in table 4 of the paper."""
     score: dict[str, Any] = key(default={})
-    """Its own settings of scoring, over those of the study."""
+    """Settings of scoring for this teacher, over those of the study."""
     train: dict[str, Any] | None = None
     """Instead of a model: overrides of a plain run that makes the teacher out of the students'
     start. It then has the student's vocabulary (kld, rho1)."""
