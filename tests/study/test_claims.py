@@ -186,13 +186,8 @@ def readme() -> list[str]:
     more = (seconds + table("distill-peers")["teachers"]["clean"]["seconds"]) / seconds
     weak = [accuracy("weak", f"weak-{rule}") for rule in ("published", "reducible")]
     bytes_of_four = pack(np.zeros((1, 4), int), np.zeros((1, 4)), np.zeros((1, 4), bool)).nbytes
-    steps = {
-        name: benchmark("train-step", name, "tokens/s")
-        for name in ("plain, Liger, chunk constant 16", "guided, from stored losses",
-                     "TRL GOLD, online 7B teacher")
-    }  # fmt: skip
-    liger, store, gold = steps.values()
-    scoring = benchmark("score", "chunked head, compiled layers", "tokens/s")
+    store, scoring, gold = rates()
+    liger = benchmark("train-step", "plain, Liger, chunk constant 16", "tokens/s")
     once = 1 / (1 / store + 1 / scoring) / gold
     distilled = benchmark(
         "train-step-distill", "distilled, 4 alternatives", "throughput relative to plain, ours"
@@ -522,9 +517,7 @@ def of_try() -> list[str]:
 
 
 def of_benchmarks() -> list[str]:
-    names = ("guided, from stored losses", "TRL GOLD, online 7B teacher")
-    store, gold = (benchmark("train-step", name, "tokens/s") for name in names)
-    scoring = benchmark("score", "chunked head, compiled layers", "tokens/s")
+    store, scoring, gold = rates()
     return [
         f"and {store / gold:.1f} x that of TRL GOLD",
         f"at {scoring:,.0f} tokens/s (with as many teacher tokens as student tokens) leaves "
@@ -580,11 +573,24 @@ def of_distillation() -> list[str]:
     ]
 
 
+def of_comparison() -> list[str]:
+    store, scoring, _ = rates()
+    return [f"if it is used once | {1e-3 / (1 / store + 1 / scoring):.1f} |"]
+
+
+def rates() -> tuple[float, float, float]:
+    """Tokens a second: guided from a store, scoring with a 7B teacher, GOLD's loss."""
+    names = ("guided, from stored losses", "TRL GOLD, online 7B teacher")
+    store, gold = (benchmark("train-step", name, "tokens/s") for name in names)
+    return store, benchmark("score", "chunked head, compiled layers", "tokens/s"), gold
+
+
 PAGES = {"README.md": readme, "docs/choosing-a-teacher.md": choosing}
 PARTS = {
     "docs/results.md": of_results,
     "docs/try.md": of_try,
     "docs/benchmarks.md": of_benchmarks,
+    "docs/comparison.md": of_comparison,
     "research/distillation.md": of_distillation,
 }
 
