@@ -46,7 +46,7 @@ OFTEN_BROKEN := tests/test_imports.py tests/cli/test_locale.py tests/train/test_
 	tests/train/test_columns.py tests/alignment/test_loading.py \
 	tests/evaluate/test_benchmark_files.py::test_prompts_of_the_suite
 
-.PHONY: demo test test-fast test-gpu test-vllm test-trainers test-lowest test-newest test-installs coverage faults smoke lint types docs site env clean
+.PHONY: demo test test-fast test-gpu test-vllm test-trainers test-lowest test-newest test-installs coverage faults smoke lint types docs tables site env clean
 
 demo: $(CORE)
 	$(BIN)/vocagnolm demo
@@ -109,6 +109,10 @@ types: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate.py
+
+# the tables of results again, from the runs and tables that are kept
+tables: $(INSTALLED)
+	$(BIN)/python research/result_tables.py
 
 # docs/ as a site in build/site; a broken link or page fails it
 site: $(VENV)/.site

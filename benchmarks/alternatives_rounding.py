@@ -35,7 +35,8 @@ import torch
 from measure import report
 from numpy.typing import NDArray
 from record import add_json
-from score_precision import read_texts, say, tiny_model
+from score_precision import read_texts, say
+from shapes import tiny_model
 from torch import Tensor
 
 from vocagnolm.alignment import (

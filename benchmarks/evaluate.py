@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from record import STDOUT, add_json, keep
+from record import add_json, keep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -247,19 +247,19 @@ def main() -> None:
         "answers": len(answers["vocagnolm"]),
         **{
             f"{name}_equal_answers": sum(
-                one.output == answers["vocagnolm"][i].output for i, one in found.items()
+                answer.output == answers["vocagnolm"][i].output for i, answer in theirs.items()
             )
-            for name, found in answers.items()
+            for name, theirs in answers.items()
             if name != "vocagnolm"
         },
     }
     print(json.dumps(outcome))
     turns = [
-        {"engine": name, "seconds": ", ".join(f"{one:.1f}" for one in values)}
+        {"engine": name, "seconds": ", ".join(f"{value:.1f}" for value in values)}
         | {"questions/s": outcome["questions_per_second"][name]}
         for name, values in seconds.items()
     ]
-    keep(None if options.json == STDOUT else options.json, "engines taking turns", turns)
+    keep(options.json, "engines taking turns", turns)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from measure import report
 from record import add_json
-from score_precision import read_texts, tiny_model
+from score_precision import read_texts
+from shapes import tiny_model
 from torch import nn
 from torch.nn.functional import cross_entropy
 

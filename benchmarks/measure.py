@@ -6,12 +6,12 @@ import inspect
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import STDOUT, add_json, keep, table_of
+from record import STDOUT, add_json, keep, note_rounds, table_of
 from torch import Tensor
 
 from vocagnolm.objective import ObjectiveConfig, Targets
@@ -19,11 +19,16 @@ from vocagnolm.objective import ObjectiveConfig, Targets
 GIB = float(1 << 30)
 
 
-def arguments(description: str | None, **extra: dict[str, Any]) -> argparse.Namespace:
-    """--smoke, --json, --third-party and what a benchmark adds."""
+def arguments(
+    description: str | None, *, parts: Sequence[str] = (), **extra: dict[str, Any]
+) -> argparse.Namespace:
+    """--smoke, --json, --third-party and what a benchmark adds; one of `parts`, the first by
+    default, as `part`."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    if parts:
+        parser.add_argument("part", nargs="?", choices=parts, default=parts[0])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, also on a CPU")
     add_json(parser)
     parser.add_argument(
@@ -100,6 +105,7 @@ def side_by_side(
     for _ in range(rounds):
         for name, call in calls.items():
             times[name].append(milliseconds(call))
+    note_rounds(times)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -155,8 +161,9 @@ def liger_cross_entropy() -> Callable[..., torch.Tensor] | None:
     return call
 
 
-def report(title: str, rows: list[dict[str, Any]], as_json: str | None) -> None:
-    """Rows as a table; with --json and no file the table goes to stderr and the rows to stdout."""
+def report(title: str, rows: list[dict[str, Any]], as_json: str) -> None:
+    """Print rows as a table and keep them; with --json and no file the table goes to stderr and the
+    rows to stdout."""
     stream = sys.stderr if as_json == STDOUT else sys.stdout
     columns, cells = table_of(rows)
     widths = [max(len(c), *(len(line[i]) for line in cells)) for i, c in enumerate(columns)]

@@ -64,8 +64,8 @@ def main() -> None:
             if theirs != record["correct"]:
                 differ.append((task, record["output"][-200:], record["gold"], theirs))
         print(json.dumps({"run": str(path.parents[2]), "task": task, **counts}), flush=True)
-    for one in differ[: given.show]:
-        print(one)
+    for answer in differ[: given.show]:
+        print(answer)
 
 
 if __name__ == "__main__":

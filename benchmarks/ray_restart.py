@@ -22,6 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from record import STDOUT, add_json, keep, note_rounds
+from shapes import tiny_model
+
 from vocagnolm.jobs.cluster import ShardActor, import_ray
 from vocagnolm.score import ScoreSettings
 from vocagnolm.score.plan import CorpusSource, TeacherSource, describe, make_plan
@@ -39,34 +42,12 @@ class Sleeper(ShardActor):
         time.sleep(3600)
 
 
-def tiny_teacher(folder: Path) -> Path:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: n for n, c in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=128,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
 def planned(folder: Path) -> bytes:
     """What a worker is made from."""
     corpus = folder / "corpus.jsonl"
     corpus.write_text(json.dumps({"text": "a short text"}) + "\n", "utf-8")
     settings = ScoreSettings(device="cpu", threads=1)
-    teacher = TeacherSource(str(tiny_teacher(folder / "teacher")))
+    teacher = TeacherSource(tiny_model(folder / "teacher", 300, layers=2))
     source = CorpusSource.of(corpus)
     about = describe(teacher.open(settings), settings)
     plan = make_plan(
@@ -85,7 +66,8 @@ def until_ready(ray: Any, actor: Any, since: float) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    add_json(parser)
+    given = parser.parse_args()
     ray = import_ray()
     from ray import cluster_utils
 
@@ -102,7 +84,7 @@ def main() -> None:
         for actor in actors:
             until_ready(ray, actor, time.monotonic())
         times: dict[str, list[tuple[float, float, float]]] = {"worker": [], "node": []}
-        for _ in range(rounds):
+        for _ in range(given.rounds):
             for what in times:
                 places = ray.get([actor.where.remote() for actor in actors])
                 at, pid = next(
@@ -124,12 +106,18 @@ def main() -> None:
                 times[what].append((heard, *until_ready(ray, actors[at], since)))
         ray.shutdown()
         cluster.shutdown()
-    print(f"| killed ({rounds} times, median, seconds) | heard | answers | ready |")
-    print("| --- | ---: | ---: | ---: |")
-    for what, rows in times.items():
-        print(
-            f"| {what} | " + " | ".join(f"{median(c):.1f}" for c in zip(*rows, strict=True)) + " |"
-        )
+    names = ("heard", "answers", "ready")
+    rows = [
+        {
+            "killed": what,
+            **{n: median(v) for n, v in zip(names, zip(*each, strict=True), strict=True)},
+        }
+        for what, each in times.items()
+    ]
+    note_rounds({what: [ready for *_, ready in each] for what, each in times.items()})
+    keep(given.json, f"seconds after a death, medians of {given.rounds}", rows)
+    for row in rows if given.json != STDOUT else ():
+        print(row)
 
 
 if __name__ == "__main__":

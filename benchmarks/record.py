@@ -1,8 +1,9 @@
-"""Keeps what a benchmark measured: `--json FILE` writes its tables with date, machine and command.
+"""Keeps what a benchmark measured: its tables as printed and as measured, with date, machine and
+command, in the file that `--json` names, by default out/benchmarks/SCRIPT.json.
 
 The tables of docs/benchmarks.md are kept in research/results/benchmarks/, in the same form; a test
-compares the two. `source` is `script` for what a benchmark wrote, and `page` for older tables whose
-output was not kept.
+compares the two. `source` is `script` for what a benchmark wrote, and `page` for older tables,
+copied from the page, whose raw output was not kept.
 """
 
 import argparse
@@ -12,11 +13,13 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 STDOUT = "-"
 _kept: dict[str, list[dict[str, Any]]] = {}
+_rounds: list[dict[str, list[float]]] = []
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -24,22 +27,30 @@ def add_json(parser: argparse.ArgumentParser) -> None:
         "--json",
         nargs="?",
         const=STDOUT,
+        default=f"out/benchmarks/{Path(sys.argv[0]).stem}.json",
         metavar="FILE",
-        help="write the tables with date, machine and command into FILE; without FILE, rows go to "
-        "stdout and tables to stderr",
+        help="where the raw output is kept (default: %(default)s); without FILE, rows go to stdout "
+        "and tables to stderr",
     )
 
 
-def keep(target: str | None, title: str, rows: list[dict[str, Any]]) -> None:
+def note_rounds(milliseconds: Mapping[str, Sequence[float]]) -> None:
+    """Single rounds whose median a table will have; kept with the next table."""
+    _rounds.append({name: list(values) for name, values in milliseconds.items()})
+
+
+def keep(target: str, title: str, rows: list[dict[str, Any]]) -> None:
     """Add a table to the file that `--json` names, or print its rows where it names none."""
-    if target is None:
-        return
     if target == STDOUT:
         print(json.dumps({"title": title, "rows": rows}), flush=True)
         return
     columns, cells = table_of(rows)
+    table = {"title": title, "columns": columns, "rows": cells, "raw": rows}
+    if _rounds:
+        table["rounds_ms"] = [*_rounds]
+        _rounds.clear()
     tables = _kept.setdefault(target, [])
-    tables.append({"title": title, "columns": columns, "rows": cells})
+    tables.append(table)
     script = Path(sys.argv[0])
     content = {
         "source": "script",
@@ -49,7 +60,9 @@ def keep(target: str | None, title: str, rows: list[dict[str, Any]]) -> None:
         "machine": machine(),
         "tables": tables,
     }
-    Path(target).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", "utf-8")
+    path = Path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", "utf-8")
 
 
 def table_of(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -59,11 +72,11 @@ def table_of(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def machine() -> str:
-    found = f"{platform.machine()}, {os.cpu_count()} cores"
+    about = f"{platform.machine()}, {os.cpu_count()} cores"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
-        found += f", {torch.cuda.get_device_name()}"
-    return found + (f", torch {torch.__version__}" if torch is not None else "")
+        about += f", {torch.cuda.get_device_name()}"
+    return about + (f", torch {torch.__version__}" if torch is not None else "")
 
 
 def _cell(value: Any) -> str:

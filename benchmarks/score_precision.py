@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from measure import clean, report
 from record import add_json
+from shapes import tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vocagnolm.alignment import align, carry
@@ -143,37 +144,6 @@ def compare(name: str, found: Losses, reference: Losses, student: Losses | None)
         ours, exact = choice(student, found), choice(student, reference)
         row["selection changed"] = float((exact & ~ours).sum() / exact.sum())
     return row
-
-
-def tiny_model(folder: Path, vocabulary: int, layers: int) -> str:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    from vocagnolm.pair import SAMPLE
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(SAMPLE, trainer)
-    torch.manual_seed(vocabulary)
-    config = LlamaConfig(
-        vocab_size=-(-tokenizer.get_vocab_size() // 16) * 16,  # or fp8 would leave the head alone
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        # at the usual range, all tokens are equally likely and nothing can go wrong
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return str(folder)
 
 
 def measure(

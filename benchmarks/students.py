@@ -1,6 +1,6 @@
 """Students of known shapes with random weights, and blocks of random ids for them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,9 @@ import torch
 from made_up import made_up, made_up_store
 from numpy.typing import NDArray
 from safetensors.numpy import save
+from shapes import config_of, random_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.data.blocks import MANIFEST
@@ -20,7 +21,7 @@ from vocagnolm.files import file_digest, read_json, write_json
 from vocagnolm.recipe import Recipe, recipe_from_dict
 
 DOCUMENT_TOKENS = 700
-"""Of a made-up document, about those of web text."""
+"""Tokens of a made-up document, about as many as one of web text has."""
 
 
 @dataclass(frozen=True)
@@ -28,89 +29,33 @@ class Shape:
     """A student and the batch it is measured with."""
 
     name: str
-    config: dict[str, Any]
     blocks: int
-    """In a step."""
+    """Blocks of a step."""
     length: int = 2048
+    smoke: bool = False
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return config_of(self.name, self.smoke)
 
     @property
     def step_tokens(self) -> int:
         return self.blocks * self.length
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape(
-            "smollm2-135m",
-            {
-                "vocab_size": 49152,
-                "hidden_size": 576,
-                "intermediate_size": 1536,
-                "num_hidden_layers": 30,
-                "num_attention_heads": 9,
-                "num_key_value_heads": 3,
-                "max_position_embeddings": 8192,
-                "rope_theta": 100000.0,
-                "tie_word_embeddings": True,
-            },
-            blocks=32,
-        ),
-        Shape(
-            "tinyllama",
-            {
-                "vocab_size": 32000,
-                "hidden_size": 2048,
-                "intermediate_size": 5632,
-                "num_hidden_layers": 22,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 4,
-                "max_position_embeddings": 2048,
-                "tie_word_embeddings": False,
-            },
-            blocks=8,
-        ),
-    )
-}
-
-
-def smoke_shape(shape: Shape) -> Shape:
-    """The same code paths in a second on a CPU."""
-    tiny = {
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    return replace(shape, config={**shape.config, **tiny}, blocks=4, length=32)
+SHAPES = {shape.name: shape for shape in (Shape("smollm2-135m", 32), Shape("tinyllama", 8))}
 
 
 def chosen_shapes(names: str, smoke: bool) -> list[Shape]:
-    """By their names, with a comma between; all where there are none."""
+    """Shapes by their names, separated by commas; all of them without names."""
     wanted = [SHAPES[name] for name in names.split(",")] if names else [*SHAPES.values()]
-    return [smoke_shape(shape) if smoke else shape for shape in wanted]
-
-
-def random_student(shape: Shape, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    torch.manual_seed(0)
-    try:
-        with torch.device(device):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                LlamaConfig(**shape.config), attn_implementation="sdpa"
-            )
-    finally:
-        torch.set_default_dtype(usual)
-    return model
+    return [Shape(s.name, 4, 32, True) if smoke else s for s in wanted]
 
 
 def save_student(shape: Shape, folder: Path, device: str) -> None:
     """A model folder, in bfloat16 as most are, with a tokenizer of as many ids."""
-    random_student(shape, device, torch.bfloat16).save_pretrained(folder)
-    byte_tokenizer(shape.config["vocab_size"]).save(str(folder / "tokenizer.json"))
+    random_model(shape.config, torch.bfloat16, device).save_pretrained(folder)
+    byte_tokenizer(shape.config.vocab_size).save(str(folder / "tokenizer.json"))
 
 
 def byte_tokenizer(vocabulary: int) -> Tokenizer:
@@ -161,7 +106,7 @@ def _replace_part(folder: Path, shape: Shape, tokens: int) -> None:
     counts = np.full(documents, DOCUMENT_TOKENS, np.uint32)
     counts[-1] = tokens - DOCUMENT_TOKENS * (documents - 1)
     columns: dict[str, NDArray[Any]] = {
-        "ids": rng.integers(0, shape.config["vocab_size"], tokens).astype(np.uint16),
+        "ids": rng.integers(0, shape.config.vocab_size, tokens).astype(np.uint16),
         "document_tokens": counts,
         "document_index": np.arange(documents, dtype=np.int64),
         "guidance": rng.gamma(2.0, 3.0, tokens).astype(np.float16),

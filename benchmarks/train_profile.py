@@ -36,14 +36,8 @@ from unittest import mock
 import torch
 from measure import GIB, arguments, clean, report, synchronise
 from profile_kinds import CLIPPING, DATA, HEAD_1, HEAD_2, by_kind, table
-from students import (
-    DOCUMENT_TOKENS,
-    Shape,
-    chosen_shapes,
-    random_blocks,
-    random_student,
-    save_student,
-)
+from shapes import CUDA, DEVICE, random_model
+from students import DOCUMENT_TOKENS, Shape, chosen_shapes, random_blocks, save_student
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -61,8 +55,6 @@ from vocagnolm.objective import Decided, ObjectiveConfig, Targets, objective_los
 from vocagnolm.objective import head as head_module
 from vocagnolm.objective import loss as loss_module
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 SAME_LOSS = 1e-3
 
 
@@ -162,7 +154,7 @@ class Variant:
     backend: SDPBackend | None = None
     documents: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    """Of Inductor."""
+    """Settings of Inductor."""
     narrow: bool = False
     """The stream of hidden states in bf16 instead of float32."""
     fused: bool = True
@@ -171,7 +163,7 @@ class Variant:
     """The whole decoder as one CUDA graph forward and one backward."""
     wait_every: int = 1
     against: str | None = "baseline"
-    """Whose loss it should have."""
+    """The variant whose loss it should have."""
 
 
 FLASH, CUDNN, EFFICIENT = (
@@ -220,7 +212,7 @@ class Loop:
 
     def __init__(self, shape: Shape, variant: Variant):
         self.variant = variant
-        model: Any = random_student(shape, DEVICE, torch.float32)
+        model = random_model(shape.config, torch.float32)
         model.set_attn_implementation(variant.attention)
         model.train()
         self.model, self.form = model, head_form(model)
@@ -232,7 +224,7 @@ class Loop:
         self.rows = max(micro, shape.blocks) // micro * micro
         g = torch.Generator().manual_seed(0)
         size = (self.rows, shape.length + 1)
-        self.ids = torch.randint(0, shape.config["vocab_size"], size, generator=g).to(DEVICE)
+        self.ids = torch.randint(0, shape.config.vocab_size, size, generator=g).to(DEVICE)
         self.guidance = (10 * torch.rand(size, generator=g)).to(DEVICE)
         place = torch.arange(shape.length, device=DEVICE)
         # where documents begin differs from row to row
@@ -344,7 +336,7 @@ def measured(shape: Shape, name: str, variant: Variant, steps: int) -> dict[str,
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Against the baseline of the same shape."""
+    """Add each row's throughput and losses relative to the variant that it is compared with."""
     by_name = {(row["shape"], row["variant"]): row for row in rows}
     for row in rows:
         variant = VARIANTS[row["variant"]]

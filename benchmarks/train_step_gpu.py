@@ -37,13 +37,11 @@ from measure import (
     stored_targets,
     synchronise,
 )
+from shapes import CUDA, DEVICE, config_of, forward_flops, random_model, random_teacher
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from vocagnolm.objective import Head, ObjectiveConfig, Targets, objective_loss, student_nll
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 CPT = ObjectiveConfig(method="cpt")
 FROM_STORE = {
     "guided, stored losses": ObjectiveConfig(method="guided", keep=0.4),
@@ -59,63 +57,10 @@ DISTILLED = {
 }
 
 
-def student_config(smoke: bool) -> PretrainedConfig:
-    """TinyLlama-1.1B."""
-    if smoke:
-        return _tiny(LlamaConfig, 320)
-    return LlamaConfig(
-        vocab_size=32000,
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=22,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )
-
-
-def teacher_config(smoke: bool) -> PretrainedConfig:
-    """Qwen2.5-7B."""
-    if smoke:
-        return _tiny(Qwen2Config, 500)
-    return Qwen2Config(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    )
-
-
-def _tiny(kind: Callable[..., PretrainedConfig], vocabulary: int) -> PretrainedConfig:
-    return kind(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-    )
-
-
-def build(config: PretrainedConfig, compiled: bool) -> Any:
-    """Random weights in bf16 on the device. Layers are compiled one by one: all of them share
-    one compilation."""
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if CUDA else torch.float32)
-    try:
-        with torch.device(DEVICE):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    finally:
-        torch.set_default_dtype(usual)
-    if compiled:
-        for layer in model.model.layers:
-            layer.compile(dynamic=False)
+def compiled_layers(model: Any, compiled: bool) -> Any:
+    """The model with its layers compiled one by one: all of them share one compilation."""
+    for layer in model.model.layers if compiled else ():
+        layer.compile(dynamic=False)
     return model
 
 
@@ -128,18 +73,8 @@ def shifted(ids: Tensor) -> Tensor:
     return F.pad(ids[:, 1:], (0, 1), value=-100)
 
 
-def forward_flops(config: PretrainedConfig, length: int) -> float:
-    """Multiplications and additions a token of a forward pass, causal attention included."""
-    d, heads = config.hidden_size, config.num_attention_heads
-    head_dim = d // heads
-    kv = config.num_key_value_heads * head_dim
-    layer = 2 * d * d + 2 * d * kv + 3 * d * config.intermediate_size
-    products = config.num_hidden_layers * layer + d * config.vocab_size
-    return float(2 * products + 2 * config.num_hidden_layers * length * d)
-
-
 def heads(ids: Tensor, guidance: Tensor) -> dict[str, Callable[[Any], Tensor]]:
-    """Each: model -> loss of one step."""
+    """Name -> what gives the loss of one step of a model."""
     labels = shifted(ids)
     vocabulary = int(ids.max()) + 1
 
@@ -273,11 +208,11 @@ def main() -> None:
     smoke = given.smoke
     batch, length, rounds = (2, 32, 2) if smoke else (given.batch, given.length, given.rounds)
     compiled = CUDA and not given.no_compile
-    config, big = student_config(smoke), teacher_config(smoke)
+    config = config_of("tinyllama", smoke)
     peak = matmul_peak()
     ids = torch.randint(0, config.vocab_size, (batch, length), device=DEVICE)
     guidance = 10 * torch.rand(batch, length, device=DEVICE)
-    model = build(config, compiled)
+    model = compiled_layers(random_model(config), compiled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=CUDA)
 
     def step(loss_of: Callable[[Any], Tensor]) -> Callable[[], None]:
@@ -295,8 +230,9 @@ def main() -> None:
     print(f"stored part: {time.time() - started:.0f} s", file=sys.stderr)
     if not given.no_online:
         clean()
-        teacher = build(big, compiled).eval().requires_grad_(False)
-        teacher_ids = torch.randint(0, big.vocab_size, (batch, length), device=DEVICE)
+        teacher = compiled_layers(random_teacher("qwen2.5-7b", smoke, vocabulary=500), compiled)
+        vocabulary = teacher.config.vocab_size
+        teacher_ids = torch.randint(0, vocabulary, (batch, length), device=DEVICE)
         for name, f in online(ids, teacher_ids, teacher, given.third_party).items():
             call = step(f)
             call()  # compiles, warms up

@@ -1,45 +1,28 @@
 """How fast a model writes on a GPU: our decoder beside transformers' `generate`, in one run.
 
-    python benchmarks/write_gpu.py [--seconds 300] [--smoke]
+    PYTHONPATH=src python benchmarks/write_gpu.py [--quick] [--profile] [--json [FILE]] [--smoke]
 
 Random weights in the shape of Qwen2.5-1.5B, prompts of 150 to 300 tokens, 128 new ones at
 temperature 0.7, nothing ends by itself. Counted are new tokens over the time of a whole set of
-prompts, reading them included. `--smoke` runs a tiny model on a CPU.
+prompts, reading them included; `first` compiles and captures. --quick measures one setting of ours
+alone, --profile shows where the time of a step goes. Five minutes.
 """
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from measure import GIB, arguments, clean, report, synchronise
+from shapes import CUDA, random_teacher
 
 from vocagnolm.generate import Decoder, PromptTokens, Sampling
 
 NEW_TOKENS, TEMPERATURE, SAMPLES = 128, 0.7, 4
-SHAPE: dict[str, Any] = {
-    "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-    "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936,
-}  # fmt: skip
-SMALL: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
-}  # fmt: skip
-
-
-def made_up_model(shape: dict[str, Any], device: str) -> Any:
-    torch.manual_seed(0)
-    config: Any = Qwen2Config(**shape, tie_word_embeddings=True, dtype=torch.bfloat16)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return model.eval().requires_grad_(False)
+Rows = list[dict[str, Any]]
 
 
 def prompts_of(count: int, vocabulary: int, samples: int, new: int) -> list[PromptTokens]:
@@ -54,22 +37,22 @@ def prompts_of(count: int, vocabulary: int, samples: int, new: int) -> list[Prom
     ]
 
 
-def measured(name: str, work: Callable[[], int], about: dict[str, Any]) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def measured(name: str, work: Callable[[], int], about: dict[str, Any]) -> dict[str, Any]:
+    synchronise()
+    if CUDA:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     tokens = work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronise()
     seconds = time.perf_counter() - began
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    row = {"name": name, **about, "tokens": tokens, "seconds": round(seconds, 2)}
-    row |= {"tokens_per_second": round(tokens / seconds), "peak_gib": round(peak, 1)}
-    print(json.dumps(row), flush=True)
+    peak = torch.cuda.max_memory_allocated() / GIB if CUDA else 0.0
+    rate = {"tokens": tokens, "seconds": seconds, "tokens/s": tokens / seconds, "peak GiB": peak}
+    row = {"writing": name, **about, **rate}
+    print(json.dumps(row), file=sys.stderr, flush=True)  # a session may end before the table
+    return row
 
 
-def ours(model: Any, answers: int, samples: int, rows: int, alternatives: int, new: int) -> None:
+def ours(model: Any, answers: int, samples: int, rows: int, alternatives: int, new: int) -> Rows:
     vocabulary = model.config.vocab_size
     decoder = Decoder(
         model,
@@ -77,7 +60,7 @@ def ours(model: Any, answers: int, samples: int, rows: int, alternatives: int, n
         known=vocabulary,
         sampling=Sampling(TEMPERATURE),
         alternatives=alternatives,
-        compiled=torch.cuda.is_available(),
+        compiled=CUDA,
     )
     assert decoder.by_rows
     prompts = prompts_of(answers // samples, vocabulary, samples, new)
@@ -86,13 +69,13 @@ def ours(model: Any, answers: int, samples: int, rows: int, alternatives: int, n
         return sum(len(a.tokens.ids) for a in decoder.answers(prompts, rows=rows, slot_tokens=512))
 
     about = {"rows": rows, "samples": samples, "alternatives": alternatives, "answers": answers}
-    measured("first", work, about)  # compiles, captures
-    measured("vocagnolm", work, about)
+    table = [measured(name, work, about) for name in ("vocagnolm, first", "vocagnolm")]
     decoder.close()
-    torch.cuda.empty_cache()
+    clean()
+    return table
 
 
-def theirs(model: Any, batch: int, new: int) -> None:
+def theirs(model: Any, batch: int, new: int) -> Rows:
     prompts = prompts_of(batch, model.config.vocab_size, 1, new)
     width = max(len(prompt.ids) for prompt in prompts)
     ids = torch.tensor([[0] * (width - len(p.ids)) + list(p.ids) for p in prompts])
@@ -113,59 +96,73 @@ def theirs(model: Any, batch: int, new: int) -> None:
             )
         return int((out.shape[1] - width) * batch)
 
-    measured("generate", work, {"rows": batch, "samples": 1, "alternatives": 0, "answers": batch})
-    torch.cuda.empty_cache()
+    about = {"rows": batch, "samples": 1, "alternatives": 0, "answers": batch}
+    row = measured("generate", work, about)
+    clean()
+    return [row]
 
 
-def profile(model: Any, rows: int) -> None:
-    """Where the time of a step goes: the longest kernels, in milliseconds a step."""
+def profile(model: Any, rows: int) -> Rows:
+    """The kernels that take most of a step, by their share of the device's time."""
     from torch.profiler import ProfilerActivity, profile
 
     decoder = Decoder(
-        model, ends=[], known=model.config.vocab_size, sampling=Sampling(TEMPERATURE),
-        alternatives=16, compiled=True,
-    )  # fmt: skip
+        model,
+        ends=[],
+        known=model.config.vocab_size,
+        sampling=Sampling(TEMPERATURE),
+        alternatives=16,
+        compiled=True,
+    )
     prompts = prompts_of(rows // SAMPLES, model.config.vocab_size, SAMPLES, 48)
     list(decoder.answers(prompts, rows=rows, slot_tokens=512))
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         list(decoder.answers(prompts, rows=rows, slot_tokens=512))
-    events = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)[:22]
-    total = sum(e.self_device_time_total for e in found.key_averages())
-    print(f"device time of {rows} answers of 48 tokens: {total / 1e6:.3f} s")
-    for event in events:
-        share = event.self_device_time_total / total
-        print(
-            f"{share:6.1%} {event.self_device_time_total / 1e3:9.1f} ms "
-            f"{event.count:6} {event.key[:90]}"
-        )
     decoder.close()
+    events = sorted(profiled.key_averages(), key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in events)
+    return [
+        {
+            "kernel": event.key[:90],
+            "ms": event.self_device_time_total / 1e3,
+            "share": event.self_device_time_total / total,
+            "calls": event.count,
+        }
+        for event in events[:22]
+    ]
+
+
+SETTINGS = ((768, 4, 0), (768, 4, 16), (768, 1, 16), (512, 4, 16), (1024, 4, 16))
+"""Rows, answers to a prompt, alternatives."""
+QUICK = 1
+BATCHES = (128, 512, 1024)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="one setting of ours alone")
-    options = parser.parse_args()
-    if options.smoke:
-        model = made_up_model(SMALL, "cpu").float()
-        ours(model, 8, 4, 16, 4, 4)
-        theirs(model, 2, 4)
+    given = arguments(
+        __doc__,
+        quick={"action": "store_true", "help": "one setting of ours alone"},
+        profile={"action": "store_true", "help": "where the time of a step goes, and no more"},
+    )
+    model = random_teacher("qwen2.5-1.5b", given.smoke, vocabulary=512)
+    device = torch.cuda.get_device_name() if CUDA else "smoke"
+    if given.profile:
+        report(
+            f"kernels of writing 768 answers of 48 tokens, {device}",
+            profile(model, 768),
+            given.json,
+        )
         return
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}))
-    model = made_up_model(SHAPE, "cuda")
-    if options.profile:
-        profile(model, 768)
-        return
-    for rows, samples, alternatives in (
-        [(768, 4, 16)]
-        if options.quick
-        else [(768, 4, 0), (768, 4, 16), (768, 1, 16), (512, 4, 16), (1024, 4, 16)]
-    ):
-        ours(model, 3 * rows, samples, rows, alternatives, NEW_TOKENS)
-    if not options.quick:
-        for batch in (128, 512, 1024):
-            theirs(model, batch, NEW_TOKENS)
+    table: Rows = []
+    if given.smoke:
+        table = ours(model, 8, 4, 16, 4, 4) + theirs(model, 2, 4)
+    for rows, samples, alternatives in () if given.smoke else SETTINGS:
+        if given.quick and (rows, samples, alternatives) != SETTINGS[QUICK]:
+            continue
+        table += ours(model, 3 * rows, samples, rows, alternatives, NEW_TOKENS)
+    for batch in () if given.smoke or given.quick else BATCHES:
+        table += theirs(model, batch, NEW_TOKENS)
+    report(f"writing, {device}", table, given.json)
 
 
 if __name__ == "__main__":

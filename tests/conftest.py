@@ -50,6 +50,7 @@ SLOW = (
     "evaluate/test_served.py",
     "train/test_conversation_example.py",
     "demo/test_demo.py",
+    "demo/test_demo_studies.py",
     "study/test_selection_study.py",
     "chat/test_templates.py",
     "evaluate/test_compare.py",

@@ -2,6 +2,7 @@
 
 import json
 import random
+import tarfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,22 @@ def tiny_study(path: Path, **changes: Any) -> Path:
     tree = {"extends": str(SHIPPED / "setting.yaml"), **TINY, **changes}
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
     return path
+
+
+def kept_runs(study: str, row: str, folder: str = "runs") -> dict[int, dict[str, Any]]:
+    """Seed -> what a run of the archive holds, read without the package."""
+    from result_tables import archive_of
+
+    archive = archive_of(study)
+    assert archive is not None
+    runs: dict[int, dict[str, Any]] = {}
+    with tarfile.open(archive) as kept:
+        for member in kept.getmembers():
+            path = member.name.removeprefix("./")
+            run, _, file = path.removeprefix(f"{folder}/").partition("/")
+            name, _, seed = run.rpartition("-s")
+            if name == row and file in ("grades.json", "evaluation.json"):
+                content = kept.extractfile(member)
+                assert content is not None
+                runs.setdefault(int(seed), {})[file] = json.load(content)
+    return runs

@@ -55,10 +55,9 @@ SCORING_COST, TRAINING_COST = 1.2, 4.0
 """In the time that reading takes: guesses that choose the size of the sample and nothing else."""
 ALTERNATIVES, STEPS = 4, 100
 CAVEAT = (
-    "One seed and one learning rate, not tuned for any method. Intervals are 95 %, over documents "
-    "only; another seed also changes these numbers. Bits per byte do not measure accuracy: a "
-    "method that keeps few tokens often has more of them and still answers better "
-    "(docs/choosing-a-teacher.md)."
+    "These are bits per byte, which can mislead: students with more of them have answered better, "
+    "and students with fewer worse (docs/try.md). Compare answers before you decide. One seed and "
+    "one learning rate, not tuned for any method; intervals are 95 %, over documents only."
 )
 Facts = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """A study: a grid of recipes, described in one YAML file, and how that file is read. No torch.
 
 ```yaml
-extends: setting.yaml            # another study file; mappings merge ({} empties), lists replace
+extends: setting                 # a shipped study, or a file; mappings merge ({} empties)
 title: what the table says
 base: {student: ..., corpus: ...}   # sections of a recipe
 teachers: {strong: {model: ...}}    # scored once each
@@ -12,6 +12,9 @@ use: [cpt, guided]                  # which rows this study shows; default: all
 comparisons: [[guided, cpt]]        # paired tests; [a, b, c, d] tests (a - b) - (c - d)
 granularity: {teacher: strong, chunks: [8, 16]}   # optional: IoU and IoS beside the accuracies
 ```
+
+A shipped FILE.yaml may hold further studies, `parts`, whose names are FILE-PART: each extends the
+file's own study, or the one that it names.
 
 Studies that share a setting share a folder: a run that another study has finished is not run again.
 """
@@ -26,11 +29,14 @@ from typing import Annotated, Any, Literal
 from vocagnolm.errors import StudyError
 from vocagnolm.recipe import Recipe, recipe_from_dict
 from vocagnolm.recipe.schema import (
+    YAML_SUFFIXES,
     Limits,
     Schema,
+    Tree,
     apply_override,
     build,
     key,
+    merge,
     parse_yaml,
     read_tree,
     unknown,
@@ -38,14 +44,14 @@ from vocagnolm.recipe.schema import (
 
 SHIPPED = Path(__file__).parent / "studies"
 START = "start"
-"""As a teacher's model: what the students start from."""
+"""A teacher's model that is what the students start from."""
 Exchange = Literal["shuffled", "uniform"]
 PositiveInt = Annotated[int, Limits(gt=0)]
 NonNegativeInt = Annotated[int, Limits(ge=0)]
 
 
 class Plan(Schema):
-    """A part of a study. It is read, not changed."""
+    """A section of a study's file. It is read, not changed."""
 
 
 class TeacherPlan(Plan):
@@ -56,9 +62,9 @@ class TeacherPlan(Plan):
     tokenizer: str | None = None
     label: str | None = None
     measured: bool = False
-    """Its own answers to the questions are a row of the table, as in table 4 of the paper."""
+    """Whether its own answers to the questions are a row, as in table 4 of the paper."""
     score: dict[str, Any] = key(default={})
-    """Its own settings of scoring, over those of the study."""
+    """Settings of scoring for this teacher, over those of the study."""
     train: dict[str, Any] | None = None
     """Instead of a model: overrides of a plain run that makes the teacher out of the students'
     start. It then has the student's vocabulary (kld, rho1)."""
@@ -85,7 +91,7 @@ class EvaluationPlan(Plan):
     """Name -> jsonl file with a `text` field: bits per byte. A field `counts` in it names the parts
     of a text that count (`[[start, stop], ...]`, in characters), given what stands before them."""
     validation: dict[str, str] = key(default={})
-    """The same, for choosing learning rates; never reported as a result."""
+    """Name -> jsonl file of texts for choosing learning rates, never reported as a result."""
     requests: str | None = None
     """Rendered questions (`vocagnolm.evaluate.render.write_requests`): greedy answers."""
     validation_requests: str | None = None
@@ -181,8 +187,7 @@ class Study(Plan):
     rows: dict[str, RowPlan] = key(default={})
     use: list[str] = key(default=[])
     comparisons: list[Annotated[list[str], Limits(min_length=2, max_length=4)]] = key(default=[])
-    """Of two rows, or of four: is the difference of the first two larger than that of the other
-    two?"""
+    """Two rows, or four: is the difference of the first two larger than that of the other two?"""
     granularity: GranularityPlan | None = None
     figure: FigurePlan = field(default_factory=FigurePlan)
     source_field: str = "source"
@@ -211,7 +216,7 @@ class RunPlan:
 
     @property
     def teachers(self) -> tuple[str, ...]:
-        """All that it has to do with."""
+        """Every teacher that the run reads from or compares with."""
         return tuple(name for name in (self.teacher, *self.also, self.against) if name is not None)
 
 
@@ -275,9 +280,14 @@ def _short(value: Any) -> str:
 
 
 def shipped_studies() -> dict[str, str]:
-    """Name -> title."""
-    trees = {p.stem: parse_yaml(p.read_text(encoding="utf-8")) for p in SHIPPED.glob("*.yaml")}
-    return {name: trees[name]["title"] for name in sorted(trees) if name != "setting"}
+    """The title of every shipped study by its name."""
+    titles = {}
+    for path in SHIPPED.glob("*.yaml"):
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
+        titles[path.stem] = tree.get("title")
+        for part, own in tree.get("parts", {}).items():
+            titles[f"{path.stem}-{part}"] = own["title"]
+    return {name: titles[name] for name in sorted(titles) if name != "setting"}
 
 
 def load_study(
@@ -286,19 +296,37 @@ def load_study(
     """Load a study of the package by name, or a YAML file. Overrides: `rows.cpt.seeds=[1]`.
     `MATERIALS/` in the file stands for the folder `materials`."""
     path = Path(source)
-    if path.suffix not in (".yaml", ".yml"):
-        path = SHIPPED / f"{source}.yaml"
-        if not path.is_file():
-            raise StudyError(
-                f"There is no study '{source}'. The shipped ones are: "
-                f"{', '.join(shipped_studies())}; or give the path of a YAML file."
-            )
-    advice = f"The shipped studies are: {', '.join(shipped_studies())}."
-    tree = read_tree(path, StudyError, advice)
+    named = path.suffix not in YAML_SUFFIXES
+    tree = _shipped_tree(str(source)) if named else _file_tree(path)
     for override in overrides:
         apply_override(tree, override, StudyError, _steps)
-    tree = _placed({"name": path.stem, **tree}, materials, path)
-    return study_from_dict(tree, origin=str(path))
+    tree = _placed({"name": str(source) if named else path.stem, **tree}, materials, source)
+    return study_from_dict(tree, origin=str(source))
+
+
+def _shipped_tree(name: str) -> Tree:
+    """A shipped study with everything that it extends: that of the file `NAME.yaml`, or for
+    `FILE-PART` the part `PART` of `FILE.yaml`."""
+    path = SHIPPED / f"{name}.yaml"
+    if path.is_file():
+        tree = _file_tree(path)
+        tree.pop("parts", None)
+        return tree
+    for dash in (at for at, character in enumerate(name) if character == "-"):
+        path = SHIPPED / f"{name[:dash]}.yaml"
+        parts = _file_tree(path).get("parts", {}) if path.is_file() else {}
+        if name[dash + 1 :] in parts:
+            own = dict(parts[name[dash + 1 :]])
+            return merge(_shipped_tree(own.pop("extends", path.stem)), own)
+    raise StudyError(
+        f"There is no study '{name}'. The shipped ones are: {', '.join(shipped_studies())}; or "
+        "give the path of a YAML file."
+    )
+
+
+def _file_tree(path: Path) -> Tree:
+    advice = "`vocagnolm study list` names the shipped studies."
+    return read_tree(path, StudyError, advice, named=_shipped_tree)
 
 
 def _steps(path: str) -> list[str]:
@@ -314,8 +342,8 @@ def _steps(path: str) -> list[str]:
     return steps
 
 
-def _placed(value: Any, materials: str | Path | None, origin: Path) -> Any:
-    """The tree with `MATERIALS/` replaced."""
+def _placed(value: Any, materials: str | Path | None, origin: str | Path) -> Any:
+    """A part of a study's file with `MATERIALS/` replaced by the folder."""
     if isinstance(value, dict):
         return {key: _placed(inner, materials, origin) for key, inner in value.items()}
     if isinstance(value, list):
@@ -349,28 +377,7 @@ def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
         if teacher.model == START and study.start is None:
             raise StudyError(f"{origin}: teachers.{name} is the start: set `start`, too.")
     for name, row in rows.items():
-        given = [
-            ("teacher", row.teacher),
-            ("against", row.against),
-            *(("also", n) for n in row.also),
-        ]
-        for place, one in given:
-            if one is not None:
-                _require(one, set(study.teachers), f"{origin}: rows.{name}.{place}", "teacher")
-        if row.teacher is None and (row.also or row.against):
-            raise StudyError(f"{origin}: rows.{name} has `also` or `against` without a `teacher`.")
-        if row.matched_to is not None:
-            _require(row.matched_to, known, f"{origin}: rows.{name}.matched_to", "row")
-            if rows[row.matched_to].matched_to or rows[row.matched_to].teacher is None:
-                raise StudyError(
-                    f"{origin}: rows.{name}.matched_to is {row.matched_to}, which has no teacher "
-                    "of its own. Name a guided row."
-                )
-        if row.targets is not None and row.set.get("objective.method") != "distill":
-            raise StudyError(f"{origin}: rows.{name}.targets is for rows of method distill.")
-        if row.tuned is not None:
-            groups = set(study.tune.rows) if study.tune else set()
-            _require(row.tuned, groups, f"{origin}: rows.{name}.tuned", "tuning group")
+        _check_row(row, study, rows, f"{origin}: rows.{name}")
     if study.tune is not None:
         for group, name in study.tune.rows.items():
             _require(name, known, f"{origin}: tune.rows.{group}", "row")
@@ -384,6 +391,27 @@ def study_from_dict(tree: Mapping[str, Any], origin: str = "study") -> Study:
         _require(study.granularity.teacher, teachers, where, "teacher")
     _check_figure(study.figure, known | {"start"}, f"{origin}: figure")
     return study
+
+
+def _check_row(row: RowPlan, study: Study, rows: Mapping[str, RowPlan], where: str) -> None:
+    named = [("teacher", row.teacher), ("against", row.against), *(("also", n) for n in row.also)]
+    for place, teacher in named:
+        if teacher is not None:
+            _require(teacher, set(study.teachers), f"{where}.{place}", "teacher")
+    if row.teacher is None and (row.also or row.against):
+        raise StudyError(f"{where} has `also` or `against` without a `teacher`.")
+    if row.matched_to is not None:
+        _require(row.matched_to, set(rows), f"{where}.matched_to", "row")
+        if rows[row.matched_to].matched_to or rows[row.matched_to].teacher is None:
+            raise StudyError(
+                f"{where}.matched_to is {row.matched_to}, which has no teacher of its own. Name a "
+                "guided row."
+            )
+    if row.targets is not None and row.set.get("objective.method") != "distill":
+        raise StudyError(f"{where}.targets is for rows of method distill.")
+    if row.tuned is not None:
+        groups = set(study.tune.rows) if study.tune else set()
+        _require(row.tuned, groups, f"{where}.tuned", "tuning group")
 
 
 def _check_figure(plan: FigurePlan, rows: set[str], where: str) -> None:

@@ -58,7 +58,7 @@ def evaluate_model(
 
 
 def compare_options(model: Any, files: Any, plan: EvaluationPlan, path: Path) -> None:
-    """The log-likelihood in nats of every option of every question."""
+    """Write the log-likelihood in nats of every option of every question."""
     from vocagnolm.evaluate.render import read_requests
     from vocagnolm.generate import Generator
 
@@ -66,7 +66,7 @@ def compare_options(model: Any, files: Any, plan: EvaluationPlan, path: Path) ->
     requests = read_requests(plan.compared)
     generator = Generator(model, files, plan.batch_size)
     try:
-        found = dict(
+        nats = dict(
             pair
             for batch in generator.compare(
                 [request.prompt for request in requests], [r.options for r in requests]
@@ -76,7 +76,7 @@ def compare_options(model: Any, files: Any, plan: EvaluationPlan, path: Path) ->
     finally:
         generator.close()
     rows = [
-        {"task": r.task, "index": r.index, "nats": [round(value, 4) for value in found[n]]}
+        {"task": r.task, "index": r.index, "nats": [round(value, 4) for value in nats[n]]}
         for n, r in enumerate(requests)
     ]
     _write_rows(path, rows)
@@ -96,8 +96,8 @@ def answer_requests(
     *,
     seed: int = 0,
 ) -> None:
-    """Answers to all questions: greedy, or drawn with a `seed`, which are added to those that are
-    in the file. Tasks with the same stop strings go through together: they share their worked
+    """Write answers to all questions: greedy, or drawn with a `seed`, which are added to those that
+    are in the file. Tasks with the same stop strings go through together: they share their worked
     examples."""
     from vocagnolm.evaluate.results import fields_of
     from vocagnolm.generate import Answer, Generator, Sampling
@@ -156,7 +156,7 @@ def grade_answers(path: Path, questions: Mapping[tuple[str, int], "Request"]) ->
 def questions_of(requests: str | Path) -> dict[tuple[str, int], "Request"]:
     from vocagnolm.evaluate.render import read_requests
 
-    return {(one.task, one.index): one for one in read_requests(requests)}
+    return {(request.task, request.index): request for request in read_requests(requests)}
 
 
 def average_accuracy(grades: Marks) -> float:
@@ -177,19 +177,19 @@ def read_results(home: StudyFolder) -> dict[str, dict[int, dict[str, Any]]]:
         path = folder / EVALUATION
         if not path.is_file():
             continue
-        found = read_result(path)
+        result = read_result(path)
         answered = questions and (folder / ANSWERS_FILE).is_file()
         if answered or (folder / GRADES_FILE).is_file():
-            found["grades"] = _grades(folder, questions)
-            found["accuracy"] = average_accuracy(found["grades"])
+            result["grades"] = _grades(folder, questions)
+            result["accuracy"] = average_accuracy(result["grades"])
         if (folder / SELECTION).is_file():
-            found["selection"] = read_result(folder / SELECTION)
-        results.setdefault(row, {})[seed] = found
+            result["selection"] = read_result(folder / SELECTION)
+        results.setdefault(row, {})[seed] = result
     return results
 
 
 def _grades(folder: Path, questions: dict[tuple[str, int], "Request"]) -> Grades:
-    """Grading takes seconds a run: kept beside the answers."""
+    """The grades of a run, which are kept beside its answers: grading takes seconds."""
     path = folder / GRADES_FILE
     if path.is_file():
         kept = read_result(path)

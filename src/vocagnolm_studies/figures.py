@@ -94,8 +94,10 @@ def _draw_frontier(
     """Up is more right answers, left is fewer bits per byte: what lies beside both of the
     reference's lines, above and to the left, is better in both. If learning rates were tuned by
     accuracy, a panel on the left shows one curve per tuned row over these rates."""
-    bits = {name: [one["mean"] for one in rows[name]["bits_per_byte"].values()] for name in values}
-    places = {name: sum(found) / len(found) for name, found in bits.items() if found}
+    bits = {
+        name: [text["mean"] for text in rows[name]["bits_per_byte"].values()] for name in values
+    }
+    places = {name: sum(means) / len(means) for name, means in bits.items() if means}
     curves = {name: p for name, p in _curves_over_rates(tuning).items() if name in places}
     matplotlib, figure, panels = new_panels(10.0, 5.0, 2 if curves else 1)
     axes = panels[-1]
@@ -137,11 +139,11 @@ def _draw_frontier(
 
 def _curves_over_rates(tuning: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Row -> its tuning runs, for rows with several learning rates and both measures."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    curves: dict[str, list[dict[str, Any]]] = {}
     for entry in tuning:
         if {"row", "validation_accuracy", "validation_bits_per_byte"} <= entry.keys():
-            found.setdefault(entry["row"], []).append(entry)
-    return {row: points for row, points in found.items() if len(points) > 1}
+            curves.setdefault(entry["row"], []).append(entry)
+    return {row: points for row, points in curves.items() if len(points) > 1}
 
 
 def _draw_rates(axes: Any, points: Sequence[dict[str, Any]], number: int, colour: str) -> None:
@@ -229,15 +231,15 @@ def _draw_strength(table: dict[str, Any], plan: FigurePlan, path: str | Path) ->
         if entry["b"] != plan.reference or teacher is None:
             continue
         # rows share few seeds with the reference, or none: all seeds against its mean
-        found, zero = entry["all_seeds"], rows[entry["b"]]["accuracy"]
+        every, zero = entry["all_seeds"], rows[entry["b"]]["accuracy"]
         seeds = [score for score in row["accuracy_by_seed"].values() if score is not None]
         points.append(
             TeacherPoint(
                 name=f"{row['label']}\n{teacher['label']}",
                 bits_per_byte=teacher["bits_per_byte"],
                 accuracy=rows.get(f"teacher-{row['teacher']}", {}).get("accuracy"),
-                gain=found["difference"],
-                interval=found["interval"] and tuple(found["interval"]),
+                gain=every["difference"],
+                interval=every["interval"] and tuple(every["interval"]),
                 seed_gains=[score - zero for score in seeds],
             )
         )
@@ -281,7 +283,7 @@ class TeacherPoint:
 
     name: str
     bits_per_byte: float
-    """Of the teacher, on the corpus."""
+    """Those of the teacher on the corpus."""
     accuracy: float | None = None
     """The teacher's own, where it was measured."""
     gain: float

@@ -183,16 +183,16 @@ class StudyFolder:
         cost = {}
         for rate in self.study.tune.learning_rates:
             path = self.folder / "tuning" / f"{group}-{rate:g}" / EVALUATION
-            found = read_result(path)
+            result = read_result(path)
             if self.study.tune.by == "accuracy":
-                if "validation_accuracy" not in found:
+                if "validation_accuracy" not in result:
                     raise StudyError(
                         f"{path} holds no validation_accuracy: this rate was tuned by bits per "
                         "byte. Remove the folder to tune it again by accuracy."
                     )
-                cost[rate] = -found["validation_accuracy"]
+                cost[rate] = -result["validation_accuracy"]
                 continue
-            bits = found["validation"]
+            bits = result["validation"]
             if not bits:
                 raise StudyError("Tuning needs evaluate.validation: texts to choose by.")
             mean = sum(bits.values()) / len(bits)

@@ -92,7 +92,7 @@ def granularity_study(
 
 
 def corpus_granularity(recipe: "Recipe", teacher: str, plan: "GranularityPlan") -> GranularityStudy:
-    """The same for a recipe's student, corpus and blocks, and the tokenizer of a teacher."""
+    """The granularity study of a recipe's student, corpus and blocks with a teacher's tokenizer."""
     if recipe.student_tokenizer is None:
         raise StudyError("IoU and IoS need base.student.tokenizer or base.student.model.")
     corpus = open_corpus(

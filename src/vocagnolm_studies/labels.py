@@ -89,7 +89,7 @@ def text_parts(text: bytes, after: bytes | None) -> dict[str, list[Range]]:
 def read_labels(
     paths: str | Sequence[str], field: str, indices: Sequence[int]
 ) -> NDArray[np.bool_]:
-    """What the documents of a corpus are labelled."""
+    """The labels of some documents of a corpus."""
     values = read_field(paths, field, indices)
     for index, value in zip(indices, values, strict=True):
         if value not in _LABELS:
@@ -97,10 +97,10 @@ def read_labels(
                 f"The field {field!r} of document {index:,} holds {value!r}. A label is true or "
                 "false for every document: give a field that says what each one is."
             )
-    found = np.array([_LABELS[value] for value in values])
-    if found.all() or not found.any():
-        raise StudyError(f"All {len(found):,} documents have the same label {field!r}.")
-    return found
+    labels = np.array([_LABELS[value] for value in values])
+    if labels.all() or not labels.any():
+        raise StudyError(f"All {len(labels):,} documents have the same label {field!r}.")
+    return labels
 
 
 def read_field(paths: str | Sequence[str], field: str, indices: Sequence[int]) -> list[str]:
@@ -129,13 +129,13 @@ def label_study(
     after = None if fields.after is None else fields.after.encode()
     parts = [text_parts(text.encode(), after) for text in sample.texts]
     place, document = read.place - prefix, read.document
-    sizes = np.array([len(one) for one in tokens])
+    sizes = np.array([len(spans) for spans in tokens])
     of_text = read.predicted & (place >= 0) & (place < sizes[document])
     starts = np.cumsum(sizes) - sizes
 
     def means(part: str, shown: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float64]]:
         inside = np.concatenate(
-            [one.inside(found[part]) for one, found in zip(tokens, parts, strict=True)]
+            [spans.inside(where[part]) for spans, where in zip(tokens, parts, strict=True)]
         )
         where = of_text.copy()
         where[of_text] = inside[(starts[document] + place)[of_text]]
@@ -163,8 +163,8 @@ def label_study(
             for part in ("text", "results", "answer")
         },
         by={
-            field: {value: one for value, one in found.items() if one}
-            for field, found in by.items()
+            field: {value: measured for value, measured in values.items() if measured}
+            for field, values in by.items()
         },
         false_tokens={
             name: float(count[false].sum(dtype=np.float64) / count.sum(dtype=np.float64))
@@ -179,7 +179,7 @@ def _means(
     where: NDArray[np.bool_],
     documents: int,
 ) -> NDArray[np.float64]:
-    """Per document, over the tokens where the value is known; NaN where there is none."""
+    """The mean of each document over the tokens whose value is known; NaN where there is none."""
     where = where & ~np.isnan(values)
     total = np.bincount(document[where], values[where], minlength=documents)
     count = np.bincount(document[where], minlength=documents)
@@ -192,21 +192,21 @@ def areas(
     groups: NDArray[np.int64] | None,
 ) -> dict[str, Area]:
     """An area for every measure with enough documents of both labels; NaN: not measured there."""
-    found = {}
+    by_measure = {}
     for name, values in measures.items():
         known = ~np.isnan(values)
         true = int(label[known].sum())
         false = int(known.sum()) - true
         if min(true, false) >= _FEWEST:
             members = None if groups is None else groups[known]
-            found[name] = area(values[known], label[known], members)
-    return found
+            by_measure[name] = area(values[known], label[known], members)
+    return by_measure
 
 
 def area(
     values: NDArray[np.float64], label: NDArray[np.bool_], groups: NDArray[np.int64] | None
 ) -> Area:
-    """With 95 % intervals: groups (or documents) are drawn again with replacement."""
+    """The area with 95 % intervals, for which groups (or documents) are drawn with replacement."""
     members = (
         np.arange(len(values)) if groups is None else np.unique(groups, return_inverse=True)[1]
     )

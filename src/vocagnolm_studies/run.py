@@ -88,7 +88,7 @@ class Outcome:
     finished: list[str]
     failed: list[str]
     left: list[str]
-    """Not done: out of time, or waiting for something that is not there."""
+    """Tasks that are not done: out of time, or waiting for something that is not there."""
 
 
 def work(
@@ -179,11 +179,11 @@ def _failure(folder: Path, name: str) -> Path:
 
 def _failures(folder: Path) -> dict[str, int]:
     """Task -> when it failed last."""
-    found = {}
+    times = {}
     for path in (folder / "failed").glob("*.txt"):
         with contextlib.suppress(OSError):  # done in the meantime
-            found[path.stem] = path.stat().st_mtime_ns
-    return found
+            times[path.stem] = path.stat().st_mtime_ns
+    return times
 
 
 def _has_room_since(folder: Path, name: str, when: int) -> bool:

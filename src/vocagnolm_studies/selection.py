@@ -86,10 +86,10 @@ class PairFacts:
     more: float
     unmapped: float
     separators: float
-    """Of the unmapped: tokens between documents, which hold no text."""
+    """The unmapped tokens between documents, which hold no text."""
     unscored: float
-    """Of the unmapped: the teacher gave no loss there (the first token of a document, for a teacher
-    without beginning-of-text)."""
+    """The unmapped tokens where the teacher gave no loss (the first token of a document, for a
+    teacher without beginning-of-text)."""
     shared_teacher: float
     """Share of the teacher's tokens that several student tokens share."""
 
@@ -100,7 +100,7 @@ class PairFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class KindShares:
-    """Of the predicted tokens of one kind."""
+    """Shares of the predicted tokens of one kind."""
 
     tokens: float
     """Share of all predicted tokens."""
@@ -124,7 +124,7 @@ class Lead:
 
     @property
     def share(self) -> float:
-        """Of the student's loss, what the teacher spares; below 0 where it is the worse one."""
+        """The share of the student's loss that the teacher spares; below 0 where it is worse."""
         return 1 - self.teacher / self.student
 
 
@@ -163,33 +163,35 @@ class SelectionStudy:
 def variants(keep: float = 0.4, seed: int = 0) -> list[Variant]:
     """The reference and everything it is compared with, each one setting away from it."""
     guided = ObjectiveConfig(method="guided", keep=keep, seed=seed)
-    found = [Variant(name=REFERENCE, label=f"guided, max, include, keep {keep:.0%}", config=guided)]
+    listed = [
+        Variant(name=REFERENCE, label=f"guided, max, include, keep {keep:.0%}", config=guided)
+    ]
     whole = replace(guided, compare="stretch")
-    found.append(Variant(name=STRETCH, label="by whole stretches", config=whole, guidance=STRETCH))
+    listed.append(Variant(name=STRETCH, label="by whole stretches", config=whole, guidance=STRETCH))
     for how in AGGREGATIONS[1:]:
-        found.append(
+        listed.append(
             Variant(name=how, label=f"{how} over teacher tokens", config=guided, guidance=how)
         )
     exclude, mean = replace(guided, unmapped="exclude"), replace(guided, unmapped="mean")
-    found.append(Variant(name="unmapped-exclude", label="unmapped: exclude", config=exclude))
-    found.append(Variant(name="unmapped-mean", label="unmapped: mean", config=mean))
+    listed.append(Variant(name="unmapped-exclude", label="unmapped: exclude", config=exclude))
+    listed.append(Variant(name="unmapped-mean", label="unmapped: mean", config=mean))
     for share in KEEPS:
         if share != keep:
             other = replace(guided, keep=share)
-            found.append(Variant(name=f"keep-{share:g}", label=f"keep {share:.0%}", config=other))
+            listed.append(Variant(name=f"keep-{share:g}", label=f"keep {share:.0%}", config=other))
     for n in CHUNKS:
         config = replace(guided, method="chunk", n_chunks=n)
-        found.append(
+        listed.append(
             Variant(name=f"chunk-{n}", label=f"{n} chunks, teacher", config=config, guidance=n)
         )
     # without a teacher every token competes, as in a run without a store
     alone = replace(guided, method="no_teacher")
-    found.append(
+    listed.append(
         Variant(name="no_teacher", label="student loss alone", config=alone, guidance=None)
     )
     chance = replace(guided, method="random")
-    found.append(Variant(name="random", label="random", config=chance, guidance=None))
-    return found
+    listed.append(Variant(name="random", label="random", config=chance, guidance=None))
+    return listed
 
 
 def selection_study(
@@ -243,7 +245,8 @@ def selection_study(
 
     def counts(texts: Sequence[str]) -> list[int]:
         if isinstance(tokenizer, ChatTokenizer):  # those that its template refuses are left out
-            return [0 if isinstance(one, str) else len(one) for one in tokenizer.outcomes(texts)]
+            outcomes = tokenizer.outcomes(texts)
+            return [0 if isinstance(spans, str) else len(spans) for spans in outcomes]
         return [len(spans) + separators for spans in tokenise(tokenizer, texts)]
 
     sample = spread_documents(texts, losses, counts, tokens)
@@ -361,19 +364,19 @@ def _by_kind(
     predicted = read.predicted
     kinds = _kinds(read)[predicted]
     ours, theirs = by_token[predicted], by_stretch[predicted]
-    found = {}
+    shares = {}
     for number, name in enumerate(KINDS):
         here = kinds == number
         if not here.any():
             continue
-        found[name] = KindShares(
+        shares[name] = KindShares(
             tokens=float(here.mean()),
             by_token=float(ours[here].mean()),
             by_stretch=float(theirs[here].mean()),
             joined=float((theirs & ~ours)[here].mean()),
             left=float((ours & ~theirs)[here].mean()),
         )
-    return found
+    return shares
 
 
 def _kinds(read: SampleBlocks) -> NDArray[np.int64]:

@@ -1,9 +1,9 @@
-"""One table of a study from what its runs have left: markdown and JSON. Needs no model.
+"""The table of a study, from what its runs have left: markdown and JSON. Needs no model.
 
 Rows are compared pairwise: paired over questions, seeds and both; unpaired over all seeds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ Bits = Mapping[str, float]
 
 
 def study_table(home: StudyFolder) -> dict[str, Any]:
-    """Everything the study has found so far, as plain data."""
+    """The rows, comparisons, tuning runs and teachers of the study so far, as plain data."""
     study = home.study
     results = read_results(home)
     measured = home.measured_teachers()
@@ -42,7 +42,7 @@ def study_table(home: StudyFolder) -> dict[str, Any]:
         seeds = results.get(name)
         if seeds:
             rows.append(_row(name, plans.get(name), seeds))
-    comparisons = [found for names in study.comparisons if (found := _comparison(names, results))]
+    comparisons = [entry for names in study.comparisons if (entry := _comparison(names, results))]
     planned = {run.name: home.run_folder(run) for run in home.runs}
     planned |= {f"teacher-{name}": folder for name, folder in measured.items()}
     table = {
@@ -63,7 +63,7 @@ def study_table(home: StudyFolder) -> dict[str, Any]:
 def _comparison(
     names: list[str], results: dict[str, dict[int, dict[str, Any]]]
 ) -> dict[str, Any] | None:
-    """Of two rows, or of two differences, each of two rows; None while a side has no runs."""
+    """Two rows compared, or two differences of two rows each; None while a side has no runs."""
     marks, bits = (
         [{s: r[key] for s, r in results.get(n, {}).items() if key in r} for n in names]
         for key in ("grades", "held_out")
@@ -75,8 +75,8 @@ def _comparison(
         bits = [bit_gaps(*bits[:2]), bit_gaps(*bits[2:])]
     if not all(marks):
         return None
-    found = compare_rows(*marks, one_b=b == "start")  # one start for all seeds
-    return {"a": a, "b": b, **found.as_json(), "bits_per_byte": compare_bits(*bits)}
+    comparison = compare_rows(*marks, single_b=b == "start")  # one start for all seeds
+    return {"a": a, "b": b, **comparison.as_json(), "bits_per_byte": compare_bits(*bits)}
 
 
 def _row(name: str, plan: RowPlan | None, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -109,15 +109,15 @@ def _row(name: str, plan: RowPlan | None, seeds: dict[int, dict[str, Any]]) -> d
 
 
 def _add_granularity(table: dict[str, Any], home: StudyFolder, plan: GranularityPlan) -> None:
-    """IoU and IoS to the rows that train on an alignment with this teacher: of their chunks,
-    whoever chooses them, or of tokens."""
+    """Add IoU and IoS to the rows that train on an alignment with this teacher: those of their
+    chunks, whoever chooses them, or of tokens."""
     path = home.granularity_file(plan)
     if not path.is_file():
         table["granularity"] = None
         table["missing"].append(path.stem)
         return
-    found = table["granularity"] = read_result(path)
-    chunks = {point["n"]: point for point in found["chunks"]}
+    overlaps = table["granularity"] = read_result(path)
+    chunks = {point["n"]: point for point in overlaps["chunks"]}
     for row in table["rows"]:
         name = row["row"]
         if name not in home.rows:
@@ -129,13 +129,13 @@ def _add_granularity(table: dict[str, Any], home: StudyFolder, plan: Granularity
             point = chunks.get(objective.n_chunks)
         elif METHODS[objective.method].by_excess and settings.teacher == plan.teacher:
             # a matched row keeps tokens by chance, whatever its teacher
-            point = found["token_level"] if settings.matched_to is None else None
+            point = overlaps["token_level"] if settings.matched_to is None else None
         if point is not None:
             row["iou"], row["ios"] = point["iou"], point["ios"]
 
 
 def _tuning(home: StudyFolder) -> list[dict[str, Any]]:
-    found = []
+    entries = []
     rows = home.study.tune.rows if home.study.tune is not None else {}
     for path in sorted((home.folder / "tuning").glob(f"*/{EVALUATION}")):
         result = read_result(path)
@@ -147,21 +147,21 @@ def _tuning(home: StudyFolder) -> list[dict[str, Any]]:
             entry["validation_bits_per_byte"] = sum(bits.values()) / len(bits)
         if "validation_accuracy" in result:
             entry["validation_accuracy"] = result["validation_accuracy"]
-        found.append(entry)
-    return sorted(found, key=lambda entry: (entry["group"], entry["learning_rate"]))
+        entries.append(entry)
+    return sorted(entries, key=lambda entry: (entry["group"], entry["learning_rate"]))
 
 
 def _teachers(home: StudyFolder) -> dict[str, Any]:
-    found = {}
+    teachers = {}
     for path in sorted((home.folder / "stores").glob("*.json")):
         plan = home.study.teachers.get(path.stem)
         label = (plan.label if plan else None) or path.stem
-        found[path.stem] = {"label": label, **read_result(path)}
-    return found
+        teachers[path.stem] = {"label": label, **read_result(path)}
+    return teachers
 
 
 def markdown(table: dict[str, Any]) -> str:
-    """The table as people read it."""
+    """The table as Markdown: rows, then comparisons in accuracy and in bits per byte."""
     tasks = list(dict.fromkeys(t for row in table["rows"] for t in row["tasks"]))
     texts = list(dict.fromkeys(t for row in table["rows"] for t in row["bits_per_byte"]))
     overlaps = {"IoU": "iou", "IoS": "ios"} if "granularity" in table else {}
@@ -187,19 +187,26 @@ def markdown(table: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def seed_interval(comparison: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Student's 95 % interval over the seed differences of a comparison of the table; None with
+    fewer than two shared seeds."""
+    return paired_interval(np.array(comparison["seed_differences"]))
+
+
 def _comparison_lines(comparisons: list[dict[str, Any]]) -> list[str]:
     """First on the seeds that both rows have, then on all seeds of either."""
-    head = ["comparison", "difference", "95 %", "p (questions)", "p (seeds)", "shared seeds"]
+    head = ["comparison", "difference", "95 %, questions and seeds", "95 %, seeds (t)"]
+    head += ["p (questions)", "p (seeds)", "shared seeds"]
     head += ["all seeds: difference", "p (Welch)", "all seeds"]
     lines = [_line(head), _line(["---", *("---:" for _ in head[1:])])]
     for entry in comparisons:
         cells = [f"{entry['a']} - {entry['b']}"]
         if entry["seeds"]:
-            low, high = entry["interval"]
-            cells += [f"{entry['difference']:+.2f}", f"{low:+.2f} to {high:+.2f}"]
-            cells += [f"{entry['p_questions']:.4f}", _p(entry["p_seeds"]), str(len(entry["seeds"]))]
+            cells += [f"{entry['difference']:+.2f}", _interval(entry["interval"], 2)]
+            cells += [_interval(seed_interval(entry), 2), f"{entry['p_questions']:.4f}"]
+            cells += [_p(entry["p_seeds"]), str(len(entry["seeds"]))]
         else:
-            cells += [""] * 5
+            cells += [""] * 6
         every = entry["all_seeds"]
         cells += [f"{every['difference']:+.2f}", _p(every["p"])]
         lines.append(_line([*cells, f"{every['n_a']} and {every['n_b']}"]))
@@ -212,14 +219,17 @@ def _bits_lines(comparisons: list[dict[str, Any]], texts: list[str]) -> list[str
     for entry in comparisons:
         cells = [f"{entry['a']} - {entry['b']}"]
         for text in texts:
-            bits = entry["bits_per_byte"].get(text)
+            bits = entry.get("bits_per_byte", {}).get(text)  # tables of 0.1.0 have none
             cell = "" if bits is None else f"{bits['difference']:+.4f}"
             if bits is not None and bits["interval"] is not None:
-                low, high = bits["interval"]
-                cell += f" ({low:+.4f} to {high:+.4f})"
+                cell += f" ({_interval(bits['interval'], 4)})"
             cells.append(cell)
         lines.append(_line(cells))
     return lines
+
+
+def _interval(interval: Sequence[float] | None, digits: int) -> str:
+    return "" if interval is None else " to ".join(f"{end:+.{digits}f}" for end in interval)
 
 
 def _p(p: float | None) -> str:
@@ -281,18 +291,18 @@ def mark_gaps(a: Mapping[int, Marks], b: Mapping[int, Marks]) -> dict[int, Marks
 
 
 def bit_gaps(a: Mapping[int, Bits], b: Mapping[int, Bits]) -> dict[int, Bits]:
-    """a - b text by text, likewise."""
+    """a - b text by text, on the seeds that both rows have."""
     shared = sorted(a.keys() & b.keys())
     return {seed: {text: a[seed][text] - b[seed][text] for text in a[seed]} for seed in shared}
 
 
 def compare_rows(
-    a: Mapping[int, Marks], b: Mapping[int, Marks], *, one_b: bool = False
+    a: Mapping[int, Marks], b: Mapping[int, Marks], *, single_b: bool = False
 ) -> Comparison:
-    """Rows as seed -> marks. Questions are weighted so that every task counts the same. `one_b`:
-    b is a single model, the start say, that every seed of a is compared with."""
+    """Compare two rows, given as seed -> marks, in a way that every task counts the same. With
+    `single_b`, b is one model, the start say, that every seed of a is compared with."""
     all_seeds = compare_means(*([average_accuracy(g) for g in row.values()] for row in (a, b)))
-    if one_b:
+    if single_b:
         (only,) = b.values()
         b = dict.fromkeys(a, only)
     seeds = sorted(set(a) & set(b))
@@ -324,14 +334,14 @@ def compare_rows(
 
 def compare_bits(a: Mapping[int, Bits], b: Mapping[int, Bits]) -> dict[str, dict[str, Any]]:
     """Differences a - b in bits per byte of every held-out text, on the seeds that both rows have,
-    with Student's 95 % over them. Rows as seed -> text -> bits per byte."""
+    with Student's 95 % over them. Rows are given as seed -> text -> bits per byte."""
     gaps = bit_gaps(a, b)
-    found = {}
+    by_text = {}
     for text in next(iter(gaps.values()), ()):
         differences = np.array([bits[text] for bits in gaps.values()])
-        found[text] = {
+        by_text[text] = {
             "difference": float(differences.mean()),
             "seed_differences": [float(value) for value in differences],
             "interval": paired_interval(differences),
         }
-    return found
+    return by_text

@@ -96,7 +96,7 @@ class StudyTasks(StudyFolder):
         )
 
     def _evaluation_task(self, name: str, model: str, folder: Path) -> Task:
-        """Of a model that is no row's run: the start, or a teacher."""
+        """The evaluation of a model that is no row's run: the start, or a teacher."""
         questions = self.study.evaluate.requests
         return Task(
             f"evaluate-{name}",
@@ -379,8 +379,8 @@ def measure_granularity(
 ) -> None:
     from vocagnolm_studies.granularity import corpus_granularity
 
-    found = corpus_granularity(recipe, teacher, plan)
-    write_json(home.granularity_file(plan), found.as_json())
+    overlaps = corpus_granularity(recipe, teacher, plan)
+    write_json(home.granularity_file(plan), overlaps.as_json())
 
 
 def release_memory() -> None:

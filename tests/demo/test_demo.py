@@ -1,18 +1,12 @@
 """The demo's material is what it says, and the whole pipeline runs."""
 
-import importlib
 import itertools
 import random
 import re
-import sys
-from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
+from demo_kit import InThisProcess
 from faults_kit import LONG
 from typer.testing import CliRunner
 
@@ -24,8 +18,6 @@ from vocagnolm.demo.corpus import draw_problem
 from vocagnolm.demo.students import exact_answers, read_answer
 from vocagnolm.train.loop import TrainingLoop
 from vocagnolm_studies.run import run_study
-
-ROOT = Path(__file__).parents[2]
 
 
 def documents(n: int) -> list[tuple[str, str]]:
@@ -124,31 +116,6 @@ def test_the_results_keep_every_seed_and_have_intervals() -> None:
     assert pipeline.mean_and_spread([1.0, 2.0], 1) == "1.5 ± 0.7"
 
 
-def script(name: str) -> ModuleType:
-    """Found as Python finds a script's neighbours when it runs one."""
-    if str(ROOT / "runs") not in sys.path:
-        sys.path.append(str(ROOT / "runs"))
-    return importlib.import_module(name)
-
-
-class InThisProcess:
-    """In place of a pool of processes, which take longer to start than these students to train."""
-
-    def __init__(self, workers: int):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def submit(self, job, *arguments) -> Future:
-        future = Future()
-        future.set_result(job(*arguments))
-        return future
-
-
 def test_the_demo_runs_from_end_to_end(tmp_path, capsys, monkeypatch) -> None:
     if not LONG:
         monkeypatch.setattr(pipeline, "WorkerPool", InThisProcess)
@@ -173,143 +140,6 @@ def test_the_demo_runs_from_end_to_end(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(pipeline, "make_page", lambda *given: tmp_path / "report.html")
     pipeline.run_demo(tmp_path, budget)
     assert "shows every token." in " ".join(capsys.readouterr().out.split())
-
-
-def test_one_thing_is_changed_at_a_time_and_shown(tmp_path, capsys) -> None:
-    pytest.importorskip("matplotlib")
-    why = script("demo_why")
-    settings = list({one for sweep in why.SWEEPS.values() for one in sweep.values()})
-    for one in settings:
-        assert sum(one.shares.values()) == pytest.approx(1)
-        changed = sum(getattr(one, key) != getattr(why.USUAL, key) for key in vars(one))
-        assert changed <= 1 or (one.wrong == 0 and changed == 2)
-    _, problems = why.make_corpora(tmp_path, [replace(why.USUAL, documents=40)])
-    learned = (tmp_path / why.USUAL.corpus / "corpus.jsonl").read_text()
-    assert len(problems) == why.PROBLEMS
-    assert not any(problem.question in learned for problem in problems)
-    found = {
-        (one, method, seed): {"exact": 0.5 + 0.1 * seed, "bits_per_byte": 0.2}
-        for one in settings
-        for method in why.METHODS
-        for seed in range(2)
-    }
-    why.write_results(tmp_path, found, why.SWEEPS, 2)
-    assert (
-        "| 30 | 55.0 ± 7.1 (0.200) | 55.0 ± 7.1 (0.200) | 55.0 ± 7.1 (0.200) |"
-        in capsys.readouterr().out
-    )
-    assert (tmp_path / "why.svg").exists()
-    plain = {
-        (one, "cpt", 0): found[why.USUAL, "cpt", 0]
-        for one in why.LONG["tokens, thousands"].values()
-    }
-    why.write_results(tmp_path, plain, why.LONG, 1)
-    assert "| tokens, thousands | plain pretraining |" in capsys.readouterr().out
-
-
-def test_rules_of_distillation_differ_in_the_objective_or_in_the_teacher(tmp_path, capsys) -> None:
-    pytest.importorskip("matplotlib")
-    rules = script("demo_distill")
-    recipes = {name: rules.recipe_of(tmp_path, name, 4e-3, 0) for name in rules.RULES}
-    told = [
-        (str(recipe.objective), recipe.store.path, rules.RULES[name].targets)
-        for name, recipe in recipes.items()
-    ]
-    assert len(set(told)) == len(told)
-    # blocks are shared where a prepared column serves both, and nowhere else
-    of = {name: recipe.data.blocks for name, recipe in recipes.items()}
-    assert of["half"] == of["one"] == of["shuffled"] == of["quarter"]
-    assert len({of[name] for name in ("half", "k1", "k16", "drawn", "starts", "own", "cpt")}) == 7
-    rows = [
-        {
-            "row": name,
-            "label": rule.label,
-            "learning_rate": 4e-3,
-            "tuning": {},
-            "exact": [50.0 + place, 51.0 + place],
-            "clean": [0.23, 0.24],
-        }
-        for place, (name, rule) in enumerate(rules.RULES.items())
-    ]
-    rules.write_results(tmp_path, rows)
-    said = capsys.readouterr().out
-    assert "| distilled, mix 0.5 | 0.004 | 54.5 ± 0.7 | +4.0 ± 0.0 | 0.2350 ± 0.0071 |" in said
-    assert (tmp_path / "demo-distill.svg").exists()
-
-
-def test_peers_read_the_same_documents_in_both_vocabularies(tmp_path, capsys) -> None:
-    peers = script("demo_peers")
-    texts = ["Ada has 3 boxes.", "Uma sells 14 coins and 2 stamps."]
-    for model in (students.START, students.TEACHER):
-        rows = [peers.row(load_tokenizer(model), text) for text in texts]
-        ids, labels, spans = peers.padded(rows)
-        for text, found, offsets, label in zip(texts, ids, spans, labels, strict=True):
-            assert int(found[0]) == load_tokenizer(model).vocabulary[students.END]
-            learned = label != peers.IGNORED
-            assert not learned[0] and (label[learned] == found[learned]).all()
-            ends = offsets[learned].tolist()
-            assert ends[0][0] == 0 and ends[-1][1] == len(text)
-            assert all(one[1] == other[0] for one, other in itertools.pairwise(ends))
-    lengths = [300, 500, 400, 700]
-    plan = list(peers.batches(lengths, 4000, 1))
-    steps = [sum(lengths[document] for document in batch) for batch in plan]
-    assert all(tokens >= peers.STEP_TOKENS for tokens in steps[:-1])
-    assert sum(steps[:-1]) < 4000 <= sum(steps)
-    assert sorted(itertools.chain(*plan))[:2] == [0, 0]  # a second pass
-    assert plan == list(peers.batches(lengths, 4000, 1)) != list(peers.batches(lengths, 4000, 2))
-    plain, longer = (
-        peers.recipe_of(tmp_path, name, 2e-3, 250_000, 0) for name in ("cpt", "longer-masked")
-    )
-    assert (longer.data.block_size, longer.data.document_mask) == (512, True)
-    assert longer.data.blocks != plain.data.blocks and not plain.data.document_mask
-    assert longer.train.batch_blocks * 512 == plain.train.batch_blocks * 128 == peers.STEP_TOKENS
-    rows = [
-        {
-            "row": name,
-            "label": rule.label,
-            "tokens": 250_000,
-            "tokens_per_second": 1000.0 / (1 + place),
-            "learning_rate": 4e-3,
-            "exact": [50.0 + place, 51.0 + place],
-            "clean": [0.23, 0.24],
-        }
-        for place, (name, rule) in enumerate(peers.RULES.items())
-    ]
-    peers.write_results(tmp_path, rows, [rows[0], rows[4]])
-    said = capsys.readouterr().out
-    assert "| ULD, online | 0.004 | 54.5 ± 0.7 | +4.0 ± 0.0 | 0.2350 ± 0.0071 |" in said
-    assert said.count("uld: 250,000 tokens, 0.200 x the speed of every token") == 2
-
-
-def test_teachers_are_compared_by_their_own_measures(tmp_path, capsys) -> None:
-    pytest.importorskip("matplotlib")
-    compared = script("demo_teachers")
-    *_, own = compared.TEACHERS.values()
-    assert own.tokenizer(iter(())).get_vocab() == load_tokenizer(students.START).vocabulary
-    rows: list[dict[str, Any]] = [
-        {"teacher": None, "method": method, "by_seed": [50.0, 60.0]} for method in compared.CONTROLS
-    ]
-    known = {"teacher_exact": 90.0, "bits_per_byte_corpus": 0.8, "bits_per_byte_clean": 0.2}
-    known |= {"tells_wrong": 0.9, "tells_wrong_low": 0.85, "tells_wrong_high": 0.95}
-    rows += [
-        {"teacher": name, "method": rule, "by_seed": seeds, **known}
-        for rule, seeds in zip(
-            compared.RULES, ([70.0, 80.0], [80.0, 90.0], [60.0, 70.0]), strict=True
-        )
-        for name in compared.TEACHERS
-    ]
-    compared.write_results(tmp_path, rows)
-    lines = capsys.readouterr().out.splitlines()
-    assert "| none: plain pretraining |  |  |  |  | 55.0 ± 7.1 |  |  |" in lines
-    told = "90.0 | 0.800 | 0.200 | 0.900 (0.850 to 0.950)"
-    assert f"| 100 steps | {told} | 75.0 ± 7.1 | 85.0 ± 7.1 | 65.0 ± 7.1 |" in lines
-    name = next(iter(compared.TEACHERS))
-    weighed = compared.recipe_of(tmp_path, name, "reducible", 1)
-    published = compared.recipe_of(tmp_path, name, "guided", 1)
-    assert weighed.objective.weighting == "reducible" != published.objective.weighting
-    assert weighed.run.folder != published.run.folder
-    assert weighed.data.blocks != published.data.blocks
-    assert (tmp_path / "teachers.svg").exists()
 
 
 def test_the_toy_study_runs_on_the_materials_of_the_demo(tmp_path) -> None:

@@ -1,5 +1,6 @@
 """Products in fp8: the rounding, emulated on a CPU."""
 
+import copy
 import dataclasses
 import weakref
 from types import SimpleNamespace
@@ -169,17 +170,27 @@ def test_a_head_that_the_kernel_cannot_take_stays(tmp_path):
     assert not head_to_fp8(model) and type(model.lm_head) is nn.Linear
 
 
-def test_what_the_command_means_is_one_constant(tmp_path, anywhere, monkeypatch):
+@pytest.mark.parametrize("head_too", [True, False])
+def test_a_teacher_in_fp8_is_its_layers_and_its_head_rounded(
+    tmp_path, anywhere, monkeypatch, head_too
+):
+    """The constant decides about the head alone: the same model, rounded part by part here."""
+    monkeypatch.setattr(fp8, "HEAD_TOO", head_too)
     folder = save_teacher(tmp_path / "t")
-
-    def losses(head_too):
-        monkeypatch.setattr(fp8, "HEAD_TOO", head_too)
-        settings = dataclasses.replace(SETTINGS, dtype="fp8")
-        teacher = LocalTeacher(open_model(folder, device="cpu", dtype="fp8"), settings)
-        return np.concatenate(teacher.nll(teacher.tokenize(SAMPLE[:4])))
-
-    assert not np.array_equal(losses(False), losses(True))
-    assert np.array_equal(losses(True), losses(True))
+    settings = dataclasses.replace(SETTINGS, dtype="fp8")
+    teacher = LocalTeacher(open_model(folder, device="cpu", dtype="fp8"), settings)
+    tokenized = teacher.tokenize(SAMPLE[:4])
+    by_part = open_model(folder, device="cpu", dtype="bfloat16").load()
+    to_fp8(by_part)
+    sizes = {"context": teacher.context, "stride": teacher.stride}
+    sizes |= {"batch_tokens": teacher.batch_tokens, "prefix_ids": teacher.prefix_ids}
+    ours = {
+        in_fp8: NllModel(model, fp8_head=in_fp8, **sizes).document_nll([t.ids for t in tokenized])
+        for in_fp8, model in ((False, by_part), (True, copy.deepcopy(by_part)))
+    }
+    wanted, other = (np.concatenate(ours[in_fp8]) for in_fp8 in (head_too, not head_too))
+    losses = np.concatenate(teacher.nll(tokenized))
+    assert np.array_equal(losses, wanted) and not np.array_equal(losses, other)
 
 
 class Counted(TorchDispatchMode):

@@ -7,6 +7,7 @@ import pytest
 from faults_kit import some
 
 from vocagnolm.errors import StudyError
+from vocagnolm_studies import design
 from vocagnolm_studies.design import (
     RowPlan,
     expand_rows,
@@ -95,6 +96,27 @@ def test_a_matched_row_brings_its_target_along() -> None:
 def test_mistakes_are_named(tree: dict, message: str) -> None:
     with pytest.raises(StudyError, match=message):
         study_from_dict({"name": "x", **tree})
+
+
+def test_a_part_of_a_file_is_a_study_that_extends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(design, "SHIPPED", tmp_path)
+    shared = "title: two\nbase: {train: {tokens: 8, compile: true}}\nrows: {a: {}, b: {}}\n"
+    parts = "parts:\n  few: {title: few, use: [a]}\n  few-more: {extends: two-few, title: more,"
+    (tmp_path / "two.yaml").write_text(f"{shared}{parts} base: {{train: {{tokens: 9}}}}}}\n")
+    (tmp_path / "setting.yaml").write_text("rows: {}\n")
+    assert shipped_studies() == {"two": "two", "two-few": "few", "two-few-more": "more"}
+    assert load_study("two").use == [] and load_study("two-few").use == ["a"]
+    more = load_study("two-few-more")
+    assert (more.name, more.use) == ("two-few-more", ["a"])
+    assert more.base == {"train": {"tokens": 9, "compile": True}}
+    (tmp_path / "own.yaml").write_text("extends: two-few\nuse: [b]\n")
+    assert load_study(tmp_path / "own.yaml").use == ["b"]
+    with pytest.raises(StudyError, match="no study 'two-many'"):
+        load_study("two-many")
+    with pytest.raises(StudyError, match="unknown key 'parts'"):  # of shipped files alone
+        load_study(tmp_path / "two.yaml")
 
 
 def test_materials_are_asked_for() -> None:

@@ -147,7 +147,7 @@ def test_rows_without_a_common_seed_are_compared_over_all() -> None:
     assert some.seeds == [6] and some.difference == pytest.approx(-1)
     assert (some.all_seeds.n_a, some.all_seeds.n_b) == (4, 2)
     # one model against every seed is still one model
-    start = compare_rows(a, {0: grades(10)}, one_b=True)
+    start = compare_rows(a, {0: grades(10)}, single_b=True)
     assert start.seeds == [1, 2, 3] and start.difference == pytest.approx(3)
     assert (start.all_seeds.n_b, start.all_seeds.p) == (1, None)
     assert start.all_seeds.difference == pytest.approx(3)

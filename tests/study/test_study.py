@@ -148,7 +148,7 @@ def test_rows_that_share_no_seed_are_compared_over_all_seeds(finished: StudyTask
     assert (entry["all_seeds"]["n_a"], entry["all_seeds"]["n_b"]) == (1, 1)
     line = next(x for x in markdown(table).splitlines() if x.startswith("| guided-qwen - matched"))
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
-    assert cells[1:6] == [""] * 5 and cells[6] and cells[7:] == ["", "1 and 1"]
+    assert cells[1:7] == [""] * 6 and cells[7] and cells[8:] == ["", "1 and 1"]
 
 
 def test_several_teachers_over_chosen_documents(finished: StudyTasks) -> None:

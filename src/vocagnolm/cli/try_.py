@@ -100,6 +100,8 @@ def _print(result: dict[str, Any]) -> None:
     ]
     teacher, recipe = result["recommended"] != "cpt", result["recipe"]
     typer.echo(f"""
+{CAVEAT}
+
 Who predicts this text better? ({result["held_out"]["documents"]:,} held-out documents)
 
 {table(result["strength"], "the student")}
@@ -111,8 +113,6 @@ Does the teacher help? (held-out bits per byte after {run["tokens"]:,} tokens in
 steps, learning rate {run["learning_rate"]:g})
 
 {table(result["rules"], "every token")}
-
-{CAVEAT}
 
 VERDICT
 {chr(10).join(result["verdict"])}
