@@ -1,4 +1,4 @@
-"""Baselines that read the teacher's whole distribution: kld, uld and uld_counted.
+"""Baselines that read the teacher's whole distribution: kld and uld.
 
 Both add to the cross entropy of every token a distance to the teacher's next-token distribution
 at the aligned positions: `sum_i [nll_i + lambda * aligned_i * distance_i] / N`. As in the guided
@@ -9,7 +9,6 @@ kld: KL(teacher || student), or KL(student || teacher) as equation 5 of the pape
     is refused where they hold real mass.
 uld: Wasserstein-1 distance of the two sorted probability vectors, the shorter one padded with
     zeros (arXiv 2402.12030): sum_v |p_S sorted - p_T sorted|.
-uld_counted: the same by counting instead of sorting, faster and nearly.
 
 Shape letters: N tokens, V rows of the student's head, U rows of the teacher's.
 """
@@ -39,23 +38,12 @@ from vocagnolm.objective.inputs import KlDirection, ObjectiveConfig, Teacher
 
 # ---- the Wasserstein distance of sorted rows ----
 
-_MANTISSA_BITS = 9
-_STEPS = 1 << _MANTISSA_BITS
-_OCTAVES = 32
-"""Down to 2^-32: all smaller probabilities of a vocabulary together weigh less than 1e-4."""
-_BINS = _OCTAVES * _STEPS + 1
-_SPARE = 256
-"""Places where the smaller ones are counted, to be forgotten; one would be fought over."""
 
-
-def wasserstein_rows(
-    z_NV: Tensor, teacher_NU: Tensor, *, counted: bool = False
-) -> tuple[Tensor, Tensor]:
+def wasserstein_rows(z_NV: Tensor, teacher_NU: Tensor) -> tuple[Tensor, Tensor]:
     """(distance [N], its gradient by the student's logits [N, V])."""
     p = F.softmax(z_NV, dim=-1)
     q = F.softmax(teacher_NU, dim=-1)
-    counted = counted and p.dtype == q.dtype == torch.float32
-    distance, by_p = (by_counting if counted else by_sorting)(p, q)
+    distance, by_p = by_sorting(p, q)
     # p is not needed any more: overwrite it by the softmax's Jacobian
     return distance, by_p.sub_((by_p * p).sum(-1, keepdim=True)).mul_(p)
 
@@ -91,54 +79,6 @@ def _ranked(probability: Tensor) -> tuple[Tensor, Tensor]:
     keys = (~probability.contiguous().view(torch.int32)).long() << 32 | column
     keys.numpy().sort(axis=-1)
     return (~(keys >> 32)).int().view(torch.float32), keys & 0xFFFFFFFF
-
-
-def by_counting(p_NV: Tensor, q_NU: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearly the same for float32 probabilities, without sorting them. Probabilities that fall into
-    one bin share its mean gradient: docs/benchmarks.md says how far the gradient is off."""
-    index = _bins(p_NV)
-    in_bin = _histogram(index)
-    p_from = _at_least(in_bin)
-    q_from = _at_least(_histogram(_bins(q_NU)))
-    values = _values(p_NV.device)
-    width = torch.diff(values, prepend=values.new_zeros(1))
-    distance = ((p_from - q_from).abs_() * width).sum(-1)
-    # Ranks of this bin's entries: p_above + 1 ... p_from. Those beyond q_from meet a smaller q,
-    # those up to q_above a larger one, the others their equal.
-    p_above, q_above = p_from - in_bin, F.pad(q_from[:, 1:], (0, 1))
-    larger = (p_from - torch.maximum(q_from, p_above)).clamp_(min=0)
-    smaller = (torch.minimum(q_above, p_from) - p_above).clamp_(min=0)
-    sign = (larger - smaller).div_(in_bin.clamp_(min=1))
-    return distance, F.pad(sign, (0, _SPARE)).gather(1, index)
-
-
-def _bins(probability: Tensor) -> Tensor:
-    """Bin of each probability, rounded to the nearest. Positive floats are ordered like the
-    integers with the same bits, so exponent and first bits of the mantissa number the bins."""
-    shift = 23 - _MANTISSA_BITS
-    rounded = (probability.view(torch.int32) + (1 << (shift - 1))) >> shift
-    index = rounded - ((127 - _OCTAVES) << _MANTISSA_BITS)
-    column = torch.arange(index.shape[1], device=index.device, dtype=torch.int32)
-    return torch.where(index >= 0, index, _BINS + column % _SPARE).long()
-
-
-def _histogram(index: Tensor) -> Tensor:
-    counts = torch.zeros(len(index), _BINS + _SPARE, device=index.device)
-    one = counts.new_ones(()).expand(index.shape)
-    return counts.scatter_add_(1, index, one)[:, :_BINS]
-
-
-def _at_least(counts: Tensor) -> Tensor:
-    """How many are in each bin or above it."""
-    return counts.sum(-1, keepdim=True) - counts.cumsum(-1) + counts
-
-
-def _values(device: torch.device) -> Tensor:
-    """The probability that each bin stands for."""
-    shift = 23 - _MANTISSA_BITS
-    first = (127 - _OCTAVES) << _MANTISSA_BITS
-    bits = (torch.arange(_BINS, device=device, dtype=torch.int32) + first) << shift
-    return bits.view(torch.float32)
 
 
 # ---- kld and uld ----
@@ -222,10 +162,6 @@ DISTANCES: dict[str, Distance] = {
     ),
     "wasserstein": Distance(
         lambda z, teacher_z, rows, config: (*wasserstein_rows(z, teacher_z), None),
-        wasserstein_reference,
-    ),
-    "wasserstein_counted": Distance(
-        lambda z, teacher_z, rows, config: (*wasserstein_rows(z, teacher_z, counted=True), None),
         wasserstein_reference,
     ),
 }

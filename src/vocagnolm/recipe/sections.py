@@ -232,7 +232,7 @@ class LossSection(Schema):
         "constant",
     )
     distill_weight: float = key(
-        "kld, uld, uld_counted, alm: weight (lambda) of the distillation term", 0.5, ge=0
+        "kld, uld, alm: weight (lambda) of the distillation term", 0.5, ge=0
     )
     cross_entropy: float = key(
         "alm: weight of the cross entropy; 0: only the distance, as published", 1.0, ge=0
