@@ -19,7 +19,7 @@ def tree(lab, folder, device="cuda", **sections):
             "device": "cpu" if device == "cpu" else "auto",
             "tokens": 6 * 256,
             "micro_batch": 4,
-            "bf16": False,
+            "dtype": "float32",
             **sections.pop("train", {}),
         },
         run={"folder": str(folder), "save_every": 4, "log_every": 5},
@@ -58,7 +58,7 @@ def test_the_losses_are_a_cpus(lab, tmp_path, objective):
 def test_compiled_bf16_layers_train_as_well(lab, tmp_path):
     found = {}
     for compiled in (False, True):
-        train = {"bf16": True, "compile": compiled}
+        train = {"dtype": "bfloat16", "compile": compiled}
         run.train(recipe_from_dict(tree(lab, tmp_path / str(compiled), train=train)), quiet=True)
         found[compiled] = [
             r["loss"] for r in read_metrics(tmp_path / str(compiled) / "metrics.jsonl")
@@ -154,7 +154,7 @@ def test_a_step_does_not_wait(lab, tmp_path, objective):
             tmp_path / "run",
             objective=objective,
             optimizer={"name": "adamw_torch_fused"},
-            train={"bf16": True},
+            train={"dtype": "bfloat16"},
         )
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from faults_kit import LONG
 from safetensors.torch import load_file
 from training_kit import LLAMA, recipe_dict, stop_after
@@ -21,7 +22,7 @@ from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, Targets
 from vocagnolm.recipe import load_recipe, recipe_from_dict
 from vocagnolm.train import run as training
 from vocagnolm.train.check import static_problems
-from vocagnolm.train.folder import read_metrics
+from vocagnolm.train.folder import read_metrics, refuse_other_run, run_recipe
 from vocagnolm.train.loop import TrainingLoop
 from vocagnolm.train.run import train
 from vocagnolm.train.student import BlockCollator, GuidedStudent, MicroBatch, compile_layers
@@ -350,11 +351,11 @@ def test_lora_trains_the_adapters_and_merges(lab, tmp_path):
     assert changed and all("proj" in name for name in changed)
 
 
-@pytest.mark.parametrize("train_section", [{"bf16": True}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("train_section", [{"dtype": "bfloat16"}, {"gradient_checkpointing": True}])
 def test_memory_and_precision_options(lab, tmp_path, guided, train_section):
     plain = read_metrics(guided / "metrics.jsonl")
     other = run(lab, tmp_path / "other", train=train_section)
-    tolerance = 2e-2 if "bf16" in train_section else 1e-6
+    tolerance = 2e-2 if "dtype" in train_section else 1e-6
     np.testing.assert_allclose(column(other, "loss"), column(plain, "loss"), rtol=tolerance)
 
 
@@ -364,7 +365,6 @@ def test_a_student_in_fp8(lab, tmp_path, monkeypatch):
         run(lab, tmp_path / "refused", train={"dtype": "fp8"})
     monkeypatch.setattr(training, "require_fp8", lambda device, setting: None)
     half = run(lab, tmp_path / "half", train={"dtype": "bfloat16"})
-    assert load_recipe(tmp_path / "half/recipe.yaml").train.bf16
     with pytest.warns(VocagnolmWarning, match="slower than bfloat16 for a student that is 32 wide"):
         whole = run(lab, tmp_path / "whole", train={"dtype": "fp8"})
     np.testing.assert_allclose(column(whole, "loss"), column(half, "loss"), rtol=2e-2)
@@ -460,6 +460,21 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_blocks(lab, tmp_path):
     with pytest.raises(TrainingError, match=r"nan in step \d+, micro-batch \d .*blocks \["):
         run(lab, tmp_path / "run", optimizer={"learning_rate": 1e30, "max_grad_norm": 0})
     assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_run_of_0_1_0_is_still_that_run(lab, tmp_path):
+    """Its recipe has `train.bf16`, and none of the keys that came later."""
+    folder = tmp_path / "run"
+    settings = recipe_dict(lab, train={"dtype": "bfloat16"}, run={"folder": str(folder)})
+    recipe = recipe_from_dict(settings)
+    (folder / "model").mkdir(parents=True)
+    old = {**settings, "train": {**settings["train"], "bf16": True}}
+    del old["train"]["dtype"]
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(old))
+    assert run_recipe(folder) == recipe
+    refuse_other_run(folder, recipe, {"finished": True})
+    with pytest.raises(TrainingError, match=r"train.dtype: 'bfloat16' -> 'float32'"):
+        refuse_other_run(folder, recipe_from_dict(recipe_dict(lab)), {"finished": True})
 
 
 def test_a_finished_run_says_so_and_another_recipe_is_refused(lab, tmp_path):

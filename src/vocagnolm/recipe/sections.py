@@ -8,7 +8,7 @@ the command line reads this at its start, and `check` what an objective means.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from vocagnolm.errors import SettingError
 from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
@@ -417,12 +417,12 @@ class TrainSection(Schema):
         "fastest number, measured before the first step",
         8,
     )
-    dtype: Literal["float32", "bfloat16", "fp8"] | None = key(
+    dtype: Literal["float32", "bfloat16", "fp8"] = key(
         "arithmetic; the weights stay in student.dtype. bfloat16: by autocast; fp8: as bfloat16, "
         "with the linear layers of all decoder layers but the first and the last in e4m3 (H100 and "
-        "newer; for students that are wider than 1,024); null: as `bf16` says"
+        "newer; for students that are wider than 1,024)",
+        "float32",
     )
-    bf16: bool = key("bfloat16 arithmetic (autocast)", False)
     gradient_checkpointing: bool = key("recompute activations to save memory", False)
     compile: bool = key("torch.compile each decoder layer", False)
     cuda_graphs: bool = key(
@@ -444,10 +444,14 @@ class TrainSection(Schema):
     loader_workers: int = key("number of processes that prefetch blocks", 0, ge=0)
     arguments: dict[str, Any] = key("more TrainingArguments of transformers, by name", {})
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dtype is not None:
-            self.__dict__["bf16"] = self.dtype != "float32"
+    renamed: ClassVar[Mapping[str, str]] = {
+        "bf16": "train.dtype: bfloat16 for `bf16: true`, and nothing for false"
+    }
+
+    @property
+    def half_precision(self) -> bool:
+        """Whether arithmetic that is not in fp8 is in bfloat16."""
+        return self.dtype != "float32"
 
 
 class RunSection(Schema):

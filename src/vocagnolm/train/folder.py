@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from vocagnolm import __version__
 from vocagnolm.chat import ChatTemplate
 from vocagnolm.chat.survey import template_words
-from vocagnolm.errors import TrainingError, VocagnolmWarning
+from vocagnolm.errors import RecipeError, TrainingError, VocagnolmWarning
 from vocagnolm.files import LOCK_FILE, is_leftover, parse_json, read_json, write_json, write_text
-from vocagnolm.recipe import Recipe, load_recipe, recipe_difference
+from vocagnolm.recipe import Recipe, recipe_difference, recipe_from_dict
+from vocagnolm.recipe.schema import read_tree
 from vocagnolm.storage.copies import version
 
 if TYPE_CHECKING:  # it comes with torch
@@ -79,6 +80,16 @@ def _not_a_file(folder: Path) -> Path:
     return folder
 
 
+def run_recipe(folder: Path) -> Recipe:
+    """The recipe that a run was started with; 0.1.0 wrote `train.bf16` instead of `train.dtype`."""
+    path = folder / "recipe.yaml"
+    tree = read_tree(path, RecipeError, _MEND)
+    train = tree.get("train")
+    if isinstance(train, dict) and "bf16" in train:
+        train["dtype"] = "bfloat16" if train.pop("bf16") else "float32"
+    return recipe_from_dict(tree, origin=str(path))
+
+
 def read_run(folder: Path) -> dict[str, Any]:
     """run.json; empty where there is none yet."""
     _not_a_file(folder)
@@ -102,7 +113,7 @@ def refuse_other_run(
     if not has_begun(folder):
         return
     finished = bool(found) and found["finished"]
-    difference = recipe_difference(load_recipe(folder / "recipe.yaml"), recipe, RUNTIME_KEYS)
+    difference = recipe_difference(run_recipe(folder), recipe, RUNTIME_KEYS)
     others = blocks is not None and found.get("blocks") not in (None, blocks)
     if found and not finished and others:
         difference.append(f"the blocks in {recipe.data.blocks} are not those it began with")

@@ -92,8 +92,8 @@ class TrainingLoop:
 
     def _begin(self, checkpoint: Path | None, step: int) -> None:
         optimizer = self.recipe.optimizer
-        bf16, parallel = self.recipe.train.bf16, self.recipe.train.parallel
-        self.model = share(self.student, parallel, self.arguments, bf16=bf16)
+        half, parallel = self.recipe.train.half_precision, self.recipe.train.parallel
+        self.model = share(self.student, parallel, self.arguments, half=half)
         self.optimizer = build_optimizer(self.student.model, self.arguments)
         self.scheduler = get_scheduler(
             "cosine_with_min_lr",
@@ -213,7 +213,7 @@ class TrainingLoop:
     def _autocast(self) -> Any:
         """Sharded weights are gathered in bfloat16, and need none."""
         half = torch.float16 if self.arguments.fp16 else torch.bfloat16
-        wanted = self.arguments.fp16 or (self.recipe.train.bf16 and not self.sharded)
+        wanted = self.arguments.fp16 or (self.recipe.train.half_precision and not self.sharded)
         return torch.autocast(self.device.type, half, enabled=wanted)
 
     def clip_gradients(self) -> None:

@@ -92,12 +92,12 @@ def sharding_group(*, accelerator: bool) -> Iterator[None]:
 
 
 def share(
-    student: GuidedStudent, parallel: str, arguments: TrainingArguments, *, bf16: bool
+    student: GuidedStudent, parallel: str, arguments: TrainingArguments, *, half: bool
 ) -> nn.Module:
     """The student as the processes hold it together. It is on its device afterwards."""
     device = arguments.device
     if parallel != "ddp":
-        _shard(student, _mesh(device, within_machines=parallel == "hsdp"), bf16=bf16)
+        _shard(student, _mesh(device, within_machines=parallel == "hsdp"), half=half)
         return student
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return student
@@ -127,12 +127,12 @@ def _mesh(device: torch.device, *, within_machines: bool) -> Any:
     return init_device_mesh(device.type, (machines, here), mesh_dim_names=("replicate", "shard"))
 
 
-def _shard(student: GuidedStudent, mesh: Any, *, bf16: bool) -> None:
+def _shard(student: GuidedStudent, mesh: Any, *, half: bool) -> None:
     """Each decoder layer by itself, then the embeddings, then the final norm with the head, which
     is read behind it without a forward of its own. The rest is gathered for the whole pass."""
     model = student.causal_lm
     policy = MixedPrecisionPolicy()
-    if bf16:
+    if half:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         for parameter in student.parameters():  # those that are kept, and stepped
             if parameter.requires_grad:

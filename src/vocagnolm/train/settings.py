@@ -184,7 +184,7 @@ def check_arguments(recipe: Recipe, schedule: Schedule) -> None:
     where it may refuse any: not of the usual optimizer, where the arithmetic fits every machine."""
     refuse_arguments(recipe.train.arguments)
     unusual = recipe.optimizer.name != fields_of(OptimizerSection)["name"].default
-    if recipe.train.arguments or unusual or (recipe.train.bf16 and may_use_gpu(recipe)):
+    if recipe.train.arguments or unusual or (recipe.train.half_precision and may_use_gpu(recipe)):
         training_arguments(recipe, schedule)
 
 
@@ -207,11 +207,11 @@ _AS_IN_RECIPE = {
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2",
     "max_grad_norm": "optimizer.max_grad_norm",
-    "bf16": "train.bf16",
     "seed": "run.seed",
     "logging_steps": "run.log_every",
 }
 _RECIPE_KEYS = _AS_IN_RECIPE | {
+    "bf16": "train.dtype",
     "output_dir": "run.folder",
     "max_steps": "train.tokens",
     "num_train_epochs": "train.epochs",
@@ -274,6 +274,7 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> "TrainingArguments
         "optim": "adamw_torch_fused" if fused else optimizer.name,
         "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr": optimizer.min_learning_rate},
+        "bf16": train.half_precision,
         "use_cpu": not uses_accelerator(recipe),
         "report_to": run.report_to or "none",
         **{name: attrgetter(key)(recipe) for name, key in _AS_IN_RECIPE.items()},
@@ -343,7 +344,7 @@ ROOM = 0.4
 
 
 def slow_arithmetic(recipe: Recipe) -> str | None:
-    if recipe.train.bf16 or recipe.student.dtype != "float32" or not may_use_gpu(recipe):
+    if recipe.train.half_precision or recipe.student.dtype != "float32" or not may_use_gpu(recipe):
         return None
     import torch
 
@@ -351,8 +352,8 @@ def slow_arithmetic(recipe: Recipe) -> str | None:
     if not (on_gpu and torch.cuda.is_bf16_supported()):
         return None
     return (
-        "train.bf16 is false: float32 arithmetic leaves the fast units of this GPU unused. Set "
-        "train.bf16: true; the weights stay float32."
+        "train.dtype is float32: this arithmetic leaves the fast units of this GPU unused. Set "
+        "train.dtype: bfloat16; the weights stay float32."
     )
 
 
