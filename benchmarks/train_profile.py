@@ -28,7 +28,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,7 +49,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from vocagnolm.model.fp8 import train_in_fp8
 from vocagnolm.model.runtime import (
-    GraphedDecoder,
     find_layers,
     head_form,
     last_hidden,
@@ -167,8 +165,6 @@ class Variant:
     """The stream of hidden states in bf16 instead of float32."""
     fused: bool = True
     fp8: bool = False
-    graphed: bool = False
-    """The whole decoder as one CUDA graph forward and one backward."""
     wait_every: int = 1
     against: str | None = "baseline"
     """Whose loss it should have."""
@@ -194,11 +190,6 @@ VARIANTS = {
     "micro-8": Variant(micro_batch=8),
     "micro-16": Variant(micro_batch=16),
     "fp8": Variant(fp8=True),
-    "graphed": Variant(graphed=True),
-    "graphed-fp8": Variant(graphed=True, fp8=True),
-    "micro-8-graphed": Variant(micro_batch=8, graphed=True),
-    "micro-8-graphed-fp8": Variant(micro_batch=8, graphed=True, fp8=True),
-    "micro-2-graphed": Variant(micro_batch=2, graphed=True),
     "micro-2": Variant(micro_batch=2),
     "micro-32": Variant(micro_batch=32),
     "layers-reduce-overhead": Variant(mode="reduce-overhead"),
@@ -249,10 +240,6 @@ class Loop:
         if variant.fp8 and CUDA:
             train_in_fp8(model)
         self._compile()
-        self.hidden: Callable[[Tensor], Tensor] = partial(last_hidden, model)
-        if variant.graphed and CUDA:
-            with torch.autocast(DEVICE, torch.bfloat16):
-                self.hidden = GraphedDecoder(model, self.ids[:micro, :-1].contiguous())
 
     def _compile(self) -> None:
         variant = self.variant
@@ -280,7 +267,7 @@ class Loop:
                     decoded = run_decoder(self.model, self.ids[part, :-1], self.positions[part])
                     hidden = decoded.last_hidden_state
                 else:
-                    hidden = self.hidden(self.ids[part, :-1].contiguous())
+                    hidden = last_hidden(self.model, self.ids[part, :-1].contiguous())
                 targets = Targets(
                     labels_BT=self.ids[part, 1:].contiguous(),
                     guidance_BT=self.guidance[part, 1:].contiguous(),
@@ -297,10 +284,7 @@ class Loop:
             losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        if isinstance(self.hidden, GraphedDecoder):
-            torch._foreach_zero_([p.grad for p in self.model.parameters()])
-        else:
-            self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).sum()
 
     def run(self, steps: int) -> tuple[float, float, float]:

@@ -81,22 +81,6 @@ def test_fp8_trains_as_well(lab, tmp_path, monkeypatch):
     assert found["compiled"] == pytest.approx(found["half"], rel=2e-2)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_cuda_graphs_change_no_loss(lab, tmp_path, monkeypatch, tied):
-    """Of micro-batches that a step adds up, in bfloat16 and in fp8."""
-    monkeypatch.setattr(run, "FP8_WIDTH", 0)
-    found = {}
-    student = {"config": {**LLAMA, "tie_word_embeddings": tied}}
-    for dtype in ("bfloat16", "fp8"):
-        for graphs in (False, True):
-            folder = tmp_path / f"{dtype}-{graphs}"
-            train = {"dtype": dtype, "compile": True, "micro_batch": 2, "cuda_graphs": graphs}
-            settings = tree(lab, folder, student=student, train=train)
-            run.train(recipe_from_dict(settings), quiet=True)
-            found[dtype, graphs] = [r["loss"] for r in read_metrics(folder / "metrics.jsonl")]
-        assert found[dtype, True] == pytest.approx(found[dtype, False], rel=1e-5)
-
-
 def test_documents_apart_by_flex_attention(lab, tmp_path):
     """`student.attention: auto` has the losses of the attention that it takes the place of."""
     found = {}

@@ -15,13 +15,12 @@ from training_kit import LLAMA, recipe_dict, stop_after
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from vocagnolm.data.blocks import Blocks, TrainingOrder
-from vocagnolm.errors import RecipeError, TrainingError, UsageError, VocagnolmWarning
+from vocagnolm.errors import TrainingError, UsageError, VocagnolmWarning
 from vocagnolm.model.fp8 import train_in_fp8
 from vocagnolm.model.runtime import last_hidden
 from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, Targets
 from vocagnolm.recipe import load_recipe, recipe_from_dict
 from vocagnolm.train import run as training
-from vocagnolm.train.check import static_problems
 from vocagnolm.train.folder import read_metrics, refuse_other_run, run_recipe
 from vocagnolm.train.loop import TrainingLoop
 from vocagnolm.train.run import train
@@ -382,33 +381,6 @@ def test_a_student_in_fp8(lab, tmp_path, monkeypatch):
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     shapes = [{n: (v.shape, v.dtype) for n, v in each.items()} for each in weights]
     assert shapes[0] == shapes[2]
-
-
-def test_cuda_graphs_without_a_gpu(lab, tmp_path):
-    with pytest.raises(RecipeError, match=r"train.cuda_graphs: the device is cpu, .* Remove"):
-        run(lab, tmp_path / "refused", train={"cuda_graphs": True})
-
-
-@pytest.mark.parametrize(
-    ("changes", "processes"),
-    [
-        ({"data": {"document_mask": True}}, 1),
-        ({"train": {"gradient_checkpointing": True}}, 1),
-        ({"train": {"parallel": "fsdp2"}}, 1),
-        ({"train": {"device": "cpu"}}, 1),
-        ({}, 2),
-    ],
-)
-def test_check_says_where_cuda_graphs_cannot_be_used(lab, tmp_path, changes, processes):
-    def problems(graphs):
-        train = {"device": "auto", **changes.get("train", {}), "cuda_graphs": graphs}
-        tree = recipe_dict(
-            lab, run={"folder": str(tmp_path / "run")}, **{**changes, "train": train}
-        )
-        return static_problems(recipe_from_dict(tree), processes)
-
-    new = set(problems(True)) - set(problems(False))
-    assert len(new) == 1 and "graphs are for one GPU and whole blocks" in new.pop()
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -425,11 +425,6 @@ class TrainSection(Schema):
     )
     gradient_checkpointing: bool = key("recompute activations to save memory", False)
     compile: bool = key("torch.compile each decoder layer", False)
-    cuda_graphs: bool = key(
-        "replay the decoder as CUDA graphs: for micro-batches so small that the GPU waits for the "
-        "host (one GPU)",
-        False,
-    )
     liger: bool = key("Liger's fused layers (extra, GPU)", False)
     parallel: Literal["ddp", "fsdp2", "hsdp"] = key(
         "how processes share the model: each holds all of it, a shard of it, or a shard of one "

@@ -52,7 +52,6 @@ from vocagnolm.train.settings import (
     Schedule,
     check_arguments,
     check_batch,
-    check_graphs,
     objective_config,
     plan_schedule,
     slow_arithmetic,
@@ -154,13 +153,7 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
         from vocagnolm.train.metrics import tracker_problems
 
         problems += tracker_problems(recipe.run.report_to)
-    documents = recipe.data.document_mask
-    device = "cpu" if recipe.train.device == "cpu" else "cuda"
-    for work in (
-        lambda: check_batch(recipe, processes),
-        lambda: check_graphs(recipe, processes, device=device, documents=documents),
-        lambda: objective_config(recipe),
-    ):
+    for work in (lambda: check_batch(recipe, processes), lambda: objective_config(recipe)):
         try:
             work()
         except VocagnolmError as error:

@@ -163,9 +163,6 @@ class TrainingLoop:
     def _step(self, batches: list[Batch]) -> None:
         plan = plan_step(batches, self.objective, self.score, step=self.step, teacher=self.teacher)
         config = self.objective.at(self.step / max(1, self.schedule.steps - 1))
-        if self.recipe.train.cuda_graphs and self.student.graphs is None:
-            with self._autocast():
-                self.student.capture_graphs(batches[0]["input_ids"])
         for number, (batch, (targets, decided)) in enumerate(zip(batches, plan, strict=True)):
             # gradients are exchanged after the last micro-batch; with FSDP after each, so that no
             # process holds more than its shard of them

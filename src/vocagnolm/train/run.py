@@ -93,7 +93,6 @@ from vocagnolm.train.parallel import (
 )
 from vocagnolm.train.settings import (
     Schedule,
-    check_graphs,
     first_micro_batch,
     plan_schedule,
     slow_arithmetic,
@@ -416,13 +415,6 @@ def build_loop(
     if recipe.needs_online_teacher:
         teacher, order = online_teacher(recipe, order, tokenizer)
     guided = GuidedStudent(model, router_loss=recipe.train.router_loss)
-    check_graphs(
-        recipe,
-        Ranks.of().count,
-        device=arguments.device.type,
-        documents=documents,
-        router=guided.router is not None,
-    )
     if documents:
         require_separation(student, "The student")
         if teacher is not None:

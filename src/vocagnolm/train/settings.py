@@ -101,32 +101,6 @@ def first_micro_batch(share: int) -> int:
     return max((n for n in range(1, 9) if share % n == 0 and n <= share), default=1)
 
 
-def check_graphs(
-    recipe: Recipe,
-    world_size: int,
-    *,
-    device: str,
-    documents: bool,
-    router: bool = False,
-) -> None:
-    """Whether `train.cuda_graphs` can be used, if it is set. `documents`: blocks keep their
-    documents apart; `router`: the student has a router loss."""
-    train = recipe.train
-    refused = {
-        f"the device is {device}": device != "cuda",
-        "several processes train": world_size > 1 or train.parallel != "ddp",
-        "documents are kept apart (data.document_mask, or conversations)": documents,
-        "the student has a router loss": router,
-        "train.gradient_checkpointing is set": train.gradient_checkpointing,
-    }
-    for reason, holds in refused.items():
-        if train.cuda_graphs and holds:
-            raise RecipeError(
-                f"train.cuda_graphs: {reason}, and graphs are for one GPU and whole blocks. "
-                "Remove train.cuda_graphs."
-            )
-
-
 def usual_learning_rate(parameters: int, step_tokens: int) -> float:
     """A peak rate to begin with, for a student of this size and steps of so many tokens: the
     paper's for 1.1B parameters; smaller models take larger ones, smaller steps smaller ones."""

@@ -18,7 +18,6 @@ from vocagnolm.data.blocks import Block
 from vocagnolm.errors import TrainingError, optional
 from vocagnolm.model.load import DTYPES, load_causal_lm
 from vocagnolm.model.runtime import (
-    GraphedDecoder,
     HeadForm,
     RouterLoss,
     find_layers,
@@ -380,26 +379,13 @@ class GuidedStudent(nn.Module):
         require_precision(model)
         self.form = understood_head(self.causal_lm)
         self.router = router_loss_of(self.causal_lm, router_loss)
-        self.graphs: GraphedDecoder | None = None
-        """Run instead of the decoder, once there are any."""
 
     @property
     def causal_lm(self) -> PreTrainedModel:
         return causal_lm_of(self.model)
 
     def forward(self, batch: MicroBatch) -> dict[str, Any]:
-        return guided_forward(self.causal_lm, self.form, self.router, batch, self.graphs)
-
-    def capture_graphs(self, input_ids_BT: Tensor) -> None:
-        """For `train.cuda_graphs`: from now on, micro-batches of this shape replay graphs."""
-        self.graphs = GraphedDecoder(self.causal_lm, input_ids_BT)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        if self.graphs is None:
-            super().zero_grad(set_to_none)
-            return
-        found = [p.grad for p in self.parameters() if p.grad is not None]
-        torch._foreach_zero_(found)
+        return guided_forward(self.causal_lm, self.form, self.router, batch)
 
 
 def understood_head(model: PreTrainedModel) -> HeadForm:
@@ -454,18 +440,11 @@ def require_separation(model: PreTrainedModel, who: str) -> None:
 
 
 def guided_forward(
-    model: PreTrainedModel,
-    form: HeadForm,
-    router: RouterLoss | None,
-    batch: MicroBatch,
-    graphs: GraphedDecoder | None = None,
+    model: PreTrainedModel, form: HeadForm, router: RouterLoss | None, batch: MicroBatch
 ) -> dict[str, Any]:
     options = {} if router is None or batch.only_nll else {"output_router_logits": True}
-    if graphs is None or batch.only_nll:
-        decoded = run_decoder(model, batch.input_ids_BT, batch.position_ids_BT, **options)
-        hidden = decoded.last_hidden_state
-    else:
-        hidden = graphs(batch.input_ids_BT)
+    decoded = run_decoder(model, batch.input_ids_BT, batch.position_ids_BT, **options)
+    hidden = decoded.last_hidden_state
     head = form.head(model)
     if batch.only_nll:
         return {"nll": student_nll(hidden, head, batch.targets.labels_BT, impl=batch.impl)}
