@@ -34,7 +34,26 @@ from vocagnolm.objective.head import (
     isolated,
     token_nll,
 )
-from vocagnolm.objective.inputs import KlDirection, ObjectiveConfig, Teacher
+from vocagnolm.recipe.sections import KlDirection, ObjectiveConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """An online teacher's predictions for the same text, for kld and uld (without gradient)."""
+
+    hidden: Tensor
+    """[B, U, D_T] Last hidden states of the teacher; U may differ from the student's T."""
+    head: Head | None
+    """None: `hidden` holds the logits themselves, for a head that is not supported."""
+    position_BT: Tensor | None = None
+    """[B, T] int64: the teacher position that predicts what student position t predicts, -1 if they
+    are not aligned. None: the same position (same tokenizer)."""
+
+    @property
+    def rows(self) -> int:
+        """Number of tokens in the teacher's distribution."""
+        return self.hidden.shape[-1] if self.head is None else self.head.rows
+
 
 # ---- the Wasserstein distance of sorted rows ----
 

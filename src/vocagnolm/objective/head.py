@@ -230,6 +230,34 @@ def gradient_(
 TORCH_ROWS = RowOperations(losses, gradient_)
 
 
+def fused_losses(
+    x_NV: Tensor, labels_N: Tensor, transform: Transform, with_entropy: bool = False
+) -> RowLosses:
+    """`losses` in one Triton kernel."""
+    from vocagnolm.objective import triton_rows
+
+    how = transform.bias, transform.softcap, transform.scale
+    return RowLosses(*triton_rows.losses(x_NV, labels_N, *how, with_entropy))
+
+
+def fused_gradient_(
+    x_NV: Tensor,
+    labels_N: Tensor,
+    lse_N: Tensor,
+    transform: Transform,
+    soft: SoftRows | None = None,
+) -> Tensor:
+    """`gradient_` in one Triton kernel."""
+    from vocagnolm.objective import triton_rows
+
+    how = transform.bias, transform.softcap, transform.scale
+    ids, weights = (None, None) if soft is None else soft
+    return triton_rows.gradient_(x_NV, labels_N, lse_N, *how, ids, weights)
+
+
+TRITON_ROWS = RowOperations(fused_losses, fused_gradient_)
+
+
 def row_operations(impl: Implementation, hidden: Tensor) -> RowOperations:
     """Torch's row operations, or Triton's (which know no fp64)."""
     usable = hidden.device.type == "cuda" and hidden.dtype != torch.float64 and has_triton()
@@ -242,8 +270,6 @@ def row_operations(impl: Implementation, hidden: Tensor) -> RowOperations:
             "impl='fused' needs the package 'triton', which comes with torch for CUDA, and no "
             "fp64; use impl='auto' or 'chunked' here"
         )
-    from vocagnolm.objective.triton_rows import TRITON_ROWS
-
     return TRITON_ROWS
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vocagnolm.errors import ObjectiveError
-from vocagnolm.objective.distill import distil, distil_reference
+from vocagnolm.objective.distill import Teacher, distil, distil_reference
 from vocagnolm.objective.head import (
     IGNORE_INDEX,
     TORCH_ROWS,
@@ -30,21 +30,41 @@ from vocagnolm.objective.head import (
     token_nll,
     weighted_sum,
 )
-from vocagnolm.objective.inputs import Decided, ObjectiveConfig, Targets, Teacher
 from vocagnolm.objective.selection import (
     ScoredBatch,
+    Targets,
     WeightRule,
     compared,
     select_batches,
     weight_rules,
 )
 from vocagnolm.processes import Ranks
+from vocagnolm.recipe.sections import ObjectiveConfig
 
 FLOAT16 = (
     "The student's weights are float16, in which small gradients vanish and large ones overflow: "
     "it would train to NaN. Load it in float32 (from_pretrained(..., dtype=torch.float32), "
     "student.dtype: float32); for fast arithmetic train with bf16=True or fp16=True."
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What was decided over all micro-batches of a step, for one of them."""
+
+    denominator: Tensor | float | None = None
+    """Divisor of the summed loss. None: this micro-batch's count, or with scope global the count of
+    all ranks."""
+    weights_BT: Tensor | None = None
+    """Weights of the tokens, if already decided (second pass of scope global, see `weigh_step`);
+    bool or float."""
+    nll_BT: Tensor | None = None
+    """The losses on which the weights are based; phase 1 is then skipped."""
+    kept: int | None = None
+    """Number of tokens of this micro-batch that count, if known without its losses (`count_kept`);
+    the host then does not wait for the device."""
+    micro_batches: int = 1
+    """Number of micro-batches of the step on all ranks, for means over them."""
 
 
 def objective_loss(
