@@ -108,7 +108,7 @@ def _train_ours(task: dict[str, Any], contestant: Contestant) -> None:
     setattr(run, "TrainingLoop", Watched)  # noqa: B010
     if task["compile_mode"]:
         changed = partial(student.compile_layers, mode=task["compile_mode"])
-        setattr(run, "compile_layers", changed)  # noqa: B010
+        setattr(student, "compile_layers", changed)  # noqa: B010
     run.train(_recipe(task, contestant), quiet=True)
 
 

@@ -106,7 +106,8 @@ class _Profiled:
 
 def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, Any]]:
     from vocagnolm.data.identity import student_tokenizer
-    from vocagnolm.train.run import build_loop, open_blocks
+    from vocagnolm.train.loop import TrainingLoop
+    from vocagnolm.train.run import build_setup, open_blocks
     from vocagnolm.train.settings import plan_schedule, training_arguments
 
     warm_up = 2 if given.smoke else 8
@@ -127,7 +128,8 @@ def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, 
     blocks = open_blocks(recipe)
     schedule = plan_schedule(recipe, len(blocks))
     arguments, tokenizer = training_arguments(recipe, schedule), student_tokenizer(recipe)
-    loop: Any = build_loop(recipe, blocks, schedule, arguments, tokenizer)
+    setup = build_setup(recipe, blocks, schedule, arguments, tokenizer)
+    loop: Any = TrainingLoop(setup, recipe, schedule, arguments)
     watch, end_step = _Profiled(warm_up, steps, lab / "trace.json"), loop.end_step
 
     def watched(rate: float) -> None:

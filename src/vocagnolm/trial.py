@@ -35,11 +35,11 @@ from vocagnolm.report.runs import write_sample
 from vocagnolm.report.view import model_names
 from vocagnolm.score import ScoreSettings, score_corpus
 from vocagnolm.statistics import Z_95
-from vocagnolm.store.analysis import teacher_warning
 from vocagnolm.store.format import VOCABULARY_FILE
 from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.run import train
 from vocagnolm.train.settings import usual_learning_rate
+from vocagnolm.train.strength import teacher_warning
 
 RULES = {"cpt": "every token", "guided": "guided", "distill": "distilled"}
 """The methods that are tried, and what they are called."""

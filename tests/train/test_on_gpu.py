@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from training_kit import LLAMA, built_loop, recipe_dict
+from training_kit import LLAMA, built_loop, built_setup, recipe_dict
 
 from vocagnolm.errors import TrainingError
+from vocagnolm.objective import ObjectiveConfig
 from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.train import run
+from vocagnolm.train import run, student
 from vocagnolm.train.folder import read_metrics
+from vocagnolm.train.micro_batch import find_micro_batch
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +69,7 @@ def test_compiled_bf16_layers_train_as_well(lab, tmp_path):
 
 
 def test_fp8_trains_as_well(lab, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "FP8_WIDTH", 0)
+    monkeypatch.setattr(student, "FP8_WIDTH", 0)
     found = {}
     for name, train in {
         "half": {"dtype": "bfloat16"},
@@ -171,15 +173,15 @@ def test_a_micro_batch_that_has_no_room(lab, tmp_path):
         student={"config": wide},
         train={"batch_blocks": 64, "micro_batch": "auto", "tokens": 2 * 64 * 32},
     )
-    loop = built_loop(settings)
+    setup, _, _, arguments = built_setup(settings)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    weights = sum(p.nbytes for p in loop.model.parameters())
+    weights = sum(p.nbytes for p in setup.student.parameters())
     # gradients and AdamW's moments as well, and what a few blocks need
     room = torch.cuda.memory_reserved() + 3 * weights + (160 << 20)
     torch.cuda.set_per_process_memory_fraction(room / total)
     try:
-        found = run.find_micro_batch(loop, 64)
+        found = find_micro_batch(setup, ObjectiveConfig(), arguments.device, 64)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert any(tried.tokens_per_second is None for tried in found.tried), str(found)

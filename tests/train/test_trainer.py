@@ -20,11 +20,12 @@ from vocagnolm.model.fp8 import train_in_fp8
 from vocagnolm.model.runtime import last_hidden
 from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, Targets
 from vocagnolm.recipe import load_recipe, recipe_from_dict
-from vocagnolm.train import run as training
+from vocagnolm.train import student
+from vocagnolm.train.collate import GuidedCollator
 from vocagnolm.train.folder import read_metrics, refuse_other_run, run_recipe
-from vocagnolm.train.loop import TrainingLoop
+from vocagnolm.train.loop import GuidedStudent, MicroBatch, TrainingLoop
 from vocagnolm.train.run import train
-from vocagnolm.train.student import BlockCollator, GuidedStudent, MicroBatch, compile_layers
+from vocagnolm.train.student import compile_layers
 
 STEPS = 5
 TOKENS = STEPS * 8 * 32
@@ -222,14 +223,14 @@ def test_documents_do_not_see_each_other_under_the_mask():
         "input_ids": np.concatenate(documents),
         "document": np.repeat([0, 1, 2], [9, 14, 9]),
     }
-    batch = BlockCollator(document_mask=True)([block, block])
+    batch = GuidedCollator.for_blocks(True)([block, block])
     assert batch["position_ids"][0].tolist() == [*range(9), *range(14), *range(8)]
     assert (batch["labels"][0] == IGNORE_INDEX).nonzero().flatten().tolist() == [8, 22]
     packed = last_hidden(model, batch["input_ids"], batch["position_ids"])
     alone = [last_hidden(model, torch.tensor(d)[None]) for d in documents]
     torch.testing.assert_close(packed[0], torch.cat(alone, dim=1)[0, :-1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(packed[1], packed[0])
-    contiguous = BlockCollator()([block])
+    contiguous = GuidedCollator.for_blocks()([block])
     assert "position_ids" not in contiguous
     assert (contiguous["labels"][0] == IGNORE_INDEX).sum() == 0
 
@@ -240,7 +241,7 @@ def test_labels_and_guidance_are_shifted_together():
         "document": np.zeros(3, np.int64),
         "guidance": np.array([0.5, 0.6, 0.7], np.float32),
     }
-    batch = BlockCollator()([block])
+    batch = GuidedCollator.for_blocks()([block])
     assert batch["input_ids"].tolist() == [[5, 6]] and batch["labels"].tolist() == [[6, 7]]
     assert batch["guidance"][0].tolist() == pytest.approx([0.6, 0.7])
 
@@ -270,7 +271,7 @@ def test_any_causal_lm_gives_its_own_loss(kind, settings):
     own = model(input_ids=ids, labels=ids).loss
     model.zero_grad()
     student = GuidedStudent(model)
-    batch = BlockCollator()([{"input_ids": row} for row in ids.numpy()])
+    batch = GuidedCollator.for_blocks()([{"input_ids": row} for row in ids.numpy()])
     targets = Targets(labels_BT=batch["labels"])
     output = student(MicroBatch.of(batch, targets, ObjectiveConfig(method="cpt")))
     torch.testing.assert_close(output["loss"], own, rtol=1e-5, atol=1e-5)
@@ -316,24 +317,6 @@ def test_metrics_have_every_step_and_field(guided):
     assert records[0]["mfu"] is None  # the peak of a CPU is not known
 
 
-def test_trackers_get_the_measures(lab, tmp_path, monkeypatch):
-    from transformers import TrainerCallback
-    from transformers.integrations import integration_utils
-
-    seen = []
-
-    class Tracker(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            seen.append((state.global_step, logs))
-
-    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "mine", Tracker)
-    records = run(lab, tmp_path / "run", run={"log_every": 2, "report_to": ["mine"]})
-    assert [step for step, _ in seen] == [2, 4]
-    measures = {"loss", "nll_all", "kept_share", "excess_p50", "learning_rate", "grad_norm"}
-    assert measures <= set(seen[0][1])
-    assert seen[0][1]["loss"] == pytest.approx(np.mean(column(records, "loss")[:2]))
-
-
 def test_lora_trains_the_adapters_and_merges(lab, tmp_path):
     records = run(
         lab,
@@ -362,13 +345,13 @@ def test_a_student_in_fp8(lab, tmp_path, monkeypatch):
     """Emulated on a CPU: it learns as one in bfloat16, resumes exactly, leaves the same files."""
     with pytest.raises(UsageError, match=r"train.dtype: fp8 needs a GPU of the Hopper.* a CPU"):
         run(lab, tmp_path / "refused", train={"dtype": "fp8"})
-    monkeypatch.setattr(training, "require_fp8", lambda device, setting: None)
+    monkeypatch.setattr(student, "require_fp8", lambda device, setting: None)
     half = run(lab, tmp_path / "half", train={"dtype": "bfloat16"})
     with pytest.warns(VocagnolmWarning, match="slower than bfloat16 for a student that is 32 wide"):
         whole = run(lab, tmp_path / "whole", train={"dtype": "fp8"})
     np.testing.assert_allclose(column(whole, "loss"), column(half, "loss"), rtol=2e-2)
     assert column(whole, "loss") != column(half, "loss")
-    monkeypatch.setattr(training, "FP8_WIDTH", 0)
+    monkeypatch.setattr(student, "FP8_WIDTH", 0)
     cut = {"train": {"dtype": "fp8"}, "run": {"save_every": 2}}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(TrainingLoop, "end_step", TrainingLoop.end_step)
@@ -390,7 +373,7 @@ def test_compiled_layers_change_neither_names_nor_losses(fp8):
         train_in_fp8(model), train_in_fp8(plain)
     compile_layers(model, backend="aot_eager")  # the compiler's front end, without C++
     ids = torch.randint(0, 320, (2, 16))
-    batch = BlockCollator()([{"input_ids": row} for row in ids.numpy()])
+    batch = GuidedCollator.for_blocks()([{"input_ids": row} for row in ids.numpy()])
     losses = []
     for each in (model, plain):
         targets = Targets(labels_BT=batch["labels"])
@@ -416,7 +399,7 @@ def test_only_the_shape_of_training_is_compiled(lab, tmp_path, monkeypatch):
     def compile_with(model):
         compile_layers(model, backend=backend)
 
-    monkeypatch.setattr(run_module, "compile_layers", compile_with)
+    monkeypatch.setattr(student, "compile_layers", compile_with)
     twin = {"config": None, "model": str(lab / "twin"), "bits_per_byte": None}
     compared = []
     original = run_module.measure_strength

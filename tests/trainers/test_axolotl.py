@@ -89,8 +89,8 @@ def test_it_packs(tmp_path, monkeypatch):
 
 
 def test_a_loss_that_would_win_is_refused(tmp_path):
-    from vocagnolm.axolotl import GuidedPlugin
     from vocagnolm.errors import UsageError
+    from vocagnolm.integrations.axolotl import GuidedPlugin
 
     with pytest.raises(UsageError, match="cut_cross_entropy"):
         GuidedPlugin().register({"guidance": {"store": "s"}, "cut_cross_entropy": True})

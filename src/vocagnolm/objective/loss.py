@@ -328,24 +328,19 @@ def guided_loss(
     *,
     head: Head | None = None,
     num_items_in_batch: Tensor | int | None = None,
-    shift_labels: Tensor | None = None,
     step: int | None = None,
-    **more: Any,
+    **unknown: Any,
 ) -> Tensor:
-    """`objective_loss` as the loss function of a transformers causal language model, for any
-    trainer:
+    """The loss of a training loop whose batches `GuidedCollator` has made:
 
-        model.loss_function = guided_loss                                           # or
-        model.loss_function = functools.partial(guided_loss, config=ObjectiveConfig(keep=0.6))
-        loss = guided_loss(logits, labels, {"guidance": guidance})                  # in a loop
+        loss = guided_loss(model(batch["input_ids"]).logits, batch["labels"], batch)
 
     logits: or the last hidden states together with their `head`; then all logits are never held at
         once.
     labels: as in transformers: `labels[b, t]` is the token at t, which position t - 1 predicts.
-        `shift_labels` are already shifted.
     columns: `guidance`, and for distill `target_ids` and `target_p`, at the same positions as the
-        labels. A model passes all other inputs of its forward to its loss function; there the
-        columns arrive as keywords.
+        labels.
+    config: the method; default: guided, 40 % kept.
     num_items_in_batch: number of labels of the whole step, over all micro-batches and processes
         (`count_items`). The losses of the micro-batches then add up to the step's. DDP and FSDP
         average gradients over processes: multiply by their number, as transformers' Trainer does.
@@ -353,11 +348,27 @@ def guided_loss(
 
     Without gradients (in an evaluation) it is the mean loss over all tokens, whatever the method.
     """
-    if not isinstance(logits, Tensor):  # the outputs of a model
+    if not isinstance(logits, Tensor) or unknown:
         raise ObjectiveError(
-            f"guided_loss takes logits or hidden states, not {type(logits).__name__}. A Trainer's "
-            "compute_loss_func never gets the guidance: set model.loss_function instead."
+            "guided_loss was called as a Trainer's compute_loss_func or as a model's "
+            "loss_function, which do not get the guidance in every trainer. Use GuidedTrainer, or "
+            "class T(GuidedTrainerMixin, SFTTrainer)."
         )
+    how: Any = {"head": head, "num_items_in_batch": num_items_in_batch, "step": step}
+    return guided_output(logits, labels, columns or {}, config, **how).loss
+
+
+def guided_output(
+    logits: Tensor,
+    labels: Tensor,
+    columns: Mapping[str, Tensor],
+    config: ObjectiveConfig | None = None,
+    *,
+    head: Head | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    step: int | None = None,
+) -> "ObjectiveOutput":
+    """`guided_loss` with everything that `objective_loss` gives beside the loss."""
     config = config or ObjectiveConfig()
     device = logits.device.type
     if not torch.is_grad_enabled():
@@ -365,26 +376,32 @@ def guided_loss(
     elif logits.dtype == torch.float16 and not torch.is_autocast_enabled(device):
         raise ObjectiveError(FLOAT16)
 
-    def moved(values: Tensor, fill: float) -> Tensor:
-        return torch.cat([values[:, 1:], torch.full_like(values[:, :1], fill)], dim=1)
-
-    given = {**(columns or {}), **more}
-    targets = Targets(
-        labels_BT=moved(labels, IGNORE_INDEX) if shift_labels is None else shift_labels,
-        **{
-            name: moved(given[column], fill)
-            for column, (name, fill) in COLUMNS.items()
-            if given.get(column) is not None
-        },
-    )
+    if config.rule.distance is not None:
+        raise ObjectiveError(
+            f"method {config.method} compares whole distributions, which no column holds: "
+            "`vocagnolm train` keeps a teacher in memory for it."
+        )
     needed = ["guidance"] * config.rule.guidance + ["stretch"] * config.by_stretch
     needed += ["target_ids", "target_p"] * config.rule.alternatives
-    if missing := [column for column in needed if given.get(column) is None]:
+    if missing := [column for column in needed if columns.get(column) is None]:
         raise ObjectiveError(
             f"method {config.method} needs the columns {', '.join(needed)}, and the batch has no "
             f"{', '.join(missing)}. Make them with vocagnolm.guide, collate with GuidedCollator, "
             "and set remove_unused_columns=False in the trainer's arguments."
         )
+
+    def moved(values: Tensor, fill: float) -> Tensor:
+        """Entry t of the result is entry t + 1 of the values."""
+        return torch.cat([values[:, 1:], torch.full_like(values[:, :1], fill)], dim=1)
+
+    targets = Targets(
+        labels_BT=moved(labels, IGNORE_INDEX),
+        **{
+            name: moved(columns[column], fill)
+            for column, (name, fill) in COLUMNS.items()
+            if columns.get(column) is not None
+        },
+    )
     if step is None and (config.rule.ranking == "chance" or config.by_chance):
         raise ObjectiveError(f"method {config.method} uses random numbers: pass step=")
     if config.at(0.0) is not config:
@@ -400,11 +417,11 @@ def guided_loss(
                 f"objective.scope {config.scope} with objective.normalise {config.normalise} is "
                 f"decided over a whole step of {int(num_items_in_batch)} labels, and this "
                 f"micro-batch has {int(count)}. Use scope batch or sequence and normalise all, or "
-                "GuidedTrainer, which reads a step ahead."
+                "`vocagnolm train`, which reads a step ahead."
             )
         num_items_in_batch = None
     decided = Decided(denominator=num_items_in_batch)
-    return objective_loss(logits, head, targets, config, step=step or 0, decided=decided).loss
+    return objective_loss(logits, head, targets, config, step=step or 0, decided=decided)
 
 
 def count_items(batches: Iterable[Mapping[str, Tensor]]) -> Tensor:

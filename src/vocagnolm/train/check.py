@@ -16,8 +16,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from vocagnolm.alignment import TextTokenizer
 from vocagnolm.alignment.targets import TARGETS_RULE
 from vocagnolm.alignment.tokenizer import missing_beginning
@@ -44,7 +42,6 @@ from vocagnolm.recipe import Recipe
 from vocagnolm.storage import storage_of
 from vocagnolm.storage.copies import remembered
 from vocagnolm.store import LossStore
-from vocagnolm.store.analysis import best_store, teacher_warning
 from vocagnolm.store.format import STORE_FOLDERS
 from vocagnolm.store.reader import listing_problems, mend_hint
 from vocagnolm.train.folder import found_micro_batch, read_run, refuse_other_run
@@ -57,9 +54,10 @@ from vocagnolm.train.settings import (
     slow_arithmetic,
     what_a_step_depends_on,
 )
+from vocagnolm.train.strength import best_store, measure_strength, teacher_warning
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 # Beyond this a corpus is not read through by a mere check.
 LARGEST_CORPUS_READ_BYTES = 2 * 10**9
@@ -150,7 +148,7 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
         if wanted and find_spec(package) is None:
             problems.append(f"the package {package} is missing: pip install 'vocagnolm[{extra}]'")
     if recipe.run.report_to:
-        from vocagnolm.train.metrics import tracker_problems
+        from vocagnolm.train.trackers import tracker_problems
 
         problems += tracker_problems(recipe.run.report_to)
     for work in (lambda: check_batch(recipe, processes), lambda: objective_config(recipe)):
@@ -551,97 +549,3 @@ def about_student(recipe: Recipe) -> dict[str, Any]:
         "positions": getattr(text_config, "max_position_embeddings", None),
         "rows": text_config.vocab_size,
     }
-
-
-# ---- is the teacher better than the student? ----
-
-
-# Arithmetic that may be spent on it, and the tokens that are read at least and at most.
-_CPU_OPERATIONS = 1e12
-_GPU_OPERATIONS = 1e14
-_TOKENS = (256, 20_000)
-_CANDIDATES = 64
-
-
-@dataclass(frozen=True)
-class Strength:
-    """Bits per byte of the same documents."""
-
-    teacher: float
-    student: float
-    documents: int
-
-
-def measure_strength(
-    model: "PreTrainedModel", tokenizer: TextTokenizer, store: LossStore, corpus: Corpus
-) -> Strength | None:
-    """None where no document of the store is in the corpus."""
-    import torch
-
-    from vocagnolm.model import NllModel
-
-    operations = _GPU_OPERATIONS if model.device.type == "cuda" else _CPU_OPERATIONS
-    budget = int(np.clip(operations / (2 * model.num_parameters()), *_TOKENS))
-    rows, texts = _sample(tokenizer, store, corpus, budget)
-    if not texts:
-        return None
-    spans = tokenizer.spans_batch(texts)
-    config: Any = model.config.get_text_config()
-    context = min(1024, getattr(config, "max_position_embeddings", None) or 1024)
-    prefix = tokenizer.prefix_ids
-    training = model.training
-    scorer = NllModel(
-        model.eval(),
-        context=context,
-        stride=max(1, context // 8),
-        batch_tokens=context,
-        prefix_ids=prefix,
-    )
-    with torch.inference_mode():
-        student = scorer.document_nll([one.ids for one in spans])
-    if isinstance(tokenizer, ChatTokenizer):  # a template's own tokens hold no text
-        for one, nll in zip(spans, student, strict=True):
-            nll[one.token_bytes == 0] = np.nan
-    model.train(training)
-    return Strength(
-        teacher=_bits([store[row] for row in rows]),
-        student=_bits([(s.token_bytes, nll) for s, nll in zip(spans, student, strict=True)]),
-        documents=len(texts),
-    )
-
-
-def _sample(
-    tokenizer: TextTokenizer, store: LossStore, corpus: Corpus, budget: int
-) -> tuple[list[int], list[str]]:
-    """Documents evenly spread over the store, up to so many student tokens (at least one)."""
-    rows: list[int] = []
-    texts: list[str] = []
-    step = max(1, len(store) // _CANDIDATES)
-    for row in range(step // 2, len(store), step):
-        index = store.document_index(row)
-        for document in corpus.read(index, index + 1):
-            text = document.text
-            if text is None or document_hash(text) != store.document_hash(row):
-                continue
-            if isinstance(tokenizer, ChatTokenizer) and isinstance(
-                tokenizer.outcomes([text])[0], str
-            ):
-                continue
-            tokens = len(tokenizer.spans(text))
-            if tokens <= budget or not rows:
-                rows.append(row)
-                texts.append(text)
-                budget -= tokens
-        if budget <= 0:
-            break
-    return rows, texts
-
-
-def _bits(documents: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    """Bits over bytes of the tokens that have a loss."""
-    nats = covered = 0.0
-    for token_bytes, nll in documents:
-        known = np.isfinite(nll)
-        nats += float(nll[known].sum(dtype=np.float64))
-        covered += float(np.asarray(token_bytes)[known].sum())
-    return nats / math.log(2) / max(covered, 1.0)

@@ -229,7 +229,7 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
 
 
 def training_arguments(recipe: Recipe, schedule: Schedule) -> "TrainingArguments":
-    """What transformers' optimizers and trackers read of a run. Its device starts
+    """The part of a recipe that transformers' optimizers read. Its `device` starts
     torch.distributed. The loop reads the recipe itself."""
     import torch
     from transformers import TrainingArguments
@@ -250,7 +250,7 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> "TrainingArguments
         "lr_scheduler_kwargs": {"min_lr": optimizer.min_learning_rate},
         "bf16": train.half_precision,
         "use_cpu": not uses_accelerator(recipe),
-        "report_to": run.report_to or "none",
+        "report_to": "none",
         **{name: attrgetter(key)(recipe) for name, key in _AS_IN_RECIPE.items()},
         **train.arguments,
     }
