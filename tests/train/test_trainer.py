@@ -1,8 +1,10 @@
 import math
 import os
+import re
 import shutil
 import statistics
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -303,6 +305,18 @@ def test_the_result_is_an_ordinary_model_folder(guided):
     assert sorted(p.name for p in guided.iterdir()) == [
         *("metrics.jsonl", "model", "recipe.yaml", "run.json")
     ]
+
+
+def test_the_python_of_the_page_on_recipes_runs(lab, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    settings = recipe_dict(lab, train={"tokens": 256}, run={"folder": "run"})
+    settings["data"]["blocks"] = "blocks"
+    Path("recipe.yaml").write_text(yaml.safe_dump(settings))
+    names: dict = {}
+    exec(code, names)
+    assert names["summary"]["finished"] and names["recipe"].objective.keep == 0.5
 
 
 def test_metrics_have_every_step_and_field(guided):
