@@ -133,9 +133,10 @@ class StoreSection(Schema):
         "folder or address of the loss store (s3://, gs://, az://, hf://datasets/OWNER/NAME), or a "
         "list of them for several teachers; omit it for methods without a teacher"
     )
-    combine: Literal["min", "mean", "median", "max", "best_document"] | None = key(
-        "several stores: how to combine their losses for each token or stretch; best_document: "
-        "use the teacher with the fewest bits per byte on the document; null: min"
+    combine: Literal["min", "best_document"] | None = key(
+        "several stores: which loss to use for each token or stretch; min: the smallest; "
+        "best_document: that of the teacher with the fewest bits per byte on the document; null: "
+        "min"
     )
     weights: list[float] | None = key(
         "distill with several stores: the weight of each teacher's targets; null: equal weights"
