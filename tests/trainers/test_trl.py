@@ -1,5 +1,6 @@
-"""TRL's SFTTrainer: `make test-trainers`."""
+"""TRL's SFTTrainer, and Liger's flag in transformers' Trainer: `make test-trainers`."""
 
+import os
 import sys
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from trainers_kit import ARGUMENTS, BATCH, STEPS, cut, load, logged, our_losses
 from training_kit import ROUNDING
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 trl = pytest.importorskip("trl", reason="`make test-trainers`")
 
 
@@ -114,6 +116,28 @@ def test_a_dataset_without_guidance_is_refused(demo, talks, tmp_path):
         GuidedSFTTrainer(model, arguments, train_dataset=talks[0], processing_class=tokenizer)
     with pytest.raises(UsageError, match="must stand before SFTTrainer"):
         type("Wrong", (trl.SFTTrainer, GuidedTrainerMixin), {})
+
+
+def test_ligers_flag_changes_layers_and_not_the_loss(demo, talks, tmp_path):
+    """Its rotary embedding runs in Triton's interpreter; its norms and MLPs do not."""
+    from transformers import TrainingArguments
+    from transformers.models.llama import modeling_llama
+
+    from vocagnolm import GuidedTrainer, guide
+
+    losses = []
+    for liger in (False, True):
+        model, tokenizer = demo.student()
+        only = {"rms_norm": False, "swiglu": False}
+        more = {"use_liger_kernel": liger, "liger_kernel_config": only, "max_steps": 2}
+        arguments = TrainingArguments(str(tmp_path), **{**ARGUMENTS, **more})
+        rows = guide(talks[0].select(range(8)), talks[1], tokenizer)
+        made = GuidedTrainer(model, arguments, train_dataset=rows)
+        made.train()
+        assert 0.3 < made.state.log_history[0]["kept_share"] < 0.6
+        losses.append(logged(made))
+    assert modeling_llama.apply_rotary_pos_emb.__module__.startswith("liger_kernel")
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_the_example_without_guidance_trains_too(demo, talks, tmp_path):
