@@ -134,9 +134,9 @@ def combine(
     if len(carried) == 1:
         return carried[0]
     table = np.stack(carried)
-    smallest = np.fmin.reduce(table, axis=0)  # NaN only where no teacher has a loss
+    smallest: NDArray[Any] = np.fmin.reduce(table, axis=0)  # NaN where no teacher has a loss
     if how == "min":
-        return np.asarray(smallest)
+        return smallest
     chosen = np.stack([teacher.bits for teacher in theirs]).argmin(0)[ours.document]
     best = np.take_along_axis(table, chosen[None], axis=0)[0]
     return np.where(np.isnan(best), smallest, best)

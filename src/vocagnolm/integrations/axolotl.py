@@ -82,7 +82,7 @@ class GuidedPlugin(BasePlugin):  # type: ignore[misc]
 
 
 def _rows(cfg: Any) -> Any:
-    """All datasets of a configuration as one, with the columns of `guide`."""
+    """The datasets of a configuration, joined into one with the columns of `guide`."""
     tokenizer = load_tokenizer(cfg)
     if cfg.chat_template:
         tokenizer.chat_template = get_chat_template_from_config(cfg=cfg, tokenizer=tokenizer)

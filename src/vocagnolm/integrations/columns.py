@@ -178,7 +178,7 @@ def _datasets() -> Any:
 
 @dataclass(frozen=True)
 class _Known:
-    """Where the losses of texts come from: a store, or a teacher that reads them now."""
+    """A source of losses for texts: a store, or a teacher that reads them now."""
 
     store: LossStore | None = None
     teacher: Any = None
@@ -291,7 +291,7 @@ class _Columns:
 
     @cached_property
     def targets(self) -> TargetsPlan | None:
-        """How alternatives become targets; None where the teacher has none."""
+        """The plan by which alternatives become targets; None if the teacher has none."""
         known, (_, eos) = self.known, separator_ids(self.tokenizer, self.bos, self.eos)
         if known.store is not None:
             spec = known.store.kept_alternatives

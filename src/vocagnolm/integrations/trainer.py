@@ -31,7 +31,7 @@ from vocagnolm.train.student import causal_lm_of, require_precision
 
 @dataclass(frozen=True)
 class _Guided:
-    """What the loss of one micro-batch reads beside the hidden states."""
+    """The inputs of the loss of one micro-batch, beside the hidden states."""
 
     labels: Tensor
     columns: Mapping[str, Tensor]
@@ -206,7 +206,8 @@ def _collator_for(args: Any) -> GuidedCollator:
 
 
 class _FirstStepCheck(TrainerCallback):
-    """After the first step: has a loss read the guidance? Plain training looks the same."""
+    """Checks after the first step that a loss has read the guidance: plain training looks the
+    same."""
 
     def __init__(self, trainer: Any):
         self.trainer, self.checked = trainer, False

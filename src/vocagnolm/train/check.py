@@ -1,9 +1,8 @@
 """`vocagnolm check`: everything that can be known about a run before it begins.
 
-Findings are collected, not raised one by one: a user mends a recipe once. What `train` would refuse
-is refused here. torch and transformers, which take seconds to import, are asked where nothing else
-can answer, and what they say of a tokenizer and of a configuration is remembered.
-"""
+Problems are collected instead of raised one by one, so that a user mends a recipe once. What
+`train` would refuse is refused here. torch and transformers take seconds to import: they are asked
+where nothing else can answer, and what they say of a tokenizer or a configuration is cached."""
 
 import contextlib
 import math
@@ -69,7 +68,7 @@ SURVEYED = 200
 
 @dataclass
 class CheckReport:
-    """What was found. `ready` is the verdict; `plan` holds facts by name."""
+    """The result of a check. `ready` is the verdict; `plan` holds facts by name."""
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -100,24 +99,24 @@ def check(
     """Validate a recipe against what is on this machine. `measure`: also load the student, if it
     has weights, and compare it with the teacher on a few documents; `on_weights` is called right
     before that."""
-    found = _Check(recipe, processes)
+    checked = _Check(recipe, processes)
     looks = [
-        *(found.find_corpus, found.find_tokenizer, found.find_student, found.find_stores),
-        *(found.look_at_teacher, found.look_at_conversations, found.find_blocks),
-        *(found.plan_steps, found.look_at_disk, found.look_at_run),
+        *(checked.find_corpus, checked.find_tokenizer, checked.find_student, checked.find_stores),
+        *(checked.look_at_teacher, checked.look_at_conversations, checked.find_blocks),
+        *(checked.plan_steps, checked.look_at_disk, checked.look_at_run),
     ]
     if measure:
-        looks.append(lambda: found.look_at_weights(on_weights))
+        looks.append(lambda: checked.look_at_weights(on_weights))
     for look in looks:
         try:
             look()
         except VocagnolmError as error:
-            found.report.problem(str(error))
-    return found.report
+            checked.report.problem(str(error))
+    return checked.report
 
 
 def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
-    """What contradicts itself in the recipe, whatever is on the disk."""
+    """Contradictions within the recipe, which no file on the disk can solve."""
     problems = []
     student, objective = recipe.student, recipe.objective
     if (student.model is None) == (student.config is None):
@@ -163,16 +162,16 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
 
 
 class _Check:
-    """One look after the other at what the recipe names. What is found is kept for those that
-    follow; None where something is wrong with it, or where there is nothing to find."""
+    """Looks at everything that the recipe names, in turn. Each look keeps its result for those that
+    follow; it is None where something is wrong, or where there is nothing to find."""
 
     corpus: Corpus | None = None
     tokenizer: TextTokenizer | None = None
     parameters: int | None = None
     store: LossStore | None = None
-    """The best of several."""
+    """The store with the best teacher, if there are several."""
     manifest: dict[str, Any] | None = None
-    """Of prepared blocks."""
+    """The manifest of prepared blocks."""
     blocks: int | None = None
     schedule: Schedule | None = None
 
@@ -214,7 +213,7 @@ class _Check:
             self.warn(missing_beginning(tokenizer))
 
     def find_student(self) -> None:
-        """From the configuration alone."""
+        """Read the student's configuration; no weights are loaded."""
         section, block_size = self.recipe.student, self.recipe.data.block_size
         if section.model is None and section.config is None:
             return
@@ -276,7 +275,7 @@ class _Check:
             self.warn(teacher_warning(self.store.bits_per_byte, recipe.student.bits_per_byte))
 
     def _compare_with(self, stores: list[LossStore]) -> None:
-        """Are they of the recipe's teacher and corpus?"""
+        """Check that the stores belong to the recipe's teacher and corpus."""
         wanted, missing = self.recipe.teacher.model, self.recipe.data.missing
         names = {Path(store.teacher_name).name for store in stores}
         if wanted is not None and Path(wanted).name not in names:
@@ -327,7 +326,7 @@ class _Check:
             refuse_other_vocabulary(self.tokenizer.vocabulary, teacher.vocabulary)
 
     def look_at_conversations(self) -> None:
-        """What the two templates make of the corpus."""
+        """Render a sample of the corpus with the chat templates of student and teacher."""
         recipe = self.recipe
         if self.corpus is None or not isinstance(self.tokenizer, ChatTokenizer):
             return
@@ -438,7 +437,8 @@ class _Check:
         self.schedule = schedule
 
     def look_at_disk(self) -> None:
-        """A checkpoint holds weights and AdamW's two moments; one more while it is written."""
+        """Compare the free disk space with what the run needs. A checkpoint holds the weights and
+        AdamW's two moments, and a further one is there while it is written."""
         recipe = self.recipe
         if self.parameters is None or self.folder is None:
             return
@@ -492,7 +492,8 @@ class _Check:
         }
 
     def look_at_weights(self, on_weights: Callable[[], None] | None) -> None:
-        """What only the student's weights can tell; they are loaded where all else is well."""
+        """Load the student's weights, if everything else is well, and test what only they can
+        tell."""
         recipe, tokenizer = self.recipe, self.tokenizer
         has_weights = recipe.student.model is not None
         apart = recipe.data.document_mask or isinstance(tokenizer, ChatTokenizer)
@@ -521,7 +522,7 @@ class _Check:
 
 
 def about_student(recipe: Recipe) -> dict[str, Any]:
-    """What transformers says of the student's configuration."""
+    """Facts of the student's configuration, as transformers reads it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -125,8 +125,8 @@ class GuidedCollator:
         return batch
 
     def _teacher(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What an online teacher reads of the same text, padded on the right, where a causal model
-        does not see it."""
+        """The columns that an online teacher reads, padded on the right, where a causal model does
+        not see it."""
         document_BU = padded(rows, "teacher_document", -1)
         view: dict[str, Any] = {
             "teacher_ids": torch.from_numpy(padded(rows, "teacher_ids")),

@@ -56,7 +56,7 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setup:
-    """What every step of a run uses, whatever its schedule."""
+    """The parts of a run that every step uses, whatever the schedule."""
 
     student: "GuidedStudent"
     order: Any
@@ -67,7 +67,7 @@ class Setup:
 
 @dataclass
 class Requests:
-    """What signals ask of a run; it looks between two steps."""
+    """Requests that signals have made of a run. They are looked at between two steps."""
 
     stop: bool = False
     save: bool = False
@@ -144,7 +144,7 @@ class TrainingLoop:
     # ---- batches ----
 
     def _loader(self) -> DataLoader[Any]:
-        """This rank's micro-batches from the next step on."""
+        """The micro-batches of this rank, from the next step on."""
         given, workers = self.arguments, self.recipe.train.loader_workers
         return DataLoader(
             self.setup.order,
@@ -227,8 +227,8 @@ class TrainingLoop:
         self.gradient_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def check_finite(self) -> None:
-        """Before the weights change: a loss that is not finite stops the run, at once or, where
-        the host does not wait, when the step is read. Until then the optimizer skips its steps."""
+        """Stop the run before a loss that is not finite changes the weights: at once or, where the
+        host does not wait, when the step is read. Until then the optimizer skips its steps."""
         skips = getattr(self.optimizer, "_step_supports_amp_scaling", False) and all(
             group["fused"]  # a checkpoint of another optimizer may have turned it off
             for group in self.optimizer.param_groups
@@ -313,8 +313,8 @@ def plan_step(
     step: int,
     teacher: OnlineTeacher | None = None,
 ) -> list[tuple[Targets, Decided]]:
-    """For each micro-batch its targets, and what was decided over all micro-batches and ranks: what
-    the loss is divided by, and the weights where tokens of several micro-batches compete. `score`
+    """The targets of each micro-batch, and what is decided over all micro-batches and ranks: the
+    divisor of the loss, and the weights where tokens of several micro-batches compete. `score`
     gives the student's losses, for a first pass."""
     if teacher is not None and not teacher.distils:
         for batch in batches:

@@ -1,5 +1,5 @@
-"""What a run reports: the measures of a step, metrics.jsonl, lines on stderr, and where its time
-went."""
+"""The reports of a run: the measures of a step, metrics.jsonl, lines on stderr, and the time of
+each stage."""
 
 import json
 import math
@@ -239,7 +239,7 @@ class Clock:
 
 
 class Report:
-    """What becomes of a run's measures and texts. This one drops them: it is that of all processes
+    """Receives the measures and texts of a run. This class drops them: it is used in all processes
     but the first."""
 
     def step(self, record: dict[str, Any], gradient_norm: Tensor | None) -> None:

@@ -26,7 +26,7 @@ class Trial:
 
     micro_batch: int
     tokens_per_second: float | None
-    """None: out of memory."""
+    """None if it did not fit into memory."""
 
     def __str__(self) -> str:
         rate = self.tokens_per_second
@@ -41,7 +41,7 @@ class FoundMicroBatch:
     seconds: float
     """The time that the search took."""
     tried: list[Trial]
-    """What the leading process tried."""
+    """The trials of the leading process."""
 
     def __str__(self) -> str:
         tried = ", ".join(map(str, self.tried))

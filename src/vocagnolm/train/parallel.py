@@ -100,6 +100,6 @@ def _shard(student: "GuidedStudent", mesh: Any, *, half: bool) -> None:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """All weights on the CPU of rank 0, gathered from the shards."""
+    """The whole weights, gathered from the shards to the CPU of rank 0."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return get_model_state_dict(model, options=options)

@@ -154,7 +154,7 @@ def train(
 
 @dataclass(frozen=True)
 class Run:
-    """What belongs to a run from its first to its last step."""
+    """The parts of a run that stay the same from its first to its last step."""
 
     recipe: Recipe
     folder: Path
@@ -217,11 +217,11 @@ def _measured_schedule(run: Run, setup: Setup, schedule: Schedule, console: Cons
     from vocagnolm.train.micro_batch import find_micro_batch
 
     recipe, share = run.recipe, schedule.batch_blocks // schedule.world_size
-    found = find_micro_batch(setup, objective_config(recipe), run.arguments.device, share)
-    schedule = plan_schedule(recipe, len(run.blocks), schedule.world_size, found.micro_batch)
+    measured = find_micro_batch(setup, objective_config(recipe), run.arguments.device, share)
+    schedule = plan_schedule(recipe, len(run.blocks), schedule.world_size, measured.micro_batch)
     if is_main():
-        note_in_run(run.folder, schedule=asdict(schedule), found_micro_batch=asdict(found))
-        console.say(str(found))
+        note_in_run(run.folder, schedule=asdict(schedule), found_micro_batch=asdict(measured))
+        console.say(str(measured))
     return schedule
 
 
@@ -263,8 +263,7 @@ def _run_loop(loop: TrainingLoop, resumed: Resumable) -> None:
 
 
 def _lost_connection(error: BaseException | None) -> str | None:
-    """What gloo or NCCL said when a process that they were talking to was gone; None for any other
-    error."""
+    """The message of gloo or NCCL if an error means that another process is gone, else None."""
     while error is not None:
         line = str(error).partition("\n")[0]
         if isinstance(error, dist.DistError) or (
