@@ -44,7 +44,8 @@ class Teacher:
     hidden: Tensor
     """[B, U, D_T] Last hidden states of the teacher; U may differ from the student's T."""
     head: Head | None
-    """None: `hidden` holds the logits themselves, for a head that is not supported."""
+    """The teacher's head; None if `hidden` holds the logits themselves, because its head is not
+    supported."""
     position_BT: Tensor | None = None
     """[B, T] int64: the teacher position that predicts what student position t predicts, -1 if they
     are not aligned. None: the same position (same tokenizer)."""
@@ -59,7 +60,8 @@ class Teacher:
 
 
 def wasserstein_rows(z_NV: Tensor, teacher_NU: Tensor) -> tuple[Tensor, Tensor]:
-    """(distance [N], its gradient by the student's logits [N, V])."""
+    """The Wasserstein distance of sorted rows: (distance [N], its gradient by the student's logits
+    [N, V])."""
     p = F.softmax(z_NV, dim=-1)
     q = F.softmax(teacher_NU, dim=-1)
     distance, by_p = by_sorting(p, q)
@@ -68,7 +70,7 @@ def wasserstein_rows(z_NV: Tensor, teacher_NU: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_sorting(p_NV: Tensor, q_NU: Tensor) -> tuple[Tensor, Tensor]:
-    """(distance, its gradient by p)."""
+    """(Wasserstein distance, its gradient by p) of rows of probabilities."""
     q, (ranked, index) = _sorted(q_NU), _ranked(p_NV)
     v, u = ranked.shape[1], q.shape[1]
     beyond = q[:, v:].sum(-1) if u > v else 0.0
@@ -83,14 +85,15 @@ def by_sorting(p_NV: Tensor, q_NU: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sorted(probability: Tensor) -> Tensor:
-    """Rows from the largest to the smallest."""
+    """The rows, each sorted from its largest entry to its smallest."""
     if probability.device.type != "cpu":
         return probability.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(probability.numpy(), axis=-1)).flip(-1)
 
 
 def _ranked(probability: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows likewise, and where each entry stood; of equals the first comes first."""
+    """(the rows, each sorted from its largest entry to its smallest; where each entry stood). Equal
+    entries keep their order."""
     if probability.device.type != "cpu" or probability.dtype != torch.float32:
         return torch.sort(probability, dim=-1, descending=True, stable=True)
     # the bits of a positive float are ordered like it, and its place fits below them
@@ -112,7 +115,8 @@ Distilled = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 def common_rows(head: Head, teacher: Teacher, config: ObjectiveConfig) -> int:
-    """The first rows, all that the student's tokenizer can produce: these are compared."""
+    """The number of rows that are compared: the first ones, which the student's tokenizer can
+    produce."""
     if config.rule.one_vocabulary and teacher.rows < head.rows:
         raise ObjectiveError(
             f"{config.method} needs one vocabulary: the student has {head.rows} tokens, the "
@@ -124,7 +128,8 @@ def common_rows(head: Head, teacher: Teacher, config: ObjectiveConfig) -> int:
 def kl_rows(
     z_NV: Tensor, teacher_NU: Tensor, rows: int, direction: KlDirection = "forward"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(KL, its gradient by the student's logits, the teacher's probability beyond `rows`)."""
+    """The Kullback-Leibler divergence of rows of logits: (divergence, its gradient by the student's
+    logits, the teacher's probability beyond the first `rows`)."""
     q = F.softmax(teacher_NU, dim=-1)
     dropped = q[:, rows:].sum(-1)
     if direction == "reverse":
@@ -164,7 +169,7 @@ def wasserstein_reference(z: Tensor, q: Tensor, rows: int, config: ObjectiveConf
 
 @dataclass(frozen=True)
 class Distance:
-    """How far the student's distribution is from the teacher's, of N tokens."""
+    """A distance between the student's and the teacher's distribution, of N tokens."""
 
     rows: Callable[[Tensor, Tensor, int, ObjectiveConfig], tuple[Tensor, Tensor, Tensor | None]]
     """(student's logits, teacher's logits, common rows, config) -> the distance, its gradient by
@@ -184,13 +189,13 @@ DISTANCES: dict[str, Distance] = {
         wasserstein_reference,
     ),
 }
-"""As rows of `METHODS` name them."""
+"""The distances by their names in `METHODS`."""
 
 
 def distil(
     hidden_BTD: Tensor, head: Head, labels_BT: Tensor, teacher: Teacher, config: ObjectiveConfig
 ) -> Distilled:
-    """Chunk by chunk, gradients made in the forward pass."""
+    """The loss of kld and uld, chunk by chunk, with gradients that are made in the forward pass."""
     assert config.rule.distance is not None
     measure, rows = DISTANCES[config.rule.distance], common_rows(head, teacher, config)
     wanted = Wanted.of(hidden_BTD, head)
@@ -237,7 +242,7 @@ def distil(
 def distil_reference(
     hidden_BTD: Tensor, head: Head, labels_BT: Tensor, teacher: Teacher, config: ObjectiveConfig
 ) -> Distilled:
-    """Full logits of both models and autograd."""
+    """The loss of kld and uld by full logits of both models and autograd: the reference."""
     z_BTV = head.logits(hidden_BTD)
     nll_BT = token_nll(z_BTV, labels_BT)
     teacher_N = _teacher_index(teacher, labels_BT)
@@ -256,7 +261,7 @@ def distil_reference(
 
 
 def _logits_of(teacher: Teacher) -> Callable[[Tensor], Tensor]:
-    """Rows of the teacher's flattened positions -> their logits."""
+    """A function that gives the teacher's logits at some of its flattened positions."""
     flat = teacher.hidden.flatten(0, 1)
     if teacher.head is None:
         return lambda index: flat.index_select(0, index).float()
@@ -265,7 +270,7 @@ def _logits_of(teacher: Teacher) -> Callable[[Tensor], Tensor]:
 
 
 def _teacher_index(teacher: Teacher, labels_BT: Tensor) -> Tensor:
-    """Row of the teacher's flattened hidden states for each student token, -1 where none."""
+    """For each student token the row of the teacher's flattened hidden states, or -1."""
     B, U = teacher.hidden.shape[:2]
     if labels_BT.shape[0] != B:
         raise ValueError(f"teacher has {B} sequences, the student {labels_BT.shape[0]}")

@@ -1,4 +1,5 @@
-"""The loss of every method: `objective_loss`, and what it gives back."""
+"""The loss of every method: `objective_loss` for a micro-batch that is already shifted, and
+`guided_loss` for the batches of any trainer."""
 
 import bisect
 import itertools
@@ -50,7 +51,7 @@ FLOAT16 = (
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What was decided over all micro-batches of a step, for one of them."""
+    """Facts for one micro-batch that were decided over all micro-batches of its step."""
 
     denominator: Tensor | float | None = None
     """Divisor of the summed loss. None: this micro-batch's count, or with scope global the count of
@@ -130,10 +131,10 @@ def objective_loss(
         weighed = _Weighed(targets, config, decided, step, ranks)
         if head is None or impl == "reference":
             logits_BTV = hidden_BTD.float() if head is None else head.logits(hidden_BTD)
-            found = weighed.with_full_logits(logits_BTV)
+            sums = weighed.with_full_logits(logits_BTV)
         else:
-            found = weighed.in_chunks(hidden_BTD, head, row_operations(impl, hidden_BTD))
-        total, nll_BT, weights_BT, above_BT = found
+            sums = weighed.in_chunks(hidden_BTD, head, row_operations(impl, hidden_BTD))
+        total, nll_BT, weights_BT, above_BT = sums
         stats = _soft_stats(above_BT, nll_BT, weights_BT, targets)
         if weighed.rule is not None and config.graded_by == "likelihood":
             # the weights are the derivative of this value
@@ -158,13 +159,13 @@ def objective_loss(
     )
 
 
-# (the weighted sum of the losses, with gradient; nll; weights; with soft targets what each loss is
-# above the label's nll)
-_Found = tuple[Tensor, Tensor, Tensor, Tensor | None]
+_WeightedSum = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""(the weighted sum of the losses, with gradient; nll; weights; by how much each loss exceeds the
+label's nll, or None without soft targets)."""
 
 
 class _Weighed:
-    """A micro-batch whose tokens count by their losses, and what decides how much."""
+    """A micro-batch whose tokens are weighted by their losses."""
 
     def __init__(
         self, targets: Targets, config: ObjectiveConfig, decided: Decided, step: int, ranks: Ranks
@@ -173,11 +174,12 @@ class _Weighed:
         self.step, self.ranks = step, ranks
         self.soft = _soft_targets(targets, config, ranks)
         self.rule: WeightRule | None = None
-        """Where every stretch decides what its own tokens count."""
+        """The rule by which every stretch decides the weights of its own tokens, if it does."""
         if config.graded and decided.weights_BT is None:
             (self.rule,) = weight_rules([targets], config, ranks)
 
     def weights(self, losses_BT: Tensor) -> Tensor:
+        """The weights of all tokens, from their losses, unless they are decided already."""
         if self.decided.weights_BT is not None:
             return torch.where(self.targets.valid_BT, self.decided.weights_BT, 0)
         if self.rule is not None:
@@ -185,8 +187,8 @@ class _Weighed:
         scored = ScoredBatch(self.targets, losses_BT)
         return select_batches([scored], self.config, self.step, self.ranks)[0]
 
-    def with_full_logits(self, logits_BTV: Tensor) -> _Found:
-        """The reference."""
+    def with_full_logits(self, logits_BTV: Tensor) -> _WeightedSum:
+        """The weighted sum by all logits at once: the reference."""
         labels_BT, above_BT = self.targets.labels_BT, None
         nll_BT = token_nll(logits_BTV, labels_BT).detach()
         weights_BT = self.weights(nll_BT)
@@ -198,8 +200,9 @@ class _Weighed:
             total = total + (above_BT * weights_BT).sum()
         return total, nll_BT, weights_BT, above_BT
 
-    def in_chunks(self, hidden_BTD: Tensor, head: Head, rows: RowOperations) -> _Found:
-        """In one phase where what a token counts does not depend on the losses of all others."""
+    def in_chunks(self, hidden_BTD: Tensor, head: Head, rows: RowOperations) -> _WeightedSum:
+        """The weighted sum in chunks of tokens: in one phase if the weight of a token does not
+        depend on the losses of all others, else in two."""
         targets, config, decided, rule = self.targets, self.config, self.decided, self.rule
         labels_BT, nll_BT = targets.labels_BT, decided.nll_BT
         hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten().clamp(min=0)
@@ -217,7 +220,7 @@ class _Weighed:
                 nll_BT = _where_valid(losses.nll_N, labels_BT)
             weights_BT = self.weights(nll_BT)
             counted_BT = weights_BT != 0
-        # how many count, only the device knows unless `decided` says
+        # how many tokens have a weight, only the device knows unless `decided` says it
         mask, count = counted_BT.flatten(), decided.kept
         index_K = mask.nonzero() if count is None else mask.nonzero_static(size=count)
         index_K = index_K.squeeze(1)
@@ -244,7 +247,7 @@ class _Weighed:
         )
 
         def everywhere(values_K: Tensor) -> Tensor:
-            """In their positions, 0 elsewhere."""
+            """Values of the K tokens at their positions, 0 elsewhere."""
             whole = torch.zeros(labels_BT.numel(), dtype=values_K.dtype, device=values_K.device)
             return whole.index_copy_(0, index_K, values_K.detach()).view(labels_BT.shape)
 
@@ -258,20 +261,21 @@ class _Weighed:
 
 @dataclass(frozen=True)
 class _Soft:
-    """Targets beside the label, of tokens in a row; the mix is one number, or one a token that its
-    own loss decides."""
+    """Targets beside the label, of tokens in a row. The mix is the same for all tokens, or
+    multiplied by a share that each token's own loss decides."""
 
     ids_NK: Tensor
     p_NK: Tensor
     mix: float
     share: WeightRule | None
-    """What of the mix a token gets, by its loss."""
+    """The rule that gives each token's share of the mix; None: all of it."""
 
     def __getitem__(self, index: Tensor) -> "_Soft":
         share = None if self.share is None else self.share[index]
         return _Soft(self.ids_NK[index], self.p_NK[index], self.mix, share)
 
     def rows(self, part: slice, nll: Tensor) -> SoftRows:
+        """The targets of some of the tokens, whose losses are known now."""
         weights = self.p_NK[part].to(nll.dtype) * self.mix
         if self.share is not None:
             weights = weights * self.share.weights_of(part, nll)[:, None]
@@ -279,7 +283,8 @@ class _Soft:
 
 
 def _soft_targets(targets: Targets, config: ObjectiveConfig, ranks: Ranks) -> _Soft | None:
-    """None where the labels are all there is: then it is plain training to the last bit."""
+    """The targets beside the labels; None if there are none, and the loss is that of plain training
+    to the last bit."""
     if not config.rule.alternatives or config.mix == 0.0:
         return None
     ids, p = targets.soft_ids_BTK, targets.soft_p_BTK
@@ -296,8 +301,8 @@ def _soft_targets(targets: Targets, config: ObjectiveConfig, ranks: Ranks) -> _S
 def _soft_stats(
     above_BT: Tensor | None, nll_BT: Tensor, weights_BT: Tensor, targets: Targets
 ) -> dict[str, Tensor]:
-    """For the log: the mean loss of the kept tokens against their targets, and the probability that
-    the teacher's alternatives take from their labels."""
+    """Measures of soft targets: the mean loss of the kept tokens against their targets, and the
+    probability that the teacher's alternatives take from their labels."""
     if above_BT is None or targets.soft_p_BTK is None:
         return {}
     kept = weights_BT != 0
@@ -317,7 +322,7 @@ COLUMNS: dict[str, tuple[str, float]] = {
     "target_ids": ("soft_ids_BTK", 0),
     "target_p": ("soft_p_BTK", 0.0),
 }
-"""Columns of a dataset (`vocagnolm.guide`): the targets that they become, and their padding."""
+"""Columns of a dataset (`vocagnolm.guide`) -> (the field of `Targets`, the padding)."""
 
 
 def guided_loss(
@@ -425,7 +430,7 @@ def guided_output(
 
 
 def count_items(batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
-    """Number of predicted labels in the micro-batches of a step, on all processes: the
+    """The number of predicted labels in the micro-batches of a step, on all processes: the
     `num_items_in_batch` of `guided_loss`."""
     counts = [(batch["labels"][:, 1:] != IGNORE_INDEX).sum() for batch in batches]
     return Ranks.of().sum(torch.stack(counts).sum())
@@ -435,7 +440,7 @@ def count_items(batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
 def student_nll(
     hidden_BTD: Tensor, head: Head, labels_BT: Tensor, *, impl: Implementation = "auto"
 ) -> Tensor:
-    """nll of every token in fp32, without gradient; 0 where the label is ignored."""
+    """The nll of every token in fp32, without gradient; 0 where the label is ignored."""
     return token_losses(hidden_BTD, head, labels_BT, impl=impl)[0]
 
 
@@ -507,7 +512,8 @@ BINS = round(2 * _REACH_NATS / _STEP_NATS) + 1
 
 @torch.no_grad()
 def batch_sums(nll_BT: Tensor, weights_BT: Tensor, targets: Targets) -> Tensor:
-    """float32 [len(SUMS) + BINS] on the device; counts are exact to 16 M tokens."""
+    """The sums behind the measures of a micro-batch: float32 [len(SUMS) + BINS] on the device.
+    Counts are exact up to 16 million tokens."""
     kept = weights_BT != 0
     mapped = targets.mapped_BT if targets.guidance_BT is not None else torch.zeros_like(kept)
     sums = torch.stack(
@@ -530,10 +536,10 @@ def batch_sums(nll_BT: Tensor, weights_BT: Tensor, targets: Targets) -> Tensor:
 
 
 def measures(sums: list[float]) -> dict[str, float]:
-    """The measures of all tokens behind the sums."""
+    """The measures of the tokens whose `batch_sums` were added up."""
     total = dict(zip(SUMS, sums, strict=False))
     predicted = max(total["predicted"], 1.0)
-    found = {
+    values = {
         "nll_kept": total["nll_kept"] / max(total["kept"], 1.0),
         "nll_all": total["nll"] / predicted,
         "kept_share": total["kept"] / predicted,
@@ -544,13 +550,13 @@ def measures(sums: list[float]) -> dict[str, float]:
     if below[-1]:
         for q in QUANTILES:
             index = bisect.bisect_right(below, round(q * (below[-1] - 1)))
-            found[f"excess_p{round(100 * q)}"] = index * _STEP_NATS - _REACH_NATS
-    return found
+            values[f"excess_p{round(100 * q)}"] = index * _STEP_NATS - _REACH_NATS
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveOutput:
-    """`loss` carries the gradient; everything else is detached."""
+    """The result of `objective_loss`. `loss` has the gradient; everything else is detached."""
 
     loss: Tensor
     nll_BT: Tensor
@@ -564,7 +570,7 @@ class ObjectiveOutput:
 
     @property
     def selected_BT(self) -> Tensor:
-        """bool: tokens that are trained on."""
+        """The tokens that are trained on, as bool."""
         return self.weights_BT != 0
 
     @cached_property

@@ -154,7 +154,9 @@ def set_up_layers(
         # its fused loss would replace the objective's
         apply_liger_kernel(model, {"fused_linear_cross_entropy": False, "cross_entropy": False})
     if train.gradient_checkpointing:
-        student.gradient_checkpointing_enable({"use_reentrant": False})
+        # the second is its name before transformers 5.23
+        enable: Any = getattr(student, "activation_checkpointing_enable", None)
+        (enable or student.gradient_checkpointing_enable)({"use_reentrant": False})
     if arguments.neftune_noise_alpha is not None:
         embeddings: Any = student.get_input_embeddings()
         embeddings.neftune_noise_alpha = arguments.neftune_noise_alpha
