@@ -21,7 +21,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 # Trainers of others, each with the packages that it pins: environments apart, about 2 GB each.
 TRAINERS := trl axolotl torchtitan litgpt
-PIN_trl := trl==1.16.0
+PIN_trl := trl==1.16.0 peft liger-kernel==0.8.5 triton
 PIN_axolotl := axolotl==0.19.0
 PIN_torchtitan := torchtitan==0.3.0 triton
 PIN_litgpt := lightning==2.6.6 'jsonargparse[signatures]==4.41.0'

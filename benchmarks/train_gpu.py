@@ -89,8 +89,7 @@ def _recipe(task: dict[str, Any], contestant: Contestant) -> Any:
             "batch_blocks": shape.blocks,
             "micro_batch": task["micro_batch"],
             "compile": contestant.compiled,
-            "bf16": CUDA,
-            **({"dtype": "fp8"} if contestant.fp8 and CUDA else {}),
+            "dtype": ("fp8" if contestant.fp8 else "bfloat16") if CUDA else "float32",
         },
         "run": {"folder": task["run"], "save_every": 0},
     }
@@ -109,7 +108,7 @@ def _train_ours(task: dict[str, Any], contestant: Contestant) -> None:
     setattr(run, "TrainingLoop", Watched)  # noqa: B010
     if task["compile_mode"]:
         changed = partial(student.compile_layers, mode=task["compile_mode"])
-        setattr(run, "compile_layers", changed)  # noqa: B010
+        setattr(student, "compile_layers", changed)  # noqa: B010
     run.train(_recipe(task, contestant), quiet=True)
 
 
@@ -138,7 +137,7 @@ def _train_hf(task: dict[str, Any], contestant: Contestant) -> None:
         adam_beta1=optimizer.beta1,
         adam_beta2=optimizer.beta2,
         max_grad_norm=optimizer.max_grad_norm,
-        bf16=recipe.train.bf16,
+        bf16=recipe.train.half_precision,
         use_liger_kernel=liger,
         use_cpu=not CUDA,
         report_to="none",

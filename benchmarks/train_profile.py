@@ -28,7 +28,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,7 +43,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from vocagnolm.model.fp8 import train_in_fp8
 from vocagnolm.model.runtime import (
-    GraphedDecoder,
     find_layers,
     head_form,
     last_hidden,
@@ -100,7 +98,8 @@ class _Profiled:
 
 def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, Any]]:
     from vocagnolm.data.identity import student_tokenizer
-    from vocagnolm.train.run import build_loop, open_blocks
+    from vocagnolm.train.loop import TrainingLoop
+    from vocagnolm.train.run import build_setup, open_blocks
     from vocagnolm.train.settings import plan_schedule, training_arguments
 
     warm_up = 2 if given.smoke else 8
@@ -121,7 +120,8 @@ def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, 
     blocks = open_blocks(recipe)
     schedule = plan_schedule(recipe, len(blocks))
     arguments, tokenizer = training_arguments(recipe, schedule), student_tokenizer(recipe)
-    loop: Any = build_loop(recipe, blocks, schedule, arguments, tokenizer)
+    setup = build_setup(recipe, blocks, schedule, arguments, tokenizer)
+    loop: Any = TrainingLoop(setup, recipe, schedule, arguments)
     watch, end_step = _Profiled(warm_up, steps, lab / "trace.json"), loop.end_step
 
     def watched(rate: float) -> None:
@@ -159,8 +159,6 @@ class Variant:
     """The stream of hidden states in bf16 instead of float32."""
     fused: bool = True
     fp8: bool = False
-    graphed: bool = False
-    """The whole decoder as one CUDA graph forward and one backward."""
     wait_every: int = 1
     against: str | None = "baseline"
     """The variant whose loss it should have."""
@@ -186,11 +184,6 @@ VARIANTS = {
     "micro-8": Variant(micro_batch=8),
     "micro-16": Variant(micro_batch=16),
     "fp8": Variant(fp8=True),
-    "graphed": Variant(graphed=True),
-    "graphed-fp8": Variant(graphed=True, fp8=True),
-    "micro-8-graphed": Variant(micro_batch=8, graphed=True),
-    "micro-8-graphed-fp8": Variant(micro_batch=8, graphed=True, fp8=True),
-    "micro-2-graphed": Variant(micro_batch=2, graphed=True),
     "micro-2": Variant(micro_batch=2),
     "micro-32": Variant(micro_batch=32),
     "layers-reduce-overhead": Variant(mode="reduce-overhead"),
@@ -241,10 +234,6 @@ class Loop:
         if variant.fp8 and CUDA:
             train_in_fp8(model)
         self._compile()
-        self.hidden: Callable[[Tensor], Tensor] = partial(last_hidden, model)
-        if variant.graphed and CUDA:
-            with torch.autocast(DEVICE, torch.bfloat16):
-                self.hidden = GraphedDecoder(model, self.ids[:micro, :-1].contiguous())
 
     def _compile(self) -> None:
         variant = self.variant
@@ -272,7 +261,7 @@ class Loop:
                     decoded = run_decoder(self.model, self.ids[part, :-1], self.positions[part])
                     hidden = decoded.last_hidden_state
                 else:
-                    hidden = self.hidden(self.ids[part, :-1].contiguous())
+                    hidden = last_hidden(self.model, self.ids[part, :-1].contiguous())
                 targets = Targets(
                     labels_BT=self.ids[part, 1:].contiguous(),
                     guidance_BT=self.guidance[part, 1:].contiguous(),
@@ -289,10 +278,7 @@ class Loop:
             losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        if isinstance(self.hidden, GraphedDecoder):
-            torch._foreach_zero_([p.grad for p in self.model.parameters()])
-        else:
-            self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).sum()
 
     def run(self, steps: int) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""transformers' Trainer under a teacher's guidance: the model's own loss function is another one.
+"""transformers' Trainer under a teacher's guidance.
 
 python examples/hf_trainer.py         # a few documents of the demo, scored on the spot
 """
@@ -17,15 +17,11 @@ def plain(model: Any, tokenizer: Any, dataset: Any, arguments: Any) -> Any:
 
 
 def guided(model: Any, tokenizer: Any, dataset: Any, arguments: Any, store: Any) -> Any:
-    from transformers import Trainer
-
-    from vocagnolm import GuidedCollator, guide, guided_loss
+    from vocagnolm import GuidedCollator, GuidedTrainer, guide
 
     dataset = guide(dataset, store, tokenizer)
-    model.loss_function = guided_loss  # partial(guided_loss, config=ObjectiveConfig(...))
-    arguments.remove_unused_columns = False  # guidance is the loss's, not the model's
     collator = GuidedCollator(max_length=128)
-    return Trainer(model, arguments, train_dataset=dataset, data_collator=collator)
+    return GuidedTrainer(model, arguments, train_dataset=dataset, data_collator=collator)
 
 
 if __name__ == "__main__":

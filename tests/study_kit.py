@@ -101,7 +101,7 @@ TINY: dict[str, Any] = {
             "tokens": 1024,
             "batch_blocks": 4,
             "micro_batch": 2,
-            "bf16": False,
+            "dtype": "float32",
             "compile": False,
             "device": "cpu",
         },

@@ -76,14 +76,15 @@ def our_losses(
     folder: Path, rows: Any, *, micro_batch: int = BATCH, packed: bool = False, **objective: Any
 ) -> list[float]:
     """The loss of every step when `vocagnolm train` reads these rows, in their order."""
-    from vocagnolm.train import BlockCollator
+    from vocagnolm.train import GuidedCollator
 
-    loop = built_loop(prepared(folder, micro_batch, **objective))
-    loop.blocks = rows
-    loop.collator = BlockCollator(document_mask=packed)
     losses: list[float] = []
-    loop.on_step = lambda record: losses.append(record["loss"])
-    loop.run()
+    built_loop(
+        prepared(folder, micro_batch, **objective),
+        lambda record: losses.append(record["loss"]),
+        order=rows,
+        collator=GuidedCollator.for_blocks(packed),
+    ).run()
     assert len(losses) == STEPS
     return losses
 

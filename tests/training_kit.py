@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +176,8 @@ def make_lab(folder: Path, count: int = 60, alternatives: int = 0) -> list[str]:
     return texts
 
 
-def built_loop(settings: dict[str, Any]) -> Any:
-    """As `vocagnolm train` builds it, not trained yet."""
+def built_setup(settings: dict[str, Any]) -> tuple[Any, ...]:
+    """(setup, recipe, schedule, arguments) as `vocagnolm train` makes them: what its loop takes."""
     from vocagnolm.data.identity import student_tokenizer
     from vocagnolm.processes import world_size
     from vocagnolm.recipe import recipe_from_dict
@@ -185,20 +186,27 @@ def built_loop(settings: dict[str, Any]) -> Any:
 
     recipe = recipe_from_dict(settings)
     blocks = run.open_blocks(recipe)
-    plan = plan_schedule(recipe, len(blocks), world_size())
-    arguments = training_arguments(recipe, plan)
+    schedule = plan_schedule(recipe, len(blocks), world_size())
+    arguments = training_arguments(recipe, schedule)
     arguments.device  # noqa: B018  (starts torch.distributed)
-    return run.build_loop(recipe, blocks, plan, arguments, student_tokenizer(recipe))
+    setup = run.build_setup(recipe, blocks, schedule, arguments, student_tokenizer(recipe))
+    return setup, recipe, schedule, arguments
 
 
-def steps_of_our_loop(settings: dict[str, Any]) -> list[tuple[float, float]]:
-    """The loss of each step of a training as `vocagnolm train` runs it, and the norm of its
-    gradient."""
-    loop = built_loop(settings)
-    steps: list[tuple[float, float]] = []
-    loop.on_step = lambda record: steps.append((record["loss"], float(loop.gradient_norm)))
-    loop.run()
-    return steps
+def built_loop(settings: dict[str, Any], on_step: Any = None, **more: Any) -> Any:
+    """The loop of `vocagnolm train`, not trained yet. `on_step` is called with the measures of each
+    step and the norm of its gradient; `order` and `collator` replace those of the recipe's blocks."""
+    from vocagnolm.train.loop import TrainingLoop
+    from vocagnolm.train.metrics import Report
+
+    class Watched(Report):
+        def step(self, record: dict[str, Any], gradient_norm: Any) -> None:
+            if on_step is not None:
+                on_step({**record, "gradient_norm": float(gradient_norm)})
+
+    setup, *rest = built_setup(settings)
+    changes = {name: more.pop(name) for name in ("order", "collator") if name in more}
+    return TrainingLoop(replace(setup, **changes), *rest, report=Watched(), **more)
 
 
 def stop_after(step: int, error: BaseException) -> Any:

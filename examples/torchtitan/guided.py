@@ -17,7 +17,7 @@ from torchtitan.trainer import Trainer
 
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, weigh_step
-from vocagnolm.train import BlockCollator
+from vocagnolm.train import GuidedCollator
 
 
 class GuidedLoss(BaseLoss):
@@ -76,7 +76,7 @@ class BlockLoader(BaseDataLoader):
         self.batch = 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        collate = BlockCollator()
+        collate = GuidedCollator.for_blocks()
         while True:
             first = (self.batch * self.ranks + self.rank) * self.rows
             self.batch += 1

@@ -15,13 +15,13 @@ _PUBLIC = {
         *("Alignment", "TextTokenizer", "TokenSpans", "align", "align_batch", "carry"),
         *("chunk_align", "load_tokenizer", "token_spans"),
     ),
-    "columns": ("export_columns", "guide"),
+    "integrations": ("GuidedTrainer", "GuidedTrainerMixin", "export_columns", "guide"),
     "errors": ("VocagnolmError",),
     "questions": ("Grade", "grade"),
     "objective": ("Head", "ObjectiveConfig", "Targets", "guided_loss", "objective_loss"),
     "recipe": ("Recipe", "load_recipe"),
     "store": ("LossStore",),
-    "train": ("GuidedCollator", "GuidedTrainer"),
+    "train": ("GuidedCollator",),
     "score": ("ScoreSettings", "WriteSettings", "score_corpus", "write_answers"),
 }
 """Module -> the public names that it defines."""
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
         load_tokenizer,
         token_spans,
     )
-    from vocagnolm.columns import export_columns, guide
     from vocagnolm.errors import VocagnolmError
+    from vocagnolm.integrations import GuidedTrainer, GuidedTrainerMixin, export_columns, guide
     from vocagnolm.objective import Head, ObjectiveConfig, Targets, guided_loss, objective_loss
     from vocagnolm.questions import Grade, grade
     from vocagnolm.recipe import Recipe, load_recipe
     from vocagnolm.score import ScoreSettings, WriteSettings, score_corpus, write_answers
     from vocagnolm.store import LossStore
-    from vocagnolm.train import GuidedCollator, GuidedTrainer
+    from vocagnolm.train import GuidedCollator
 
 __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "__version__",
@@ -65,6 +65,7 @@ __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "LossStore",
     "GuidedCollator",
     "GuidedTrainer",
+    "GuidedTrainerMixin",
     "export_columns",
     "guide",
     "ScoreSettings",

@@ -86,10 +86,6 @@ METHODS: dict[str, Method] = {
         label="cross entropy plus the Wasserstein distance of the sorted distributions (ULD)",
         distance="wasserstein",
     ),
-    "uld_counted": Method(
-        label="cross entropy plus the Wasserstein distance by counting (ULD, approximately)",
-        distance="wasserstein_counted",
-    ),
     "alm": Method(
         label="cross entropy plus the distance of the two probabilities of each stretch (ALM)",
         guidance=True,

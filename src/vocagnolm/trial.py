@@ -35,11 +35,11 @@ from vocagnolm.report.runs import write_sample
 from vocagnolm.report.view import model_names
 from vocagnolm.score import ScoreSettings, score_corpus
 from vocagnolm.statistics import Z_95
-from vocagnolm.store.analysis import teacher_warning
 from vocagnolm.store.format import VOCABULARY_FILE
 from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.run import train
 from vocagnolm.train.settings import usual_learning_rate
+from vocagnolm.train.strength import teacher_warning
 
 RULES = {"cpt": "every token", "guided": "guided", "distill": "distilled"}
 """The methods that are tried, and what they are called."""
@@ -354,11 +354,12 @@ class Trial:
             "data": {"blocks": str(out / "blocks"), "block_size": block, "missing": "drop"},
             "objective": {"method": rule},
             "optimizer": {"learning_rate": rate, "min_learning_rate": rate / 10},
-            "train": {"batch_blocks": batch, "micro_batch": max(fits), "bf16": on_gpu},
+            "train": {"batch_blocks": batch, "micro_batch": max(fits)},
             "run": {"folder": str(out / "runs" / rule), "seed": self.seed},
         }
         tree["optimizer"]["warmup_steps"] = min(STEPS, warmup)
         tree["train"]["device"] = "auto" if on_gpu else "cpu"
+        tree["train"]["dtype"] = "bfloat16" if on_gpu else "float32"
         if not whole:  # blocks that serve all rules
             tree["data"]["extra_columns"] = ["targets"]
             tree["run"] |= {"save_every": 0, "log_every": 10**6}

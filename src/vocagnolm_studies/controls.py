@@ -57,9 +57,9 @@ def kept_by_source(
     from vocagnolm.model import open_model
     from vocagnolm.model.runtime import head_form, last_hidden
     from vocagnolm.objective import ScoredBatch, student_nll, weigh_step
+    from vocagnolm.train.collate import GuidedCollator, batch_targets
     from vocagnolm.train.run import open_blocks
     from vocagnolm.train.settings import check_batch, objective_config
-    from vocagnolm.train.student import BlockCollator, batch_targets
 
     blocks = open_blocks(recipe)
     rows = check_batch(recipe, 1)
@@ -70,7 +70,7 @@ def kept_by_source(
     form = head_form(model)
     assert form is not None  # it was trained here
     config = objective_config(recipe)
-    collate = BlockCollator(recipe.data.document_mask)
+    collate = GuidedCollator.for_blocks(recipe.data.document_mask)
     named, weights, valid = [], [], []
     for start in range(0, count * rows, rows):
         items = [order[position] for position in range(start, start + rows)]

@@ -22,7 +22,7 @@ from vocagnolm.errors import CorpusError, StudyError
 from vocagnolm.model import ModelFiles, NllModel
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.store import LossStore
-from vocagnolm.train.student import BlockCollator
+from vocagnolm.train.collate import GuidedCollator
 
 # Documents are read in rounds, each in the order of the files (compressed ones cannot seek), each
 # twice as long as the one before.
@@ -217,7 +217,7 @@ def read_blocks(
     count -= count % scope  # a scope that is not full would keep another share of the best
     order = TrainingOrder(blocks, count, seed)
     indices = [order.block_index(position) for position in range(count)]
-    collate = BlockCollator()
+    collate = GuidedCollator.for_blocks()
     guidance: dict[Guidance, NDArray[np.float32]] = {}
     for key, those in by_guidance.items():
         batch = collate([those[index] for index in indices])

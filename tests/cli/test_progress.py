@@ -81,9 +81,11 @@ def test_slow_steps_of_a_run_are_told_between_the_lines(seconds, lines, monkeypa
 
     monkeypatch.setenv(VARIABLE, seconds)
     values = dict.fromkeys(Schedule.__dataclass_fields__, 1) | {"steps": 6}
-    console = Console(Schedule(**values), quiet=False, log_every=4)
+    console = Console(quiet=False, log_every=4)
+    console.start(Schedule(**values), 0)
     names = ("loss", "nll_kept", "nll_all", "kept_share", "learning_rate", "tokens_per_second")
     for step in range(1, 7):
         console.step({"step": step} | dict.fromkeys(names, 1.0))
-    told = capsys.readouterr().err.splitlines()
+    first, *told = capsys.readouterr().err.splitlines()
+    assert first.startswith("training: 6 steps of")
     assert len(told) == lines and all("tokens/s  ETA 0:0" in line for line in told)

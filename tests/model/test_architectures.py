@@ -8,12 +8,9 @@ from architectures import ARCHITECTURES, LEAKING, SEPARATING, tiny
 from vocagnolm.errors import ModelError, TrainingError
 from vocagnolm.model.runtime import head_form, last_hidden, router_loss_of, separates_documents
 from vocagnolm.objective import ObjectiveConfig, Targets
-from vocagnolm.train.student import (
-    BlockCollator,
-    GuidedStudent,
-    MicroBatch,
-    require_separation,
-)
+from vocagnolm.train.collate import GuidedCollator
+from vocagnolm.train.loop import GuidedStudent, MicroBatch
+from vocagnolm.train.student import require_separation
 from vocagnolm.train.teacher import OnlineTeacher
 
 IDS = torch.randint(3, 160, (2, 20), generator=torch.Generator().manual_seed(2))
@@ -33,7 +30,7 @@ def test_the_head_gives_the_models_own_logits(name):
 @pytest.mark.parametrize("name", ["hyperclovax", "recurrent_gemma", "xlstm", "llama4_text"])
 def test_an_online_teacher_of_it_gives_its_own_losses(name):
     model = tiny(name)
-    batch = BlockCollator()([{"input_ids": row} for row in IDS.numpy()])
+    batch = GuidedCollator.for_blocks()([{"input_ids": row} for row in IDS.numpy()])
     guidance = OnlineTeacher(model, config=ObjectiveConfig(method="rho1")).guide(batch)["guidance"]
     with torch.no_grad():
         logits = model(input_ids=IDS, use_cache=False).logits[:, :-1]
@@ -61,7 +58,7 @@ def test_a_mixture_of_experts_learns_to_balance_them(name):
     model, own = tiny(name, **settings).train(), tiny(name, **settings).train()
     expected = own(input_ids=IDS, labels=IDS).loss
     expected.backward()
-    batch = BlockCollator()([{"input_ids": row} for row in IDS.numpy()])
+    batch = GuidedCollator.for_blocks()([{"input_ids": row} for row in IDS.numpy()])
     output = GuidedStudent(model)(
         MicroBatch(
             input_ids_BT=IDS,  # the last position is routed too, though it predicts nothing here

@@ -15,7 +15,7 @@ from vocagnolm.objective import (
     objective_loss,
 )
 from vocagnolm.objective import head as head_module
-from vocagnolm.objective.distill import by_counting, by_sorting, kl_rows, wasserstein_rows
+from vocagnolm.objective.distill import by_sorting, kl_rows, wasserstein_rows
 
 
 @pytest.fixture(autouse=True)
@@ -125,19 +125,6 @@ def test_uld_pads_with_zeros():
     assert float(wasserstein_rows(uniform, certain)[0]) == pytest.approx(1.5)
 
 
-@pytest.mark.parametrize(("student_rows", "teacher_rows"), [(3000, 9000), (9000, 3000)])
-@pytest.mark.parametrize("scale", [0.1, 2.0, 6.0])
-def test_counting_agrees_with_sorting(student_rows, teacher_rows, scale):
-    """From nearly uniform to nearly certain distributions."""
-    torch.manual_seed(0)
-    p = torch.softmax(scale * torch.randn(40, student_rows), -1)
-    q = torch.softmax(scale * torch.randn(40, teacher_rows), -1)
-    (sorted_distance, sorted_by_p), (distance, by_p) = by_sorting(p, q), by_counting(p, q)
-    torch.testing.assert_close(distance, sorted_distance, rtol=0, atol=2e-3)
-    # the signs differ only where p and q of one rank are the same to a thousandth
-    assert float((p * (by_p - sorted_by_p).abs()).sum(-1).mean()) < 5e-3
-
-
 def test_large_vocabularies_are_sorted():
     """By integers, as torch sorts them: equal probabilities and zeros too."""
     torch.manual_seed(0)
@@ -148,28 +135,6 @@ def test_large_vocabularies_are_sorted():
     exact, exact_by_p = by_sorting(p.double(), q.double())
     torch.testing.assert_close(distance.double(), exact, rtol=1e-5, atol=0)
     assert torch.equal(by_p.double(), exact_by_p)
-
-
-def test_counting_is_asked_for_by_name():
-    torch.manual_seed(0)
-    z, teacher = 3 * torch.randn(6, 20_000), 3 * torch.randn(6, 30_000)
-    distance, gradient = wasserstein_rows(z, teacher, counted=True)
-    exact, exact_gradient = wasserstein_rows(z, teacher)
-    distance, gradient, exact = distance.double(), gradient.double(), exact.double()
-    torch.testing.assert_close(distance, exact, rtol=0, atol=2e-3)
-    assert not torch.equal(distance, exact)  # another way than sorting
-    change = (gradient - exact_gradient).abs().sum(-1) / exact_gradient.abs().sum(-1)
-    assert float(change.mean()) < 1e-2
-
-
-def test_counting_by_hand():
-    p = torch.tensor([[0.5, 0.25, 0.25, 0.0]])
-    q = torch.tensor([[0.125, 0.75, 0.125]])
-    distance, by_p = by_counting(p, q)  # |0.5 - 0.75| + |0.25 - 0.125| twice
-    assert float(distance) == pytest.approx(0.5)
-    assert by_p.tolist() == [[-1, 1, 1, 0]]
-    distance, by_p = by_counting(p, torch.tensor([[0.25, 0.5, 0.25]]))
-    assert float(distance) == 0 and not by_p.any()
 
 
 @pytest.mark.parametrize("method", ["kld", "uld"])

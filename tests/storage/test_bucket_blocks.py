@@ -2,12 +2,14 @@
 
 import shutil
 
+import datasets
 import pytest
 from bucket_children import CONTEXT, copy_blocks, end, start
 from bucket_kit import CuttingProxy, bucket_bytes
 from faults_kit import flip_bit, tiny_tree
 from training_kit import fresh_process, make_lab, recipe_dict
 
+from vocagnolm import export_columns, files
 from vocagnolm.data import prepare as preparing
 from vocagnolm.data.identity import local_blocks
 from vocagnolm.data.prepare import prepare
@@ -46,6 +48,20 @@ def tree(lab, address, tmp_path):
             "part_documents": 16,
         },
     )
+
+
+def test_columns_are_exported_from_and_to_a_bucket(lab, tree, address, tmp_path):
+    """In two processes; the corpus stands beside the store, which does not name it here."""
+    out, corpus = f"{address}/columns", tree["corpus"]["files"]
+    made = export_columns(tree["store"]["path"], lab / "student", out, corpus, num_proc=2)
+    expected = export_columns(lab / "store", lab / "student", tmp_path / "columns", corpus)
+    place = Bucket(out)
+    for name in place.files():
+        files.write_bytes(tmp_path / "copy" / name, bytes(place.read(name)))
+    copied = datasets.load_from_disk(str(tmp_path / "copy"))
+    assert copied["input_ids"][:] == expected["input_ids"][:] and len(copied) == len(made) == 40
+    with pytest.raises(UsageError, match="exists already"):
+        export_columns(tree["store"]["path"], lab / "student", out, corpus)
 
 
 def parts_of(files):

@@ -137,13 +137,13 @@ def test_overrides_reach_rows_and_recipe_keys() -> None:
 
 
 def test_rows_of_several_teachers_and_of_chosen_documents(tmp_path: Path) -> None:
-    study = load_study("toy", ["use=[guided-both-mean, documents]"], materials="m")
+    study = load_study("toy", ["use=[guided-both-best_document, documents]"], materials="m")
     home = StudyTasks(study, tmp_path)
     stores = tmp_path / "stores"
     both, documents = (next(r for r in home.runs if r.row.startswith(n)) for n in ("g", "d"))
     recipe = home.recipe(both, learning_rate=None)
     assert recipe.stores == [str(stores / "sums"), str(stores / "products")]
-    assert recipe.store.combine == "mean"
+    assert recipe.store.combine == "best_document"
     chosen = home.recipe(documents, learning_rate=None).corpus.keep_documents
     assert chosen is not None and chosen.against == str(stores / "start")
     assert (chosen.by, chosen.share) == ("difference", 0.4)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vocagnolm.store.analysis import CLEARLY_BETTER, teacher_warning
+from vocagnolm.train.strength import CLEARLY_BETTER, teacher_warning
 
 
 @pytest.mark.parametrize(

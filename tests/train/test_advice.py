@@ -36,8 +36,8 @@ def recipe_of(lab, train=None, **sections):
 
 def test_float32_on_a_gpu(lab, gpu):
     recipe = recipe_of(lab)
-    assert "Set train.bf16: true" in slow_arithmetic(recipe)
-    assert slow_arithmetic(recipe_of(lab, {"bf16": True})) is None
+    assert "Set train.dtype: bfloat16" in slow_arithmetic(recipe)
+    assert slow_arithmetic(recipe_of(lab, {"dtype": "bfloat16"})) is None
     assert slow_arithmetic(recipe_of(lab, {"device": "cpu"})) is None
     half = {**recipe_dict(lab)["student"], "dtype": "bfloat16"}
     assert slow_arithmetic(recipe_of(lab, student=half)) is None

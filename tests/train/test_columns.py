@@ -8,22 +8,20 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from training_kit import LLAMA, ROUNDING, recipe_dict, steps_of_our_loop
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+from training_kit import LLAMA, recipe_dict
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 from transformers.modeling_outputs import CausalLMOutput
 from typer.testing import CliRunner
 
 from vocagnolm import (
     GuidedCollator,
-    GuidedTrainer,
     LossStore,
     export_columns,
     guide,
     guided_loss,
 )
 from vocagnolm.cli import app
-from vocagnolm.columns import _Columns
-from vocagnolm.data.blocks import Blocks, TrainingOrder
+from vocagnolm.data.blocks import Blocks
 from vocagnolm.errors import (
     CorpusError,
     ObjectiveError,
@@ -31,11 +29,11 @@ from vocagnolm.errors import (
     UsageError,
     VocagnolmWarning,
 )
+from vocagnolm.integrations.columns import _Columns
 from vocagnolm.objective import Head, ObjectiveConfig, Targets, count_items, objective_loss
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score import score_corpus
 from vocagnolm.train.run import train
-from vocagnolm.train.student import use_guided_loss
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +81,47 @@ def test_a_stream_and_processes_give_the_same(lab, rows, guided):
     assert again._fingerprint == guided._fingerprint
 
 
+def test_splits_and_lists_are_taken_too(lab, rows, guided):
+    splits = datasets.DatasetDict(train=rows.select(range(20)), test=rows.select(range(20, 24)))
+    found = guide(splits, lab / "store", lab / "student")
+    assert isinstance(found, datasets.DatasetDict) and found["test"].num_rows == 4
+    assert found["train"]["input_ids"][:] == guided["input_ids"][:20]
+    listed = guide([*rows.select(range(3))], lab / "store", lab / "student")
+    assert listed["input_ids"][:] == guided["input_ids"][:3]
+    named = guide({"a": [{"text": rows[0]["text"]}]}, lab / "other", lab / "student")
+    assert len(named["a"]) == 1 and np.isfinite(np.array(named["a"][0]["guidance"])).any()
+
+
+def test_ids_and_labels_of_rows_are_kept(lab, rows, guided):
+    """As they are, cut or with other tokens around them; with the text beside them or without."""
+    some = [
+        {**rows[n], "input_ids": guided[n]["input_ids"], "labels": [-100] * 9 + [1] * 9}
+        for n in range(3)
+    ]
+    kept = guide(some, lab / "store", lab / "student")
+    assert kept["labels"][:] == [[-100] * 9 + [1] * 9] * 3
+    for name in ("input_ids", "guidance", "target_ids", "target_p"):
+        for ours, theirs in zip(kept[name], guided[name], strict=False):
+            np.testing.assert_array_equal(ours, theirs)
+    bare = [{"input_ids": guided[n]["input_ids"]} for n in range(3)]
+    alone = guide(bare, lab / "store", lab / "student")
+    assert alone["labels"][:] == alone["input_ids"][:]
+    np.testing.assert_array_equal(alone[2]["guidance"], kept[2]["guidance"])
+    cut = [{"text": rows[0]["text"], "input_ids": guided[0]["input_ids"][:7]}]
+    short = guide(cut, lab / "store", lab / "student")[0]
+    np.testing.assert_array_equal(short["guidance"], guided[0]["guidance"][:7])
+    wrong = [{"text": "something else", "input_ids": guided[0]["input_ids"]}]
+    with pytest.raises(CorpusError, match="input_ids do not spell its text"):
+        guide(wrong, lab / "store", lab / "student")
+
+
+def test_ids_of_a_tokenizer_that_puts_a_space_before_the_text(lab, rows):
+    made = guide(rows.select(range(3)), lab / "store", lab / "teacher")
+    bare = [{"input_ids": made[n]["input_ids"]} for n in range(3)]
+    alone = guide(bare, lab / "store", lab / "teacher")
+    np.testing.assert_array_equal(alone[1]["guidance"], made[1]["guidance"])
+
+
 def test_map_caches(lab, guided, tmp_path, monkeypatch):
     rows = datasets.Dataset.from_json(str(lab / "corpus.jsonl"), cache_dir=str(tmp_path))
     made = guide(rows, lab / "store", lab / "student")
@@ -111,6 +150,17 @@ def test_a_teacher_may_read_now(lab, rows):
     found = guide(rows.select(range(3)), lab / "other", lab / "student")
     known = np.concatenate([np.array(row) for row in found["guidance"]])
     assert np.isfinite(known).mean() > 0.9 and "target_ids" not in found.column_names
+    more = guide(rows.select(range(3)), lab / "other", lab / "student", alternatives=2)
+    assert more["guidance"][0] == pytest.approx(found["guidance"][0], nan_ok=True)
+    assert np.array(more[0]["target_p"]).shape == (len(more[0]["input_ids"]), 2)
+    assert np.array(more[0]["target_p"]).sum() > 0
+
+
+def test_a_mistyped_store_is_no_missing_model(lab, rows, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in (str(lab / "stoer"), "out/stoer", lab / "stoer"):
+        with pytest.raises(UsageError, match="does not exist, neither as a loss store nor"):
+            guide(rows, name, lab / "student")
 
 
 def test_conversations_are_trained_on_where_they_answer(lab, tmp_path):
@@ -127,6 +177,20 @@ def test_conversations_are_trained_on_where_they_answer(lab, tmp_path):
     assert 0 < trained.sum() < len(trained)
     assert np.isnan(np.array(found["guidance"])[~trained]).all()
     assert np.isfinite(np.array(found["guidance"])[trained]).all()
+
+
+def test_ids_of_conversations_must_be_the_templates(lab):
+    turns = [
+        {"role": "user", "content": "the sum"},
+        {"role": "assistant", "content": "is a number"},
+    ]
+    made = guide([{"messages": turns}], lab / "other", lab / "student")[0]
+    row = {"messages": turns, "input_ids": made["input_ids"], "labels": made["input_ids"]}
+    kept = guide([row], lab / "other", lab / "student")[0]
+    np.testing.assert_array_equal(kept["guidance"], made["guidance"])
+    assert kept["labels"] == made["input_ids"] != made["labels"]
+    with pytest.raises(CorpusError, match="not those of the chat template"):
+        guide([{**row, "input_ids": [1, 2, 3]}], lab / "other", lab / "student")
 
 
 def test_exported_conversations_are_those_that_were_scored(lab, tmp_path):
@@ -193,21 +257,24 @@ def test_logits_and_hidden_states_give_the_objective(guided, method):
     )
     expected = objective_loss(hidden[:, :-1], head, targets, config).loss
     from_hidden = guided_loss(hidden, batch["labels"], batch, config, head=head)
-    model.loss_function = partial(guided_loss, config=config)
-    from_model = model(**batch).loss
+    from_logits = guided_loss(model(batch["input_ids"]).logits, batch["labels"], batch, config)
     torch.testing.assert_close(from_hidden, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(from_model, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(from_logits, expected, rtol=1e-5, atol=1e-6)
     ours = torch.autograd.grad(expected, model.lm_head.weight, retain_graph=True)[0]
-    theirs = torch.autograd.grad(from_model, model.lm_head.weight)[0]
+    theirs = torch.autograd.grad(from_logits, model.lm_head.weight)[0]
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-7)
 
 
 def test_packed_documents_are_as_apart_as_padded_ones(guided):
-    model = student()
-    model.loss_function, model.config.use_cache = guided_loss, False
-    some = [guided[n] for n in range(4)]
-    padded, packed = (model(**GuidedCollator(packing=way)(some)).loss for way in (False, True))
-    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-6)
+    model, some = student(), [guided[n] for n in range(4)]
+
+    def loss(packing):
+        batch = GuidedCollator(packing=packing)(some)
+        read = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
+        logits = model(batch["input_ids"], use_cache=False, **read).logits
+        return guided_loss(logits, batch["labels"], batch)
+
+    torch.testing.assert_close(loss(True), loss(False), rtol=1e-5, atol=1e-6)
 
 
 def test_what_a_micro_batch_cannot_decide_is_refused(guided):
@@ -224,8 +291,12 @@ def test_what_a_micro_batch_cannot_decide_is_refused(guided):
     torch.testing.assert_close(call(one, num_items_in_batch=step) * step, call(one) * whole)
     with pytest.raises(ObjectiveError, match="remove_unused_columns"):
         call({})
-    with pytest.raises(ObjectiveError, match="not CausalLMOutput"):  # as a compute_loss_func
-        guided_loss(CausalLMOutput(logits=logits), one["labels"], num_items_in_batch=step)
+    with pytest.raises(ObjectiveError, match="Use GuidedTrainer"):  # as a compute_loss_func
+        guided_loss(CausalLMOutput(logits=logits), one["labels"], one, num_items_in_batch=step)
+    model = student()
+    model.loss_function = guided_loss
+    with pytest.raises(ObjectiveError, match="Use GuidedTrainer"):
+        model(**one)
     with pytest.raises(ObjectiveError, match="uses random numbers"):
         call(one, ObjectiveConfig(method="random"))
     assert call(one, ObjectiveConfig(method="random"), step=3) > 0
@@ -239,72 +310,19 @@ def test_what_a_micro_batch_cannot_decide_is_refused(guided):
 
 
 def test_a_float16_model_is_refused_at_every_entrance(lab, guided, tmp_path):
-    model = student(torch.float16)
-    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    with pytest.raises(TrainingError, match="float16"):
-        GuidedTrainer(model, arguments, objective=ObjectiveConfig())
-    with pytest.raises(TrainingError, match="float16"):
-        use_guided_loss(model, ObjectiveConfig())
-    model.loss_function = guided_loss
-    batch = GuidedCollator()([guided[0]])
+    model, batch = student(torch.float16), GuidedCollator()([guided[0]])
+
+    def loss():
+        return guided_loss(model(batch["input_ids"]).logits, batch["labels"], batch)
+
     with pytest.raises(ObjectiveError, match=r"dtype=torch\.float32"):
-        model(**batch)
+        loss()
     with torch.no_grad():
-        assert torch.isfinite(model(**batch).loss)  # an evaluation may be
+        assert torch.isfinite(loss())  # an evaluation may be
     tree = recipe_dict(lab, run={"folder": str(tmp_path / "run")})
     tree["student"]["dtype"] = "float16"
     with pytest.raises(TrainingError, match="float16"):
         train(recipe_from_dict(tree), quiet=True)
-
-
-def test_steps_of_several_micro_batches_are_those_of_our_loop(lab, tmp_path):
-    """In any version of transformers: its Trainer must not divide the loss again."""
-    run = {"folder": str(tmp_path / "run"), "save_every": 0}
-    ours = steps_of_our_loop(recipe_dict(lab, train={"tokens": 4 * 256}, run=run))
-    arguments = TrainingArguments(
-        str(tmp_path / "trainer"),
-        max_steps=4,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        learning_rate=3e-3,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr": 3e-4},
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        train_sampling_strategy="sequential",
-        logging_steps=1,
-        save_strategy="no",
-        remove_unused_columns=False,
-        report_to="none",
-        use_cpu=True,
-    )
-    order = TrainingOrder(Blocks(lab / "blocks", 32), 4 * 8, seed=0)
-    rows = [{name: block[name] for name in ("input_ids", "guidance")} for block in order]
-    model = student()
-    use_guided_loss(model, ObjectiveConfig())
-    trainer = Trainer(model, arguments, data_collator=GuidedCollator(), train_dataset=rows)
-    trainer.train()
-    logged = [row for row in trainer.state.log_history if "loss" in row]
-    theirs = [(row["loss"], row["grad_norm"]) for row in logged]
-    np.testing.assert_allclose(theirs, ours, rtol=ROUNDING)
-
-
-@pytest.mark.parametrize("labels", [False, True], ids=["all", "labels"])
-def test_guided_trainer_takes_rows_of_unequal_length(guided, tmp_path, labels):
-    """With every token predicted, or those that the labels name."""
-    data = guided.select_columns(["input_ids", "guidance"]).select(range(8))
-    if labels:
-        data = data.map(lambda row: {"labels": [-100] * 5 + row["input_ids"][5:]})
-    settings = {"max_steps": 2, "use_cpu": True, "report_to": "none", "logging_steps": 1}
-    settings |= {"per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
-    arguments = TrainingArguments(str(tmp_path), **settings)
-    trainer = GuidedTrainer(student(), arguments, objective=ObjectiveConfig(), train_dataset=data)
-    trainer.train()
-    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
-    assert len(losses) == 2 and all(1 < loss < 7 for loss in losses)
-    batch = GuidedCollator()([data[0], data[1]])
-    loss = guided_loss(student()(batch["input_ids"]).logits, batch["labels"], batch)
-    assert losses[0] == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_columns_are_exported_as_a_folder(lab, guided, tmp_path):

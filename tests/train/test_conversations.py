@@ -24,8 +24,8 @@ from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score import LocalTeacher, ScoreSettings, score_corpus
 from vocagnolm.store import LossStore
 from vocagnolm.train.check import check
+from vocagnolm.train.collate import GuidedCollator
 from vocagnolm.train.run import train
-from vocagnolm.train.student import BlockCollator
 from vocagnolm.train.teacher import OnlineTeacher, TeacherView
 
 SETTINGS = ScoreSettings(device="cpu", shard_documents=16)
@@ -131,7 +131,7 @@ def test_store_and_online_teacher_agree(lab, how, size):
     model = AutoModelForCausalLM.from_pretrained(lab / "teacher").eval()
     teacher = OnlineTeacher(model, config=config, aggregation="max" if whole else how)
     items = [view[n] for n in range(4)]
-    batch = BlockCollator(True)(items)
+    batch = GuidedCollator.for_blocks(True)(items)
     guided = teacher.guide(batch)["guidance"].numpy()
     student, entries = chat_kit.loaded(lab / "student"), float32_entries(lab)
     by_index, mapped = texts(lab), 0
@@ -193,7 +193,7 @@ def test_what_the_template_writes_is_kept_without_guidance(lab, tmp_path):
     }
     prepare(recipe(lab, **own))
     blocks = Blocks(tmp_path / "blocks", 480)
-    batch = BlockCollator()([blocks[n] for n in range(len(blocks))])
+    batch = GuidedCollator.for_blocks()([blocks[n] for n in range(len(blocks))])
     labels, guidance = batch["labels"], batch["guidance"]
     nll = torch.rand(labels.shape, generator=torch.Generator().manual_seed(0))
     targets = Targets(labels_BT=labels, guidance_BT=guidance)

@@ -147,7 +147,7 @@ def batches(lab, folder, **sections):
     found = []
     for tree in trees:
         loop = built_loop(tree)
-        inputs = loop.collator([loop.blocks[place] for place in range(8)])
+        inputs = loop.setup.collator([loop.setup.order[place] for place in range(8)])
         if loop.teacher is not None:
             inputs |= loop.teacher.guide(inputs)
         found.append(inputs)

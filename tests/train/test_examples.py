@@ -3,6 +3,7 @@ packages' trainers are in `tests/trainers`."""
 
 import contextlib
 import inspect
+import os
 import sys
 import types
 from dataclasses import dataclass
@@ -22,8 +23,6 @@ from transformers import TrainingArguments
 
 from vocagnolm import GuidedCollator, guide, guided_loss
 from vocagnolm.objective import Decided, Head, ObjectiveConfig, Targets, count_items, objective_loss
-
-MOST_LINES = 8
 
 
 @pytest.fixture(scope="session")
@@ -45,9 +44,9 @@ def added_lines(example: Any) -> int:
     return len(guided - plain)
 
 
-@pytest.mark.parametrize("name", ["hf_trainer.py", "trl_sft.py"])
-def test_guidance_takes_few_lines(name):
-    assert 4 <= added_lines(load(name)) <= MOST_LINES
+@pytest.mark.parametrize(("name", "most"), [("hf_trainer.py", 5), ("trl_sft.py", 5)])
+def test_guidance_takes_few_lines(name, most):
+    assert 2 <= added_lines(load(name)) <= most
 
 
 def test_axolotls_plugin_takes_three_lines():
@@ -123,6 +122,24 @@ def test_the_plain_loop_makes_the_steps_of_our_loop(demo, scored, monkeypatch):
     rows = cut(guide(dataset, store, demo.student()[1]))
     expected = our_losses(folder, rows, micro_batch=BATCH // loop.MICRO_BATCHES)
     np.testing.assert_allclose(losses, expected, rtol=ROUNDING)
+
+
+def accelerate_steps(demo, scored, rows, expected):
+    """The last step of the data among them, after which there is no micro-batch."""
+    os.environ["ACCELERATE_USE_CPU"] = "1"  # as `accelerate launch --cpu` sets it
+    _, dataset, store = scored
+    loop = load("accelerate_loop.py")
+    loop.STEPS, loop.ROWS = STEPS, rows
+    losses = loop.train(*demo.student(), dataset, store)
+    np.testing.assert_allclose(losses, expected, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_accelerate_loop_makes_the_steps_of_our_loop(demo, scored, processes):
+    folder, dataset, store = scored
+    rows = BATCH // 2 // processes
+    expected = our_losses(folder, cut(guide(dataset, store, demo.student()[1])), micro_batch=rows)
+    run_processes(accelerate_steps, processes, demo, scored, rows, expected)
 
 
 # ---- torchtitan ----

@@ -71,8 +71,8 @@ def test_check_measures_student_and_teacher_itself(lab, recipe):
 
 
 def test_what_check_calls_ready_is_trained_and_a_finished_run_says_so(recipe):
-    bf16 = ["--set", "train.bf16=true"]  # whatever device `auto` finds
-    assert json.loads(call("check", recipe, "--json", *bf16).stdout)["ready"]
-    assert call("train", recipe, "--quiet", *bf16).exit_code == 0
-    again = call("train", recipe, *bf16)
+    half = ["--set", "train.dtype=bfloat16"]  # whatever device `auto` finds
+    assert json.loads(call("check", recipe, "--json", *half).stdout)["ready"]
+    assert call("train", recipe, "--quiet", *half).exit_code == 0
+    again = call("train", recipe, *half)
     assert again.exit_code == 0 and "is finished already; nothing to do" in again.stdout

@@ -1,19 +1,24 @@
 """`train.micro_batch: auto`: what is chosen, what it leaves alone, and who must agree."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from training_kit import built_loop, recipe_dict, run_processes, stop_after
+from training_kit import built_setup, recipe_dict, run_processes, stop_after
 
 from vocagnolm.errors import RecipeError, TrainingError
+from vocagnolm.objective import ObjectiveConfig
 from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.train import run
+from vocagnolm.train import micro_batch
 from vocagnolm.train.check import check
 from vocagnolm.train.folder import read_metrics, read_run
 from vocagnolm.train.loop import TrainingLoop
-from vocagnolm.train.run import choose, find_micro_batch, train
+from vocagnolm.train.micro_batch import choose, find_micro_batch
+from vocagnolm.train.run import train
 from vocagnolm.train.settings import check_batch
+
+CPU = torch.device("cpu")
 
 
 def rates(measured):
@@ -54,13 +59,13 @@ def tree(lab, folder, **sections):
 
 @pytest.mark.parametrize("scope", ["batch", "global"])
 def test_a_measurement_leaves_nothing_behind(lab, tmp_path, scope):
-    loop = built_loop(tree(lab, tmp_path / "run", objective={"scope": scope}))
-    before = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    setup, *_ = built_setup(tree(lab, tmp_path / "run", objective={"scope": scope}))
+    before = {name: value.clone() for name, value in setup.student.state_dict().items()}
     state = torch.get_rng_state()
-    found = find_micro_batch(loop, 16)
+    found = find_micro_batch(setup, ObjectiveConfig(scope=scope), CPU, 16)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None for p in loop.model.parameters())
-    after = loop.model.state_dict()
+    assert all(p.grad is None for p in setup.student.parameters())
+    after = setup.student.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert found.micro_batch in (8, 16) and found.seconds > 0
     assert [entry.micro_batch for entry in found.tried] == [8, 16]
@@ -68,24 +73,25 @@ def test_a_measurement_leaves_nothing_behind(lab, tmp_path, scope):
 
 
 def test_no_room_is_no_end_unless_there_is_none_at_all(lab, tmp_path, monkeypatch):
-    loop = built_loop(tree(lab, tmp_path / "run"))
-    original, limit = run.try_pass, [4]
+    setup, *_ = built_setup(tree(lab, tmp_path / "run"))
+    original, limit = micro_batch.try_pass, [4]
 
-    def try_pass(loop, batch):
+    def try_pass(setup, objective, batch):
         if len(batch["labels"]) > limit[0]:
             raise torch.OutOfMemoryError("no")
-        original(loop, batch)
+        original(setup, objective, batch)
 
-    monkeypatch.setattr(run, "try_pass", try_pass)
-    found = find_micro_batch(loop, 16)
+    monkeypatch.setattr(micro_batch, "try_pass", try_pass)
+    find = partial(find_micro_batch, setup, ObjectiveConfig(), CPU, 16)
+    found = find()
     assert found.micro_batch == 4 and "8: no room, 4: " in str(found)
     limit[0] = 0
     with pytest.raises(TrainingError, match="no room for a single block"):
-        find_micro_batch(loop, 16)
+        find()
 
 
 def fake_rates(monkeypatch, measured):
-    monkeypatch.setattr(run, "_tokens_per_second", lambda _, blocks: measured.get(blocks))
+    monkeypatch.setattr(micro_batch, "_tokens_per_second", lambda *given: measured.get(given[-1]))
 
 
 def test_a_run_finds_its_micro_batch_once_and_is_that_run(lab, tmp_path, capsys, monkeypatch):
@@ -100,7 +106,7 @@ def test_a_run_finds_its_micro_batch_once_and_is_that_run(lab, tmp_path, capsys,
     assert "micro-batch 16, found in " in told and "8: 100 tokens/s, 16: 110 tokens/s" in told
     assert "(1 x 16 blocks on 1 process)" in told
     monkeypatch.undo()
-    monkeypatch.setattr(run, "_tokens_per_second", None)  # would fail
+    monkeypatch.setattr(micro_batch, "_tokens_per_second", None)  # would fail
     assert check(recipe_from_dict(settings)).plan["schedule"]["micro_batch"] == 16
     train(recipe_from_dict(settings), quiet=True)
     about = read_run(tmp_path / "auto")
@@ -129,7 +135,7 @@ def train_unequal(settings):
     import os
 
     table = {8: 100.0} if os.environ["RANK"] == "0" else {4: 50.0}
-    run._tokens_per_second = lambda _, blocks: table.get(blocks)
+    micro_batch._tokens_per_second = lambda *given: table.get(given[-1])
     train(recipe_from_dict(settings), quiet=True)
 
 

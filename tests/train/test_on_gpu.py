@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from training_kit import LLAMA, built_loop, recipe_dict
+from training_kit import LLAMA, built_loop, built_setup, recipe_dict
 
 from vocagnolm.errors import TrainingError
+from vocagnolm.objective import ObjectiveConfig
 from vocagnolm.recipe import recipe_from_dict
-from vocagnolm.train import run
+from vocagnolm.train import run, student
 from vocagnolm.train.folder import read_metrics
+from vocagnolm.train.micro_batch import find_micro_batch
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +21,7 @@ def tree(lab, folder, device="cuda", **sections):
             "device": "cpu" if device == "cpu" else "auto",
             "tokens": 6 * 256,
             "micro_batch": 4,
-            "bf16": False,
+            "dtype": "float32",
             **sections.pop("train", {}),
         },
         run={"folder": str(folder), "save_every": 4, "log_every": 5},
@@ -58,7 +60,7 @@ def test_the_losses_are_a_cpus(lab, tmp_path, objective):
 def test_compiled_bf16_layers_train_as_well(lab, tmp_path):
     found = {}
     for compiled in (False, True):
-        train = {"bf16": True, "compile": compiled}
+        train = {"dtype": "bfloat16", "compile": compiled}
         run.train(recipe_from_dict(tree(lab, tmp_path / str(compiled), train=train)), quiet=True)
         found[compiled] = [
             r["loss"] for r in read_metrics(tmp_path / str(compiled) / "metrics.jsonl")
@@ -67,7 +69,7 @@ def test_compiled_bf16_layers_train_as_well(lab, tmp_path):
 
 
 def test_fp8_trains_as_well(lab, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "FP8_WIDTH", 0)
+    monkeypatch.setattr(student, "FP8_WIDTH", 0)
     found = {}
     for name, train in {
         "half": {"dtype": "bfloat16"},
@@ -79,22 +81,6 @@ def test_fp8_trains_as_well(lab, tmp_path, monkeypatch):
     assert found["fp8"] != found["half"]
     assert found["fp8"] == pytest.approx(found["half"], rel=2e-2)
     assert found["compiled"] == pytest.approx(found["half"], rel=2e-2)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_cuda_graphs_change_no_loss(lab, tmp_path, monkeypatch, tied):
-    """Of micro-batches that a step adds up, in bfloat16 and in fp8."""
-    monkeypatch.setattr(run, "FP8_WIDTH", 0)
-    found = {}
-    student = {"config": {**LLAMA, "tie_word_embeddings": tied}}
-    for dtype in ("bfloat16", "fp8"):
-        for graphs in (False, True):
-            folder = tmp_path / f"{dtype}-{graphs}"
-            train = {"dtype": dtype, "compile": True, "micro_batch": 2, "cuda_graphs": graphs}
-            settings = tree(lab, folder, student=student, train=train)
-            run.train(recipe_from_dict(settings), quiet=True)
-            found[dtype, graphs] = [r["loss"] for r in read_metrics(folder / "metrics.jsonl")]
-        assert found[dtype, True] == pytest.approx(found[dtype, False], rel=1e-5)
 
 
 def test_documents_apart_by_flex_attention(lab, tmp_path):
@@ -154,7 +140,7 @@ def test_a_step_does_not_wait(lab, tmp_path, objective):
             tmp_path / "run",
             objective=objective,
             optimizer={"name": "adamw_torch_fused"},
-            train={"bf16": True},
+            train={"dtype": "bfloat16"},
         )
     )
 
@@ -187,15 +173,15 @@ def test_a_micro_batch_that_has_no_room(lab, tmp_path):
         student={"config": wide},
         train={"batch_blocks": 64, "micro_batch": "auto", "tokens": 2 * 64 * 32},
     )
-    loop = built_loop(settings)
+    setup, _, _, arguments = built_setup(settings)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    weights = sum(p.nbytes for p in loop.model.parameters())
+    weights = sum(p.nbytes for p in setup.student.parameters())
     # gradients and AdamW's moments as well, and what a few blocks need
     room = torch.cuda.memory_reserved() + 3 * weights + (160 << 20)
     torch.cuda.set_per_process_memory_fraction(room / total)
     try:
-        found = run.find_micro_batch(loop, 64)
+        found = find_micro_batch(setup, ObjectiveConfig(), arguments.device, 64)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert any(tried.tokens_per_second is None for tried in found.tried), str(found)

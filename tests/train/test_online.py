@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from vocagnolm.alignment import Alignment, align, carry, load_tokenizer
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.objective import ObjectiveConfig
-from vocagnolm.train.student import BlockCollator
+from vocagnolm.train.collate import GuidedCollator
 from vocagnolm.train.teacher import OnlineTeacher, TeacherView, teacher_view
 
 
@@ -43,7 +43,7 @@ def parts(lab):
 def test_guidance_equals_a_naive_teacher(parts, document_mask):
     order, tokenizer, view, model = parts
     teacher = OnlineTeacher(model, config=ObjectiveConfig(), aggregation="mean")
-    batch = BlockCollator(document_mask)([view[i] for i in range(6)])
+    batch = GuidedCollator.for_blocks(document_mask)([view[i] for i in range(6)])
     guided = teacher.guide(batch)
     for row in range(6):
         block = order[row]
@@ -75,7 +75,7 @@ def test_stretches_equal_a_naive_teacher(lab, document_mask):
     view = TeacherView(order, tokenizer, prefix=[1], by_stretch=True)
     model = AutoModelForCausalLM.from_pretrained(lab / "other").eval()
     teacher = OnlineTeacher(model, config=ObjectiveConfig(compare="stretch"))
-    batch = BlockCollator(document_mask)([view[i] for i in range(6)])
+    batch = GuidedCollator.for_blocks(document_mask)([view[i] for i in range(6)])
     guided = teacher.guide(batch)
     several = 0
     for row in range(6):
@@ -119,7 +119,7 @@ def test_distributions_are_compared_where_both_stand_at_the_same_place(parts):
     _, tokenizer, view, model = parts
     teacher = OnlineTeacher(model, config=ObjectiveConfig(method="uld"))
     item = view[0]
-    distribution = teacher.distribution(BlockCollator()([item]))
+    distribution = teacher.distribution(GuidedCollator.for_blocks()([item]))
     position = distribution.position_BT[0]
     text, spans = view.order.blocks.text(item["block"])
     starts = {}  # byte where a teacher token with text starts -> its index
@@ -148,7 +148,7 @@ def test_one_vocabulary_reads_the_students_ids(lab, parts):
     model = AutoModelForCausalLM.from_pretrained(lab / "twin").eval()
     config = ObjectiveConfig(method="rho1", entropy_keep=0.8)
     teacher = OnlineTeacher(model, config=config)
-    batch = BlockCollator()([order[0], order[1]])
+    batch = GuidedCollator.for_blocks()([order[0], order[1]])
     guided = teacher.guide(batch)
     logits = model(batch["input_ids"]).logits.detach()
     nll = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
@@ -167,7 +167,7 @@ def test_a_teacher_without_bos_starts_every_masked_document_blind(parts):
     begins = int(np.flatnonzero(item["document"] == 1)[0])
     assert item["teacher_pair"][begins] == first
     for document_mask in (True, False):
-        batch = BlockCollator(document_mask)([item])
+        batch = GuidedCollator.for_blocks(document_mask)([item])
         guided = OnlineTeacher(model, config=ObjectiveConfig()).guide(batch)
         alone = item["teacher_range"][begins, 1] == first
         assert bool(torch.isnan(guided["guidance"][0, begins - 1])) == (document_mask and alone)
@@ -205,7 +205,7 @@ def test_a_teacher_whose_head_is_not_understood_speaks_through_its_logits(lab, p
 
     odd = Odd(model.config).eval()
     odd.load_state_dict(model.state_dict())
-    batch = BlockCollator(True)([view[0], view[1]])
+    batch = GuidedCollator.for_blocks(True)([view[0], view[1]])
     teacher = OnlineTeacher(odd, config=ObjectiveConfig())
     assert teacher.form is None
     ids, positions = batch["teacher_ids"], batch["teacher_position_ids"]

@@ -13,9 +13,9 @@ from vocagnolm.objective import ObjectiveConfig, Targets, count_kept, select
 from vocagnolm.objective.selection import ScoredBatch
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train import run
+from vocagnolm.train.collate import token_counts
 from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.loop import TrainingLoop
-from vocagnolm.train.student import token_counts
 
 FUSED = {"name": "adamw_torch_fused", "learning_rate": 3e-3, "min_learning_rate": 3e-4}
 
@@ -39,10 +39,8 @@ def train_behind(settings, behind):
         run.TrainingLoop = original
 
 
-def built(settings, read_behind) -> TrainingLoop:
-    loop = built_loop(settings)
-    loop.read_behind = read_behind
-    return loop
+def built(settings, read_behind, on_step=None) -> TrainingLoop:
+    return built_loop(settings, on_step, read_behind=read_behind)
 
 
 def measured(folder):
@@ -66,9 +64,12 @@ def test_reading_behind_changes_no_record_and_no_weight(lab, tmp_path, name):
 
 
 def test_steps_are_read_behind_and_all_before_a_checkpoint_or_a_log(lab, tmp_path):
-    loop = built(tree(lab, tmp_path / "run"), read_behind=2)
     seen = []
-    loop.on_step = lambda record: seen.append((record["step"], loop.step))
+    loop = built(
+        tree(lab, tmp_path / "run"),
+        read_behind=2,
+        on_step=lambda record: seen.append((record["step"], loop.step)),
+    )
     loop.run()
     # 4: a checkpoint, 5: a log, 6: the last
     assert seen == [(1, 3), (2, 4), (3, 4), (4, 4), (5, 5), (6, 6)]
@@ -189,7 +190,7 @@ def test_a_step_never_waits_for_the_device(lab, tmp_path, objective):
 
         setattr(loop, name, call)
 
-    for name in ("_step", "end_step"):  # the whole of a step
+    for name in ("train_step", "end_step"):  # the whole of a step
         watch(name)
     loop.run()
     assert loop.step == 6 and len(set(watched)) == 2

@@ -3,19 +3,21 @@ import sys
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from training_kit import fresh_process, recipe_dict
-from transformers import TrainerCallback
-from transformers.integrations import TensorBoardCallback
 
-import vocagnolm.train.metrics as trackers
+import vocagnolm.train.trackers as trackers
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.errors import RecipeError
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train.check import check
-from vocagnolm.train.metrics import MetricsFile, selected_text, tracker_problems
+from vocagnolm.train.folder import read_metrics
+from vocagnolm.train.metrics import MetricsFile
 from vocagnolm.train.run import train
+from vocagnolm.train.trackers import selected_text, tracker_problems
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
@@ -48,63 +50,64 @@ def test_settings_that_transformers_refuses_are_one_message(lab, tmp_path):
 
 
 class Writer:
-    """In place of TensorBoard's, which is not installed here."""
+    """In place of TensorBoard's, whose package is not installed here."""
 
     made: ClassVar[list["Writer"]] = []
 
     def __init__(self, log_dir, purge_step=None):
-        self.log_dir, self.purge_step = log_dir, purge_step
-        self.texts, self.scalars = {}, []
+        self.log_dir, self.purge_step, self.closed = log_dir, purge_step, False
+        self.texts, self.scalars = {}, {}
         self.made.append(self)
 
-    def add_text(self, name, text, step=0):
-        self.texts[name, step] = text
+    def add_text(self, name, text, global_step=0):
+        self.texts[name, global_step] = text
 
-    def add_scalar(self, name, value, step):
-        self.scalars.append((name, step))
+    def add_scalar(self, name, value, global_step):
+        self.scalars[name, global_step] = value
 
     def flush(self):
         pass
 
-    close = flush
+    def close(self):
+        self.closed = True
 
 
 def fake_trackers(monkeypatch):
-    """W&B and TensorBoard as the Trainer finds them; the calls of `wandb`."""
-    from transformers.integrations import integration_utils
-
+    """The packages behind accelerate's trackers of W&B and TensorBoard; the calls of `wandb`."""
     calls = []
-    fake = SimpleNamespace(run=None, Html=lambda text: text)
+    config = SimpleNamespace(update=lambda values, **_: calls.append(("config", values)))
+    fake = SimpleNamespace(run=None, Html=lambda text: text, config=config)
 
     def init(**options):
         calls.append(("init", options))
-        fake.run = SimpleNamespace(id=options["id"])
+        if fake.run is None:
+            fake.run = SimpleNamespace(
+                id=options["id"],
+                log=lambda values, step: calls.append(("log", (step, values))),
+                finish=finish,
+            )
+        return fake.run
 
-    def finish():
-        calls.append(("finish", None))
+    def finish(exit_code):
+        calls.append(("finish", exit_code))
         fake.run = None
 
-    fake.init, fake.finish = init, finish
-    fake.log = lambda values: calls.append(("log", values))
-    board = type(
-        "TensorBoardCallback",
-        (TensorBoardCallback,),
-        {"__init__": lambda self: self.__dict__.update(
-            _SummaryWriter=Writer, tb_writer=None, logging_dir=None
-        )},
-    )  # fmt: skip
+    fake.init = init
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    known = {"wandb": type("WandbCallback", (TrainerCallback,), {}), "tensorboard": board}
-    monkeypatch.setattr(integration_utils, "INTEGRATION_TO_CALLBACK", known)
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=Writer))
     monkeypatch.setattr(trackers, "find_spec", lambda package: SimpleNamespace(origin="a.py"))
     monkeypatch.setattr(Writer, "made", [])
     for name in ("WANDB_RUN_ID", "WANDB_PROJECT", "WANDB_DIR", "WANDB_NAME"):
         monkeypatch.delenv(name, raising=False)
-    return calls
+    return calls, fake
+
+
+def given_to(calls, name):
+    return [values for called, values in calls if called == name]
 
 
 def test_trackers_get_the_recipe_the_selection_and_the_same_run_again(lab, tmp_path, monkeypatch):
-    calls = fake_trackers(monkeypatch)
+    calls, _ = fake_trackers(monkeypatch)
     run = {"folder": str(tmp_path / "run"), "report_to": ["wandb", "tensorboard"], "save_every": 2}
     recipe = recipe_from_dict(recipe_dict(lab, run=run, train={"tokens": 4 * 8 * 32}))
 
@@ -117,23 +120,83 @@ def test_trackers_get_the_recipe_the_selection_and_the_same_run_again(lab, tmp_p
         real = MetricsFile.append
         patch.setattr(MetricsFile, "append", lambda *a: (real(*a), stop_at_three(*a)))
         train(recipe, quiet=True)
+    assert calls[-1] == ("finish", 1)  # it failed
     fresh_process()
     assert train(recipe, quiet=True)["finished"]
+    assert calls[-1] == ("finish", 0)
 
-    (_, first), *between, (_, second) = [call for call in calls if call[0] == "init"]
-    assert between == [] and first["id"] == second["id"] and first["resume"] == "allow"
-    assert first["config"]["recipe"]["objective"]["method"] == "guided"
+    first, second = given_to(calls, "init")
+    assert first["project"] == "vocagnolm" and first["name"] == "run"
+    assert first["id"] == second["id"] and first["resume"] == "allow"
     assert first["dir"] == str(tmp_path / "run")
-    assert calls[-1][0] == "finish"
-    shown = [values for name, values in calls if name == "log"]
-    assert [values["train/global_step"] for values in shown] == [1, 2, 3, 4]
-    text = shown[0]["selected tokens"]
+    assert given_to(calls, "config")[0]["recipe"]["objective"]["method"] == "guided"
+    logged = given_to(calls, "log")
+    shown = [(step, values) for step, values in logged if "selected tokens" in values]
+    assert [step for step, _ in shown] == [1, 2, 3, 4]
+    text = shown[0][1]["selected tokens"]
     assert "<strong>" in text and len(text.replace("<strong>", "")) > 100
+    measured = [(step, values) for step, values in logged if "train/loss" in values]
+    assert [step for step, _ in measured] == [1, 2, 3, 4]
+    assert all(values["train/global_step"] == step for step, values in measured)
 
     before, after = Writer.made
     assert before.log_dir == after.log_dir == str(tmp_path / "run" / "tensorboard")
-    assert before.purge_step is None and after.purge_step == 3
+    assert before.purge_step is None and after.purge_step == 3 and before.closed and after.closed
     assert "method: guided" in before.texts["recipe", 0] and ("selected tokens", 4) in after.texts
+    assert after.scalars["train/kept_share", 4] == measured[-1][1]["train/kept_share"]
+
+
+def test_a_run_that_the_caller_has_open_in_wandb_is_used_and_left_open(lab, tmp_path, monkeypatch):
+    calls, wandb = fake_trackers(monkeypatch)
+    wandb.init(id="mine")
+    run = {"folder": str(tmp_path / "run"), "report_to": ["wandb"], "save_every": 0}
+    train(recipe_from_dict(recipe_dict(lab, run=run, train={"tokens": 8 * 32})), quiet=True)
+    assert wandb.run.id == "mine" and not given_to(calls, "finish")
+    assert given_to(calls, "config")[0]["recipe"]["objective"]["method"] == "guided"
+
+
+class Mine(GeneralTracker):
+    """A tracker of a user's own, as accelerate registers it."""
+
+    name = "mine"
+    requires_logging_directory = False
+    made: ClassVar[list["Mine"]] = []
+
+    def __init__(self, project):
+        super().__init__()
+        self.project, self.recipe, self.logged, self.finished = project, None, [], False
+        self.made.append(self)
+
+    @property
+    def tracker(self):
+        return self
+
+    def store_init_configuration(self, values):
+        self.recipe = values
+
+    def log(self, values, step=None):
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_trackers_get_the_measures(lab, tmp_path, monkeypatch, first):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mine", Mine)
+    monkeypatch.setattr(Mine, "made", [])
+    run = {"folder": str(tmp_path / "run"), "log_every": 2, "report_to": ["mine"], "save_every": 0}
+    steps = {"tokens": 4 * 8 * 32, "arguments": {"logging_first_step": first}}
+    train(recipe_from_dict(recipe_dict(lab, run=run, train=steps)), quiet=True)
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    (mine,) = Mine.made
+    assert mine.project == "vocagnolm" and mine.finished
+    assert mine.recipe["objective.method"] == "guided" and mine.recipe["lora.rank"] == 0
+    assert [step for step, _ in mine.logged] == [*[1] * first, 2, 4]
+    _, values = mine.logged[-1]
+    measures = ("loss", "nll_all", "kept_share", "excess_p50", "learning_rate", "grad_norm")
+    assert {f"train/{name}" for name in measures} <= set(values)
+    assert values["train/loss"] == pytest.approx(np.mean([r["loss"] for r in records[2:]]))
 
 
 def test_what_is_kept_is_bold(lab):

@@ -1,30 +1,33 @@
 import math
 import os
+import re
 import shutil
 import statistics
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from faults_kit import LONG
 from safetensors.torch import load_file
 from training_kit import LLAMA, recipe_dict, stop_after
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from vocagnolm.data.blocks import Blocks, TrainingOrder
-from vocagnolm.errors import RecipeError, TrainingError, UsageError, VocagnolmWarning
+from vocagnolm.errors import TrainingError, UsageError, VocagnolmWarning
 from vocagnolm.model.fp8 import train_in_fp8
 from vocagnolm.model.runtime import last_hidden
 from vocagnolm.objective import IGNORE_INDEX, ObjectiveConfig, Targets
 from vocagnolm.recipe import load_recipe, recipe_from_dict
-from vocagnolm.train import run as training
-from vocagnolm.train.check import static_problems
-from vocagnolm.train.folder import read_metrics
-from vocagnolm.train.loop import TrainingLoop
+from vocagnolm.train import student
+from vocagnolm.train.collate import GuidedCollator
+from vocagnolm.train.folder import read_metrics, refuse_other_run, run_recipe
+from vocagnolm.train.loop import GuidedStudent, MicroBatch, TrainingLoop
 from vocagnolm.train.run import train
-from vocagnolm.train.student import BlockCollator, GuidedStudent, MicroBatch, compile_layers
+from vocagnolm.train.student import compile_layers
 
 STEPS = 5
 TOKENS = STEPS * 8 * 32
@@ -222,14 +225,14 @@ def test_documents_do_not_see_each_other_under_the_mask():
         "input_ids": np.concatenate(documents),
         "document": np.repeat([0, 1, 2], [9, 14, 9]),
     }
-    batch = BlockCollator(document_mask=True)([block, block])
+    batch = GuidedCollator.for_blocks(True)([block, block])
     assert batch["position_ids"][0].tolist() == [*range(9), *range(14), *range(8)]
     assert (batch["labels"][0] == IGNORE_INDEX).nonzero().flatten().tolist() == [8, 22]
     packed = last_hidden(model, batch["input_ids"], batch["position_ids"])
     alone = [last_hidden(model, torch.tensor(d)[None]) for d in documents]
     torch.testing.assert_close(packed[0], torch.cat(alone, dim=1)[0, :-1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(packed[1], packed[0])
-    contiguous = BlockCollator()([block])
+    contiguous = GuidedCollator.for_blocks()([block])
     assert "position_ids" not in contiguous
     assert (contiguous["labels"][0] == IGNORE_INDEX).sum() == 0
 
@@ -240,7 +243,7 @@ def test_labels_and_guidance_are_shifted_together():
         "document": np.zeros(3, np.int64),
         "guidance": np.array([0.5, 0.6, 0.7], np.float32),
     }
-    batch = BlockCollator()([block])
+    batch = GuidedCollator.for_blocks()([block])
     assert batch["input_ids"].tolist() == [[5, 6]] and batch["labels"].tolist() == [[6, 7]]
     assert batch["guidance"][0].tolist() == pytest.approx([0.6, 0.7])
 
@@ -270,7 +273,7 @@ def test_any_causal_lm_gives_its_own_loss(kind, settings):
     own = model(input_ids=ids, labels=ids).loss
     model.zero_grad()
     student = GuidedStudent(model)
-    batch = BlockCollator()([{"input_ids": row} for row in ids.numpy()])
+    batch = GuidedCollator.for_blocks()([{"input_ids": row} for row in ids.numpy()])
     targets = Targets(labels_BT=batch["labels"])
     output = student(MicroBatch.of(batch, targets, ObjectiveConfig(method="cpt")))
     torch.testing.assert_close(output["loss"], own, rtol=1e-5, atol=1e-5)
@@ -304,6 +307,18 @@ def test_the_result_is_an_ordinary_model_folder(guided):
     ]
 
 
+def test_the_python_of_the_page_on_recipes_runs(lab, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    settings = recipe_dict(lab, train={"tokens": 256}, run={"folder": "run"})
+    settings["data"]["blocks"] = "blocks"
+    Path("recipe.yaml").write_text(yaml.safe_dump(settings))
+    names: dict = {}
+    exec(code, names)
+    assert names["summary"]["finished"] and names["recipe"].objective.keep == 0.5
+
+
 def test_metrics_have_every_step_and_field(guided):
     records = read_metrics(guided / "metrics.jsonl")
     assert column(records, "step") == [1, 2, 3, 4, 5]
@@ -314,24 +329,6 @@ def test_metrics_have_every_step_and_field(guided):
         assert record["excess_p10"] <= record["excess_p50"] <= record["excess_p90"]
         assert 0.4 <= record["kept_share"] < 0.45 and record["mapped_share"] > 0.9
     assert records[0]["mfu"] is None  # the peak of a CPU is not known
-
-
-def test_trackers_get_the_measures(lab, tmp_path, monkeypatch):
-    from transformers import TrainerCallback
-    from transformers.integrations import integration_utils
-
-    seen = []
-
-    class Tracker(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            seen.append((state.global_step, logs))
-
-    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "mine", Tracker)
-    records = run(lab, tmp_path / "run", run={"log_every": 2, "report_to": ["mine"]})
-    assert [step for step, _ in seen] == [2, 4]
-    measures = {"loss", "nll_all", "kept_share", "excess_p50", "learning_rate", "grad_norm"}
-    assert measures <= set(seen[0][1])
-    assert seen[0][1]["loss"] == pytest.approx(np.mean(column(records, "loss")[:2]))
 
 
 def test_lora_trains_the_adapters_and_merges(lab, tmp_path):
@@ -350,11 +347,11 @@ def test_lora_trains_the_adapters_and_merges(lab, tmp_path):
     assert changed and all("proj" in name for name in changed)
 
 
-@pytest.mark.parametrize("train_section", [{"bf16": True}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("train_section", [{"dtype": "bfloat16"}, {"gradient_checkpointing": True}])
 def test_memory_and_precision_options(lab, tmp_path, guided, train_section):
     plain = read_metrics(guided / "metrics.jsonl")
     other = run(lab, tmp_path / "other", train=train_section)
-    tolerance = 2e-2 if "bf16" in train_section else 1e-6
+    tolerance = 2e-2 if "dtype" in train_section else 1e-6
     np.testing.assert_allclose(column(other, "loss"), column(plain, "loss"), rtol=tolerance)
 
 
@@ -362,14 +359,13 @@ def test_a_student_in_fp8(lab, tmp_path, monkeypatch):
     """Emulated on a CPU: it learns as one in bfloat16, resumes exactly, leaves the same files."""
     with pytest.raises(UsageError, match=r"train.dtype: fp8 needs a GPU of the Hopper.* a CPU"):
         run(lab, tmp_path / "refused", train={"dtype": "fp8"})
-    monkeypatch.setattr(training, "require_fp8", lambda device, setting: None)
+    monkeypatch.setattr(student, "require_fp8", lambda device, setting: None)
     half = run(lab, tmp_path / "half", train={"dtype": "bfloat16"})
-    assert load_recipe(tmp_path / "half/recipe.yaml").train.bf16
     with pytest.warns(VocagnolmWarning, match="slower than bfloat16 for a student that is 32 wide"):
         whole = run(lab, tmp_path / "whole", train={"dtype": "fp8"})
     np.testing.assert_allclose(column(whole, "loss"), column(half, "loss"), rtol=2e-2)
     assert column(whole, "loss") != column(half, "loss")
-    monkeypatch.setattr(training, "FP8_WIDTH", 0)
+    monkeypatch.setattr(student, "FP8_WIDTH", 0)
     cut = {"train": {"dtype": "fp8"}, "run": {"save_every": 2}}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(TrainingLoop, "end_step", TrainingLoop.end_step)
@@ -384,33 +380,6 @@ def test_a_student_in_fp8(lab, tmp_path, monkeypatch):
     assert shapes[0] == shapes[2]
 
 
-def test_cuda_graphs_without_a_gpu(lab, tmp_path):
-    with pytest.raises(RecipeError, match=r"train.cuda_graphs: the device is cpu, .* Remove"):
-        run(lab, tmp_path / "refused", train={"cuda_graphs": True})
-
-
-@pytest.mark.parametrize(
-    ("changes", "processes"),
-    [
-        ({"data": {"document_mask": True}}, 1),
-        ({"train": {"gradient_checkpointing": True}}, 1),
-        ({"train": {"parallel": "fsdp2"}}, 1),
-        ({"train": {"device": "cpu"}}, 1),
-        ({}, 2),
-    ],
-)
-def test_check_says_where_cuda_graphs_cannot_be_used(lab, tmp_path, changes, processes):
-    def problems(graphs):
-        train = {"device": "auto", **changes.get("train", {}), "cuda_graphs": graphs}
-        tree = recipe_dict(
-            lab, run={"folder": str(tmp_path / "run")}, **{**changes, "train": train}
-        )
-        return static_problems(recipe_from_dict(tree), processes)
-
-    new = set(problems(True)) - set(problems(False))
-    assert len(new) == 1 and "graphs are for one GPU and whole blocks" in new.pop()
-
-
 @pytest.mark.parametrize("fp8", [False, True])
 def test_compiled_layers_change_neither_names_nor_losses(fp8):
     model, plain = tiny(), tiny()
@@ -418,7 +387,7 @@ def test_compiled_layers_change_neither_names_nor_losses(fp8):
         train_in_fp8(model), train_in_fp8(plain)
     compile_layers(model, backend="aot_eager")  # the compiler's front end, without C++
     ids = torch.randint(0, 320, (2, 16))
-    batch = BlockCollator()([{"input_ids": row} for row in ids.numpy()])
+    batch = GuidedCollator.for_blocks()([{"input_ids": row} for row in ids.numpy()])
     losses = []
     for each in (model, plain):
         targets = Targets(labels_BT=batch["labels"])
@@ -444,7 +413,7 @@ def test_only_the_shape_of_training_is_compiled(lab, tmp_path, monkeypatch):
     def compile_with(model):
         compile_layers(model, backend=backend)
 
-    monkeypatch.setattr(run_module, "compile_layers", compile_with)
+    monkeypatch.setattr(student, "compile_layers", compile_with)
     twin = {"config": None, "model": str(lab / "twin"), "bits_per_byte": None}
     compared = []
     original = run_module.measure_strength
@@ -460,6 +429,21 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_blocks(lab, tmp_path):
     with pytest.raises(TrainingError, match=r"nan in step \d+, micro-batch \d .*blocks \["):
         run(lab, tmp_path / "run", optimizer={"learning_rate": 1e30, "max_grad_norm": 0})
     assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_run_of_0_1_0_is_still_that_run(lab, tmp_path):
+    """Its recipe has `train.bf16`, and none of the keys that came later."""
+    folder = tmp_path / "run"
+    settings = recipe_dict(lab, train={"dtype": "bfloat16"}, run={"folder": str(folder)})
+    recipe = recipe_from_dict(settings)
+    (folder / "model").mkdir(parents=True)
+    old = {**settings, "train": {**settings["train"], "bf16": True}}
+    del old["train"]["dtype"]
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(old))
+    assert run_recipe(folder) == recipe
+    refuse_other_run(folder, recipe, {"finished": True})
+    with pytest.raises(TrainingError, match=r"train.dtype: 'bfloat16' -> 'float32'"):
+        refuse_other_run(folder, recipe_from_dict(recipe_dict(lab)), {"finished": True})
 
 
 def test_a_finished_run_says_so_and_another_recipe_is_refused(lab, tmp_path):

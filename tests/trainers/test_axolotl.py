@@ -43,7 +43,7 @@ def settings(folder: Path, start: Path, **more):
 
 
 def trained(tree, monkeypatch):
-    """The losses that axolotl logs."""
+    """What axolotl logs of every step."""
     from axolotl.cli.config import load_cfg
     from axolotl.cli.train import do_train
     from axolotl.utils.dict import DictDefault
@@ -64,7 +64,9 @@ def trained(tree, monkeypatch):
 
     monkeypatch.setattr(Trainer, "train", train)
     do_train(load_cfg(DictDefault(tree)), None)
-    return [float(one["loss"]) for one in logs if "loss" in one]
+    steps = [entry for entry in logs if "loss" in entry]
+    assert all(0.2 < float(entry["kept_share"]) < 0.7 for entry in steps)
+    return [float(entry["loss"]) for entry in steps]
 
 
 def test_the_plugin_makes_the_steps_of_our_loop(tmp_path, monkeypatch):
@@ -79,18 +81,23 @@ def test_the_plugin_makes_the_steps_of_our_loop(tmp_path, monkeypatch):
     np.testing.assert_allclose(losses, expected, rtol=ROUNDING)
 
 
-def test_it_packs(tmp_path, monkeypatch):
+ADAPTERS = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+ADAPTERS |= {f"lora_{name}_kernel": False for name in ("mlp", "qkv", "o")}  # which are CUDA's
+
+
+@pytest.mark.parametrize("more", [{"sample_packing": True}, ADAPTERS], ids=["packed", "adapters"])
+def test_it_packs_and_adapts(tmp_path, monkeypatch, more):
     from vocagnolm.demo import students
 
     sys.modules["demo_data"] = demo = load("demo_data.py")
     demo.texts(tmp_path, 200)
-    losses = trained(settings(tmp_path, students.START, sample_packing=True), monkeypatch)
+    losses = trained(settings(tmp_path, students.START, **more), monkeypatch)
     assert len(losses) == STEPS and all(0 < loss < 2 for loss in losses)
 
 
 def test_a_loss_that_would_win_is_refused(tmp_path):
-    from vocagnolm.axolotl import GuidedPlugin
     from vocagnolm.errors import UsageError
+    from vocagnolm.integrations.axolotl import GuidedPlugin
 
     with pytest.raises(UsageError, match="cut_cross_entropy"):
         GuidedPlugin().register({"guidance": {"store": "s"}, "cut_cross_entropy": True})

@@ -115,7 +115,7 @@ def score(
     require_asked("ray", ray, ray_settings)
 
     from vocagnolm.score import RayCluster, ScoreSettings, Server, Share, score_corpus
-    from vocagnolm.store.analysis import teacher_warning
+    from vocagnolm.train.strength import teacher_warning
 
     with quiet_libraries(), progress("scoring") as meter:
         imported = time.perf_counter() - began

@@ -105,7 +105,7 @@ def export_columns(
 
     One row per document: input_ids, labels, guidance; with alternatives target_ids and target_p.
     """
-    from vocagnolm.columns import export_columns as run
+    from vocagnolm.integrations.columns import export_columns as run
 
     found = run(
         store,

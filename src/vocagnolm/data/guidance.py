@@ -42,13 +42,7 @@ from vocagnolm.store.reader import SCORE_WITH_ALTERNATIVES
 
 TeacherLosses = tuple[NDArray[Any], NDArray[Any]]
 """Byte lengths of the teacher's tokens, which tile the document, and their nll."""
-Combine = Literal["min", "mean", "median", "max", "best_document"]
-_NUMPY: dict[str, Any] = {
-    "min": np.nanmin,
-    "mean": np.nanmean,
-    "median": np.nanmedian,
-    "max": np.nanmax,
-}
+Combine = Literal["min", "best_document"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,21 +222,17 @@ def _by_teachers(
 def combine(
     carried: Sequence[NDArray[Any]], theirs: Sequence[LaidTeacher], ours: Laid, how: Combine
 ) -> NDArray[Any]:
-    """One number per token out of each teacher's; what one lacks takes the others' values."""
+    """One loss per token out of those of several teachers: the smallest, or that of the teacher
+    which knows the token's document best. What one teacher lacks is taken from the others."""
     if len(carried) == 1:
         return carried[0]
     table = np.stack(carried)
-    if how == "best_document":
-        chosen = np.stack([teacher.bits for teacher in theirs]).argmin(0)[ours.document]
-        best = np.take_along_axis(table, chosen[None], axis=0)[0]
-        return np.where(np.isnan(best), _over_teachers(table, "min"), best)
-    return _over_teachers(table, how)
-
-
-def _over_teachers(table: NDArray[Any], how: str) -> NDArray[Any]:
-    unknown = np.isnan(table).all(0)
-    filled = np.where(unknown, 0.0, table)  # columns of NaN alone would warn
-    return np.where(unknown, np.nan, _NUMPY[how](filled, axis=0))
+    smallest: NDArray[Any] = np.fmin.reduce(table, axis=0)  # NaN where no teacher has a loss
+    if how == "min":
+        return smallest
+    chosen = np.stack([teacher.bits for teacher in theirs]).argmin(0)[ours.document]
+    best = np.take_along_axis(table, chosen[None], axis=0)[0]
+    return np.where(np.isnan(best), smallest, best)
 
 
 def unbroken(

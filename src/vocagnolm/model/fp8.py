@@ -17,14 +17,15 @@ from torch.nn.functional import silu
 
 from vocagnolm.errors import UsageError
 from vocagnolm.model.runtime import find_layers
-from vocagnolm.objective.head import SeeRows, Transform, has_triton, row_operations
+from vocagnolm.objective.head import OnChunk, Transform, has_triton, row_operations
 
 HEAD_TOO = True
 """Whether `--dtype fp8` means the head's product as well as the decoder's: a head in bfloat16 buys
 back a quarter of what fp8 changes in a selection, and costs 6 % of the rate."""
 
 FP8_WIDTH = 1024
-"""From which width on fp8 makes training faster: products grow with it, and rounding does not."""
+"""The width of a student from which on fp8 makes training faster: products grow with the square of
+the width, rounding does not."""
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max
@@ -40,17 +41,19 @@ _SHARED = "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"
 
 
 def require_fp8(device: torch.device, setting: str = "--dtype") -> None:
+    """Refuse a device without fp8 products."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER:
         return
-    found = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     raise UsageError(
         f"{setting} fp8 needs a GPU of the Hopper generation (H100, H200) or newer, and this is "
-        f"{found}. Use {setting} bfloat16."
+        f"{name}. Use {setting} bfloat16."
     )
 
 
 def rounded_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(e4m3, scale [..., 1] in float32): the largest value of every row becomes e4m3's largest."""
+    """Values rounded to e4m3 with a scale per row: (e4m3, scale [..., 1] in float32). The largest
+    value of every row becomes e4m3's largest."""
     scale = values.abs().amax(dim=-1, keepdim=True).float().clamp(min=1e-12) / _LARGEST
     return (values.float() / scale).clamp(-_LARGEST, _LARGEST).to(_FP8), scale
 
@@ -61,8 +64,8 @@ def rounded_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 def rounded_both(
     values_NO: Tensor, row_factor_N1: Tensor, column_factor_O1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Values times the columns' factors with a scale for each row [N, O], and values times the
-    rows' factors with a scale for each column, transposed [O, N]."""
+    """Both roundings of a gradient: values times the columns' factors with a scale for each row
+    [N, O], and values times the rows' factors with a scale for each column, transposed [O, N]."""
     by_column, scale = rounded_rows((values_NO * row_factor_N1).t())
     return *rounded_rows(values_NO * column_factor_O1.t()), by_column.contiguous(), scale
 
@@ -105,7 +108,7 @@ _ROUNDING = torch.ops.vocagnolm
 
 
 class Fp8Linear(nn.Module):
-    """In place of an nn.Linear, for inference."""
+    """Replaces an nn.Linear for inference."""
 
     weight: Tensor
     scale: Tensor
@@ -142,19 +145,19 @@ class Fp8Linear(nn.Module):
         labels_N: Tensor,
         transform: Transform,
         chunk: int,
-        see: SeeRows | None = None,
+        on_chunk: OnChunk | None = None,
     ) -> Tensor:
-        """-log p(label) [N] where this layer is a head: float32 logits of `chunk` tokens at a
-        time; `see` is shown every chunk."""
+        """-log p(label) [N] if this layer is a head, with the float32 logits of `chunk` tokens at a
+        time."""
         losses = row_operations("auto", hidden_ND).losses
         nll = torch.empty(len(hidden_ND), device=hidden_ND.device)
 
         def add(first: int, last: int) -> None:  # two chunks must never be alive together
             x = self.product(hidden_ND[first:last], torch.float32)
-            found = losses(x, labels_N[first:last], transform, False)
-            nll[first:last] = found.nll_N
-            if see is not None:
-                see(first, last, x, found)
+            part = losses(x, labels_N[first:last], transform, False)
+            nll[first:last] = part.nll_N
+            if on_chunk is not None:
+                on_chunk(first, last, x, part)
 
         for first in range(0, len(nll), chunk):
             add(first, min(first + chunk, len(nll)))
@@ -170,15 +173,15 @@ def scaled_product(
     *,
     fast: bool = True,
 ) -> Tensor:
-    """Rounded rows times rounded rows. `fast`: the kernel adds up in fewer bits, which sums over
-    many thousand tokens do not bear."""
+    """The product of rounded rows with rounded rows. `fast`: the kernel adds up in fewer bits,
+    which is too few for sums over many thousand tokens."""
     if not rows.is_cuda:
         with torch.autocast("cpu", enabled=False):
             return ((rows.float() * scale) @ (weight.float() * weight_scale).t()).to(dtype)
     if dtype != torch.float32 or _scales_into_float32(rows.device):
         return _multiplied(rows, weight, scale, weight_scale, dtype, fast)
-    one = torch.ones((1, 1), device=rows.device)
-    return _multiplied(rows, weight, one, one, dtype, fast).mul_(scale).mul_(weight_scale.t())
+    unit = torch.ones((1, 1), device=rows.device)
+    return _multiplied(rows, weight, unit, unit, dtype, fast).mul_(scale).mul_(weight_scale.t())
 
 
 # ---- training ----
@@ -203,18 +206,18 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (gradient_NO,) = gradients
         rows, row_scale, weight, weight_scale = ctx.saved_tensors
-        dtype, one = gradient_NO.dtype, torch.ones((rows.shape[1], 1), device=rows.device)
+        dtype, unit = gradient_NO.dtype, torch.ones((rows.shape[1], 1), device=rows.device)
         if not ctx.needs_input_grad[1]:  # a frozen weight
             rounded, scale = _ROUNDING.round_rows(gradient_NO * weight_scale.t())
-            of_rows = scaled_product(rounded, scale, _ROUNDING.transpose(weight), one, dtype)
+            of_rows = scaled_product(rounded, scale, _ROUNDING.transpose(weight), unit, dtype)
             return of_rows.to(ctx.dtypes[0]), None, None
         rounded, scale, transposed, transposed_scale = _ROUNDING.round_both(
             gradient_NO, row_scale, weight_scale
         )
         of_weight = scaled_product(
-            transposed, transposed_scale, _ROUNDING.transpose(rows), one, dtype, fast=False
+            transposed, transposed_scale, _ROUNDING.transpose(rows), unit, dtype, fast=False
         )
-        of_rows = scaled_product(rounded, scale, _ROUNDING.transpose(weight), one, dtype)
+        of_rows = scaled_product(rounded, scale, _ROUNDING.transpose(weight), unit, dtype)
         return of_rows.to(ctx.dtypes[0]), of_weight.to(ctx.dtypes[1]), None
 
 
@@ -240,21 +243,21 @@ def train_in_fp8(model: nn.Module) -> int:
     (benchmarks/fp8_layers.py), routers of experts, and layers of a shape that the kernel does not
     support are not changed."""
     layers = [*(find_layers(model) or ())]
-    found = [
+    linears = [
         child
         for layer in layers[1:-1] or layers
         for parent in layer.modules()
         for name, child in parent.named_children()
         if _fits(child) and name not in ("gate", "router")
     ]
-    if not found:
+    if not linears:
         raise UsageError(
             f"train.dtype: fp8: no linear layers were found in the decoder of "
             f"{type(model).__name__}. Use train.dtype: bfloat16."
         )
-    for linear in found:
+    for linear in linears:
         linear.__class__ = Fp8TrainedLinear
-    return len(found)
+    return len(linears)
 
 
 # ---- the kernel ----
@@ -280,8 +283,9 @@ def _multiplied(
 
 @cache
 def _scales_into_float32(device: torch.device) -> bool:
-    """Can the kernel with a scale per row give float32? cuBLAS 12.9 can on Hopper; elsewhere it
-    gives half precision only, and the scales are applied to the product of bare rows."""
+    """Whether the kernel with a scale per row can give float32. cuBLAS 12.9 can on Hopper;
+    elsewhere it gives half precision only, and the scales are applied to the product of bare
+    rows."""
     rows, scale = rounded_rows(torch.ones(_PROBE_ROWS, _PROBE_ROWS, device=device))
     try:
         out = _multiplied(rows, rows, scale, scale, torch.float32)
@@ -291,8 +295,7 @@ def _scales_into_float32(device: torch.device) -> bool:
 
 
 def to_fp8(model: nn.Module) -> int:
-    """Exchange the linear layers of the decoder's layers, in place, one after the other; how
-    many."""
+    """Replace the linear layers of the decoder by fp8 ones, in place, and return their number."""
     count = 0
     for layer in find_layers(model) or ():
         count += _exchange(layer, _fits)
@@ -314,16 +317,16 @@ def _join_gates(layer: nn.Module) -> None:
 
 
 def _is_swiglu(module: nn.Module) -> bool:
-    """Whether it computes down(silu(gate(x)) * up(x)): asked of its code, with other functions as
-    its projections."""
+    """Whether a module computes down(silu(gate(x)) * up(x)): its code is run with other functions
+    as its projections."""
     stand_ins = dict(zip(_PROJECTIONS, (torch.sin, torch.exp, torch.neg), strict=True))
     own = SimpleNamespace(**{**vars(module), **module._modules, **stand_ins})
     x = torch.linspace(-3, 3, _MULTIPLE)
     try:
-        found = type(module).forward(own, x)
+        result = type(module).forward(own, x)
     except (AttributeError, TypeError):
         return False
-    return torch.is_tensor(found) and torch.equal(found, -(silu(x.sin()) * x.exp()))
+    return torch.is_tensor(result) and torch.equal(result, -(silu(x.sin()) * x.exp()))
 
 
 def _gated_mlp(self: Any, x: Tensor) -> Tensor:
@@ -335,23 +338,23 @@ def _gated_mlp(self: Any, x: Tensor) -> Tensor:
 
 
 def head_to_fp8(model: Any) -> bool:
-    """Exchange the head's layer, in place; an embedding that it shares its weight with stays. False
-    where the kernel cannot take its shape."""
+    """Replace the model's head by an fp8 layer, in place, and keep an embedding that it shares its
+    weight with. False if the kernel cannot take its shape."""
     head = model.get_output_embeddings()
     return _exchange(model, lambda module: module is head and _fits(module)) > 0
 
 
 def _exchange(root: nn.Module, wanted: Callable[[nn.Module], bool]) -> int:
-    found = [
+    places = [
         (parent, name)
         for parent in root.modules()
         for name, child in parent.named_children()
         if wanted(child)
     ]
-    for parent, name in found:
+    for parent, name in places:
         linear = Fp8Linear(getattr(parent, name), shares_input=name in _SHARED)
         setattr(parent, name, linear)
-    return len(found)
+    return len(places)
 
 
 def _fits(module: nn.Module) -> bool:

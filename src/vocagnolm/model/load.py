@@ -33,7 +33,7 @@ _KERNELS = {"fp8": ["kernels"], "mxfp8": ["kernels"]}
 
 
 def quantisation_of(config: Any) -> str | None:
-    """The kind, as config.json names it; None for plain weights."""
+    """The kind of quantization, as config.json names it; None for plain weights."""
     about = getattr(config, "quantization_config", None)
     if about is None:
         return None
@@ -45,6 +45,7 @@ def quantisation_of(config: Any) -> str | None:
 
 
 def require_packages(name: str, config: Any, device: torch.device) -> None:
+    """Refuse quantized weights whose packages are not installed."""
     kind = quantisation_of(config)
     if kind is None:
         return
@@ -114,7 +115,8 @@ class ModelFiles:
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """What the tokenizer puts before a text (beginning-of-text), as in the model's training."""
+        """The tokens that the tokenizer puts before a text (beginning-of-text), as in the model's
+        training."""
         return self.tokenizer.prefix_ids
 
     @property
@@ -137,11 +139,11 @@ class ModelFiles:
         named = [self.tokenizer.eos_id, self.config.get_text_config().eos_token_id]
         if self.gguf_file is None and generation.is_file():
             named.append(parse_json(generation.read_text(encoding="utf-8")).get("eos_token_id"))
-        flat = [one for value in named for one in (value if isinstance(value, list) else [value])]
-        return tuple(sorted({index for index in flat if isinstance(index, int)}))
+        lists = [value if isinstance(value, list) else [value] for value in named]
+        return tuple(sorted({id for ids in lists for id in ids if isinstance(id, int)}))
 
     def describe(self) -> dict[str, Any]:
-        """Everything needed to recognize the model."""
+        """The facts by which the model is recognized."""
         config_file = () if self.gguf_file else (self.folder / "config.json",)
         return {
             "name": self.name,
@@ -151,7 +153,7 @@ class ModelFiles:
         }
 
     def require_shardable(self, shards: int) -> None:
-        """Refuse a model of which this many processes cannot each hold a part."""
+        """Refuse a model that cannot be split over this many processes."""
         if self.fp8:
             raise UsageError(
                 "--shard-teacher and --dtype fp8 cannot be combined: remove one of them."
@@ -311,7 +313,7 @@ def resolve_dtype(dtype: str, device: torch.device, config: Any) -> torch.dtype:
 
 
 def weights_fingerprint(files: list[Path]) -> str:
-    """Size and evenly spaced blocks of every file (all of it when it is small)."""
+    """A digest of the size and of evenly spaced blocks of every file (all of a small file)."""
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
@@ -327,6 +329,7 @@ def weights_fingerprint(files: list[Path]) -> str:
 
 
 def gguf_config(path: Path) -> Any:
+    """The transformers configuration of a GGUF file."""
     if not path.is_file():
         raise ModelError(f"{path} does not exist.")
     optional("gguf", "gguf", f"reading {path.name}")
@@ -351,10 +354,10 @@ def _weight_files(folder: Path, hub_id: str | None) -> list[Path]:
             f"{name} has no safetensors weights. Expected model.safetensors or "
             "model-00001-of-0000N.safetensors."
         )
-    found = " on the hub" if hub_id else f", only {', '.join(pickled[:3])}"
+    where = " on the hub" if hub_id else f", only {', '.join(pickled[:3])}"
     hint = "Often a pull request there adds them: give it as the revision, refs/pr/N. Or convert"
     raise ModelError(
-        f"{name} has no safetensors weights{found}: pickled files can run code when they are "
+        f"{name} has no safetensors weights{where}: pickled files can run code when they are "
         f"opened and are not loaded. {hint if hub_id else 'Convert'} the model once with "
         "save_pretrained(folder) where you trust it, and pass the folder."
     )

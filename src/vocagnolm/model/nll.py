@@ -1,5 +1,5 @@
-"""-log p of every token of every document, in the order and shapes of a fixed plan; and what else
-the model would have said there, where that is asked for.
+"""-log p of every token of every document, in the order and shapes of a fixed plan; and, if asked
+for, the alternatives that the model would have written there.
 
 Shape letters: N tokens, V rows of the head, K alternatives, P processes, G groups of columns.
 """
@@ -30,8 +30,8 @@ from vocagnolm.objective.head import (
     IGNORE_INDEX,
     TORCH_ROWS,
     Head,
+    OnChunk,
     RowLosses,
-    SeeRows,
     Transform,
     Workspace,
     row_losses,
@@ -128,7 +128,8 @@ _EMPTY = NOTHING - (1 << 32)  # as a signed number
 
 @dataclass
 class AlternativeChoice:
-    """The alternatives of N tokens, being chosen. `seeds_N`: for draws, one number a token."""
+    """Chooses the alternatives of N tokens, chunk by chunk. `seeds_N`: for draws, a number for each
+    token."""
 
     spec: AlternativesSpec
     values_NK: Tensor
@@ -147,7 +148,7 @@ class AlternativeChoice:
         return cls(spec, values, ids, torch.empty(count, device=device), seeds_N)
 
     def choose(self, first: int, last: int, x_NV: Tensor, lse_N: Tensor, how: Transform) -> None:
-        """Tokens `first..last`, from their raw products."""
+        """Choose among the raw products of the tokens `first..last`."""
         z = how(x_NV).float()
         if self.spec.sampled:
             assert self.seeds_N is not None
@@ -159,7 +160,7 @@ class AlternativeChoice:
         self.lse_N[first:last] = lse_N
 
     def finish(self, labels_N: Tensor) -> Tensor:
-        """The packed alternatives, int32 [N, K]."""
+        """The packed alternatives of all tokens, int32 [N, K]."""
         nll = self.lse_N[:, None] - self.values_NK
         steps = (nll * STEPS_PER_NAT).round().clamp(0, NLL_STEPS)
         packed = (self.ids_NK << ID_SHIFT) | steps.nan_to_num(0.0).long()
@@ -168,7 +169,7 @@ class AlternativeChoice:
 
 
 def likeliest(z_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(logits, columns) [N, K] of the largest, in order."""
+    """(logits, columns) [N, K] of the largest logits of each row, in order."""
     groups = z_NV.shape[1] // _GROUP
     if not z_NV.is_cuda or groups <= 4 * count:
         return z_NV.topk(count)
@@ -176,7 +177,8 @@ def likeliest(z_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def by_groups(z_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The same in two small searches instead of a large one: `count` groups of columns first."""
+    """(logits, columns) [N, K] of the largest logits of each row, in two small searches instead of
+    a large one: first for `count` groups of columns, then inside these."""
     n, v = z_NV.shape
     groups = v // _GROUP
     grouped = z_NV[:, : groups * _GROUP].unflatten(1, (groups, _GROUP))
@@ -192,11 +194,11 @@ def by_groups(z_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _largest(x_NM: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`topk` of a tensor that is not needed afterwards. A few of a short row are sooner found one
-    after the other than by a GPU's search."""
+    """`topk` of a tensor that is not needed afterwards. Searching a short row several times is
+    faster than a GPU's own search, if only a few values are wanted."""
     if count > _ONE_BY_ONE:
-        found, where = x_NM.topk(count)
-        return found, where
+        largest, index = x_NM.topk(count)
+        return largest, index
     values, indices = [], []
     for _ in range(count):
         value, index = x_NM.max(dim=1, keepdim=True)
@@ -208,8 +210,8 @@ def _largest(x_NM: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def drawn(z_NV: Tensor, lse_N: Tensor, uniform_NK: Tensor) -> tuple[Tensor, Tensor]:
     """(logits, columns) [N, K] of tokens drawn with replacement: where the running sum of the
-    probabilities passes a uniform number. Sums of groups first, then inside one, in float64: a
-    running sum of 150,000 numbers in float32 would be no sum."""
+    probabilities passes a uniform number. It is summed over groups first, then inside a group, and
+    in float64: a running sum of 150,000 numbers in float32 would be too inexact."""
     v = z_NV.shape[1]
     p = (z_NV - lse_N[:, None]).exp_()
     if v % _GROUP:
@@ -229,7 +231,7 @@ def drawn(z_NV: Tensor, lse_N: Tensor, uniform_NK: Tensor) -> tuple[Tensor, Tens
 
 
 def uniform_numbers(seeds_N: Tensor, count: int) -> Tensor:
-    """float64 [N, K] in [0, 1): a pure function of the seeds."""
+    """Uniform numbers in [0, 1), float64 [N, K]: a pure function of the seeds."""
     draw = torch.arange(count, device=seeds_N.device)
     bits = mixed_bits(mixed_bits(seeds_N)[:, None] + draw)
     return (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5) / float(1 << 53)
@@ -248,7 +250,7 @@ _BATCHES_AHEAD = 3
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a model says of the tokens of one document."""
+    """A model's losses and alternatives on the tokens of a document."""
 
     nll: np.ndarray
     """float32 [M] in nats, NaN where there is no context."""
@@ -257,7 +259,7 @@ class TokenScores:
 
 
 class RowScores(NamedTuple):
-    """The same on a device, of tokens in a row."""
+    """A model's losses and packed alternatives on tokens in a row, on the device."""
 
     nll_N: Tensor
     packed_NK: Tensor | None
@@ -286,7 +288,8 @@ def token_scores(
     alternatives: AlternativesSpec | None = None,
     seeds_N: Tensor | None = None,
 ) -> RowScores:
-    """The same, with the alternatives at every position; `seeds_N`: for those that are drawn."""
+    """-log p(label) of every token, as `token_nll` gives it, and the alternatives at its position.
+    `seeds_N` are needed for alternatives that are drawn."""
     work = Workspace.of(
         hidden_ND,
         head,
@@ -296,23 +299,24 @@ def token_scores(
     )
     if chunk is None and (hidden_ND.is_cuda or work.hidden_ND.dtype == torch.float32):
         chunk = _tile_tokens(head.weight.shape[0], hidden_ND.is_cuda)
-    choice, see = _choosing(alternatives, hidden_ND, seeds_N, work.transform)
-    losses = row_losses(work, labels_N, chunk=chunk, see=see)
+    choice, on_chunk = _choosing(alternatives, hidden_ND, seeds_N, work.transform)
+    losses = row_losses(work, labels_N, chunk=chunk, on_chunk=on_chunk)
     return RowScores(losses.nll_N, None if choice is None else choice.finish(labels_N))
 
 
 def _choosing(
     spec: AlternativesSpec | None, rows: Tensor, seeds_N: Tensor | None, transform: Transform
-) -> tuple[AlternativeChoice | None, SeeRows | None]:
-    """What collects the alternatives of so many rows, and what is to be shown the logits."""
+) -> tuple[AlternativeChoice | None, OnChunk | None]:
+    """The choice of alternatives for these rows, and the function through which it gets their
+    logits; None if no alternatives are kept."""
     if spec is None:
         return None, None
     choice = AlternativeChoice.of(spec, len(rows), rows.device, seeds_N)
 
-    def see(first: int, last: int, x: Tensor, losses: RowLosses) -> None:
+    def on_chunk(first: int, last: int, x: Tensor, losses: RowLosses) -> None:
         choice.choose(first, last, x, losses.lse_N, transform)
 
-    return choice, see
+    return choice, on_chunk
 
 
 def _tile_tokens(rows: int, on_gpu: bool) -> int:
@@ -341,8 +345,8 @@ class NllModel:
         fp8_head: bool = False,
         alternatives: AlternativesSpec | None = None,
     ):
-        """`fp8_head`: exchange the model's head by one in fp8, where it is understood.
-        `alternatives`: keep these beside the losses."""
+        """`fp8_head`: replace the model's head by one in fp8, if its form is known. `alternatives`:
+        keep these beside the losses."""
         room = context - len(prefix_ids)
         if not 1 <= stride < room:
             raise ValueError(f"stride must be from 1 to {room - 1}, not {stride}")
@@ -385,8 +389,8 @@ class NllModel:
     def start(
         self, documents: Sequence[np.ndarray], on_tokens: Callable[[int], None] | None = None
     ) -> Callable[[], list[TokenScores]]:
-        """The same in two steps: when this returns, the last batches are queued on the device. The
-        function it returns waits for them and can be called in any thread."""
+        """Score documents in two steps. When this returns, the last batches are queued on the
+        device; the function that it returns waits for them, and can be called in any thread."""
         largest = max((int(ids.max(initial=0)) for ids in documents), default=0)
         if largest >= self.vocabulary_rows:
             raise ModelError(
@@ -413,7 +417,7 @@ class NllModel:
         counts: Sequence[int],
     ) -> list[TokenScores]:
         kept = self.alternatives
-        found = [
+        documents = [
             TokenScores(
                 np.full(count, np.nan, np.float32),
                 None if kept is None else np.full((count, kept.count), NOTHING, np.uint32),
@@ -427,12 +431,12 @@ class NllModel:
             for window in batch.windows:
                 scored = window.scored(len(self.prefix_ids))
                 rows = slice(first, first + scored.stop - scored.start)
-                scores = found[window.document]
+                scores = documents[window.document]
                 scores.nll[scored] = nll[rows]
                 if packed is not None and scores.alternatives is not None:
                     scores.alternatives[scored] = packed[rows]
                 first = rows.stop
-        return found
+        return documents
 
     def batch_scores(self, batch: Batch, documents: Sequence[np.ndarray]) -> RowScores:
         """Scores of the scored tokens of a batch, window after window, on the model's device."""
@@ -472,8 +476,8 @@ class NllModel:
         if isinstance(head, Fp8Linear):
             chunk = _tile_tokens(self.vocabulary_rows, hidden.is_cuda)
             transform = self.form.transform(head.bias)
-            choice, see = _choosing(self.alternatives, hidden, seeds, transform)
-            nll = head.token_nll(hidden, labels, transform, chunk, see)
+            choice, on_chunk = _choosing(self.alternatives, hidden, seeds, transform)
+            nll = head.token_nll(hidden, labels, transform, chunk, on_chunk)
             return RowScores(nll, None if choice is None else choice.finish(labels))
         return token_scores(
             hidden,
@@ -486,24 +490,24 @@ class NllModel:
     def _through_logits(
         self, input_ids: Tensor, positions: Tensor, labels: Tensor, seeds: Tensor | None
     ) -> RowScores:
-        """For heads that are not understood."""
+        """Scores by the model's own logits, for heads whose form is not known."""
         targets = torch.full_like(input_ids, IGNORE_INDEX).flatten()
         targets[positions] = labels
         every = None
         if seeds is not None:
             every = torch.zeros_like(targets)
             every[positions] = seeds
-        choice, see = _choosing(self.alternatives, targets, every, Transform())
+        choice, on_chunk = _choosing(self.alternatives, targets, every, Transform())
         nll, _ = losses_through_logits(
-            self.model, input_ids, targets.view(input_ids.shape), see=see
+            self.model, input_ids, targets.view(input_ids.shape), on_chunk=on_chunk
         )
         packed = None if choice is None else choice.finish(targets)[positions]
         return RowScores(nll.flatten()[positions], packed)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Once, before the first documents. The graph for all other shapes is made for one example,
-        whatever comes first; and a device loads its kernels when they are first used."""
+        """Run the model once before the first documents, so that the graph for all shapes but the
+        full batch is made for a fixed example, and the device has loaded its kernels."""
         if self._warm:
             return
         self._warm = True
@@ -514,14 +518,14 @@ class NllModel:
 
 
 def _document_seed(ids: np.ndarray) -> int:
-    """A number for every document: its draws are a function of its tokens alone."""
+    """The seed of a document's draws: a function of its tokens alone."""
     digest = hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2  # room for its positions
 
 
 def _sent(values: np.ndarray, device: torch.device) -> Tensor:
-    """On the device, in its own time: from ordinary memory the host would wait until the device
-    has done all before it."""
+    """The values on the device, sent without waiting: from ordinary memory, the host would wait
+    until the device has finished all earlier work."""
     tensor = torch.from_numpy(values)
     if device.type != "cuda":
         return tensor.to(device)
@@ -534,19 +538,19 @@ def losses_through_logits(
     labels_BT: Tensor,
     position_ids_BT: Tensor | None = None,
     with_entropy: bool = False,
-    see: SeeRows | None = None,
+    on_chunk: OnChunk | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(nll, entropy or None) [B, T] for heads that are not understood: a row at a time through the
-    model's own logits; 0 where the label is ignored. `see` is shown every row."""
-    found: list[RowLosses] = []
+    """(nll, entropy or None) [B, T] by the model's own logits, a row at a time, for heads whose
+    form is not known; 0 where the label is ignored. Every row is a chunk for `on_chunk`."""
+    by_row: list[RowLosses] = []
     for row, labels in enumerate(labels_BT):
-        one = slice(row, row + 1)
-        where = {} if position_ids_BT is None else {"position_ids": position_ids_BT[one]}
-        logits = model(input_ids=input_ids_BT[one], use_cache=False, **where).logits[0]
+        here = slice(row, row + 1)
+        where = {} if position_ids_BT is None else {"position_ids": position_ids_BT[here]}
+        logits = model(input_ids=input_ids_BT[here], use_cache=False, **where).logits[0]
         losses = TORCH_ROWS.losses(logits, labels.clamp(min=0), Transform(), with_entropy)
-        if see is not None:
-            see(row * len(labels), (row + 1) * len(labels), logits, losses)
-        found.append(losses)
-    nll = torch.where(labels_BT >= 0, torch.stack([losses.nll_N for losses in found]), 0.0)
-    entropy = [losses.entropy_N for losses in found if losses.entropy_N is not None]
+        if on_chunk is not None:
+            on_chunk(row * len(labels), (row + 1) * len(labels), logits, losses)
+        by_row.append(losses)
+    nll = torch.where(labels_BT >= 0, torch.stack([losses.nll_N for losses in by_row]), 0.0)
+    entropy = [losses.entropy_N for losses in by_row if losses.entropy_N is not None]
     return nll, torch.stack(entropy) if entropy else None

@@ -1,4 +1,4 @@
-"""How a causal language model runs: its decoder and its head, the loss of its routers, compiled
+"""Running a causal language model: its decoder and its head, the loss of its routers, compiled
 layers, and copies from a device to the host.
 
 The form of a head is found with a probe: architectures end in many ways, and a silent difference
@@ -37,10 +37,10 @@ _SEARCH = "find_packed_sequence_indices"
 
 @contextlib.contextmanager
 def one_document_a_row() -> Iterator[None]:
-    """transformers looks through the positions of every batch for a second document, also through
-    those that it has made itself, and the host waits for the device's answer before it can launch
-    the first layer. Inside this context the answer is known: there is none."""
-    _teach_transformers()
+    """Tell transformers that no row of a batch holds a second document. It searches the positions
+    of every batch for one, even positions that it has made itself, and the host waits for the
+    device's answer before it can launch the first layer."""
+    _patch_packed_sequence_search()
     token = _KNOWN.set(True)
     try:
         yield
@@ -49,7 +49,8 @@ def one_document_a_row() -> Iterator[None]:
 
 
 @functools.cache
-def _teach_transformers() -> None:
+def _patch_packed_sequence_search() -> None:
+    """Let transformers' search for packed sequences be skipped where the answer is known."""
     search: Any = getattr(masking_utils, _SEARCH, None)
     if search is None:  # another version, which has its own way
         return
@@ -62,7 +63,8 @@ def _teach_transformers() -> None:
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The part that ends in hidden states. Llama 4's text model does not name it as its base."""
+    """The part of a model that ends in hidden states. Llama 4's text model does not name it as its
+    base."""
     base = model.base_model
     if base is not model:
         return base
@@ -75,9 +77,9 @@ def run_decoder(
     position_ids_BT: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """The decoder's outputs. Positions that start again mark documents: most architectures of
-    transformers then keep attention inside each of them (`separates_documents` finds out). No
-    attention mask: rows may be padded on the right only."""
+    """The outputs of the decoder. Positions that restart mark documents: most architectures of
+    transformers then restrict attention to each of them (`separates_documents` tests it). Without
+    an attention mask, rows may be padded on the right only."""
     if position_ids_BT is not None:
         options["position_ids"] = position_ids_BT
     with one_document_a_row() if position_ids_BT is None else contextlib.nullcontext():
@@ -87,88 +89,14 @@ def run_decoder(
 def last_hidden(
     model: PreTrainedModel, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None
 ) -> Tensor:
-    """Hidden states after the final norm [B, T, D]."""
+    """The hidden states after the final norm [B, T, D]."""
     hidden: Tensor = run_decoder(model, input_ids_BT, position_ids_BT).last_hidden_state
     return hidden
 
 
 @contextlib.contextmanager
-def _without_written_masks() -> Iterator[None]:
-    """While a graph is captured, transformers would write out the causal mask, which attention's
-    fast kernels do not take."""
-    module: Any = masking_utils
-    kept = module.is_tracing
-    module.is_tracing = lambda *_: False
-    try:
-        yield
-    finally:
-        module.is_tracing = kept
-
-
-class GraphedDecoder:
-    """The decoder's passes over micro-batches of one shape as two CUDA graphs. The host launches
-    two graphs instead of some thousand kernels, for which a small micro-batch leaves no time.
-
-    The backward graph adds to the gradients in place: they must not be replaced or set to None."""
-
-    def __init__(self, model: PreTrainedModel, sample_ids_BT: Tensor):
-        self._ids_BT = sample_ids_BT.clone()
-        self._anchor = torch.zeros((), device=sample_ids_BT.device, requires_grad=True)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-        stream, now = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(now)
-        # A weight's copy in half precision must not outlive the pass that made it.
-        half = torch.autocast(
-            "cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), False
-        )
-        with _without_written_masks(), half:
-            with torch.cuda.stream(stream):
-                for _ in range(3):  # compiles, and lets libraries choose their kernels
-                    hidden = last_hidden(model, self._ids_BT)
-                    hidden.backward(torch.zeros_like(hidden))
-                del hidden
-            now.wait_stream(stream)
-            torch.cuda.empty_cache()
-            self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._forward, stream=stream):
-                hidden = last_hidden(model, self._ids_BT)
-            self._gradient = torch.zeros_like(hidden)
-            with torch.cuda.graph(self._backward, pool=self._forward.pool(), stream=stream):
-                hidden.backward(self._gradient)
-        # Not the captured pass itself: what else adds to gradients would wait for its stream.
-        self._hidden = hidden.detach()
-
-    def __call__(self, ids_BT: Tensor) -> Tensor:
-        hidden: Tensor = _Replay.apply(self._anchor, ids_BT, self)  # type: ignore[no-untyped-call]
-        return hidden
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        self._ids_BT.copy_(ids_BT)
-        self._forward.replay()
-        return self._hidden.detach()
-
-    def backward(self, gradient: Tensor) -> None:
-        self._gradient.copy_(gradient)
-        self._backward.replay()
-
-
-class _Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, ids_BT: Tensor, graphs: GraphedDecoder) -> Tensor:
-        ctx.graphs = graphs
-        return graphs.forward(ids_BT)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        ctx.graphs.backward(*gradients)
-        return None, None, None
-
-
-@contextlib.contextmanager
 def _probing(model: PreTrainedModel) -> Iterator[None]:
-    """In evaluation mode, without gradients; afterwards as before."""
+    """Put the model into evaluation mode, without gradients, and back afterwards."""
     training = model.training
     model.eval()
     try:
@@ -179,22 +107,22 @@ def _probing(model: PreTrainedModel) -> Iterator[None]:
 
 
 def separates_documents(model: PreTrainedModel) -> bool:
-    """Whether positions that start again keep a document from seeing the one before it: two
-    documents, the first exchanged, must leave the second's hidden states alone."""
+    """Whether positions that restart keep a document from seeing the one before it: exchanging the
+    first of two documents must not change the hidden states of the second."""
     first, other, second = _probe_ids(model, 3, seed=1)[:, None]
     positions = torch.arange(_PROBE_TOKENS, device=model.device).repeat(2)[None]
     try:
         with _probing(model):
-            one, two = (
+            hidden, changed = (
                 last_hidden(model, torch.cat([before, second], 1), positions)[:, _PROBE_TOKENS:]
                 for before in (first, other)
             )
     except TypeError:  # it takes no positions at all
         return False
-    one, two = one.float(), two.float()
+    hidden, changed = hidden.float(), changed.float()
     # half precision may round otherwise elsewhere in a batch; leaking is far larger
     tolerance = 1e-5 if model.dtype == torch.float32 else 1e-2
-    return bool((one - two).abs().max() <= tolerance * one.abs().max())
+    return bool((hidden - changed).abs().max() <= tolerance * hidden.abs().max())
 
 
 # ---- the head ----
@@ -213,24 +141,25 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_ca
 
 @dataclass(frozen=True)
 class HeadForm:
-    """How a model's logits come from its last linear layer: known once, while the layer's weights
-    change (and are gathered anew under FSDP)."""
+    """The way from a model's last linear layer to its logits. It is determined once, while the
+    layer's weights change (and are gathered anew under FSDP)."""
 
     softcap: float | None = None
     scale: float = 1.0
 
     def head(self, model: PreTrainedModel) -> Head:
+        """The head of a model, with its weights of this moment."""
         linear: Any = model.get_output_embeddings()
         bias = getattr(linear, "bias", None)
         return Head(weight=linear.weight, bias=bias, softcap=self.softcap, scale=self.scale)
 
     def transform(self, bias: Tensor | None) -> Transform:
-        """From the products of a head that has no plain weight."""
+        """The transform for the products of a head that has no plain weight."""
         return Transform(None if bias is None else bias.float(), self.softcap, self.scale)
 
 
 def head_form(model: PreTrainedModel) -> HeadForm | None:
-    """The form of head that gives the model's own logits on a few tokens; None where weight, bias,
+    """The form of head that gives the model's own logits on a few tokens; None if weight, bias,
     scale and soft cap do not explain them."""
     ids = _probe_ids(model, 1, seed=0)
     tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
@@ -247,7 +176,7 @@ def head_form(model: PreTrainedModel) -> HeadForm | None:
 
 
 def _probe_ids(model: PreTrainedModel, count: int, *, seed: int) -> Tensor:
-    """[count, _PROBE_TOKENS]"""
+    """Random tokens [count, _PROBE_TOKENS] for a probe."""
     rows = model.get_output_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, rows, (count, _PROBE_TOKENS), generator=generator).to(model.device)
@@ -255,8 +184,8 @@ def _probe_ids(model: PreTrainedModel, count: int, *, seed: int) -> Tensor:
 
 def _candidates(config: Any) -> Iterator[HeadForm]:
     softcap = next((value for name in _SOFTCAPS if (value := _number(config, name))), None)
-    found = [(_number(config, name), powers) for name, powers in _SCALES.items()]
-    factors = [[value**power for power in powers] for value, powers in found if value]
+    scales = [(_number(config, name), powers) for name, powers in _SCALES.items()]
+    factors = [[value**power for power in powers] for value, powers in scales if value]
     for chosen in itertools.product(*factors):
         yield HeadForm(softcap, math.prod(chosen, start=1.0))
 
@@ -271,13 +200,13 @@ def _number(config: Any, name: str) -> float | None:
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """Of the router's logits of all layers."""
+    """The loss that makes the routers of a mixture of experts use all of them evenly."""
 
     function: Callable[..., Tensor]
     experts: int
     experts_per_token: int
     weight: float
-    """The model's own coefficient beside the cross entropy."""
+    """The coefficient that the model itself uses beside the cross entropy."""
 
     def __call__(self, router_logits: tuple[Tensor, ...]) -> Tensor:
         loss: Tensor = self.function(router_logits, self.experts, self.experts_per_token)
@@ -320,7 +249,7 @@ _GRAPHS_ALLOWED = 64
 _GRAPH_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
-# The same twice on purpose: torch keeps its graphs by code object, and these two must not share.
+# Two functions with the same code: torch keeps its graphs by code object, and these must not share.
 def _full_layer(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return forward(layer, *args, **kwargs)
 
@@ -330,8 +259,8 @@ def _other_layer(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kw
 
 
 def prepare_compiler() -> None:
-    """Before the first graph is made, by whoever compiles. Graphs are kept in the user's cache
-    folder, where the next start finds them, instead of torch's own choice, a temporary one."""
+    """Set torch's compiler up; call it before anything is compiled. Graphs are kept in the user's
+    cache folder, where the next start finds them, instead of torch's temporary one."""
     settings = torch._dynamo.config
     settings.recompile_limit = max(_GRAPHS_ALLOWED, settings.recompile_limit)
     # torch writes its own choice into the environment when it is imported
@@ -344,21 +273,21 @@ def prepare_compiler() -> None:
 
 
 def import_compiler_meanwhile() -> None:
-    """torch imports its compiler when it is first needed, which takes seconds: in a thread of its
-    own, while a command still loads weights."""
+    """Import torch's compiler, which takes seconds, in a thread of its own, while a command still
+    loads weights."""
     prepare_compiler()
     module = "torch._inductor.compile_fx"
     threading.Thread(target=importlib.import_module, args=(module,)).start()
 
 
 def compiling_seconds() -> float:
-    """What torch has spent on compiling since this process began."""
+    """The seconds that torch has spent on compiling since this process began."""
     return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
 
 
 def compile_layers(model: nn.Module, full_shape: tuple[int, int], **options: Any) -> bool:
-    """Compile every layer of `model` in place; False where no stack of layers is found.
-    `full_shape` is (rows, row tokens) of a full batch."""
+    """Compile every layer of `model` in place; False if no stack of layers is found. `full_shape`
+    is (rows, row tokens) of a full batch."""
     layers = find_layers(model)
     if layers is None:
         return False
@@ -390,7 +319,7 @@ def find_layers(model: nn.Module) -> nn.ModuleList | None:
 
 @contextlib.contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """None: as many as before."""
+    """Let torch use so many threads on the CPU inside; None: as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -400,8 +329,8 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 
 class Moment:
-    """When the work that is queued now is done: on a GPU a mark in its queue, which takes no time
-    and is not waited for; elsewhere, where nothing is queued, the time of day."""
+    """The moment when the work that is queued now will be done: on a GPU a mark in its queue, which
+    takes no time and is not waited for; elsewhere, where nothing is queued, the present time."""
 
     def __init__(self, device: torch.device):
         self._seconds = time.perf_counter()
@@ -421,13 +350,14 @@ class Moment:
 
 
 class HostCopy:
-    """From a GPU to pinned memory, behind the work that is queued; other devices are waited for."""
+    """A copy of values on the host. From a GPU it is made behind the work that is queued, into
+    pinned memory; other devices are waited for."""
 
     def __init__(self, values: Tensor):
         self._here = values.to("cpu", non_blocking=values.is_cuda)
         self.moment = Moment(values.device)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Waits for these numbers, and for nothing after them."""
+        """The values; waits for them, and for no later work."""
         self.moment.wait()
         return self._here.numpy()

@@ -131,10 +131,12 @@ def _both_kernel(
         tl.store(row_scale_ptr + r, row_amax / 448.0, mask=r < rows)
     if tl.program_id(0) == 0:
         tl.store(column_scale_ptr + c, column_amax / 448.0, mask=c < columns)
-    one = (x * by_column[None, :] * (448.0 / row_amax)[:, None]).to(tl.float8e4nv)
-    tl.store(row_out_ptr + r[:, None] * columns + c[None, :], one, mask=inside)
-    two = (x * by_row[:, None] * (448.0 / column_amax)[None, :]).to(tl.float8e4nv)
-    tl.store(column_out_ptr + c[:, None] * rows + r[None, :], tl.trans(two), mask=tl.trans(inside))
+    rounded = (x * by_column[None, :] * (448.0 / row_amax)[:, None]).to(tl.float8e4nv)
+    tl.store(row_out_ptr + r[:, None] * columns + c[None, :], rounded, mask=inside)
+    other = (x * by_row[:, None] * (448.0 / column_amax)[None, :]).to(tl.float8e4nv)
+    tl.store(
+        column_out_ptr + c[:, None] * rows + r[None, :], tl.trans(other), mask=tl.trans(inside)
+    )
 
 
 @triton.jit

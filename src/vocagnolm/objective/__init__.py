@@ -13,11 +13,11 @@ from typing import Any
 
 from vocagnolm.errors import ObjectiveError
 from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS
-from vocagnolm.objective.distill import DISTANCES
+from vocagnolm.objective.distill import DISTANCES, Teacher
 from vocagnolm.objective.head import IGNORE_INDEX, Head, Implementation
-from vocagnolm.objective.inputs import Decided, ObjectiveConfig, Pairing, Targets, Teacher
 from vocagnolm.objective.loss import (
     COLUMNS,
+    Decided,
     ObjectiveOutput,
     count_items,
     guided_loss,
@@ -31,10 +31,12 @@ from vocagnolm.objective.selection import (
     Counts,
     ScoredBatch,
     StepWeights,
+    Targets,
     count_kept,
     select,
     weigh_step,
 )
+from vocagnolm.recipe.sections import ObjectiveConfig, Pairing
 
 __all__ = [
     "COLUMNS",

@@ -1,4 +1,4 @@
-"""Baselines that read the teacher's whole distribution: kld, uld and uld_counted.
+"""Baselines that read the teacher's whole distribution: kld and uld.
 
 Both add to the cross entropy of every token a distance to the teacher's next-token distribution
 at the aligned positions: `sum_i [nll_i + lambda * aligned_i * distance_i] / N`. As in the guided
@@ -9,7 +9,6 @@ kld: KL(teacher || student), or KL(student || teacher) as equation 5 of the pape
     is refused where they hold real mass.
 uld: Wasserstein-1 distance of the two sorted probability vectors, the shorter one padded with
     zeros (arXiv 2402.12030): sum_v |p_S sorted - p_T sorted|.
-uld_counted: the same by counting instead of sorting, faster and nearly.
 
 Shape letters: N tokens, V rows of the student's head, U rows of the teacher's.
 """
@@ -35,33 +34,43 @@ from vocagnolm.objective.head import (
     isolated,
     token_nll,
 )
-from vocagnolm.objective.inputs import KlDirection, ObjectiveConfig, Teacher
+from vocagnolm.recipe.sections import KlDirection, ObjectiveConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """An online teacher's predictions for the same text, for kld and uld (without gradient)."""
+
+    hidden: Tensor
+    """[B, U, D_T] Last hidden states of the teacher; U may differ from the student's T."""
+    head: Head | None
+    """The teacher's head; None if `hidden` holds the logits themselves, because its head is not
+    supported."""
+    position_BT: Tensor | None = None
+    """[B, T] int64: the teacher position that predicts what student position t predicts, -1 if they
+    are not aligned. None: the same position (same tokenizer)."""
+
+    @property
+    def rows(self) -> int:
+        """Number of tokens in the teacher's distribution."""
+        return self.hidden.shape[-1] if self.head is None else self.head.rows
+
 
 # ---- the Wasserstein distance of sorted rows ----
 
-_MANTISSA_BITS = 9
-_STEPS = 1 << _MANTISSA_BITS
-_OCTAVES = 32
-"""Down to 2^-32: all smaller probabilities of a vocabulary together weigh less than 1e-4."""
-_BINS = _OCTAVES * _STEPS + 1
-_SPARE = 256
-"""Places where the smaller ones are counted, to be forgotten; one would be fought over."""
 
-
-def wasserstein_rows(
-    z_NV: Tensor, teacher_NU: Tensor, *, counted: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(distance [N], its gradient by the student's logits [N, V])."""
+def wasserstein_rows(z_NV: Tensor, teacher_NU: Tensor) -> tuple[Tensor, Tensor]:
+    """The Wasserstein distance of sorted rows: (distance [N], its gradient by the student's logits
+    [N, V])."""
     p = F.softmax(z_NV, dim=-1)
     q = F.softmax(teacher_NU, dim=-1)
-    counted = counted and p.dtype == q.dtype == torch.float32
-    distance, by_p = (by_counting if counted else by_sorting)(p, q)
+    distance, by_p = by_sorting(p, q)
     # p is not needed any more: overwrite it by the softmax's Jacobian
     return distance, by_p.sub_((by_p * p).sum(-1, keepdim=True)).mul_(p)
 
 
 def by_sorting(p_NV: Tensor, q_NU: Tensor) -> tuple[Tensor, Tensor]:
-    """(distance, its gradient by p)."""
+    """(Wasserstein distance, its gradient by p) of rows of probabilities."""
     q, (ranked, index) = _sorted(q_NU), _ranked(p_NV)
     v, u = ranked.shape[1], q.shape[1]
     beyond = q[:, v:].sum(-1) if u > v else 0.0
@@ -76,14 +85,15 @@ def by_sorting(p_NV: Tensor, q_NU: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sorted(probability: Tensor) -> Tensor:
-    """Rows from the largest to the smallest."""
+    """The rows, each sorted from its largest entry to its smallest."""
     if probability.device.type != "cpu":
         return probability.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(probability.numpy(), axis=-1)).flip(-1)
 
 
 def _ranked(probability: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows likewise, and where each entry stood; of equals the first comes first."""
+    """(the rows, each sorted from its largest entry to its smallest; where each entry stood). Equal
+    entries keep their order."""
     if probability.device.type != "cpu" or probability.dtype != torch.float32:
         return torch.sort(probability, dim=-1, descending=True, stable=True)
     # the bits of a positive float are ordered like it, and its place fits below them
@@ -91,54 +101,6 @@ def _ranked(probability: Tensor) -> tuple[Tensor, Tensor]:
     keys = (~probability.contiguous().view(torch.int32)).long() << 32 | column
     keys.numpy().sort(axis=-1)
     return (~(keys >> 32)).int().view(torch.float32), keys & 0xFFFFFFFF
-
-
-def by_counting(p_NV: Tensor, q_NU: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearly the same for float32 probabilities, without sorting them. Probabilities that fall into
-    one bin share its mean gradient: docs/benchmarks.md says how far the gradient is off."""
-    index = _bins(p_NV)
-    in_bin = _histogram(index)
-    p_from = _at_least(in_bin)
-    q_from = _at_least(_histogram(_bins(q_NU)))
-    values = _values(p_NV.device)
-    width = torch.diff(values, prepend=values.new_zeros(1))
-    distance = ((p_from - q_from).abs_() * width).sum(-1)
-    # Ranks of this bin's entries: p_above + 1 ... p_from. Those beyond q_from meet a smaller q,
-    # those up to q_above a larger one, the others their equal.
-    p_above, q_above = p_from - in_bin, F.pad(q_from[:, 1:], (0, 1))
-    larger = (p_from - torch.maximum(q_from, p_above)).clamp_(min=0)
-    smaller = (torch.minimum(q_above, p_from) - p_above).clamp_(min=0)
-    sign = (larger - smaller).div_(in_bin.clamp_(min=1))
-    return distance, F.pad(sign, (0, _SPARE)).gather(1, index)
-
-
-def _bins(probability: Tensor) -> Tensor:
-    """Bin of each probability, rounded to the nearest. Positive floats are ordered like the
-    integers with the same bits, so exponent and first bits of the mantissa number the bins."""
-    shift = 23 - _MANTISSA_BITS
-    rounded = (probability.view(torch.int32) + (1 << (shift - 1))) >> shift
-    index = rounded - ((127 - _OCTAVES) << _MANTISSA_BITS)
-    column = torch.arange(index.shape[1], device=index.device, dtype=torch.int32)
-    return torch.where(index >= 0, index, _BINS + column % _SPARE).long()
-
-
-def _histogram(index: Tensor) -> Tensor:
-    counts = torch.zeros(len(index), _BINS + _SPARE, device=index.device)
-    one = counts.new_ones(()).expand(index.shape)
-    return counts.scatter_add_(1, index, one)[:, :_BINS]
-
-
-def _at_least(counts: Tensor) -> Tensor:
-    """How many are in each bin or above it."""
-    return counts.sum(-1, keepdim=True) - counts.cumsum(-1) + counts
-
-
-def _values(device: torch.device) -> Tensor:
-    """The probability that each bin stands for."""
-    shift = 23 - _MANTISSA_BITS
-    first = (127 - _OCTAVES) << _MANTISSA_BITS
-    bits = (torch.arange(_BINS, device=device, dtype=torch.int32) + first) << shift
-    return bits.view(torch.float32)
 
 
 # ---- kld and uld ----
@@ -153,7 +115,8 @@ Distilled = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 def common_rows(head: Head, teacher: Teacher, config: ObjectiveConfig) -> int:
-    """The first rows, all that the student's tokenizer can produce: these are compared."""
+    """The number of rows that are compared: the first ones, which the student's tokenizer can
+    produce."""
     if config.rule.one_vocabulary and teacher.rows < head.rows:
         raise ObjectiveError(
             f"{config.method} needs one vocabulary: the student has {head.rows} tokens, the "
@@ -165,7 +128,8 @@ def common_rows(head: Head, teacher: Teacher, config: ObjectiveConfig) -> int:
 def kl_rows(
     z_NV: Tensor, teacher_NU: Tensor, rows: int, direction: KlDirection = "forward"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(KL, its gradient by the student's logits, the teacher's probability beyond `rows`)."""
+    """The Kullback-Leibler divergence of rows of logits: (divergence, its gradient by the student's
+    logits, the teacher's probability beyond the first `rows`)."""
     q = F.softmax(teacher_NU, dim=-1)
     dropped = q[:, rows:].sum(-1)
     if direction == "reverse":
@@ -205,7 +169,7 @@ def wasserstein_reference(z: Tensor, q: Tensor, rows: int, config: ObjectiveConf
 
 @dataclass(frozen=True)
 class Distance:
-    """How far the student's distribution is from the teacher's, of N tokens."""
+    """A distance between the student's and the teacher's distribution, of N tokens."""
 
     rows: Callable[[Tensor, Tensor, int, ObjectiveConfig], tuple[Tensor, Tensor, Tensor | None]]
     """(student's logits, teacher's logits, common rows, config) -> the distance, its gradient by
@@ -224,18 +188,14 @@ DISTANCES: dict[str, Distance] = {
         lambda z, teacher_z, rows, config: (*wasserstein_rows(z, teacher_z), None),
         wasserstein_reference,
     ),
-    "wasserstein_counted": Distance(
-        lambda z, teacher_z, rows, config: (*wasserstein_rows(z, teacher_z, counted=True), None),
-        wasserstein_reference,
-    ),
 }
-"""As rows of `METHODS` name them."""
+"""The distances by their names in `METHODS`."""
 
 
 def distil(
     hidden_BTD: Tensor, head: Head, labels_BT: Tensor, teacher: Teacher, config: ObjectiveConfig
 ) -> Distilled:
-    """Chunk by chunk, gradients made in the forward pass."""
+    """The loss of kld and uld, chunk by chunk, with gradients that are made in the forward pass."""
     assert config.rule.distance is not None
     measure, rows = DISTANCES[config.rule.distance], common_rows(head, teacher, config)
     wanted = Wanted.of(hidden_BTD, head)
@@ -282,7 +242,7 @@ def distil(
 def distil_reference(
     hidden_BTD: Tensor, head: Head, labels_BT: Tensor, teacher: Teacher, config: ObjectiveConfig
 ) -> Distilled:
-    """Full logits of both models and autograd."""
+    """The loss of kld and uld by full logits of both models and autograd: the reference."""
     z_BTV = head.logits(hidden_BTD)
     nll_BT = token_nll(z_BTV, labels_BT)
     teacher_N = _teacher_index(teacher, labels_BT)
@@ -301,7 +261,7 @@ def distil_reference(
 
 
 def _logits_of(teacher: Teacher) -> Callable[[Tensor], Tensor]:
-    """Rows of the teacher's flattened positions -> their logits."""
+    """A function that gives the teacher's logits at some of its flattened positions."""
     flat = teacher.hidden.flatten(0, 1)
     if teacher.head is None:
         return lambda index: flat.index_select(0, index).float()
@@ -310,7 +270,7 @@ def _logits_of(teacher: Teacher) -> Callable[[Tensor], Tensor]:
 
 
 def _teacher_index(teacher: Teacher, labels_BT: Tensor) -> Tensor:
-    """Row of the teacher's flattened hidden states for each student token, -1 where none."""
+    """For each student token the row of the teacher's flattened hidden states, or -1."""
     B, U = teacher.hidden.shape[:2]
     if labels_BT.shape[0] != B:
         raise ValueError(f"teacher has {B} sequences, the student {labels_BT.shape[0]}")

@@ -40,14 +40,14 @@ _STRIP_TOKENS = 32 * _MIB // (4 * _STRIP_ROWS)
 
 @dataclass(frozen=True)
 class Transform:
-    """From raw products to logits: `z = softcap(scale * (x + bias))`."""
+    """Turns raw products into logits: `z = softcap(scale * (x + bias))`."""
 
     bias: Tensor | None = None
     softcap: float | None = None
     scale: float = 1.0
 
     def __call__(self, x_NV: Tensor) -> Tensor:
-        """Logits in fp32 (fp64 stays); a tensor of its own only where something changes."""
+        """The logits in fp32, or fp64 for fp64. A new tensor is made only if a number changes."""
         z = x_NV if x_NV.dtype == torch.float64 else x_NV.float()
         if self.bias is not None:
             z = z + self.bias
@@ -58,13 +58,13 @@ class Transform:
         return z
 
     def chain(self, gradient_NV: Tensor, z_NV: Tensor) -> Tensor:
-        """Gradient by the logits `z` -> gradient by the raw products (also the bias's)."""
+        """The gradient by the raw products, given that by the logits `z`. It is also the bias's."""
         if self.softcap is not None:
             gradient_NV = gradient_NV * (1.0 - (z_NV / self.softcap).square())
         return gradient_NV * self.scale if self.scale != 1.0 else gradient_NV
 
     def at(self, x_NV: Tensor, columns_NK: Tensor) -> Tensor:
-        """Logits of some columns of each row [N, K]."""
+        """The logits of some columns of each row [N, K]."""
         bias = None if self.bias is None else self.bias[columns_NK]
         return replace(self, bias=bias)(x_NV.gather(1, columns_NK))
 
@@ -114,7 +114,7 @@ class Head:
         return Transform(self.bias, self.softcap, self.scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """All logits [..., V] at once, in fp32 unless the model is fp64."""
+        """The logits [..., V] of all tokens at once, in fp32 unless the model is fp64."""
         return self.transform(F.linear(hidden, self.weight))
 
 
@@ -122,7 +122,7 @@ class Head:
 
 
 def token_nll(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """[B, T]; 0 where the label is ignored."""
+    """The nll of each token [B, T]; 0 where the label is ignored."""
     flat = F.cross_entropy(
         logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
@@ -132,8 +132,8 @@ def token_nll(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
 def soft_distance(
     logits_BTV: Tensor, labels_BT: Tensor, ids_BTK: Tensor, weights_BTK: Tensor
 ) -> Tensor:
-    """[B, T]: what the cross entropy against `(1 - sum w) * label + sum_k w_k * token_k` is above
-    that against the label; 0 where the label is ignored."""
+    """[B, T]: by how much the cross entropy against `(1 - sum w) * label + sum_k w_k * token_k`
+    exceeds that against the label; 0 where the label is ignored."""
     log_p = F.log_softmax(logits_BTV, dim=-1)
     target = torch.zeros_like(log_p).scatter_add(2, ids_BTK, weights_BTK.to(log_p.dtype))
     label = labels_BT.clamp(min=0)[:, :, None]
@@ -144,7 +144,7 @@ def soft_distance(
 
 
 def weighted_sum(logits_BTV: Tensor, labels_BT: Tensor, weights_BT: Tensor) -> Tensor:
-    """Sum of the nll of the tokens, each as often as it counts."""
+    """The sum of the nll of the tokens, each times its weight."""
     labels_BT = torch.where(weights_BT != 0, labels_BT, IGNORE_INDEX)
     if ((weights_BT == 0) | (weights_BT == 1)).all():
         return F.cross_entropy(
@@ -166,16 +166,18 @@ class SoftRows(NamedTuple):
     ids_NK: Tensor
     """int64"""
     weights_NK: Tensor
-    """In the dtype of the losses."""
+    """The weights c, in the dtype of the losses."""
 
     def distance(self, x_NV: Tensor, labels_N: Tensor, transform: Transform) -> Tensor:
-        """What the cross entropy against the target is above that against the label [N]:
+        """By how much the cross entropy against the target exceeds that against the label [N]:
         sum_k c_k (z_label - z_k)."""
         z = transform.at(x_NV, torch.cat([labels_N[:, None], self.ids_NK], dim=1))
         return (self.weights_NK * (z[:, :1] - z[:, 1:])).sum(1)
 
 
 class RowLosses(NamedTuple):
+    """Losses of rows of logits."""
+
     nll_N: Tensor
     lse_N: Tensor
     """log-sum-exp of the logits: all that the gradient needs to know of the whole row."""
@@ -192,7 +194,7 @@ class RowOperations(NamedTuple):
 def losses(
     x_NV: Tensor, labels_N: Tensor, transform: Transform, with_entropy: bool = False
 ) -> RowLosses:
-    """nll and log-sum-exp of each row in fp32, and its entropy if asked for."""
+    """The nll and log-sum-exp of each row in fp32, and its entropy if asked for."""
     z = transform(x_NV)
     lse = torch.logsumexp(z, dim=-1)
     nll = lse - z.gather(1, labels_N[:, None]).squeeze(1)
@@ -218,11 +220,11 @@ def gradient_(
     g = torch.sub(z, lse_N[:, None], out=z) if own else z - lse_N[:, None]
     g.exp_()
     # one-hot by scatter: each row has one label, so no two writes meet
-    ones = g.new_full((g.shape[0], 1), -1.0)
+    of_label = g.new_full((g.shape[0], 1), -1.0)
     if soft is not None:
-        ones += soft.weights_NK.sum(1, keepdim=True)
+        of_label += soft.weights_NK.sum(1, keepdim=True)
         g.scatter_add_(1, soft.ids_NK, -soft.weights_NK.to(g.dtype))
-    g.scatter_add_(1, labels_N[:, None], ones)
+    g.scatter_add_(1, labels_N[:, None], of_label)
     g = transform.chain(g, z)
     return x_NV if g is x_NV else x_NV.copy_(g)
 
@@ -230,8 +232,36 @@ def gradient_(
 TORCH_ROWS = RowOperations(losses, gradient_)
 
 
+def fused_losses(
+    x_NV: Tensor, labels_N: Tensor, transform: Transform, with_entropy: bool = False
+) -> RowLosses:
+    """`losses` in one Triton kernel."""
+    from vocagnolm.objective import triton_rows
+
+    how = transform.bias, transform.softcap, transform.scale
+    return RowLosses(*triton_rows.losses(x_NV, labels_N, *how, with_entropy))
+
+
+def fused_gradient_(
+    x_NV: Tensor,
+    labels_N: Tensor,
+    lse_N: Tensor,
+    transform: Transform,
+    soft: SoftRows | None = None,
+) -> Tensor:
+    """`gradient_` in one Triton kernel."""
+    from vocagnolm.objective import triton_rows
+
+    how = transform.bias, transform.softcap, transform.scale
+    ids, weights = (None, None) if soft is None else soft
+    return triton_rows.gradient_(x_NV, labels_N, lse_N, *how, ids, weights)
+
+
+TRITON_ROWS = RowOperations(fused_losses, fused_gradient_)
+
+
 def row_operations(impl: Implementation, hidden: Tensor) -> RowOperations:
-    """Torch's row operations, or Triton's (which know no fp64)."""
+    """The row operations of an implementation: torch's, or Triton's, which have no fp64."""
     usable = hidden.device.type == "cuda" and hidden.dtype != torch.float64 and has_triton()
     if impl == "chunked" or (impl == "auto" and not usable):
         return TORCH_ROWS
@@ -242,8 +272,6 @@ def row_operations(impl: Implementation, hidden: Tensor) -> RowOperations:
             "impl='fused' needs the package 'triton', which comes with torch for CUDA, and no "
             "fp64; use impl='auto' or 'chunked' here"
         )
-    from vocagnolm.objective.triton_rows import TRITON_ROWS
-
     return TRITON_ROWS
 
 
@@ -256,14 +284,14 @@ def has_triton() -> bool:
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    """a @ b into `out`, which may be wider than the operands."""
+    """Write a @ b into `out`, which may be wider than the operands."""
     if out.dtype == a.dtype:
         return torch.mm(a, b, out=out)
     return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
 def accumulate(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    """out += a @ b, summed in the dtype of `out`."""
+    """Add a @ b to `out`, summed in the dtype of `out`."""
     if out.dtype == a.dtype:
         return out.addmm_(a, b)
     if fused_accumulation(a.device, a.dtype):
@@ -277,21 +305,22 @@ def needs_width(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def fp32_output(device: torch.device, dtype: torch.dtype) -> bool:
-    """Can this device multiply `dtype` matrices into an fp32 result? (CUDA can, cuBLAS.)"""
+    """Whether the device can multiply `dtype` matrices into an fp32 result, as cuBLAS can."""
     return _gives(16, torch.ones(16, 16, dtype=dtype, device=device), torch.mm)
 
 
 @cache
 def fused_accumulation(device: torch.device, dtype: torch.dtype) -> bool:
-    """Can it also add to the fp32 result in the same call?"""
-    one = torch.ones(16, 16, dtype=dtype, device=device)
-    return _gives(17, one, lambda *ones, **into: torch.addmm(into["out"], *ones, **into))
+    """Whether the device can also add a product to an fp32 result in the same call."""
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    return _gives(17, ones, lambda *pair, **into: torch.addmm(into["out"], *pair, **into))
 
 
-def _gives(expected: int, one: Tensor, multiply: Callable[..., Tensor]) -> bool:
-    result = one.float()
+def _gives(expected: int, ones: Tensor, multiply: Callable[..., Tensor]) -> bool:
+    """Whether a multiplication of matrices of ones works and gives what it should."""
+    result = ones.float()
     try:
-        multiply(one, one, out_dtype=torch.float32, out=result)
+        multiply(ones, ones, out_dtype=torch.float32, out=result)
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     return bool((result == expected).all())
@@ -301,7 +330,7 @@ def _gives(expected: int, one: Tensor, multiply: Callable[..., Tensor]) -> bool:
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
-    """Dtype of the head's matrix products: autocast's where it is on, as for any linear layer."""
+    """The dtype of the head's matrix products: autocast's if it is on, as for any linear layer."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -310,7 +339,7 @@ def compute_dtype(hidden: Tensor) -> torch.dtype:
 
 @contextmanager
 def isolated(hidden: Tensor) -> Iterator[torch.dtype]:
-    """No gradient and no autocast inside; gives the dtype that autocast would have used."""
+    """Turn gradients and autocast off inside; gives the dtype that autocast would have used."""
     dtype = compute_dtype(hidden)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         yield dtype
@@ -322,8 +351,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def _chunk_bytes(device: torch.device, exact: bool) -> int:
-    """Budget for the logits of one chunk. Phase 1 needs no large chunks; phase 2 is fastest when
-    all selected tokens fit, because the gradient of the weight is then one product."""
+    """The memory that the logits of a chunk may take. Phase 1 needs no large chunks; phase 2 is
+    fastest when all selected tokens fit, because the gradient of the weight is then one product."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         return min(512 * _MIB if exact else 2048 * _MIB, memory // 20)
@@ -341,7 +370,7 @@ class Workspace:
     transform: Transform
     rows: RowOperations
     parameter_dtype: torch.dtype
-    """Of the head's weight itself: fp32 under autocast."""
+    """The dtype of the head's weight itself: fp32 under autocast."""
 
     @classmethod
     def of(
@@ -353,8 +382,9 @@ class Workspace:
         *,
         widen: bool = True,
     ) -> "Workspace":
-        """`widen`: in float32 where the device has no other way to fp32-accurate logits; without
-        it only `row_losses` can be asked for, which then converts the weight strip by strip."""
+        """A head's tensors. `widen`: in float32 if the device has no other way to fp32-accurate
+        logits. Without it such a workspace serves `row_losses` alone, which then converts the
+        weight strip by strip."""
         if widen and needs_width(hidden_ND.device, dtype):
             dtype = torch.float32
         bias = None if head.bias is None else head.bias.detach().to(accumulation_dtype(dtype))
@@ -368,24 +398,24 @@ class Workspace:
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of losses and sums."""
+        """The dtype of losses and sums: fp64 for fp64, else fp32."""
         return accumulation_dtype(self.hidden_ND.dtype)
 
     def chunk_tokens(self, bytes_per_token: int, *, exact: bool) -> int:
-        """Tokens whose logits fit the budget: large enough to keep the device busy."""
+        """The number of tokens whose logits fit the memory of a chunk."""
         tokens = _chunk_bytes(self.hidden_ND.device, exact) // bytes_per_token
         return tokens // 128 * 128 if tokens >= 128 else max(16, tokens)
 
     def logits(self, index_K: Tensor) -> Tensor:
-        """fp32 logits of some tokens; for callers that hold few at a time."""
+        """The fp32 logits of some tokens, for callers that hold few at a time."""
         shape = (len(index_K), self.weight_VD.shape[0])
         out = torch.empty(shape, dtype=self.wide, device=index_K.device)
         x = product(self.hidden_ND.index_select(0, index_K), self.weight_VD.t(), out=out)
         return self.transform(x)
 
 
-# (first, last, raw products of these tokens, their losses)
-SeeRows = Callable[[int, int, Tensor, RowLosses], None]
+OnChunk = Callable[[int, int, Tensor, RowLosses], None]
+"""Called with each chunk: first and last token, their raw products, their losses."""
 
 
 def row_losses(
@@ -394,14 +424,14 @@ def row_losses(
     *,
     with_entropy: bool = False,
     chunk: int | None = None,
-    see: SeeRows | None = None,
+    on_chunk: OnChunk | None = None,
 ) -> RowLosses:
-    """Phase 1. Labels must be rows of the head (replace ignored ones before, drop them after).
-    `chunk`: tokens whose logits are alive at a time. `see` is shown every chunk."""
+    """Phase 1: the losses of all tokens, without gradient. Labels must be rows of the head (replace
+    ignored ones before, drop them after). `chunk`: the tokens whose logits are alive at a time."""
     hidden, weight = work.hidden_ND, work.weight_VD
     n, dtype = hidden.shape[0], work.wide
     if needs_width(hidden.device, hidden.dtype):
-        assert not with_entropy and see is None
+        assert not with_entropy and on_chunk is None
         return _losses_by_strips(work, labels_N, chunk or _STRIP_TOKENS)
     nll = torch.empty(n, dtype=dtype, device=hidden.device)
     lse = torch.empty_like(nll)
@@ -416,14 +446,14 @@ def row_losses(
         nll[a:b], lse[a:b] = part.nll_N, part.lse_N
         if entropy is not None and part.entropy_N is not None:
             entropy[a:b] = part.entropy_N
-        if see is not None:
-            see(a, b, x, part)
+        if on_chunk is not None:
+            on_chunk(a, b, x, part)
     return RowLosses(nll, lse, entropy)
 
 
 def _losses_by_strips(work: Workspace, labels_N: Tensor, chunk: int) -> RowLosses:
-    """The same for half precision on a CPU, in strips of the vocabulary with a running maximum and
-    sum (online log-sum-exp): each weight is converted to float32 once, not once per chunk."""
+    """`row_losses` for half precision on a CPU, in strips of the vocabulary with a running maximum
+    and sum (online log-sum-exp): each weight is converted to float32 once, not once per chunk."""
     hidden, rows = work.hidden_ND.float(), work.weight_VD.shape[0]
     n = hidden.shape[0]
     peak = torch.full((n,), -torch.inf)
@@ -453,7 +483,8 @@ def _losses_by_strips(work: Workspace, labels_N: Tensor, chunk: int) -> RowLosse
 
 @dataclass
 class Gradients:
-    """Of a sum over tokens. `weight_VD` may be fp32 for a bf16 parameter: it is rounded once."""
+    """The gradients of a sum over tokens. `weight_VD` may be fp32 for a bf16 parameter, so that it
+    is rounded once."""
 
     hidden_KD: Tensor | None
     weight_VD: Tensor | None
@@ -461,7 +492,7 @@ class Gradients:
 
 
 class Wanted(NamedTuple):
-    """Which gradients are asked for: a frozen head (LoRA) costs no product for its weight."""
+    """The gradients that are needed: a frozen head (LoRA) costs no product for its weight."""
 
     hidden: bool
     weight: bool
@@ -493,10 +524,10 @@ def backward_chunks(
     weights_K: Tensor | None = None,
     cut_chunks: CutChunks | None = None,
 ) -> Gradients:
-    """Runs the head over chunks of tokens; the caller turns raw products into their gradient.
+    """Run the head over chunks of tokens; the caller turns raw products into their gradient.
     `exact`: hand out the products in fp32 instead of the tensors' dtype. `logits_per_token`:
-    how many logits the caller holds at a time, if not just the products. `weights_K`: what each
-    token counts, known once its chunk is through; applied to the narrow side of the products."""
+    how many logits the caller holds at a time, if not just the products. `weights_K`: the weight of
+    each token, known after its chunk; it is applied to the narrow side of the products."""
     hidden, weight = work.hidden_ND, work.weight_VD
     (n, _), v, wide = hidden.shape, weight.shape[0], work.wide
     logit_dtype = wide if exact else hidden.dtype
@@ -540,15 +571,15 @@ def backward_chunks(
 
 
 class Summed(NamedTuple):
-    """What phase 2 gives of its K tokens."""
+    """The result of phase 2 for its K tokens."""
 
     total: Tensor
     """The weighted sum of their losses, with gradient."""
     nll_K: Tensor
-    """Of their labels."""
+    """The nll of the labels."""
     weights_K: Tensor | None
     distance_K: Tensor | None
-    """With soft targets: what each loss is above the label's nll."""
+    """By how much each loss exceeds the label's nll; None without soft targets."""
 
 
 def summed_loss(
@@ -563,10 +594,10 @@ def summed_loss(
     soften: SoftenRows | None = None,
     cut_chunks: CutChunks | None = None,
 ) -> Summed:
-    """Phase 2, of the tokens `index_K`. `losses` are phase 1's, for all N tokens; None: this is the
-    one and only phase. `weigh`: the tokens count by weights. `soften`: their targets are not the
-    labels alone. Both are asked chunk by chunk, as the losses become known, and `cut_chunks` moves
-    the ends of chunks so that what is weighed together lies in one."""
+    """Phase 2: the summed loss of the tokens `index_K`, with gradient. `losses` are those of phase
+    1 for all N tokens; None if there was no phase 1. `weigh` gives the weights of tokens, `soften`
+    their targets beside the label: both are called chunk by chunk, as the losses become known.
+    `cut_chunks` moves the ends of chunks so that tokens which are weighed together are in one."""
     wanted = Wanted.of(hidden_ND, head)
     labels_K = labels_N.index_select(0, index_K)
     with isolated(hidden_ND) as dtype:
@@ -618,7 +649,7 @@ def summed_loss(
 def attach(
     loss: Tensor, gradients: Gradients, hidden_ND: Tensor, head: Head, index_K: Tensor
 ) -> Tensor:
-    """The loss with its ready-made gradients, as a node of the graph."""
+    """The loss as a node of the graph that has its gradients already."""
     apply = cast(Callable[..., Tensor], _Attached.apply)
     return apply(hidden_ND, head.weight, head.bias, loss, gradients, index_K)
 

@@ -1,4 +1,5 @@
-"""The loss of every method: `objective_loss`, and what it gives back."""
+"""The loss of every method: `objective_loss` for a micro-batch that is already shifted, and
+`guided_loss` for the batches of any trainer."""
 
 import bisect
 import itertools
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vocagnolm.errors import ObjectiveError
-from vocagnolm.objective.distill import distil, distil_reference
+from vocagnolm.objective.distill import Teacher, distil, distil_reference
 from vocagnolm.objective.head import (
     IGNORE_INDEX,
     TORCH_ROWS,
@@ -30,21 +31,41 @@ from vocagnolm.objective.head import (
     token_nll,
     weighted_sum,
 )
-from vocagnolm.objective.inputs import Decided, ObjectiveConfig, Targets, Teacher
 from vocagnolm.objective.selection import (
     ScoredBatch,
+    Targets,
     WeightRule,
     compared,
     select_batches,
     weight_rules,
 )
 from vocagnolm.processes import Ranks
+from vocagnolm.recipe.sections import ObjectiveConfig
 
 FLOAT16 = (
     "The student's weights are float16, in which small gradients vanish and large ones overflow: "
     "it would train to NaN. Load it in float32 (from_pretrained(..., dtype=torch.float32), "
     "student.dtype: float32); for fast arithmetic train with bf16=True or fp16=True."
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """Facts for one micro-batch that were decided over all micro-batches of its step."""
+
+    denominator: Tensor | float | None = None
+    """Divisor of the summed loss. None: this micro-batch's count, or with scope global the count of
+    all ranks."""
+    weights_BT: Tensor | None = None
+    """Weights of the tokens, if already decided (second pass of scope global, see `weigh_step`);
+    bool or float."""
+    nll_BT: Tensor | None = None
+    """The losses on which the weights are based; phase 1 is then skipped."""
+    kept: int | None = None
+    """Number of tokens of this micro-batch that count, if known without its losses (`count_kept`);
+    the host then does not wait for the device."""
+    micro_batches: int = 1
+    """Number of micro-batches of the step on all ranks, for means over them."""
 
 
 def objective_loss(
@@ -110,10 +131,10 @@ def objective_loss(
         weighed = _Weighed(targets, config, decided, step, ranks)
         if head is None or impl == "reference":
             logits_BTV = hidden_BTD.float() if head is None else head.logits(hidden_BTD)
-            found = weighed.with_full_logits(logits_BTV)
+            sums = weighed.with_full_logits(logits_BTV)
         else:
-            found = weighed.in_chunks(hidden_BTD, head, row_operations(impl, hidden_BTD))
-        total, nll_BT, weights_BT, above_BT = found
+            sums = weighed.in_chunks(hidden_BTD, head, row_operations(impl, hidden_BTD))
+        total, nll_BT, weights_BT, above_BT = sums
         stats = _soft_stats(above_BT, nll_BT, weights_BT, targets)
         if weighed.rule is not None and config.graded_by == "likelihood":
             # the weights are the derivative of this value
@@ -138,13 +159,13 @@ def objective_loss(
     )
 
 
-# (the weighted sum of the losses, with gradient; nll; weights; with soft targets what each loss is
-# above the label's nll)
-_Found = tuple[Tensor, Tensor, Tensor, Tensor | None]
+_WeightedSum = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""(the weighted sum of the losses, with gradient; nll; weights; by how much each loss exceeds the
+label's nll, or None without soft targets)."""
 
 
 class _Weighed:
-    """A micro-batch whose tokens count by their losses, and what decides how much."""
+    """A micro-batch whose tokens are weighted by their losses."""
 
     def __init__(
         self, targets: Targets, config: ObjectiveConfig, decided: Decided, step: int, ranks: Ranks
@@ -153,11 +174,12 @@ class _Weighed:
         self.step, self.ranks = step, ranks
         self.soft = _soft_targets(targets, config, ranks)
         self.rule: WeightRule | None = None
-        """Where every stretch decides what its own tokens count."""
+        """The rule by which every stretch decides the weights of its own tokens, if it does."""
         if config.graded and decided.weights_BT is None:
             (self.rule,) = weight_rules([targets], config, ranks)
 
     def weights(self, losses_BT: Tensor) -> Tensor:
+        """The weights of all tokens, from their losses, unless they are decided already."""
         if self.decided.weights_BT is not None:
             return torch.where(self.targets.valid_BT, self.decided.weights_BT, 0)
         if self.rule is not None:
@@ -165,8 +187,8 @@ class _Weighed:
         scored = ScoredBatch(self.targets, losses_BT)
         return select_batches([scored], self.config, self.step, self.ranks)[0]
 
-    def with_full_logits(self, logits_BTV: Tensor) -> _Found:
-        """The reference."""
+    def with_full_logits(self, logits_BTV: Tensor) -> _WeightedSum:
+        """The weighted sum by all logits at once: the reference."""
         labels_BT, above_BT = self.targets.labels_BT, None
         nll_BT = token_nll(logits_BTV, labels_BT).detach()
         weights_BT = self.weights(nll_BT)
@@ -178,8 +200,9 @@ class _Weighed:
             total = total + (above_BT * weights_BT).sum()
         return total, nll_BT, weights_BT, above_BT
 
-    def in_chunks(self, hidden_BTD: Tensor, head: Head, rows: RowOperations) -> _Found:
-        """In one phase where what a token counts does not depend on the losses of all others."""
+    def in_chunks(self, hidden_BTD: Tensor, head: Head, rows: RowOperations) -> _WeightedSum:
+        """The weighted sum in chunks of tokens: in one phase if the weight of a token does not
+        depend on the losses of all others, else in two."""
         targets, config, decided, rule = self.targets, self.config, self.decided, self.rule
         labels_BT, nll_BT = targets.labels_BT, decided.nll_BT
         hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten().clamp(min=0)
@@ -197,7 +220,7 @@ class _Weighed:
                 nll_BT = _where_valid(losses.nll_N, labels_BT)
             weights_BT = self.weights(nll_BT)
             counted_BT = weights_BT != 0
-        # how many count, only the device knows unless `decided` says
+        # how many tokens have a weight, only the device knows unless `decided` says it
         mask, count = counted_BT.flatten(), decided.kept
         index_K = mask.nonzero() if count is None else mask.nonzero_static(size=count)
         index_K = index_K.squeeze(1)
@@ -224,7 +247,7 @@ class _Weighed:
         )
 
         def everywhere(values_K: Tensor) -> Tensor:
-            """In their positions, 0 elsewhere."""
+            """Values of the K tokens at their positions, 0 elsewhere."""
             whole = torch.zeros(labels_BT.numel(), dtype=values_K.dtype, device=values_K.device)
             return whole.index_copy_(0, index_K, values_K.detach()).view(labels_BT.shape)
 
@@ -238,20 +261,21 @@ class _Weighed:
 
 @dataclass(frozen=True)
 class _Soft:
-    """Targets beside the label, of tokens in a row; the mix is one number, or one a token that its
-    own loss decides."""
+    """Targets beside the label, of tokens in a row. The mix is the same for all tokens, or
+    multiplied by a share that each token's own loss decides."""
 
     ids_NK: Tensor
     p_NK: Tensor
     mix: float
     share: WeightRule | None
-    """What of the mix a token gets, by its loss."""
+    """The rule that gives each token's share of the mix; None: all of it."""
 
     def __getitem__(self, index: Tensor) -> "_Soft":
         share = None if self.share is None else self.share[index]
         return _Soft(self.ids_NK[index], self.p_NK[index], self.mix, share)
 
     def rows(self, part: slice, nll: Tensor) -> SoftRows:
+        """The targets of some of the tokens, whose losses are known now."""
         weights = self.p_NK[part].to(nll.dtype) * self.mix
         if self.share is not None:
             weights = weights * self.share.weights_of(part, nll)[:, None]
@@ -259,7 +283,8 @@ class _Soft:
 
 
 def _soft_targets(targets: Targets, config: ObjectiveConfig, ranks: Ranks) -> _Soft | None:
-    """None where the labels are all there is: then it is plain training to the last bit."""
+    """The targets beside the labels; None if there are none, and the loss is that of plain training
+    to the last bit."""
     if not config.rule.alternatives or config.mix == 0.0:
         return None
     ids, p = targets.soft_ids_BTK, targets.soft_p_BTK
@@ -276,8 +301,8 @@ def _soft_targets(targets: Targets, config: ObjectiveConfig, ranks: Ranks) -> _S
 def _soft_stats(
     above_BT: Tensor | None, nll_BT: Tensor, weights_BT: Tensor, targets: Targets
 ) -> dict[str, Tensor]:
-    """For the log: the mean loss of the kept tokens against their targets, and the probability that
-    the teacher's alternatives take from their labels."""
+    """Measures of soft targets: the mean loss of the kept tokens against their targets, and the
+    probability that the teacher's alternatives take from their labels."""
     if above_BT is None or targets.soft_p_BTK is None:
         return {}
     kept = weights_BT != 0
@@ -297,7 +322,7 @@ COLUMNS: dict[str, tuple[str, float]] = {
     "target_ids": ("soft_ids_BTK", 0),
     "target_p": ("soft_p_BTK", 0.0),
 }
-"""Columns of a dataset (`vocagnolm.guide`): the targets that they become, and their padding."""
+"""Columns of a dataset (`vocagnolm.guide`) -> (the field of `Targets`, the padding)."""
 
 
 def guided_loss(
@@ -308,24 +333,19 @@ def guided_loss(
     *,
     head: Head | None = None,
     num_items_in_batch: Tensor | int | None = None,
-    shift_labels: Tensor | None = None,
     step: int | None = None,
-    **more: Any,
+    **unknown: Any,
 ) -> Tensor:
-    """`objective_loss` as the loss function of a transformers causal language model, for any
-    trainer:
+    """The loss of a training loop whose batches `GuidedCollator` has made:
 
-        model.loss_function = guided_loss                                           # or
-        model.loss_function = functools.partial(guided_loss, config=ObjectiveConfig(keep=0.6))
-        loss = guided_loss(logits, labels, {"guidance": guidance})                  # in a loop
+        loss = guided_loss(model(batch["input_ids"]).logits, batch["labels"], batch)
 
     logits: or the last hidden states together with their `head`; then all logits are never held at
         once.
     labels: as in transformers: `labels[b, t]` is the token at t, which position t - 1 predicts.
-        `shift_labels` are already shifted.
     columns: `guidance`, and for distill `target_ids` and `target_p`, at the same positions as the
-        labels. A model passes all other inputs of its forward to its loss function; there the
-        columns arrive as keywords.
+        labels.
+    config: the method; default: guided, 40 % kept.
     num_items_in_batch: number of labels of the whole step, over all micro-batches and processes
         (`count_items`). The losses of the micro-batches then add up to the step's. DDP and FSDP
         average gradients over processes: multiply by their number, as transformers' Trainer does.
@@ -333,11 +353,27 @@ def guided_loss(
 
     Without gradients (in an evaluation) it is the mean loss over all tokens, whatever the method.
     """
-    if not isinstance(logits, Tensor):  # the outputs of a model
+    if not isinstance(logits, Tensor) or unknown:
         raise ObjectiveError(
-            f"guided_loss takes logits or hidden states, not {type(logits).__name__}. A Trainer's "
-            "compute_loss_func never gets the guidance: set model.loss_function instead."
+            "guided_loss was called as a Trainer's compute_loss_func or as a model's "
+            "loss_function, which do not get the guidance in every trainer. Use GuidedTrainer, or "
+            "class T(GuidedTrainerMixin, SFTTrainer)."
         )
+    how: Any = {"head": head, "num_items_in_batch": num_items_in_batch, "step": step}
+    return guided_output(logits, labels, columns or {}, config, **how).loss
+
+
+def guided_output(
+    logits: Tensor,
+    labels: Tensor,
+    columns: Mapping[str, Tensor],
+    config: ObjectiveConfig | None = None,
+    *,
+    head: Head | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    step: int | None = None,
+) -> "ObjectiveOutput":
+    """`guided_loss` with everything that `objective_loss` gives beside the loss."""
     config = config or ObjectiveConfig()
     device = logits.device.type
     if not torch.is_grad_enabled():
@@ -345,26 +381,32 @@ def guided_loss(
     elif logits.dtype == torch.float16 and not torch.is_autocast_enabled(device):
         raise ObjectiveError(FLOAT16)
 
-    def moved(values: Tensor, fill: float) -> Tensor:
-        return torch.cat([values[:, 1:], torch.full_like(values[:, :1], fill)], dim=1)
-
-    given = {**(columns or {}), **more}
-    targets = Targets(
-        labels_BT=moved(labels, IGNORE_INDEX) if shift_labels is None else shift_labels,
-        **{
-            name: moved(given[column], fill)
-            for column, (name, fill) in COLUMNS.items()
-            if given.get(column) is not None
-        },
-    )
+    if config.rule.distance is not None:
+        raise ObjectiveError(
+            f"method {config.method} compares whole distributions, which no column holds: "
+            "`vocagnolm train` keeps a teacher in memory for it."
+        )
     needed = ["guidance"] * config.rule.guidance + ["stretch"] * config.by_stretch
     needed += ["target_ids", "target_p"] * config.rule.alternatives
-    if missing := [column for column in needed if given.get(column) is None]:
+    if missing := [column for column in needed if columns.get(column) is None]:
         raise ObjectiveError(
             f"method {config.method} needs the columns {', '.join(needed)}, and the batch has no "
             f"{', '.join(missing)}. Make them with vocagnolm.guide, collate with GuidedCollator, "
             "and set remove_unused_columns=False in the trainer's arguments."
         )
+
+    def moved(values: Tensor, fill: float) -> Tensor:
+        """Entry t of the result is entry t + 1 of the values."""
+        return torch.cat([values[:, 1:], torch.full_like(values[:, :1], fill)], dim=1)
+
+    targets = Targets(
+        labels_BT=moved(labels, IGNORE_INDEX),
+        **{
+            name: moved(columns[column], fill)
+            for column, (name, fill) in COLUMNS.items()
+            if columns.get(column) is not None
+        },
+    )
     if step is None and (config.rule.ranking == "chance" or config.by_chance):
         raise ObjectiveError(f"method {config.method} uses random numbers: pass step=")
     if config.at(0.0) is not config:
@@ -380,15 +422,15 @@ def guided_loss(
                 f"objective.scope {config.scope} with objective.normalise {config.normalise} is "
                 f"decided over a whole step of {int(num_items_in_batch)} labels, and this "
                 f"micro-batch has {int(count)}. Use scope batch or sequence and normalise all, or "
-                "GuidedTrainer, which reads a step ahead."
+                "`vocagnolm train`, which reads a step ahead."
             )
         num_items_in_batch = None
     decided = Decided(denominator=num_items_in_batch)
-    return objective_loss(logits, head, targets, config, step=step or 0, decided=decided).loss
+    return objective_loss(logits, head, targets, config, step=step or 0, decided=decided)
 
 
 def count_items(batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
-    """Number of predicted labels in the micro-batches of a step, on all processes: the
+    """The number of predicted labels in the micro-batches of a step, on all processes: the
     `num_items_in_batch` of `guided_loss`."""
     counts = [(batch["labels"][:, 1:] != IGNORE_INDEX).sum() for batch in batches]
     return Ranks.of().sum(torch.stack(counts).sum())
@@ -398,7 +440,7 @@ def count_items(batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
 def student_nll(
     hidden_BTD: Tensor, head: Head, labels_BT: Tensor, *, impl: Implementation = "auto"
 ) -> Tensor:
-    """nll of every token in fp32, without gradient; 0 where the label is ignored."""
+    """The nll of every token in fp32, without gradient; 0 where the label is ignored."""
     return token_losses(hidden_BTD, head, labels_BT, impl=impl)[0]
 
 
@@ -470,7 +512,8 @@ BINS = round(2 * _REACH_NATS / _STEP_NATS) + 1
 
 @torch.no_grad()
 def batch_sums(nll_BT: Tensor, weights_BT: Tensor, targets: Targets) -> Tensor:
-    """float32 [len(SUMS) + BINS] on the device; counts are exact to 16 M tokens."""
+    """The sums behind the measures of a micro-batch: float32 [len(SUMS) + BINS] on the device.
+    Counts are exact up to 16 million tokens."""
     kept = weights_BT != 0
     mapped = targets.mapped_BT if targets.guidance_BT is not None else torch.zeros_like(kept)
     sums = torch.stack(
@@ -493,10 +536,10 @@ def batch_sums(nll_BT: Tensor, weights_BT: Tensor, targets: Targets) -> Tensor:
 
 
 def measures(sums: list[float]) -> dict[str, float]:
-    """The measures of all tokens behind the sums."""
+    """The measures of the tokens whose `batch_sums` were added up."""
     total = dict(zip(SUMS, sums, strict=False))
     predicted = max(total["predicted"], 1.0)
-    found = {
+    values = {
         "nll_kept": total["nll_kept"] / max(total["kept"], 1.0),
         "nll_all": total["nll"] / predicted,
         "kept_share": total["kept"] / predicted,
@@ -507,13 +550,13 @@ def measures(sums: list[float]) -> dict[str, float]:
     if below[-1]:
         for q in QUANTILES:
             index = bisect.bisect_right(below, round(q * (below[-1] - 1)))
-            found[f"excess_p{round(100 * q)}"] = index * _STEP_NATS - _REACH_NATS
-    return found
+            values[f"excess_p{round(100 * q)}"] = index * _STEP_NATS - _REACH_NATS
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveOutput:
-    """`loss` carries the gradient; everything else is detached."""
+    """The result of `objective_loss`. `loss` has the gradient; everything else is detached."""
 
     loss: Tensor
     nll_BT: Tensor
@@ -527,7 +570,7 @@ class ObjectiveOutput:
 
     @property
     def selected_BT(self) -> Tensor:
-        """bool: tokens that are trained on."""
+        """The tokens that are trained on, as bool."""
         return self.weights_BT != 0
 
     @cached_property

@@ -1,4 +1,4 @@
-"""From losses to weights: which tokens count in the loss, and how much.
+"""Weights of tokens in the loss, decided by their losses.
 
 A selection gives 0 and 1. It is reduced to one 64-bit integer per candidate, `order = rank key <<
 32 | ~position`: larger is better, and no two candidates are equal, so that "top k" has one answer
@@ -16,14 +16,107 @@ row.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, TypeVar
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from vocagnolm.methods import chunk_bound
-from vocagnolm.objective.inputs import ObjectiveConfig, Targets
+from vocagnolm.objective.head import IGNORE_INDEX
 from vocagnolm.processes import Ranks
+from vocagnolm.recipe.sections import ObjectiveConfig
+
+# ---- what a micro-batch predicts ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """The tokens that a micro-batch predicts, and what is known of them before the student reads
+    it. Already shifted: entry t belongs to the token that position t predicts. B sequences, T
+    positions.
+
+        Targets(labels_BT=ids[:, 1:], guidance_BT=guidance[:, 1:])  # inputs: ids[:, :-1]
+    """
+
+    labels_BT: Tensor
+    """int64; -100 is ignored."""
+    guidance_BT: Tensor | None = None
+    """Teacher nll assigned to these tokens, NaN where unmapped. None (random, no_teacher): every
+    token counts as mapped."""
+    entropy_BT: Tensor | None = None
+    """Entropy of the reference model in nats; only for `entropy_keep`."""
+    teacher_sums_B2: Tensor | None = None
+    """Sum and number of the teacher's losses over each sequence, for `unmapped: mean`. None:
+    computed from the guidance, which is the same for one vocabulary."""
+    stretch_BT: Tensor | None = None
+    """int64: index of each token's stretch in its sequence, for `compare: stretch`. A stretch is
+    the smallest piece of text at whose ends both tokenizations have a boundary. `guidance_BT` is
+    then the teacher's loss on the whole stretch, the same for all its tokens."""
+    soft_ids_BTK: Tensor | None = None
+    """int64 or int32: for distill, tokens other than the label that the teacher finds likely. Any
+    valid id where `soft_p_BTK` is 0."""
+    soft_p_BTK: Tensor | None = None
+    """Their probabilities; the rest belongs to the label."""
+    sequence_index_B: Tensor | None = None
+    """int64: index of each sequence in the whole batch of the optimizer step. Used to break ties
+    and for random choices. None: by micro-batch, rank and row, which is the order in which
+    accelerate deals batches to ranks."""
+
+    def __post_init__(self) -> None:
+        for name in ("labels_BT", "guidance_BT"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Tensor):
+                raise ValueError(
+                    f"{name} must be a tensor [B, T], got {type(value).__name__}; rows of unequal "
+                    "length become one with Targets.from_rows(labels, guidance)"
+                )
+
+    @classmethod
+    def from_rows(
+        cls,
+        labels: Sequence[Any],
+        guidance: Sequence[Any] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> "Targets":
+        """Build targets from sequences of different lengths (lists, arrays or tensors). Labels are
+        padded on the right with -100, guidance with NaN. Pad the inputs on the right too, with any
+        token."""
+        if guidance is not None and len(labels) != len(guidance):
+            raise ValueError(f"{len(labels)} rows of labels, {len(guidance)} of guidance")
+        pairs = () if guidance is None else zip(labels, guidance, strict=True)
+        for number, (row, known) in enumerate(pairs):
+            if len(row) != len(known):
+                raise ValueError(f"row {number} has {len(row)} labels and {len(known)} of guidance")
+
+        def padded(rows: Sequence[Any], dtype: torch.dtype, fill: float) -> Tensor:
+            tensors = [torch.as_tensor(row, dtype=dtype, device=device) for row in rows]
+            return pad_sequence(tensors, batch_first=True, padding_value=fill)
+
+        return cls(
+            labels_BT=padded(labels, torch.int64, IGNORE_INDEX),
+            guidance_BT=None if guidance is None else padded(guidance, torch.float32, torch.nan),
+        )
+
+    @cached_property
+    def valid_BT(self) -> Tensor:
+        return self.labels_BT != IGNORE_INDEX
+
+    @cached_property
+    def mapped_BT(self) -> Tensor:
+        """Tokens that can be compared: all tokens of a stretch or none, because its loss under the
+        student is unknown if one of its tokens is not predicted."""
+        if self.guidance_BT is None:
+            return self.valid_BT
+        known = ~torch.isnan(self.guidance_BT)
+        if self.stretch_BT is None:
+            return self.valid_BT & known
+        unseen = (known & ~self.valid_BT).to(torch.int32)
+        broken = torch.zeros_like(unseen).scatter_reduce(1, self.stretch_BT, unseen, "amax")
+        return self.valid_BT & known & (broken.gather(1, self.stretch_BT) == 0)
+
 
 # ---- what is compared ----
 
@@ -37,17 +130,18 @@ _SMALLEST_NATS = 1e-4
 
 
 class Compared(NamedTuple):
-    """Per token [B, T]: the two losses that are compared, of the token or of its stretch."""
+    """The two losses that are compared for each token [B, T]: its own, or those of its stretch."""
 
     own_BT: Tensor
     teacher_BT: Tensor
     """NaN where unmapped."""
     first_BT: Tensor | None
-    """By stretch: position of the stretch's first token. Equal for its tokens alone."""
+    """The position of the first token of the token's stretch; None if tokens are compared."""
 
 
 def compared(nll_BT: Tensor, targets: Targets, teacher_BT: Tensor | None = None) -> Compared:
-    """`teacher_BT`: the guidance with its gaps filled (`unmapped: mean`)."""
+    """The losses that a selection compares. `teacher_BT`: the guidance with its gaps filled
+    (`unmapped: mean`)."""
     assert targets.guidance_BT is not None
     teacher = targets.guidance_BT.float() if teacher_BT is None else teacher_BT
     stretch = targets.stretch_BT
@@ -66,7 +160,7 @@ def compared(nll_BT: Tensor, targets: Targets, teacher_BT: Tensor | None = None)
 
 
 def stretch_losses(nll_N: Tensor, stretch_N: Tensor, mapped_N: Tensor, stretches: int) -> Tensor:
-    """The loss of each token's stretch; for an unmapped token its own loss."""
+    """For each token the student's loss on its stretch, or on itself if it is unmapped."""
     if nll_N.dtype == torch.float64:
         values, back = torch.where(mapped_N, nll_N, 0.0), 1.0
     else:
@@ -81,6 +175,7 @@ def stretch_losses(nll_N: Tensor, stretch_N: Tensor, mapped_N: Tensor, stretches
 
 
 def fixed_point(nats: Tensor) -> Tensor:
+    """Losses as integers, whose sums do not depend on the order."""
     limited = nats.float().nan_to_num(nan=LARGEST_NATS).clamp(-LARGEST_NATS, LARGEST_NATS)
     return (limited * FIXED_POINT).round().long()
 
@@ -97,7 +192,7 @@ _POSITIONS = 1 << 32
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """The input of a selection: the targets of one micro-batch and the student's losses on them."""
+    """The targets of a micro-batch and the student's losses on them: the input of a selection."""
 
     targets: Targets
     nll_BT: Tensor
@@ -112,15 +207,16 @@ class ScoredBatch:
 
 
 def kept(count: Count, keep: float) -> Count:
-    """k of n: keep * n rounded half up in exact arithmetic, at least 1 when keep > 0 and n > 0."""
+    """The number of n tokens that are kept: keep * n, rounded half up in exact arithmetic, and at
+    least 1 if keep > 0 and n > 0."""
     share = Fraction(str(keep)).limit_denominator(1_000_000)
     k = (2 * share.numerator * count + share.denominator) // (2 * share.denominator)
     return k + ((k == 0) & (count > 0)) if keep > 0 else k
 
 
 def count_kept(counts: Counts | None, config: ObjectiveConfig) -> int | None:
-    """Number of tokens of a micro-batch that will count, whatever its losses; None if it depends on
-    them, or if nothing was counted."""
+    """The number of tokens of a micro-batch that will have a weight, whatever its losses; None if
+    it depends on them, or if nothing was counted."""
     if counts is None:
         return None
     predicted, mapped = sum(row[0] for row in counts), sum(row[1] for row in counts)
@@ -136,7 +232,7 @@ def count_kept(counts: Counts | None, config: ObjectiveConfig) -> int | None:
 
 
 def select(batch: ScoredBatch, config: ObjectiveConfig, *, step: int = 0) -> Tensor:
-    """Selection within one micro-batch of one device (scope sequence or batch): bool [B, T]."""
+    """The selected tokens of a micro-batch (scope sequence or batch): bool [B, T]."""
     if config.scope == "global":
         raise ValueError("scope global needs all micro-batches and ranks: use weigh_step")
     return select_batches([batch], config, step, Ranks.of())[0]
@@ -145,8 +241,8 @@ def select(batch: ScoredBatch, config: ObjectiveConfig, *, step: int = 0) -> Ten
 def select_batches(
     batches: Sequence[ScoredBatch], config: ObjectiveConfig, step: int, ranks: Ranks
 ) -> list[Tensor]:
-    """bool [B, T] for each micro-batch of this rank, with scope global among those of all ranks.
-    Exact: the result does not depend on how a step is split."""
+    """The selected tokens of each micro-batch of this rank, bool [B, T]; with scope global they
+    compete with those of all ranks. The result does not depend on how a step is split."""
     if config.rule.ranking is None or (config.rule.alternatives and config.selects_all):
         return [batch.valid_BT for batch in batches]
     if config.rule.guidance and not config.by_chance:
@@ -167,7 +263,7 @@ def select_batches(
 
 
 class _Part(NamedTuple):
-    """A micro-batch, and what of it competes."""
+    """A micro-batch and its tokens that compete."""
 
     batch: ScoredBatch
     guidance_BT: Tensor | None
@@ -176,16 +272,16 @@ class _Part(NamedTuple):
 
 
 class _Units(NamedTuple):
-    """What competes in a micro-batch, tokens or chunks: [B, U]."""
+    """The units of a micro-batch that compete, tokens or chunks: [B, U]."""
 
     key: Tensor
     candidate: Tensor
     pool: Tensor
-    """`keep` is a share of these."""
+    """The units of which `keep` is a share."""
     index_B: Tensor
     together: Tensor | None = None
-    """Units that are chosen together share a number, the first position of their stretch, and a
-    key; None: each for itself."""
+    """A number that units share which are chosen together: the first position of their stretch.
+    They share a key too. None: each is chosen for itself."""
 
     @property
     def position(self) -> Tensor:
@@ -213,12 +309,13 @@ def _select_tokens(
 
 
 class Ranked(NamedTuple):
-    """What a ranking says of one micro-batch."""
+    """The ranks of the tokens of a micro-batch."""
 
     key_BT: Tensor
     """int64 of 32 bits, larger is better (`float_key`, `random_key`)."""
     unit_BT: Tensor | None = None
-    """Tokens that are chosen together share a number, and a key; None: each for itself."""
+    """A number that tokens share which are chosen together, and which have one key; None: each is
+    chosen for itself."""
 
 
 # (micro-batch, guidance with its gaps filled, index of each sequence, config, step)
@@ -228,7 +325,7 @@ Ranking = Callable[[ScoredBatch, Tensor | None, Tensor, ObjectiveConfig, int], R
 def rank_by_excess(
     batch: ScoredBatch, guidance: Tensor | None, index_B: Tensor, config: ObjectiveConfig, step: int
 ) -> Ranked:
-    """Student's loss minus the teacher's, of the token or of its stretch."""
+    """Rank tokens by the student's loss minus the teacher's, on the token or on its stretch."""
     both = compared(batch.nll_BT, batch.targets, guidance)
     return Ranked(float_key(both.own_BT - both.teacher_BT), both.first_BT)
 
@@ -240,14 +337,14 @@ RANKINGS: dict[str, Ranking] = {
         random_key(index_B, batch.nll_BT.shape[1], config.seed, step)
     ),
 }
-"""By what tokens are ranked, as rows of `METHODS` name it."""
+"""The rankings of tokens by their names in `METHODS`."""
 
 
 def _select_chunks(
     parts: list[_Part], config: ObjectiveConfig, step: int, ranks: Ranks
 ) -> list[Tensor]:
-    """Whole chunks, by the mean excess of their candidate tokens. Only candidates of a chosen
-    chunk are selected here; the unmapped follow their own strategy."""
+    """Select whole chunks, by the mean excess of their candidate tokens. Only candidates of a
+    chosen chunk are selected here; unmapped tokens follow their own strategy."""
     units, layouts, n = [], [], config.n_chunks
     for batch, guidance, index, candidate in parts:
         (B, T), device = candidate.shape, candidate.device
@@ -269,19 +366,21 @@ def _select_chunks(
 
 
 def _share_of_stretch(guidance_BT: Tensor, targets: Targets) -> Tensor:
-    """Guidance per token, for sums over tokens: a stretch's is shared evenly by its tokens."""
+    """The guidance of each token for sums over tokens: that of a stretch is shared evenly by its
+    tokens."""
     if targets.stretch_BT is None:
         return guidance_BT
-    ones = targets.mapped_BT.float()
-    count = torch.zeros_like(guidance_BT).scatter_add(1, targets.stretch_BT, ones)
+    mapped = targets.mapped_BT.float()
+    count = torch.zeros_like(guidance_BT).scatter_add(1, targets.stretch_BT, mapped)
     return guidance_BT / count.gather(1, targets.stretch_BT).clamp(min=1)
 
 
 def filled_guidance(
     batches: Sequence[Targets], config: ObjectiveConfig, ranks: Ranks
 ) -> list[Tensor | None]:
-    """Guidance in fp32. Under `unmapped: mean` the unmapped are given the mean loss of the scope's
-    teacher tokens; where there are none it is 0: a constant, so the student's nll alone ranks."""
+    """The guidance of each micro-batch in fp32. With `unmapped: mean`, unmapped tokens are given
+    the mean loss of the scope's teacher tokens. If there are none it is 0, a constant, so that the
+    student's nll alone ranks."""
     given = [None if b.guidance_BT is None else b.guidance_BT.float() for b in batches]
     if config.unmapped != "mean" or any(g is None for g in given):
         return list(given)
@@ -329,8 +428,8 @@ def _sequence_indices(
 
 
 def _top(parts: list[_Units], keep: float, config: ObjectiveConfig, ranks: Ranks) -> list[Tensor]:
-    """The best `keep` of each pool's size, taken among the candidates; bool [B, U] each. Of units
-    that are chosen together the last are taken whole: a little more than `keep` may be chosen."""
+    """The best candidates, as many as `keep` of each pool's size, bool [B, U] for each part. Units
+    that are chosen together are taken whole, so that a little more than `keep` may be chosen."""
     if config.scope == "global":
         return _top_global(parts, keep, ranks)
     chosen = []
@@ -363,8 +462,8 @@ def _top_global(parts: list[_Units], keep: float, ranks: Ranks) -> list[Tensor]:
 
 
 def kth_largest(values: Tensor, k: int, ranks: Ranks) -> int:
-    """The k-th largest of the int64 values of all ranks (k >= 1, k <= their number), by radix:
-    four histograms of 16 bits each are summed over the ranks, the values never travel."""
+    """The k-th largest of the int64 values of all ranks (k from 1 to their number), by radix: four
+    histograms of 16 bits each are summed over the ranks, and the values are not sent."""
     unsigned = values ^ _NOT_A_CANDIDATE  # flipping the sign bit turns signed into unsigned order
     prefix = 0
     for shift in (48, 32, 16, 0):
@@ -395,7 +494,7 @@ def float_key(score: Tensor) -> Tensor:
 
 
 def random_key(sequence_index_B: Tensor, units: int, seed: int, step: int) -> Tensor:
-    """Uniform int64 keys of 32 bits, a pure function of (seed, step, sequence, unit)."""
+    """Random keys, uniform in 32 bits: a pure function of (seed, step, sequence, unit)."""
     unit = torch.arange(units, device=sequence_index_B.device)
     start = _signed(seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03)
     mixed = mixed_bits(mixed_bits(sequence_index_B[:, None] ^ start) + unit)
@@ -403,8 +502,8 @@ def random_key(sequence_index_B: Tensor, units: int, seed: int, step: int) -> Te
 
 
 def mixed_bits(x: Tensor) -> Tensor:
-    """int64 to int64, so that numbers in a row become numbers as if by chance. The finaliser of
-    splitmix64 (Steele et al. 2014); int64 products wrap."""
+    """A hash of int64 numbers: the finaliser of splitmix64 (Steele et al. 2014), whose products
+    wrap."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
@@ -457,7 +556,7 @@ def weigh_step(
 def weight_rules(
     batches: Sequence[Targets], config: ObjectiveConfig, ranks: Ranks
 ) -> list["WeightRule"]:
-    """One for each micro-batch, for weightings that every stretch decides for itself."""
+    """The rule of each micro-batch, for weightings that every stretch decides for itself."""
     rules = []
     for targets, teacher_BT in zip(batches, filled_guidance(batches, config, ranks), strict=True):
         if teacher_BT is None:
@@ -478,18 +577,18 @@ def weight_rules(
 
 @dataclass(frozen=True)
 class WeightRule:
-    """A weighting, and what it reads of tokens in a row besides their losses. Any run of tokens
-    that cuts no stretch can be weighed by itself."""
+    """A weighting of tokens in a row, with everything that it reads besides the student's losses.
+    Any run of tokens that cuts no stretch can be weighed by itself."""
 
     config: ObjectiveConfig
     valid_N: Tensor
     mapped_N: Tensor
     compared_N: Tensor
-    """Tokens whose loss is held against the teacher's: the mapped, and with `unmapped: mean` the
-    others too, each for itself."""
+    """The tokens whose loss is compared with the teacher's: the mapped ones, and with `unmapped:
+    mean` also the others, each for itself."""
     teacher_N: Tensor
     stretch_N: Tensor
-    """int64, ascending; equal for the tokens of a stretch."""
+    """int64, ascending: the same number for the tokens of a stretch."""
 
     def __getitem__(self, rows: slice | Tensor) -> "WeightRule":
         columns = (self.valid_N, self.mapped_N, self.compared_N, self.teacher_N, self.stretch_N)
@@ -497,7 +596,7 @@ class WeightRule:
 
     @property
     def _begins_N(self) -> Tensor:
-        """Where a stretch begins."""
+        """The tokens with which a stretch begins, as bool."""
         begins = torch.ones_like(self.valid_N)
         begins[1:] = self.stretch_N[1:] != self.stretch_N[:-1]
         return begins
@@ -507,28 +606,29 @@ class WeightRule:
         return self._begins_N.long().cumsum(0) - 1
 
     def _losses(self, nll_N: Tensor) -> Tensor:
-        """The student's loss of every token's stretch."""
+        """For each token the student's loss on its stretch."""
         return stretch_losses(nll_N, self._number_N, self.mapped_N, len(nll_N))
 
     def _everywhere(self, compared: Tensor | float) -> Tensor:
-        """These values where tokens are compared, and what all others count."""
+        """The weights of all tokens, given those of the tokens that are compared."""
         rest = 0.0 if self.config.unmapped == "exclude" else 1.0
         return torch.where(self.valid_N, torch.where(self.compared_N, compared, rest), 0.0)
 
     @torch.no_grad()
     def weights(self, nll_N: Tensor) -> Tensor:
+        """The weights of the tokens, given their losses."""
         assert self.config.graded_by is not None
         weighting = WEIGHTINGS[self.config.graded_by]
-        found = weighting(self._losses(nll_N), self.teacher_N.to(nll_N.dtype), self.config)
-        # a loss that is not a number must reach the total, be seen and stop the run
-        return torch.where(self.valid_N & torch.isnan(nll_N), 1.0, self._everywhere(found))
+        weights = weighting(self._losses(nll_N), self.teacher_N.to(nll_N.dtype), self.config)
+        # a loss that is not a number must reach the total, be noticed and stop the run
+        return torch.where(self.valid_N & torch.isnan(nll_N), 1.0, self._everywhere(weights))
 
     def weights_of(self, part: slice, nll_N: Tensor) -> Tensor:
-        """Of some of the tokens; `nll_N` holds only theirs."""
+        """The weights of some of the tokens, whose losses are `nll_N`."""
         return self[part].weights(nll_N)
 
     def cut_chunks(self, ends: list[int]) -> list[int]:
-        """Ends of chunks, moved so that no stretch is cut."""
+        """The ends of chunks, moved so that no stretch is cut."""
         if not self.config.by_stretch or len(ends) < 2:
             return ends
         position = torch.arange(len(self.valid_N), device=self.valid_N.device)
@@ -538,8 +638,8 @@ class WeightRule:
 
     @torch.no_grad()
     def likelihood_loss(self, nll_N: Tensor) -> tuple[Tensor, Tensor]:
-        """alm: (the loss of which `likelihood_weights` are the derivative, the mean over stretches
-        of tau times the divergence)."""
+        """The value of alm: (the loss whose derivative the `likelihood_weights` are, the mean over
+        stretches of tau times the divergence)."""
         compared, number, tau = self.compared_N, self._number_N, self.config.temperature
         tokens = torch.zeros_like(nll_N).scatter_add(0, number, compared.to(nll_N.dtype))
         tokens = tokens.gather(0, number)[compared]
@@ -556,7 +656,7 @@ class WeightRule:
 
 
 def reducible_weights(own: Tensor, teacher: Tensor, config: ObjectiveConfig) -> Tensor:
-    """The share of the student's loss that the teacher shows to be reducible."""
+    """Weights by the share of the student's loss that the teacher shows to be reducible."""
     share = (1.0 - teacher / own.clamp(min=_SMALLEST_NATS)).clamp(min=0.0)
     return config.floor + (1.0 - config.floor) * share
 
@@ -580,4 +680,4 @@ WEIGHTINGS: dict[str, Weighting] = {
     "reducible": reducible_weights,
     "likelihood": likelihood_weights,
 }
-"""What tokens count where none is left out: by `objective.weighting`, or by a row of `METHODS`."""
+"""The weightings that leave no token out, by their names in `objective.weighting` or `METHODS`."""

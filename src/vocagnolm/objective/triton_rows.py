@@ -1,15 +1,15 @@
-"""The row operations of `rows` as two Triton kernels. Each reads the raw products once.
+"""Losses of rows of logits and their gradients as two Triton kernels, each of which reads the raw
+products once.
 
-The matrix products stay cuBLAS's: they are what the time is spent on. Without a GPU the kernels
-run under TRITON_INTERPRET=1 (tests).
+`objective.head` has the same two operations in torch, and says what their numbers mean: logits are
+`softcap(scale * (x + bias))`. The matrix products stay cuBLAS's, where most of the time is spent.
+Without a GPU the kernels run under TRITON_INTERPRET=1 (tests).
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from vocagnolm.objective.head import RowLosses, RowOperations, SoftRows, Transform
 
 _BLOCK = 4096
 _WARPS = 8
@@ -122,8 +122,14 @@ def _gradient_kernel(
 
 
 def losses(
-    x_NV: Tensor, labels_N: Tensor, transform: Transform, with_entropy: bool = False
-) -> RowLosses:
+    x_NV: Tensor,
+    labels_N: Tensor,
+    bias_V: Tensor | None,
+    softcap: float | None,
+    scale: float,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(nll, log-sum-exp, entropy or None) [N] in float32."""
     n, v = x_NV.shape
     assert x_NV.stride(1) == 1 and labels_N.is_contiguous()
     nll = torch.empty(n, dtype=torch.float32, device=x_NV.device)
@@ -133,54 +139,56 @@ def losses(
         _losses_kernel[(n,)](
             x_NV,
             labels_N,
-            x_NV if transform.bias is None else transform.bias,
+            x_NV if bias_V is None else bias_V,
             nll,
             lse,
             nll if entropy is None else entropy,
             x_NV.stride(0),
-            transform.scale,
-            transform.softcap or 1.0,
+            scale,
+            softcap or 1.0,
             V=v,
-            BIAS=transform.bias is not None,
-            CAP=transform.softcap is not None,
+            BIAS=bias_V is not None,
+            CAP=softcap is not None,
             ENTROPY=with_entropy,
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )
-    return RowLosses(nll, lse, entropy)
+    return nll, lse, entropy
 
 
 def gradient_(
     x_NV: Tensor,
     labels_N: Tensor,
     lse_N: Tensor,
-    transform: Transform,
-    soft: SoftRows | None = None,
+    bias_V: Tensor | None,
+    softcap: float | None,
+    scale: float,
+    soft_ids_NK: Tensor | None,
+    soft_weights_NK: Tensor | None,
 ) -> Tensor:
+    """Overwrites the raw products by the gradient of their nll, against the label or against soft
+    targets."""
     n, v = x_NV.shape
-    ids, weights = labels_N, lse_N  # read where there are soft targets
-    if soft is not None:
-        ids, weights = soft.ids_NK.contiguous(), soft.weights_NK.float().contiguous()
+    ids, weights = labels_N, lse_N  # placeholders: not read without soft targets
+    if soft_ids_NK is not None and soft_weights_NK is not None:
+        ids, weights = soft_ids_NK.contiguous(), soft_weights_NK.float().contiguous()
     assert x_NV.stride(1) == 1 and labels_N.is_contiguous() and lse_N.is_contiguous()
     if n:
         _gradient_kernel[(n, triton.cdiv(v, _BLOCK))](
             x_NV,
             labels_N,
             lse_N,
-            x_NV if transform.bias is None else transform.bias,
+            x_NV if bias_V is None else bias_V,
             ids,
             weights,
             x_NV.stride(0),
-            transform.scale,
-            transform.softcap or 1.0,
+            scale,
+            softcap or 1.0,
             V=v,
-            BIAS=transform.bias is not None,
-            CAP=transform.softcap is not None,
-            SOFT=0 if soft is None else ids.shape[1],
+            BIAS=bias_V is not None,
+            CAP=softcap is not None,
+            SOFT=0 if soft_ids_NK is None else ids.shape[1],
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )
     return x_NV
-
-
-TRITON_ROWS = RowOperations(losses, gradient_)

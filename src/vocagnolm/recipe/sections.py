@@ -8,7 +8,7 @@ the command line reads this at its start, and `check` what an objective means.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from vocagnolm.errors import SettingError
 from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
@@ -133,9 +133,10 @@ class StoreSection(Schema):
         "folder or address of the loss store (s3://, gs://, az://, hf://datasets/OWNER/NAME), or a "
         "list of them for several teachers; omit it for methods without a teacher"
     )
-    combine: Literal["min", "mean", "median", "max", "best_document"] | None = key(
-        "several stores: how to combine their losses for each token or stretch; best_document: "
-        "use the teacher with the fewest bits per byte on the document; null: min"
+    combine: Literal["min", "best_document"] | None = key(
+        "several stores: which loss to use for each token or stretch; min: the smallest; "
+        "best_document: that of the teacher with the fewest bits per byte on the document; null: "
+        "min"
     )
     weights: list[float] | None = key(
         "distill with several stores: the weight of each teacher's targets; null: equal weights"
@@ -232,7 +233,7 @@ class LossSection(Schema):
         "constant",
     )
     distill_weight: float = key(
-        "kld, uld, uld_counted, alm: weight (lambda) of the distillation term", 0.5, ge=0
+        "kld, uld, alm: weight (lambda) of the distillation term", 0.5, ge=0
     )
     cross_entropy: float = key(
         "alm: weight of the cross entropy; 0: only the distance, as published", 1.0, ge=0
@@ -421,19 +422,14 @@ class TrainSection(Schema):
         "fastest number, measured before the first step",
         8,
     )
-    dtype: Literal["float32", "bfloat16", "fp8"] | None = key(
+    dtype: Literal["float32", "bfloat16", "fp8"] = key(
         "arithmetic; the weights stay in student.dtype. bfloat16: by autocast; fp8: as bfloat16, "
         "with the linear layers of all decoder layers but the first and the last in e4m3 (H100 and "
-        "newer; for students that are wider than 1,024); null: as `bf16` says"
+        "newer; for students that are wider than 1,024)",
+        "float32",
     )
-    bf16: bool = key("bfloat16 arithmetic (autocast)", False)
     gradient_checkpointing: bool = key("recompute activations to save memory", False)
     compile: bool = key("torch.compile each decoder layer", False)
-    cuda_graphs: bool = key(
-        "replay the decoder as CUDA graphs: for micro-batches so small that the GPU waits for the "
-        "host (one GPU)",
-        False,
-    )
     liger: bool = key("Liger's fused layers (extra, GPU)", False)
     parallel: Literal["ddp", "fsdp2", "hsdp"] = key(
         "how processes share the model: each holds all of it, a shard of it, or a shard of one "
@@ -448,10 +444,14 @@ class TrainSection(Schema):
     loader_workers: int = key("number of processes that prefetch blocks", 0, ge=0)
     arguments: dict[str, Any] = key("more TrainingArguments of transformers, by name", {})
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dtype is not None:
-            self.__dict__["bf16"] = self.dtype != "float32"
+    renamed: ClassVar[Mapping[str, str]] = {
+        "bf16": "train.dtype: bfloat16 for `bf16: true`, and nothing for false"
+    }
+
+    @property
+    def half_precision(self) -> bool:
+        """Whether arithmetic that is not in fp8 is in bfloat16."""
+        return self.dtype != "float32"
 
 
 class RunSection(Schema):

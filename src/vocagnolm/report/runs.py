@@ -26,7 +26,7 @@ from vocagnolm.evaluate.settings import marks
 from vocagnolm.files import json_digest, local_path, parse_json, write_text
 from vocagnolm.pair import plain_tokenizer
 from vocagnolm.questions.suite import AVERAGES, TASKS
-from vocagnolm.recipe import Recipe, load_recipe, recipe_from_dict
+from vocagnolm.recipe import Recipe, recipe_from_dict
 from vocagnolm.recipe.schema import parse_yaml
 from vocagnolm.report.page_data import (
     FORMAT_VERSION,
@@ -403,7 +403,7 @@ def compute_sample(
     from vocagnolm.train.settings import objective_config
 
     folder = Path(run)
-    recipe = load_recipe(folder / "recipe.yaml")
+    recipe = run_folder.run_recipe(folder)
     _require_losses(folder, recipe)
     student = Path(model) if model is not None else folder / "model"
     if not student.is_dir():

@@ -1,8 +1,6 @@
-"""What a store says of documents and of its teacher: ranks by bits per byte or by difference, and
-whether the teacher is worth following. No model."""
+"""What a store says of its documents: ranks by bits per byte or by difference. No model."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,31 +134,3 @@ def best(score: NDArray[np.float64], widths: NDArray[np.int64], share: float) ->
     count = int(np.searchsorted(held, share * held[-1] * (1 - 1e-12))) + 1
     chosen = order[:count]
     return chosen[~np.isnan(score[chosen])]
-
-
-# ---- strength of a teacher ----
-
-
-CLEARLY_BETTER = 0.97
-"""A teacher is clearly better when its bits per byte are below this share of the student's."""
-
-
-def teacher_warning(teacher_bits: float | None, student_bits: float | None) -> str | None:
-    """What to tell the user about a teacher whose bits per byte on the corpus are not clearly
-    below the student's; None where it is, or where one of the two is not known."""
-    if teacher_bits is None or student_bits is None:
-        return None
-    if teacher_bits <= CLEARLY_BETTER * student_bits:
-        return None
-    return (
-        f"the teacher has {teacher_bits:.3f} bits per byte on its corpus, the student "
-        f"{student_bits:.3f}: a teacher that is not clearly better than the student did harm in "
-        "our experiments. Compare them on clean text too: on a corpus that is partly wrong, a good "
-        "teacher may look weak."
-    )
-
-
-def best_store(stores: Sequence[LossStore]) -> LossStore:
-    """Of the teacher with the fewest bits per byte."""
-    known = [store for store in stores if store.bits_per_byte is not None]
-    return min(known or stores, key=lambda store: store.bits_per_byte or 0.0)

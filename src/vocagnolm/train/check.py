@@ -1,9 +1,8 @@
 """`vocagnolm check`: everything that can be known about a run before it begins.
 
-Findings are collected, not raised one by one: a user mends a recipe once. What `train` would refuse
-is refused here. torch and transformers, which take seconds to import, are asked where nothing else
-can answer, and what they say of a tokenizer and of a configuration is remembered.
-"""
+Problems are collected instead of raised one by one, so that a user mends a recipe once. What
+`train` would refuse is refused here. torch and transformers take seconds to import: they are asked
+where nothing else can answer, and what they say of a tokenizer or a configuration is cached."""
 
 import contextlib
 import math
@@ -15,8 +14,6 @@ from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from vocagnolm.alignment import TextTokenizer
 from vocagnolm.alignment.targets import TARGETS_RULE
@@ -44,7 +41,6 @@ from vocagnolm.recipe import Recipe
 from vocagnolm.storage import storage_of
 from vocagnolm.storage.copies import remembered
 from vocagnolm.store import LossStore
-from vocagnolm.store.analysis import best_store, teacher_warning
 from vocagnolm.store.format import STORE_FOLDERS
 from vocagnolm.store.reader import listing_problems, mend_hint
 from vocagnolm.train.folder import found_micro_batch, read_run, refuse_other_run
@@ -52,15 +48,15 @@ from vocagnolm.train.settings import (
     Schedule,
     check_arguments,
     check_batch,
-    check_graphs,
     objective_config,
     plan_schedule,
     slow_arithmetic,
     what_a_step_depends_on,
 )
+from vocagnolm.train.strength import best_store, measure_strength, teacher_warning
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 # Beyond this a corpus is not read through by a mere check.
 LARGEST_CORPUS_READ_BYTES = 2 * 10**9
@@ -72,7 +68,7 @@ SURVEYED = 200
 
 @dataclass
 class CheckReport:
-    """What was found. `ready` is the verdict; `plan` holds facts by name."""
+    """The result of a check. `ready` is the verdict; `plan` holds facts by name."""
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -103,24 +99,24 @@ def check(
     """Validate a recipe against what is on this machine. `measure`: also load the student, if it
     has weights, and compare it with the teacher on a few documents; `on_weights` is called right
     before that."""
-    found = _Check(recipe, processes)
+    checked = _Check(recipe, processes)
     looks = [
-        *(found.find_corpus, found.find_tokenizer, found.find_student, found.find_stores),
-        *(found.look_at_teacher, found.look_at_conversations, found.find_blocks),
-        *(found.plan_steps, found.look_at_disk, found.look_at_run),
+        *(checked.find_corpus, checked.find_tokenizer, checked.find_student, checked.find_stores),
+        *(checked.look_at_teacher, checked.look_at_conversations, checked.find_blocks),
+        *(checked.plan_steps, checked.look_at_disk, checked.look_at_run),
     ]
     if measure:
-        looks.append(lambda: found.look_at_weights(on_weights))
+        looks.append(lambda: checked.look_at_weights(on_weights))
     for look in looks:
         try:
             look()
         except VocagnolmError as error:
-            found.report.problem(str(error))
-    return found.report
+            checked.report.problem(str(error))
+    return checked.report
 
 
 def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
-    """What contradicts itself in the recipe, whatever is on the disk."""
+    """Contradictions within the recipe, which no file on the disk can solve."""
     problems = []
     student, objective = recipe.student, recipe.objective
     if (student.model is None) == (student.config is None):
@@ -151,16 +147,10 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
         if wanted and find_spec(package) is None:
             problems.append(f"the package {package} is missing: pip install 'vocagnolm[{extra}]'")
     if recipe.run.report_to:
-        from vocagnolm.train.metrics import tracker_problems
+        from vocagnolm.train.trackers import tracker_problems
 
         problems += tracker_problems(recipe.run.report_to)
-    documents = recipe.data.document_mask
-    device = "cpu" if recipe.train.device == "cpu" else "cuda"
-    for work in (
-        lambda: check_batch(recipe, processes),
-        lambda: check_graphs(recipe, processes, device=device, documents=documents),
-        lambda: objective_config(recipe),
-    ):
+    for work in (lambda: check_batch(recipe, processes), lambda: objective_config(recipe)):
         try:
             work()
         except VocagnolmError as error:
@@ -172,16 +162,16 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
 
 
 class _Check:
-    """One look after the other at what the recipe names. What is found is kept for those that
-    follow; None where something is wrong with it, or where there is nothing to find."""
+    """Looks at everything that the recipe names, in turn. Each look keeps its result for those that
+    follow; it is None where something is wrong, or where there is nothing to find."""
 
     corpus: Corpus | None = None
     tokenizer: TextTokenizer | None = None
     parameters: int | None = None
     store: LossStore | None = None
-    """The best of several."""
+    """The store with the best teacher, if there are several."""
     manifest: dict[str, Any] | None = None
-    """Of prepared blocks."""
+    """The manifest of prepared blocks."""
     blocks: int | None = None
     schedule: Schedule | None = None
 
@@ -223,7 +213,7 @@ class _Check:
             self.warn(missing_beginning(tokenizer))
 
     def find_student(self) -> None:
-        """From the configuration alone."""
+        """Read the student's configuration; no weights are loaded."""
         section, block_size = self.recipe.student, self.recipe.data.block_size
         if section.model is None and section.config is None:
             return
@@ -285,7 +275,7 @@ class _Check:
             self.warn(teacher_warning(self.store.bits_per_byte, recipe.student.bits_per_byte))
 
     def _compare_with(self, stores: list[LossStore]) -> None:
-        """Are they of the recipe's teacher and corpus?"""
+        """Check that the stores belong to the recipe's teacher and corpus."""
         wanted, missing = self.recipe.teacher.model, self.recipe.data.missing
         names = {Path(store.teacher_name).name for store in stores}
         if wanted is not None and Path(wanted).name not in names:
@@ -336,7 +326,7 @@ class _Check:
             refuse_other_vocabulary(self.tokenizer.vocabulary, teacher.vocabulary)
 
     def look_at_conversations(self) -> None:
-        """What the two templates make of the corpus."""
+        """Render a sample of the corpus with the chat templates of student and teacher."""
         recipe = self.recipe
         if self.corpus is None or not isinstance(self.tokenizer, ChatTokenizer):
             return
@@ -447,7 +437,8 @@ class _Check:
         self.schedule = schedule
 
     def look_at_disk(self) -> None:
-        """A checkpoint holds weights and AdamW's two moments; one more while it is written."""
+        """Compare the free disk space with what the run needs. A checkpoint holds the weights and
+        AdamW's two moments, and a further one is there while it is written."""
         recipe = self.recipe
         if self.parameters is None or self.folder is None:
             return
@@ -501,7 +492,8 @@ class _Check:
         }
 
     def look_at_weights(self, on_weights: Callable[[], None] | None) -> None:
-        """What only the student's weights can tell; they are loaded where all else is well."""
+        """Load the student's weights, if everything else is well, and test what only they can
+        tell."""
         recipe, tokenizer = self.recipe, self.tokenizer
         has_weights = recipe.student.model is not None
         apart = recipe.data.document_mask or isinstance(tokenizer, ChatTokenizer)
@@ -530,7 +522,7 @@ class _Check:
 
 
 def about_student(recipe: Recipe) -> dict[str, Any]:
-    """What transformers says of the student's configuration."""
+    """Facts of the student's configuration, as transformers reads it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -558,97 +550,3 @@ def about_student(recipe: Recipe) -> dict[str, Any]:
         "positions": getattr(text_config, "max_position_embeddings", None),
         "rows": text_config.vocab_size,
     }
-
-
-# ---- is the teacher better than the student? ----
-
-
-# Arithmetic that may be spent on it, and the tokens that are read at least and at most.
-_CPU_OPERATIONS = 1e12
-_GPU_OPERATIONS = 1e14
-_TOKENS = (256, 20_000)
-_CANDIDATES = 64
-
-
-@dataclass(frozen=True)
-class Strength:
-    """Bits per byte of the same documents."""
-
-    teacher: float
-    student: float
-    documents: int
-
-
-def measure_strength(
-    model: "PreTrainedModel", tokenizer: TextTokenizer, store: LossStore, corpus: Corpus
-) -> Strength | None:
-    """None where no document of the store is in the corpus."""
-    import torch
-
-    from vocagnolm.model import NllModel
-
-    operations = _GPU_OPERATIONS if model.device.type == "cuda" else _CPU_OPERATIONS
-    budget = int(np.clip(operations / (2 * model.num_parameters()), *_TOKENS))
-    rows, texts = _sample(tokenizer, store, corpus, budget)
-    if not texts:
-        return None
-    spans = tokenizer.spans_batch(texts)
-    config: Any = model.config.get_text_config()
-    context = min(1024, getattr(config, "max_position_embeddings", None) or 1024)
-    prefix = tokenizer.prefix_ids
-    training = model.training
-    scorer = NllModel(
-        model.eval(),
-        context=context,
-        stride=max(1, context // 8),
-        batch_tokens=context,
-        prefix_ids=prefix,
-    )
-    with torch.inference_mode():
-        student = scorer.document_nll([one.ids for one in spans])
-    if isinstance(tokenizer, ChatTokenizer):  # a template's own tokens hold no text
-        for one, nll in zip(spans, student, strict=True):
-            nll[one.token_bytes == 0] = np.nan
-    model.train(training)
-    return Strength(
-        teacher=_bits([store[row] for row in rows]),
-        student=_bits([(s.token_bytes, nll) for s, nll in zip(spans, student, strict=True)]),
-        documents=len(texts),
-    )
-
-
-def _sample(
-    tokenizer: TextTokenizer, store: LossStore, corpus: Corpus, budget: int
-) -> tuple[list[int], list[str]]:
-    """Documents evenly spread over the store, up to so many student tokens (at least one)."""
-    rows: list[int] = []
-    texts: list[str] = []
-    step = max(1, len(store) // _CANDIDATES)
-    for row in range(step // 2, len(store), step):
-        index = store.document_index(row)
-        for document in corpus.read(index, index + 1):
-            text = document.text
-            if text is None or document_hash(text) != store.document_hash(row):
-                continue
-            if isinstance(tokenizer, ChatTokenizer) and isinstance(
-                tokenizer.outcomes([text])[0], str
-            ):
-                continue
-            tokens = len(tokenizer.spans(text))
-            if tokens <= budget or not rows:
-                rows.append(row)
-                texts.append(text)
-                budget -= tokens
-        if budget <= 0:
-            break
-    return rows, texts
-
-
-def _bits(documents: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    """Bits over bytes of the tokens that have a loss."""
-    nats = covered = 0.0
-    for token_bytes, nll in documents:
-        known = np.isfinite(nll)
-        nats += float(nll[known].sum(dtype=np.float64))
-        covered += float(np.asarray(token_bytes)[known].sum())
-    return nats / math.log(2) / max(covered, 1.0)

@@ -58,23 +58,23 @@ _NAME = re.compile(r"checkpoint-(\d+)$")
 
 @dataclass(frozen=True)
 class Resumable:
-    """Where a run can go on, and what could not be used."""
+    """The checkpoint from which a run can continue, and those that cannot be used."""
 
     path: Path | None
     step: int
     damaged: list[str]
-    """`checkpoint-20: what is wrong`, newer ones that were passed over."""
+    """Newer checkpoints that were passed over: `checkpoint-20: what is wrong`."""
 
 
 def mark_complete(checkpoint: Path, step: int, world_size: int) -> None:
-    """All files of `checkpoint-STEP` are there: say so, durably."""
+    """Write the marker that all files of a checkpoint are on the disk."""
     sync_tree(checkpoint)
     files = file_records(checkpoint, MARKER)
     write_json(checkpoint / MARKER, {"step": step, "world_size": world_size, "files": files})
 
 
 def damage(checkpoint: Path, *, read: bool = True) -> str | None:
-    """What is wrong with a checkpoint, or None. `read`: also compare every byte."""
+    """What is wrong with a checkpoint, or None. `read`: also compare checksums."""
     try:
         files = read_json(checkpoint / MARKER, TrainingError, "", {"files": dict})["files"]
     except FileNotFoundError:
@@ -85,8 +85,8 @@ def damage(checkpoint: Path, *, read: bool = True) -> str | None:
 
 
 def newest_complete(folder: str | Path, *, read: bool = True) -> Resumable:
-    """The newest checkpoint that is whole. Those that were never finished are passed over without
-    a word: a kill while one is written is no damage."""
+    """The newest checkpoint that is complete. Unfinished ones are passed over without a word: a
+    kill while a checkpoint is written is no damage."""
     damaged: list[str] = []
     for step, path in sorted(_checkpoints(Path(folder)), reverse=True):
         wrong = damage(path, read=read)
@@ -99,11 +99,10 @@ def newest_complete(folder: str | Path, *, read: bool = True) -> Resumable:
 
 def prune_checkpoints(folder: str | Path, keep: int) -> None:
     """Remove complete checkpoints but the newest `keep`, and unfinished ones before the last."""
-    found = sorted(_checkpoints(Path(folder)))
-    complete = [path for _, path in found if damage(path, read=False) is None]
+    paths = [path for _, path in sorted(_checkpoints(Path(folder)))]
+    complete = [path for path in paths if damage(path, read=False) is None]
     for path in complete[: -max(1, keep)]:
         remove(path / MARKER)  # first: a half-removed folder must not pass for complete
-    paths = [path for _, path in found]
     for path in paths[: paths.index(complete[-1])] if complete else []:
         if not (path / MARKER).exists():
             shutil.rmtree(path)
@@ -125,7 +124,7 @@ _OPTIMIZER, _SCHEDULER, _SCALER = "optimizer.pt", "scheduler.pt", "scaler.pt"
 
 @dataclass
 class TrainingState:
-    """What changes from step to step."""
+    """The objects whose state changes from step to step."""
 
     model: Any
     """The student that is saved: a transformers or peft model, its weights perhaps sharded."""
@@ -134,13 +133,13 @@ class TrainingState:
     scaler: torch.amp.GradScaler
 
     def shards(self) -> dict[str, Any]:
-        """This process's part of weights and moments."""
+        """The weights and optimizer moments that this process holds."""
         moments = get_optimizer_state_dict(self.model, self.optimizer)
         return {"model": get_model_state_dict(self.model), "optimizer": moments}
 
 
 class Checkpoints:
-    """Saves and loads the state of a run. All processes must call it alike."""
+    """Saves and loads the state of a run. All processes must make the same calls."""
 
     def __init__(self, run: RunSection, *, sharded: bool):
         assert run.folder is not None
@@ -152,7 +151,8 @@ class Checkpoints:
         self._pending: Future[None] | None = None
 
     def save(self, step: int, state: TrainingState) -> None:
-        """Shards are copied at once and written in the background, anything else now."""
+        """Write a checkpoint. Shards are copied at once and written in the background, everything
+        else before this returns."""
         self.wait()
         checkpoint = self.folder / f"checkpoint-{step}"
         with as_write_error(f"the checkpoint of step {step}"):
@@ -187,7 +187,8 @@ class Checkpoints:
         self._pending = self._thread.submit(self._finish, written, checkpoint, step)
 
     def _finish(self, written: Any, checkpoint: Path, step: int) -> None:
-        """In each process once its part is on the disk; in the first, once all of them are."""
+        """Wait until this process has written its shards, and, in the first process, all others
+        theirs; then complete the checkpoint."""
         with as_write_error(checkpoint.name):
             try:
                 written.result()
@@ -202,7 +203,7 @@ class Checkpoints:
             prune_checkpoints(self.folder, self.keep)
 
     def wait(self) -> None:
-        """Until the checkpoint that was begun is complete; raises its error, if there was one."""
+        """Wait until the checkpoint that was begun is complete; raises its error, if any."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -219,19 +220,19 @@ class Checkpoints:
             state.scaler.load_state_dict(_load(checkpoint / _SCALER))
 
     def load_random_numbers(self, checkpoint: Path, step: int) -> None:
-        """Where there were fewer processes, or another number of them and one now, a process finds
-        no state of its own: it must not draw what it or another has drawn before."""
+        """Restore the state of the random numbers. A process that has none, because the number of
+        processes has changed, is seeded so that it repeats no draw of its own or of others."""
         set_seed((self.seed + 1_000_003 * step + self.ranks.rank) % 2**32)
         path = checkpoint / _random_numbers(self.ranks)
         if not path.is_file():
             return
         with safe_globals():
-            found = _load(path)
-        random.setstate(found["python"])
-        np.random.set_state(found["numpy"])
-        torch.set_rng_state(found["cpu"])
-        if "cuda" in found and torch.cuda.is_available():
-            cuda = found["cuda"]  # older versions: of every device
+            states = _load(path)
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            cuda = states["cuda"]  # in 0.1.0 a list, with the state of every device
             here = cuda if isinstance(cuda, torch.Tensor) else cuda[torch.cuda.current_device()]
             torch.cuda.set_rng_state(here)
 
@@ -252,8 +253,8 @@ def _save_random_numbers(checkpoint: Path, ranks: Ranks) -> None:
 
 
 def _clear(checkpoint: Path) -> None:
-    """Remove what a killed run of perhaps another number of processes has left of it, and the
-    marker of a damaged one, which must not vouch for what follows."""
+    """Remove what a killed run, perhaps with another number of processes, has left in a
+    checkpoint's folder, and the marker of a damaged one, which must not vouch for what follows."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / MARKER).unlink(missing_ok=True)
     shutil.rmtree(checkpoint / PARTS, ignore_errors=True)
@@ -290,7 +291,7 @@ def _load_weights(checkpoint: Path, model: Any) -> None:
 
 
 def _load_shards(checkpoint: Path, state: TrainingState) -> None:
-    if (checkpoint / _OPTIMIZER).is_file():  # a run of one process was once not sharded
+    if (checkpoint / _OPTIMIZER).is_file():  # 0.1.0 did not shard a run of one process
         raise TrainingError(
             f"{checkpoint} was written by one process of an older version, without sharding. Set "
             "train.parallel to ddp in the run's recipe.yaml and in yours to continue it."

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from vocagnolm import __version__
 from vocagnolm.chat import ChatTemplate
 from vocagnolm.chat.survey import template_words
-from vocagnolm.errors import TrainingError, VocagnolmWarning
+from vocagnolm.errors import RecipeError, TrainingError, VocagnolmWarning
 from vocagnolm.files import LOCK_FILE, is_leftover, parse_json, read_json, write_json, write_text
-from vocagnolm.recipe import Recipe, load_recipe, recipe_difference
+from vocagnolm.recipe import Recipe, recipe_difference, recipe_from_dict
+from vocagnolm.recipe.schema import read_tree
 from vocagnolm.storage.copies import version
 
 if TYPE_CHECKING:  # it comes with torch
@@ -20,13 +21,13 @@ if TYPE_CHECKING:  # it comes with torch
 
 # ---- metrics.jsonl ----
 
-# names before 0.2.0 -> now: runs of that time stay readable
+# names in 0.1.0 -> names now
 _NAMES = {"loss_selected": "nll_kept", "loss_all": "nll_all", "selected_share": "kept_share"}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file. A last line that was cut short is left out; other lines that
-    are no records too, with a warning."""
+    """The records of a metrics file. A last line that was cut short is left out; so are other
+    damaged lines, with a warning."""
     records: list[dict[str, Any]] = []
     damaged: list[int] = []
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
@@ -50,7 +51,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 # ---- the folder ----
 
 
-# Keys that change nothing of what is trained: a run may go on with others.
+# Keys that do not affect training: a run may continue with other values.
 RUNTIME_KEYS = frozenset(
     {
         "run.log_every",
@@ -79,8 +80,18 @@ def _not_a_file(folder: Path) -> Path:
     return folder
 
 
+def run_recipe(folder: Path) -> Recipe:
+    """The recipe that a run was started with; 0.1.0 wrote `train.bf16` instead of `train.dtype`."""
+    path = folder / "recipe.yaml"
+    tree = read_tree(path, RecipeError, _MEND)
+    train = tree.get("train")
+    if isinstance(train, dict) and "bf16" in train:
+        train["dtype"] = "bfloat16" if train.pop("bf16") else "float32"
+    return recipe_from_dict(tree, origin=str(path))
+
+
 def read_run(folder: Path) -> dict[str, Any]:
-    """run.json; empty where there is none yet."""
+    """The content of run.json; empty if there is none yet."""
     _not_a_file(folder)
     keys = {"finished": bool, "schedule": dict}
     try:
@@ -90,10 +101,11 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def refuse_other_run(
-    folder: Path, recipe: Recipe, found: dict[str, Any], blocks: str | None = None
+    folder: Path, recipe: Recipe, about: dict[str, Any], blocks: str | None = None
 ) -> None:
-    """A run folder belongs to one recipe and the very `blocks` (their fingerprint) it has begun
-    with. The number of processes may change: a step is the same step however it is split."""
+    """Refuse to continue a run with another recipe, or with other blocks (by their fingerprint)
+    than it began with. The number of processes may change: a step is the same however it is
+    split. `about`: the content of run.json."""
     if not (folder / "recipe.yaml").is_file():
         files = folder.iterdir() if folder.is_dir() else iter(())
         if any(p.name != LOCK_FILE and not is_leftover(p.name) for p in files):
@@ -101,10 +113,10 @@ def refuse_other_run(
         return
     if not has_begun(folder):
         return
-    finished = bool(found) and found["finished"]
-    difference = recipe_difference(load_recipe(folder / "recipe.yaml"), recipe, RUNTIME_KEYS)
-    others = blocks is not None and found.get("blocks") not in (None, blocks)
-    if found and not finished and others:
+    finished = bool(about) and about["finished"]
+    difference = recipe_difference(run_recipe(folder), recipe, RUNTIME_KEYS)
+    others = blocks is not None and about.get("blocks") not in (None, blocks)
+    if about and not finished and others:
         difference.append(f"the blocks in {recipe.data.blocks} are not those it began with")
     if difference:
         raise TrainingError(
@@ -116,14 +128,15 @@ def refuse_other_run(
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a step was ever made: a run that failed before (a model that does not load) must not
-    hold its folder against the corrected recipe."""
+    """Whether a run has made a step. Before that its folder is free for another recipe, such as the
+    corrected one after a model that did not load."""
     made = (folder / "metrics.jsonl", folder / "model", *(folder / "checkpoints").glob("*"))
     return any(path.exists() for path in made)
 
 
 def begin_run(folder: Path, recipe: Recipe, schedule: "Schedule", blocks: str) -> None:
-    """Or go on with it, perhaps with another number of processes."""
+    """Write recipe.yaml and run.json of a new run. A run that continues keeps them, with a new
+    schedule if the number of processes has changed."""
     begun = has_begun(folder)
     if not begun or not (folder / "recipe.yaml").exists():
         write_text(folder / "recipe.yaml", recipe.to_yaml())
@@ -145,18 +158,19 @@ def begin_run(folder: Path, recipe: Recipe, schedule: "Schedule", blocks: str) -
 
 
 def note_in_run(folder: Path, **facts: Any) -> None:
-    """Into run.json."""
+    """Add facts to run.json."""
     write_json(folder / "run.json", {**read_run(folder), **facts}, sealed=True)
 
 
 def found_micro_batch(folder: Path) -> int | None:
-    """What a run that has begun uses, whether it was given or found."""
+    """The micro-batch of a run that has begun, whether it was given or found; else None."""
     schedule = read_run(folder).get("schedule", {})
     return schedule.get("micro_batch") if has_begun(folder) else None
 
 
 def run_summary(folder: Path, *, already: bool = False) -> dict[str, Any]:
-    """What `vocagnolm train` prints at the end. `already`: it was finished before."""
+    """The facts that `vocagnolm train` prints at the end. `already`: the run was finished
+    before."""
     about = read_run(folder)
     records = read_metrics(folder / "metrics.jsonl")
     schedule = about["schedule"]
@@ -183,7 +197,7 @@ def model_card(
     final: dict[str, Any],
     template: ChatTemplate | None = None,
 ) -> str:
-    """README.md of the model folder. `template`: the one in which conversations were read."""
+    """The README.md of the model folder. `template`: the chat template of the conversations."""
     from vocagnolm.train.settings import what_a_step_depends_on
 
     method = recipe.objective.method

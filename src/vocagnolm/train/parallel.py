@@ -1,13 +1,9 @@
-"""Processes: what signals ask of them, how they share the student (DDP, FSDP2, HSDP)."""
+"""How several processes share the student: DDP, FSDP2, HSDP."""
 
 import contextlib
 import os
-import signal
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,66 +15,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
-from vocagnolm.errors import TrainingError, UsageError
+from vocagnolm.errors import TrainingError
 from vocagnolm.model.runtime import find_layers
-from vocagnolm.train.student import GuidedStudent
 
-
-def is_main() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def refuse_lone_process() -> None:
-    """Without a GPU `accelerate launch --num_processes 2` starts one process and says nothing: it
-    leaves the others to MPI. What it sets for several gives it away."""
-    launched = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ
-    if launched and "RANK" not in os.environ:
-        raise UsageError(
-            "accelerate launch was asked for several processes and has started one: without GPUs "
-            "it starts no others. Use torchrun: torchrun --nproc-per-node N -m vocagnolm train "
-            "RECIPE"
-        )
-
-
-# ---- signals ----
-
-
-@dataclass
-class Requests:
-    """Set by signals, read between two steps."""
-
-    stop: bool = False
-    save: bool = False
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.stop |= number == signal.SIGTERM
-        self.save |= number == signal.SIGUSR1
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[Requests]:
-    """Handle both signals inside the block; only Python's main thread can."""
-    requests = Requests()
-    if threading.current_thread() is not threading.main_thread():
-        yield requests
-        return
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, requests._note) for number in numbers}
-    try:
-        yield requests
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-# ---- sharing the student ----
+if TYPE_CHECKING:
+    from vocagnolm.train.loop import GuidedStudent
 
 
 @contextlib.contextmanager
 def sharding_group(*, accelerator: bool) -> Iterator[None]:
-    """What FSDP needs around it: a process that nobody has started together with others gets a
-    group of its own, so that one process continues with the shards of several. `accelerator`: the
-    run is not on a CPU."""
+    """Give a process that was not started by torchrun a group of its own: FSDP needs one, and one
+    process can then continue with the shards of several. `accelerator`: the run is not on a CPU."""
     if "LOCAL_RANK" in os.environ:
         yield
         return
@@ -92,14 +39,13 @@ def sharding_group(*, accelerator: bool) -> Iterator[None]:
 
 
 def share(
-    student: GuidedStudent, parallel: str, arguments: TrainingArguments, *, bf16: bool
+    student: "GuidedStudent", parallel: str, arguments: TrainingArguments, *, half: bool
 ) -> nn.Module:
-    """The student as the processes hold it together. It is on its device afterwards."""
+    """The student as the processes hold it together: in shards, which go to the device when they
+    are made, or whole in each process. `half`: the arithmetic is in bfloat16."""
     device = arguments.device
     if parallel != "ddp":
-        _shard(student, _mesh(device, within_machines=parallel == "hsdp"), bf16=bf16)
-        return student
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        _shard(student, _mesh(device, within_machines=parallel == "hsdp"), half=half)
         return student
     options = {
         "bucket_cap_mb": arguments.ddp_bucket_cap_mb,
@@ -112,7 +58,8 @@ def share(
 
 
 def _mesh(device: torch.device, *, within_machines: bool) -> Any:
-    """One axis over all processes (also of one machine), or machines x the processes of each."""
+    """The processes as one axis, or as two, machines x the processes of each, where shards stay
+    within a machine and there are several machines."""
     processes = dist.get_world_size()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if within_machines else processes
     machines, rest = divmod(processes, here)
@@ -127,14 +74,14 @@ def _mesh(device: torch.device, *, within_machines: bool) -> Any:
     return init_device_mesh(device.type, (machines, here), mesh_dim_names=("replicate", "shard"))
 
 
-def _shard(student: GuidedStudent, mesh: Any, *, bf16: bool) -> None:
-    """Each decoder layer by itself, then the embeddings, then the final norm with the head, which
-    is read behind it without a forward of its own. The rest is gathered for the whole pass."""
+def _shard(student: "GuidedStudent", mesh: Any, *, half: bool) -> None:
+    """Shard each decoder layer by itself, then the embeddings, then the final norm with the head,
+    which is read after it without a forward of its own. The rest is gathered for the whole pass."""
     model = student.causal_lm
     policy = MixedPrecisionPolicy()
-    if bf16:
+    if half:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        for parameter in student.parameters():  # those that are kept, and stepped
+        for parameter in student.parameters():  # the weights that the optimizer steps
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
@@ -153,6 +100,6 @@ def _shard(student: GuidedStudent, mesh: Any, *, bf16: bool) -> None:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """All weights on the CPU of rank 0, gathered from the shards."""
+    """The whole weights, gathered from the shards to the CPU of rank 0."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return get_model_state_dict(model, options=options)

@@ -3,28 +3,30 @@
 ```
 RUN/recipe.yaml      the resolved recipe, written first
 RUN/run.json         versions, schedule, processes; `finished` when the model is there
-RUN/metrics.jsonl    one object a step
+RUN/metrics.jsonl    one object per step
 RUN/checkpoints/     checkpoint-N, each with a marker written last
 RUN/model/           the result: an ordinary model folder
 RUN/tensorboard/     where run.report_to names tensorboard
 ```
 """
 
-import math
-import time
+import contextlib
+import os
+import signal
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel, TrainingArguments
-from transformers.integrations.neftune import neftune_post_forward_hook
 
 from vocagnolm.alignment import TextTokenizer
 from vocagnolm.data.blocks import Blocks, TrainingOrder, damaged_parts
@@ -41,6 +43,7 @@ from vocagnolm.errors import (
     RecipeError,
     StoppedError,
     TrainingError,
+    UsageError,
     VocagnolmError,
     VocagnolmWarning,
 )
@@ -53,15 +56,12 @@ from vocagnolm.files import (
     remove_leftovers,
     whole_folder,
 )
-from vocagnolm.model.fp8 import FP8_WIDTH, require_fp8, train_in_fp8
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
-from vocagnolm.objective import Decided, count_kept
 from vocagnolm.processes import Ranks, world_size
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
-from vocagnolm.store.analysis import best_store, teacher_warning
-from vocagnolm.train.check import measure_strength
 from vocagnolm.train.checkpoint import Resumable, newest_complete
+from vocagnolm.train.collate import GuidedCollator
 from vocagnolm.train.folder import (
     begin_run,
     found_micro_batch,
@@ -73,43 +73,26 @@ from vocagnolm.train.folder import (
     run_folder,
     run_summary,
 )
-from vocagnolm.train.loop import TrainingLoop
-from vocagnolm.train.metrics import (
-    Clock,
-    Console,
-    MetricsFile,
-    StepReport,
-    Trackers,
-    flops_share,
-    tracker_problems,
-)
-from vocagnolm.train.parallel import (
-    Requests,
-    full_state_dict,
-    is_main,
-    listening,
-    refuse_lone_process,
-    sharding_group,
-)
+from vocagnolm.train.loop import GuidedStudent, Requests, Setup, TrainingLoop
+from vocagnolm.train.metrics import Clock, Console, MetricsFile, Report, RunReport, flops_share
+from vocagnolm.train.parallel import full_state_dict, sharding_group
 from vocagnolm.train.settings import (
     Schedule,
-    check_graphs,
-    first_micro_batch,
+    objective_config,
     plan_schedule,
     slow_arithmetic,
     training_arguments,
     uses_accelerator,
 )
+from vocagnolm.train.strength import best_store, measure_strength, teacher_warning
 from vocagnolm.train.student import (
-    BlockCollator,
-    GuidedStudent,
+    adapt_student,
     add_lora,
-    batch_targets,
+    autocast_dtype,
     build_student,
-    choose_attention,
-    compile_layers,
     require_separation,
     save_tokenizer,
+    set_up_layers,
 )
 from vocagnolm.train.teacher import online_teacher
 
@@ -128,99 +111,143 @@ def train(
     transformers.utils.logging.disable_progress_bar()
     folder = run_folder(recipe)
     refuse_other_run(folder, recipe, read_run(folder))
-    if problems := tracker_problems(recipe.run.report_to):
-        raise RecipeError("\n".join(problems))
+    refuse_missing_trackers(recipe)
     with ExitStack() as held:
         if is_main():
             advice = "Wait for it to end, or choose another run.folder."
             held.enter_context(folder_lock(folder, advice))
             remove_leftovers(folder)
-        found = read_run(folder)
-        if found.get("finished"):
-            wrong = model_damage(folder / "model")
-            if wrong is None and (folder / "model" / "config.json").is_file():
+        about = read_run(folder)
+        if about.get("finished"):
+            damage = model_damage(folder / "model")
+            if damage is None and (folder / "model" / "config.json").is_file():
                 return run_summary(folder, already=True)
-            found["finished"] = False
+            about["finished"] = False
             if is_main():
                 note_in_run(folder, finished=False)
-                lost = wrong or f"{folder}: the model of this finished run is missing."
+                lost = damage or f"{folder}: the model of this finished run is missing."
                 warnings.warn(f"{lost} It is made again now.", VocagnolmWarning, stacklevel=2)
         if recipe.train.compile:
             import_compiler_meanwhile()
         tokenizer = student_tokenizer(recipe)
-        with ThreadPoolExecutor(1) as loader:  # the student, while the blocks are read
+        with ThreadPoolExecutor(1) as loader:  # loads the student while the blocks are read
             whole = recipe.train.parallel == "ddp"
             loading = loader.submit(build_student, recipe) if whole else None
             blocks = open_blocks(recipe, tokenizer, verify=is_main())
             clock.end("start")
-        student = None if loading is None else loading.result()
-        refuse_other_run(folder, recipe, found, blocks.manifest["fingerprint"])
+        model = None if loading is None else loading.result()
+        refuse_other_run(folder, recipe, about, blocks.manifest["fingerprint"])
         requests = held.enter_context(listening())
         schedule = plan_schedule(recipe, len(blocks), world_size(), found_micro_batch(folder))
         arguments = training_arguments(recipe, schedule)
         arguments.device  # noqa: B018  (starts torch.distributed)
         transformers.utils.logging.set_verbosity(arguments.get_process_log_level())
-        if recipe.train.parallel != "ddp":
+        if not whole:
             held.enter_context(sharding_group(accelerator=uses_accelerator(recipe)))
-        run = Run(recipe, folder, blocks, tokenizer, schedule, arguments, requests, clock)
+        run = Run(recipe, folder, blocks, tokenizer, arguments, clock)
         # Beside a GPU the CPU does small things, such as pinning a batch, and waking its
         # threads takes longer than the work: 6 ms an operation were measured.
         held.enter_context(torch_threads(1 if arguments.device.type == "cuda" else None))
-        return _train(run, student, quiet=quiet, restart=restart)
+        console = Console(quiet=quiet, log_every=recipe.run.log_every)
+        return _train(run, schedule, model, console, requests, restart=restart)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that may begin."""
+    """The parts of a run that stay the same from its first to its last step."""
 
     recipe: Recipe
     folder: Path
     blocks: Blocks
     tokenizer: TextTokenizer
     """The student's."""
-    schedule: Schedule
     arguments: TrainingArguments
-    requests: Requests
     clock: Clock
 
 
 def _train(
-    run: Run, student: PreTrainedModel | None, *, quiet: bool, restart: bool
+    run: Run,
+    schedule: Schedule,
+    model: PreTrainedModel | None,
+    console: Console,
+    requests: Requests,
+    *,
+    restart: bool,
 ) -> dict[str, Any]:
-    """`student`: None where each process loads its own, for its shards."""
-    recipe, folder, clock = run.recipe, run.folder, run.clock
-    known, schedule = found_micro_batch(folder), run.schedule
+    """Train a run that may begin. `model`: the student, or None where each process loads its own,
+    for its shards."""
+    recipe, folder = run.recipe, run.folder
+    known = found_micro_batch(folder)
     metrics = MetricsFile(folder / "metrics.jsonl")
-    console = Console(schedule, quiet=quiet, log_every=recipe.run.log_every)
     resumed: Resumable = Ranks.of().decide(lambda: _where_to_resume(folder, console, restart))
     if is_main():
         begin_run(folder, recipe, schedule, run.blocks.manifest["fingerprint"])
         metrics.resume_at(resumed.step)
-    loop = build_loop(recipe, run.blocks, schedule, run.arguments, run.tokenizer, student)
-    clock.end("loading")
+    setup = build_setup(recipe, run.blocks, schedule, run.arguments, run.tokenizer, model)
+    run.clock.end("loading")
     if recipe.train.micro_batch == "auto" and known is None:
-        found = find_micro_batch(loop, schedule.batch_blocks // schedule.world_size)
-        micro_batch = found.micro_batch
-        schedule = plan_schedule(recipe, len(run.blocks), schedule.world_size, micro_batch)
-        loop.schedule = console.schedule = schedule
+        schedule = _measured_schedule(run, setup, schedule, console)
+    with ExitStack() as held:
+        report = Report()
         if is_main():
-            note_in_run(folder, schedule=asdict(schedule), found_micro_batch=asdict(found))
-            console.say(str(found))
+            if resumed.step == 0 and recipe.student.model is not None:
+                _warn_of_teacher(run, setup.student, console)
+            if advice := slow_arithmetic(recipe):
+                console.say(f"warning: {advice}")
+            report = _report(run, setup, schedule, metrics, console, resumed.step, held)
+            console.start(schedule, resumed.step)
+        run.clock.end("measuring")
+        loop = TrainingLoop(
+            setup, recipe, schedule, run.arguments, report=report, requests=requests
+        )
+        _run_loop(loop, resumed)
+    if loop.stopped and loop.step < schedule.steps:
+        raise StoppedError(
+            f"stopped on request after step {loop.step:,} of {schedule.steps:,}; a checkpoint "
+            f"was written. Run the same command again to resume."
+        )
+    run.clock.end("training")
+    save_result(run, loop)
+    Ranks.of().wait_for_all()
+    return run_summary(folder)
+
+
+def _measured_schedule(run: Run, setup: Setup, schedule: Schedule, console: Console) -> Schedule:
+    """The schedule with the micro-batch that is fastest here, which is noted in the run."""
+    from vocagnolm.train.micro_batch import find_micro_batch
+
+    recipe, share = run.recipe, schedule.batch_blocks // schedule.world_size
+    measured = find_micro_batch(setup, objective_config(recipe), run.arguments.device, share)
+    schedule = plan_schedule(recipe, len(run.blocks), schedule.world_size, measured.micro_batch)
     if is_main():
-        if resumed.step == 0 and recipe.student.model is not None:
-            _warn_of_teacher(run, loop, console)
-        if advice := slow_arithmetic(recipe):
-            console.say(f"warning: {advice}")
-        if loop.arguments.report_to:
-            about = (run.arguments, recipe, folder, run.tokenizer)
-            loop.trackers = Trackers(*about, model=loop.student.model, step=resumed.step)
-            loop.trackers.shows_texts &= not loop.objective.selects_all
-    clock.end("measuring")
-    share = flops_share(loop.student.model, loop.schedule, loop.device)
-    loop.on_step = StepReport(metrics, console, clock, share)
-    loop.requests = run.requests
-    if is_main():
-        console.start(resumed.step)
+        note_in_run(run.folder, schedule=asdict(schedule), found_micro_batch=asdict(measured))
+        console.say(str(measured))
+    return schedule
+
+
+def _report(
+    run: Run,
+    setup: Setup,
+    schedule: Schedule,
+    metrics: MetricsFile,
+    console: Console,
+    step: int,
+    held: ExitStack,
+) -> RunReport:
+    """The report of the first process; its trackers end with `held`."""
+    recipe, arguments, trackers = run.recipe, run.arguments, None
+    if recipe.run.report_to:
+        from vocagnolm.train.trackers import Trackers
+
+        texts = not objective_config(recipe).selects_all
+        opened = Trackers(recipe, arguments, run.tokenizer, step=step, texts=texts)
+        trackers = held.enter_context(opened)
+    share = flops_share(setup.student.model, schedule, arguments.device)
+    return RunReport(metrics, console, run.clock, schedule, share, trackers)
+
+
+def _run_loop(loop: TrainingLoop, resumed: Resumable) -> None:
+    """Train to the end, or to an error that names its cause."""
     try:
         loop.run(resumed.path, resumed.step)
     except BaseException as error:
@@ -233,19 +260,10 @@ def _train(
                 "--max-restarts N restarts automatically, or run the same command again."
             ) from error
         raise
-    if loop.stopped and loop.step < schedule.steps:
-        raise StoppedError(
-            f"stopped on request after step {loop.step:,} of {schedule.steps:,}; a checkpoint "
-            f"was written. Run the same command again to resume."
-        )
-    clock.end("training")
-    save_result(run, loop)
-    Ranks.of().wait_for_all()
-    return run_summary(folder)
 
 
 def _lost_connection(error: BaseException | None) -> str | None:
-    """What gloo or NCCL said when a process that they were talking to was gone."""
+    """The message of gloo or NCCL if an error means that another process is gone, else None."""
     while error is not None:
         line = str(error).partition("\n")[0]
         if isinstance(error, dist.DistError) or (
@@ -268,21 +286,22 @@ def _where_to_resume(folder: Path, console: Console, restart: bool) -> Resumable
     return resumed
 
 
-def _warn_of_teacher(run: Run, loop: TrainingLoop, console: Console) -> None:
-    """Measured on this machine if corpus and store are here."""
+def _warn_of_teacher(run: Run, student: GuidedStudent, console: Console) -> None:
+    """Warn of a teacher that is not clearly better than the student: by the bits per byte that the
+    recipe gives, or as measured here if corpus and store are on this machine."""
     recipe = run.recipe
-    if not (recipe.needs_guidance and recipe.stores) or loop.sharded:
+    if not (recipe.needs_guidance and recipe.stores) or recipe.train.parallel != "ddp":
         return
-    student = recipe.student.bits_per_byte
-    if student is None and any(map(address_of, (*recipe.stores, *recipe.corpus.files))):
+    student_bits = recipe.student.bits_per_byte
+    if student_bits is None and any(map(address_of, (*recipe.stores, *recipe.corpus.files))):
         return  # not copied here for the sake of a warning
     try:
         stores = [LossStore.open(path) for path in recipe.stores]
-        corpus = recipe_corpus(recipe) if student is None else None
+        corpus = recipe_corpus(recipe) if student_bits is None else None
     except VocagnolmError:
         return  # they need not be on the machine that trains
     store = best_store(stores)
-    teacher = store.bits_per_byte
+    teacher_bits = store.bits_per_byte
     if corpus is not None:
         tokenizer = run.tokenizer
         if corpus.conversations:
@@ -290,23 +309,23 @@ def _warn_of_teacher(run: Run, loop: TrainingLoop, console: Console) -> None:
         # its shapes are not those of training: nothing is compiled for them
         eager = torch.compiler.set_stance("force_eager") if recipe.train.compile else nullcontext()
         with eager:
-            strength = measure_strength(loop.student.causal_lm, tokenizer, store, corpus)
+            strength = measure_strength(student.causal_lm, tokenizer, store, corpus)
         if strength is None:
             return
-        teacher, student = strength.teacher, strength.student
-        console.say(
-            f"on {strength.documents} documents: teacher {teacher:.3f}, student {student:.3f} bits "
-            "per byte"
-        )
-    if warning := teacher_warning(teacher, student):
+        teacher_bits, student_bits = strength.teacher, strength.student
+        console.say(str(strength))
+    if warning := teacher_warning(teacher_bits, student_bits):
         console.say(f"warning: {warning}")
+
+
+# ---- before the first step ----
 
 
 def open_blocks(
     recipe: Recipe, tokenizer: TextTokenizer | None = None, *, verify: bool = False
 ) -> Blocks:
     """The recipe's blocks; refused where they were made for or from something else. `tokenizer`:
-    the student's, where it is loaded already. `verify`: read them through once, and look at the
+    the student's, if it is loaded already. `verify`: read them through once, and look at the
     files they were made from."""
     folder = local_blocks(recipe)
     stored = recipe.needs_guidance and not recipe.needs_online_teacher
@@ -343,8 +362,52 @@ def open_blocks(
     return blocks
 
 
+def build_setup(
+    recipe: Recipe,
+    blocks: Blocks,
+    schedule: Schedule,
+    arguments: TrainingArguments,
+    tokenizer: TextTokenizer,
+    model: PreTrainedModel | None = None,
+) -> Setup:
+    """Student, blocks in their order, collator and teacher of a recipe. `model`: the student, if it
+    is loaded already."""
+    adapted = adapt_student(recipe, arguments, tokenizer, model or build_student(recipe))
+    documents = recipe.data.document_mask or blocks.conversations
+    order: Any = TrainingOrder(blocks, schedule.steps * schedule.batch_blocks, recipe.run.seed)
+    teacher = None
+    if recipe.needs_online_teacher:
+        teacher, order = online_teacher(recipe, order, tokenizer)
+    student = GuidedStudent(
+        adapted,
+        router_loss=recipe.train.router_loss,
+        autocast=autocast_dtype(recipe, arguments),
+    )
+    if documents:
+        require_separation(student.causal_lm, "The student")
+        if teacher is not None:
+            require_separation(teacher.model, "The teacher")
+    if recipe.train.parallel == "ddp":  # shards go to the device when they are made
+        student.to(arguments.device)
+    if teacher is not None:
+        teacher.to(arguments.device)
+    set_up_layers(recipe, arguments, adapted, documents=documents)
+    return Setup(student, order, GuidedCollator.for_blocks(documents), teacher)
+
+
+def refuse_missing_trackers(recipe: Recipe) -> None:
+    if recipe.run.report_to:
+        from vocagnolm.train.trackers import tracker_problems
+
+        if problems := tracker_problems(recipe.run.report_to):
+            raise RecipeError("\n".join(problems))
+
+
+# ---- after the last step ----
+
+
 def save_result(run: Run, loop: TrainingLoop) -> None:
-    """The model folder appears by rename, then the run is finished."""
+    """Write the model folder, which appears by rename, and mark the run as finished."""
     recipe, folder, blocks = run.recipe, run.folder, run.blocks
     model: Any = loop.student.model
     state_dict = full_state_dict(model) if loop.sharded else None
@@ -364,7 +427,7 @@ def save_result(run: Run, loop: TrainingLoop) -> None:
             template = student_chat(recipe, run.tokenizer).template
             (target / "chat_template.jinja").write_text(template.source, encoding="utf-8")
         teacher = blocks.manifest.get("teacher")
-        # of a model that is made again from the checkpoint of the last step
+        # a model that is made again from the checkpoint of the last step makes no step
         written = read_metrics(folder / "metrics.jsonl")[-1:] or [{}]
         last = loop.last_record or written[0]
         card = model_card(recipe, loop.schedule, teacher, last, template)
@@ -379,187 +442,43 @@ def save_result(run: Run, loop: TrainingLoop) -> None:
     )
 
 
-# ---- from a recipe to a loop ----
+# ---- processes and their signals ----
 
 
-def build_loop(
-    recipe: Recipe,
-    blocks: Blocks,
-    schedule: Schedule,
-    arguments: TrainingArguments,
-    tokenizer: TextTokenizer,
-    student: PreTrainedModel | None = None,
-) -> TrainingLoop:
-    """`student`: where it is loaded already."""
-    student = student or build_student(recipe)
-    embeddings: Any = student.get_input_embeddings()
-    rows, largest = embeddings.weight.shape[0], max(tokenizer.vocabulary.values())
-    if largest >= rows:
-        raise TrainingError(
-            f"The student has {rows:,} embedding rows, its tokenizer has ids up to {largest:,}. "
-            "They do not belong together."
+def is_main() -> bool:
+    """Whether this is the first process, also before the processes know each other."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def refuse_lone_process() -> None:
+    """Refuse the one process that `accelerate launch --num_processes 2` starts without a GPU, where
+    it leaves the others to MPI and says nothing. The variables that it sets for several give it
+    away."""
+    launched = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ
+    if launched and "RANK" not in os.environ:
+        raise UsageError(
+            "accelerate launch was asked for several processes and has started one: without GPUs "
+            "it starts no others. Use torchrun: torchrun --nproc-per-node N -m vocagnolm train "
+            "RECIPE"
         )
-    if recipe.train.dtype == "fp8":
-        require_fp8(arguments.device, "train.dtype:")
-        train_in_fp8(student)
-        if embeddings.weight.shape[1] < FP8_WIDTH:
-            warnings.warn(
-                f"train.dtype: fp8 is slower than bfloat16 for a student that is "
-                f"{embeddings.weight.shape[1]} wide. It pays from about {FP8_WIDTH:,} on.",
-                VocagnolmWarning,
-                stacklevel=2,
-            )
-    model = add_lora(student, recipe.lora)
-    documents = recipe.data.document_mask or blocks.conversations
-    order: Any = TrainingOrder(blocks, schedule.steps * schedule.batch_blocks, recipe.run.seed)
-    teacher = None
-    if recipe.needs_online_teacher:
-        teacher, order = online_teacher(recipe, order, tokenizer)
-    guided = GuidedStudent(model, router_loss=recipe.train.router_loss)
-    check_graphs(
-        recipe,
-        Ranks.of().count,
-        device=arguments.device.type,
-        documents=documents,
-        router=guided.router is not None,
-    )
-    if documents:
-        require_separation(student, "The student")
-        if teacher is not None:
-            require_separation(teacher.model, "The teacher")
-    collator = BlockCollator(documents)
-    loop = TrainingLoop(
-        guided, order, recipe, schedule, arguments, collator=collator, teacher=teacher
-    )
-    # after the probes of the head, which have another shape
-    choose_attention(student, recipe, documents=documents)
-    if recipe.train.compile:
-        compile_layers(student)
-    if recipe.train.liger:
-        from transformers.integrations.liger import apply_liger_kernel
-
-        # its fused loss would replace the objective's
-        apply_liger_kernel(model, {"fused_linear_cross_entropy": False, "cross_entropy": False})
-    if recipe.train.gradient_checkpointing:
-        # the second is its name before transformers 5.23
-        enable = getattr(student, "activation_checkpointing_enable", None)
-        (enable or student.gradient_checkpointing_enable)({"use_reentrant": False})
-    if arguments.neftune_noise_alpha is not None:
-        embeddings.neftune_noise_alpha = arguments.neftune_noise_alpha
-        embeddings.register_forward_hook(neftune_post_forward_hook)
-    return loop
 
 
-# ---- train.micro_batch: auto ----
+@contextlib.contextmanager
+def listening() -> Iterator[Requests]:
+    """Note SIGTERM and SIGUSR1 as requests inside the block; only Python's main thread can."""
+    requests = Requests()
+    if threading.current_thread() is not threading.main_thread():
+        yield requests
+        return
 
+    def note(number: int, frame: FrameType | None) -> None:
+        requests.stop |= number == signal.SIGTERM
+        requests.save |= number == signal.SIGUSR1
 
-WORTH = 1.03
-"""A micro-batch that is larger must be faster by this, or its memory is not worth it."""
-_PASSES = 3
-
-
-@dataclass(frozen=True)
-class Tried:
-    micro_batch: int
-    tokens_per_second: float | None
-    """None: out of memory."""
-
-    def __str__(self) -> str:
-        rate = self.tokens_per_second
-        return f"{self.micro_batch}: " + ("no room" if rate is None else f"{rate:,.0f} tokens/s")
-
-
-@dataclass(frozen=True)
-class FoundMicroBatch:
-    micro_batch: int
-    seconds: float
-    """What it cost to find out."""
-    tried: list[Tried]
-    """By the leading process."""
-
-    def __str__(self) -> str:
-        tried = ", ".join(map(str, self.tried))
-        return f"micro-batch {self.micro_batch}, found in {self.seconds:,.1f} s ({tried})"
-
-
-def choose(share: int, measure: Callable[[int], float | None]) -> tuple[int, list[Tried]]:
-    """Of the numbers that divide `share`, the blocks of a process in a step: twice as many as
-    before, as long as that pays. `measure` gives tokens per second, None where they do not fit.
-    0 where not even one does."""
-    fitting = [n for n in range(1, share + 1) if share % n == 0]
-    size = first_micro_batch(share)
-    tried = [Tried(size, measure(size))]
-    while tried[-1].tokens_per_second is None:
-        smaller = [n for n in fitting if n <= size // 2]
-        if not smaller:
-            return 0, tried
-        size = smaller[-1]
-        tried.append(Tried(size, measure(size)))
-    if len(tried) > 1:
-        return size, tried
-    while larger := [n for n in fitting if n >= 2 * size]:
-        rate = tried[-1].tokens_per_second
-        tried.append(Tried(larger[0], measure(larger[0])))
-        new = tried[-1].tokens_per_second
-        if rate is None or new is None or new < WORTH * rate:
-            break
-        size = larger[0]
-    return size, tried
-
-
-def find_micro_batch(loop: TrainingLoop, share: int) -> FoundMicroBatch:
-    """Before the first step. Weights and random numbers stay as they are; all ranks take the
-    smallest that one of them has found."""
-    began = time.perf_counter()
-    device = loop.device
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng([device] if on_gpu else []):
-        # a step needs more than the passes: AdamW's two moments, and the buckets in which several
-        # processes exchange their gradients
-        copies = (2 + (loop.ranks.count > 1)) * on_gpu
-        trained = [p for p in loop.model.parameters() if p.requires_grad]
-        room = [torch.empty_like(p) for p in trained for _ in range(copies)]
-        found, tried = choose(share, lambda blocks: _tokens_per_second(loop, blocks))
-        del room
-    agreed = -int(loop.ranks.max(torch.tensor(-found, device=device)))
-    if agreed == 0:
-        raise TrainingError(
-            "train.micro_batch: auto has found no room for a single block on "
-            + ("this process's device" if found == 0 else "another process's device")
-            + ". Use gradient_checkpointing, lora, a shorter data.block_size or parallel: fsdp2."
-        )
-    return FoundMicroBatch(agreed, time.perf_counter() - began, tried)
-
-
-def _tokens_per_second(loop: TrainingLoop, blocks: int) -> float | None:
-    model: Any = loop.model
-    best = math.inf
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
-        batch = loop.sent(loop.collator([loop.blocks[index] for index in range(blocks)]))
-        for _ in range(1 + _PASSES):  # the first one compiles, and fills the gradients
-            began = time.perf_counter()
-            try_pass(loop, batch)
-            if loop.device.type == "cuda":
-                torch.cuda.synchronize(loop.device)
-            best = min(best, time.perf_counter() - began)
-        return float(batch["labels"].numel() / best)
-    except (torch.OutOfMemoryError, MemoryError):
-        return None
+        yield requests
     finally:
-        model.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-
-
-def try_pass(loop: TrainingLoop, batch: dict[str, Any]) -> None:
-    """Forward and backward of a micro-batch by itself, before the training. Nothing is left of it
-    but gradients, and no other rank takes part."""
-    config = loop.objective
-    if config.scope == "global":
-        config = replace(config, scope="batch")
-    if loop.teacher is not None and not loop.teacher.distils:
-        batch = {**batch, **loop.teacher.guide(batch), "counts": None}
-    targets = batch_targets(batch)
-    kept = count_kept(batch.get("counts"), config)
-    loop.model.train()
-    decided = Decided(denominator=targets.valid_BT.sum(), kept=kept)
-    loop.forward(batch, targets, config, decided)["loss"].backward()
+        for number, handler in before.items():
+            signal.signal(number, handler)

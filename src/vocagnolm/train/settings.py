@@ -1,4 +1,5 @@
-"""What a recipe's sections mean on this machine: steps, batches, the objective, the optimizer.
+"""From a recipe's sections to the settings of a run on this machine: steps, batches, the objective,
+the optimizer.
 
 Steps, batches and the objective need no torch: it is imported where the machine is asked.
 """
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a recipe turns blocks into optimizer steps on so many processes."""
+    """The optimizer steps of a run, and the batches of a step, on `world_size` processes."""
 
     steps: int
     batch_blocks: int
@@ -48,12 +49,13 @@ class Schedule:
 
 
 def plan_schedule(
-    recipe: Recipe, blocks: int, world_size: int = 1, found: int | None = None
+    recipe: Recipe, blocks: int, world_size: int = 1, measured: int | None = None
 ) -> Schedule:
-    """Whole steps only: the rest of a last, incomplete batch is left out. `found`: the micro-batch
-    that `auto` stands for, where it is known; else the one that is tried first."""
+    """The schedule of a recipe with so many blocks. It has whole steps only: the rest of a last,
+    incomplete batch is left out. `measured`: the micro-batch that `auto` stands for, if it is
+    known; else the first that would be tried."""
     train = recipe.train
-    micro_batch = check_batch(recipe, world_size, found)
+    micro_batch = check_batch(recipe, world_size, measured)
     per_step = train.batch_blocks * recipe.data.block_size
     if train.tokens is not None:
         steps = train.tokens // per_step
@@ -77,8 +79,9 @@ def plan_schedule(
     )
 
 
-def check_batch(recipe: Recipe, world_size: int, found: int | None = None) -> int:
-    """The micro-batch; `found` is what `auto` stands for."""
+def check_batch(recipe: Recipe, world_size: int, measured: int | None = None) -> int:
+    """The micro-batch of a recipe; refused if the batch cannot be split by it. `measured` is what
+    `auto` stands for."""
     train = recipe.train
     micro_batch = train.micro_batch
     if micro_batch == "auto":
@@ -87,7 +90,7 @@ def check_batch(recipe: Recipe, world_size: int, found: int | None = None) -> in
                 f"train.micro_batch: auto measures with the whole model in each process, which "
                 f"train.parallel: {train.parallel} does not have. Give a number."
             )
-        micro_batch = found or first_micro_batch(train.batch_blocks // world_size)
+        micro_batch = measured or first_micro_batch(train.batch_blocks // world_size)
     if train.batch_blocks % (micro_batch * world_size):
         raise RecipeError(
             f"train.batch_blocks = {train.batch_blocks} is not a multiple of train.micro_batch x "
@@ -97,34 +100,9 @@ def check_batch(recipe: Recipe, world_size: int, found: int | None = None) -> in
 
 
 def first_micro_batch(share: int) -> int:
-    """What `auto` tries first: the largest up to the default that divides a process's share."""
+    """The micro-batch that `auto` tries first: the largest number up to the default that divides
+    the blocks of a process."""
     return max((n for n in range(1, 9) if share % n == 0 and n <= share), default=1)
-
-
-def check_graphs(
-    recipe: Recipe,
-    world_size: int,
-    *,
-    device: str,
-    documents: bool,
-    router: bool = False,
-) -> None:
-    """Whether `train.cuda_graphs` can be used, if it is set. `documents`: blocks keep their
-    documents apart; `router`: the student has a router loss."""
-    train = recipe.train
-    refused = {
-        f"the device is {device}": device != "cuda",
-        "several processes train": world_size > 1 or train.parallel != "ddp",
-        "documents are kept apart (data.document_mask, or conversations)": documents,
-        "the student has a router loss": router,
-        "train.gradient_checkpointing is set": train.gradient_checkpointing,
-    }
-    for reason, holds in refused.items():
-        if train.cuda_graphs and holds:
-            raise RecipeError(
-                f"train.cuda_graphs: {reason}, and graphs are for one GPU and whole blocks. "
-                "Remove train.cuda_graphs."
-            )
 
 
 def usual_learning_rate(parameters: int, step_tokens: int) -> float:
@@ -138,9 +116,9 @@ def usual_learning_rate(parameters: int, step_tokens: int) -> float:
 
 
 def objective_config(recipe: Recipe) -> ObjectiveConfig:
-    """The section `objective`, with what the method itself decides."""
+    """The objective of a recipe."""
     section = recipe.objective
-    names = [one.name for one in fields(ObjectiveConfig) if hasattr(section, one.name)]
+    names = [key.name for key in fields(ObjectiveConfig) if hasattr(section, key.name)]
     given = {name: getattr(section, name) for name in names}
     try:
         config = ObjectiveConfig(**given, seed=recipe.run.seed)
@@ -152,7 +130,7 @@ def objective_config(recipe: Recipe) -> ObjectiveConfig:
 
 
 def what_a_step_depends_on(recipe: Recipe) -> str:
-    """For the card and `check`: whether the run is the same for any `train.micro_batch`."""
+    """A sentence for the card and `check`: whether the micro-batch affects the run."""
     if objective_config(recipe).depends_on_micro_batch:
         return (
             "on train.micro_batch, since tokens compete within a micro-batch (objective.scope: "
@@ -165,14 +143,15 @@ def what_a_step_depends_on(recipe: Recipe) -> str:
 
 
 def uses_accelerator(recipe: Recipe) -> bool:
-    """What `train.device: auto` means, everywhere: the accelerator if there is one."""
+    """Whether a run uses the accelerator: if there is one and `train.device` is not cpu."""
     import torch
 
     return recipe.train.device != "cpu" and torch.accelerator.is_available()
 
 
 def may_use_gpu(recipe: Recipe) -> bool:
-    """False where torch need not be asked, which takes seconds: Linux shows a GPU as a device."""
+    """Whether a run might use a GPU, without importing torch, which takes seconds: Linux shows a
+    GPU as a device."""
     devices = ("nvidiactl", "kfd", "dxg")  # NVIDIA's, AMD's, and any in Windows' Linux
     loaded = "torch" in sys.modules or sys.platform != "linux"
     seen = loaded or any(Path("/dev", name).exists() for name in devices)
@@ -180,15 +159,15 @@ def may_use_gpu(recipe: Recipe) -> bool:
 
 
 def check_arguments(recipe: Recipe, schedule: Schedule) -> None:
-    """Raise what transformers refuses of a recipe's settings. It is asked, which takes seconds,
-    where it may refuse any: not of the usual optimizer, where the arithmetic fits every machine."""
+    """Raise an error for settings that transformers refuses. It takes seconds to ask, so it is not
+    asked about the default optimizer with arithmetic that every machine has."""
     refuse_arguments(recipe.train.arguments)
     unusual = recipe.optimizer.name != fields_of(OptimizerSection)["name"].default
-    if recipe.train.arguments or unusual or (recipe.train.bf16 and may_use_gpu(recipe)):
+    if recipe.train.arguments or unusual or (recipe.train.half_precision and may_use_gpu(recipe)):
         training_arguments(recipe, schedule)
 
 
-# Arguments of transformers that `train.arguments` may set; those that the recipe has a key for.
+# Arguments of transformers that `train.arguments` may set.
 FURTHER_ARGUMENTS = frozenset(
     {
         *("adam_epsilon", "optim_args", "optim_target_modules", "neftune_noise_alpha"),
@@ -199,7 +178,7 @@ FURTHER_ARGUMENTS = frozenset(
         *("project", "trackio_space_id"),
     }
 )
-# Those that are a key of the recipe, and those that other keys decide.
+# Arguments with the value of a recipe's key, and those that other keys decide.
 _AS_IN_RECIPE = {
     "learning_rate": "optimizer.learning_rate",
     "warmup_steps": "optimizer.warmup_steps",
@@ -207,11 +186,11 @@ _AS_IN_RECIPE = {
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2",
     "max_grad_norm": "optimizer.max_grad_norm",
-    "bf16": "train.bf16",
     "seed": "run.seed",
     "logging_steps": "run.log_every",
 }
 _RECIPE_KEYS = _AS_IN_RECIPE | {
+    "bf16": "train.dtype",
     "output_dir": "run.folder",
     "max_steps": "train.tokens",
     "num_train_epochs": "train.epochs",
@@ -237,8 +216,8 @@ _RECIPE_KEYS = _AS_IN_RECIPE | {
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:
-    """`train.arguments` is for what the recipe has no key for: summary and card report the keys.
-    Nor is it for secrets: the recipe is copied into the run and the card."""
+    """Refuse `train.arguments` that a key of the recipe sets, which summary and card report, and
+    secrets, since the recipe is copied into the run and the card."""
     for name in arguments:
         if name in _RECIPE_KEYS:
             raise RecipeError(f"train.arguments.{name}: set {_RECIPE_KEYS[name]} instead.")
@@ -255,7 +234,7 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
 
 
 def training_arguments(recipe: Recipe, schedule: Schedule) -> "TrainingArguments":
-    """What transformers' optimizers and trackers read of a run. Its device starts
+    """The part of a recipe that transformers' optimizers read. Its `device` starts
     torch.distributed. The loop reads the recipe itself."""
     import torch
     from transformers import TrainingArguments
@@ -274,8 +253,9 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> "TrainingArguments
         "optim": "adamw_torch_fused" if fused else optimizer.name,
         "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr": optimizer.min_learning_rate},
+        "bf16": train.half_precision,
         "use_cpu": not uses_accelerator(recipe),
-        "report_to": run.report_to or "none",
+        "report_to": "none",
         **{name: attrgetter(key)(recipe) for name, key in _AS_IN_RECIPE.items()},
         **train.arguments,
     }
@@ -285,12 +265,12 @@ def training_arguments(recipe: Recipe, schedule: Schedule) -> "TrainingArguments
         raise RecipeError(f"transformers refuses the recipe's settings: {error}") from error
 
 
-# Weight decay pulls matrices towards 0, not norms and biases; as transformers' Trainer groups them.
+# Parameters without weight decay: norms and biases, as in transformers' Trainer.
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
 def build_optimizer(model: Any, arguments: "TrainingArguments") -> "torch.optim.Optimizer":
-    """Any optimizer that transformers knows by name."""
+    """The optimizer of a run: any that transformers knows by name."""
     import torch
     from torch import nn
     from transformers.trainer_pt_utils import get_parameter_names
@@ -339,11 +319,13 @@ def build_optimizer(model: Any, arguments: "TrainingArguments") -> "torch.optim.
 
 
 ROOM = 0.4
-"""Of the device's memory: whoever takes less may have room for twice as many blocks at a time."""
+"""A run that takes less than this share of the device's memory may have room for twice as many
+blocks at a time."""
 
 
 def slow_arithmetic(recipe: Recipe) -> str | None:
-    if recipe.train.bf16 or recipe.student.dtype != "float32" or not may_use_gpu(recipe):
+    """Advice for a run in float32 on a GPU that has bfloat16; else None."""
+    if recipe.train.half_precision or recipe.student.dtype != "float32" or not may_use_gpu(recipe):
         return None
     import torch
 
@@ -351,13 +333,14 @@ def slow_arithmetic(recipe: Recipe) -> str | None:
     if not (on_gpu and torch.cuda.is_bf16_supported()):
         return None
     return (
-        "train.bf16 is false: float32 arithmetic leaves the fast units of this GPU unused. Set "
-        "train.bf16: true; the weights stay float32."
+        "train.dtype is float32: this arithmetic leaves the fast units of this GPU unused. Set "
+        "train.dtype: bfloat16; the weights stay float32."
     )
 
 
 def room_left(schedule: Schedule) -> str | None:
-    """After a step: small micro-batches of a small student keep the host busy and a GPU waiting."""
+    """Advice for a run whose first step took little of a GPU's memory; else None. Small
+    micro-batches of a small student keep the host busy and the GPU waiting."""
     import torch
 
     if schedule.accumulation == 1 or not torch.cuda.is_initialized():

@@ -377,10 +377,10 @@ class OnlineTeacher:
         if self.form is None:
             choice = AlternativeChoice.of(spec, len(flat), ids.device)
 
-            def see(first: int, last: int, x: Tensor, losses: RowLosses) -> None:
+            def on_chunk(first: int, last: int, x: Tensor, losses: RowLosses) -> None:
                 choice.choose(first, last, x, losses.lse_N, Transform())
 
-            nll, _ = losses_through_logits(self.model, ids, labels, position_ids, see=see)
+            nll, _ = losses_through_logits(self.model, ids, labels, position_ids, on_chunk=on_chunk)
             return nll, choice.finish(flat).view(*ids.shape, -1)
         hidden = last_hidden(self.model, ids, position_ids).flatten(0, 1)
         head = self.form.head(self.model)

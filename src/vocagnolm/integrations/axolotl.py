@@ -1,18 +1,19 @@
-"""A plugin of axolotl, which three lines of its YAML turn on:
+"""A plugin for axolotl, turned on by three lines of its YAML:
 
     plugins:
-      - vocagnolm.axolotl.GuidedPlugin
+      - vocagnolm.integrations.axolotl.GuidedPlugin
     guidance: {store: out/store}
 
-Further keys of `guidance` are those of `vocagnolm.guide` (`missing`, `train_on`, ...), and
-`objective` takes the keys of a recipe's section of that name. The datasets are read by axolotl and
-tokenised by `guide`; `sequence_len`, `sample_packing`, `val_set_size`, adapters and the rest are
-axolotl's.
+`guidance` also takes the options of `vocagnolm.guide` (`missing`, `train_on`, ...), and
+`objective` with the keys of a recipe's section of that name. The datasets are read by axolotl and
+tokenized by `guide`; `sequence_len`, `sample_packing`, `val_set_size`, adapters and all other
+options are axolotl's.
 """
 
 from typing import Any
 
 from axolotl.common.datasets import TrainDatasetMeta
+from axolotl.core.trainers.base import AxolotlTrainer
 from axolotl.integrations.base import BasePlugin
 from axolotl.loaders import load_tokenizer
 from axolotl.utils.chat_templates import get_chat_template_from_config
@@ -23,23 +24,27 @@ from axolotl.utils.trainer import calculate_total_num_steps
 from datasets import DatasetDict, concatenate_datasets
 from pydantic import BaseModel
 
-from vocagnolm.columns import guide
 from vocagnolm.errors import UsageError
+from vocagnolm.integrations.columns import guide
+from vocagnolm.integrations.trainer import GuidedTrainerMixin
 from vocagnolm.objective import ObjectiveConfig
-from vocagnolm.train.student import GuidedCollator, use_guided_loss
+from vocagnolm.train.collate import GuidedCollator
 
 _OTHER_LOSSES = ("liger_fused_linear_cross_entropy", "cut_cross_entropy", "use_eaft")
 
 
 class GuidedArgs(BaseModel):
+    """The keys that the plugin adds to axolotl's configuration."""
+
     guidance: dict[str, Any]
 
 
 class GuidedPlugin(BasePlugin):  # type: ignore[misc]
-    """The columns of a store, a collator that keeps them together, and the loss that reads them."""
+    """Gives axolotl datasets with a teacher's columns, a collator that keeps them together, and a
+    trainer whose loss reads them."""
 
     def get_input_args(self) -> str:
-        return "vocagnolm.axolotl.GuidedArgs"
+        return "vocagnolm.integrations.axolotl.GuidedArgs"
 
     def register(self, cfg: dict[str, Any]) -> None:
         if not (cfg.get("guidance") or {}).get("store"):
@@ -61,8 +66,11 @@ class GuidedPlugin(BasePlugin):  # type: ignore[misc]
         steps = calculate_total_num_steps(cfg, rows)
         return TrainDatasetMeta(rows, held_out, min(steps, cfg.max_steps or steps))
 
-    def post_model_load(self, cfg: Any, model: Any) -> None:
-        use_guided_loss(model, ObjectiveConfig(**(cfg.guidance.get("objective") or {})))
+    def get_trainer_cls(self, cfg: Any) -> Any:
+        class GuidedAxolotlTrainer(GuidedTrainerMixin, AxolotlTrainer):  # type: ignore[misc]
+            objective = ObjectiveConfig(**(cfg.guidance.get("objective") or {}))
+
+        return GuidedAxolotlTrainer
 
     def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> Any:
         def collator(tokenizer: Any, *, pad_to_multiple_of: int = 1, **ignored: Any) -> Any:
@@ -74,23 +82,23 @@ class GuidedPlugin(BasePlugin):  # type: ignore[misc]
 
 
 def _rows(cfg: Any) -> Any:
-    """All datasets of a configuration, with their columns."""
+    """The datasets of a configuration, joined into one with the columns of `guide`."""
     tokenizer = load_tokenizer(cfg)
     if cfg.chat_template:
         tokenizer.chat_template = get_chat_template_from_config(cfg=cfg, tokenizer=tokenizer)
     options = {**cfg.guidance}
     store = options.pop("store")
     options.pop("objective", None)
-    found = []
+    parts = []
     for entry in map(DictDefault, cfg.datasets):
         rows = load_dataset_with_config(entry, cfg.hf_use_auth_token)
         if isinstance(rows, DatasetDict):
             rows = rows[entry.split or "train"]
         field = {"text_field": entry.field} if entry.field else {}
         guided = guide(rows, store, tokenizer, num_proc=cfg.dataset_num_proc, **field, **options)
-        found.append(guided.remove_columns(rows.column_names))
+        parts.append(guided.remove_columns(rows.column_names))
 
     def length(row: dict[str, Any]) -> dict[str, int]:
         return {"length": min(len(row["input_ids"]), cfg.sequence_len)}
 
-    return concatenate_datasets(found).map(length)
+    return concatenate_datasets(parts).map(length)

@@ -4,8 +4,8 @@ dataset; `export_columns` writes them to a folder for training without this pack
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,18 +28,30 @@ from vocagnolm.data.corpus import Corpus, document_hash, open_corpus
 from vocagnolm.data.guidance import GuidancePlan, TargetsPlan, target_table
 from vocagnolm.data.identity import separator_ids
 from vocagnolm.data.packing import Batch, pack_documents
-from vocagnolm.errors import CorpusError, StoreError, UsageError, VocagnolmWarning, optional
+from vocagnolm.errors import (
+    CorpusError,
+    ModelError,
+    StoreError,
+    TokenizerError,
+    UsageError,
+    VocagnolmWarning,
+    first_line,
+    optional,
+)
 from vocagnolm.files import address_of, json_digest, local_path, whole_folder
 from vocagnolm.model.nll import TokenScores
 from vocagnolm.objective.head import IGNORE_INDEX
 from vocagnolm.score.plan import TeacherSource
 from vocagnolm.score.teacher import ScoreSettings, Teacher, TokenizedDocument
+from vocagnolm.storage import storage_of
 from vocagnolm.store import LossStore
 
 Missing = Literal["error", "drop", "keep"]
-_VERSION = 1  # of the columns, for the cache of `datasets`
+_VERSION = 2  # of the columns, for the cache of `datasets`
 _SHARED_TEXT = "vocagnolm_shared_text"
 """A column of conversations that are read already, as `shared_text` writes them."""
+_STATE = "state.json"
+"""The file without which `datasets` does not take a folder for a dataset."""
 
 
 def guide(
@@ -55,19 +67,20 @@ def guide(
     bos: str | None = "auto",
     eos: str | None = "auto",
     missing: Missing = "error",
+    alternatives: int | str = 0,
     num_proc: int | None = None,
     batch_size: int = 256,
 ) -> Any:
-    """Add columns for training with a teacher's guidance to a `datasets.Dataset` or
-    `IterableDataset`.
+    """Add columns for training with a teacher's guidance to a dataset.
 
     The columns have one entry per student token: `input_ids`, `labels` (-100 where nothing is
     trained on), `guidance` (the teacher's loss assigned to the token, NaN if there is none), and,
-    if the teacher provides alternatives, `target_ids` and `target_p`. Collate them with
-    `GuidedCollator` and train with `guided_loss`.
+    if the teacher provides alternatives, `target_ids` and `target_p`. `GuidedCollator` makes
+    batches of them; `GuidedTrainer`, `GuidedTrainerMixin` and `guided_loss` train with them.
 
-    dataset: rows with a text or a conversation (`messages`; `prompt` and `completion`; the fields
-        of ShareGPT and Alpaca).
+    dataset: a `datasets.Dataset` or `IterableDataset`, a dictionary of them, or a list of rows.
+        Rows have a text or a conversation (`messages`; `prompt` and `completion`; the fields of
+        ShareGPT and Alpaca). Rows that have `input_ids` keep them, and their `labels`.
     teacher: a loss store (or its address) that contains exactly these documents; or a teacher that
         reads them now: a model folder, a hub id, or a `vocagnolm.score.Teacher`.
     tokenizer: the student's tokenizer from transformers, or anything that `load_tokenizer` accepts.
@@ -76,26 +89,60 @@ def guide(
     bos, eos: tokens around every text, as `data.bos` and `data.eos` in a recipe.
     missing: what to do with rows that have no guidance or cannot be read: raise an error, drop
         them, or keep those that can be read without guidance.
+    alternatives: a model that reads now also gives this many alternatives per token, for distill.
     num_proc: number of processes, with a store. A `Dataset` is cached as by its own `map`.
     """
     datasets = _datasets()
+    again = partial(
+        guide,
+        text_field=text_field,
+        chat_template=chat_template,
+        template_options=template_options,
+        train_on=train_on,
+        aggregation=aggregation,
+        bos=bos,
+        eos=eos,
+        missing=missing,
+        alternatives=alternatives,
+        num_proc=num_proc,
+        batch_size=batch_size,
+    )
+    if isinstance(dataset, Mapping):  # a DatasetDict: the teacher is opened once
+        opened: Any = teacher
+        kind: Any = type(dataset)
+        splits = {}
+        for name, split in dataset.items():
+            if isinstance(opened, str | Path) and (row := next(iter(split), None)) is not None:
+                opened = _Known.of(opened, _format_of(row, text_field) != "text", alternatives)
+            splits[name] = again(split, opened, tokenizer)
+        return kind(splits)
+    if isinstance(dataset, Sequence):
+        dataset = datasets.Dataset.from_list([*dataset])
     first = next(iter(dataset), None)
     if first is None:
         return dataset
-    row_format = "messages" if _SHARED_TEXT in first else format_of(first, text_field)
-    if row_format is None:
-        raise CorpusError(
-            f"the dataset has the columns {', '.join(first)}, and neither the text "
-            f"({text_field!r}; name it with text_field) nor a conversation among them."
-        )
+    row_format = _format_of(first, text_field)
     student = load_tokenizer(tokenizer)
     if conversations := row_format != "text":
         student = ChatTokenizer(student, template_of(student, chat_template, template_options))
-    known = _Known.of(teacher, conversations)
-    if known.teacher is not None and (num_proc or 1) > 1:
-        raise UsageError("num_proc needs a store: a teacher in memory reads in one process.")
+    known = _Known.of(teacher, conversations, alternatives)
+    if (num_proc or 1) > 1:
+        if known.store is None:
+            raise UsageError("num_proc needs a store: a teacher in memory reads in one process.")
+        known.store.fetch()  # forked processes cannot use a connection to a bucket
+    keeps_ids = "input_ids" in first
     make = _Columns(
-        known, student, row_format, text_field, train_on, aggregation, bos, eos, missing
+        known,
+        student,
+        row_format,
+        text_field,
+        train_on,
+        aggregation,
+        bos,
+        eos,
+        missing,
+        keeps_ids=keeps_ids,
+        keeps_labels=keeps_ids and "labels" in first,
     )
     options: dict[str, Any] = {"batched": True, "batch_size": batch_size}
     if dataset.features is not None:
@@ -104,8 +151,21 @@ def guide(
         identity = [_VERSION, dataset._fingerprint, make.identity, batch_size]
         options["new_fingerprint"] = json_digest(identity)[:32]
         options |= {"num_proc": num_proc, "desc": f"Guidance of {known.name}"}
-    found = dataset.map(make, **options)
-    return found if missing == "error" else found.filter(_has_tokens)
+    guided = dataset.map(make, **options)
+    return guided if missing == "error" else guided.filter(_has_tokens)
+
+
+def _format_of(row: Mapping[str, Any], text_field: str) -> Format:
+    """The format of a dataset's rows, from the first of them."""
+    row_format = "messages" if _SHARED_TEXT in row else format_of(row, text_field)
+    if row_format is None and "input_ids" in row:  # a text that only its tokens tell
+        return "text"
+    if row_format is None:
+        raise CorpusError(
+            f"the dataset has the columns {', '.join(row)}, and neither the text "
+            f"({text_field!r}; name it with text_field) nor a conversation among them."
+        )
+    return row_format
 
 
 def _has_tokens(row: Mapping[str, Any]) -> bool:
@@ -118,20 +178,31 @@ def _datasets() -> Any:
 
 @dataclass(frozen=True)
 class _Known:
-    """What a teacher says of texts: out of a store, or read now."""
+    """A source of losses for texts: a store, or a teacher that reads them now."""
 
     store: LossStore | None = None
     teacher: Any = None
 
     @classmethod
-    def of(cls, teacher: Any, conversations: bool) -> "_Known":
+    def of(cls, teacher: Any, conversations: bool, alternatives: int | str = 0) -> "_Known":
+        if isinstance(teacher, _Known):
+            return teacher
         if isinstance(teacher, str | Path):
             path = Path(teacher)
             model = (path / "config.json").is_file() or path.suffix == ".gguf"
             if not model and (address_of(teacher) or path.exists()):
                 return cls(store=LossStore.open(teacher))
             source = TeacherSource(str(teacher), conversations=conversations)
-            teacher = source.open(ScoreSettings())
+            try:
+                teacher = source.open(ScoreSettings(alternatives=alternatives))
+            except (ModelError, TokenizerError) as error:
+                if path.exists():
+                    raise
+                raise UsageError(
+                    f"{path} does not exist, neither as a loss store nor as a model, and the hub "
+                    f"has no such model ({first_line(error)[:120]}). Give the folder or address "
+                    "that `vocagnolm score --out` has written, or a model."
+                ) from None
         if isinstance(teacher, LossStore):
             return cls(store=teacher)
         teacher.load()
@@ -139,7 +210,7 @@ class _Known:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that decides the numbers."""
+        """Everything that decides the numbers."""
         if self.store is None:
             return dict(self.teacher.describe())
         shards = [entry["sha256"] for entry in self.store.manifest["shards"]]
@@ -151,7 +222,7 @@ class _Known:
         return str(about.get("name", "unknown")) if isinstance(about, dict) else str(about)
 
     def read(self, texts: Sequence[str]) -> list["_Losses | None"]:
-        """Per text the teacher's losses; None where it has none."""
+        """The teacher's losses on each text; None where it has none."""
         if self.store is None:
             return self._read_now(texts)
         rows = [self.store.find(document_hash(text)) for text in texts]
@@ -164,24 +235,24 @@ class _Known:
 
     def _read_now(self, texts: Sequence[str]) -> list["_Losses | None"]:
         outcomes = self.teacher.tokenize(texts)
-        documents = [one for one in outcomes if isinstance(one, TokenizedDocument)]
+        documents = [outcome for outcome in outcomes if isinstance(outcome, TokenizedDocument)]
         start = getattr(self.teacher, "start", None)
         given = iter(self.teacher.nll(documents) if start is None else start(documents)())
-        found: list[_Losses | None] = []
+        losses: list[_Losses | None] = []
         for outcome in outcomes:
             if not isinstance(outcome, TokenizedDocument):
-                found.append(None)
+                losses.append(None)
                 continue
             scores = next(given)
             scores = TokenScores(scores) if isinstance(scores, np.ndarray) else scores
             token_bytes, known = outcome.stored(scores)
             nll = np.where(np.isfinite(known.nll), known.nll, np.nan)
-            found.append(_Losses(token_bytes, nll, known.alternatives))
-        return found
+            losses.append(_Losses(token_bytes, nll, known.alternatives))
+        return losses
 
 
 class _Losses(NamedTuple):
-    """Of a document: what a `Batch` takes."""
+    """A teacher's losses on one document, as a `Batch` takes them."""
 
     token_bytes: NDArray[Any]
     nll: NDArray[Any]
@@ -190,7 +261,7 @@ class _Losses(NamedTuple):
 
 @dataclass(frozen=True)
 class _Columns:
-    """What `map` calls with a batch of rows; may be sent to its processes."""
+    """The function that `map` calls with a batch of rows; it may be sent to `map`'s processes."""
 
     known: _Known
     tokenizer: TextTokenizer
@@ -201,17 +272,26 @@ class _Columns:
     bos: str | None
     eos: str | None
     missing: Missing
+    keeps_ids: bool = False
+    """Rows have tokens already."""
+    keeps_labels: bool = False
 
     @property
     def identity(self) -> list[Any]:
+        """Everything that decides the columns beside the rows."""
         chat = isinstance(self.tokenizer, ChatTokenizer)
         template = self.tokenizer.template.fingerprint if chat else None  # type: ignore[attr-defined]
         named = [self.row_format, self.text_field, self.train_on, self.aggregation, self.missing]
         separators = separator_ids(self.tokenizer, self.bos, self.eos)
-        return [self.known.identity, self.tokenizer.fingerprint, template, *named, separators]
+        kept = [self.keeps_ids, self.keeps_labels]
+        return [
+            *(self.known.identity, self.tokenizer.fingerprint, template),
+            *(*named, separators, *kept),
+        ]
 
     @cached_property
     def targets(self) -> TargetsPlan | None:
+        """The plan by which alternatives become targets; None if the teacher has none."""
         known, (_, eos) = self.known, separator_ids(self.tokenizer, self.bos, self.eos)
         if known.store is not None:
             spec = known.store.kept_alternatives
@@ -226,27 +306,29 @@ class _Columns:
 
     @cached_property
     def types(self) -> dict[str, str]:
-        """The columns, and the types of their numbers."""
+        """The names of the columns, and the types of their numbers."""
         types = {"input_ids": "int32", "labels": "int32", "guidance": "float32"}
         if self.targets is not None:
             types |= {"target_ids": "int32", "target_p": "float32"}
         return types
 
     def features(self, datasets: Any) -> dict[str, Any]:
+        """The columns as `datasets` describes them."""
         numbers = {name: datasets.List(datasets.Value(kind)) for name, kind in self.types.items()}
         return {
-            name: datasets.List(one) if name.startswith("target") else one
-            for name, one in numbers.items()
+            name: datasets.List(numbers[name]) if name.startswith("target") else numbers[name]
+            for name in numbers
         }
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-        found = [self._text(row) for row in rows]
-        texts = {n: text for n, text in enumerate(found) if isinstance(text, str)}
-        tokens = dict(zip(texts, self._tokens([*texts.values()]), strict=True))
+        read = [self._text(row) for row in rows]
+        texts = {n: text for n, text in enumerate(read) if isinstance(text, str)}
+        tokenized = self._tokens([rows[n] for n in texts], [*texts.values()])
+        tokens = dict(zip(texts, tokenized, strict=True))
         losses = dict(zip(texts, self.known.read([*texts.values()]), strict=True))
         kept = []
-        for n, text in enumerate(found):
+        for n, text in enumerate(read):
             problem = tokens[n] if n in texts else str(text)
             if not isinstance(problem, str):
                 if losses[n] is not None or self.missing == "keep":
@@ -267,27 +349,71 @@ class _Columns:
             made = self._made(
                 [texts[n] for n in kept], [tokens[n] for n in kept], [losses[n] for n in kept]
             )
+            if self.keeps_labels:
+                made["labels"] = [np.asarray(rows[n]["labels"], np.int32) for n in kept]
             for name, values in made.items():
                 for n, value in zip(kept, values, strict=True):
                     columns[name][n] = value
         return columns
 
     def _text(self, row: Mapping[str, Any]) -> str | Refused:
+        """The text of a row, as the teacher has read it, or why there is none."""
         if _SHARED_TEXT in row:
             return str(row[_SHARED_TEXT])
         if self.row_format == "text":
-            text = row[self.text_field]
+            text = row.get(self.text_field)
+            if text is None and self.keeps_ids:
+                return self._spelled(row["input_ids"]).decode(errors="replace")
             return text if isinstance(text, str) else Refused(f"it has no {self.text_field}")
         try:
             return shared_text(conversation_of(row, self.row_format))
         except Refused as error:
             return error
 
-    def _tokens(self, texts: Sequence[str]) -> Sequence[TokenSpans | str]:
-        """Or why not."""
+    def _tokens(
+        self, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]
+    ) -> Sequence[TokenSpans | str]:
+        """The tokens of each text, or why it has none."""
         if isinstance(self.tokenizer, ChatTokenizer):
-            return self.tokenizer.outcomes(texts)
+            outcomes = self.tokenizer.outcomes(texts)
+            if not self.keeps_ids:
+                return outcomes
+            return [
+                _cut_to(outcome, row["input_ids"])
+                for row, outcome in zip(rows, outcomes, strict=True)
+            ]
+        if self.keeps_ids:
+            given = zip(rows, texts, strict=True)
+            return [self._given(row["input_ids"], text) for row, text in given]
         return self.tokenizer.spans_batch(texts)
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether the tokenizer puts a space before a text, as SentencePiece does."""
+        ids = self.tokenizer.spans("a").ids
+        return bool(len(ids)) and (self.tokenizer.bytes_of(int(ids[0])) or b"").startswith(b" ")
+
+    def _pieces(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes of each token, without the space that the tokenizer puts before a text."""
+        known = self.tokenizer.control_ids
+        pieces = [b"" if n in known else self.tokenizer.bytes_of(n) or b"" for n in ids]
+        first = next((n for n, piece in enumerate(pieces) if piece), None)
+        if first is not None and self._adds_space:
+            pieces[first] = pieces[first].removeprefix(b" ")
+        return pieces
+
+    def _spelled(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self._pieces(ids))
+
+    def _given(self, ids: Sequence[int], text: str) -> TokenSpans | str:
+        """A row's own tokens with their places in its text, or why they have none. They may end
+        before the text does."""
+        pieces, content = self._pieces(ids), text.encode()
+        if not content.startswith(spelled := b"".join(pieces)):
+            return f"its input_ids do not spell its text: {spelled[:40]!r} for {content[:40]!r}"
+        ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+        spans = np.stack([np.append(0, ends[:-1]), ends], axis=1)
+        return TokenSpans(np.array(ids, np.int32), spans, len(content), len(content) - len(spelled))
 
     def _not_known(self, text: str) -> str:
         start = f"'{' '.join(text[:60].split())}...'"
@@ -301,14 +427,17 @@ class _Columns:
     def _made(
         self, texts: Sequence[str], students: Sequence[Any], losses: Sequence[_Losses | None]
     ) -> dict[str, list[NDArray[Any]]]:
-        """As `vocagnolm prepare` makes them, cut into documents again."""
+        """The columns of documents: made as `vocagnolm prepare` makes them, and cut into documents
+        again."""
         chat = isinstance(self.tokenizer, ChatTokenizer)
         prefix, eos = separator_ids(self.tokenizer, self.bos, self.eos)
-        others = [None if one is None else one.alternatives for one in losses]
+        if self.keeps_ids:  # which hold them already
+            prefix, eos = (), None
+        others = [None if known is None else known.alternatives for known in losses]
         batch = Batch(
             indices=range(len(texts)),
             students=students,
-            teachers=[[None if one is None else one[:2] for one in losses]],
+            teachers=[[None if known is None else known[:2] for known in losses]],
             texts=[text.encode() for text in texts],
             trained=[trained_ranges(text, self.train_on) for text in texts] if chat else None,
             alternatives=None if self.targets is None else [others],
@@ -331,6 +460,16 @@ class _Columns:
         }
 
 
+def _cut_to(outcome: TokenSpans | str, ids: Sequence[int]) -> TokenSpans | str:
+    """A conversation's tokens, as many as its row has; they must be the template's."""
+    if isinstance(outcome, str):
+        return outcome
+    count = len(ids)
+    if count > len(outcome) or not np.array_equal(outcome.ids[:count], ids):
+        return "its input_ids are not those of the chat template (chat_template)"
+    return replace(outcome, ids=outcome.ids[:count], spans=outcome.spans[:count])
+
+
 # ---- a folder of columns ----
 
 
@@ -345,35 +484,52 @@ def export_columns(
     **options: Any,
 ) -> Any:
     """Write the columns of `guide` for the documents of a store to a folder for
-    `datasets.load_from_disk`, and return the dataset. `corpus`: the corpus that was scored;
-    default: the files named in the store. `reading`: as in `open_corpus`; `options`: as in
-    `guide`."""
-    datasets, path, opened = _datasets(), local_path(out), LossStore.open(store)
-    if path.exists():
+    `datasets.load_from_disk`, and return the dataset. Store, corpus and folder may be in buckets.
+
+    corpus: the corpus that was scored; default: the files named in the store, beside it.
+    reading: options of `open_corpus`; options: those of `guide`, with `num_proc`.
+    """
+    datasets, opened = _datasets(), LossStore.open(store)
+    remote = address_of(out) is not None
+    if storage_of(out).files() if remote else local_path(out).exists():
         raise UsageError(f"{out} exists already; choose another folder for the columns.")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    parent = None if remote else local_path(out).parent
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
     read = open_corpus(corpus or _beside(opened), **(reading or {}))
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+    name = Path(str(out)).name
+    with tempfile.TemporaryDirectory(dir=parent, prefix=f".{name}-") as scratch:
         rows = datasets.Dataset.from_generator(
             _rows, gen_kwargs={"corpus": read}, cache_dir=scratch
         )
-        found = guide(rows, opened, student, missing=missing, **options)
-        if not len(found):
+        guided = guide(rows, opened, student, missing=missing, **options)
+        if not len(guided):
             raise StoreError(
                 f"{store} holds none of these documents. Give the corpus it was made from."
             )
-        if lost := len(rows) - len(found):
+        if lost := len(rows) - len(guided):
             warnings.warn(
                 f"{lost:,} of {len(rows):,} documents were skipped: {store} does not contain "
                 f"them, or they cannot be read.",
                 VocagnolmWarning,
                 stacklevel=2,
             )
-        found = found.remove_columns(rows.column_names)
-        found.info.description = f"Guidance of {opened.teacher_name} for the tokens of {student}."
-        with whole_folder(path) as folder:
-            found.save_to_disk(folder)
-    return datasets.load_from_disk(str(path))
+        guided = guided.remove_columns(rows.column_names)
+        guided.info.description = f"Guidance of {opened.teacher_name} for the tokens of {student}."
+        if not remote:
+            with whole_folder(local_path(out)) as folder:
+                guided.save_to_disk(folder)
+            return datasets.load_from_disk(str(local_path(out)))
+        guided.save_to_disk(Path(scratch, "columns"))
+        _send(Path(scratch, "columns"), out)
+        return guided
+
+
+def _send(folder: Path, address: str | Path) -> None:
+    """Copy a dataset's files to an address; the one without which it is no dataset comes last."""
+    storage = storage_of(address)
+    for path in sorted(folder.iterdir(), key=lambda path: (path.name == _STATE, path.name)):
+        storage.put(path.name, path.read_bytes())
 
 
 def _rows(corpus: Corpus) -> Iterator[dict[str, Any]]:
@@ -383,15 +539,17 @@ def _rows(corpus: Corpus) -> Iterator[dict[str, Any]]:
             yield {column: document.text}
 
 
-def _beside(store: LossStore) -> list[Path]:
+def _beside(store: LossStore) -> list[str | Path]:
     """The files that a store was made from, where they stand beside it."""
     about = store.manifest["identity"].get("corpus")
     names = [source["name"] for source in about["sources"]] if isinstance(about, dict) else []
-    found = [local_path(store.path).parent / name for name in names]
-    if not found or not all(path.is_file() for path in found):
+    if names and (address := address_of(store.path)) is not None:
+        return [f"{address.rstrip('/').rpartition('/')[0]}/{name}" for name in names]
+    files = [local_path(store.path).parent / name for name in names]
+    if not files or not all(path.is_file() for path in files):
         named = ", ".join(names) or "does not say what"
         raise UsageError(
             f"{store.path} contains no text, and the corpus it was made from ({named}) was not "
             f"found. Pass it with --corpus FILES."
         )
-    return found
+    return [*files]
