@@ -195,7 +195,7 @@ def built_setup(settings: dict[str, Any]) -> tuple[Any, ...]:
 
 def built_loop(settings: dict[str, Any], on_step: Any = None, **more: Any) -> Any:
     """The loop of `vocagnolm train`, not trained yet. `on_step` is called with the measures of each
-    step and the norm of its gradient; `order` and `collator` replace those of the recipe's blocks."""
+    step and the norm of its gradient; `order` and `collator` replace those of the blocks."""
     from vocagnolm.train.loop import TrainingLoop
     from vocagnolm.train.metrics import Report
 

@@ -20,7 +20,8 @@ def demo(
     """Run the whole pipeline on an embedded example: no download, no GPU, a few minutes.
 
     Four methods train the same small student on the same noisy corpus, three seeds each; two more
-    train it on what the teacher wrote. All are evaluated on held-out problems. Run it again to resume after an interruption.
+    train it on what the teacher wrote. All are evaluated on held-out problems. Run it again to
+    resume after an interruption.
     """
     if materials is not None:
         from vocagnolm.demo.pipeline import write_materials
