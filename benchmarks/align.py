@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from vocagnolm.alignment import align, align_batch, load_tokenizer
 from vocagnolm.data.corpus import read_texts
-from vocagnolm.pair import SAMPLE
+from vocagnolm.report.comparison import SAMPLE
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 BATCH_DOCUMENTS = 64

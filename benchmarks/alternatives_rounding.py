@@ -279,7 +279,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         teacher_model, student_model = given.teacher, given.student
         if given.smoke:
-            from vocagnolm.pair import SAMPLE
+            from vocagnolm.report.comparison import SAMPLE
 
             teacher_model = tiny_model(Path(folder) / "teacher", 500, layers=4)
             student_model = tiny_model(Path(folder) / "student", 500, layers=2)

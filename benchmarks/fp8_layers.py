@@ -56,7 +56,7 @@ def main() -> None:
         parser.error("MODEL and CORPUS are needed: use --smoke to try the script without them")
     with tempfile.TemporaryDirectory() as lab:
         if given.smoke:
-            from vocagnolm.pair import SAMPLE
+            from vocagnolm.report.comparison import SAMPLE
 
             model, texts, tokens = tiny_model(Path(lab) / "model", 500, layers=5), [*SAMPLE], 16
         else:

@@ -613,7 +613,7 @@ def with_random_weights(source: str, folder: Path) -> str:
 
 
 def smoke_corpus(path: Path) -> str:
-    from vocagnolm.pair import SAMPLE
+    from vocagnolm.report.comparison import SAMPLE
 
     texts = [text * (1 + number % 3) for number in range(8) for text in SAMPLE]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

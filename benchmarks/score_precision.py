@@ -241,7 +241,7 @@ def main() -> None:
         parser.error("MODEL and CORPUS are needed: use --smoke to try the script without them")
     with tempfile.TemporaryDirectory() as folder:
         if given.smoke:
-            from vocagnolm.pair import SAMPLE
+            from vocagnolm.report.comparison import SAMPLE
 
             model = tiny_model(Path(folder) / "teacher", 500, layers=4)
             student: str | None = tiny_model(Path(folder) / "student", 320, layers=2)

@@ -65,7 +65,7 @@ def tiny_model(folder: Path, vocabulary: int, layers: int) -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from vocagnolm.pair import SAMPLE
+    from vocagnolm.report.comparison import SAMPLE
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

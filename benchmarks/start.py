@@ -19,7 +19,7 @@ from pathlib import Path
 from record import add_json, keep
 
 import vocagnolm
-from vocagnolm.pair import SAMPLE
+from vocagnolm.report.comparison import SAMPLE
 
 SHIPPED = Path(vocagnolm.__file__).parent / "demo"
 MODEL = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64}

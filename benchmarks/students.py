@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PretrainedConfig
 
 from vocagnolm.alignment import load_tokenizer
+from vocagnolm.base.files import file_digest, read_json, write_json
 from vocagnolm.data.blocks import MANIFEST
 from vocagnolm.data.prepare import METADATA_KEY, part_name, prepare, tokenise
 from vocagnolm.errors import BlocksError
-from vocagnolm.files import file_digest, read_json, write_json
 from vocagnolm.recipe import Recipe, recipe_from_dict
 
 DOCUMENT_TOKENS = 700

@@ -19,9 +19,9 @@ from typing import Any
 
 from record import STDOUT, add_json, keep
 
+from vocagnolm.base.files import write_text
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.data.prepare import prepare
-from vocagnolm.files import write_text
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score import ScoreSettings, score_corpus
 

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from vocagnolm.files import write_json, write_text
-from vocagnolm.statistics import mean_and_spread, paired_interval
+from vocagnolm.base.files import write_json, write_text
+from vocagnolm.base.statistics import mean_and_spread, paired_interval
 from vocagnolm_studies.design import load_study, shipped_studies
 from vocagnolm_studies.folder import StudyFolder
 from vocagnolm_studies.table import markdown, study_table

@@ -35,16 +35,16 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from vocagnolm.alignment import load_tokenizer
+from vocagnolm.base.children import WorkerPool
+from vocagnolm.base.files import write_json
+from vocagnolm.base.statistics import mean_and_spread, mean_error
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students
 from vocagnolm.demo.corpus import Problem
 from vocagnolm.demo.pipeline import mean_and_spread as printed_spread
 from vocagnolm.demo.students import Record
-from vocagnolm.files import write_json
 from vocagnolm.recipe import Recipe, recipe_from_dict
-from vocagnolm.statistics import mean_and_spread, mean_error
 from vocagnolm.train.folder import read_metrics
-from vocagnolm.workers import WorkerPool
 from vocagnolm_studies.controls import write_exchanged_blocks
 from vocagnolm_studies.design import Exchange, FigurePlan, PanelPlan
 from vocagnolm_studies.figures import draw

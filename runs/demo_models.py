@@ -21,9 +21,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from vocagnolm.base.files import write_json
 from vocagnolm.demo.corpus import START_SEED, clean_document, junk_document, wrong_document
 from vocagnolm.demo.students import END
-from vocagnolm.files import write_json
 
 # ---- tokenizers ----
 

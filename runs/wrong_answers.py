@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from solutions import MARK, worked_solution
 
+from vocagnolm.base.files import write_text
 from vocagnolm.demo import corpus, students
-from vocagnolm.files import write_text
 from vocagnolm.score import ScoreSettings, score_corpus
 from vocagnolm.store import LossStore
 

@@ -45,7 +45,7 @@ def score(
     os.environ.update(env)
     from score.teacher_kit import TEACHERS
 
-    from vocagnolm import files
+    from vocagnolm.base import files
     from vocagnolm.score import Share, score_corpus
 
     def reached(point: str, path: Any) -> None:

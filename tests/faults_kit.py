@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 from training_kit import recipe_dict
 
-from vocagnolm import files
+from vocagnolm.base import files
 
 LONG = os.environ.get("VOCAGNOLM_FAULTS") == "long"
 SEED = int(os.environ.get("VOCAGNOLM_FAULTS_SEED", "0"))

@@ -17,7 +17,7 @@ from tokenizers import (
     trainers,
 )
 
-from vocagnolm.pair import SAMPLE
+from vocagnolm.report.comparison import SAMPLE
 
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
 BYTES = [f"<0x{value:02X}>" for value in range(256)]

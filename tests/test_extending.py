@@ -15,13 +15,13 @@ from training_kit import make_lab, recipe_dict, write_store
 from vocagnolm import objective
 from vocagnolm.errors import UsageError
 from vocagnolm.evaluate.render import render
-from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
 from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select, weigh_step
 from vocagnolm.objective.distill import DISTANCES
 from vocagnolm.objective.selection import RANKINGS, WEIGHTINGS
 from vocagnolm.questions import benchmarks, suite
 from vocagnolm.questions.graders import grade
 from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.recipe.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
 from vocagnolm.storage import BACKENDS
 from vocagnolm.store import LossStore
 
@@ -50,7 +50,7 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 A_METHOD = """
-from vocagnolm.methods import METHODS, Method
+from vocagnolm.recipe.methods import METHODS, Method
 from vocagnolm.objective.selection import RANKINGS, Ranked, float_key
 
 METHODS["easiest"] = Method(label="training on the tokens of lowest loss", ranking="ease")
@@ -61,7 +61,7 @@ def by_ease(batch, guidance, index_B, config, step):
 RANKINGS["ease"] = by_ease
 """
 A_WEIGHTING = """
-from vocagnolm.methods import CHOOSABLE_WEIGHTINGS
+from vocagnolm.recipe.methods import CHOOSABLE_WEIGHTINGS
 from vocagnolm.objective.selection import WEIGHTINGS
 
 CHOOSABLE_WEIGHTINGS.append("squared")

@@ -8,7 +8,7 @@ import vocagnolm
 import vocagnolm_studies
 
 # modules of ours that only their package uses
-PLUGINS = {"vocagnolm.axolotl": "axolotl"}
+PLUGINS = {"vocagnolm.integrations.axolotl": "axolotl"}
 
 
 def test_every_module_is_imported():

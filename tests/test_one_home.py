@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from vocagnolm.methods import METHODS
+from vocagnolm.recipe.methods import METHODS
 
 SOURCE = Path(__file__).parents[1] / "src"
 
 HOMES = {
-    "locks": (r"^import fcntl|fcntl\.flock", {"vocagnolm/files.py"}),
-    "flushing and renaming": (r"os\.(fsync|replace|rename)\(", {"vocagnolm/files.py"}),
+    "locks": (r"^import fcntl|fcntl\.flock", {"vocagnolm/base/files.py"}),
+    "flushing and renaming": (r"os\.(fsync|replace|rename)\(", {"vocagnolm/base/files.py"}),
     "YAML": (
         r"yaml\.safe_load\(",
         {"vocagnolm/recipe/schema.py", "vocagnolm/evaluate/render.py"},  # lm-eval's own
     ),
-    "tests of hypotheses": (r"scipy", {"vocagnolm/statistics.py"}),
+    "tests of hypotheses": (r"scipy", {"vocagnolm/base/statistics.py"}),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 COMMAND = """
 import os, signal, time
-from vocagnolm.workers import WorkerPool
+from vocagnolm.base.children import WorkerPool
 
 if __name__ == "__main__":
     try:

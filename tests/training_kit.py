@@ -178,8 +178,8 @@ def make_lab(folder: Path, count: int = 60, alternatives: int = 0) -> list[str]:
 
 def built_setup(settings: dict[str, Any]) -> tuple[Any, ...]:
     """(setup, recipe, schedule, arguments) as `vocagnolm train` makes them: what its loop takes."""
+    from vocagnolm.base.ranks import world_size
     from vocagnolm.data.identity import student_tokenizer
-    from vocagnolm.processes import world_size
     from vocagnolm.recipe import recipe_from_dict
     from vocagnolm.train import run
     from vocagnolm.train.settings import plan_schedule, training_arguments

@@ -21,20 +21,27 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from vocagnolm.base.files import (
+    differences,
+    folder_lock,
+    local_path,
+    read_json,
+    write_json,
+    write_text,
+)
+from vocagnolm.base.statistics import Z_95
 from vocagnolm.data.corpus import Corpus, document_hash, open_corpus, read_texts
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import CorpusError, UsageError
 from vocagnolm.evaluate.bits import BitsPerByte, bits_per_byte
 from vocagnolm.evaluate.results import TextScore, rank_texts
 from vocagnolm.evaluate.run import evaluate
-from vocagnolm.files import differences, folder_lock, local_path, read_json, write_json, write_text
 from vocagnolm.model import ModelFiles, open_model
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.report import Measure, ResultGroup, Results, report_page, write_page
 from vocagnolm.report.runs import write_sample
 from vocagnolm.report.view import model_names
 from vocagnolm.score import ScoreSettings, score_corpus
-from vocagnolm.statistics import Z_95
 from vocagnolm.store.format import VOCABULARY_FILE
 from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.run import train

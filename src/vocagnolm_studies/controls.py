@@ -15,10 +15,10 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from vocagnolm.base.files import file_digest, json_digest, write_json
 from vocagnolm.data.blocks import MANIFEST, TrainingOrder, read_manifest
 from vocagnolm.data.corpus import open_corpus
 from vocagnolm.errors import CorpusError, StudyError
-from vocagnolm.files import file_digest, json_digest, write_json
 from vocagnolm.recipe import Recipe
 from vocagnolm_studies.design import Exchange
 from vocagnolm_studies.sample import predicted_sources, shares_by_source

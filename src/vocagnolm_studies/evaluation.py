@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vocagnolm.files import whole_file, write_json
+from vocagnolm.base.files import whole_file, write_json
 from vocagnolm_studies.design import EvaluationPlan
 from vocagnolm_studies.folder import EVALUATION, SELECTION, StudyFolder, read_result
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vocagnolm.base.plots import COLOURS, INK, LINE, SOFT, new_figure, new_panels, save_figure
 from vocagnolm.errors import StudyError, UsageError
-from vocagnolm.plots import COLOURS, INK, LINE, SOFT, new_figure, new_panels, save_figure
 from vocagnolm_studies.design import FigurePlan, PanelPlan
 
 if TYPE_CHECKING:

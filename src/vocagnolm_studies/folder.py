@@ -16,10 +16,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.base.files import json_digest, local_path, read_json
 from vocagnolm.errors import StudyError
-from vocagnolm.files import json_digest, local_path, read_json
-from vocagnolm.methods import METHODS
 from vocagnolm.recipe import Recipe
+from vocagnolm.recipe.methods import METHODS
 from vocagnolm_studies.design import (
     START,
     GranularityPlan,

@@ -22,8 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.base.files import claim, write_json, write_text
 from vocagnolm.errors import MissingExtraError, StudyError
-from vocagnolm.files import claim, write_json, write_text
 from vocagnolm_studies.design import load_study
 from vocagnolm_studies.figures import draw
 from vocagnolm_studies.table import markdown, study_table

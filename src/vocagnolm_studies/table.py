@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vocagnolm.methods import METHODS
-from vocagnolm.statistics import (
+from vocagnolm.base.statistics import (
     AllSeeds,
     bootstrap_interval,
     compare_means,
@@ -19,6 +18,7 @@ from vocagnolm.statistics import (
     paired_t_p,
     sign_flip_p,
 )
+from vocagnolm.recipe.methods import METHODS
 from vocagnolm_studies.design import GranularityPlan, RowPlan, recipe_with
 from vocagnolm_studies.evaluation import Marks, average_accuracy, read_results
 from vocagnolm_studies.folder import EVALUATION, StudyFolder, read_result

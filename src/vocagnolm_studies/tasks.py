@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.files import write_json
+from vocagnolm.base.files import write_json
 from vocagnolm.recipe import Recipe
 from vocagnolm_studies.design import Exchange, GranularityPlan, RunPlan, recipe_with
 from vocagnolm_studies.folder import (

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vocagnolm.alignment import load_tokenizer, token_spans
 from vocagnolm.errors import MissingExtraError, TokenizerError
-from vocagnolm.pair import SAMPLE
+from vocagnolm.report.comparison import SAMPLE
 
 
 def test_all_sources_give_the_same_tokenizer(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from faults_kit import LONG
 
 from vocagnolm.alignment import load_tokenizer, spans
-from vocagnolm.pair import SAMPLE
+from vocagnolm.report.comparison import SAMPLE
 
 MADE_UP = "e\u0301 ½ \u2581x <tool> <wide> \n\n\tif x<=10:\r\n  12345"
 

@@ -23,7 +23,7 @@ from vocagnolm.alignment.targets import spell
 from vocagnolm.alignment.tokenizer import Frame
 from vocagnolm.chat import ChatTokenizer, Message, shared_text, template_of
 from vocagnolm.chat.template import DATE
-from vocagnolm.pair import SAMPLE, STRESS
+from vocagnolm.report.comparison import SAMPLE, STRESS
 
 pytestmark = pytest.mark.skipif(
     not PACKAGES.is_dir(), reason="the packages with real tokenizers are not installed: make test"

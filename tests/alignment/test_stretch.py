@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vocagnolm.alignment import KINDS, kinds, load_tokenizer, stretch_losses, stretches
-from vocagnolm.pair import SAMPLE, STRESS
+from vocagnolm.report.comparison import SAMPLE, STRESS
 
 
 def naive(student, teachers, losses):

@@ -23,7 +23,7 @@ from vocagnolm.alignment import (
 )
 from vocagnolm.alignment.targets import spell
 from vocagnolm.alternatives import NOTHING, Alternatives, Vocabulary, pack
-from vocagnolm.pair import SAMPLE, STRESS
+from vocagnolm.report.comparison import SAMPLE, STRESS
 
 KINDS = [
     "byte-level",

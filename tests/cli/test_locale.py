@@ -10,8 +10,8 @@ import yaml
 from training_kit import make_lab, recipe_dict
 
 from vocagnolm.alignment import load_tokenizer
+from vocagnolm.base.files import local_path
 from vocagnolm.errors import UsageError
-from vocagnolm.files import local_path
 from vocagnolm.model import open_model
 from vocagnolm.recipe import load_recipe
 

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from vocagnolm.base.progress import VARIABLE, Speed, Throttle, clock_time
 from vocagnolm.cli.common import progress
-from vocagnolm.progress import VARIABLE, Speed, Throttle, clock_time
 
 
 class Clock:

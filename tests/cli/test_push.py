@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.errors import PushError, TrainingError, UsageError
-from vocagnolm.push import push
+from vocagnolm.report.push import push
 
 FILES = {"model.safetensors": b"w" * 1000, "config.json": b"{}", "tokenizer.json": b"{}"}
 

@@ -15,11 +15,11 @@ from safetensors.numpy import save_file
 from training_kit import make_lab, recipe_dict, save_tokenizer, write_corpus, write_store
 
 from vocagnolm.alignment import align, carry, load_tokenizer
+from vocagnolm.base.files import whole_path
 from vocagnolm.data.blocks import Blocks, TrainingOrder
 from vocagnolm.data.identity import student_tokenizer
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError, VocagnolmWarning, WriteError
-from vocagnolm.files import whole_path
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.store import LossStore
 from vocagnolm.train.run import open_blocks

@@ -22,8 +22,8 @@ from vocagnolm.data.identity import block_settings, recipe_corpus, student_token
 from vocagnolm.data.packing import Part, _Column, pack_documents
 from vocagnolm.data.prepare import PartMaker, PartPlan, _Kept, _plan
 from vocagnolm.errors import WriteError
-from vocagnolm.pair import SAMPLE
 from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.report.comparison import SAMPLE
 
 UGLY = (
     *(line for text in SAMPLE for line in text.splitlines(keepends=True)),

@@ -26,6 +26,7 @@ from vocagnolm.alignment import (
 )
 from vocagnolm.alignment.targets import TARGETS_RULE
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary, pack
+from vocagnolm.base.files import write_json
 from vocagnolm.chat import shared_text, trained_ranges, trained_tokens
 from vocagnolm.cli import app
 from vocagnolm.data import guidance as module
@@ -33,7 +34,6 @@ from vocagnolm.data.blocks import Blocks
 from vocagnolm.data.guidance import Laid, LaidTeacher, TargetsPlan, carry_targets
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError, RecipeError
-from vocagnolm.files import write_json
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score import ScoreSettings, score_corpus
 from vocagnolm.store import LossStore

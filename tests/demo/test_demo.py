@@ -10,8 +10,8 @@ from demo_kit import InThisProcess
 from faults_kit import LONG
 from typer.testing import CliRunner
 
-from vocagnolm import statistics
 from vocagnolm.alignment import align, load_tokenizer, shares
+from vocagnolm.base import statistics
 from vocagnolm.cli import app
 from vocagnolm.demo import corpus, pipeline, students
 from vocagnolm.demo.corpus import draw_problem

@@ -16,9 +16,9 @@ from faults_kit import LONG
 from safetensors.torch import load_file
 
 from vocagnolm.alignment import load_tokenizer
+from vocagnolm.base.files import json_digest, write_text
 from vocagnolm.demo import students
 from vocagnolm.demo.corpus import Problem
-from vocagnolm.files import json_digest, write_text
 from vocagnolm.recipe import Recipe
 
 sys.path.append(str(Path(__file__).parents[2] / "runs"))  # scripts find their neighbours there

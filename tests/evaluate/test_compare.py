@@ -7,6 +7,7 @@ import pytest
 from evaluation_kit import QUICK
 from typer.testing import CliRunner
 
+from vocagnolm.base.statistics import mcnemar_exact
 from vocagnolm.cli import app
 from vocagnolm.errors import EvaluationError, VocagnolmWarning
 from vocagnolm.evaluate import compare_runs, evaluate
@@ -17,7 +18,6 @@ from vocagnolm.evaluate.results import (
     paired_difference,
 )
 from vocagnolm.questions.suite import SUITES
-from vocagnolm.statistics import mcnemar_exact
 
 
 def test_mcnemar():

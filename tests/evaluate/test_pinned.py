@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from vocagnolm.base.files import json_digest
 from vocagnolm.evaluate.render import render
 from vocagnolm.evaluate.run import checksum
-from vocagnolm.files import json_digest
 from vocagnolm.questions.suite import TASKS
 
 PINS = json.loads((Path(__file__).parent / "pinned.json").read_text())

@@ -11,9 +11,9 @@ import pytest
 from faults_kit import LONG, SEED, copy_of, in_child, some, tiny_tree, was_killed
 from training_kit import fresh_process, recipe_dict
 
+from vocagnolm.base.files import folder_lock, write_text
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import RecipeError, VocagnolmError, WriteError
-from vocagnolm.files import folder_lock, write_text
 from vocagnolm.recipe import Recipe, load_recipe, recipe_from_dict
 from vocagnolm.recipe.schema import hints
 from vocagnolm.store import LossStore, inspect_store, verify_store
@@ -141,7 +141,7 @@ def test_a_file_where_a_run_is_meant(lab, tmp_path):
 def test_what_is_finished_can_be_read_from_read_only_media(lab, tmp_path, monkeypatch):
     """Store, blocks and run; as root every right is there, so the file system's answer is given
     here."""
-    from vocagnolm import files
+    from vocagnolm.base import files
     from vocagnolm.train.run import train
 
     folder = copy_of(lab, tmp_path / "media")

@@ -145,7 +145,7 @@ def test_a_manifest_names_only_files_of_its_folder(lab, tmp_path, name):
 @pytest.mark.parametrize("fault", ["flipped", "cut", "lost", "no folder"])
 def test_a_finished_model_is_checked_and_made_again(lab, tmp_path, fault):
     from vocagnolm.model import open_model
-    from vocagnolm.push import push
+    from vocagnolm.report.push import push
     from vocagnolm.train.run import train
 
     def run():

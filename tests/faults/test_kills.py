@@ -60,7 +60,7 @@ def test_train(lab, tmp_path):
 
 
 def test_a_full_disk_at_the_first_write_leaves_nothing_foreign(lab, tmp_path, monkeypatch):
-    from vocagnolm import files
+    from vocagnolm.base import files
     from vocagnolm.errors import WriteError
     from vocagnolm.train.run import train
 

@@ -9,9 +9,9 @@ import pytest
 from faults_kit import tiny_tree
 from training_kit import fresh_process, recipe_dict
 
+from vocagnolm.base.files import claim, folder_lock
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BusyError, WriteError
-from vocagnolm.files import claim, folder_lock
 from vocagnolm.recipe import recipe_from_dict
 
 

@@ -12,11 +12,11 @@ from functools import partial
 import pytest
 from faults_kit import in_child, was_killed
 
+from vocagnolm.base.ranks import Ranks
 from vocagnolm.errors import ClusterError, StoreError, WaitingWarning, WriteError
 from vocagnolm.jobs import cluster as cluster_module
 from vocagnolm.jobs.cluster import Connection, RayCluster
 from vocagnolm.jobs.job import Amount, Begun, Share, run_job
-from vocagnolm.processes import Ranks
 from vocagnolm.storage import storage_of
 
 WHOLE = {str(n): str(n**2) for n in range(7)}

@@ -26,7 +26,7 @@ from vocagnolm.model.fp8 import (
     train_in_fp8,
 )
 from vocagnolm.model.runtime import compile_layers, last_hidden
-from vocagnolm.pair import SAMPLE
+from vocagnolm.report.comparison import SAMPLE
 from vocagnolm.score import LocalTeacher, score_corpus
 
 

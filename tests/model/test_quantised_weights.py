@@ -12,7 +12,7 @@ from score.teacher_kit import SETTINGS, save_teacher
 from vocagnolm.errors import ModelError
 from vocagnolm.model import load_causal_lm, open_model
 from vocagnolm.model.load import quantisation_of, require_packages
-from vocagnolm.pair import SAMPLE
+from vocagnolm.report.comparison import SAMPLE
 from vocagnolm.score.plan import TeacherSource
 
 BLOCK = 16

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from objective.problems import NAN, Problem, problem, some_stretches
 
-from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS
 from vocagnolm.objective import (
     Decided,
     ObjectiveConfig,
@@ -18,6 +17,7 @@ from vocagnolm.objective import (
     student_nll,
     weigh_step,
 )
+from vocagnolm.recipe.methods import CHOOSABLE_WEIGHTINGS, METHODS
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 IMPLEMENTATIONS = ["reference", "chunked"]

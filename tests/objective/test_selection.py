@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from objective.problems import NAN, obvious_k, obvious_selection
 
 from vocagnolm.alignment.alignment import chunk_bounds
+from vocagnolm.base.ranks import Ranks
 from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, select, weigh_step
 from vocagnolm.objective.selection import float_key, kept, kth_largest, random_key
-from vocagnolm.processes import Ranks
 
 # multiples of 1/8: exact in fp32, and they tie often
 nats = st.integers(-40, 40).map(lambda n: n / 8)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.cli import app
 from vocagnolm.errors import EvaluationError, UsageError
-from vocagnolm.pair import SAMPLE, overlap_bars, tokenisation_rows
+from vocagnolm.report.comparison import SAMPLE, overlap_bars, tokenisation_rows
 from vocagnolm.report.page_data import plain
 from vocagnolm.report.runs import (
     CURVE_POINTS,

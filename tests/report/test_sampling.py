@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from vocagnolm.alignment import align, carry, load_tokenizer
-from vocagnolm.pair import SAMPLE
 from vocagnolm.recipe import load_recipe, recipe_from_dict
+from vocagnolm.report.comparison import SAMPLE
 from vocagnolm.report.runs import (
     PASSAGE_TOKENS,
     SampleError,

@@ -12,10 +12,10 @@ import numpy as np
 from tokenizers import processors
 
 from vocagnolm.alternatives import AlternativesSpec, Vocabulary, pack
-from vocagnolm.files import LOCK_FILE
+from vocagnolm.base.files import LOCK_FILE
 from vocagnolm.jobs.cluster import ShardActor
 from vocagnolm.model.nll import TokenScores
-from vocagnolm.pair import SAMPLE
+from vocagnolm.report.comparison import SAMPLE
 from vocagnolm.score import ScoreSettings, TokenizedDocument
 from vocagnolm.score.teacher import described_alternatives
 from vocagnolm.score.work import open_worker

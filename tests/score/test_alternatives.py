@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.alternatives import NOTHING, Alternatives, AlternativesSpec, pack
+from vocagnolm.base.ranks import running_ranks
 from vocagnolm.cli import app
 from vocagnolm.errors import StoreError, UsageError
 from vocagnolm.model import fp8, open_model
 from vocagnolm.model import nll as choosing
 from vocagnolm.model.nll import NllModel, token_nll, token_scores
 from vocagnolm.objective.head import Head
-from vocagnolm.processes import running_ranks
 from vocagnolm.score import LocalTeacher, score_corpus
 from vocagnolm.store import LossStore, export_parquet, inspect_store, verify_store
 from vocagnolm.store.format import VOCABULARY_FILE, encode_vocabulary

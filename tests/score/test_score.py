@@ -18,11 +18,11 @@ from training_kit import free_port, run_processes
 from typer.testing import CliRunner
 
 from vocagnolm.alignment import align, carry, load_tokenizer, spans
+from vocagnolm.base.ranks import Ranks
 from vocagnolm.cli import app
 from vocagnolm.data.corpus import document_hash, open_corpus
 from vocagnolm.errors import BusyError, CorpusError, ModelError, ScoreError, StoreError, UsageError
 from vocagnolm.model.load import open_model
-from vocagnolm.processes import Ranks
 from vocagnolm.score import LocalTeacher, score_corpus, score_shard
 from vocagnolm.score.run import shared_corpus
 from vocagnolm.store import LossStore, inspect_store, verify_store

@@ -19,7 +19,7 @@ from score.teacher_kit import (
 )
 from training_kit import fresh_process
 
-from vocagnolm import files
+from vocagnolm.base import files
 from vocagnolm.errors import StoreError, WriteError
 from vocagnolm.score import score_corpus
 from vocagnolm.store import LossStore, verify_store

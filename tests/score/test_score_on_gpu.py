@@ -8,7 +8,7 @@ from score.teacher_kit import SETTINGS, save_teacher, write_corpus
 
 from vocagnolm.alternatives import Alternatives
 from vocagnolm.model import open_model
-from vocagnolm.pair import SAMPLE
+from vocagnolm.report.comparison import SAMPLE
 from vocagnolm.score import LocalTeacher, score_corpus
 from vocagnolm.store import LossStore
 

@@ -14,10 +14,10 @@ from training_kit import run_processes
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
+from vocagnolm.base.ranks import running_ranks
 from vocagnolm.cli import app
 from vocagnolm.errors import StoreError, UsageError
-from vocagnolm.pair import SAMPLE
-from vocagnolm.processes import running_ranks
+from vocagnolm.report.comparison import SAMPLE
 from vocagnolm.score import LocalTeacher, RayCluster, Server, Share, score_corpus
 from vocagnolm.score.plan import TeacherSource
 from vocagnolm.store import LossStore

@@ -13,9 +13,9 @@ from score.teacher_kit import TEACHERS, save_teacher, store_bytes, write_corpus
 from training_kit import run_processes
 from typer.testing import CliRunner
 
+from vocagnolm.base.files import folder_lock
 from vocagnolm.cli import app
 from vocagnolm.errors import BusyError, StoreError, UsageError
-from vocagnolm.files import folder_lock
 from vocagnolm.score import Share, score_corpus
 from vocagnolm.store import LossStore, verify_store
 from vocagnolm.store import writer as store_writer

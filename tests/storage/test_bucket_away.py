@@ -9,7 +9,7 @@ from faults_kit import LONG, tiny_tree
 from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_bytes, write_corpus
 from training_kit import fresh_process, make_lab
 
-from vocagnolm import files
+from vocagnolm.base import files
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import AddressError, WaitingWarning
 from vocagnolm.recipe import recipe_from_dict

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from vocagnolm.base.files import folder_lock, local_path, write_text
 from vocagnolm.cli import app
 from vocagnolm.errors import UsageError
-from vocagnolm.files import folder_lock, local_path, write_text
 from vocagnolm.recipe.load import recipe_from_dict
 from vocagnolm.store import LossStore
 

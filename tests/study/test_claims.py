@@ -33,7 +33,7 @@ from result_tables import (
 from study_kit import kept_runs
 
 from vocagnolm.alternatives import pack
-from vocagnolm.statistics import compare_means, mean_and_spread, paired_interval
+from vocagnolm.base.statistics import compare_means, mean_and_spread, paired_interval
 
 NAMES = re.compile(
     r"""

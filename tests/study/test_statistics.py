@@ -6,9 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from vocagnolm import statistics
-from vocagnolm.errors import MissingExtraError
-from vocagnolm.statistics import (
+from vocagnolm.base import statistics
+from vocagnolm.base.statistics import (
     compare_means,
     mean_error,
     paired_interval,
@@ -16,6 +15,7 @@ from vocagnolm.statistics import (
     sign_flip_p,
     wilson_lower,
 )
+from vocagnolm.errors import MissingExtraError
 from vocagnolm_studies.controls import exchanged_targets, matched_guidance
 from vocagnolm_studies.evaluation import average_accuracy
 from vocagnolm_studies.table import (

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vocagnolm.files import claim
+from vocagnolm.base.files import claim
 from vocagnolm_studies.run import work
 from vocagnolm_studies.tasks import Task
 

@@ -13,9 +13,9 @@ from training_kit import LLAMA, recipe_dict, run_processes, stop_after
 
 from vocagnolm.data.blocks import read_manifest
 from vocagnolm.data.prepare import prepare
-from vocagnolm.methods import METHODS
 from vocagnolm.objective import ObjectiveConfig, ScoredBatch, Targets, weigh_step
 from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.recipe.methods import METHODS
 from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.run import train
 

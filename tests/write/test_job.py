@@ -194,7 +194,7 @@ def test_a_full_disk_keeps_what_was_done(lab, monkeypatch):
             raise OSError(28, "No space left on device")
         return real(descriptor)
 
-    monkeypatch.setattr("vocagnolm.files.os.fsync", full)
+    monkeypatch.setattr("vocagnolm.base.files.os.fsync", full)
     with pytest.raises(WriteError, match=r"No space left on device.*run the same command again"):
         write(prompts, out)
     monkeypatch.undo()

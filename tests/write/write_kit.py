@@ -19,8 +19,8 @@ from training_kit import LLAMA, documents, save_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vocagnolm.alternatives import AlternativesSpec, Vocabulary, pack
+from vocagnolm.base.files import LOCK_FILE
 from vocagnolm.data.prompts import Prompt
-from vocagnolm.files import LOCK_FILE
 from vocagnolm.model import open_model
 from vocagnolm.score import ReadPrompt, WriteSettings, WrittenAnswer
 from vocagnolm.score.teacher import described_alternatives

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vocagnolm.methods import chunk_bound
+from vocagnolm.recipe.methods import chunk_bound
 
 IntArray = NDArray[np.int64]
 Aggregation = Literal["max", "mean", "sum"]

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from vocagnolm.alignment.alignment import TokenSpans
 from vocagnolm.alignment.spans import SPACE_MARK, Spanner
+from vocagnolm.base.files import read_json, require_nameable
 from vocagnolm.errors import (
     MissingExtraError,
     TokenizerError,
@@ -24,7 +25,6 @@ from vocagnolm.errors import (
     first_line,
     optional,
 )
-from vocagnolm.files import read_json, require_nameable
 from vocagnolm.storage.copies import remembered
 
 # ---- what stands before and after a text ----

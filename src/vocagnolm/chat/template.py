@@ -23,9 +23,9 @@ from typing import Any, Literal, NamedTuple
 
 from vocagnolm.alignment import TextTokenizer
 from vocagnolm.alignment.tokenizer import read_template
+from vocagnolm.base.children import TookTooLong, time_limit
 from vocagnolm.chat.messages import REASONING_FIELDS, Message, Refused, as_json
 from vocagnolm.errors import TokenizerError
-from vocagnolm.workers import TookTooLong, time_limit
 
 PLAIN = (
     "{{ bos_token if bos_token is defined else '' }}"

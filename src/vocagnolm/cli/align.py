@@ -74,7 +74,7 @@ def align(
 
         trained = why_trained(content, pair.student_tokens)
     if plot is not None:
-        from vocagnolm.pair import tokenisation_rows
+        from vocagnolm.report.comparison import tokenisation_rows
 
         tokenisation_rows([pair.student, pair.teacher], content, plot)
         typer.echo(f"wrote {plot}", err=True)

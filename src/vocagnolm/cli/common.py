@@ -19,8 +19,8 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from vocagnolm import __version__
+from vocagnolm.base.progress import Speed, Throttle, clock_time
 from vocagnolm.errors import VocagnolmError, VocagnolmWarning
-from vocagnolm.progress import Speed, Throttle, clock_time
 
 
 def print_json(value: Any) -> None:
@@ -281,7 +281,7 @@ def _trace_written(error: BaseException) -> str:
     import tempfile
     import traceback
 
-    from vocagnolm.files import write_text
+    from vocagnolm.base.files import write_text
 
     lines = [
         f"vocagnolm {__version__}, Python {platform.python_version()}, {platform.platform()}",

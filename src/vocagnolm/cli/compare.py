@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vocagnolm.alignment import TextTokenizer
     from vocagnolm.chat import Survey
     from vocagnolm.data.corpus import LeftOut
-    from vocagnolm.pair import Pair
+    from vocagnolm.report.comparison import Pair
 
 
 @with_options
@@ -49,7 +49,7 @@ def compare(
     become in distillation, and whether both tokenizers reproduce the text exactly. No model is
     loaded. Each model reads conversations in its own template; their contents are compared.
     """
-    from vocagnolm.pair import compare as run
+    from vocagnolm.report.comparison import compare as run
 
     templates = [student_template, *[teacher_template] * len(teacher)]
     (ours, *theirs), documents, left_out, surveys = readers(
@@ -57,7 +57,7 @@ def compare(
     )
     pairs = run(ours, theirs, documents)
     if plot is not None:
-        from vocagnolm.pair import overlap_bars
+        from vocagnolm.report.comparison import overlap_bars
 
         overlap_bars(ours, [pair.teacher for pair in pairs], plot)
         typer.echo(f"wrote {plot}", err=True)
@@ -93,7 +93,7 @@ def readers(
     from vocagnolm.chat import ChatTokenizer, survey, template_of
     from vocagnolm.chat.survey import readable_by
     from vocagnolm.data.corpus import LeftOut, open_corpus, read_texts
-    from vocagnolm.pair import SAMPLE
+    from vocagnolm.report.comparison import SAMPLE
 
     loaded = [load_tokenizer(source, check=False) for source in tokenizers]
     opened = open_corpus(corpus, **reading) if corpus else None

@@ -36,7 +36,7 @@ def report(
 
     With --html: writes a page about the runs, evaluated or not.
     """
-    from vocagnolm.files import model_damage
+    from vocagnolm.base.files import model_damage
 
     for run in runs:
         if run.is_file():

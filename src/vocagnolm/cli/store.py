@@ -72,7 +72,7 @@ def export_command(
     as_json: bool = JSON,
 ) -> None:
     """Write the store as Parquet, one row per document."""
-    from vocagnolm.files import address_of
+    from vocagnolm.base.files import address_of
     from vocagnolm.store import export_parquet
 
     address = store.rstrip("/")
@@ -134,8 +134,8 @@ def card_command(
     ),
 ) -> None:
     """Write the store's dataset card, to publish it on the hub with `hf upload`."""
+    from vocagnolm.base.files import write_text
     from vocagnolm.errors import UsageError
-    from vocagnolm.files import write_text
     from vocagnolm.storage import scheme_of, storage_of
     from vocagnolm.store.card import CARD, PARQUET_FOLDER, store_card
     from vocagnolm.store.reader import require_complete
@@ -190,7 +190,7 @@ def compare_command(
         named = open_corpus(corpus, text_field=source_field, format="text")
     found = compare_stores(stores, read, sources=named, limit=limit_documents, examples=examples)
     if plot is not None:
-        from vocagnolm.plots import document_scatter
+        from vocagnolm.base.plots import document_scatter
 
         document_scatter(found, plot)
         typer.echo(f"wrote {plot}", err=True)

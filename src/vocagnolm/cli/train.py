@@ -49,9 +49,9 @@ def new(
     out: Path | None = typer.Option(None, help="The recipe to write.", show_default="stdout"),
 ) -> None:
     """Write a recipe that trains a student on what a teacher wrote, with its reasons."""
+    from vocagnolm.base.files import write_text
     from vocagnolm.errors import UsageError
-    from vocagnolm.files import write_text
-    from vocagnolm.recipe_for import recipe_for
+    from vocagnolm.train.new_recipe import recipe_for
 
     if out is not None and out.exists():
         raise UsageError(f"{out} exists already: remove it, or choose another --out.")
@@ -187,7 +187,7 @@ def push(
 
     Requires write access to the hub: `hf auth login`, or HF_TOKEN.
     """
-    from vocagnolm.push import push as run_push
+    from vocagnolm.report.push import push as run_push
 
     done = run_push(run, repository, private=private, dry_run=dry_run)
     if as_json:

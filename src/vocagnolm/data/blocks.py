@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from vocagnolm.alignment.alignment import Aggregation, Alignment
+from vocagnolm.base.files import file_digests, local_path, plain_name, read_json
 from vocagnolm.data.guidance import CarryRule, carry_losses, cut_stretches
 from vocagnolm.data.packing import Bins, fill_bins
 from vocagnolm.errors import BlocksError
-from vocagnolm.files import file_digests, local_path, plain_name, read_json
 from vocagnolm.storage import Folder, Storage
 
 FORMAT_VERSION = 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from vocagnolm.base.files import address_of, local_path, parse_json
 from vocagnolm.chat.messages import Format, Refused, conversation_of, format_of, shared_text
 from vocagnolm.data.sources import (
     DatasetSource,
@@ -27,7 +28,6 @@ from vocagnolm.data.sources import (
     remote_files,
 )
 from vocagnolm.errors import CorpusError
-from vocagnolm.files import address_of, local_path, parse_json
 from vocagnolm.recipe.sections import CorpusSection
 from vocagnolm.store.format import (
     DATA_FOLDER,

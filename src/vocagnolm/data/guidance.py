@@ -31,9 +31,9 @@ from vocagnolm.alignment import (
 from vocagnolm.alignment.alignment import Aggregation, chunk_align
 from vocagnolm.alignment.targets import TARGETS_RULE, Spelling, spell, unmeasured_targets
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary
+from vocagnolm.base.files import write_bytes
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.errors import BlocksError, WriteError
-from vocagnolm.files import write_bytes
 from vocagnolm.recipe.sections import ObjectiveConfig
 from vocagnolm.storage.copies import cache_folder
 from vocagnolm.store import LossStore

@@ -8,6 +8,7 @@ from typing import Any
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.alignment.targets import TARGETS_RULE
+from vocagnolm.base.files import address_of, differences, json_bytes, json_digest
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.chat.tokens import TRAINED_RULE
 from vocagnolm.data.blocks import MANIFEST, Blocks, block_count, read_manifest
@@ -15,9 +16,8 @@ from vocagnolm.data.corpus import Corpus, files_of_folder, is_corpus_file, open_
 from vocagnolm.data.guidance import common_alternatives
 from vocagnolm.data.packing import Bins
 from vocagnolm.errors import BlocksError
-from vocagnolm.files import address_of, differences, json_bytes, json_digest
-from vocagnolm.methods import METHODS, Method
 from vocagnolm.recipe import Recipe
+from vocagnolm.recipe.methods import METHODS, Method
 from vocagnolm.storage import Folder, Storage, require_storage, storage_of
 from vocagnolm.storage.copies import Wanted, cache_folder, copy_files
 from vocagnolm.store import LossStore

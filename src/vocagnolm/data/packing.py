@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from vocagnolm.alignment import KINDS, Alignment, TokenSpans, align
 from vocagnolm.alignment.targets import measured
 from vocagnolm.alternatives import Alternatives
+from vocagnolm.base.files import not_written
 from vocagnolm.chat.tokens import ChatTokens, trained_spans
 from vocagnolm.data.guidance import (
     CarryRule,
@@ -36,7 +37,6 @@ from vocagnolm.data.guidance import (
     student_guidance,
     unbroken,
 )
-from vocagnolm.files import not_written
 
 # ---- whole conversations into blocks ----
 

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from vocagnolm import files
 from vocagnolm.alignment import TextTokenizer, TokenSpans
 from vocagnolm.alignment.spans import batches
+from vocagnolm.base import files
+from vocagnolm.base.children import WorkerPool
 from vocagnolm.chat import ChatTokenizer, trained_ranges
 from vocagnolm.data.blocks import (
     FORMAT_VERSION,
@@ -63,7 +64,6 @@ from vocagnolm.recipe import Recipe
 from vocagnolm.storage import Folder, Storage
 from vocagnolm.storage.copies import tell
 from vocagnolm.store import LossStore
-from vocagnolm.workers import WorkerPool
 
 Progress = Callable[[PackingSummary, float], None]
 """Called with the summary of each finished part and the share of the parts that are done."""

@@ -15,9 +15,9 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
+from vocagnolm.base.files import parse_json, whole_file
 from vocagnolm.chat.messages import CONVERSATION_FIELDS, RENAMED_FIELDS
 from vocagnolm.errors import CorpusError, UsageError, VocagnolmError, optional
-from vocagnolm.files import parse_json, whole_file
 from vocagnolm.recipe.sections import Split as Split
 from vocagnolm.storage import scheme_of
 from vocagnolm.storage.bucket import BrokenOffError, patiently

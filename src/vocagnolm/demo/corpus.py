@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vocagnolm.files import whole_file
+from vocagnolm.base.files import whole_file
 
 # ---- problems ----
 

@@ -20,18 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from vocagnolm import statistics
 from vocagnolm.alignment import load_tokenizer
+from vocagnolm.base import statistics
+from vocagnolm.base.children import WorkerPool
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students
 from vocagnolm.demo.corpus import Problem
 from vocagnolm.evaluate.render import Request, write_requests
 from vocagnolm.evaluate.results import format_table
-from vocagnolm.pair import compare
 from vocagnolm.recipe import Recipe
 from vocagnolm.report import Measure, ResultGroup, Results, report_page, write_page
+from vocagnolm.report.comparison import compare
 from vocagnolm.report.runs import write_sample
-from vocagnolm.workers import WorkerPool
 
 console = Console(highlight=False)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from vocagnolm.base.files import write_json, write_text
 from vocagnolm.demo.corpus import Problem
-from vocagnolm.files import write_json, write_text
 from vocagnolm.recipe import Recipe, recipe_from_dict
 
 # ---- answers ----

@@ -24,9 +24,9 @@ from typing import Any, get_args
 
 import yaml
 
+from vocagnolm.base.files import write_text
 from vocagnolm.chat import Message, shared_text
 from vocagnolm.errors import MissingExtraError, UsageError, optional
-from vocagnolm.files import write_text
 from vocagnolm.questions.benchmarks import with_options
 from vocagnolm.questions.suite import (
     PAPER_NEW_TOKENS,

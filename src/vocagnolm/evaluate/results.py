@@ -23,9 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vocagnolm.errors import EvaluationError, VocagnolmWarning
-from vocagnolm.evaluate.settings import OF_THE_QUESTIONS, differing
-from vocagnolm.files import (
+from vocagnolm.base.files import (
     append_lines,
     differences,
     folder_lock,
@@ -39,6 +37,15 @@ from vocagnolm.files import (
     write_json,
     write_text,
 )
+from vocagnolm.base.statistics import (
+    mcnemar_exact,
+    mean_error,
+    middle_95,
+    resampled_ratios,
+    sign_flip_p,
+)
+from vocagnolm.errors import EvaluationError, VocagnolmWarning
+from vocagnolm.evaluate.settings import OF_THE_QUESTIONS, differing
 from vocagnolm.generate.reading import Answer
 from vocagnolm.questions.suite import (
     AVERAGE_TITLES,
@@ -48,7 +55,6 @@ from vocagnolm.questions.suite import (
     average_stderrs,
     averages,
 )
-from vocagnolm.statistics import mcnemar_exact, mean_error, middle_95, resampled_ratios, sign_flip_p
 from vocagnolm.store.writer import measured_apart, with_values_of
 
 BITS = "bits_per_byte"

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from vocagnolm.base.files import local_path
 from vocagnolm.chat.messages import is_conversation, readable
 from vocagnolm.data.sources import Split
 from vocagnolm.errors import ModelError, UsageError
@@ -22,7 +23,6 @@ from vocagnolm.evaluate.results import (
     score_records,
 )
 from vocagnolm.evaluate.settings import Engine, Questions, grouped, task_conditions, text_conditions
-from vocagnolm.files import local_path
 from vocagnolm.generate.reading import Answer
 from vocagnolm.questions.graders import Grade, grade
 from vocagnolm.recipe import CorpusSection

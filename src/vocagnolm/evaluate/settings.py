@@ -5,9 +5,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.base.files import file_digest, json_digest
 from vocagnolm.chat.messages import is_conversation, messages_of
 from vocagnolm.evaluate.render import Request, render
-from vocagnolm.files import file_digest, json_digest
 from vocagnolm.questions.benchmarks import tasks_asked
 from vocagnolm.questions.suite import TASKS
 from vocagnolm.recipe.sections import EngineSection, QuestionsSection

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from vocagnolm.alignment import TextTokenizer, TokenSpans, load_tokenizer
 from vocagnolm.alignment.alignment import Aggregation
+from vocagnolm.base.files import address_of, json_digest, local_path, whole_folder
 from vocagnolm.chat import (
     ChatTokenizer,
     Refused,
@@ -38,7 +39,6 @@ from vocagnolm.errors import (
     first_line,
     optional,
 )
-from vocagnolm.files import address_of, json_digest, local_path, whole_folder
 from vocagnolm.model.nll import TokenScores
 from vocagnolm.objective.head import IGNORE_INDEX
 from vocagnolm.score.plan import TeacherSource

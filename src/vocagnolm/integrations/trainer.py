@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutput
 
+from vocagnolm.base.ranks import Ranks
 from vocagnolm.errors import TrainingError, UsageError, VocagnolmWarning
 from vocagnolm.model.runtime import head_form, router_loss_of, run_decoder
 from vocagnolm.objective import COLUMNS, Head, ObjectiveConfig
 from vocagnolm.objective.loss import SUMS, guided_output, measures
-from vocagnolm.processes import Ranks
 from vocagnolm.train.collate import GuidedCollator
 from vocagnolm.train.student import causal_lm_of, require_precision
 

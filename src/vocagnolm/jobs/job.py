@@ -23,8 +23,8 @@ from vocagnolm.errors import UsageError
 from vocagnolm.storage import storage_of
 
 if TYPE_CHECKING:
+    from vocagnolm.base.ranks import Ranks
     from vocagnolm.jobs.cluster import Connection
-    from vocagnolm.processes import Ranks
 
 CLAIM_FOLDER = "claims"
 

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.alignment.tokenizer import from_hub
+from vocagnolm.base.files import model_damage, parse_json, require_nameable
 from vocagnolm.errors import ModelError, UsageError, optional
-from vocagnolm.files import model_damage, parse_json, require_nameable
 from vocagnolm.model.fp8 import require_fp8, to_fp8
 
 # ---- quantised weights ----

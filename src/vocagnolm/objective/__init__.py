@@ -12,7 +12,6 @@ functions.
 from typing import Any
 
 from vocagnolm.errors import ObjectiveError
-from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS
 from vocagnolm.objective.distill import DISTANCES, Teacher
 from vocagnolm.objective.head import IGNORE_INDEX, Head, Implementation
 from vocagnolm.objective.loss import (
@@ -36,6 +35,7 @@ from vocagnolm.objective.selection import (
     select,
     weigh_step,
 )
+from vocagnolm.recipe.methods import CHOOSABLE_WEIGHTINGS, METHODS
 from vocagnolm.recipe.sections import ObjectiveConfig, Pairing
 
 __all__ = [

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vocagnolm.base.ranks import Ranks
 from vocagnolm.errors import ObjectiveError
 from vocagnolm.objective.distill import Teacher, distil, distil_reference
 from vocagnolm.objective.head import (
@@ -39,7 +40,6 @@ from vocagnolm.objective.selection import (
     select_batches,
     weight_rules,
 )
-from vocagnolm.processes import Ranks
 from vocagnolm.recipe.sections import ObjectiveConfig
 
 FLOAT16 = (

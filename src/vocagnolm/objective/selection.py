@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vocagnolm.methods import chunk_bound
+from vocagnolm.base.ranks import Ranks
 from vocagnolm.objective.head import IGNORE_INDEX
-from vocagnolm.processes import Ranks
+from vocagnolm.recipe.methods import chunk_bound
 from vocagnolm.recipe.sections import ObjectiveConfig
 
 # ---- what a micro-batch predicts ----

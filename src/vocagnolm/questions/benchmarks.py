@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.base.files import parse_json
 from vocagnolm.errors import BenchmarkError, UsageError, first_line, optional
-from vocagnolm.files import parse_json
 from vocagnolm.questions.graders import gold_letter, gold_math, gold_number
 from vocagnolm.questions.suite import TASKS, AnswerKind, Protocol, Task, task_named, tasks_named
 from vocagnolm.recipe.schema import Schema, build, read_tree

@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.base.files import local_path, require_nameable
 from vocagnolm.errors import RecipeError
-from vocagnolm.files import local_path, require_nameable
-from vocagnolm.methods import Method
 from vocagnolm.recipe import sections
+from vocagnolm.recipe.methods import Method
 from vocagnolm.recipe.schema import (
     YAML_SUFFIXES,
     Schema,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from vocagnolm.errors import SettingError
-from vocagnolm.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
+from vocagnolm.recipe.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
 from vocagnolm.recipe.schema import Limits, OneOf, Schema, key
 
 Attention = Literal[

@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.files import local_path, write_text
+from vocagnolm.base.files import local_path, write_text
 
 FORMAT_VERSION = 2
 

@@ -22,7 +22,7 @@ from vocagnolm.alignment import (
 from vocagnolm.alignment.alignment import as_spans
 from vocagnolm.alternatives import Alternatives, Vocabulary
 from vocagnolm.chat import ChatTokenizer
-from vocagnolm.pair import measure_fit, plain_tokenizer
+from vocagnolm.report.comparison import measure_fit, plain_tokenizer
 from vocagnolm.report.page_data import Passage, Preflight, TeacherRow, TokenRow
 
 TOKEN_TEXT_LIMIT = 400

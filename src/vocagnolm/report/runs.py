@@ -16,6 +16,7 @@ import numpy as np
 
 from vocagnolm.alignment import TargetTable, TextTokenizer, TokenSpans, load_tokenizer
 from vocagnolm.alternatives import Alternatives
+from vocagnolm.base.files import json_digest, local_path, parse_json, write_text
 from vocagnolm.data.corpus import Corpus, Document, document_hash, open_corpus
 from vocagnolm.data.guidance import common_alternatives, target_table, tiling
 from vocagnolm.data.identity import recipe_corpus, student_chat
@@ -23,11 +24,10 @@ from vocagnolm.data.teachers import Lookup
 from vocagnolm.errors import CorpusError, TemplateError, VocagnolmError
 from vocagnolm.evaluate.results import BITS, Evaluation, RunFolder, Score, in_order
 from vocagnolm.evaluate.settings import marks
-from vocagnolm.files import json_digest, local_path, parse_json, write_text
-from vocagnolm.pair import plain_tokenizer
 from vocagnolm.questions.suite import AVERAGES, TASKS
 from vocagnolm.recipe import Recipe, recipe_from_dict
 from vocagnolm.recipe.schema import parse_yaml
+from vocagnolm.report.comparison import plain_tokenizer
 from vocagnolm.report.page_data import (
     FORMAT_VERSION,
     Measure,

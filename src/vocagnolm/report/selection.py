@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from vocagnolm.alignment import Aggregation, Alignment
 from vocagnolm.alternatives import AlternativesSpec
+from vocagnolm.base.statistics import middle_95, resampled_ratios, wilson_lower
 from vocagnolm.data.guidance import (
     CarryRule,
     Combine,
@@ -25,7 +26,6 @@ from vocagnolm.data.guidance import (
 )
 from vocagnolm.report.page_data import Histogram, Passage, Selection, Share, Statistics, TeacherRow
 from vocagnolm.report.passage import FloatArray, numbers, rounded, row_spans
-from vocagnolm.statistics import middle_95, resampled_ratios, wilson_lower
 
 if TYPE_CHECKING:
     from vocagnolm.objective import ObjectiveConfig
@@ -55,9 +55,9 @@ def weigh_passages(
     those that the run distilled from, which its description names."""
     import torch
 
+    from vocagnolm.base.ranks import Ranks
     from vocagnolm.objective import weigh_step
     from vocagnolm.objective.selection import compared, filled_guidance
-    from vocagnolm.processes import Ranks
 
     # a micro-batch of the page is one text; the run's hold more, which compete with each other
     scope = config.scope if config.scope == "sequence" else "global"

@@ -24,7 +24,7 @@ from vocagnolm.alternatives import Alternatives, AlternativesSpec
 from vocagnolm.chat import ChatTokenizer, TrainOn
 from vocagnolm.chat.survey import why_trained
 from vocagnolm.errors import UsageError
-from vocagnolm.pair import plain_tokenizer
+from vocagnolm.report.comparison import plain_tokenizer
 from vocagnolm.report.page_data import Page
 from vocagnolm.report.passage import SHOWN, Reading, make_passage, preflight
 from vocagnolm.report.selection import add_guidance, statistics, weigh_passages

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from vocagnolm.base.files import json_bytes, read_json
 from vocagnolm.errors import StoreError, VocagnolmWarning
-from vocagnolm.files import json_bytes, read_json
 from vocagnolm.score.written import WrittenAnswer
 from vocagnolm.storage import Storage
 from vocagnolm.store.format import ANSWER_FOLDER

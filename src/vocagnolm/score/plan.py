@@ -17,14 +17,14 @@ import torch
 
 from vocagnolm import __version__
 from vocagnolm.alignment.tokenizer import warn_of_missing_beginning
+from vocagnolm.base.files import address_of, differences, json_bytes, parse_json
+from vocagnolm.base.ranks import Ranks
 from vocagnolm.data.corpus import Corpus, files_of_folder, open_corpus
 from vocagnolm.data.sources import DatasetSource, JsonLines, ParquetRows, RemoteFile, TextFile
 from vocagnolm.errors import CorpusError, ScoreError, StoreError, UsageError
-from vocagnolm.files import address_of, differences, json_bytes, parse_json
 from vocagnolm.jobs.cluster import Connection
 from vocagnolm.model.load import ModelFiles, open_model
 from vocagnolm.model.served import Server
-from vocagnolm.processes import Ranks
 from vocagnolm.recipe.sections import WriteSection
 from vocagnolm.score.teacher import LocalTeacher, ScoreSettings, ServerTeacher, Teacher
 from vocagnolm.storage import storage_of

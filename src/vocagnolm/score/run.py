@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from vocagnolm.base.progress import Seconds
+from vocagnolm.base.ranks import running_ranks, world_size
 from vocagnolm.chat.messages import Format
 from vocagnolm.data.corpus import MAX_DOCUMENT_BYTES, Corpus
 from vocagnolm.data.sources import Split
@@ -20,8 +22,6 @@ from vocagnolm.jobs.cluster import RayCluster
 from vocagnolm.jobs.job import Outcome, Progress, Share, run_job
 from vocagnolm.model.runtime import compiling_seconds
 from vocagnolm.model.served import Server
-from vocagnolm.processes import running_ranks, world_size
-from vocagnolm.progress import Seconds
 from vocagnolm.recipe import CorpusSection
 from vocagnolm.score.plan import (
     CorpusSource,

@@ -16,6 +16,7 @@ import torch
 from vocagnolm.alignment import TextTokenizer, TokenSpans, token_texts
 from vocagnolm.alignment.spans import PIECES, batches
 from vocagnolm.alternatives import MOST_IDS, NOTHING, AlternativesSpec, Vocabulary
+from vocagnolm.base.ranks import world_size
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.errors import ScoreError, TilingError, UsageError
 from vocagnolm.model import fp8
@@ -23,7 +24,6 @@ from vocagnolm.model.load import ModelFiles
 from vocagnolm.model.nll import LENGTH_STEP, NllModel, TokenScores
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.model.served import SERVER_REQUEST_TOKENS, ServedModel, Server
-from vocagnolm.processes import world_size
 from vocagnolm.recipe.sections import ScoreSection
 from vocagnolm.store.format import encode_vocabulary
 

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from vocagnolm import __version__
+from vocagnolm.base.files import address_of, differences
+from vocagnolm.base.ranks import Ranks, running_ranks, world_size
 from vocagnolm.data.corpus import described_documents
 from vocagnolm.data.prompts import (
     Prompt,
@@ -26,12 +28,10 @@ from vocagnolm.data.prompts import (
     word_sequences,
 )
 from vocagnolm.errors import LimitError, ScoreError, UsageError
-from vocagnolm.files import address_of, differences
 from vocagnolm.jobs.cluster import Connection, RayCluster
 from vocagnolm.jobs.job import Amount, OnProgress, ShardWorker, Share, run_job
 from vocagnolm.model.load import open_model
 from vocagnolm.model.served import Server
-from vocagnolm.processes import Ranks, running_ranks, world_size
 from vocagnolm.questions import grade
 from vocagnolm.questions.benchmarks import load_examples, tasks_asked
 from vocagnolm.score.journal import AnswerJournal

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from vocagnolm.base.files import address_of, local_path
 from vocagnolm.errors import UsageError
-from vocagnolm.files import address_of, local_path
 from vocagnolm.storage.backend import HUB_SCHEME, Folder, Storage, hub_folder
 from vocagnolm.storage.bucket import BUCKET_SCHEMES, Bucket
 

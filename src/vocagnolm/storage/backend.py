@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from vocagnolm import files
+from vocagnolm.base import files
+from vocagnolm.base.files import folder_lock
 from vocagnolm.errors import AddressError, WriteError, first_line
-from vocagnolm.files import folder_lock
 
 
 class Storage(Protocol):
@@ -61,7 +61,7 @@ class Storage(Protocol):
 
 
 class Folder:
-    """The steps as in `vocagnolm.files`: data are on disk before the file gets its name."""
+    """The steps as in `vocagnolm.base.files`: data are on disk before the file gets its name."""
 
     def __init__(self, path: Path):
         self.path = path

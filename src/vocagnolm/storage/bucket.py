@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from vocagnolm import files
+from vocagnolm.base import files
 from vocagnolm.errors import AddressError, VocagnolmError, WaitingWarning, optional
 
 BUCKET_SCHEMES = ("s3", "gs", "az")

@@ -11,9 +11,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vocagnolm import files
+from vocagnolm.base import files
+from vocagnolm.base.files import folder_lock
 from vocagnolm.errors import AddressError, WriteError
-from vocagnolm.files import folder_lock
 from vocagnolm.storage.backend import Storage
 
 CACHE_VARIABLE = "VOCAGNOLM_CACHE"

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from vocagnolm import files
 from vocagnolm.alternatives import Alternatives
+from vocagnolm.base import files
 from vocagnolm.errors import StoreError, optional
 from vocagnolm.store.analysis import RankedDocuments
 from vocagnolm.store.reader import LossStore

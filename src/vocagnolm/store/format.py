@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from vocagnolm import files
 from vocagnolm.alternatives import MOST_IDS, NLL_STEPS, STEPS_PER_NAT, Alternatives, Vocabulary
+from vocagnolm.base import files
+from vocagnolm.base.files import parse_json, read_json, require_keys
 from vocagnolm.errors import StoreError
-from vocagnolm.files import parse_json, read_json, require_keys
 from vocagnolm.storage import Folder, Storage
 
 FORMAT_NAME = "vocagnolm-loss-store"

@@ -16,8 +16,8 @@ from typing import Any, overload
 import numpy as np
 
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary, renumbered
+from vocagnolm.base.files import json_digest
 from vocagnolm.errors import StoreError
-from vocagnolm.files import json_digest
 from vocagnolm.storage import Folder, Storage, storage_of
 from vocagnolm.storage.copies import Wanted, cache_folder, copy_files
 from vocagnolm.store.format import (

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vocagnolm import files
+from vocagnolm.base import files
 from vocagnolm.errors import StorageWarning, StoreError
 from vocagnolm.jobs.job import CLAIM_FOLDER
 from vocagnolm.storage import storage_of

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vocagnolm.alignment import TextTokenizer
 from vocagnolm.alignment.targets import TARGETS_RULE
 from vocagnolm.alignment.tokenizer import missing_beginning
+from vocagnolm.base.files import address_of, model_damage
 from vocagnolm.chat import ChatTokenizer, survey
 from vocagnolm.data.blocks import MANIFEST, cut_parts, read_manifest
 from vocagnolm.data.corpus import Corpus, document_hash
@@ -36,7 +37,6 @@ from vocagnolm.data.identity import (
 )
 from vocagnolm.data.teachers import best_shares
 from vocagnolm.errors import TrainingError, VocagnolmError, first_line
-from vocagnolm.files import address_of, model_damage
 from vocagnolm.recipe import Recipe
 from vocagnolm.storage import storage_of
 from vocagnolm.storage.copies import remembered

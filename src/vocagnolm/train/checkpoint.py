@@ -39,8 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from transformers import set_seed
 from transformers.trainer_pt_utils import safe_globals
 
-from vocagnolm.errors import TrainingError
-from vocagnolm.files import (
+from vocagnolm.base.files import (
     as_write_error,
     damaged_file,
     file_records,
@@ -49,7 +48,8 @@ from vocagnolm.files import (
     sync_tree,
     write_json,
 )
-from vocagnolm.processes import Ranks
+from vocagnolm.base.ranks import Ranks
+from vocagnolm.errors import TrainingError
 from vocagnolm.recipe import RunSection
 
 MARKER = "complete.json"

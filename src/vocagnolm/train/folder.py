@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vocagnolm import __version__
+from vocagnolm.base.files import (
+    LOCK_FILE,
+    is_leftover,
+    parse_json,
+    read_json,
+    write_json,
+    write_text,
+)
 from vocagnolm.chat import ChatTemplate
 from vocagnolm.chat.survey import template_words
 from vocagnolm.errors import RecipeError, TrainingError, VocagnolmWarning
-from vocagnolm.files import LOCK_FILE, is_leftover, parse_json, read_json, write_json, write_text
 from vocagnolm.recipe import Recipe, recipe_difference, recipe_from_dict
 from vocagnolm.recipe.schema import read_tree
 from vocagnolm.storage.copies import version

@@ -29,6 +29,7 @@ from transformers import (
     set_seed,
 )
 
+from vocagnolm.base.ranks import Ranks
 from vocagnolm.errors import TrainingError
 from vocagnolm.model.runtime import Moment, router_loss_of, run_decoder
 from vocagnolm.objective import (
@@ -41,7 +42,6 @@ from vocagnolm.objective import (
     student_nll,
 )
 from vocagnolm.objective.selection import ScoredBatch, count_kept, weigh_step
-from vocagnolm.processes import Ranks
 from vocagnolm.recipe import Recipe
 from vocagnolm.train.checkpoint import Checkpoints, TrainingState
 from vocagnolm.train.collate import GuidedCollator, batch_targets

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from vocagnolm.base.files import append_lines, write_text
+from vocagnolm.base.progress import Seconds, Throttle, clock_time
+from vocagnolm.base.ranks import Ranks
 from vocagnolm.errors import TrainingError
-from vocagnolm.files import append_lines, write_text
 from vocagnolm.model.runtime import HostCopy, Moment, compiling_seconds
 from vocagnolm.objective import Targets
 from vocagnolm.objective.loss import BINS, SUMS, measures
-from vocagnolm.processes import Ranks
-from vocagnolm.progress import Seconds, Throttle, clock_time
 from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.settings import Schedule, room_left
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from vocagnolm.base.ranks import Ranks
 from vocagnolm.errors import TrainingError
 from vocagnolm.objective import Decided, ObjectiveConfig, count_kept
-from vocagnolm.processes import Ranks
 from vocagnolm.train.collate import batch_targets
 from vocagnolm.train.loop import Batch, MicroBatch, Setup, sent
 from vocagnolm.train.settings import first_micro_batch

@@ -29,6 +29,16 @@ import transformers
 from transformers import PreTrainedModel, TrainingArguments
 
 from vocagnolm.alignment import TextTokenizer
+from vocagnolm.base.files import (
+    address_of,
+    as_write_error,
+    file_records,
+    folder_lock,
+    model_damage,
+    remove_leftovers,
+    whole_folder,
+)
+from vocagnolm.base.ranks import Ranks, world_size
 from vocagnolm.data.blocks import Blocks, TrainingOrder, damaged_parts
 from vocagnolm.data.identity import (
     block_settings,
@@ -47,17 +57,7 @@ from vocagnolm.errors import (
     VocagnolmError,
     VocagnolmWarning,
 )
-from vocagnolm.files import (
-    address_of,
-    as_write_error,
-    file_records,
-    folder_lock,
-    model_damage,
-    remove_leftovers,
-    whole_folder,
-)
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
-from vocagnolm.processes import Ranks, world_size
 from vocagnolm.recipe import Recipe
 from vocagnolm.store import LossStore
 from vocagnolm.train.checkpoint import Resumable, newest_complete

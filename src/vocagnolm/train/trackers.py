@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from vocagnolm.alignment import TextTokenizer
+from vocagnolm.base.files import read_json, write_json
 from vocagnolm.errors import TrainingError
-from vocagnolm.files import read_json, write_json
 from vocagnolm.objective import IGNORE_INDEX
 from vocagnolm.recipe import Recipe
 

@@ -15,8 +15,8 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
+from vocagnolm.base.files import parse_json
 from vocagnolm.errors import ServerError, UsageError
-from vocagnolm.files import parse_json
 
 KEY_VARIABLE = "VOCAGNOLM_SERVER_KEY"
 USUAL_KEY_VARIABLE = "OPENAI_API_KEY"  # what other clients of such servers read

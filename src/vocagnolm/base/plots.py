@@ -4,8 +4,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.base.files import local_path
 from vocagnolm.errors import UsageError, optional
-from vocagnolm.files import local_path
 
 # Okabe and Ito's colours: distinct for everyone, and by their grey value in print.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")

@@ -23,9 +23,9 @@ from vocagnolm.alignment import (
     vocabulary_overlap,
 )
 from vocagnolm.alignment.picture import visible
+from vocagnolm.base.plots import COLOURS, INK, LINE, SOFT, new_figure, save_figure
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.errors import CorpusError
-from vocagnolm.plots import COLOURS, INK, LINE, SOFT, new_figure, save_figure
 
 __all__ = [
     "SAMPLE",

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vocagnolm.base.files import local_path, model_damage
 from vocagnolm.errors import PushError, TrainingError, UsageError, first_line
-from vocagnolm.files import local_path, model_damage
 
 CARD = "README.md"
 _PLACEHOLDER = "from_pretrained(FOLDER)"  # in the card, for the address of the model
