@@ -71,7 +71,7 @@ def read_texts(given: Any) -> list[str]:
 
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 def prepared(lab: Path, student: Any, corpus: str, store: str, **more: Any) -> dict[str, Any]:
@@ -289,7 +289,9 @@ SHORT = 2000
 
 def resident() -> dict[str, int]:
     """Bytes by kind: anonymous memory, mapped files."""
-    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    lines = [
+        line.split() for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    ]
     return {line[0][3:-1].lower(): 1024 * int(line[1]) for line in lines if line[0][:3] == "Rss"}
 
 

@@ -616,7 +616,7 @@ def smoke_corpus(path: Path) -> str:
     from vocagnolm.report.comparison import SAMPLE
 
     texts = [text * (1 + number % 3) for number in range(8) for text in SAMPLE]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return str(path)
 
 

@@ -364,7 +364,9 @@ class Maker:
         from vocagnolm.score.writers import read_examples
 
         chat = ChatTokenizer(self.tokenizer, template_of(self.tokenizer))
-        before = [Message("system", given.system.read_text())] if given.system else []
+        before = (
+            [Message("system", given.system.read_text(encoding="utf-8"))] if given.system else []
+        )
         before += read_examples(given.examples) if given.examples else []
         with open(given.questions, encoding="utf-8") as file:
             asked = [json.loads(line)["question"] for line in file]

@@ -709,7 +709,7 @@ def train_peer(
         speed = train_on_documents(out, rule, rate, tokens, seed, folder)
         measures = students.measure(folder / "model", held_out, problems)
         write_json(measured, measures | {"speed": speed})
-    kept: Record = json.loads(measured.read_text())
+    kept: Record = json.loads(measured.read_text(encoding="utf-8"))
     return kept
 
 
