@@ -18,7 +18,7 @@ row of a student is `written` minus `alone`, document by document.
 
 `--make` draws the set: from pieces of texts of every source, and from the teacher's own answers to
 questions, alternatives by their probability (16 a place, equally many from every document), each
-continued by MODEL for eight tokens. On a CPU: hours.
+continued by MODEL for eight tokens. On a CPU (`--device cpu`): hours.
 """
 
 import argparse
@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--by-source", action="store_true", help="also a row for every source")
     parser.add_argument("--make", metavar="MODEL")
     parser.add_argument("--texts", nargs="+", default=[], metavar="NAME=FILE")
+    parser.add_argument("--device", default="cpu", help="where MODEL runs")
     parser.add_argument("--questions", type=Path)
     parser.add_argument("--system", type=Path)
     parser.add_argument("--examples", type=Path)
@@ -303,7 +304,7 @@ def _kind(found: tuple[int, int] | None, begin: int, target: int, size: int) -> 
 
 
 def make(given: Any) -> None:
-    maker = Maker(given.make, given.tokens, given.draws)
+    maker = Maker(given.make, given.tokens, given.draws, given.device)
     records: list[dict[str, Any]] = []
     for named in given.texts:
         name, _, path = named.partition("=")
@@ -347,12 +348,13 @@ def pieces(path: Path, tokenizer: TextTokenizer, documents: int, tokens: int) ->
 class Maker:
     """A teacher that continues alternatives."""
 
-    def __init__(self, model: str, tokens: int, draws: int):
+    def __init__(self, model: str, tokens: int, draws: int, device: str):
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.tokenizer = load_tokenizer(model)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.tokenizer, self.device = load_tokenizer(model), torch.device(device)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.model = loaded.eval().to(self.device)
         self.tokens, self.draws = tokens, draws
         self._no_text = list(self.tokenizer.control_ids)
 
@@ -389,7 +391,11 @@ class Maker:
             sampling = {"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": 0}
             ends = {"eos_token_id": end, "pad_token_id": end, "repetition_penalty": 1.0}
             made = self.model.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=200, **sampling, **ends
+                input_ids=ids.to(self.device),
+                attention_mask=mask.to(self.device),
+                max_new_tokens=200,
+                **sampling,
+                **ends,
             )
             for prompt, row in zip(part, made[:, width:].tolist(), strict=True):
                 own = b"".join(self.tokenizer.bytes_of(n) or b"" for n in row[: _until(row, end)])
@@ -430,8 +436,10 @@ class Maker:
         import torch
 
         with torch.no_grad():
-            read = self.model(input_ids=torch.tensor([[*prefix, *ids]]), use_cache=True)
-        known = read.logits[0, max(len(prefix) - 1, 0) : -1].float().log_softmax(-1).topk(COUNT)
+            whole = torch.tensor([[*prefix, *ids]], device=self.device)
+            read = self.model(input_ids=whole, use_cache=True)
+        logits = read.logits[0, max(len(prefix) - 1, 0) : -1].float().cpu()
+        known = logits.log_softmax(-1).topk(COUNT)
         chosen = np.full((len(ids), COUNT), -1)
         nll = np.full((len(ids), COUNT), np.nan)
         chosen[-len(known.indices) :] = known.indices.numpy()
@@ -454,12 +462,15 @@ class Maker:
 
         rows, length = len(wanted), cache.get_seq_length()
         cache.batch_repeat_interleave(rows)
-        at = torch.tensor([before + place for place, _ in wanted])
-        ids, made = torch.tensor([[index] for _, index in wanted]), []
-        own = torch.arange(length)[None] < at[:, None]  # what stands before the alternative
+        at = torch.tensor([before + place for place, _ in wanted], device=self.device)
+        ids, made = torch.tensor([[index] for _, index in wanted], device=self.device), []
+        # what stands before the alternative
+        own = torch.arange(length, device=self.device)[None] < at[:, None]
         for step in range(NEW_TOKENS):
-            seen = torch.cat([own, torch.ones(rows, step + 1, dtype=torch.bool)], 1)[:, None, None]
-            bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+            new = torch.ones(rows, step + 1, dtype=torch.bool, device=self.device)
+            unseen = ~torch.cat([own, new], 1)[:, None, None]
+            bias = torch.zeros_like(unseen, dtype=torch.float32)
+            bias.masked_fill_(unseen, torch.finfo(torch.float32).min)
             with torch.no_grad():
                 output = self.model(
                     input_ids=ids,

@@ -95,7 +95,10 @@ class EvaluationPlan(Plan):
     requests: str | None = None
     """Rendered questions (`vocagnolm.evaluate.render.write_requests`): greedy answers."""
     validation_requests: str | None = None
-    """Other questions, for choosing learning rates by accuracy."""
+    """Other questions, for choosing learning rates by accuracy. Those that are also among
+    `requests` are answered there, and left out of what is reported."""
+    apart: list[str] = key(default=[])
+    """Tasks that are reported, and not part of the average."""
     compared: str | None = None
     """Rendered questions with options, the right one first: their log-likelihoods."""
     samples: NonNegativeInt = 0

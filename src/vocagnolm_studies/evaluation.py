@@ -4,7 +4,7 @@ is read of it again."""
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,9 +132,18 @@ def answer_requests(
 
 def grade_answers(path: Path, questions: Mapping[tuple[str, int], "Request"]) -> Grades:
     """Task -> question -> right or wrong, by the protocol of the question."""
+    grades: Grades = {}
+    for task, index, right in _graded(path, questions):
+        grades.setdefault(task, {})[index] = right
+    return grades
+
+
+def _graded(
+    path: Path, questions: Mapping[tuple[str, int], "Request"]
+) -> Iterator[tuple[str, int, bool]]:
+    """The answers of a file to these questions, with whether each is right."""
     from vocagnolm.questions import grade
 
-    grades: Grades = {}
     with gzip.open(path, "rt", encoding="utf-8") as file:
         for line in file:
             answer = json.loads(line)
@@ -149,8 +158,7 @@ def grade_answers(path: Path, questions: Mapping[tuple[str, int], "Request"]) ->
                 protocol=asked.protocol,
                 question=asked.prompt,
             )
-            grades.setdefault(asked.task, {})[asked.index] = graded.correct
-    return grades
+            yield asked.task, asked.index, graded.correct
 
 
 def questions_of(requests: str | Path) -> dict[tuple[str, int], "Request"]:
@@ -165,9 +173,12 @@ def average_accuracy(grades: Marks) -> float:
 
 
 def read_results(home: StudyFolder) -> dict[str, dict[int, dict[str, Any]]]:
-    """Row -> seed -> evaluation of the finished runs, with grades where there are answers."""
-    requests = home.study.evaluate.requests
-    questions = questions_of(requests) if requests is not None and Path(requests).exists() else {}
+    """Row -> seed -> evaluation of the finished runs, with the marks of their answers."""
+    plan = home.study.evaluate
+    asked, choosing = (
+        questions_of(path) if path is not None and Path(path).exists() else {}
+        for path in (plan.requests, plan.validation_requests)
+    )
     wanted = [(run.row, run.seed, home.run_folder(run)) for run in home.runs]
     if home.study.start is not None:
         wanted.insert(0, ("start", 0, home.folder / "runs" / "start-s0"))
@@ -178,22 +189,77 @@ def read_results(home: StudyFolder) -> dict[str, dict[int, dict[str, Any]]]:
         if not path.is_file():
             continue
         result = read_result(path)
-        answered = questions and (folder / ANSWERS_FILE).is_file()
-        if answered or (folder / GRADES_FILE).is_file():
-            result["grades"] = _grades(folder, questions)
-            result["accuracy"] = average_accuracy(result["grades"])
+        for name, marks in _marks(folder, asked, choosing).items():
+            result[name] = {task: m for task, m in marks.items() if task not in plan.apart}
+            if name == "grades":
+                result["accuracy"] = average_accuracy(result[name])
+                result["apart"] = {task: m for task, m in marks.items() if task in plan.apart}
         if (folder / SELECTION).is_file():
             result["selection"] = read_result(folder / SELECTION)
         results.setdefault(row, {})[seed] = result
     return results
 
 
-def _grades(folder: Path, questions: dict[tuple[str, int], "Request"]) -> Grades:
-    """The grades of a run, which are kept beside its answers: grading takes seconds."""
-    path = folder / GRADES_FILE
-    if path.is_file():
-        kept = read_result(path)
-        return {task: {int(q): bool(v) for q, v in marks.items()} for task, marks in kept.items()}
-    grades = grade_answers(folder / ANSWERS_FILE, questions)
-    write_json(path, {t: {q: int(v) for q, v in m.items()} for t, m in grades.items()}, indent=None)
-    return grades
+MARKS_FILES = {
+    "grades": GRADES_FILE,
+    "choosing": "choosing.json",
+    "drawn": "drawn.json",
+    "ranked": "ranked.json",
+}
+"""What is kept of a run question by question: marks of greedy answers, those to the questions that
+choose learning rates, mean marks of drawn answers, and whether the right option is the likeliest
+one."""
+
+
+def _marks(
+    folder: Path,
+    asked: "Mapping[tuple[str, int], Request]",
+    choosing: "Mapping[tuple[str, int], Request]",
+) -> dict[str, Marks]:
+    """The marks of a run by the names of `MARKS_FILES`, as far as there are any. They are kept
+    beside the answers: grading takes seconds. Questions that choose are never reported."""
+    reported = {where: asked[where] for where in asked if where not in choosing}
+    also = {where: asked[where] for where in asked if where in choosing}
+    makers: dict[str, tuple[str, Callable[[Path], Marks]]] = {
+        "grades": (ANSWERS_FILE, lambda path: grade_answers(path, reported)),
+        "choosing": (ANSWERS_FILE, lambda path: grade_answers(path, also)),
+        "drawn": (SAMPLES_FILE, lambda path: _mean_marks(_graded(path, reported))),
+        "ranked": (LIKELIHOODS_FILE, lambda path: _ranked(path, choosing)),
+    }
+    every: dict[str, Marks] = {}
+    for name, (source, make) in makers.items():
+        path = folder / MARKS_FILES[name]
+        if path.is_file():
+            kept = read_result(path)
+            every[name] = {
+                task: {int(q): float(v) for q, v in marks.items()} for task, marks in kept.items()
+            }
+        elif asked and (folder / source).is_file():
+            marks = make(folder / source)
+            if marks:
+                plain = {
+                    task: {q: v if v % 1 else int(v) for q, v in by_question.items()}
+                    for task, by_question in marks.items()
+                }
+                write_json(path, plain, indent=None)
+                every[name] = marks
+    return every
+
+
+def _mean_marks(graded: Iterable[tuple[str, int, bool]]) -> Marks:
+    marks: dict[str, dict[int, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    for task, index, right in graded:
+        marks[task][index].append(right)
+    return {task: {q: float(np.mean(v)) for q, v in by.items()} for task, by in marks.items()}
+
+
+def _ranked(path: Path, without: "Mapping[tuple[str, int], Request]") -> Marks:
+    """Whether the first option of each question, which is the right one, is the likeliest."""
+    marks: dict[str, dict[int, float]] = defaultdict(dict)
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            if (row["task"], row["index"]) not in without:
+                first, *others = row["nats"]
+                marks[row["task"]][row["index"]] = float(first > max(others))
+    return marks

@@ -94,10 +94,15 @@ def _row(name: str, plan: RowPlan | None, seeds: dict[int, dict[str, Any]]) -> d
     if scores:
         row["accuracy"], row["accuracy_spread"] = mean_and_spread(scores)
         row["accuracy_by_seed"] = {s: r.get("accuracy") for s, r in sorted(seeds.items())}
-        graded = [result["grades"] for result in seeds.values() if "grades" in result]
+        graded = [r["grades"] | r["apart"] for r in seeds.values() if "grades" in r]
         for task in graded[0]:
             values = [100 * sum(g[task].values()) / len(g[task]) for g in graded]
             row["tasks"][task] = mean_and_spread(values)[0]
+    for name_ in ("choosing", "drawn", "ranked"):
+        marks = {s: average_accuracy(r[name_]) for s, r in sorted(seeds.items()) if name_ in r}
+        if marks:
+            row[name_], row[f"{name_}_spread"] = mean_and_spread([*marks.values()])
+            row[f"{name_}_by_seed"] = marks
     for name_ in some["held_out"]:
         values = [result["held_out"][name_] for result in seeds.values()]
         mean, spread = mean_and_spread(values)
@@ -165,7 +170,9 @@ def markdown(table: dict[str, Any]) -> str:
     tasks = list(dict.fromkeys(t for row in table["rows"] for t in row["tasks"]))
     texts = list(dict.fromkeys(t for row in table["rows"] for t in row["bits_per_byte"]))
     overlaps = {"IoU": "iou", "IoS": "ios"} if "granularity" in table else {}
+    extra = [name for name in _FURTHER if any(name in row for row in table["rows"])]
     head = ["row", "runs", "lr", *overlaps, *(["average"] if tasks else []), *tasks]
+    head += [_FURTHER[name] for name in extra]
     head += [f"bpb {text}" for text in texts]
     lines = [f"**{table['title'] or table['study']}**", "", _line(head)]
     lines.append(_line(["---", *("---:" for _ in head[1:])]))
@@ -175,6 +182,7 @@ def markdown(table: dict[str, Any]) -> str:
         if tasks:
             cells.append(_with_spread(row.get("accuracy"), row.get("accuracy_spread"), 2))
             cells += [_with_spread(row["tasks"].get(task), None, 1) for task in tasks]
+        cells += [_with_spread(row.get(name), row.get(f"{name}_spread"), 2) for name in extra]
         for text in texts:
             bits = row["bits_per_byte"].get(text, {})
             cells.append(_with_spread(bits.get("mean"), bits.get("spread"), 4))
@@ -185,6 +193,11 @@ def markdown(table: dict[str, Any]) -> str:
     if table["missing"]:
         lines += ["", f"Not run yet: {', '.join(table['missing'])}."]
     return "\n".join(lines) + "\n"
+
+
+_FURTHER = {"choosing": "choosing", "drawn": "drawn answers", "ranked": "likeliest is right"}
+"""Further measures in percent, and their columns: accuracy on the questions that choose learning
+rates, of answers that are drawn, and of choosing the likeliest option."""
 
 
 def seed_interval(comparison: Mapping[str, Any]) -> tuple[float, float] | None:

@@ -13,8 +13,7 @@ from vocagnolm.data.corpus import open_corpus
 from vocagnolm.jobs.cluster import ShardActor
 from vocagnolm.score import Share, read_prompts, write_answers
 from vocagnolm.score.plan import PLAN_FILE
-from vocagnolm.score.write import describe_writer, make_plan, open_worker
-from vocagnolm.score.writers import WriterSource
+from vocagnolm.score.write import WriterSource, describe_writer, make_plan, open_worker
 from vocagnolm.storage import Bucket, storage_of
 from vocagnolm.store import LossStore, verify_store
 

@@ -54,7 +54,8 @@ def save_writer(
             shutil.copyfile(file, folder / file.name)
         end = json.loads((plain / "tokenizer_config.json").read_text())["eos_token"]
     if kind == "pieces":
-        about = json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": "<s>"}
+        about = json.loads((folder / "tokenizer_config.json").read_text())
+        about |= {"bos_token": "<s>", "add_bos_token": False}
         (folder / "tokenizer_config.json").write_text(json.dumps(about))
     shutil.rmtree(plain)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
