@@ -132,10 +132,11 @@ def profile(model: Any, rows: int) -> Rows:
     ]
 
 
-SETTINGS = ((768, 4, 0), (768, 4, 16), (768, 1, 16), (512, 4, 16), (1024, 4, 16))
+Settings = tuple[tuple[int, int, int], ...]
 """Rows, answers to a prompt, alternatives."""
-QUICK = 1
-BATCHES = (128, 512, 1024)
+MAIN: Settings = ((768, 4, 0), (768, 4, 16))
+OTHERS: Settings = ((768, 1, 16), (512, 4, 16), (1024, 4, 16))
+BATCHES = (1024, 512, 128)
 
 
 def main() -> None:
@@ -154,14 +155,20 @@ def main() -> None:
         )
         return
     table: Rows = []
+    settings: Settings
+    batches: tuple[int, ...]
     if given.smoke:
         table = ours(model, 8, 4, 16, 4, 4) + theirs(model, 2, 4)
-    for rows, samples, alternatives in () if given.smoke else SETTINGS:
-        if given.quick and (rows, samples, alternatives) != SETTINGS[QUICK]:
-            continue
+        settings, batches = (), ()
+    elif given.quick:
+        settings, batches = MAIN[1:], ()
+    else:
+        settings, batches = MAIN + OTHERS, BATCHES
+    for number, (rows, samples, alternatives) in enumerate(settings):
         table += ours(model, 3 * rows, samples, rows, alternatives, NEW_TOKENS)
-    for batch in () if given.smoke or given.quick else BATCHES:
-        table += theirs(model, batch, NEW_TOKENS)
+        if number == len(MAIN) - 1:
+            for batch in batches:
+                table += theirs(model, batch, NEW_TOKENS)
     report(f"writing, {device}", table, given.json)
 
 
