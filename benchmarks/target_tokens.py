@@ -252,18 +252,19 @@ class Measured:
         for n, rule in enumerate(RULES):
             together = mass[:, n].sum(0)
             whole = together.sum() / 100
-            parts = [f"{value:.1f}" for value in together.sum(0)[1:4] / whole]
+            parts = [round(float(value), 1) for value in together.sum(0)[1:4] / whole]
             inside = together[1]
             rows.append(
                 {
                     "student": name,
                     "rule": rule,
                     "targets": int(self.targets[here, n].sum()),
-                    "wrong, %": f"{100 * shares[n]:.1f} ± {196 * spread[:, n].std():.1f}",
+                    "wrong, %": round(100 * float(shares[n]), 1),
+                    "±": round(196 * float(spread[:, n].std()), 1),
                     **dict(zip(KINDS[1:4], parts, strict=True)),
-                    "inside: wrong / all": f"{inside[1:].sum() / whole:.1f} / "
-                    f"{inside.sum() / whole:.1f}",
-                    "right, %": f"{100 * right[n]:.1f}",
+                    "inside: wrong": round(float(inside[1:].sum() / whole), 1),
+                    "inside: all": round(float(inside.sum() / whole), 1),
+                    "right, %": round(100 * float(right[n]), 1),
                 }
             )
         change = 100 * (shares[1] - shares[0])
@@ -271,8 +272,9 @@ class Measured:
             {
                 "student": name,
                 "rule": "written - alone",
-                "wrong, %": f"{change:+.1f} ± {196 * differences.std():.1f}",
-                "right, %": f"{100 * (right[1] - right[0]):+.2f}",
+                "wrong, %": round(float(change), 1),
+                "±": round(196 * float(differences.std()), 1),
+                "right, %": round(100 * float(right[1] - right[0]), 2),
             }
         )
         return rows

@@ -117,6 +117,15 @@ def goes_on_with(pair, ours, row, begin, alternative):
     return own[len(before)] if whole and own[: len(before)] == before != own else None
 
 
+def behind_blanks(pair, ours, row, begin, read):
+    """Whether the token before is blanks from before byte `begin` to the one blank that was read."""
+    if row == 0 or read != b" ":
+        return False
+    start, end = ours.spans[row - 1].tolist()
+    spelled = pair.student.bytes_of(int(ours.ids[row - 1])) or b"x"
+    return start < begin and end == begin + 1 and not spelled.strip(b" ")
+
+
 def naive(pair, text, ours, known, inside, ids_of_teacher):
     """By the text of `carry_alternatives`: for every student token a dictionary of targets, and
     whether the teacher has a say."""
@@ -158,7 +167,9 @@ def naive(pair, text, ours, known, inside, ids_of_teacher):
                     counted.append((pair.end_id, p))
                 elif spelled_text.startswith(read) and len(spelled_text) > len(read):
                     says |= inside
-                    if start > t_start:
+                    if start > t_start and behind_blanks(pair, ours, row, t_start, read):
+                        token = next(iter(written(pair, spelled_text[1:])), None)
+                    elif start > t_start:
                         token = goes_on_with(pair, ours, row, t_start, spelled_text)
                     else:
                         token = next(iter(written(pair, before + spelled_text[len(read) :])), None)
@@ -310,12 +321,12 @@ def test_a_word_in_the_middle_of_a_text_is_spelled_as_there(name):
     assert speller(name).first([b" answer"])[0].tolist() == [spans.ids[at]]
 
 
-def words(*merges):
-    """A byte-level tokenizer with these merges, which reads words as GPT-2 does."""
+def words(*merges, split=True):
+    """A byte-level tokenizer with these merges. `split`: it reads words as GPT-2 does."""
     pairs = [tuple(merge.split("+")) for merge in merges]
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in pairs)]
     inner = Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, pairs))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
     return load_tokenizer(inner)
 
 
@@ -431,6 +442,18 @@ def test_inside_the_tokens_before_are_compared():
     )
     assert tokens == [b"xa", b"b"] and targets == [{}, {}]
     assert found.has_targets.tolist() == [False, True]
+
+
+def test_a_blank_that_is_written_with_blanks_before_it():
+    """Gemma writes the end of a sentence, two blanks and a word as `.`, two blanks and the word,
+    and so it does with every other word."""
+    student = words("Ġ+Ġ", "T+h", "Ġ+W", split=False)
+    teacher = [b".", b" ", b" Th", b" W", b"x"]
+    tokens, targets, _ = one_position(
+        student, teacher, ".  Th", [[0, 1], [1, 2], [2, 5]], [b" Th", b" W", b"x"], b" Th"
+    )
+    assert tokens == [b".", b"  ", b"Th"]
+    assert targets[2] == {b"W": pytest.approx(0.25)}  # not ` W`; `x` is ruled out: 0.2 / 0.8
 
 
 def test_to_go_on_as_the_text_does_is_a_target():

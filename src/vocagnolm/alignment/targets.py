@@ -304,6 +304,11 @@ class TargetTable:
         """Lengths of the student's tokens in bytes, by id; control tokens have no text."""
         return np.array([len(entry or b"") for entry in _entries(self.student)], np.int32)
 
+    @cached_property
+    def blanks(self) -> NDArray[np.bool_]:
+        """The student's tokens that are nothing but blanks, by id."""
+        return np.array([bool(e and not e.strip(b" ")) for e in _entries(self.student)], np.bool_)
+
 
 # ---- from alternatives to targets ----
 
@@ -447,7 +452,10 @@ def unmeasured_targets(
         has_targets[plain[found.agrees]] = True
         token, column = found.token, found.column
         target = table.spelling.token.take(found.place)
-        kept = (target >= 0) & _as_in_text(table, labels, spans, found)
+        behind_blanks = _crosses_blank(table, labels, spans, found)
+        unspaced = table.spelling.without_space.take(found.entry)
+        target = np.where(behind_blanks, unspaced, target)
+        kept = (target >= 0) & (behind_blanks | _as_in_text(table, labels, spans, found))
         continued = len(np.unique(token[kept]))
         kept &= target != labels.take(token)
         ids[token[kept], column[kept]] = target[kept]
@@ -490,6 +498,8 @@ class _GoingOn:
     """The student's token that begins inside."""
     column: IntArray
     """The number of the alternative at the teacher token."""
+    entry: NDArray[np.integer[Any]]
+    """The alternative itself."""
     begin: IntArray
     """Where the alternative begins in `Vocabulary.content`."""
     place: IntArray
@@ -538,6 +548,7 @@ def _going_on(
     return _GoingOn(
         token=tokens.take(row),
         column=column.take(alive),
+        entry=other.take(alive),
         begin=begin,
         place=begin + wanted.take(alive),
         probability=mass.take(alive) / left.take(row),
@@ -564,6 +575,25 @@ def _as_in_text(
         on = np.flatnonzero(stands & ~done)
         going, token, place, at = going[on], token[on] - 1, place[on], at[on]
     return same
+
+
+def _crosses_blank(
+    table: TargetTable,
+    labels: NDArray[np.integer[Any]],
+    spans: IntArray,
+    found: _GoingOn,
+) -> NDArray[np.bool_]:
+    """Whether a student token stands behind blanks that it writes as one token together with the
+    blank that begins the teacher's token, as Gemma does: its tokenizer cuts behind them, whatever
+    follows."""
+    before = np.maximum(found.token - 1, 0)
+    begins, place = spans.take(before, axis=0).T
+    one_blank = (found.place - found.begin == 1) & (found.token > 0)
+    one_blank &= table.vocabulary.content.take(found.begin) == _SPACE
+    crossing = one_blank & (place == spans[:, 0].take(found.token)) & (begins < place - 1)
+    blank = table.blanks.take(labels.take(before), mode="clip")
+    both: NDArray[np.bool_] = blank & crossing
+    return both
 
 
 def _behind_space(table: TargetTable, teacher: TeacherTokens) -> NDArray[np.int64]:
