@@ -327,9 +327,78 @@ def long_table() -> str:
     return "\n".join(lines)
 
 
+# ---- the teacher writes ----
+
+ARMS = {
+    "human": "human solutions",
+    "plain": "the teacher's answers",
+    "half": "the teacher's answers, distilled",
+}
+"""The beginning of a row's name in the study `teacher-writes`, and what these students read."""
+BENCHMARKS = {"gsm8k": "GSM8K", "svamp": "SVAMP", "mawps": "MAWPS", "asdiv": "ASDiv"}
+
+
+@cache
+def chosen_rows() -> dict[str, dict[str, Any]]:
+    """Arm -> its row with the learning rate that is best on the questions that choose."""
+    rows = table("teacher-writes")["rows"]
+    by_arm = {arm: [r for r in rows if r["row"].startswith(f"{arm}-")] for arm in ARMS}
+    return {arm: max(those, key=lambda row: row["choosing"]) for arm, those in by_arm.items()}
+
+
+def written_table() -> str:
+    """The README's table of the study in which the teacher writes."""
+    (start,) = (r for r in table("teacher-writes")["rows"] if r["row"] == "teacher-untrained")
+    lines = [
+        f"| the student after training on | mean | {' | '.join(BENCHMARKS.values())} |",
+        f"| --- | {' | '.join(['---:'] * 5)} |",
+    ]
+    named = {"nothing (the start)": start} | {ARMS[arm]: r for arm, r in chosen_rows().items()}
+    for name, row in named.items():
+        cells = [rounded(row["accuracy"]), *(rounded(row["tasks"][b]) for b in BENCHMARKS)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def written_rates_table() -> str:
+    """All rates of that study, with what chooses among them, and what is forgotten."""
+    head = ["trained on", "learning rate", "seeds", "mean", *BENCHMARKS.values(), "MATH-500"]
+    head += ["choosing", "drawn answers", "likeliest is right", "GSM8K", "MATH", "nLab", "OpenStax"]
+    lines = [f"| {' | '.join(head)} |", f"| --- | {' | '.join(['---:'] * (len(head) - 1))} |"]
+    for row in table("teacher-writes")["rows"]:
+        name = next((n for arm, n in ARMS.items() if row["row"].startswith(f"{arm}-")), None)
+        cells = [name or "nothing (the start)"]
+        rate = row["learning_rate"]
+        cells += ["" if rate is None else f"{rate:.1e}".replace("e-0", "e-").replace(".0e", "e")]
+        cells += [str(len(row["seeds"])), level_text((row["accuracy"], row["accuracy_spread"]))]
+        cells += [rounded(row["tasks"][b]) for b in (*BENCHMARKS, "math500")]
+        cells += [rounded(row[measure]) for measure in ("choosing", "drawn", "ranked")]
+        cells += [rounded(row["bits_per_byte"][text]["mean"], 3) for text in TEXTS]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def written_gaps_table() -> str:
+    """The differences of that study at equal rates."""
+    head = ["difference", "seeds", "points", "95 %, questions and seeds", "95 %, seeds (t)"]
+    lines = [f"| {' | '.join(head)} |", f"| --- | {' | '.join(['---:'] * (len(head) - 1))} |"]
+    for entry in table("teacher-writes")["comparisons"]:
+        gap = difference("teacher-writes", entry["a"], entry["b"])
+        (arm, rate), (other, _) = (entry[side].split("-", 1) for side in "ab")
+        mark = "**" if gap.certain else ""
+        cells = [f"{ARMS[arm]}, minus {ARMS[other]}, {rate}", str(gap.seeds)]
+        cells += [f"{mark}{signed(gap.value)}{mark}", interval_text(gap.interval)]
+        cells.append(interval_text(gap.t_interval))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 PAGE_TABLES = {
     "short": (ROOT / "README.md", short_table),
     "long": (ROOT / "docs" / "results.md", long_table),
+    "written": (ROOT / "README.md", written_table),
+    "written-rates": (ROOT / "docs" / "results.md", written_rates_table),
+    "written-gaps": (ROOT / "docs" / "results.md", written_gaps_table),
 }
 
 
