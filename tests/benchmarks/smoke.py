@@ -17,6 +17,7 @@ RUNS = (
     "score_gpu.py --profile",
     "score_gpu.py alternatives",
     "score_gpu.py corpus",
+    "write_cpu.py",
     "write_gpu.py",
     "head_gpu.py --only TinyLlama --rounds 1",
     "train_step_gpu.py",
