@@ -16,7 +16,7 @@ HOMES = {
     "locks": (r"^import fcntl|fcntl\.flock", {"vocagnolm/base/files.py"}),
     "flushing and renaming": (r"os\.(fsync|replace|rename)\(", {"vocagnolm/base/files.py"}),
     "YAML": (
-        r"yaml\.safe_load\(",
+        r"yaml\.(safe_)?load\(",
         {"vocagnolm/recipe/schema.py", "vocagnolm/evaluate/render.py"},  # lm-eval's own
     ),
     "tests of hypotheses": (r"scipy", {"vocagnolm/base/statistics.py"}),

@@ -185,7 +185,7 @@ def built_setup(settings: dict[str, Any]) -> tuple[Any, ...]:
     from vocagnolm.train.settings import plan_schedule, training_arguments
 
     recipe = recipe_from_dict(settings)
-    blocks = run.open_blocks(recipe)
+    blocks = run.open_corpora(recipe, student_tokenizer(recipe))
     schedule = plan_schedule(recipe, len(blocks), world_size())
     arguments = training_arguments(recipe, schedule)
     arguments.device  # noqa: B018  (starts torch.distributed)

@@ -106,6 +106,16 @@ class Blocks:
     def has_guidance(self) -> bool:
         return "guidance" in self.manifest["columns"]
 
+    @property
+    def fingerprint(self) -> str:
+        return str(self.manifest["fingerprint"])
+
+    @property
+    def teacher(self) -> str | None:
+        """The name of the teacher, or of several; None for blocks without guidance."""
+        name: str | None = self.manifest.get("teacher")
+        return name
+
     def __getitem__(self, index: int) -> Block:
         """Per token of the window [L + 1]: `input_ids` int64, `guidance` float32 (with a store),
         `document` int64, the ordinal of its document within the block. With `stretches` also

@@ -81,7 +81,8 @@ _UPLOADS = 8
 def prepare(
     recipe: Recipe, *, workers: int = 1, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Make the blocks of a recipe, or what is missing or damaged of them. Returns the manifest.
+    """Make the blocks of a recipe, or what is missing or damaged of them. Returns the manifest; of
+    several corpora `{"corpora": {name: manifest}}`.
 
     With `workers` > 1 documents are tokenised in as many processes; with 1 the tokenizer's own
     threads are used.
@@ -89,6 +90,10 @@ def prepare(
     storage = blocks_storage(recipe)
     if problems := recipe.store_problems():
         raise RecipeError("\n".join(problems))
+    if recipe.corpora:
+        parts = recipe.by_corpus().items()
+        made = {n: prepare(part, workers=workers, progress=progress) for n, part in parts}
+        return {"corpora": made}
     corpus = recipe_corpus(recipe)
     tokenizer = student_tokenizer(recipe)
     if corpus.conversations:

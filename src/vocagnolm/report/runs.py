@@ -452,6 +452,10 @@ def compute_sample(
 
 
 def _require_losses(folder: Path, recipe: Recipe) -> None:
+    if recipe.corpora:
+        raise SampleError(
+            f"{folder} was trained on several corpora: a sample shows the documents of one"
+        )
     if recipe.objective.entropy_keep is not None:
         raise SampleError(
             f"{folder} selects by the reference model's entropy too (objective.entropy_keep), "

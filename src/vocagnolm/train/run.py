@@ -48,6 +48,7 @@ from vocagnolm.data.identity import (
     student_chat,
     student_tokenizer,
 )
+from vocagnolm.data.mixture import MixedBlocks, MixedOrder
 from vocagnolm.errors import (
     BlocksError,
     RecipeError,
@@ -78,6 +79,7 @@ from vocagnolm.train.metrics import Clock, Console, MetricsFile, Report, RunRepo
 from vocagnolm.train.parallel import full_state_dict, sharding_group
 from vocagnolm.train.settings import (
     Schedule,
+    corpora_read,
     objective_config,
     plan_schedule,
     slow_arithmetic,
@@ -133,10 +135,10 @@ def train(
         with ThreadPoolExecutor(1) as loader:  # loads the student while the blocks are read
             whole = recipe.train.parallel == "ddp"
             loading = loader.submit(build_student, recipe) if whole else None
-            blocks = open_blocks(recipe, tokenizer, verify=is_main())
+            blocks = open_corpora(recipe, tokenizer, verify=is_main())
             clock.end("start")
         model = None if loading is None else loading.result()
-        refuse_other_run(folder, recipe, about, blocks.manifest["fingerprint"])
+        refuse_other_run(folder, recipe, about, blocks.fingerprint)
         requests = held.enter_context(listening())
         schedule = plan_schedule(recipe, len(blocks), world_size(), found_micro_batch(folder))
         arguments = training_arguments(recipe, schedule)
@@ -158,7 +160,7 @@ class Run:
 
     recipe: Recipe
     folder: Path
-    blocks: Blocks
+    blocks: Blocks | MixedBlocks
     tokenizer: TextTokenizer
     """The student's."""
     arguments: TrainingArguments
@@ -181,7 +183,8 @@ def _train(
     metrics = MetricsFile(folder / "metrics.jsonl")
     resumed: Resumable = Ranks.of().decide(lambda: _where_to_resume(folder, console, restart))
     if is_main():
-        begin_run(folder, recipe, schedule, run.blocks.manifest["fingerprint"])
+        corpora = _facts_of_corpora(recipe, run.blocks, schedule)
+        begin_run(folder, recipe, schedule, run.blocks.fingerprint, corpora)
         metrics.resume_at(resumed.step)
     setup = build_setup(recipe, run.blocks, schedule, run.arguments, run.tokenizer, model)
     run.clock.end("loading")
@@ -289,7 +292,14 @@ def _where_to_resume(folder: Path, console: Console, restart: bool) -> Resumable
 def _warn_of_teacher(run: Run, student: GuidedStudent, console: Console) -> None:
     """Warn of a teacher that is not clearly better than the student: by the bits per byte that the
     recipe gives, or as measured here if corpus and store are on this machine."""
-    recipe = run.recipe
+    for name, recipe in run.recipe.by_corpus().items():
+        _warn_of_teacher_of(recipe, run.tokenizer, student, console, name and f"{name}: ")
+
+
+def _warn_of_teacher_of(
+    recipe: Recipe, tokenizer: TextTokenizer, student: GuidedStudent, console: Console, named: str
+) -> None:
+    """The warning for one corpus, whose name is written before it."""
     if not (recipe.needs_guidance and recipe.stores) or recipe.train.parallel != "ddp":
         return
     student_bits = recipe.student.bits_per_byte
@@ -303,7 +313,6 @@ def _warn_of_teacher(run: Run, student: GuidedStudent, console: Console) -> None
     store = best_store(stores)
     teacher_bits = store.bits_per_byte
     if corpus is not None:
-        tokenizer = run.tokenizer
         if corpus.conversations:
             tokenizer = student_chat(recipe, tokenizer)
         # its shapes are not those of training: nothing is compiled for them
@@ -313,12 +322,28 @@ def _warn_of_teacher(run: Run, student: GuidedStudent, console: Console) -> None
         if strength is None:
             return
         teacher_bits, student_bits = strength.teacher, strength.student
-        console.say(str(strength))
+        console.say(f"{named}{strength}")
     if warning := teacher_warning(teacher_bits, student_bits):
-        console.say(f"warning: {warning}")
+        console.say(f"warning: {named}{warning}")
 
 
 # ---- before the first step ----
+
+
+def open_corpora(
+    recipe: Recipe, tokenizer: TextTokenizer, *, verify: bool = False
+) -> Blocks | MixedBlocks:
+    """The blocks of a run: those of its corpus, or of several corpora together. For the arguments
+    see `open_blocks`."""
+    if not recipe.corpora:
+        return open_blocks(recipe, tokenizer, verify=verify)
+    if problems := recipe.store_problems():
+        raise RecipeError("\n".join(problems))
+    parts = {
+        name: open_blocks(part, tokenizer, verify=verify)
+        for name, part in recipe.by_corpus().items()
+    }
+    return MixedBlocks(parts, document_mask=recipe.data.document_mask)
 
 
 def open_blocks(
@@ -362,9 +387,28 @@ def open_blocks(
     return blocks
 
 
+def _facts_of_corpora(
+    recipe: Recipe, blocks: Blocks | MixedBlocks, schedule: Schedule
+) -> dict[str, Any] | None:
+    """What a run reads of each of several corpora, by name, for run.json; None for one corpus."""
+    if not isinstance(blocks, MixedBlocks):
+        return None
+    read = corpora_read(recipe, schedule)
+    return {
+        name: {
+            "share": float(recipe.shares[name]),
+            "blocks": len(part),
+            "blocks_read": read[name],
+            "epochs": read[name] / len(part),
+            "fingerprint": part.fingerprint,
+        }
+        for name, part in zip(blocks.names, blocks.parts, strict=True)
+    }
+
+
 def build_setup(
     recipe: Recipe,
-    blocks: Blocks,
+    blocks: Blocks | MixedBlocks,
     schedule: Schedule,
     arguments: TrainingArguments,
     tokenizer: TextTokenizer,
@@ -374,7 +418,12 @@ def build_setup(
     is loaded already."""
     adapted = adapt_student(recipe, arguments, tokenizer, model or build_student(recipe))
     documents = recipe.data.document_mask or blocks.conversations
-    order: Any = TrainingOrder(blocks, schedule.steps * schedule.batch_blocks, recipe.run.seed)
+    length, seed = schedule.steps * schedule.batch_blocks, recipe.run.seed
+    order: Any
+    if isinstance(blocks, MixedBlocks):
+        order = MixedOrder(blocks, recipe.shares, length, seed)
+    else:
+        order = TrainingOrder(blocks, length, seed)
     teacher = None
     if recipe.needs_online_teacher:
         teacher, order = online_teacher(recipe, order, tokenizer)
@@ -426,11 +475,10 @@ def save_result(run: Run, loop: TrainingLoop) -> None:
         if blocks.conversations:
             template = student_chat(recipe, run.tokenizer).template
             (target / "chat_template.jinja").write_text(template.source, encoding="utf-8")
-        teacher = blocks.manifest.get("teacher")
         # a model that is made again from the checkpoint of the last step makes no step
         written = read_metrics(folder / "metrics.jsonl")[-1:] or [{}]
         last = loop.last_record or written[0]
-        card = model_card(recipe, loop.schedule, teacher, last, template)
+        card = model_card(recipe, loop.schedule, blocks.teacher, last, template)
         (target / "README.md").write_text(card, encoding="utf-8")
     run.clock.end("finishing")
     note_in_run(
