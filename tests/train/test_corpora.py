@@ -15,6 +15,7 @@ from training_kit import (
     run_processes,
     stop_after,
     write_corpus,
+    write_store,
 )
 from typer.testing import CliRunner
 
@@ -155,6 +156,21 @@ def test_blocks_of_every_corpus_have_the_same_columns(lab, mixed, tmp_path):
     setup, *_ = built_setup(tree(lab, mixed, tmp_path / "run", data=apart))
     ordinals = [setup.order.blocks[n]["document"] for n in range(*setup.order.blocks.starts[2:4])]
     assert any(len(set(ordinal)) > 1 for ordinal in ordinals)
+
+
+def test_stores_with_unequal_alternatives_are_mixed(lab, mixed, tmp_path):
+    texts = documents(12, seed=5)
+    write_store(tmp_path / "store", texts, lab / "teacher", alternatives=2)
+    own = {"data": {"blocks": str(tmp_path / "blocks")}, "objective": {"method": "distill"}}
+    settings = tree(lab, mixed, tmp_path / "run", **own)
+    settings["corpora"]["web"]["store"] = {"path": str(tmp_path / "store")}
+    recipe = recipe_from_dict(settings)
+    prepare(recipe)
+    blocks = open_corpora(recipe, student_tokenizer(recipe))
+    talk, taught, web = (blocks[start]["target_p"] for start in blocks.starts[:-1])
+    assert taught.shape == web.shape == talk.shape == (33, 3)
+    assert taught[:, 2].any() and web[:, 1].any() and not web[:, 2].any()
+    np.testing.assert_array_equal(web[:, :2], blocks.parts[2][0]["target_p"])
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -158,7 +158,7 @@ def _require_columns(rows: Sequence[Mapping[str, Any]]) -> None:
         if columns != some:
             raise UsageError(
                 f"Row {number} of a batch has no {min(some - columns)}, and others have. To mix "
-                'them, make its columns too: vocagnolm.guide(dataset, store, tokenizer, '
+                "them, make its columns too: vocagnolm.guide(dataset, store, tokenizer, "
                 'missing="keep") leaves the guidance of unknown documents empty.'
             )
 
