@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -130,27 +129,31 @@ def _remote_file(address: str, name: str, about: Mapping[str, Any] | None = None
 
 def _patiently(address: str, request: Callable[[], Result]) -> Result:
     def attempt() -> Result:
-        with _corpus_errors(address):
-            return request()
+        try:
+            with _corpus_errors(address):
+                return request()
+        except (CorpusError, BrokenOffError):
+            forget_client(address)  # the next attempt reads addresses and credentials again
+            raise
 
     return patiently(attempt, "://".join(urlsplit(address)[:2]), CorpusError)
 
 
 def _system(address: str) -> tuple[Any, str]:
-    scheme = scheme_of(address) or ""
-    package = PACKAGES[scheme]
+    """The client for an address, which fsspec keeps for the process, and the path in its terms."""
+    package = PACKAGES[scheme_of(address) or ""]
     fsspec = optional("fsspec", "bucket", f"reading {address}")
     optional(package, "gcs" if package == "gcsfs" else "bucket", f"reading {address}")
-    # fsspec's own cache of clients and listings knows nothing of a changed environment or bucket
-    state = (scheme, os.getpid(), hash(tuple(sorted(os.environ.items()))))
-    if state not in _clients:
-        _clients.clear()
-        _clients[state] = fsspec.core.url_to_fs(address, skip_instance_cache=True)[0]
-    _clients[state].invalidate_cache()
-    return _clients[state], str(_clients[state]._strip_protocol(address))
+    system, inner = fsspec.core.url_to_fs(address)
+    system.invalidate_cache()  # of listings
+    return system, str(inner)
 
 
-_clients: dict[Any, Any] = {}
+def forget_client(address: str) -> None:
+    """Let the next request for an address make a new client, with the environment as it then is."""
+    import fsspec
+
+    fsspec.get_filesystem_class(scheme_of(address)).clear_instance_cache()
 
 
 @contextlib.contextmanager
