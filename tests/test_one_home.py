@@ -19,6 +19,7 @@ HOMES = {
         r"yaml\.(safe_)?load\(",
         {"vocagnolm/recipe/schema.py", "vocagnolm/evaluate/render.py"},  # lm-eval's own
     ),
+    "bits": (r"log\(2", {"vocagnolm/base/statistics.py"}),
     "tests of hypotheses": (r"scipy", {"vocagnolm/base/statistics.py"}),
 }
 
