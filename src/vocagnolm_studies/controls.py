@@ -28,7 +28,7 @@ from vocagnolm_studies.sample import predicted_sources, shares_by_source
 _SPAN_NATS = 30_000.0
 
 
-def document_sources(files: Sequence[str], field: str) -> list[str]:
+def document_sources(files: Sequence[str], field: str, text_field: str = "text") -> list[str]:
     """The source of every document, in the order of the corpus: its `field`, else its file. The
     field is read as if it were the text, by the rule for every corpus."""
     sources: list[str] = []
@@ -43,7 +43,11 @@ def document_sources(files: Sequence[str], field: str) -> list[str]:
         except CorpusError:  # no such field in it; a file that cannot be read is told here
             sources += [stem] * len(open_corpus(name))
             continue
-        sources += [document.text or stem for document in named.read(0, len(named))]
+        texts, own = (
+            [document.text or stem for document in named],
+            open_corpus(name, text_field=text_field),
+        )
+        sources += [texts[own.record_of(index)] for index in range(len(own))]
     return sources
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vocagnolm.cli.common import print_histogram, print_json, progress
+from vocagnolm.cli.common import SPLIT_TEXTS, print_histogram, print_json, progress
 from vocagnolm.cli.options import JSON, RECIPE, SET
 from vocagnolm.errors import RecipeError
 
@@ -73,6 +73,8 @@ def _prepared(
         "lacking": lacking_columns(manifest),
         **manifest["summary"],
     }
+    if split := manifest["inputs"]["corpus"].get("split_texts"):
+        summary["split_texts"] = split
     if bins is not None:
         summary |= {
             "template": manifest["inputs"]["template"]["origin"],
@@ -100,6 +102,8 @@ def _print(summary: dict[str, Any], block_size: int) -> None:
         f"{summary['folder']}: {summary['blocks']:,} blocks of {block_size:,}, "
         f"{summary['tokens']:,} tokens of {summary['documents']:,} documents"
     )
+    if "split_texts" in summary:
+        typer.echo(f"{summary['split_texts']:,} {SPLIT_TEXTS}")
     if summary["missing_documents"] or summary["unusable_documents"]:
         typer.echo(
             f"not in the store: {summary['missing_documents']:,} documents; "

@@ -230,19 +230,8 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slice:
-    """Where in its document a slice lies, which is cut where the student and all teachers have a
-    boundary: nothing that guides a token is beyond it."""
-
-    first: bool
-    last: bool
-    bits: NDArray[np.float64]
-    """[S] For every store, the whole document's nats per byte."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Documents that are packed at once, or one slice of a document."""
+    """Documents that are packed at once."""
 
     indices: Sequence[int]
     students: Sequence[TokenSpans]
@@ -252,7 +241,6 @@ class Batch:
     trained: Sequence[NDArray[np.int64]] | None = None
     """Conversations: the bytes that are trained on."""
     alternatives: Sequence[Sequence[NDArray[np.uint32] | None]] | None = None
-    slice: Slice | None = None
 
 
 @dataclass
@@ -308,11 +296,6 @@ def pack_documents(
         summary.targets |= measured(targets.tables[0], shared)
     if "spans" in columns:
         _place_separators(columns["spans"])
-    index = columns["document_index"]
-    (new,) = np.nonzero(np.diff(index, prepend=-1))
-    if len(new) < len(index):  # slices of one document
-        tokens = np.add.reduceat(columns["document_tokens"], new)
-        columns |= {"document_index": index[new], "document_tokens": tokens.astype(np.uint32)}
     return Part(columns, summary)
 
 
@@ -371,9 +354,7 @@ def _pack(
     keep_text: bool,
     targets: TargetsPlan | None,
 ) -> _Packed:
-    students, texts, cut = batch.students, batch.texts, batch.slice
-    if cut is not None:
-        prefix, eos = prefix if cut.first else (), eos if cut.last else None
+    students, texts = batch.students, batch.texts
     counts = np.array([len(student) for student in students], np.int64)
     at = _positions(counts, before=len(prefix), after=int(eos is not None))
     extra = len(prefix) + (eos is not None)
@@ -393,7 +374,7 @@ def _pack(
         "document_index": np.array(batch.indices, np.int64),
     }
     summary = PackingSummary(
-        documents=len(students) if cut is None else int(cut.last),
+        documents=len(students),
         bytes=sum(student.n_bytes for student in students),
         tokens=n_tokens,
         separators=extra * len(students),
@@ -417,11 +398,6 @@ def _pack(
             lay_teacher(entries, ours, others[n] if others is not None else None)
             for n, entries in enumerate(batch.teachers)
         ]
-        if cut is not None:
-            whole = zip(theirs, cut.bits, strict=True)
-            theirs = [replace(teacher, bits=np.array([bits])) for teacher, bits in whole]
-            if not cut.first:
-                theirs = [replace(teacher, begins=np.zeros(0, np.int64)) for teacher in theirs]
         if batch.trained is not None:
             theirs = [_only_trained(teacher, ranges) for teacher in theirs]
             ours = Laid(ours.spans[mask], ours.document[mask], ours.origins)

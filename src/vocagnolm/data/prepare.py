@@ -11,9 +11,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,7 +42,6 @@ from vocagnolm.data.guidance import (
     TargetsPlan,
     TeacherLosses,
     common_alternatives,
-    nats_per_byte,
     target_table,
 )
 from vocagnolm.data.identity import (
@@ -57,7 +55,7 @@ from vocagnolm.data.identity import (
     student_chat,
     student_tokenizer,
 )
-from vocagnolm.data.packing import Batch, PackingSummary, Part, Slice, pack_documents
+from vocagnolm.data.packing import Batch, PackingSummary, Part, pack_documents
 from vocagnolm.data.teachers import Chosen, Lookup, chosen_documents
 from vocagnolm.errors import BlocksError, RecipeError, VocagnolmWarning
 from vocagnolm.recipe import Recipe
@@ -71,8 +69,6 @@ Read = TypeVar("Read")
 
 SETTINGS = "settings.json"
 METADATA_KEY = "vocagnolm"
-# Characters of a long document that are packed at once, at least.
-SLICE = 2**17
 # Guided training below this share of mapped tokens is hardly guided.
 LEAST_MAPPED_SHARE = 0.5
 _UPLOADS = 8
@@ -393,10 +389,7 @@ class PartMaker:
             folder=self.folder,
         )
         refused: Counter[str] = Counter()
-        try:
-            part = pack(self._batches(kept, refused))
-        except _UncutError:
-            part = pack(self._batches(kept, refused, cut=False))
+        part = pack(self._batches(kept, refused))
         part.summary.refused = dict(refused)
         part.summary.missing_documents = missing
         part.summary.left_out_documents = left_out
@@ -429,11 +422,9 @@ class PartMaker:
             kept.append(_Kept(index, text, found))
         return kept, missing, left_out
 
-    def _batches(
-        self, kept: Sequence[_Kept], refused: Counter[str], *, cut: bool = True
-    ) -> Iterator[Batch]:
-        """All documents, at least one batch of them. `cut`: long documents in slices. The
-        conversations that the template refuses are counted by reason."""
+    def _batches(self, kept: Sequence[_Kept], refused: Counter[str]) -> Iterator[Batch]:
+        """All documents, at least one batch of them. The conversations that the template refuses
+        are counted by reason."""
         tokenizer, train_on = self.plan.tokenizer, self.plan.recipe.data.train_on
         for batch in batches(kept, lambda one: len(one.text)) or [[]]:
             texts = [one.text for one in batch]
@@ -444,43 +435,8 @@ class PartMaker:
                 readable = [one for one, _ in read]
                 trained = [trained_ranges(one.text, train_on) for one in readable]
                 yield self._batch(readable, [found for _, found in read], trained=trained)
-            elif cut and len(batch) == 1 and (cuts := tokenizer.cuts(texts[0])) is not None:
-                yield from self._slices(batch[0], [0, *cuts, len(texts[0])])
             else:
                 yield self._batch(batch, tokenise(tokenizer, texts))
-
-    def _slices(self, one: _Kept, edges: Sequence[int]) -> Iterator[Batch]:
-        """A long document, cut at those edges where all teachers that have it have a boundary."""
-        ends = np.cumsum([len(one.text[a:b].encode()) for a, b in pairwise(edges)])
-        ends = ends.astype(np.min_scalar_type(ends[-1]))  # a long document has many tokens
-        common = np.ones(len(ends), bool)
-        tokens = np.zeros((len(self.stores), len(edges)), np.int64)  # of a teacher before an edge
-        bits = np.full(len(self.stores), np.inf)
-        for n, (store, at) in enumerate(zip(self.stores, one.rows, strict=True)):
-            if at is None:
-                continue
-            columns = store.columns(at)
-            theirs = np.cumsum(columns["token_bytes"], dtype=ends.dtype)
-            found = np.searchsorted(theirs, ends)
-            common &= theirs.take(found, mode="clip") == ends
-            tokens[n, 1:] = found + 1  # one without text counts for the text that follows it
-            tokens[n, -1] = len(theirs)
-            del theirs
-            bits[n] = nats_per_byte(columns["token_bytes"], columns["nll"])
-        common[-1] = True
-        start = 0
-        for end in range(1, len(edges)):
-            long_enough = edges[end] - edges[start] >= SLICE or end == len(edges) - 1
-            if not (common[end - 1] and long_enough):
-                continue
-            students = self.plan.tokenizer.between(one.text, edges[start : end + 1])
-            if students is None:
-                raise _UncutError
-            here = replace(one, text=one.text[edges[start] : edges[end]])
-            within = Slice(first=start == 0, last=end == len(edges) - 1, bits=bits)
-            ranges = [slice(a, b) for a, b in tokens[:, [start, end]].tolist()]
-            yield self._batch([here], [students], within=within, tokens=ranges)
-            start = end
 
     def _batch(
         self,
@@ -488,17 +444,12 @@ class PartMaker:
         students: Sequence[TokenSpans],
         *,
         trained: Sequence[NDArray[np.int64]] | None = None,
-        within: Slice | None = None,
-        tokens: Sequence[slice] | None = None,
     ) -> Batch:
-        """`tokens`: of a slice, those of every teacher."""
-        inside = tokens or [slice(None)] * len(self.stores)
-
         def held(read: Callable[[dict[str, NDArray[Any]]], Read]) -> list[list[Read | None]]:
             """What every store holds of the documents; None where it lacks one."""
             return [
-                [None if at is None else read(store.columns(at, inside[n])) for at in rows]
-                for n, (store, rows) in enumerate(zip(self.stores, indices, strict=True))
+                [None if at is None else read(store.columns(at)) for at in rows]
+                for store, rows in zip(self.stores, indices, strict=True)
             ]
 
         def losses(columns: dict[str, NDArray[Any]]) -> TeacherLosses:
@@ -513,12 +464,7 @@ class PartMaker:
             texts=[one.text.encode() for one in kept] if with_texts else None,
             trained=trained,
             alternatives=held(itemgetter("alternatives")) if self.plan.targets else None,
-            slice=within,
         )
-
-
-class _UncutError(Exception):
-    """A long document must be read whole after all."""
 
 
 def tokenise(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[TokenSpans]:

@@ -188,6 +188,8 @@ def _corpus_errors(address: str) -> Iterator[None]:
 # ---- kinds of sources ----
 
 
+LONGEST_TEXT = 2**20
+"""Bytes of a text up to which it is one document; see `vocagnolm.data.corpus` for longer ones."""
 # A place to seek to is remembered this often; between two, lines are skipped unread.
 _LINES_PER_MARK = 256
 _READ_BYTES = 2**20
@@ -300,11 +302,15 @@ class JsonLines(_File):
         self._marks: list[tuple[int, int]] = []  # (byte, line) of every 256th document
         digest = hashlib.sha256()
         self._documents = 0
+        self.long_records: list[int] = []
+        """Numbers of the records that may hold a long text: no text is longer than its line."""
         position = 0
         with self._open() as file, self._readable():
             for number, line in enumerate(file):
                 digest.update(line)
                 if not line.isspace():
+                    if len(line) > LONGEST_TEXT:
+                        self.long_records.append(self._documents)
                     if self._documents % _LINES_PER_MARK == 0:
                         self._marks.append((position, number))
                     self._documents += 1
@@ -445,6 +451,14 @@ class TextFile(_File):
     def __len__(self) -> int:
         return 1 if self._whole else len(self._pieces) // 3
 
+    @property
+    def long_records(self) -> list[int]:
+        """Numbers of the texts that are long."""
+        if self._whole:
+            return [0] if self._state[0] > LONGEST_TEXT else []
+        bounds = zip(self._pieces[::3], self._pieces[1::3], strict=True)
+        return [number for number, (first, end) in enumerate(bounds) if end - first > LONGEST_TEXT]
+
     def read(self, start: int, stop: int) -> Iterator[Record]:
         with self._readable(), open(self.path, "rb") as file:
             for index in range(start, min(stop, len(self))):
@@ -484,6 +498,27 @@ class ParquetRows(_File):
     def __len__(self) -> int:
         return self._rows
 
+    @cached_property
+    def long_records(self) -> list[int]:
+        """Numbers of the rows with a long text. For these the texts are read through, but for the
+        row groups that have no room for one."""
+        compute = optional("pyarrow.compute", "data", f"reading {self.path.name}")
+        field, metadata = self._text_field or "", self._file.metadata
+        columns = [metadata.schema.column(n).path for n in range(metadata.num_columns)]
+        if field not in columns:
+            return []
+        found: list[int] = []
+        first = 0
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            if group.column(columns.index(field)).total_uncompressed_size > LONGEST_TEXT:
+                with self._readable():
+                    texts = self._file.read_row_group(number, columns=[field]).column(field)
+                    long = compute.greater(compute.binary_length(texts), LONGEST_TEXT)
+                    found += [first + row for row in compute.indices_nonzero(long).to_pylist()]
+            first += group.num_rows
+        return found
+
     def read(self, start: int, stop: int) -> Iterator[Record]:
         names = self._file.schema_arrow.names
         wanted = wanted_fields(names, self._text_field)
@@ -516,8 +551,13 @@ class DatasetSource:
         self._text_field = text_field
         self._documents = len(self._rows)
         digest = hashlib.sha256()
-        for record in self.read(0, len(self)):
-            digest.update(json.dumps(record.value, sort_keys=True, default=str).encode())
+        self.long_records: list[int] = []
+        """Numbers of the rows that may hold a long text: no text is longer than its row."""
+        for number, record in enumerate(self.read(0, len(self))):
+            row = json.dumps(record.value, sort_keys=True, default=str).encode()
+            digest.update(row)
+            if len(row) > LONGEST_TEXT:
+                self.long_records.append(number)
         self.fingerprint = digest.hexdigest()
 
     @cached_property

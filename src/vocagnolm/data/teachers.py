@@ -150,7 +150,7 @@ def compare_stores(
     def source(found: Document) -> str:
         if sources is None:
             return found.place.partition("[")[0].partition(":")[0]
-        (named,) = sources.read(found.index, found.index + 1)
+        (named,) = sources.read(found.record, found.record + 1)
         return named.text or "(none)"
 
     sums: list[NDArray[np.float64]] = []

@@ -14,7 +14,7 @@ from vocagnolm.alignment.tokenizer import warn_of_missing_beginning
 from vocagnolm.base.statistics import bits
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.data.corpus import Corpus, Document, LeftOut, left_out_of, open_corpus
-from vocagnolm.data.sources import Split
+from vocagnolm.data.sources import LONGEST_TEXT, Split
 from vocagnolm.errors import CorpusError, EvaluationError, TemplateError, TilingError
 from vocagnolm.model import ModelFiles, NllModel
 from vocagnolm.model.served import SERVER_REQUEST_TOKENS, ServedModel
@@ -161,7 +161,12 @@ def _counting(spans: TokenSpans, document: Document, parts: Corpus | None) -> np
     """Which tokens count [N]."""
     if parts is None:
         return np.ones(len(spans), bool)
-    text, wanted = document.text or "", parts.field(document.index)
+    if document.parts > 1:
+        raise EvaluationError(
+            f"{document.place}: parts that count cannot be named in a text of more than "
+            f"{LONGEST_TEXT:,} bytes, which is split into documents."
+        )
+    text, wanted = document.text or "", parts.field(document.record)
     try:
         ranges = [(int(start), int(stop)) for start, stop in wanted]
     except (TypeError, ValueError):

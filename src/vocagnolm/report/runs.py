@@ -574,7 +574,7 @@ def _sources(recipe: Recipe, field: str, read: Sequence[_Read]) -> list[str]:
         corpus = open_corpus(recipe.corpus.files, text_field=field, format="text")
     except CorpusError as error:
         raise SampleError(f"--source-field {field}: {error}") from None
-    found = [corpus.field(one.document.index) for one in read]
+    found = [corpus.field(one.document.record) for one in read]
     return ["" if one is None else str(one) for one in found]
 
 

@@ -258,13 +258,13 @@ class LossStore:
         order = np.argsort(keys, kind="stable")
         return keys[order], order
 
-    def columns(self, index: int, tokens: slice = slice(None)) -> dict[str, np.ndarray]:
-        """A document's `token_bytes`, `nll` and, where the store has them, `alternatives`, of all
-        its tokens or some. They are as the shard holds them: mapped, and read when used."""
+    def columns(self, index: int) -> dict[str, np.ndarray]:
+        """A document's `token_bytes`, `nll` and, where the store has them, `alternatives`. They are
+        as the shard holds them: mapped, and read when used."""
         shard, ends, inside = self._locate(index)
         own = slice(int(ends[inside - 1]) if inside else 0, int(ends[inside]))
         names = ("token_bytes", "nll", "alternatives")
-        columns = {n: shard.columns[n][own][tokens] for n in names if n in shard.columns}
+        columns = {n: shard.columns[n][own] for n in names if n in shard.columns}
         return self._renumbered(shard.about["shard"], shard, columns)
 
     def _renumbered(

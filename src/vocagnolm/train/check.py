@@ -211,6 +211,8 @@ class _Check:
         else:
             self.corpus = recipe_corpus(self.recipe)
             facts["documents"] = len(self.corpus)
+            if self.corpus.split_texts:
+                facts["split_texts"] = self.corpus.split_texts
 
     def find_tokenizer(self) -> None:
         tokenizer = student_tokenizer(self.recipe)
