@@ -24,11 +24,11 @@ of two turns; the plain text beside it is the same pieces, four to a document. B
 with the tokenizer's threads; the rate is bytes of contents a second of processor time.
 
 `memory` joins the documents into one text, which `prepare` splits into documents of a megabyte, and
-gives bytes per byte of it, with one teacher for each student: two processes, one with the whole text
-and one with its first 2,000 characters,
-and the difference of the peaks of their resident memory. `guided` and `distill` are what the
-process holds; `mapped` is from files (the store, and long columns that wait for the end of the
-part), which the system takes back when it needs memory. Linux only.
+gives bytes per byte of that text, with one teacher for each student: two processes, one with the
+whole text and one with its first 2,000 characters, and the difference of the peaks of their
+resident memory. `guided` and `distill` are what the process holds; `mapped` is from files (the
+store, and long columns that wait for the end of the part), which the system takes back when it
+needs memory. Linux only.
 """
 
 import argparse

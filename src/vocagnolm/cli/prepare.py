@@ -10,7 +10,8 @@ from vocagnolm.cli.options import JSON, RECIPE, SET
 from vocagnolm.errors import RecipeError
 
 if TYPE_CHECKING:
-    from vocagnolm.data.packing import Bins, PackingSummary
+    from vocagnolm.data.bins import Bins
+    from vocagnolm.data.packing import PackingSummary
     from vocagnolm.recipe import Recipe
 
 

@@ -34,8 +34,8 @@ from safetensors import safe_open
 
 from vocagnolm.alignment.alignment import Aggregation, Alignment
 from vocagnolm.base.files import file_digests, local_path, plain_name, read_json
+from vocagnolm.data.bins import Bins, fill_bins
 from vocagnolm.data.guidance import CarryRule, carry_losses, cut_stretches
-from vocagnolm.data.packing import Bins, fill_bins
 from vocagnolm.errors import BlocksError
 from vocagnolm.storage import Folder, Storage
 

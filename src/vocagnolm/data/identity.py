@@ -11,10 +11,10 @@ from vocagnolm.alignment.targets import TARGETS_RULE
 from vocagnolm.base.files import address_of, differences, json_bytes, json_digest
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.chat.tokens import TRAINED_RULE
+from vocagnolm.data.bins import Bins
 from vocagnolm.data.blocks import MANIFEST, Blocks, block_count, read_manifest
 from vocagnolm.data.corpus import Corpus, files_of_folder, is_corpus_file, open_corpus
 from vocagnolm.data.guidance import common_alternatives
-from vocagnolm.data.packing import Bins
 from vocagnolm.errors import BlocksError
 from vocagnolm.recipe import Recipe
 from vocagnolm.recipe.methods import METHODS, Method
