@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from vocagnolm.base.files import file_digest, json_digest, write_json
 from vocagnolm.data.blocks import MANIFEST, TrainingOrder, read_manifest
 from vocagnolm.data.corpus import open_corpus
+from vocagnolm.data.materials import Materials
 from vocagnolm.errors import CorpusError, StudyError
 from vocagnolm.recipe import Recipe
 from vocagnolm_studies.design import Exchange
@@ -65,7 +66,7 @@ def kept_by_source(
     from vocagnolm.train.run import open_blocks
     from vocagnolm.train.settings import check_batch, objective_config
 
-    blocks = open_blocks(recipe)
+    blocks = open_blocks(Materials(recipe))
     rows = check_batch(recipe, 1)
     count = min(micro_batches, len(blocks) // rows)
     order = TrainingOrder(blocks, count * rows, recipe.run.seed)

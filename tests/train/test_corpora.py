@@ -20,7 +20,7 @@ from training_kit import (
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
-from vocagnolm.data.identity import student_tokenizer
+from vocagnolm.data.materials import Materials
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import RecipeError, TrainingError
 from vocagnolm.objective import Head, ObjectiveConfig, objective_loss
@@ -166,7 +166,7 @@ def test_stores_with_unequal_alternatives_are_mixed(lab, mixed, tmp_path):
     settings["corpora"]["web"]["store"] = {"path": str(tmp_path / "store")}
     recipe = recipe_from_dict(settings)
     prepare(recipe)
-    blocks = open_corpora(recipe, student_tokenizer(recipe))
+    blocks = open_corpora(Materials(recipe))
     talk, taught, web = (blocks[start]["target_p"] for start in blocks.starts[:-1])
     assert taught.shape == web.shape == talk.shape == (33, 3)
     assert taught[:, 2].any() and web[:, 1].any() and not web[:, 2].any()
@@ -178,7 +178,7 @@ def test_text_without_a_store_is_trained_plainly(lab, mixed, tmp_path, name):
     """A micro-batch of it has the loss of plain training, whatever the method."""
     settings = {"method": name, **OBJECTIVES[name]}
     recipe = recipe_from_dict(tree(lab, mixed, tmp_path / "run", objective=settings))
-    blocks = open_corpora(recipe, student_tokenizer(recipe))
+    blocks = open_corpora(Materials(recipe))
     rows = [blocks[index] for index in range(blocks.starts[2], blocks.starts[3])][:4]
     batch = GuidedCollator.for_blocks(True)(rows)
     torch.manual_seed(0)
@@ -278,4 +278,4 @@ def test_commands_take_several_corpora_or_say_why_not(lab, mixed, tmp_path):
     with pytest.raises(RecipeError, match="needs the store of at least one"):
         only = {name: settings["corpora"][name] for name in ("web", "talks")}
         recipe = recipe_from_dict(settings | {"corpora": only})
-        open_corpora(recipe, student_tokenizer(recipe))
+        open_corpora(Materials(recipe))

@@ -11,8 +11,8 @@ from vocagnolm.errors import RecipeError
 
 if TYPE_CHECKING:
     from vocagnolm.data.bins import Bins
+    from vocagnolm.data.materials import Materials
     from vocagnolm.data.packing import PackingSummary
-    from vocagnolm.recipe import Recipe
 
 
 def prepare(
@@ -33,7 +33,10 @@ def prepare(
     loaded = load_recipe(recipe, set_)  # first: a typo is answered before all else is imported
     if problems := loaded.store_problems():
         raise RecipeError("\n".join(problems))
-    made = {name: _prepared(part, workers, name) for name, part in loaded.by_corpus().items()}
+    from vocagnolm.data.materials import Materials
+
+    parts = Materials(loaded).by_corpus()
+    made = {name: _prepared(part, workers, name) for name, part in parts.items()}
     if as_json:
         summaries = {name: summary for name, (summary, _) in made.items()}
         print_json({"corpora": summaries} if loaded.corpora else summaries[""])
@@ -48,13 +51,15 @@ def prepare(
 
 
 def _prepared(
-    recipe: "Recipe", workers: int | None, name: str
+    materials: "Materials", workers: int | None, name: str
 ) -> tuple[dict[str, Any], "Bins | None"]:
     """Make the blocks of one corpus, whose name is shown if there are several. Returns their
     summary, and how conversations fill them."""
-    from vocagnolm.data.identity import lacking_columns, opened_count
-    from vocagnolm.data.prepare import prepare as run
+    from vocagnolm.data.fingerprints import lacking_columns
+    from vocagnolm.data.materials import opened_count
+    from vocagnolm.data.prepare import prepare_blocks
 
+    recipe = materials.recipe
     documents = tokens = 0
     with progress(f"preparing {name}".rstrip(), started=True) as meter:
 
@@ -63,7 +68,7 @@ def _prepared(
             documents, tokens = documents + part.documents, tokens + part.tokens
             meter.note(share, 1.0, f"{documents:,} documents, {tokens:,} tokens", tokens)
 
-        manifest = run(recipe, workers=workers or os.cpu_count() or 1, progress=note)
+        manifest = prepare_blocks(materials, workers or os.cpu_count() or 1, note)
     size = recipe.data.block_size
     blocks, bins = opened_count(recipe, manifest)
     summary = {

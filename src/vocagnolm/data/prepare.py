@@ -37,6 +37,8 @@ from vocagnolm.data.blocks import (
     too_few_tokens,
 )
 from vocagnolm.data.corpus import NOT_RIGHT, Corpus, Document, document_hash
+from vocagnolm.data.differences import differing_inputs
+from vocagnolm.data.fingerprints import block_settings, described_inputs
 from vocagnolm.data.guidance import (
     GuidancePlan,
     TargetsPlan,
@@ -44,17 +46,7 @@ from vocagnolm.data.guidance import (
     common_alternatives,
     target_table,
 )
-from vocagnolm.data.identity import (
-    block_settings,
-    blocks_cache,
-    blocks_storage,
-    described_inputs,
-    differing_inputs,
-    recipe_corpus,
-    separator_ids,
-    student_chat,
-    student_tokenizer,
-)
+from vocagnolm.data.materials import Materials, blocks_cache, blocks_storage, separator_ids
 from vocagnolm.data.packing import Batch, PackingSummary, Part, pack_documents
 from vocagnolm.data.teachers import Chosen, Lookup, chosen_documents
 from vocagnolm.errors import BlocksError, RecipeError, VocagnolmWarning
@@ -83,29 +75,32 @@ def prepare(
     With `workers` > 1 documents are tokenised in as many processes; with 1 the tokenizer's own
     threads are used.
     """
-    storage = blocks_storage(recipe)
+    blocks_storage(recipe)
     if problems := recipe.store_problems():
         raise RecipeError("\n".join(problems))
-    if recipe.corpora:
-        parts = recipe.by_corpus().items()
-        made = {n: prepare(part, workers=workers, progress=progress) for n, part in parts}
-        return {"corpora": made}
-    corpus = recipe_corpus(recipe)
-    tokenizer = student_tokenizer(recipe)
-    if corpus.conversations:
-        tokenizer = student_chat(recipe, tokenizer)
-    settings = block_settings(recipe, tokenizer, corpus)
+    parts = Materials(recipe).by_corpus().items()
+    made = {name: prepare_blocks(part, workers, progress) for name, part in parts}
+    return {"corpora": made} if recipe.corpora else made[""]
+
+
+def prepare_blocks(
+    materials: Materials, workers: int = 1, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Make the blocks of one corpus, as `prepare` does. Returns the manifest."""
+    recipe, storage, corpus = materials.recipe, materials.storage, materials.corpus
+    tokenizer = materials.reader(corpus.conversations)
+    settings = block_settings(materials, tokenizer, corpus)
     _refuse_strangers(storage)
 
     def made_in(folder: Path) -> dict[str, Any]:
         with files.folder_lock(folder, "Wait for it to end, or choose another data.blocks."):
-            manifest = _finished(Folder(folder), recipe, settings, corpus)
+            manifest = _finished(Folder(folder), materials, settings)
             if manifest is None:
                 _claim(Folder(folder), settings)
-                plan = _plan(recipe, tokenizer, settings)
-                entries = _make_parts(corpus, folder, plan, workers, progress)
+                plan = _plan(materials, tokenizer, settings)
+                entries = _make_parts(materials, folder, plan, workers, progress)
                 corpus.require_unchanged()
-                manifest = _manifest(recipe, settings, tokenizer, corpus, entries)
+                manifest = _manifest(materials, settings, tokenizer, entries)
                 files.write_json(folder / MANIFEST, manifest, sealed=True)
                 files.remove_leftovers(folder)
             return manifest
@@ -113,7 +108,7 @@ def prepare(
     if isinstance(storage, Folder):
         manifest = made_in(storage.path)
     else:
-        found = _finished(storage, recipe, settings, corpus)
+        found = _finished(storage, materials, settings)
         if found is None:
             if storage.has(SETTINGS):
                 _claim(storage, settings)
@@ -161,7 +156,7 @@ def _refuse(storage: Storage, difference: list[str]) -> None:
 
 
 def _finished(
-    storage: Storage, recipe: Recipe, settings: dict[str, Any], corpus: Corpus
+    storage: Storage, materials: Materials, settings: dict[str, Any]
 ) -> dict[str, Any] | None:
     """The manifest of blocks that serve this recipe and are whole; of those in a bucket the sizes
     alone are looked at. Parts that are damaged or lost are made again, which takes the very
@@ -175,7 +170,7 @@ def _finished(
         if SETTINGS in found:
             return None  # ours, and the manifest can be made again from the parts
         raise
-    _refuse(storage, differing_inputs(manifest, recipe, settings, corpus))
+    _refuse(storage, differing_inputs(manifest, materials, settings, materials.corpus))
     if isinstance(storage, Folder):
         damaged = damaged_parts(storage.path, manifest)
     else:
@@ -215,18 +210,18 @@ def _upload(folder: Path, storage: Storage, manifest: dict[str, Any]) -> None:
 
 
 def _manifest(
-    recipe: Recipe,
+    materials: Materials,
     settings: dict[str, Any],
     tokenizer: TextTokenizer,
-    corpus: Corpus,
     entries: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Refused where there is nothing to train on, or no guidance that was asked for."""
+    """The manifest; refused where there is nothing to train on, or no guidance that was asked
+    for."""
     summary = PackingSummary()
     for entry in entries:
         summary.add(PackingSummary(**entry["summary"]))
     about, guidance = summary.to_dict(), settings["guidance"] or {}
-    if problem := _nothing(recipe, summary, corpus):
+    if problem := _nothing(materials.recipe, summary, materials.corpus):
         raise BlocksError(problem)
     if guidance and about["mapped_share"] < LEAST_MAPPED_SHARE:
         warnings.warn(
@@ -244,11 +239,11 @@ def _manifest(
     columns += ["teacher_nll", "teacher_range"] if guidance.get("teacher_losses") else []
     columns += ["text", "spans"] if settings["text"] else []
     columns += ["trained", "first_trained"] if settings.get("conversations") else []
-    teachers = [LossStore.open(path).teacher_name for path in recipe.stores]
+    teachers = [store.teacher_name for store in materials.stores]
     return {
         "format_version": FORMAT_VERSION,
         "settings": settings,
-        "inputs": described_inputs(recipe, tokenizer, corpus),
+        "inputs": described_inputs(materials, tokenizer),
         "fingerprint": files.json_digest([settings, [part["sha256"] for part in parts]]),
         "tokens": summary.tokens,
         "columns": columns,
@@ -304,8 +299,8 @@ class PartPlan:
     targets: TargetsPlan | None
 
 
-def _plan(recipe: Recipe, tokenizer: TextTokenizer, settings: dict[str, Any]) -> PartPlan:
-    stores = [LossStore.open(path) for path in recipe.stores]
+def _plan(materials: Materials, tokenizer: TextTokenizer, settings: dict[str, Any]) -> PartPlan:
+    recipe, stores = materials.recipe, materials.stores
     for store in stores:
         store.fetch()  # here, once: every worker reads all of it
     targets = None
@@ -348,11 +343,12 @@ class _Kept:
 class PartMaker:
     """Holds the tokenizer and the stores of a worker."""
 
-    def __init__(self, plan: PartPlan, folder: Path):
+    def __init__(self, plan: PartPlan, folder: Path, stores: Sequence[LossStore] | None = None):
+        """`stores`: those of the recipe, if they are open in this process."""
         self.plan = plan
         self.folder = folder
         self.identity = files.json_digest(plan.settings)
-        self.stores = [LossStore.open(path) for path in plan.recipe.stores]
+        self.stores = Materials(plan.recipe).stores if stores is None else stores
         self._lookups = [Lookup(store, plan.settings["corpus"]) for store in self.stores]
         data, tokenizer = plan.recipe.data, plan.tokenizer
         self._prefix, _ = separator_ids(tokenizer, data.bos, data.eos)
@@ -520,9 +516,10 @@ def _not_in_store(index: int, text: str, stores: Sequence[str]) -> BlocksError:
 
 
 def _make_parts(
-    corpus: Corpus, folder: Path, plan: PartPlan, workers: int, progress: Progress | None
+    materials: Materials, folder: Path, plan: PartPlan, workers: int, progress: Progress | None
 ) -> list[dict[str, Any]]:
     """Entries of all parts, in the order of the corpus. Finished parts are not read again."""
+    corpus = materials.corpus
     size = plan.recipe.data.part_documents
     starts = range(0, len(corpus), size)
     entries: dict[int, dict[str, Any]] = {}
@@ -543,7 +540,7 @@ def _make_parts(
         return list(corpus.read(start, start + size))
 
     if workers <= 1:
-        maker = PartMaker(plan, folder)
+        maker = PartMaker(plan, folder, materials.stores)
         for number in wanted:
             note(number, maker.make(number, documents(number)))
     elif wanted:

@@ -27,7 +27,7 @@ from vocagnolm.chat import (
 from vocagnolm.chat.messages import Format, format_of
 from vocagnolm.data.corpus import Corpus, document_hash, open_corpus, split_text
 from vocagnolm.data.guidance import GuidancePlan, TargetsPlan, target_table
-from vocagnolm.data.identity import separator_ids
+from vocagnolm.data.materials import separator_ids
 from vocagnolm.data.packing import Batch, pack_documents
 from vocagnolm.errors import (
     CorpusError,

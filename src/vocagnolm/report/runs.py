@@ -19,7 +19,7 @@ from vocagnolm.alternatives import Alternatives
 from vocagnolm.base.files import json_digest, local_path, parse_json, write_text
 from vocagnolm.data.corpus import Corpus, Document, document_hash, open_corpus
 from vocagnolm.data.guidance import common_alternatives, target_table, tiling
-from vocagnolm.data.identity import recipe_corpus, student_chat
+from vocagnolm.data.materials import recipe_corpus, student_chat
 from vocagnolm.data.teachers import Lookup
 from vocagnolm.errors import CorpusError, TemplateError, VocagnolmError
 from vocagnolm.evaluate.results import BITS, Evaluation, RunFolder, Score, in_order

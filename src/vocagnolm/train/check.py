@@ -22,16 +22,13 @@ from vocagnolm.base.files import address_of, model_damage
 from vocagnolm.chat import ChatTokenizer, survey
 from vocagnolm.data.blocks import MANIFEST, cut_parts, read_manifest
 from vocagnolm.data.corpus import Corpus, document_hash
+from vocagnolm.data.differences import differing_inputs
+from vocagnolm.data.fingerprints import block_settings
 from vocagnolm.data.guidance import common_alternatives
-from vocagnolm.data.identity import (
-    block_settings,
-    blocks_storage,
-    differing_inputs,
+from vocagnolm.data.materials import (
+    Materials,
     opened_count,
-    recipe_corpus,
     separator_ids,
-    student_chat,
-    student_tokenizer,
     teacher_chat,
     teacher_tokenizer,
 )
@@ -101,7 +98,7 @@ def check(
     """Validate a recipe against what is on this machine. `measure`: also load the student, if it
     has weights, and compare it with the teacher on a few documents; `on_weights` is called right
     before that."""
-    checked = (_CheckCorpora if recipe.corpora else _Check)(recipe, processes)
+    checked = (_CheckCorpora if recipe.corpora else _Check)(Materials(recipe), processes)
     looks = [
         *(checked.find_corpus, checked.find_tokenizer, checked.find_student, checked.find_stores),
         *(checked.look_at_teacher, checked.look_at_conversations, checked.find_blocks),
@@ -184,8 +181,9 @@ class _Check:
     """The fingerprint of prepared blocks."""
     schedule: Schedule | None = None
 
-    def __init__(self, recipe: Recipe, processes: int):
-        self.recipe, self.processes = recipe, processes
+    def __init__(self, materials: Materials, processes: int):
+        self.materials, self.processes = materials, processes
+        self.recipe = recipe = materials.recipe
         self.report = CheckReport(problems=static_problems(recipe, processes))
         self.plan, self.warn = self.report.plan, self.report.warn
         self.folder = Path(recipe.run.folder) if recipe.run.folder else None
@@ -209,15 +207,14 @@ class _Check:
         elif size > LARGEST_CORPUS_READ_BYTES:
             facts["read"] = "too large to read through in a check"
         else:
-            self.corpus = recipe_corpus(self.recipe)
+            self.corpus = self.materials.corpus
             facts["documents"] = len(self.corpus)
             if self.corpus.split_texts:
                 facts["split_texts"] = self.corpus.split_texts
 
     def find_tokenizer(self) -> None:
-        tokenizer = student_tokenizer(self.recipe)
-        if self.corpus is not None and self.corpus.conversations:
-            tokenizer = student_chat(self.recipe, tokenizer)
+        talks = self.corpus is not None and self.corpus.conversations
+        tokenizer = self.materials.reader(talks)
         prefix, eos = separator_ids(tokenizer, self.recipe.data.bos, self.recipe.data.eos)
         self.plan["student_tokenizer"] = {
             "name": tokenizer.name,
@@ -261,7 +258,7 @@ class _Check:
         recipe = self.recipe
         if not recipe.stores:
             return
-        stores = [LossStore.open(path) for path in recipe.stores]
+        stores = self.materials.stores
         facts: list[dict[str, Any]] = [
             {
                 "path": str(store.path),
@@ -372,15 +369,15 @@ class _Check:
         recipe = self.recipe
         if recipe.data.blocks is None or self.tokenizer is None:
             return
-        folder = blocks_storage(recipe)
+        folder = self.materials.storage
         if not folder.has(MANIFEST):
             self.plan["blocks"] = {"prepared": False, "next": "vocagnolm prepare RECIPE"}
             return
         manifest = read_manifest(folder)
         if manifest["settings"].get("conversations") and self.corpus is None:
-            self.tokenizer = student_chat(recipe, self.tokenizer)
-        wanted = block_settings(recipe, self.tokenizer, self.corpus)
-        for line in differing_inputs(manifest, recipe, wanted, self.corpus):
+            self.tokenizer = self.materials.chat
+        wanted = block_settings(self.materials, self.tokenizer, self.corpus)
+        for line in differing_inputs(manifest, self.materials, wanted, self.corpus):
             self.report.problem(f"{folder} does not belong to this recipe: {line}")
         summary, guided = manifest["summary"], manifest["settings"]["guidance"]
         self.blocks, bins = opened_count(recipe, manifest)
@@ -547,10 +544,10 @@ class _CheckCorpora(_Check):
     """Looks at everything that a recipe with several corpora names. Each corpus is looked at as in
     a run on it alone; what is wrong with it is said with its name."""
 
-    def __init__(self, recipe: Recipe, processes: int):
-        super().__init__(recipe, processes)
+    def __init__(self, materials: Materials, processes: int):
+        super().__init__(materials, processes)
         self.parts: dict[str, _Check] = {}
-        for name, part in recipe.by_corpus().items():
+        for name, part in materials.by_corpus().items():
             self.parts[name] = _Check(part, processes)
             self.parts[name].report.problems.clear()  # they are this recipe's
 
