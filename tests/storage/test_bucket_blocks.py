@@ -9,7 +9,8 @@ from bucket_kit import CuttingProxy, bucket_bytes
 from faults_kit import flip_bit, tiny_tree
 from training_kit import fresh_process, make_lab, recipe_dict
 
-from vocagnolm import export_columns, files
+from vocagnolm import export_columns
+from vocagnolm.base import files
 from vocagnolm.data import prepare as preparing
 from vocagnolm.data.materials import Materials, local_blocks
 from vocagnolm.data.prepare import prepare
