@@ -72,6 +72,7 @@ def test_each_corpus_has_a_recipe_and_a_folder_of_its_own():
         (corpora(corpus={"files": ["c"]}), "corpora and corpus are both given"),
         (corpora(store={"path": "s"}), "corpora and store are both given"),
         ({"corpora": {"a/b": {"share": 1}}}, "'a/b' cannot be the name of a corpus"),
+        ({"corpora": {"web.2": {"share": 1}}}, "'web.2' cannot be the name of a corpus"),
         ({"corpora": {1: {"share": 1}}}, "1 cannot be the name of a corpus"),
         ({"corpora": {"web": {"files": ["w"]}}}, "corpora.web.share is missing"),
         ({"corpora": {"web": {"share": 0}}}, "share is 0.0, expected a number above 0"),

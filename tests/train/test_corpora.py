@@ -271,7 +271,16 @@ def test_commands_take_several_corpora_or_say_why_not(lab, mixed, tmp_path):
     assert all(str(mixed / "blocks" / name) in shown for name in SHARES)
     assert "corpora: name taught, share 62.5%" in command("check", path).stdout
     command("train", path, "--quiet")
-    command("report", tmp_path / "run", "--html", tmp_path / "report.html")
+    command(
+        "train",
+        path,
+        "--quiet",
+        "--set",
+        f"run.folder={tmp_path / 'other'}",
+        "--set",
+        "corpora.web.share=3",
+    )
+    command("report", tmp_path / "run", tmp_path / "other", "--html", tmp_path / "report.html")
     assert "trained on several corpora" in (tmp_path / "report.html").read_text()
     refused = command("score", "--recipe", path, "--teacher", lab / "other", code=1)
     assert "names several corpora: score them one by one" in str(refused.exception)

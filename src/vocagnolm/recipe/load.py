@@ -248,7 +248,7 @@ def _require_corpora(recipe: Recipe, origin: str) -> None:
         if not isinstance(name, str) or not _CORPUS_NAME.fullmatch(name):
             raise RecipeError(
                 f"{origin}: corpora: {name!r:.60} cannot be the name of a corpus, which also names "
-                "a folder. Use letters, digits, '-', '_' and '.'."
+                "a folder. Use letters, digits, '-' and '_'."
             )
 
 
@@ -275,7 +275,7 @@ def recipe_difference(old: Recipe, new: Recipe, ignore: frozenset[str] = frozens
 FOLDER = Path(__file__).parent / "recipes"
 BEST = "guided-qwen2.5-math-instruct"
 """The run of the paper that paper.yaml shows, every key explained."""
-_CORPUS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_CORPUS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 _LINE = re.compile(r"  (?P<name>\w+): (?P<value>.*?)(?P<comment>\s+#.*)?$")
 
 
