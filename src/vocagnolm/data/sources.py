@@ -20,7 +20,7 @@ from vocagnolm.errors import CorpusError, UsageError, VocagnolmError, optional
 from vocagnolm.recipe.sections import Split as Split
 from vocagnolm.storage import scheme_of
 from vocagnolm.storage.bucket import BrokenOffError, patiently
-from vocagnolm.storage.copies import cache_folder, copying, tell
+from vocagnolm.storage.copies import cache_folder, copying, remembered, tell
 
 # ---- files at an address ----
 
@@ -500,8 +500,14 @@ class ParquetRows(_File):
 
     @cached_property
     def long_records(self) -> list[int]:
-        """Numbers of the rows with a long text. For these the texts are read through, but for the
-        row groups that have no room for one."""
+        """Numbers of the rows with a long text. The texts are read through for it, once on a
+        machine."""
+        about = self.fingerprint, self._text_field, LONGEST_TEXT
+        numbers: list[int] = remembered("long texts", about, self._found_long)
+        return numbers
+
+    def _found_long(self) -> list[int]:
+        """The rows with a long text; row groups that have no room for one are not read."""
         compute = optional("pyarrow.compute", "data", f"reading {self.path.name}")
         field, metadata = self._text_field or "", self._file.metadata
         columns = [metadata.schema.column(n).path for n in range(metadata.num_columns)]
