@@ -23,11 +23,12 @@ which turns them into targets, takes its turn beside the others.
 of two turns; the plain text beside it is the same pieces, four to a document. Both are prepared
 with the tokenizer's threads; the rate is bytes of contents a second of processor time.
 
-`memory` joins the documents into one and gives bytes per byte of its text, with one teacher for
-each student: two processes, one with the whole document and one with its first 2,000 characters,
-and the difference of the peaks of their resident memory. `guided` and `distill` are what the
-process holds; `mapped` is from files (the store, and long columns that wait for the end of the
-part), which the system takes back when it needs memory. Linux only.
+`memory` joins the documents into one text, which `prepare` splits into documents of a megabyte, and
+gives bytes per byte of that text, with one teacher for each student: two processes, one with the
+whole text and one with its first 2,000 characters, and the difference of the peaks of their
+resident memory. `guided` and `distill` are what the process holds; `mapped` is from files (the
+store, and long columns that wait for the end of the part), which the system takes back when it
+needs memory. Linux only.
 """
 
 import argparse
@@ -49,7 +50,7 @@ from tokenizers import Tokenizer
 
 from vocagnolm.alignment import TextTokenizer, TokenSpans, load_tokenizer
 from vocagnolm.chat import ChatTokenizer, Message, shared_text, template_of
-from vocagnolm.data.corpus import open_corpus
+from vocagnolm.data.corpus import open_corpus, split_text
 from vocagnolm.data.prepare import in_batches, prepare, tokenise
 from vocagnolm.model.nll import TokenScores
 from vocagnolm.recipe import recipe_from_dict
@@ -282,7 +283,7 @@ def chat(given: Any) -> None:
         print(f"{name.replace('_', ' '):40} {shown}")
 
 
-# ---- memory for one long document ----
+# ---- memory for one long text ----
 
 SHORT = 2000
 
@@ -296,7 +297,7 @@ def resident() -> dict[str, int]:
 
 
 def watch_prepare(lab: Path, student: str, method: str, name: str, answers: Any) -> None:
-    """Prepare a document in this process, and answer with the peak of its memory."""
+    """Prepare a text in this process, and answer with the peak of its memory."""
     peak, over = resident(), threading.Event()
 
     def watch() -> None:
@@ -325,11 +326,12 @@ def peak_of(*arguments: Any) -> dict[str, int]:
 def write_lab(lab: Path, long: str, teacher: TextTokenizer, alternatives: int) -> None:
     for name, text in (("long", long), ("short", long[:SHORT])):
         write_records(lab / f"{name}.jsonl", [{"text": text}])
-        read = teacher.spans_batch([text])
-        losses = [made_up(read[0].token_bytes)]
-        made_up_store(lab / f"{name}-guided", [text], losses)
+        pieces = split_text(text)
+        read = tokenise(teacher, pieces)
+        losses = [made_up(tokens.token_bytes) for tokens in read]
+        made_up_store(lab / f"{name}-guided", pieces, losses)
         others = made_up_alternatives(read, alternatives)
-        made_up_store(lab / f"{name}-distill", [text], losses, teacher, others)
+        made_up_store(lab / f"{name}-distill", pieces, losses, teacher, others)
 
 
 def memory(given: Any) -> None:
@@ -348,7 +350,7 @@ def memory(given: Any) -> None:
                 row |= {method: above["anon"], f"{method}, mapped": above["file"]}
         rows.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
-    keep(given.json, "memory of prepare for one long document", rows)
+    keep(given.json, "memory of prepare for one long text", rows)
 
 
 PARTS = {"rate": (rate, 8.0), "chat": (chat, 4.0), "memory": (memory, 16.0)}

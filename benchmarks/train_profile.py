@@ -97,7 +97,7 @@ class _Profiled:
 
 
 def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, Any]]:
-    from vocagnolm.data.identity import student_tokenizer
+    from vocagnolm.data.materials import Materials
     from vocagnolm.train.loop import TrainingLoop
     from vocagnolm.train.run import build_setup, open_blocks
     from vocagnolm.train.settings import plan_schedule, training_arguments
@@ -117,10 +117,11 @@ def profiled(shape: Shape, lab: Path, given: Any, steps: int) -> list[dict[str, 
     }
     save_student(shape, lab / "student", DEVICE)
     recipe = random_blocks(shape, lab, (warm_up + steps + 1) * shape.step_tokens + 1, settings)
-    blocks = open_blocks(recipe)
+    materials = Materials(recipe)
+    blocks = open_blocks(materials)
     schedule = plan_schedule(recipe, len(blocks))
-    arguments, tokenizer = training_arguments(recipe, schedule), student_tokenizer(recipe)
-    setup = build_setup(recipe, blocks, schedule, arguments, tokenizer)
+    arguments = training_arguments(recipe, schedule)
+    setup = build_setup(materials, blocks, schedule, arguments)
     loop: Any = TrainingLoop(setup, recipe, schedule, arguments)
     watch, end_step = _Profiled(warm_up, steps, lab / "trace.json"), loop.end_step
 

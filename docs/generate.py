@@ -15,7 +15,8 @@ from typer.main import get_command
 
 from vocagnolm.cli import app
 from vocagnolm.recipe import Recipe
-from vocagnolm.recipe.schema import describe, hints
+from vocagnolm.recipe.schema import Schema, describe, hints
+from vocagnolm.recipe.sections import CorpusSection, NamedCorpusSection
 
 COMMANDS = Path(__file__).parent / "commands.md"
 RECIPES = Path(__file__).parent / "recipes.md"
@@ -96,20 +97,30 @@ def _default(parameter: Any) -> str:
 def recipes() -> str:
     """The page with the reference made again: one table per section."""
     lines = [BEGIN]
-    for name, section in hints(Recipe).items():
-        lines += ["", f"### `{name}`", "", str(section.__doc__), ""]
+    for name, section in {**hints(Recipe), "corpora": NamedCorpusSection}.items():
+        lines += ["", f"### `{name}`", "", " ".join(str(section.__doc__).split()), ""]
         lines += ["| key | default | value | meaning |", "| --- | --- | --- | --- |"]
         types = hints(section)
         for field in dataclasses.fields(section):
-            made = field.default is dataclasses.MISSING
-            value = field.default_factory() if made else field.default
-            written = json.dumps(value) if value is None or isinstance(value, bool) else value
+            if name == "corpora" and field.name in hints(CorpusSection):
+                continue
             unset = field.metadata["unset"]
             meaning = field.metadata["help"] + (f"; null: {unset}" if unset else "")
             about = f"{describe(types[field.name])} | {meaning}"
-            lines.append(f"| `{field.name}` | `{written}` | {about} |")
+            lines.append(f"| `{field.name}` | {_written(field)} | {about} |")
     before, _, rest = RECIPES.read_text(encoding="utf-8").partition(BEGIN)
     return before + "\n".join([*lines, "", END]) + rest.partition(END)[2]
+
+
+def _written(field: dataclasses.Field[Any]) -> str:
+    """The default of a key, as a recipe writes it."""
+    made = field.default is dataclasses.MISSING
+    if made and field.default_factory is dataclasses.MISSING:
+        return "required"
+    value = field.default_factory() if made else field.default
+    if isinstance(value, Schema):
+        return "`{}`"
+    return f"`{json.dumps(value) if value is None or isinstance(value, bool) else value}`"
 
 
 # ---- Python: read from the source, so that nothing is imported ----

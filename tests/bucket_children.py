@@ -64,7 +64,7 @@ def score(
 def copy_blocks(env: dict[str, str], tree: dict[str, Any], ready: Any) -> None:
     """As a rank of a machine does."""
     os.environ.update(env)
-    from vocagnolm.data.identity import local_blocks
+    from vocagnolm.data.materials import local_blocks
     from vocagnolm.recipe import recipe_from_dict
 
     recipe = recipe_from_dict(tree)

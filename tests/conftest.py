@@ -60,6 +60,7 @@ SLOW = (
     "objective/test_ranks.py",
     "study/test_tuning.py",
     "train/test_check.py",
+    "train/test_corpora.py",
     "train/test_examples.py",
     "train/test_launchers.py",
     "train/test_online.py",

@@ -16,9 +16,10 @@ HOMES = {
     "locks": (r"^import fcntl|fcntl\.flock", {"vocagnolm/base/files.py"}),
     "flushing and renaming": (r"os\.(fsync|replace|rename)\(", {"vocagnolm/base/files.py"}),
     "YAML": (
-        r"yaml\.safe_load\(",
+        r"yaml\.(safe_)?load\(",
         {"vocagnolm/recipe/schema.py", "vocagnolm/evaluate/render.py"},  # lm-eval's own
     ),
+    "bits": (r"log\(2", {"vocagnolm/base/statistics.py"}),
     "tests of hypotheses": (r"scipy", {"vocagnolm/base/statistics.py"}),
 }
 

@@ -225,7 +225,7 @@ def local(lab: Path, model: str | None) -> str | None:
 
 
 def test_every_recipe_is_ready(lab, tmp_path, monkeypatch):
-    monkeypatch.setattr("vocagnolm.data.identity.load_tokenizer", functools.cache(load_tokenizer))
+    monkeypatch.setattr("vocagnolm.data.materials.load_tokenizer", functools.cache(load_tokenizer))
     for name in PAPER:
         recipe = load_recipe(name)
         kind = local(lab, recipe.teacher.model)

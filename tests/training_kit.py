@@ -179,17 +179,18 @@ def make_lab(folder: Path, count: int = 60, alternatives: int = 0) -> list[str]:
 def built_setup(settings: dict[str, Any]) -> tuple[Any, ...]:
     """(setup, recipe, schedule, arguments) as `vocagnolm train` makes them: what its loop takes."""
     from vocagnolm.base.ranks import world_size
-    from vocagnolm.data.identity import student_tokenizer
+    from vocagnolm.data.materials import Materials
     from vocagnolm.recipe import recipe_from_dict
     from vocagnolm.train import run
     from vocagnolm.train.settings import plan_schedule, training_arguments
 
     recipe = recipe_from_dict(settings)
-    blocks = run.open_blocks(recipe)
+    materials = Materials(recipe)
+    blocks = run.open_corpora(materials)
     schedule = plan_schedule(recipe, len(blocks), world_size())
     arguments = training_arguments(recipe, schedule)
     arguments.device  # noqa: B018  (starts torch.distributed)
-    setup = run.build_setup(recipe, blocks, schedule, arguments, student_tokenizer(recipe))
+    setup = run.build_setup(materials, blocks, schedule, arguments)
     return setup, recipe, schedule, arguments
 
 

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from vocagnolm.base.files import file_digest, json_digest, write_json
 from vocagnolm.data.blocks import MANIFEST, TrainingOrder, read_manifest
 from vocagnolm.data.corpus import open_corpus
+from vocagnolm.data.materials import Materials
 from vocagnolm.errors import CorpusError, StudyError
 from vocagnolm.recipe import Recipe
 from vocagnolm_studies.design import Exchange
@@ -28,7 +29,7 @@ from vocagnolm_studies.sample import predicted_sources, shares_by_source
 _SPAN_NATS = 30_000.0
 
 
-def document_sources(files: Sequence[str], field: str) -> list[str]:
+def document_sources(files: Sequence[str], field: str, text_field: str = "text") -> list[str]:
     """The source of every document, in the order of the corpus: its `field`, else its file. The
     field is read as if it were the text, by the rule for every corpus."""
     sources: list[str] = []
@@ -43,7 +44,11 @@ def document_sources(files: Sequence[str], field: str) -> list[str]:
         except CorpusError:  # no such field in it; a file that cannot be read is told here
             sources += [stem] * len(open_corpus(name))
             continue
-        sources += [document.text or stem for document in named.read(0, len(named))]
+        texts, own = (
+            [document.text or stem for document in named],
+            open_corpus(name, text_field=text_field),
+        )
+        sources += [texts[own.record_of(index)] for index in range(len(own))]
     return sources
 
 
@@ -61,7 +66,7 @@ def kept_by_source(
     from vocagnolm.train.run import open_blocks
     from vocagnolm.train.settings import check_batch, objective_config
 
-    blocks = open_blocks(recipe)
+    blocks = open_blocks(Materials(recipe))
     rows = check_batch(recipe, 1)
     count = min(micro_batches, len(blocks) // rows)
     order = TrainingOrder(blocks, count * rows, recipe.run.seed)

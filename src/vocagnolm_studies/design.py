@@ -275,7 +275,10 @@ def recipe_with(base: Mapping[str, Any], overrides: Mapping[str, Any], origin: s
             raise StudyError(f"{origin}: an override is `section.key: value`, found '{path}'.")
         content = tree[section] = dict(tree.get(section) or {})
         content[key] = value
-    return recipe_from_dict(tree, origin=origin)
+    recipe = recipe_from_dict(tree, origin=origin)
+    if recipe.corpora:
+        raise StudyError(f"{origin}: a study trains on one corpus. Give corpus instead of corpora.")
+    return recipe
 
 
 def _short(value: Any) -> str:

@@ -20,7 +20,7 @@ from vocagnolm.alignment import (
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.chat.survey import readable_by
 from vocagnolm.data.corpus import open_corpus
-from vocagnolm.data.identity import student_chat
+from vocagnolm.data.materials import student_chat
 from vocagnolm.errors import CorpusError, StudyError
 
 if TYPE_CHECKING:

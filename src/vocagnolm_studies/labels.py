@@ -87,11 +87,11 @@ def text_parts(text: bytes, after: bytes | None) -> dict[str, list[Range]]:
 
 
 def read_labels(
-    paths: str | Sequence[str], field: str, indices: Sequence[int]
+    paths: str | Sequence[str], field: str, records: Sequence[int]
 ) -> NDArray[np.bool_]:
-    """The labels of some documents of a corpus."""
-    values = read_field(paths, field, indices)
-    for index, value in zip(indices, values, strict=True):
+    """The labels of some records of a corpus."""
+    values = read_field(paths, field, records)
+    for index, value in zip(records, values, strict=True):
         if value not in _LABELS:
             raise StudyError(
                 f"The field {field!r} of document {index:,} holds {value!r}. A label is true or "
@@ -103,10 +103,10 @@ def read_labels(
     return labels
 
 
-def read_field(paths: str | Sequence[str], field: str, indices: Sequence[int]) -> list[str]:
-    """What a field of the corpus holds in some documents, as text."""
+def read_field(paths: str | Sequence[str], field: str, records: Sequence[int]) -> list[str]:
+    """What a field of the corpus holds in some records, as text."""
     corpus = open_corpus(paths, text_field=field, format="text")
-    return [str(corpus.field(index)) for index in indices]
+    return [str(corpus.field(record)) for record in records]
 
 
 def label_study(
@@ -121,10 +121,10 @@ def label_study(
 ) -> LabelStudy:
     """`tokens`: those of each document. `measures` and `weights` [N, L]: what is
     averaged, and what each rule lets a token count. `prefix` separators begin a document."""
-    label = read_labels(corpus, fields.label, sample.indices)
+    label = read_labels(corpus, fields.label, sample.records)
     groups = None
     if fields.group is not None:
-        named = read_field(corpus, fields.group, sample.indices)
+        named = read_field(corpus, fields.group, sample.records)
         groups = np.unique(named, return_inverse=True)[1]
     after = None if fields.after is None else fields.after.encode()
     parts = [text_parts(text.encode(), after) for text in sample.texts]
@@ -144,7 +144,7 @@ def label_study(
     over_text = means("text", measures)
     by = {}
     for field in fields.by:
-        values = np.array(read_field(corpus, field, sample.indices))
+        values = np.array(read_field(corpus, field, sample.records))
         by[field] = {
             str(value): areas(
                 {name: mean[values == value] for name, mean in over_text.items()},

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from vocagnolm.chat.messages import record_of
 from vocagnolm.data.blocks import Blocks, TrainingOrder
-from vocagnolm.data.corpus import Corpus, document_hash, open_corpus
+from vocagnolm.data.corpus import Corpus, Document, document_hash, open_corpus
 from vocagnolm.data.prepare import prepare
 from vocagnolm.data.teachers import Lookup
 from vocagnolm.errors import CorpusError, StudyError
@@ -50,7 +50,9 @@ class SpreadSample:
     missing: int = 0
     """Documents that the store does not hold."""
     unusable: int = 0
-    """Documents that are no text (empty, broken, huge)."""
+    """Documents that are no text (empty, broken)."""
+    records: list[int] = field(default_factory=list)
+    """The number of each document's record in its files."""
 
     @property
     def looked_at(self) -> int:
@@ -79,7 +81,7 @@ def spread_documents(
     order = spread_order(len(corpus))
     start, size = 0, _FIRST_ROUND
     while sample.tokens < tokens and start < len(order):
-        found: dict[int, str] = {}
+        found: dict[int, Document] = {}
         here = order[start : start + size]
         for index in sorted(here):
             (document,) = corpus.read(index, index + 1)
@@ -88,13 +90,15 @@ def spread_documents(
             elif lookup.row(index, document_hash(document.text)) is None:
                 sample.missing += 1
             else:
-                found[index] = document.text
+                found[index] = document
         taken = [index for index in here if index in found]
-        for index, count in zip(taken, token_counts([found[i] for i in taken]), strict=True):
+        texts = [found[index].text or "" for index in taken]
+        for index, text, count in zip(taken, texts, token_counts(texts), strict=True):
             if sample.tokens >= tokens:
                 break
             sample.indices.append(index)
-            sample.texts.append(found[index])
+            sample.records.append(found[index].record)
+            sample.texts.append(text)
             sample.tokens += count
         start, size = start + size, 2 * size
         if not sample.indices and sample.looked_at >= _GIVE_UP_AFTER:
@@ -105,8 +109,9 @@ def spread_documents(
             f"are not in the loss store {store.path}, {sample.unusable:,} hold no text. Give the "
             "corpus that the store was made from, or score this one: vocagnolm score"
         )
-    together = sorted(zip(sample.indices, sample.texts, strict=True))
-    sample.indices, sample.texts = [i for i, _ in together], [text for _, text in together]
+    order_of_corpus = np.argsort(sample.indices)
+    for column in (sample.indices, sample.records, sample.texts):
+        column[:] = [column[at] for at in order_of_corpus]
     return sample
 
 
@@ -121,9 +126,9 @@ def sources_of(
     except CorpusError:
         return None
     named = []
-    for index, text in zip(sample.indices, sample.texts, strict=True):
-        (document,) = corpus.read(index, index + 1)
-        if document.text == text:
+    for record, text in zip(sample.records, sample.texts, strict=True):
+        (document,) = corpus.read(record, record + 1)
+        if document.parts > 1 or document.text == text:
             return None  # a file without fields: all of it is the text
         named.append("(none)" if document.text is None else document.text)
     return named

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from vocagnolm.alignment import KINDS
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.data.corpus import open_corpus
-from vocagnolm.data.identity import separator_ids
+from vocagnolm.data.materials import separator_ids
 from vocagnolm.data.prepare import tokenise
 from vocagnolm.errors import StudyError
 from vocagnolm.model import open_model

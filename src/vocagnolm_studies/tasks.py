@@ -298,7 +298,7 @@ def _match(home: StudyFolder, run: RunPlan, recipe: Recipe) -> None:
     write_matched_blocks(
         Path(recipe.data.blocks),
         target,
-        document_sources(recipe.corpus.files, home.study.source_field),
+        document_sources(recipe.corpus.files, home.study.source_field, recipe.corpus.text_field),
         mean_shares(*measured.values()),
         run.seed,
     )
@@ -326,7 +326,8 @@ def _measure_selection(home: StudyFolder, run: RunPlan, recipe: Recipe, folder: 
         return
     from vocagnolm_studies.controls import document_sources, kept_by_source
 
-    sources = document_sources(recipe.corpus.files, home.study.source_field)
+    asked = recipe.corpus
+    sources = document_sources(asked.files, home.study.source_field, asked.text_field)
     measured = {}
     students = {"after": str(folder / "model")}
     if recipe.student.model is not None:

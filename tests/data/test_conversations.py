@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from vocagnolm.chat import messages_of, shared_text
 from vocagnolm.cli import app
+from vocagnolm.data.bins import fill_bins
 from vocagnolm.data.blocks import Blocks
 from vocagnolm.data.corpus import open_corpus
-from vocagnolm.data.packing import fill_bins
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError, CorpusError
 from vocagnolm.recipe import recipe_from_dict

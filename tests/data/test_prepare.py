@@ -17,7 +17,7 @@ from training_kit import make_lab, recipe_dict, save_tokenizer, write_corpus, wr
 from vocagnolm.alignment import align, carry, load_tokenizer
 from vocagnolm.base.files import whole_path
 from vocagnolm.data.blocks import Blocks, TrainingOrder
-from vocagnolm.data.identity import student_tokenizer
+from vocagnolm.data.materials import Materials, student_tokenizer
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import BlocksError, VocagnolmWarning, WriteError
 from vocagnolm.recipe import recipe_from_dict
@@ -164,7 +164,7 @@ def test_a_recipe_that_names_another_corpus_is_refused(lab, tmp_path):
     def opened(*files, **corpus):
         given = {"files": [*map(str, files)], **corpus}
         tree = recipe_dict(folder, corpus=given, data={"blocks": str(tmp_path / "b")})
-        return open_blocks(recipe_from_dict(tree), verify=True)
+        return open_blocks(Materials(recipe_from_dict(tree)), verify=True)
 
     tree = recipe_dict(folder, corpus={"files": [str(first)]}, data={"blocks": str(tmp_path / "b")})
     prepare(recipe_from_dict(tree))
@@ -205,7 +205,7 @@ def test_blocks_without_guidance_or_without_a_block_are_refused(lab, tmp_path):
     del manifest["content_sha256"]
     (tmp_path / "few" / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(BlocksError, match=r"guidance: no token has any"):
-        open_blocks(tree("few", few))
+        open_blocks(Materials(tree("few", few)))
     with pytest.raises(BlocksError, match=r"a block of 100,000 needs 100,001"):
         prepare(tree("small", folder / "corpus.jsonl", block_size=100_000))
 
@@ -404,7 +404,7 @@ def test_the_students_revision_is_that_of_its_tokenizer_too(lab, monkeypatch):
         asked.append((source, options))
         return load_tokenizer(str(folder / "student"))
 
-    monkeypatch.setattr("vocagnolm.data.identity.load_tokenizer", load)
+    monkeypatch.setattr("vocagnolm.data.materials.load_tokenizer", load)
     tree = recipe_dict(folder, student={"model": "owner/name", "revision": "v2", "tokenizer": None})
     recipe = recipe_from_dict(tree)
     student_tokenizer(recipe)

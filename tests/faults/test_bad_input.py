@@ -16,6 +16,7 @@ from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import RecipeError, VocagnolmError, WriteError
 from vocagnolm.recipe import Recipe, load_recipe, recipe_from_dict
 from vocagnolm.recipe.schema import hints
+from vocagnolm.recipe.sections import NamedCorpusSection
 from vocagnolm.store import LossStore, inspect_store, verify_store
 
 WILD = [
@@ -38,7 +39,9 @@ BROKEN = [b"", b"[]", b"{}", b"null", b"3", b"{", b"\xff\xfe", b"[" * 5000, b'{"
 
 
 def keys() -> list[str]:
-    return [f"{name}.{key}" for name, section in hints(Recipe).items() for key in hints(section)]
+    sections = {**hints(Recipe), "corpora": NamedCorpusSection}
+    places = {name: f"{name}.web" if name == "corpora" else name for name in sections}
+    return [f"{places[name]}.{key}" for name, section in sections.items() for key in hints(section)]
 
 
 def test_any_setting_is_taken_or_refused_in_words(lab, tmp_path):

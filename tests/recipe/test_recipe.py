@@ -13,7 +13,7 @@ from vocagnolm.recipe.schema import hints
 SHIPPED = list(shipped_recipes())
 PAPER = [name for name in SHIPPED if name.startswith("paper/")]
 COMPLETE = FOLDER / "paper.yaml"
-SECTIONS = hints(Recipe)
+SECTIONS = {name: section for name, section in hints(Recipe).items() if name != "corpora"}
 
 
 def write(path: Path, text: str) -> Path:

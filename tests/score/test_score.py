@@ -17,7 +17,7 @@ from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_b
 from training_kit import free_port, run_processes
 from typer.testing import CliRunner
 
-from vocagnolm.alignment import align, carry, load_tokenizer, spans
+from vocagnolm.alignment import align, carry, load_tokenizer
 from vocagnolm.base.ranks import Ranks
 from vocagnolm.cli import app
 from vocagnolm.data.corpus import document_hash, open_corpus
@@ -106,21 +106,6 @@ def test_a_shard_is_a_pure_function_of_its_number(tmp_path, teacher, corpus):
         digest = json.loads(_header(tmp_path / "s" / shard_name(number)))["identity"]
         assert encode_shard(shard, digest) == (tmp_path / "s" / shard_name(number)).read_bytes()
     assert identity["shards"] == 5
-
-
-def test_a_long_text_is_tokenized_in_slices(teacher, corpus, monkeypatch):
-    one = LocalTeacher(open_model(teacher, device="cpu"), SETTINGS)
-    texts = [json.loads(line)["text"] for line in corpus.open()]
-    texts += ["\n".join(texts * 20), "A line of text\n" * 400, "x" * 5000]
-    whole = one.tokenize(texts)
-    monkeypatch.setattr(spans, "LONG_TEXT", 4000)
-    monkeypatch.setattr(spans, "PIECE", 300)
-    monkeypatch.setattr(spans, "BATCH", 3000)
-    sliced = [one._in_slices(text) is not None for text in texts]
-    assert sliced[-3:] == [True, True, False] and not any(sliced[:-3])
-    for before, now in zip(whole, one.tokenize(texts), strict=True):
-        np.testing.assert_array_equal(before.ids, now.ids)
-        np.testing.assert_array_equal(before.token_bytes, now.token_bytes)
 
 
 def _header(path):

@@ -3,6 +3,8 @@ import itertools
 import pytest
 from bucket_kit import BUCKET, S3Server, environment
 
+from vocagnolm.data.sources import forget_client
+
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory):
@@ -23,6 +25,7 @@ def env(server, tmp_path, monkeypatch):
     values = environment(server, tmp_path / "cache")
     for name, value in values.items():
         monkeypatch.setenv(name, value)
+    forget_client("s3://")
     return values
 
 

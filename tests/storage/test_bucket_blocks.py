@@ -9,9 +9,10 @@ from bucket_kit import CuttingProxy, bucket_bytes
 from faults_kit import flip_bit, tiny_tree
 from training_kit import fresh_process, make_lab, recipe_dict
 
-from vocagnolm import export_columns, files
+from vocagnolm import export_columns
+from vocagnolm.base import files
 from vocagnolm.data import prepare as preparing
-from vocagnolm.data.identity import local_blocks
+from vocagnolm.data.materials import Materials, local_blocks
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import AddressError, BlocksError, UsageError
 from vocagnolm.recipe import recipe_from_dict
@@ -108,9 +109,9 @@ def test_blocks_are_copied_once_and_checked(tree, address, tmp_path, monkeypatch
 
     flip_bit(folder / "part-00001.safetensors")
     with pytest.raises(BlocksError, match=r"part-00001.*Remove these files: they are copied again"):
-        open_blocks(recipe, verify=True)
+        open_blocks(Materials(recipe), verify=True)
     (folder / "part-00001.safetensors").unlink()
-    assert len(open_blocks(recipe, verify=True)) and len(copied) == 4
+    assert len(open_blocks(Materials(recipe), verify=True)) and len(copied) == 4
 
     (folder / "part-00002.safetensors").unlink()
     content = bytearray(Bucket(f"{address}/blocks").read("part-00002.safetensors"))
@@ -120,7 +121,7 @@ def test_blocks_are_copied_once_and_checked(tree, address, tmp_path, monkeypatch
         local_blocks(recipe)
     Bucket(f"{address}/blocks").remove("part-00002.safetensors")
     prepare(recipe)
-    assert len(open_blocks(recipe, verify=True))
+    assert len(open_blocks(Materials(recipe), verify=True))
 
 
 def test_the_ranks_of_a_machine_copy_once(tree, env, server, tmp_path):
@@ -133,7 +134,7 @@ def test_the_ranks_of_a_machine_copy_once(tree, env, server, tmp_path):
     ranks = [start(copy_blocks, values, tree, ready) for _ in range(3)]
     assert [end(rank) for rank in ranks] == [0, 0, 0]
     assert sum("part-" in head for head in heads) == 3
-    assert len(open_blocks(recipe_from_dict(tree), verify=True))
+    assert len(open_blocks(Materials(recipe_from_dict(tree)), verify=True))
 
 
 def test_other_blocks_at_the_same_address_have_a_copy_of_their_own(tree, tmp_path):

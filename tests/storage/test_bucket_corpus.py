@@ -82,12 +82,13 @@ def test_reads_that_are_cut(corpus, address, server, monkeypatch):
 
     proxy = CuttingProxy(server, cut)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    sources.forget_client(address)
     there = open_corpus(f"{address}/a.jsonl")
     assert there.fingerprint == open_corpus(corpus / "a.jsonl").fingerprint
     assert proxy.cuts
 
 
-def test_what_is_not_there_or_not_allowed(corpus, address, monkeypatch):
+def test_what_is_not_there_or_not_allowed(corpus, address, env, monkeypatch):
     with pytest.raises(CorpusError, match=r"nothing.jsonl does not exist"):
         open_corpus(f"{address}/nothing.jsonl")
     with pytest.raises(CorpusError, match=r"s3://nobody-has-this/x.jsonl does not exist"):
@@ -95,9 +96,14 @@ def test_what_is_not_there_or_not_allowed(corpus, address, monkeypatch):
     with pytest.raises(CorpusError, match="holds no file that can be read"):
         open_corpus(f"{address}/*.bin")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    sources.forget_client(address)
     with pytest.raises(CorpusError, match="does not accept the credentials") as told:
         open_corpus(f"{address}/a.jsonl")
     assert "wrong" not in str(told.value) and "\n" not in str(told.value)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", env["AWS_SECRET_ACCESS_KEY"])  # put right: heard
+    assert (
+        open_corpus(f"{address}/a.jsonl").fingerprint == open_corpus(corpus / "a.jsonl").fingerprint
+    )
 
 
 def test_packages_and_kinds_of_addresses(monkeypatch, env):

@@ -98,6 +98,12 @@ def test_mistakes_are_named(tree: dict, message: str) -> None:
         study_from_dict({"name": "x", **tree})
 
 
+def test_a_study_trains_on_one_corpus() -> None:
+    base = {"corpora": {"web": {"files": ["web.jsonl"], "share": 1}}}
+    with pytest.raises(StudyError, match=r"row a: a study trains on one corpus\. Give corpus"):
+        design.recipe_with(base, {"run.seed": 1}, "row a")
+
+
 def test_a_part_of_a_file_is_a_study_that_extends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

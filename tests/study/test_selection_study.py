@@ -287,7 +287,7 @@ def test_a_corpus_without_sources(materials: Path, tmp_path: Path) -> None:
         source_bars(study, tmp_path / "figure.svg")
     plain = tmp_path / "text.txt"
     plain.write_text("only text")
-    assert sources_of(str(plain), "source", SpreadSample([0], ["only text"])) is None
+    assert sources_of(str(plain), "source", SpreadSample([0], ["only text"], records=[0])) is None
 
 
 def test_wrong_sizes_say_what_to_change(materials: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from training_kit import LLAMA, recipe_dict
+from training_kit import LLAMA, documents, recipe_dict
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 from transformers.modeling_outputs import CausalLMOutput
 from typer.testing import CliRunner
@@ -275,6 +275,28 @@ def test_packed_documents_are_as_apart_as_padded_ones(guided):
         return guided_loss(logits, batch["labels"], batch)
 
     torch.testing.assert_close(loss(True), loss(False), rtol=1e-5, atol=1e-6)
+
+
+def test_a_dataset_without_a_teacher_beside_one_with(lab, guided):
+    """Its columns are made too, and it is trained plainly; without them nothing is dropped
+    unnoticed."""
+    notes = datasets.Dataset.from_list([{"text": text} for text in documents(3, seed=8)])
+    kept = guide(notes, lab / "store", lab / "student", missing="keep")
+    mixed = datasets.concatenate_datasets([guided.select(range(2)), kept])
+    batch = GuidedCollator()([mixed[n] for n in range(5)])
+    assert batch["guidance"][2:].isnan().all() and not batch["guidance"][:2].isnan().all()
+    plain = GuidedCollator()([kept[n] for n in range(3)])
+    logits = torch.randn(*plain["labels"].shape, 320)
+    losses = [
+        guided_loss(logits, plain["labels"], plain, ObjectiveConfig(method=method))
+        for method in ("distill", "guided", "cpt")
+    ]
+    assert losses[0] == losses[1] == losses[2]
+    bare = kept.select_columns(["input_ids", "labels"])
+    for order in ([guided, bare], [bare, guided]):
+        some = [row for part in order for row in part.select(range(2))]
+        with pytest.raises(UsageError, match=r'has no guidance, and others have.*missing="keep"'):
+            GuidedCollator()(some)
 
 
 def test_what_a_micro_batch_cannot_decide_is_refused(guided):

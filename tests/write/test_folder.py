@@ -10,7 +10,7 @@ import pytest
 import yaml
 from chat_kit import CHATML, save_chat_tokenizer, save_random_model
 from safetensors.numpy import load_file
-from training_kit import LLAMA, recipe_dict, save_tokenizer
+from training_kit import LLAMA, documents, recipe_dict, save_tokenizer, write_corpus
 from typer.testing import CliRunner
 from write.write_kit import SETTINGS, rows_of, save_writer, write_prompts
 
@@ -22,6 +22,7 @@ from vocagnolm.errors import BlocksError, CorpusError
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.score import ScoreSettings, score_corpus, write_answers
 from vocagnolm.store import LossStore
+from vocagnolm.train.folder import read_metrics, read_run
 from vocagnolm.train.run import train
 
 GRADED = dataclasses.replace(SETTINGS, grade="mixed", system="Be brief.", samples=4)
@@ -93,6 +94,31 @@ def test_a_student_is_prepared_and_distilled_from_it(lab, tmp_path):
     assert len(blocks) and manifest["tokens"] > summary["trained"] > 0
     command("report", tmp_path / "run", "--html", tmp_path / "report.html")
     assert "distill" in (tmp_path / "report.html").read_text()
+
+
+def test_answers_among_other_corpora(lab, tmp_path):
+    """Mid-training: plain text, and answers with the alternatives of their teacher."""
+    write_corpus(tmp_path / "web.jsonl", documents(20))
+    corpora = {
+        "web": {"files": [str(tmp_path / "web.jsonl")], "share": 0.5},
+        "answers": {
+            "files": [str(lab / "written")],
+            "store": {"path": str(lab / "written")},
+            "answers": "right",
+            "share": 0.5,
+        },
+    }
+    alone = recipe_of(lab, tmp_path).to_dict()
+    del alone["corpus"], alone["store"]
+    recipe = recipe_from_dict(alone | {"corpora": corpora})
+    made = prepare(recipe)["corpora"]
+    assert made["answers"]["summary"]["wrong_documents"] > 0 and made["web"]["teacher"] is None
+    done = train(recipe, quiet=True)
+    about = read_run(tmp_path / "run")["corpora"]
+    reads = {name: facts["blocks_read"] for name, facts in about.items()}
+    assert reads["answers"] == reads["web"] == done["steps"] * 2
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert 0 < last["mapped_share"] < 1 and last["kept_share"] == 1 and last["target_mass"] > 0
 
 
 def test_documents_are_found_by_their_text_in_other_files_too(lab, tmp_path):

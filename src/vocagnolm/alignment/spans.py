@@ -14,7 +14,6 @@ Three ways, from fast to forgiving. Each is taken only where it is right:
 import contextlib
 import copy
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -59,8 +58,6 @@ class Pipeline:
     """Written after the last token of a word (`</w>`); no text."""
     lossy_normaliser: bool
     """The normaliser removes text on purpose (accents, control characters, outer white space)."""
-    by_word: bool
-    """A byte-level BPE model reads word by word, and a word depends on nothing before it."""
 
     @property
     def joins(self) -> bool:
@@ -131,10 +128,6 @@ def describe(description: dict[str, Any]) -> Pipeline:
         inner_prefix=model.get("continuing_subword_prefix") or "",
         word_suffix=model.get("end_of_word_suffix") or "",
         lossy_normaliser=bool(types & {"StripAccents", "BertNormalizer", "Strip", "Nmt"}),
-        by_word="ByteLevel" in types
-        and (model.get("type") or "BPE") == "BPE"
-        and any(step["type"] == "Split" or step.get("use_regex") for step in pre_tokenisers)
-        and "(?<" not in json.dumps(pre_tokenisers),
     )
 
 
@@ -272,14 +265,6 @@ def _trace(
 
 
 Item = TypeVar("Item")
-LONG_TEXT = 2**20
-"""Characters from which on a text is read in pieces."""
-PIECE = 2**15
-PIECES = 4  # that the library reads side by side
-_AROUND = 256  # characters before and behind a cut
-_WORD_END = re.compile("[A-Za-z0-9](?= )")
-_OVER_WORD_END = re.compile(b"[A-Za-z0-9] ")
-_LINE_START = re.compile(r"\S\r?\n(?=[!-~])")
 BATCH = 10**6
 """Characters of texts to be read at once: enough to keep the library's threads busy, little enough
 that the encodings of many texts never lie in memory together."""
@@ -395,109 +380,14 @@ class Spanner:
 
     def spans_batch(self, texts: Sequence[str]) -> list[TokenSpans]:
         """All texts at once. The tokenizer works in parallel and without the GIL; offsets are
-        asked for again only where a text needs them. A long text is read in pieces where that
-        gives the same tokens: the library takes some hundred bytes for every byte it reads."""
-        found = [self._in_pieces(text) for text in texts]
-        rest = [text for text, known in zip(texts, found, strict=True) if known is None]
-        encoded_texts = [encode_utf8(text) for text in rest]
+        asked for again only where a text needs them."""
+        encoded_texts = [encode_utf8(text) for text in texts]
         with _without_panic():
-            encodings = self._encodings(rest)
-        whole = (
+            encodings = self._encodings([*texts])
+        return [
             self._by_bytes(encoding.ids, encoded) or self.spans(text)
-            for text, encoded, encoding in zip(rest, encoded_texts, encodings, strict=True)
-        )
-        return [next(whole) if known is None else known for known in found]
-
-    def _in_pieces(self, text: str) -> TokenSpans | None:
-        """The spans of a long text, a few pieces at a time; None for other texts, and where it must
-        be read whole."""
-        cuts = self.cuts(text)
-        return None if cuts is None else self.between(text, [0, *cuts, len(text)])
-
-    def between(self, text: str, edges: Sequence[int]) -> TokenSpans | None:
-        """The tokens of a text from the first of some edges to the last, which are neighbours among
-        its `cuts`, its beginning and its end. Spans count from the first edge. None where the text
-        must be read whole."""
-        ids: list[NDArray[np.int32]] = []
-        spans: list[NDArray[np.uint32]] = []  # half as large, each from its own piece's beginning
-        sizes: list[int] = []
-        for start in range(0, len(edges) - 1, PIECES):
-            near = edges[start : start + PIECES + 1]
-            batch = read = [text[a:b] for a, b in pairwise(near)]
-            reader = self._tokenizer
-            if self._bare is not None:  # only the first piece stands behind the text's own mark
-                reader, read = self._bare[0], [one.replace(" ", SPACE_MARK) for one in batch]
-                read[0] = SPACE_MARK * (near[0] == 0) + read[0]
-            with _without_panic():
-                encodings = reader.encode_batch_fast(read, add_special_tokens=False)
-            for piece, encoding in zip(batch, encodings, strict=True):
-                encoded = piece.encode()
-                tokens = self._by_bytes(encoding.ids, encoded)
-                if tokens is None:
-                    array = np.array(encoding.ids, np.int32)
-                    traced = (
-                        None if self._is_added[array].any() else self._trace_segment(piece, array)
-                    )
-                    if traced is None or not self.pipeline.joins:
-                        return None
-                    tokens = TokenSpans(array, traced, len(encoded), lost_bytes=0)
-                ids.append(tokens.ids)
-                spans.append(tokens.spans.astype(np.uint32))
-                sizes.append(len(encoded))
-        whole = np.empty((sum(map(len, ids)), 2), np.int64)
-        end = origin = 0
-        for relative, size in zip(spans, sizes, strict=True):
-            np.add(relative, origin, out=whole[end : end + len(relative)], casting="unsafe")
-            end, origin = end + len(relative), origin + size
-        lost = origin - int(whole[:, 1].sum() - whole[:, 0].sum())
-        return TokenSpans(np.concatenate(ids), whole, origin, lost)
-
-    def cuts(self, text: str) -> list[int] | None:
-        """Places where a long text can be cut without a change of its tokens; None for other texts,
-        and where there may be none.
-
-        Where a model reads marked text: at the end of a word, if no entry of the vocabulary, and so
-        no merge, goes on from a word to the mark behind it. Where words are read one by one: before
-        the character that begins a line, if no pattern of the tokenizer looks back further. Only
-        if the text around it gives the same tokens when it is cut there.
-        """
-        if len(text) <= LONG_TEXT:
-            return None
-        encode_utf8(text)  # refused before anything is read, as other texts are
-        if self._own_mark is not None:
-            if any(map(_OVER_WORD_END.search, filter(None, self.token_bytes))):
-                return None
-            if self._bare is not None:
-                marked = text.replace(" ", SPACE_MARK)
-                if any(name in marked for name in self._bare[1]):
-                    return None
-            pattern = _WORD_END
-        elif self.pipeline.by_word:
-            pattern = _LINE_START
-        else:
-            return None
-        cuts: list[int] = []
-        at = PIECE
-        while at < len(text) - PIECE:
-            found = pattern.search(text, at)
-            if found is None:
-                break
-            at = found.end()
-            if self._bare is None and not self._same_when_cut(text, at):
-                if at - (cuts[-1] if cuts else 0) > LONG_TEXT:
-                    return None
-                continue
-            cuts.append(at)
-            at += PIECE
-        return cuts or None
-
-    def _same_when_cut(self, text: str, at: int) -> bool:
-        before, behind = text[at - _AROUND : at], text[at : at + _AROUND]
-        whole, *parts = (
-            self._tokenizer.encode(part, add_special_tokens=False).ids
-            for part in (before + behind, before, behind)
-        )
-        return whole == parts[0] + parts[1]
+            for text, encoded, encoding in zip(texts, encoded_texts, encodings, strict=True)
+        ]
 
     def _bare_of(self, tokenizer: Tokenizer) -> tuple[Tokenizer, list[str]] | None:
         """Where a mark always comes before the text: the model alone, and what a text must not hold

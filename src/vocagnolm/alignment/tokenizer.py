@@ -414,17 +414,6 @@ class TextTokenizer:
     def spans_batch(self, texts: Sequence[str]) -> list[TokenSpans]:
         return self._spanner.spans_batch(texts)
 
-    def cuts(self, text: str) -> list[int] | None:
-        """Characters at which a long text can be cut without a change of its tokens; None for other
-        texts, and where there may be none."""
-        return self._spanner.cuts(text)
-
-    def between(self, text: str, edges: Sequence[int]) -> TokenSpans | None:
-        """The tokens of a text from the first of some edges to the last, which are neighbours among
-        its `cuts`, its beginning and its end. Spans count from the first edge. None where the text
-        must be read whole after all."""
-        return self._spanner.between(text, edges)
-
 
 def _rebuild(
     description: str, name: str, special_tokens: str, frame: Frame | None = None

@@ -1,4 +1,4 @@
-"""Tests and intervals of all tables: t, Welch, McNemar, sign flips, bootstrap.
+"""Bits per byte; tests and intervals of all tables: t, Welch, McNemar, sign flips, bootstrap.
 
 What has a distribution of its own is scipy's, which comes with the extras that compare runs (`eval`
 and `study`).
@@ -21,6 +21,20 @@ Z_95 = 1.96
 
 def _scipy_stats() -> Any:
     return optional("scipy.stats", "study", "A significance test")
+
+
+def bits(nats: float) -> float:
+    return nats / math.log(2)
+
+
+def bits_per_byte(nats: Any, scored_bytes: Any) -> NDArray[np.float64]:
+    """Bits per byte of texts that cost a model so many nats, as an array of the arguments' shape;
+    NaN where no byte was scored."""
+    in_bits = np.asarray(nats, np.float64) / math.log(2)
+    covered = np.asarray(scored_bytes, np.float64)
+    ratio: NDArray[np.float64] = np.full(in_bits.shape, np.nan)
+    np.divide(in_bits, covered, out=ratio, where=covered > 0)
+    return ratio
 
 
 @dataclass(frozen=True)

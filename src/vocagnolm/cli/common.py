@@ -22,6 +22,8 @@ from vocagnolm import __version__
 from vocagnolm.base.progress import Speed, Throttle, clock_time
 from vocagnolm.errors import VocagnolmError, VocagnolmWarning
 
+SPLIT_TEXTS = "texts of more than 1 MB were split at line ends into several documents"
+
 
 def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, ensure_ascii=False, indent=2))

@@ -5,10 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vocagnolm.cli.common import print_histogram, print_json, progress
+from vocagnolm.cli.common import SPLIT_TEXTS, print_histogram, print_json, progress
 from vocagnolm.cli.options import JSON, RECIPE, SET
+from vocagnolm.errors import RecipeError
 
 if TYPE_CHECKING:
+    from vocagnolm.data.bins import Bins
+    from vocagnolm.data.materials import Materials
     from vocagnolm.data.packing import PackingSummary
 
 
@@ -28,28 +31,56 @@ def prepare(
     from vocagnolm.recipe import load_recipe
 
     loaded = load_recipe(recipe, set_)  # first: a typo is answered before all else is imported
-    from vocagnolm.data.identity import lacking_columns, opened_count
-    from vocagnolm.data.prepare import prepare as run
+    if problems := loaded.store_problems():
+        raise RecipeError("\n".join(problems))
+    from vocagnolm.data.materials import Materials
 
+    parts = Materials(loaded).by_corpus()
+    made = {name: _prepared(part, workers, name) for name, part in parts.items()}
+    if as_json:
+        summaries = {name: summary for name, (summary, _) in made.items()}
+        print_json({"corpora": summaries} if loaded.corpora else summaries[""])
+        return
+    size = loaded.data.block_size
+    for summary, bins in made.values():
+        _print(summary, size)
+        if summary["guided"] or not loaded.corpora:
+            typer.echo(_served(summary["lacking"]))
+        if bins is not None:
+            typer.echo(bins.words(size + 1))
+
+
+def _prepared(
+    materials: "Materials", workers: int | None, name: str
+) -> tuple[dict[str, Any], "Bins | None"]:
+    """Make the blocks of one corpus, whose name is shown if there are several. Returns their
+    summary, and how conversations fill them."""
+    from vocagnolm.data.fingerprints import lacking_columns
+    from vocagnolm.data.materials import opened_count
+    from vocagnolm.data.prepare import prepare_blocks
+
+    recipe = materials.recipe
     documents = tokens = 0
-    with progress("preparing", started=True) as meter:
+    with progress(f"preparing {name}".rstrip(), started=True) as meter:
 
         def note(part: "PackingSummary", share: float) -> None:
             nonlocal documents, tokens
             documents, tokens = documents + part.documents, tokens + part.tokens
             meter.note(share, 1.0, f"{documents:,} documents, {tokens:,} tokens", tokens)
 
-        manifest = run(loaded, workers=workers or os.cpu_count() or 1, progress=note)
-    size = loaded.data.block_size
-    blocks, bins = opened_count(loaded, manifest)
+        manifest = prepare_blocks(materials, workers or os.cpu_count() or 1, note)
+    size = recipe.data.block_size
+    blocks, bins = opened_count(recipe, manifest)
     summary = {
         "blocks": blocks,
-        "folder": loaded.data.blocks,
+        "folder": recipe.data.blocks,
         "fingerprint": manifest["fingerprint"],
         "guided": "guidance" in manifest["columns"],
         "lacking": lacking_columns(manifest),
         **manifest["summary"],
     }
+    if split := manifest["inputs"]["corpus"].get("split_texts"):
+        summary["split_texts"] = split
     if bins is not None:
         summary |= {
             "template": manifest["inputs"]["template"]["origin"],
@@ -57,13 +88,7 @@ def prepare(
             "documents_without_training": bins.without,
             "filled_share": bins.tokens / max(len(bins) * (size + 1), 1),
         }
-    if as_json:
-        print_json(summary)
-    else:
-        _print(summary, size)
-        typer.echo(_served(summary["lacking"]))
-        if bins is not None:
-            typer.echo(bins.words(size + 1))
+    return summary, bins
 
 
 def _served(lacking: dict[str, str | None]) -> str:
@@ -83,6 +108,8 @@ def _print(summary: dict[str, Any], block_size: int) -> None:
         f"{summary['folder']}: {summary['blocks']:,} blocks of {block_size:,}, "
         f"{summary['tokens']:,} tokens of {summary['documents']:,} documents"
     )
+    if "split_texts" in summary:
+        typer.echo(f"{summary['split_texts']:,} {SPLIT_TEXTS}")
     if summary["missing_documents"] or summary["unusable_documents"]:
         typer.echo(
             f"not in the store: {summary['missing_documents']:,} documents; "

@@ -95,6 +95,10 @@ def score(
             settings = {"chat_template": given.teacher.chat_template, **settings}
             variables = {**given.teacher.template_options, **settings.get("template_options", {})}
             settings["template_options"] = variables
+        if given.corpora and not (corpus and out):
+            raise UsageError(
+                f"{recipe} names several corpora: score them one by one, with --corpus and --out."
+            )
         if not corpus:
             corpus = given.corpus.files
             fields = ("text_field", "format", "split", "limit_documents")

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from vocagnolm.cli.common import App, print_histogram, print_json, print_table
+from vocagnolm.cli.common import SPLIT_TEXTS, App, print_histogram, print_json, print_table
 from vocagnolm.cli.options import JSON, STUDENT, Given, option, options, with_options
 from vocagnolm.recipe.sections import CorpusSection, DataSection, ObjectiveSection, StudentSection
 
@@ -261,6 +261,8 @@ def print_store(about: dict[str, Any]) -> None:
         ("documents", f"{about['documents']:,} scored, {about['skipped']:,} skipped"),
         ("text", f"{about['bytes']:,} bytes"),
     ]
+    if isinstance(corpus := about.get("corpus"), dict) and "split_texts" in corpus:
+        rows.append(("", f"{corpus['split_texts']:,} {SPLIT_TEXTS}"))
     if written:
         rows.append(("tokens", f"{about['scored_tokens']:,} written, with losses"))
     else:

@@ -34,8 +34,8 @@ from safetensors import safe_open
 
 from vocagnolm.alignment.alignment import Aggregation, Alignment
 from vocagnolm.base.files import file_digests, local_path, plain_name, read_json
+from vocagnolm.data.bins import Bins, fill_bins
 from vocagnolm.data.guidance import CarryRule, carry_losses, cut_stretches
-from vocagnolm.data.packing import Bins, fill_bins
 from vocagnolm.errors import BlocksError
 from vocagnolm.storage import Folder, Storage
 
@@ -105,6 +105,16 @@ class Blocks:
     @property
     def has_guidance(self) -> bool:
         return "guidance" in self.manifest["columns"]
+
+    @property
+    def fingerprint(self) -> str:
+        return str(self.manifest["fingerprint"])
+
+    @property
+    def teacher(self) -> str | None:
+        """The name of the teacher, or of several; None for blocks without guidance."""
+        name: str | None = self.manifest.get("teacher")
+        return name
 
     def __getitem__(self, index: int) -> Block:
         """Per token of the window [L + 1]: `input_ids` int64, `guidance` float32 (with a store),

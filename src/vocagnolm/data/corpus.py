@@ -3,6 +3,9 @@
 A corpus is a numbered sequence of documents. What counts as a document is decided by the files
 alone (a line that is not blank, a row, a text file), never by whether it can be used: a broken line
 keeps its number, so that numbers, shards and fingerprints do not move when a reader grows wiser.
+
+A text of more than `LONGEST_TEXT` bytes is split at line ends into several documents. A
+conversation is always one.
 """
 
 import bisect
@@ -17,6 +20,7 @@ from typing import Any, Literal
 from vocagnolm.base.files import address_of, local_path, parse_json
 from vocagnolm.chat.messages import Format, Refused, conversation_of, format_of, shared_text
 from vocagnolm.data.sources import (
+    LONGEST_TEXT,
     DatasetSource,
     JsonLines,
     ParquetRows,
@@ -63,6 +67,48 @@ class Document:
     text: str | None
     problem: str | None = None
     """Why it cannot be used."""
+    record: int = -1
+    """Number of its record in the corpus: that of the document, unless texts were split."""
+    parts: int = 1
+    """How many documents the text of its record is."""
+
+
+class _Layout:
+    """Which documents the records of a source are: one each, but for those that are split."""
+
+    def __init__(self, records: int, parts: Mapping[int, int]):
+        """`parts`: the number of documents of the records that are split, in order."""
+        self.records, self.parts = records, parts
+        self._split = list(parts)
+        self._more = [0, *itertools.accumulate(count - 1 for count in parts.values())]
+
+    def __len__(self) -> int:
+        return self.records + self._more[-1]
+
+    def first_document(self, record: int) -> int:
+        return record + self._more[bisect.bisect_left(self._split, record)]
+
+    def record_of(self, document: int) -> int:
+        at = bisect.bisect_right(self._split, document, key=self.first_document)
+        return max(self._split[at - 1], document - self._more[at]) if at else document
+
+
+def split_text(text: str) -> list[str]:
+    """The documents that a text is: itself, or pieces of at most `LONGEST_TEXT` bytes, which end
+    with lines; where a line is longer, before a space, or else between two characters."""
+    if len(text) <= LONGEST_TEXT // 4:
+        return [text]
+    content, start, pieces = text.encode(), 0, []
+    while len(content) - start > LONGEST_TEXT:
+        end = start + LONGEST_TEXT
+        cut = content.rfind(b"\n", start, end) + 1 or content.rfind(b" ", start + 1, end)
+        if cut <= start:
+            cut = end
+            while content[cut] & 0xC0 == 0x80:
+                cut -= 1
+        pieces.append(content[start:cut].decode())
+        start = cut
+    return [*pieces, content[start:].decode()]
 
 
 class Corpus:
@@ -89,9 +135,11 @@ class Corpus:
         self.limit = limit
         self.max_document_bytes = max_document_bytes
         self.answers = answers
-        # One pass over the bytes: counts documents, remembers where to seek, takes the checksum.
-        self._starts = [0, *itertools.accumulate(len(source) for source in self.sources)]
+        # One pass over the bytes: counts records, remembers where to seek, takes the checksum.
+        self._record_starts = [0, *itertools.accumulate(len(source) for source in self.sources)]
         self._formats = self._found_formats(format)
+        self._layouts = [_Layout(len(s), self._parts_of(n)) for n, s in enumerate(self.sources)]
+        self._starts = [0, *itertools.accumulate(map(len, self._layouts))]
 
     @property
     def conversations(self) -> bool:
@@ -111,13 +159,16 @@ class Corpus:
             "limit_documents": self.limit,
             "max_document_bytes": self.max_document_bytes,
             "sources": [
-                {"name": s.name, "documents": len(s), "sha256": s.fingerprint} for s in self.sources
+                {"name": s.name, "documents": len(layout), "sha256": s.fingerprint}
+                for s, layout in zip(self.sources, self._layouts, strict=True)
             ],
         }
         if self.split != "none":  # written only where it is used: older stores stay the same
             about["split"] = self.split
         if self.conversations:
             about["format"] = sorted(set(self._formats))
+        if self.split_texts:
+            about["split_texts"] = self.split_texts
         return {"fingerprint": fingerprint_of(about), **about}
 
     @property
@@ -126,29 +177,50 @@ class Corpus:
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Document]:
         """Documents `start..stop`, without reading what lies before them where files can seek."""
-        for index, record, number in self.records(start, stop):
-            yield self._document(index, record, number)
-
-    def records(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Record, int]]:
-        """The records behind documents `start..stop` as they stand in their files, each with the
-        number of its document and of its source."""
         stop = len(self) if stop is None else min(stop, len(self))
+        if start >= stop:
+            return
+        first, last = self.record_of(start), self.record_of(stop - 1)
+        for number, offset, record in self._records(first, last):
+            index = self._starts[number] + self._layouts[number].first_document(offset)
+            for document in self._documents(index, offset, record, number):
+                if start <= document.index < stop:
+                    yield document
+
+    def records(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Record]]:
+        """Records `start..stop` as they stand in their files, each with its number."""
+        stop = self._record_starts[-1] if stop is None else min(stop, self._record_starts[-1])
+        stop = stop if self.limit is None else min(stop, self.limit)
+        for number, offset, record in self._records(start, stop - 1):
+            yield self._record_starts[number] + offset, record
+
+    def _records(self, first: int, last: int) -> Iterator[tuple[int, int, Record]]:
+        """Records from the first to the last, each behind the number of its source and its own
+        number there."""
         for number, source in enumerate(self.sources):
-            first, last = self._starts[number], self._starts[number + 1]
-            if last <= start or first >= stop:
-                continue
-            inside = range(max(start, first) - first, min(stop, last) - first)
-            for offset, record in zip(inside, source.read(inside.start, inside.stop), strict=True):
-                yield first + offset, record, number
+            begin = max(first - self._record_starts[number], 0)
+            end = min(last + 1 - self._record_starts[number], len(source))
+            if begin < end:
+                for offset, record in zip(range(begin, end), source.read(begin, end), strict=True):
+                    yield number, offset, record
+
+    def record_of(self, index: int) -> int:
+        """The number of a document's record."""
+        number = bisect.bisect_right(self._starts, index) - 1
+        offset = self._layouts[number].record_of(index - self._starts[number])
+        return self._record_starts[number] + offset
+
+    @property
+    def split_texts(self) -> int:
+        """How many texts were split into several documents, since they are long."""
+        return sum(len(layout.parts) for layout in self._layouts)
 
     def __iter__(self) -> Iterator[Document]:
         return self.read()
 
-    def field(self, index: int) -> Any:
-        """What `text_field` holds in a document, text or not; None where there is no such field."""
-        number = bisect.bisect_right(self._starts, index) - 1
-        offset = index - self._starts[number]
-        (record,) = self.sources[number].read(offset, offset + 1)
+    def field(self, record_number: int) -> Any:
+        """What `text_field` holds in a record, text or not; None where there is no such field."""
+        ((_, _, record),) = self._records(record_number, record_number)
         return record.value.get(self.text_field) if isinstance(record.value, dict) else None
 
     def require_unchanged(self) -> None:
@@ -163,21 +235,57 @@ class Corpus:
         """Sources that are not, on this machine, the files that were counted and hashed."""
         return [source.name for source in self.sources if source.changed()]
 
-    def _document(self, index: int, record: Record, number: int) -> Document:
-        place, value, format = record.place, record.value, self._formats[number]
+    def _documents(
+        self, index: int, offset: int, record: Record, number: int
+    ) -> Iterator[Document]:
+        """The documents of a record of a source, of which the first has this index."""
+        place, text = record.place, self._text_of(record, number)
+        own = self._record_starts[number] + offset
+        pieces: list[Any] = [text] if isinstance(text, Problem) else self._pieces(text, number)
+        if len(pieces) != self._layouts[number].parts.get(offset, 1):
+            raise CorpusError(f"{self.sources[number].name} changed while it was being read.")
+        for part, piece in enumerate(pieces):
+            problem = self._problem_of(piece) if isinstance(piece, str) else piece
+            where = place
+            if len(pieces) > 1:
+                between = ", " if ":" in place or "[" in place else ": "
+                where = f"{place}{between}part {part + 1} of {len(pieces)}"
+            usable, reason = (piece, None) if problem is None else (None, problem.reason)
+            yield Document(index + part, where, usable, reason, record=own, parts=len(pieces))
+
+    def _text_of(self, record: Record, number: int) -> str | Problem:
+        """The whole text of a record, or why it has none."""
+        value: Any = record.value
+        format = self._formats[number]
         if self.answers == "right" and not isinstance(value, Problem) and not _is_right(value):
-            return Document(index, place, None, NOT_RIGHT)
+            return Problem(NOT_RIGHT)
         if format != "text" and not isinstance(value, Problem):
             value = _conversation(value, format, not isinstance(self.sources[number], JsonLines))
         elif isinstance(value, dict):
             value = value.get(self.text_field, Problem(f"no field {self.text_field!r}"))
-        if not isinstance(value, str | Problem):
-            value = Problem(f"field {self.text_field!r} holds {type(value).__name__}, not text")
-        if isinstance(value, str):
-            value = self._problem_of(value) or value
-        if isinstance(value, Problem):
-            return Document(index, place, None, value.reason)
-        return Document(index, place, value)
+        if isinstance(value, str | Problem):
+            return value
+        return Problem(f"field {self.text_field!r} holds {type(value).__name__}, not text")
+
+    def _pieces(self, text: str, number: int) -> list[str]:
+        """The documents that a text of a source is."""
+        try:
+            return split_text(text) if self._formats[number] == "text" else [text]
+        except UnicodeEncodeError:  # a lone surrogate: it cannot be used as it is
+            return [text]
+
+    def _parts_of(self, number: int) -> dict[int, int]:
+        """The number of documents of the records of a source that are split."""
+        if self._formats[number] != "text":
+            return {}
+        counts: dict[int, int] = {}
+        source = self.sources[number]
+        for offset in source.long_records:
+            (record,) = source.read(offset, offset + 1)
+            text = self._text_of(record, number)
+            if isinstance(text, str) and (count := len(self._pieces(text, number))) > 1:
+                counts[offset] = count
+        return counts
 
     def _problem_of(self, text: str) -> Problem | None:
         if not text:

@@ -38,87 +38,6 @@ from vocagnolm.data.guidance import (
     unbroken,
 )
 
-# ---- whole conversations into blocks ----
-
-
-@dataclass(frozen=True)
-class Bins:
-    """Which documents stand in which block."""
-
-    order: NDArray[np.int64]
-    """Documents, block after block."""
-    ends: NDArray[np.int64]
-    """Per block where its documents end in `order`."""
-    cut: int
-    """Documents that are longer than a block: their end is left out."""
-    without: int
-    """Documents that have nothing to train on, or nothing before they are cut: left out."""
-    tokens: int
-    """Of all blocks, padding not counted."""
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def words(self, room: int) -> str:
-        """How conversations fill blocks, for people."""
-        parts = [f"{self.tokens / max(len(self) * room, 1):.1%} of the blocks filled"]
-        if self.cut:
-            parts.append(f"{self.cut:,} conversations longer than a block: cut at the end")
-        if self.without:
-            parts.append(f"{self.without:,} with nothing to train on: left out")
-        return "; ".join(parts)
-
-    def documents(self, index: int) -> list[int]:
-        start = int(self.ends[index - 1]) if index else 0
-        found: list[int] = self.order[start : int(self.ends[index])].tolist()
-        return found
-
-
-def fill_bins(
-    document_tokens: NDArray[np.int64], first_trained: NDArray[np.int64], room: int
-) -> Bins:
-    """Blocks of `room` tokens. Every document goes into the fullest block that still has room for
-    it; blocks come in the order of their first documents."""
-    usable = (first_trained >= 0) & (first_trained < room)
-    lengths = np.minimum(document_tokens, room)
-    kept = np.flatnonzero(usable)
-    longest_first = kept[np.argsort(-lengths[kept], kind="stable")]
-    blocks: list[list[int]] = []
-    open_at: list[list[int]] = [[] for _ in range(room + 1)]  # by the room that is left
-    there = 0  # bit n: a block with room for n tokens is open
-    for document, length in zip(
-        longest_first.tolist(), lengths[longest_first].tolist(), strict=True
-    ):
-        fitting = there >> length
-        if fitting:
-            left = length + (fitting & -fitting).bit_length() - 1
-            number = open_at[left].pop()
-            if not open_at[left]:
-                there &= ~(1 << left)
-        else:
-            left, number = room, len(blocks)
-            blocks.append([])
-        blocks[number].append(document)
-        left -= length
-        if left:
-            open_at[left].append(number)
-            there |= 1 << left
-    for block in blocks:
-        block.sort()
-    blocks.sort(key=lambda block: block[0])
-    sizes = [len(block) for block in blocks]
-    return Bins(
-        order=np.array([document for block in blocks for document in block], np.int64),
-        ends=np.cumsum(sizes, dtype=np.int64),
-        cut=int((document_tokens[kept] > room).sum()),
-        without=int((~usable).sum()),
-        tokens=int(lengths[kept].sum()),
-    )
-
-
-# ---- one stream ----
-
-
 HISTOGRAM_STEP_NATS = 0.25
 HISTOGRAM_BINS = 41  # the last one holds everything from 10 nats up
 
@@ -230,19 +149,8 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slice:
-    """Where in its document a slice lies, which is cut where the student and all teachers have a
-    boundary: nothing that guides a token is beyond it."""
-
-    first: bool
-    last: bool
-    bits: NDArray[np.float64]
-    """[S] For every store, the whole document's nats per byte."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Documents that are packed at once, or one slice of a document."""
+    """Documents that are packed at once."""
 
     indices: Sequence[int]
     students: Sequence[TokenSpans]
@@ -252,7 +160,6 @@ class Batch:
     trained: Sequence[NDArray[np.int64]] | None = None
     """Conversations: the bytes that are trained on."""
     alternatives: Sequence[Sequence[NDArray[np.uint32] | None]] | None = None
-    slice: Slice | None = None
 
 
 @dataclass
@@ -308,11 +215,6 @@ def pack_documents(
         summary.targets |= measured(targets.tables[0], shared)
     if "spans" in columns:
         _place_separators(columns["spans"])
-    index = columns["document_index"]
-    (new,) = np.nonzero(np.diff(index, prepend=-1))
-    if len(new) < len(index):  # slices of one document
-        tokens = np.add.reduceat(columns["document_tokens"], new)
-        columns |= {"document_index": index[new], "document_tokens": tokens.astype(np.uint32)}
     return Part(columns, summary)
 
 
@@ -371,9 +273,7 @@ def _pack(
     keep_text: bool,
     targets: TargetsPlan | None,
 ) -> _Packed:
-    students, texts, cut = batch.students, batch.texts, batch.slice
-    if cut is not None:
-        prefix, eos = prefix if cut.first else (), eos if cut.last else None
+    students, texts = batch.students, batch.texts
     counts = np.array([len(student) for student in students], np.int64)
     at = _positions(counts, before=len(prefix), after=int(eos is not None))
     extra = len(prefix) + (eos is not None)
@@ -393,7 +293,7 @@ def _pack(
         "document_index": np.array(batch.indices, np.int64),
     }
     summary = PackingSummary(
-        documents=len(students) if cut is None else int(cut.last),
+        documents=len(students),
         bytes=sum(student.n_bytes for student in students),
         tokens=n_tokens,
         separators=extra * len(students),
@@ -417,11 +317,6 @@ def _pack(
             lay_teacher(entries, ours, others[n] if others is not None else None)
             for n, entries in enumerate(batch.teachers)
         ]
-        if cut is not None:
-            whole = zip(theirs, cut.bits, strict=True)
-            theirs = [replace(teacher, bits=np.array([bits])) for teacher, bits in whole]
-            if not cut.first:
-                theirs = [replace(teacher, begins=np.zeros(0, np.int64)) for teacher in theirs]
         if batch.trained is not None:
             theirs = [_only_trained(teacher, ranges) for teacher in theirs]
             ours = Laid(ours.spans[mask], ours.document[mask], ours.origins)

@@ -11,9 +11,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,26 +37,17 @@ from vocagnolm.data.blocks import (
     too_few_tokens,
 )
 from vocagnolm.data.corpus import NOT_RIGHT, Corpus, Document, document_hash
+from vocagnolm.data.differences import differing_inputs
+from vocagnolm.data.fingerprints import block_settings, described_inputs
 from vocagnolm.data.guidance import (
     GuidancePlan,
     TargetsPlan,
     TeacherLosses,
     common_alternatives,
-    nats_per_byte,
     target_table,
 )
-from vocagnolm.data.identity import (
-    block_settings,
-    blocks_cache,
-    blocks_storage,
-    described_inputs,
-    differing_inputs,
-    recipe_corpus,
-    separator_ids,
-    student_chat,
-    student_tokenizer,
-)
-from vocagnolm.data.packing import Batch, PackingSummary, Part, Slice, pack_documents
+from vocagnolm.data.materials import Materials, blocks_cache, blocks_storage, separator_ids
+from vocagnolm.data.packing import Batch, PackingSummary, Part, pack_documents
 from vocagnolm.data.teachers import Chosen, Lookup, chosen_documents
 from vocagnolm.errors import BlocksError, RecipeError, VocagnolmWarning
 from vocagnolm.recipe import Recipe
@@ -71,8 +61,6 @@ Read = TypeVar("Read")
 
 SETTINGS = "settings.json"
 METADATA_KEY = "vocagnolm"
-# Characters of a long document that are packed at once, at least.
-SLICE = 2**17
 # Guided training below this share of mapped tokens is hardly guided.
 LEAST_MAPPED_SHARE = 0.5
 _UPLOADS = 8
@@ -81,30 +69,38 @@ _UPLOADS = 8
 def prepare(
     recipe: Recipe, *, workers: int = 1, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Make the blocks of a recipe, or what is missing or damaged of them. Returns the manifest.
+    """Make the blocks of a recipe, or what is missing or damaged of them. Returns the manifest; of
+    several corpora `{"corpora": {name: manifest}}`.
 
     With `workers` > 1 documents are tokenised in as many processes; with 1 the tokenizer's own
     threads are used.
     """
-    storage = blocks_storage(recipe)
+    blocks_storage(recipe)
     if problems := recipe.store_problems():
         raise RecipeError("\n".join(problems))
-    corpus = recipe_corpus(recipe)
-    tokenizer = student_tokenizer(recipe)
-    if corpus.conversations:
-        tokenizer = student_chat(recipe, tokenizer)
-    settings = block_settings(recipe, tokenizer, corpus)
+    parts = Materials(recipe).by_corpus().items()
+    made = {name: prepare_blocks(part, workers, progress) for name, part in parts}
+    return {"corpora": made} if recipe.corpora else made[""]
+
+
+def prepare_blocks(
+    materials: Materials, workers: int = 1, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Make the blocks of one corpus, as `prepare` does. Returns the manifest."""
+    recipe, storage, corpus = materials.recipe, materials.storage, materials.corpus
+    tokenizer = materials.reader(corpus.conversations)
+    settings = block_settings(materials, tokenizer, corpus)
     _refuse_strangers(storage)
 
     def made_in(folder: Path) -> dict[str, Any]:
         with files.folder_lock(folder, "Wait for it to end, or choose another data.blocks."):
-            manifest = _finished(Folder(folder), recipe, settings, corpus)
+            manifest = _finished(Folder(folder), materials, settings)
             if manifest is None:
                 _claim(Folder(folder), settings)
-                plan = _plan(recipe, tokenizer, settings)
-                entries = _make_parts(corpus, folder, plan, workers, progress)
+                plan = _plan(materials, tokenizer, settings)
+                entries = _make_parts(materials, folder, plan, workers, progress)
                 corpus.require_unchanged()
-                manifest = _manifest(recipe, settings, tokenizer, corpus, entries)
+                manifest = _manifest(materials, settings, tokenizer, entries)
                 files.write_json(folder / MANIFEST, manifest, sealed=True)
                 files.remove_leftovers(folder)
             return manifest
@@ -112,7 +108,7 @@ def prepare(
     if isinstance(storage, Folder):
         manifest = made_in(storage.path)
     else:
-        found = _finished(storage, recipe, settings, corpus)
+        found = _finished(storage, materials, settings)
         if found is None:
             if storage.has(SETTINGS):
                 _claim(storage, settings)
@@ -160,7 +156,7 @@ def _refuse(storage: Storage, difference: list[str]) -> None:
 
 
 def _finished(
-    storage: Storage, recipe: Recipe, settings: dict[str, Any], corpus: Corpus
+    storage: Storage, materials: Materials, settings: dict[str, Any]
 ) -> dict[str, Any] | None:
     """The manifest of blocks that serve this recipe and are whole; of those in a bucket the sizes
     alone are looked at. Parts that are damaged or lost are made again, which takes the very
@@ -174,7 +170,7 @@ def _finished(
         if SETTINGS in found:
             return None  # ours, and the manifest can be made again from the parts
         raise
-    _refuse(storage, differing_inputs(manifest, recipe, settings, corpus))
+    _refuse(storage, differing_inputs(manifest, materials, settings, materials.corpus))
     if isinstance(storage, Folder):
         damaged = damaged_parts(storage.path, manifest)
     else:
@@ -214,18 +210,18 @@ def _upload(folder: Path, storage: Storage, manifest: dict[str, Any]) -> None:
 
 
 def _manifest(
-    recipe: Recipe,
+    materials: Materials,
     settings: dict[str, Any],
     tokenizer: TextTokenizer,
-    corpus: Corpus,
     entries: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Refused where there is nothing to train on, or no guidance that was asked for."""
+    """The manifest; refused where there is nothing to train on, or no guidance that was asked
+    for."""
     summary = PackingSummary()
     for entry in entries:
         summary.add(PackingSummary(**entry["summary"]))
     about, guidance = summary.to_dict(), settings["guidance"] or {}
-    if problem := _nothing(recipe, summary, corpus):
+    if problem := _nothing(materials.recipe, summary, materials.corpus):
         raise BlocksError(problem)
     if guidance and about["mapped_share"] < LEAST_MAPPED_SHARE:
         warnings.warn(
@@ -243,11 +239,11 @@ def _manifest(
     columns += ["teacher_nll", "teacher_range"] if guidance.get("teacher_losses") else []
     columns += ["text", "spans"] if settings["text"] else []
     columns += ["trained", "first_trained"] if settings.get("conversations") else []
-    teachers = [LossStore.open(path).teacher_name for path in recipe.stores]
+    teachers = [store.teacher_name for store in materials.stores]
     return {
         "format_version": FORMAT_VERSION,
         "settings": settings,
-        "inputs": described_inputs(recipe, tokenizer, corpus),
+        "inputs": described_inputs(materials, tokenizer),
         "fingerprint": files.json_digest([settings, [part["sha256"] for part in parts]]),
         "tokens": summary.tokens,
         "columns": columns,
@@ -303,8 +299,8 @@ class PartPlan:
     targets: TargetsPlan | None
 
 
-def _plan(recipe: Recipe, tokenizer: TextTokenizer, settings: dict[str, Any]) -> PartPlan:
-    stores = [LossStore.open(path) for path in recipe.stores]
+def _plan(materials: Materials, tokenizer: TextTokenizer, settings: dict[str, Any]) -> PartPlan:
+    recipe, stores = materials.recipe, materials.stores
     for store in stores:
         store.fetch()  # here, once: every worker reads all of it
     targets = None
@@ -347,11 +343,12 @@ class _Kept:
 class PartMaker:
     """Holds the tokenizer and the stores of a worker."""
 
-    def __init__(self, plan: PartPlan, folder: Path):
+    def __init__(self, plan: PartPlan, folder: Path, stores: Sequence[LossStore] | None = None):
+        """`stores`: those of the recipe, if they are open in this process."""
         self.plan = plan
         self.folder = folder
         self.identity = files.json_digest(plan.settings)
-        self.stores = [LossStore.open(path) for path in plan.recipe.stores]
+        self.stores = Materials(plan.recipe).stores if stores is None else stores
         self._lookups = [Lookup(store, plan.settings["corpus"]) for store in self.stores]
         data, tokenizer = plan.recipe.data, plan.tokenizer
         self._prefix, _ = separator_ids(tokenizer, data.bos, data.eos)
@@ -388,10 +385,7 @@ class PartMaker:
             folder=self.folder,
         )
         refused: Counter[str] = Counter()
-        try:
-            part = pack(self._batches(kept, refused))
-        except _UncutError:
-            part = pack(self._batches(kept, refused, cut=False))
+        part = pack(self._batches(kept, refused))
         part.summary.refused = dict(refused)
         part.summary.missing_documents = missing
         part.summary.left_out_documents = left_out
@@ -424,11 +418,9 @@ class PartMaker:
             kept.append(_Kept(index, text, found))
         return kept, missing, left_out
 
-    def _batches(
-        self, kept: Sequence[_Kept], refused: Counter[str], *, cut: bool = True
-    ) -> Iterator[Batch]:
-        """All documents, at least one batch of them. `cut`: long documents in slices. The
-        conversations that the template refuses are counted by reason."""
+    def _batches(self, kept: Sequence[_Kept], refused: Counter[str]) -> Iterator[Batch]:
+        """All documents, at least one batch of them. The conversations that the template refuses
+        are counted by reason."""
         tokenizer, train_on = self.plan.tokenizer, self.plan.recipe.data.train_on
         for batch in batches(kept, lambda one: len(one.text)) or [[]]:
             texts = [one.text for one in batch]
@@ -439,43 +431,8 @@ class PartMaker:
                 readable = [one for one, _ in read]
                 trained = [trained_ranges(one.text, train_on) for one in readable]
                 yield self._batch(readable, [found for _, found in read], trained=trained)
-            elif cut and len(batch) == 1 and (cuts := tokenizer.cuts(texts[0])) is not None:
-                yield from self._slices(batch[0], [0, *cuts, len(texts[0])])
             else:
                 yield self._batch(batch, tokenise(tokenizer, texts))
-
-    def _slices(self, one: _Kept, edges: Sequence[int]) -> Iterator[Batch]:
-        """A long document, cut at those edges where all teachers that have it have a boundary."""
-        ends = np.cumsum([len(one.text[a:b].encode()) for a, b in pairwise(edges)])
-        ends = ends.astype(np.min_scalar_type(ends[-1]))  # a long document has many tokens
-        common = np.ones(len(ends), bool)
-        tokens = np.zeros((len(self.stores), len(edges)), np.int64)  # of a teacher before an edge
-        bits = np.full(len(self.stores), np.inf)
-        for n, (store, at) in enumerate(zip(self.stores, one.rows, strict=True)):
-            if at is None:
-                continue
-            columns = store.columns(at)
-            theirs = np.cumsum(columns["token_bytes"], dtype=ends.dtype)
-            found = np.searchsorted(theirs, ends)
-            common &= theirs.take(found, mode="clip") == ends
-            tokens[n, 1:] = found + 1  # one without text counts for the text that follows it
-            tokens[n, -1] = len(theirs)
-            del theirs
-            bits[n] = nats_per_byte(columns["token_bytes"], columns["nll"])
-        common[-1] = True
-        start = 0
-        for end in range(1, len(edges)):
-            long_enough = edges[end] - edges[start] >= SLICE or end == len(edges) - 1
-            if not (common[end - 1] and long_enough):
-                continue
-            students = self.plan.tokenizer.between(one.text, edges[start : end + 1])
-            if students is None:
-                raise _UncutError
-            here = replace(one, text=one.text[edges[start] : edges[end]])
-            within = Slice(first=start == 0, last=end == len(edges) - 1, bits=bits)
-            ranges = [slice(a, b) for a, b in tokens[:, [start, end]].tolist()]
-            yield self._batch([here], [students], within=within, tokens=ranges)
-            start = end
 
     def _batch(
         self,
@@ -483,17 +440,12 @@ class PartMaker:
         students: Sequence[TokenSpans],
         *,
         trained: Sequence[NDArray[np.int64]] | None = None,
-        within: Slice | None = None,
-        tokens: Sequence[slice] | None = None,
     ) -> Batch:
-        """`tokens`: of a slice, those of every teacher."""
-        inside = tokens or [slice(None)] * len(self.stores)
-
         def held(read: Callable[[dict[str, NDArray[Any]]], Read]) -> list[list[Read | None]]:
             """What every store holds of the documents; None where it lacks one."""
             return [
-                [None if at is None else read(store.columns(at, inside[n])) for at in rows]
-                for n, (store, rows) in enumerate(zip(self.stores, indices, strict=True))
+                [None if at is None else read(store.columns(at)) for at in rows]
+                for store, rows in zip(self.stores, indices, strict=True)
             ]
 
         def losses(columns: dict[str, NDArray[Any]]) -> TeacherLosses:
@@ -508,12 +460,7 @@ class PartMaker:
             texts=[one.text.encode() for one in kept] if with_texts else None,
             trained=trained,
             alternatives=held(itemgetter("alternatives")) if self.plan.targets else None,
-            slice=within,
         )
-
-
-class _UncutError(Exception):
-    """A long document must be read whole after all."""
 
 
 def tokenise(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[TokenSpans]:
@@ -569,9 +516,10 @@ def _not_in_store(index: int, text: str, stores: Sequence[str]) -> BlocksError:
 
 
 def _make_parts(
-    corpus: Corpus, folder: Path, plan: PartPlan, workers: int, progress: Progress | None
+    materials: Materials, folder: Path, plan: PartPlan, workers: int, progress: Progress | None
 ) -> list[dict[str, Any]]:
     """Entries of all parts, in the order of the corpus. Finished parts are not read again."""
+    corpus = materials.corpus
     size = plan.recipe.data.part_documents
     starts = range(0, len(corpus), size)
     entries: dict[int, dict[str, Any]] = {}
@@ -592,7 +540,7 @@ def _make_parts(
         return list(corpus.read(start, start + size))
 
     if workers <= 1:
-        maker = PartMaker(plan, folder)
+        maker = PartMaker(plan, folder, materials.stores)
         for number in wanted:
             note(number, maker.make(number, documents(number)))
     elif wanted:

@@ -58,6 +58,9 @@ class Records(Corpus):
     def _found_formats(self, wanted: Format) -> list[Format]:
         return ["text"] * len(self.sources)
 
+    def _parts_of(self, number: int) -> dict[int, int]:
+        return {}  # a prompt is never split
+
 
 class Prompts:
     """Prompts in files, by number. May be sent to other processes like a corpus."""
@@ -141,7 +144,7 @@ class Prompts:
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Prompt]:
         """Prompts `start..stop`."""
-        for index, record, _ in self.records.records(start, stop):
+        for index, record in self.records.records(start, stop):
             yield self._prompt(index, record)
 
     def _prompt(self, index: int, record: Record) -> Prompt:

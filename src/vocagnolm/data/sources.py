@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from vocagnolm.errors import CorpusError, UsageError, VocagnolmError, optional
 from vocagnolm.recipe.sections import Split as Split
 from vocagnolm.storage import scheme_of
 from vocagnolm.storage.bucket import BrokenOffError, patiently
-from vocagnolm.storage.copies import cache_folder, copying, tell
+from vocagnolm.storage.copies import cache_folder, copying, remembered, tell
 
 # ---- files at an address ----
 
@@ -130,27 +129,31 @@ def _remote_file(address: str, name: str, about: Mapping[str, Any] | None = None
 
 def _patiently(address: str, request: Callable[[], Result]) -> Result:
     def attempt() -> Result:
-        with _corpus_errors(address):
-            return request()
+        try:
+            with _corpus_errors(address):
+                return request()
+        except (CorpusError, BrokenOffError):
+            forget_client(address)  # the next attempt reads addresses and credentials again
+            raise
 
     return patiently(attempt, "://".join(urlsplit(address)[:2]), CorpusError)
 
 
 def _system(address: str) -> tuple[Any, str]:
-    scheme = scheme_of(address) or ""
-    package = PACKAGES[scheme]
+    """The client for an address, which fsspec keeps for the process, and the path in its terms."""
+    package = PACKAGES[scheme_of(address) or ""]
     fsspec = optional("fsspec", "bucket", f"reading {address}")
     optional(package, "gcs" if package == "gcsfs" else "bucket", f"reading {address}")
-    # fsspec's own cache of clients and listings knows nothing of a changed environment or bucket
-    state = (scheme, os.getpid(), hash(tuple(sorted(os.environ.items()))))
-    if state not in _clients:
-        _clients.clear()
-        _clients[state] = fsspec.core.url_to_fs(address, skip_instance_cache=True)[0]
-    _clients[state].invalidate_cache()
-    return _clients[state], str(_clients[state]._strip_protocol(address))
+    system, inner = fsspec.core.url_to_fs(address)
+    system.invalidate_cache()  # of listings
+    return system, str(inner)
 
 
-_clients: dict[Any, Any] = {}
+def forget_client(address: str) -> None:
+    """Let the next request for an address make a new client, with the environment as it then is."""
+    import fsspec
+
+    fsspec.get_filesystem_class(scheme_of(address)).clear_instance_cache()
 
 
 @contextlib.contextmanager
@@ -185,6 +188,8 @@ def _corpus_errors(address: str) -> Iterator[None]:
 # ---- kinds of sources ----
 
 
+LONGEST_TEXT = 2**20
+"""Bytes of a text up to which it is one document; see `vocagnolm.data.corpus` for longer ones."""
 # A place to seek to is remembered this often; between two, lines are skipped unread.
 _LINES_PER_MARK = 256
 _READ_BYTES = 2**20
@@ -297,11 +302,15 @@ class JsonLines(_File):
         self._marks: list[tuple[int, int]] = []  # (byte, line) of every 256th document
         digest = hashlib.sha256()
         self._documents = 0
+        self.long_records: list[int] = []
+        """Numbers of the records that may hold a long text: no text is longer than its line."""
         position = 0
         with self._open() as file, self._readable():
             for number, line in enumerate(file):
                 digest.update(line)
                 if not line.isspace():
+                    if len(line) > LONGEST_TEXT:
+                        self.long_records.append(self._documents)
                     if self._documents % _LINES_PER_MARK == 0:
                         self._marks.append((position, number))
                     self._documents += 1
@@ -442,6 +451,14 @@ class TextFile(_File):
     def __len__(self) -> int:
         return 1 if self._whole else len(self._pieces) // 3
 
+    @property
+    def long_records(self) -> list[int]:
+        """Numbers of the texts that are long."""
+        if self._whole:
+            return [0] if self._state[0] > LONGEST_TEXT else []
+        bounds = zip(self._pieces[::3], self._pieces[1::3], strict=True)
+        return [number for number, (first, end) in enumerate(bounds) if end - first > LONGEST_TEXT]
+
     def read(self, start: int, stop: int) -> Iterator[Record]:
         with self._readable(), open(self.path, "rb") as file:
             for index in range(start, min(stop, len(self))):
@@ -481,6 +498,33 @@ class ParquetRows(_File):
     def __len__(self) -> int:
         return self._rows
 
+    @cached_property
+    def long_records(self) -> list[int]:
+        """Numbers of the rows with a long text. The texts are read through for it, once on a
+        machine."""
+        about = self.fingerprint, self._text_field, LONGEST_TEXT
+        numbers: list[int] = remembered("long texts", about, self._found_long)
+        return numbers
+
+    def _found_long(self) -> list[int]:
+        """The rows with a long text; row groups that have no room for one are not read."""
+        compute = optional("pyarrow.compute", "data", f"reading {self.path.name}")
+        field, metadata = self._text_field or "", self._file.metadata
+        columns = [metadata.schema.column(n).path for n in range(metadata.num_columns)]
+        if field not in columns:
+            return []
+        found: list[int] = []
+        first = 0
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            if group.column(columns.index(field)).total_uncompressed_size > LONGEST_TEXT:
+                with self._readable():
+                    texts = self._file.read_row_group(number, columns=[field]).column(field)
+                    long = compute.greater(compute.binary_length(texts), LONGEST_TEXT)
+                    found += [first + row for row in compute.indices_nonzero(long).to_pylist()]
+            first += group.num_rows
+        return found
+
     def read(self, start: int, stop: int) -> Iterator[Record]:
         names = self._file.schema_arrow.names
         wanted = wanted_fields(names, self._text_field)
@@ -513,8 +557,13 @@ class DatasetSource:
         self._text_field = text_field
         self._documents = len(self._rows)
         digest = hashlib.sha256()
-        for record in self.read(0, len(self)):
-            digest.update(json.dumps(record.value, sort_keys=True, default=str).encode())
+        self.long_records: list[int] = []
+        """Numbers of the rows that may hold a long text: no text is longer than its row."""
+        for number, record in enumerate(self.read(0, len(self))):
+            row = json.dumps(record.value, sort_keys=True, default=str).encode()
+            digest.update(row)
+            if len(row) > LONGEST_TEXT:
+                self.long_records.append(number)
         self.fingerprint = digest.hexdigest()
 
     @cached_property

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vocagnolm.alignment import stretch_losses, stretches
+from vocagnolm.base.statistics import bits_per_byte
 from vocagnolm.data.corpus import Corpus, Document, document_hash
 from vocagnolm.data.guidance import TeacherLosses, end_to_end, nats_and_bytes, tiling
 from vocagnolm.errors import StoreError
@@ -98,8 +99,8 @@ def _sums(entries: Sequence[TeacherLosses]) -> NDArray[np.float64]:
 
 def _bits(sums: NDArray[np.float64]) -> NDArray[np.float64]:
     """Bits per byte; infinite where no token has a loss."""
-    nats, covered = sums
-    return np.where(covered > 0, nats / math.log(2) / np.maximum(covered, 1), np.inf)
+    bits = bits_per_byte(*sums)
+    return np.where(np.isnan(bits), np.inf, bits)
 
 
 def _compared(sums: Sequence[NDArray[np.float64]]) -> dict[str, Any]:
@@ -112,10 +113,10 @@ def _compared(sums: Sequence[NDArray[np.float64]]) -> dict[str, Any]:
         if np.isfinite(bits).any():
             winners = bits == bits.min()
             best += winners / winners.sum()
-    pairs = zip(nats, covered, strict=True)
+    known = bits_per_byte(nats, covered).tolist()
     return {
         "documents": len(sums),
-        "bits_per_byte": [float(n / math.log(2) / c) if c else None for n, c in pairs],
+        "bits_per_byte": [None if math.isnan(bits) else bits for bits in known],
         "best_share": (best / len(sums)).tolist(),
     }
 
@@ -149,7 +150,7 @@ def compare_stores(
     def source(found: Document) -> str:
         if sources is None:
             return found.place.partition("[")[0].partition(":")[0]
-        (named,) = sources.read(found.index, found.index + 1)
+        (named,) = sources.read(found.record, found.record + 1)
         return named.text or "(none)"
 
     sums: list[NDArray[np.float64]] = []

@@ -1,6 +1,5 @@
 """Bits per byte: how well a model predicts a text, whatever its vocabulary is."""
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +11,10 @@ from transformers import PreTrainedModel
 
 from vocagnolm.alignment import TokenSpans
 from vocagnolm.alignment.tokenizer import warn_of_missing_beginning
+from vocagnolm.base.statistics import bits
 from vocagnolm.chat import ChatTokenizer, template_of
 from vocagnolm.data.corpus import Corpus, Document, LeftOut, left_out_of, open_corpus
-from vocagnolm.data.sources import Split
+from vocagnolm.data.sources import LONGEST_TEXT, Split
 from vocagnolm.errors import CorpusError, EvaluationError, TemplateError, TilingError
 from vocagnolm.model import ModelFiles, NllModel
 from vocagnolm.model.served import SERVER_REQUEST_TOKENS, ServedModel
@@ -105,7 +105,7 @@ def bits_per_byte(
             if corpus.conversations:  # a template's own tokens hold no text
                 known &= sizes > 0
             lost_nats, read = float(nll[known].sum(dtype=np.float64)), int(sizes[known].sum())
-            by_document[index] = lost_nats / math.log(2), read
+            by_document[index] = bits(lost_nats), read
             nats += lost_nats
             scored_bytes += read
         waiting.clear()
@@ -138,7 +138,7 @@ def bits_per_byte(
             f"({len(lost)} documents could not be read or tokenised)."
         )
     return BitsPerByte(
-        nats / math.log(2),
+        bits(nats),
         scored_bytes,
         documents,
         left_out_of(lost),
@@ -161,7 +161,12 @@ def _counting(spans: TokenSpans, document: Document, parts: Corpus | None) -> np
     """Which tokens count [N]."""
     if parts is None:
         return np.ones(len(spans), bool)
-    text, wanted = document.text or "", parts.field(document.index)
+    if document.parts > 1:
+        raise EvaluationError(
+            f"{document.place}: parts that count cannot be named in a text of more than "
+            f"{LONGEST_TEXT:,} bytes, which is split into documents."
+        )
+    text, wanted = document.text or "", parts.field(document.record)
     try:
         ranges = [(int(start), int(stop)) for start, stop in wanted]
     except (TypeError, ValueError):

@@ -25,9 +25,9 @@ from vocagnolm.chat import (
     trained_ranges,
 )
 from vocagnolm.chat.messages import Format, format_of
-from vocagnolm.data.corpus import Corpus, document_hash, open_corpus
+from vocagnolm.data.corpus import Corpus, document_hash, open_corpus, split_text
 from vocagnolm.data.guidance import GuidancePlan, TargetsPlan, target_table
-from vocagnolm.data.identity import separator_ids
+from vocagnolm.data.materials import separator_ids
 from vocagnolm.data.packing import Batch, pack_documents
 from vocagnolm.errors import (
     CorpusError,
@@ -225,13 +225,23 @@ class _Known:
         """The teacher's losses on each text; None where it has none."""
         if self.store is None:
             return self._read_now(texts)
-        rows = [self.store.find(document_hash(text)) for text in texts]
-        return [None if at is None else self._stored(self.store, at) for at in rows]
+        return [self._stored(self.store, text) for text in texts]
 
     @staticmethod
-    def _stored(store: LossStore, at: int) -> "_Losses":
-        alternatives = store.kept_alternatives
-        return _Losses(*store[at], None if alternatives is None else store.alternatives(at).packed)
+    def _stored(store: LossStore, text: str) -> "_Losses | None":
+        """What a store has of a text, or of the documents that a long text was split into."""
+        rows = [store.find(document_hash(text))]
+        if rows[0] is None and len(pieces := split_text(text)) > 1:
+            rows = [store.find(document_hash(piece)) for piece in pieces]
+        known = [at for at in rows if at is not None]
+        if len(known) < len(rows):
+            return None
+        held = [store[at] for at in known]
+        token_bytes, nll = (np.concatenate(columns) for columns in zip(*held, strict=True))
+        alternatives = None
+        if store.kept_alternatives is not None:
+            alternatives = np.concatenate([store.alternatives(at).packed for at in known])
+        return _Losses(token_bytes, nll, alternatives)
 
     def _read_now(self, texts: Sequence[str]) -> list["_Losses | None"]:
         outcomes = self.teacher.tokenize(texts)

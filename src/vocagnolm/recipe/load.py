@@ -3,12 +3,13 @@ that come with the package, by name: `laptop`, `paper/cpt`, ..."""
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vocagnolm.base.files import local_path, require_nameable
+from vocagnolm.base.files import differences, local_path, require_nameable
 from vocagnolm.errors import RecipeError
 from vocagnolm.recipe import sections
 from vocagnolm.recipe.methods import Method
@@ -18,6 +19,7 @@ from vocagnolm.recipe.schema import (
     Tree,
     apply_override,
     build,
+    fields_of,
     merge,
     parse_yaml,
     read_tree,
@@ -33,6 +35,8 @@ class Recipe(Schema):
     teacher: sections.TeacherSection = field(default_factory=sections.TeacherSection)
     corpus: sections.CorpusSection = field(default_factory=sections.CorpusSection)
     store: sections.StoreSection = field(default_factory=sections.StoreSection)
+    corpora: dict[str, sections.NamedCorpusSection] = field(default_factory=dict)
+    """Several corpora instead of `corpus` and `store`, by their names."""
     data: sections.DataSection = field(default_factory=sections.DataSection)
     objective: sections.ObjectiveSection = field(default_factory=sections.ObjectiveSection)
     optimizer: sections.OptimizerSection = field(default_factory=sections.OptimizerSection)
@@ -87,12 +91,70 @@ class Recipe(Schema):
 
     @property
     def stores(self) -> list[str]:
-        """The loss stores: none, one or several."""
+        """The loss stores, of all corpora: none, one or several."""
+        if self.corpora:
+            return [path for recipe in self.by_corpus().values() for path in recipe.stores]
         path = self.store.path
         return [] if path is None else [path] if isinstance(path, str) else path
 
+    @property
+    def shares(self) -> dict[str, Fraction]:
+        """The exact shares of several corpora, which add up to 1. They are in the order of the
+        names, so that a run does not depend on the order in which a recipe lists its corpora."""
+        given = {name: Fraction(str(float(corpus.share))) for name, corpus in self.corpora.items()}
+        return {name: given[name] / sum(given.values()) for name in sorted(given)}
+
+    def by_corpus(self) -> dict[str, "Recipe"]:
+        """For each of several corpora the recipe that prepares and reads its blocks, by name; a
+        recipe with one `corpus` is its own, under an empty name. A corpus without a store is
+        trained plainly beside others that have one."""
+        if not self.corpora:
+            return {"": self}
+        return {name: self._alone(self.corpora[name], name) for name in sorted(self.corpora)}
+
+    def _alone(self, corpus: sections.NamedCorpusSection, name: str) -> "Recipe":
+        keys = fields_of(sections.CorpusSection)
+        plain = corpus.store.path is None
+        blocks = self.data.blocks
+        return replace(
+            self,
+            corpora={},
+            corpus=sections.CorpusSection(**{key: getattr(corpus, key) for key in keys}),
+            store=corpus.store,
+            data=replace(self.data, blocks=blocks and f"{blocks.rstrip('/')}/{name}"),
+            objective=sections.ObjectiveSection(method="cpt") if plain else self.objective,
+        )
+
+    def corpora_problems(self) -> list[str]:
+        """What several corpora cannot do together."""
+        problems = []
+        without = [name for name, corpus in self.corpora.items() if corpus.store.path is None]
+        if self.corpora and self.needs_online_teacher:
+            problems.append(
+                "corpora: an online teacher reads one corpus. Score the corpora into stores, or "
+                "give `corpus`."
+            )
+        elif self.needs_guidance and len(without) == len(self.corpora) > 0:
+            problems.append(
+                f"objective.method {self.objective.method} needs the store of at least one of the "
+                "corpora: set corpora.NAME.store.path (see `vocagnolm score`)."
+            )
+        elif self.needs_guidance and without and self.objective.unmapped != "include":
+            problems.append(
+                f"objective.unmapped is {self.objective.unmapped}, and no token of corpora."
+                f"{without[0]} has guidance, since it has no store. Set objective.unmapped: "
+                "include to train on it plainly, or give it a store."
+            )
+        return problems
+
     def store_problems(self) -> list[str]:
-        """Contradictions in the settings of the stores."""
+        """Contradictions in the settings of corpora and stores."""
+        if self.corpora:
+            return self.corpora_problems() + [
+                f"corpora.{name}: {problem}"
+                for name, recipe in self.by_corpus().items()
+                for problem in recipe.store_problems()
+            ]
         stores, problems = self.stores, []
         if len(stores) < 2 and self.store.combine is not None:
             problems.append(
@@ -129,7 +191,10 @@ class Recipe(Schema):
         return problems
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        return asdict(self)
+        tree = asdict(self)
+        if not self.corpora:  # written only where they are used
+            del tree["corpora"]
+        return tree
 
     def to_yaml(self) -> str:
         import yaml
@@ -157,6 +222,7 @@ def recipe_from_dict(tree: Mapping[str, Any], origin: str = "recipe") -> Recipe:
     # a section without keys is read as null
     sections = {name: {} if content is None else content for name, content in tree.items()}
     recipe = build(Recipe, sections, origin, RecipeError)
+    _require_corpora(recipe, origin)
     for store in recipe.stores:
         require_storage(store, hub=True)
     if recipe.data.blocks is not None:
@@ -167,15 +233,39 @@ def recipe_from_dict(tree: Mapping[str, Any], origin: str = "recipe") -> Recipe:
     return recipe
 
 
+def _require_corpora(recipe: Recipe, origin: str) -> None:
+    """Refuse several corpora beside one, and names that no folder has."""
+    if not recipe.corpora:
+        return
+    empty = {"corpus": sections.CorpusSection(), "store": sections.StoreSection()}
+    if both := [name for name, section in empty.items() if getattr(recipe, name) != section]:
+        raise RecipeError(
+            f"{origin}: corpora and {both[0]} are both given. Each of the corpora has files and "
+            f"store of its own: move {' and '.join(both)} into corpora, or remove corpora "
+            f"({both[0]}: {{}} empties what a recipe extends)."
+        )
+    for name in recipe.corpora:
+        if not isinstance(name, str) or not _CORPUS_NAME.fullmatch(name):
+            raise RecipeError(
+                f"{origin}: corpora: {name!r:.60} cannot be the name of a corpus, which also names "
+                "a folder. Use letters, digits, '-' and '_'."
+            )
+
+
 def recipe_difference(old: Recipe, new: Recipe, ignore: frozenset[str] = frozenset()) -> list[str]:
     """`section.key: old -> new` for every key that differs and is not ignored."""
     lines = []
-    new_tree = new.to_dict()
-    for section, content in old.to_dict().items():
+    old_tree, new_tree = old.to_dict(), new.to_dict()
+    for section, content in old_tree.items():
+        if section == "corpora":
+            continue
         for name, value in content.items():
             path, other = f"{section}.{name}", new_tree[section][name]
             if value != other and path not in ignore:
                 lines.append(f"{path}: {value!r} -> {other!r}")
+    old_corpora, new_corpora = old_tree.get("corpora", {}), new_tree.get("corpora", {})
+    different = differences(old_corpora, new_corpora, "corpora")
+    lines += [f"{path}: {before!r} -> {now!r}" for path, before, now in different]
     return lines
 
 
@@ -185,6 +275,7 @@ def recipe_difference(old: Recipe, new: Recipe, ignore: frozenset[str] = frozens
 FOLDER = Path(__file__).parent / "recipes"
 BEST = "guided-qwen2.5-math-instruct"
 """The run of the paper that paper.yaml shows, every key explained."""
+_CORPUS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 _LINE = re.compile(r"  (?P<name>\w+): (?P<value>.*?)(?P<comment>\s+#.*)?$")
 
 

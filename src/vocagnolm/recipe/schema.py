@@ -33,6 +33,7 @@ from vocagnolm.errors import SettingError, UsageError
 Tree = dict[str, Any]
 YAML_SUFFIXES = (".yaml", ".yml")
 MOST = sys.float_info.max
+REQUIRED = dataclasses.MISSING
 
 
 # ---- fields ----
@@ -86,10 +87,13 @@ def key(
     metavar: str | None = None,
     **limits: Any,
 ) -> Any:
-    """A field with its help text and its limits, see `Limits`. `unset` says what None stands for;
-    `option` and `metavar` are how the command line writes it, where not by the field's name."""
+    """A field with its help text and its limits, see `Limits`. A `default` of `REQUIRED` means that
+    there is none, and a class stands for what it makes. `unset` says what None stands for; `option`
+    and `metavar` are how the command line writes it, where not by the field's name."""
     about = {"help": help_text, "unset": unset, "option": option, "metavar": metavar}
     metadata = {**about, "limits": Limits(**limits) if limits else None}
+    if isinstance(default, type):
+        return dataclasses.field(default_factory=default, metadata=metadata)
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -315,11 +319,22 @@ def read_tree(
 
 
 def parse_yaml(text: str) -> Any:
-    """ValueError for whatever is wrong with it."""
+    """The content of a YAML text; ValueError for whatever is wrong with it, a key that is given
+    twice included, of which YAML itself would keep the last without a word."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                line = node.start_mark.line + 1
+                raise ValueError(
+                    f"the key '{twice[0]}' is given twice in the mapping of line {line}"
+                )
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     except RecursionError:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from vocagnolm.errors import SettingError
 from vocagnolm.recipe.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
-from vocagnolm.recipe.schema import Limits, OneOf, Schema, key
+from vocagnolm.recipe.schema import REQUIRED, Limits, OneOf, Schema, key
 
 Attention = Literal[
     "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
@@ -140,6 +140,23 @@ class StoreSection(Schema):
     )
     weights: list[float] | None = key(
         "distill with several stores: the weight of each teacher's targets; null: equal weights"
+    )
+
+
+class NamedCorpusSection(CorpusSection):
+    """One of several corpora, by its name: `corpora: {web: {...}, answers: {...}}`. It has the keys
+    of `corpus`, and these."""
+
+    share: float = key(
+        "how much of the run this corpus is, by blocks, in relation to the shares of the others: "
+        "0.7 and 0.3 say the same as 7 and 3",
+        REQUIRED,
+        gt=0,
+    )
+    store: StoreSection = key(
+        "the teacher's losses on this corpus, with the keys of `store`; omit it to train on the "
+        "corpus plainly",
+        StoreSection,
     )
 
 

@@ -19,7 +19,7 @@ from vocagnolm.alternatives import Alternatives
 from vocagnolm.base.files import json_digest, local_path, parse_json, write_text
 from vocagnolm.data.corpus import Corpus, Document, document_hash, open_corpus
 from vocagnolm.data.guidance import common_alternatives, target_table, tiling
-from vocagnolm.data.identity import recipe_corpus, student_chat
+from vocagnolm.data.materials import recipe_corpus, student_chat
 from vocagnolm.data.teachers import Lookup
 from vocagnolm.errors import CorpusError, TemplateError, VocagnolmError
 from vocagnolm.evaluate.results import BITS, Evaluation, RunFolder, Score, in_order
@@ -452,6 +452,10 @@ def compute_sample(
 
 
 def _require_losses(folder: Path, recipe: Recipe) -> None:
+    if recipe.corpora:
+        raise SampleError(
+            f"{folder} was trained on several corpora: a sample shows the documents of one"
+        )
     if recipe.objective.entropy_keep is not None:
         raise SampleError(
             f"{folder} selects by the reference model's entropy too (objective.entropy_keep), "
@@ -570,7 +574,7 @@ def _sources(recipe: Recipe, field: str, read: Sequence[_Read]) -> list[str]:
         corpus = open_corpus(recipe.corpus.files, text_field=field, format="text")
     except CorpusError as error:
         raise SampleError(f"--source-field {field}: {error}") from None
-    found = [corpus.field(one.document.index) for one in read]
+    found = [corpus.field(one.document.record) for one in read]
     return ["" if one is None else str(one) for one in found]
 
 

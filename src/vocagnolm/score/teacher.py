@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vocagnolm.alignment import TextTokenizer, TokenSpans, token_texts
-from vocagnolm.alignment.spans import PIECES, batches
+from vocagnolm.alignment.spans import batches
 from vocagnolm.alternatives import MOST_IDS, NOTHING, AlternativesSpec, Vocabulary
 from vocagnolm.base.ranks import world_size
 from vocagnolm.chat import ChatTokenizer, template_of
@@ -212,27 +212,10 @@ class LocalTeacher:
                 for one in self._tokenizer.outcomes(texts)
             ]
         try:
-            if len(texts) == 1 and (long := self._in_slices(texts[0])) is not None:
-                return [long]
             spans: list[TokenSpans | str] = list(self._tokenizer.spans_batch(texts))
         except TilingError:  # one of them: find out which
             spans = [self._spans_or_reason(text) for text in texts]
         return [entry if isinstance(entry, str) else _tokenized(entry) for entry in spans]
-
-    def _in_slices(self, text: str) -> TokenizedDocument | None:
-        """A long text, of which only a slice has spans at a time; None for other texts, and where
-        it must be read whole."""
-        if (cuts := self._tokenizer.cuts(text)) is None:
-            return None
-        edges, ids, token_bytes = [0, *cuts, len(text)], [], []
-        for start in range(0, len(edges) - 1, PIECES):
-            tokens = self._tokenizer.between(text, edges[start : start + PIECES + 1])
-            one = None if tokens is None else _tokenized(tokens)
-            if not isinstance(one, TokenizedDocument):
-                return None
-            ids.append(one.ids)
-            token_bytes.append(one.token_bytes.astype(np.int32))
-        return TokenizedDocument(np.concatenate(ids), np.concatenate(token_bytes))
 
     def nll(
         self, documents: Sequence[TokenizedDocument], on_tokens: Callable[[int], None] | None = None

@@ -1,6 +1,5 @@
 """What a store says of its documents: ranks by bits per byte or by difference. No model."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vocagnolm.base.statistics import bits_per_byte
 from vocagnolm.errors import StoreError
 from vocagnolm.store.format import hash_keys
 from vocagnolm.store.reader import LossStore
@@ -44,8 +44,7 @@ def document_bits(store: LossStore) -> DocumentBits:
         known = np.isfinite(nll)
         nats = _sums(np.where(known, nll, 0.0), ends)
         covered = _sums(np.where(known, width, 0), ends)
-        bits = np.full(len(ends), np.nan)
-        np.divide(nats / math.log(2), covered, out=bits, where=covered > 0)
+        bits = bits_per_byte(nats, covered)
         index = columns["document_index"].astype(np.int64)
         parts.append((index, columns["document_hash"], _sums(width, ends).astype(np.int64), bits))
     return DocumentBits(*(np.concatenate(column) for column in zip(*parts, strict=True)))

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ import numpy as np
 
 from vocagnolm.alternatives import Alternatives, AlternativesSpec, Vocabulary, renumbered
 from vocagnolm.base.files import json_digest
+from vocagnolm.base.statistics import bits_per_byte
 from vocagnolm.errors import StoreError
 from vocagnolm.storage import Folder, Storage, storage_of
 from vocagnolm.storage.copies import Wanted, cache_folder, copy_files
@@ -52,6 +52,13 @@ from vocagnolm.store.format import (
 SCORE_WITH_ALTERNATIVES = (
     "Score the corpus again into another folder: vocagnolm score ... --alternatives 4"
 )
+
+
+def _bits_per_byte(totals: Mapping[str, Any]) -> float | None:
+    """Bits per byte from the totals of a manifest; None where nothing was scored."""
+    if not totals["scored_bytes"]:
+        return None
+    return float(bits_per_byte(totals["nll_sum"], totals["scored_bytes"]))
 
 
 class LossStore:
@@ -91,10 +98,7 @@ class LossStore:
     @property
     def bits_per_byte(self) -> float | None:
         """The teacher's bits per byte over everything it scored."""
-        totals = self.manifest["totals"]
-        if not totals["scored_bytes"]:
-            return None
-        return float(totals["nll_sum"] / math.log(2) / totals["scored_bytes"])
+        return _bits_per_byte(self.manifest["totals"])
 
     def __repr__(self) -> str:
         tokens = self.manifest["totals"]["tokens"]
@@ -254,13 +258,13 @@ class LossStore:
         order = np.argsort(keys, kind="stable")
         return keys[order], order
 
-    def columns(self, index: int, tokens: slice = slice(None)) -> dict[str, np.ndarray]:
-        """A document's `token_bytes`, `nll` and, where the store has them, `alternatives`, of all
-        its tokens or some. They are as the shard holds them: mapped, and read when used."""
+    def columns(self, index: int) -> dict[str, np.ndarray]:
+        """A document's `token_bytes`, `nll` and, where the store has them, `alternatives`. They are
+        as the shard holds them: mapped, and read when used."""
         shard, ends, inside = self._locate(index)
         own = slice(int(ends[inside - 1]) if inside else 0, int(ends[inside]))
         names = ("token_bytes", "nll", "alternatives")
-        columns = {n: shard.columns[n][own][tokens] for n in names if n in shard.columns}
+        columns = {n: shard.columns[n][own] for n in names if n in shard.columns}
         return self._renumbered(shard.about["shard"], shard, columns)
 
     def _renumbered(
@@ -434,7 +438,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
     documents = filter(DOCUMENT_FILE.fullmatch, found)
     file_bytes = sum(found.get(name, 0) for name in (*names, VOCABULARY_FILE, *documents))
     identity = manifest["identity"]
-    scored, scored_bytes = totals["scored_tokens"], totals["scored_bytes"]
+    scored = totals["scored_tokens"]
     return {
         "path": str(path),
         "complete": complete,
@@ -446,7 +450,7 @@ def inspect_store(path: str | Path) -> dict[str, Any]:
         "bytes": totals["bytes"],
         "scored_tokens": scored,
         "mean_nll": totals["nll_sum"] / scored if scored else None,
-        "bits_per_byte": totals["nll_sum"] / math.log(2) / scored_bytes if scored_bytes else None,
+        "bits_per_byte": _bits_per_byte(totals),
         "skipped": totals["skipped"],
         "skipped_reasons": reasons,
         "skipped_documents": skipped[:MOST_SKIPPED_SHOWN],

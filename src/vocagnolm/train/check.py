@@ -22,19 +22,17 @@ from vocagnolm.base.files import address_of, model_damage
 from vocagnolm.chat import ChatTokenizer, survey
 from vocagnolm.data.blocks import MANIFEST, cut_parts, read_manifest
 from vocagnolm.data.corpus import Corpus, document_hash
+from vocagnolm.data.differences import differing_inputs
+from vocagnolm.data.fingerprints import block_settings
 from vocagnolm.data.guidance import common_alternatives
-from vocagnolm.data.identity import (
-    block_settings,
-    blocks_storage,
-    differing_inputs,
+from vocagnolm.data.materials import (
+    Materials,
     opened_count,
-    recipe_corpus,
     separator_ids,
-    student_chat,
-    student_tokenizer,
     teacher_chat,
     teacher_tokenizer,
 )
+from vocagnolm.data.mixture import mixed_fingerprint
 from vocagnolm.data.teachers import best_shares
 from vocagnolm.errors import TrainingError, VocagnolmError, first_line
 from vocagnolm.recipe import Recipe
@@ -48,6 +46,7 @@ from vocagnolm.train.settings import (
     Schedule,
     check_arguments,
     check_batch,
+    corpora_read,
     objective_config,
     plan_schedule,
     slow_arithmetic,
@@ -56,7 +55,7 @@ from vocagnolm.train.settings import (
 from vocagnolm.train.strength import best_store, measure_strength, teacher_warning
 
 if TYPE_CHECKING:
-    pass
+    from transformers import PreTrainedModel
 
 # Beyond this a corpus is not read through by a mere check.
 LARGEST_CORPUS_READ_BYTES = 2 * 10**9
@@ -99,7 +98,7 @@ def check(
     """Validate a recipe against what is on this machine. `measure`: also load the student, if it
     has weights, and compare it with the teacher on a few documents; `on_weights` is called right
     before that."""
-    checked = _Check(recipe, processes)
+    checked = (_CheckCorpora if recipe.corpora else _Check)(Materials(recipe), processes)
     looks = [
         *(checked.find_corpus, checked.find_tokenizer, checked.find_student, checked.find_stores),
         *(checked.look_at_teacher, checked.look_at_conversations, checked.find_blocks),
@@ -123,12 +122,15 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
         problems.append("student: give either `model` or `config`.")
     if recipe.student_tokenizer is None:
         problems.append("student.tokenizer is needed when the student is made from a config.")
-    for name in ("corpus.files", "data.blocks", "run.folder"):
+    for name in ("data.blocks", "run.folder"):
         if not attrgetter(name)(recipe):
             problems.append(f"{name} is not set.")
+    for name, part in recipe.by_corpus().items():
+        if not part.corpus.files:
+            problems.append(f"{f'corpora.{name}' if name else 'corpus'}.files is not set.")
     if recipe.needs_online_teacher and recipe.teacher.model is None:
         problems.append(f"objective.method {objective.method} needs teacher.model, online.")
-    if recipe.needs_guidance and not recipe.teacher.online and not recipe.stores:
+    if recipe.needs_guidance and not (recipe.teacher.online or recipe.stores or recipe.corpora):
         problems.append(
             f"objective.method {objective.method} needs store.path (see `vocagnolm score`) or "
             "teacher.online: true."
@@ -166,20 +168,30 @@ class _Check:
     follow; it is None where something is wrong, or where there is nothing to find."""
 
     corpus: Corpus | None = None
+    corpus_bytes: int = 0
+    """The size of the corpus's files that are on this machine."""
     tokenizer: TextTokenizer | None = None
     parameters: int | None = None
     store: LossStore | None = None
     """The store with the best teacher, if there are several."""
-    manifest: dict[str, Any] | None = None
-    """The manifest of prepared blocks."""
     blocks: int | None = None
+    block_tokens: int = 0
+    """Tokens of the blocks."""
+    fingerprint: str | None = None
+    """The fingerprint of prepared blocks."""
     schedule: Schedule | None = None
 
-    def __init__(self, recipe: Recipe, processes: int):
-        self.recipe, self.processes = recipe, processes
+    def __init__(self, materials: Materials, processes: int):
+        self.materials, self.processes = materials, processes
+        self.recipe = recipe = materials.recipe
         self.report = CheckReport(problems=static_problems(recipe, processes))
         self.plan, self.warn = self.report.plan, self.report.warn
         self.folder = Path(recipe.run.folder) if recipe.run.folder else None
+
+    @property
+    def conversations(self) -> bool:
+        """Whether some of what is trained on are conversations."""
+        return isinstance(self.tokenizer, ChatTokenizer)
 
     def find_corpus(self) -> None:
         names = self.recipe.corpus.files
@@ -189,18 +201,20 @@ class _Check:
         paths = [p for path in local for p in ([path] if path.is_file() else path.rglob("*"))]
         size = sum(path.stat().st_size for path in paths)
         facts = self.plan["corpus"] = {"files": names, "bytes_on_disk": size}
+        self.corpus_bytes = size
         if any(address_of(name) for name in names):
             facts["read"] = "at an address: not copied for a check"
         elif size > LARGEST_CORPUS_READ_BYTES:
             facts["read"] = "too large to read through in a check"
         else:
-            self.corpus = recipe_corpus(self.recipe)
+            self.corpus = self.materials.corpus
             facts["documents"] = len(self.corpus)
+            if self.corpus.split_texts:
+                facts["split_texts"] = self.corpus.split_texts
 
     def find_tokenizer(self) -> None:
-        tokenizer = student_tokenizer(self.recipe)
-        if self.corpus is not None and self.corpus.conversations:
-            tokenizer = student_chat(self.recipe, tokenizer)
+        talks = self.corpus is not None and self.corpus.conversations
+        tokenizer = self.materials.reader(talks)
         prefix, eos = separator_ids(tokenizer, self.recipe.data.bos, self.recipe.data.eos)
         self.plan["student_tokenizer"] = {
             "name": tokenizer.name,
@@ -244,7 +258,7 @@ class _Check:
         recipe = self.recipe
         if not recipe.stores:
             return
-        stores = [LossStore.open(path) for path in recipe.stores]
+        stores = self.materials.stores
         facts: list[dict[str, Any]] = [
             {
                 "path": str(store.path),
@@ -355,15 +369,15 @@ class _Check:
         recipe = self.recipe
         if recipe.data.blocks is None or self.tokenizer is None:
             return
-        folder = blocks_storage(recipe)
+        folder = self.materials.storage
         if not folder.has(MANIFEST):
             self.plan["blocks"] = {"prepared": False, "next": "vocagnolm prepare RECIPE"}
             return
         manifest = read_manifest(folder)
         if manifest["settings"].get("conversations") and self.corpus is None:
-            self.tokenizer = student_chat(recipe, self.tokenizer)
-        wanted = block_settings(recipe, self.tokenizer, self.corpus)
-        for line in differing_inputs(manifest, recipe, wanted, self.corpus):
+            self.tokenizer = self.materials.chat
+        wanted = block_settings(self.materials, self.tokenizer, self.corpus)
+        for line in differing_inputs(manifest, self.materials, wanted, self.corpus):
             self.report.problem(f"{folder} does not belong to this recipe: {line}")
         summary, guided = manifest["summary"], manifest["settings"]["guidance"]
         self.blocks, bins = opened_count(recipe, manifest)
@@ -386,10 +400,10 @@ class _Check:
             )
         for line in cut_parts(manifest, folder.files()):
             self.report.problem(f"{folder}: {line}. Run `vocagnolm prepare` again to rebuild it.")
-        self.manifest = manifest
+        self.block_tokens, self.fingerprint = manifest["tokens"], manifest["fingerprint"]
 
     def plan_steps(self) -> None:
-        recipe, blocks, prepared = self.recipe, self.blocks, self.manifest is not None
+        recipe, blocks, prepared = self.recipe, self.blocks, self.fingerprint is not None
         train, run, warmup = recipe.train, recipe.run, recipe.optimizer.warmup_steps
         if not prepared or blocks is None:
             if train.tokens is None:
@@ -455,8 +469,8 @@ class _Check:
             token_bytes += len(recipe.stores) * count * (id_bytes + 2)
         planned = 0 if self.schedule is None else self.schedule.tokens
         # more epochs make no more blocks; a token takes about a byte of a compressed file, or more
-        planned = min(planned, self.plan.get("corpus", {}).get("bytes_on_disk") or planned)
-        tokens = planned if self.manifest is None else self.manifest["tokens"]
+        planned = min(planned, self.corpus_bytes or planned)
+        tokens = planned if self.fingerprint is None else self.block_tokens
         folder = self.folder.absolute()
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(existing).free
@@ -476,8 +490,7 @@ class _Check:
         if self.folder is None:
             return
         about = read_run(self.folder)
-        blocks = None if self.manifest is None else self.manifest["fingerprint"]
-        refuse_other_run(self.folder, self.recipe, about, blocks)
+        refuse_other_run(self.folder, self.recipe, about, self.fingerprint)
         if not about:
             return
         from vocagnolm.train.checkpoint import newest_complete
@@ -494,9 +507,9 @@ class _Check:
     def look_at_weights(self, on_weights: Callable[[], None] | None) -> None:
         """Load the student's weights, if everything else is well, and test what only they can
         tell."""
-        recipe, tokenizer = self.recipe, self.tokenizer
+        recipe = self.recipe
         has_weights = recipe.student.model is not None
-        apart = recipe.data.document_mask or isinstance(tokenizer, ChatTokenizer)
+        apart = recipe.data.document_mask or self.conversations
         if not self.report.ready or not (has_weights or apart):
             return  # random weights of a known kind need no look
         from vocagnolm.train.student import build_student, require_separation, understood_head
@@ -507,7 +520,13 @@ class _Check:
         understood_head(student)
         if apart:
             require_separation(student, "The student")
-        if not has_weights or not recipe.needs_guidance or recipe.student.bits_per_byte is not None:
+        if has_weights:
+            self.measure_strength(student)
+
+    def measure_strength(self, student: "PreTrainedModel") -> None:
+        """Compare the student with the teacher on a few documents."""
+        recipe, tokenizer = self.recipe, self.tokenizer
+        if not recipe.needs_guidance or recipe.student.bits_per_byte is not None:
             return
         if tokenizer is None or self.store is None or self.corpus is None:
             return
@@ -519,6 +538,94 @@ class _Check:
                 "documents": strength.documents,
             }
             self.warn(teacher_warning(strength.teacher, strength.student))
+
+
+class _CheckCorpora(_Check):
+    """Looks at everything that a recipe with several corpora names. Each corpus is looked at as in
+    a run on it alone; what is wrong with it is said with its name."""
+
+    def __init__(self, materials: Materials, processes: int):
+        super().__init__(materials, processes)
+        self.parts: dict[str, _Check] = {}
+        for name, part in materials.by_corpus().items():
+            self.parts[name] = _Check(part, processes)
+            self.parts[name].report.problems.clear()  # they are this recipe's
+
+    def find_corpus(self) -> None:
+        self._each(lambda part: part.find_corpus())
+        self.corpus_bytes = sum(part.corpus_bytes for part in self.parts.values())
+
+    def find_stores(self) -> None:
+        self._each(lambda part: part.find_tokenizer())
+        self._each(lambda part: part.find_stores())
+
+    def look_at_conversations(self) -> None:
+        self._each(lambda part: part.look_at_conversations())
+
+    def find_blocks(self) -> None:
+        self._each(lambda part: part.find_blocks())
+        parts = self.parts.values()
+        if all(part.fingerprint is not None for part in parts):
+            self.blocks = sum(part.blocks or 0 for part in parts)
+            self.block_tokens = sum(part.block_tokens for part in parts)
+            fingerprints = {name: str(part.fingerprint) for name, part in self.parts.items()}
+            self.fingerprint = mixed_fingerprint(fingerprints)
+        self.plan["corpora"] = [self._facts(name) for name in self.parts]
+
+    def plan_steps(self) -> None:
+        super().plan_steps()
+        if self.schedule is None:
+            return
+        read = corpora_read(self.recipe, self.schedule)
+        for facts, part in zip(self.plan["corpora"], self.parts.values(), strict=True):
+            count = read[facts["name"]]
+            facts["tokens_read"] = count * self.schedule.block_size
+            facts["epochs"] = epochs = count / part.blocks if part.blocks else None
+            if epochs is not None and epochs > MANY_EPOCHS:
+                self.warn(
+                    f"the run reads corpora.{facts['name']} {epochs:,.0f} times: is its share "
+                    "meant so?"
+                )
+
+    def measure_strength(self, student: "PreTrainedModel") -> None:
+        self._each(lambda part: part.measure_strength(student))
+        for facts, part in zip(self.plan["corpora"], self.parts.values(), strict=True):
+            facts |= part.plan.get("strength", {})
+
+    @property
+    def conversations(self) -> bool:
+        return any(part.conversations for part in self.parts.values())
+
+    def _facts(self, name: str) -> dict[str, Any]:
+        """What is known of a corpus."""
+        part = self.parts[name]
+        corpus = part.plan.get("corpus", {})
+        stores = part.plan.get("stores") or [part.plan[n] for n in ("store",) if n in part.plan]
+        return {
+            "name": name,
+            "share": float(self.recipe.shares[name]),
+            "files": corpus.get("files"),
+            "documents": corpus.get("documents"),
+            "teacher": ", ".join(store["teacher"] for store in stores) or "none, trained plainly",
+            "prepared": part.fingerprint is not None,
+            "blocks": part.blocks,
+            "tokens": part.block_tokens or None,
+        }
+
+    def _each(self, look: Callable[[_Check], None]) -> None:
+        """Look at every corpus, and take over what is wrong with it."""
+        for name, part in self.parts.items():
+            part.report.problems.clear()
+            part.report.warnings.clear()
+            try:
+                look(part)
+            except VocagnolmError as error:
+                part.report.problem(str(error))
+            for line in part.report.problems:
+                self.report.problem(f"corpora.{name}: {line}")
+            for line in part.report.warnings:
+                if line not in self.report.warnings:  # of the tokenizer, which all of them share
+                    self.warn(f"corpora.{name}: {line}")
 
 
 def about_student(recipe: Recipe) -> dict[str, Any]:

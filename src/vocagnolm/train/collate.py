@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vocagnolm.errors import UsageError
 from vocagnolm.objective import COLUMNS, IGNORE_INDEX, Counts, Targets
 
 _FILLINGS: dict[str, float] = {
@@ -63,6 +64,7 @@ class GuidedCollator:
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         groups = [row if isinstance(row, list) else [row] for row in rows]
+        _require_columns([row for group in groups for row in group])
         if self.packing:
             groups = [[row for group in groups for row in group]]
         joined = [self._joined(group) for group in groups]
@@ -146,6 +148,19 @@ class GuidedCollator:
             view["teacher_position_ids"] = torch.from_numpy(positions_in_document(document_BU))
         view["teacher_follows"] = torch.from_numpy(follows_BU)
         return view
+
+
+def _require_columns(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse rows of which some have no guidance: it would be dropped, or filled with nothing."""
+    held = [{name for name in COLUMNS if row.get(name) is not None} for row in rows]
+    some = set().union(*held)
+    for number, columns in enumerate(held):
+        if columns != some:
+            raise UsageError(
+                f"Row {number} of a batch has no {min(some - columns)}, and others have. To mix "
+                "them, make its columns too: vocagnolm.guide(dataset, store, tokenizer, "
+                'missing="keep") leaves the guidance of unknown documents empty.'
+            )
 
 
 def padded(

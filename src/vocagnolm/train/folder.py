@@ -141,9 +141,15 @@ def has_begun(folder: Path) -> bool:
     return any(path.exists() for path in made)
 
 
-def begin_run(folder: Path, recipe: Recipe, schedule: "Schedule", blocks: str) -> None:
+def begin_run(
+    folder: Path,
+    recipe: Recipe,
+    schedule: "Schedule",
+    blocks: str,
+    corpora: dict[str, Any] | None = None,
+) -> None:
     """Write recipe.yaml and run.json of a new run. A run that continues keeps them, with a new
-    schedule if the number of processes has changed."""
+    schedule if the number of processes has changed. `corpora`: what it reads of each of several."""
     begun = has_begun(folder)
     if not begun or not (folder / "recipe.yaml").exists():
         write_text(folder / "recipe.yaml", recipe.to_yaml())
@@ -152,6 +158,7 @@ def begin_run(folder: Path, recipe: Recipe, schedule: "Schedule", blocks: str) -
             "finished": False,
             "schedule": asdict(schedule),
             "blocks": blocks,
+            **({} if corpora is None else {"corpora": corpora}),
             "versions": {
                 "vocagnolm": __version__,
                 "torch": version("torch"),
@@ -213,7 +220,7 @@ def model_card(
         "method": f"`{method}`: {recipe.method.label}",
         "student": f"`{base}`" + (" with LoRA, merged" if recipe.lora.rank else ""),
         "teacher": _teacher(recipe, store_teacher),
-        "corpus": ", ".join(f"`{name}`" for name in recipe.corpus.files) or "not stated",
+        "corpora" if recipe.corpora else "corpus": _corpora(recipe) or "not stated",
         "tokens": f"{schedule.tokens:,} in {schedule.steps:,} steps of "
         f"{schedule.tokens_per_step:,} (blocks of {schedule.block_size:,})",
         "epochs": f"{schedule.epochs:.3g}",
@@ -272,6 +279,18 @@ tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 ```yaml
 {yaml}```
 """
+
+
+def _corpora(recipe: Recipe) -> str:
+    """The files that a model was trained on, with the shares of several corpora."""
+    files = {
+        name: ", ".join(f"`{file}`" for file in part.corpus.files)
+        for name, part in recipe.by_corpus().items()
+    }
+    if not recipe.corpora:
+        return files[""]
+    shares = recipe.shares
+    return "; ".join(f"{name} {float(shares[name]):.1%} ({files[name]})" for name in files)
 
 
 def _teacher(recipe: Recipe, store_teacher: str | None) -> str:

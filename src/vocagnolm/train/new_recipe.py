@@ -9,7 +9,7 @@ import yaml
 
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.data.corpus import Corpus, open_corpus
-from vocagnolm.data.identity import student_chat, student_tokenizer
+from vocagnolm.data.materials import student_chat, student_tokenizer
 from vocagnolm.errors import StoreError
 from vocagnolm.recipe import Recipe, recipe_from_dict
 from vocagnolm.recipe.schema import parse_yaml

@@ -28,7 +28,6 @@ import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel, TrainingArguments
 
-from vocagnolm.alignment import TextTokenizer
 from vocagnolm.base.files import (
     address_of,
     as_write_error,
@@ -40,14 +39,10 @@ from vocagnolm.base.files import (
 )
 from vocagnolm.base.ranks import Ranks, world_size
 from vocagnolm.data.blocks import Blocks, TrainingOrder, damaged_parts
-from vocagnolm.data.identity import (
-    block_settings,
-    differing_inputs,
-    local_blocks,
-    recipe_corpus,
-    student_chat,
-    student_tokenizer,
-)
+from vocagnolm.data.differences import differing_inputs
+from vocagnolm.data.fingerprints import block_settings
+from vocagnolm.data.materials import Materials, local_blocks
+from vocagnolm.data.mixture import MixedBlocks, MixedOrder
 from vocagnolm.errors import (
     BlocksError,
     RecipeError,
@@ -59,7 +54,6 @@ from vocagnolm.errors import (
 )
 from vocagnolm.model.runtime import import_compiler_meanwhile, torch_threads
 from vocagnolm.recipe import Recipe
-from vocagnolm.store import LossStore
 from vocagnolm.train.checkpoint import Resumable, newest_complete
 from vocagnolm.train.collate import GuidedCollator
 from vocagnolm.train.folder import (
@@ -78,6 +72,7 @@ from vocagnolm.train.metrics import Clock, Console, MetricsFile, Report, RunRepo
 from vocagnolm.train.parallel import full_state_dict, sharding_group
 from vocagnolm.train.settings import (
     Schedule,
+    corpora_read,
     objective_config,
     plan_schedule,
     slow_arithmetic,
@@ -129,14 +124,15 @@ def train(
                 warnings.warn(f"{lost} It is made again now.", VocagnolmWarning, stacklevel=2)
         if recipe.train.compile:
             import_compiler_meanwhile()
-        tokenizer = student_tokenizer(recipe)
+        materials = Materials(recipe)
+        materials.tokenizer  # noqa: B018  (loaded before the threads begin)
         with ThreadPoolExecutor(1) as loader:  # loads the student while the blocks are read
             whole = recipe.train.parallel == "ddp"
             loading = loader.submit(build_student, recipe) if whole else None
-            blocks = open_blocks(recipe, tokenizer, verify=is_main())
+            blocks = open_corpora(materials, verify=is_main())
             clock.end("start")
         model = None if loading is None else loading.result()
-        refuse_other_run(folder, recipe, about, blocks.manifest["fingerprint"])
+        refuse_other_run(folder, recipe, about, blocks.fingerprint)
         requests = held.enter_context(listening())
         schedule = plan_schedule(recipe, len(blocks), world_size(), found_micro_batch(folder))
         arguments = training_arguments(recipe, schedule)
@@ -144,7 +140,7 @@ def train(
         transformers.utils.logging.set_verbosity(arguments.get_process_log_level())
         if not whole:
             held.enter_context(sharding_group(accelerator=uses_accelerator(recipe)))
-        run = Run(recipe, folder, blocks, tokenizer, arguments, clock)
+        run = Run(materials, folder, blocks, arguments, clock)
         # Beside a GPU the CPU does small things, such as pinning a batch, and waking its
         # threads takes longer than the work: 6 ms an operation were measured.
         held.enter_context(torch_threads(1 if arguments.device.type == "cuda" else None))
@@ -156,13 +152,15 @@ def train(
 class Run:
     """The parts of a run that stay the same from its first to its last step."""
 
-    recipe: Recipe
+    materials: Materials
     folder: Path
-    blocks: Blocks
-    tokenizer: TextTokenizer
-    """The student's."""
+    blocks: Blocks | MixedBlocks
     arguments: TrainingArguments
     clock: Clock
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.materials.recipe
 
 
 def _train(
@@ -181,9 +179,10 @@ def _train(
     metrics = MetricsFile(folder / "metrics.jsonl")
     resumed: Resumable = Ranks.of().decide(lambda: _where_to_resume(folder, console, restart))
     if is_main():
-        begin_run(folder, recipe, schedule, run.blocks.manifest["fingerprint"])
+        corpora = _facts_of_corpora(recipe, run.blocks, schedule)
+        begin_run(folder, recipe, schedule, run.blocks.fingerprint, corpora)
         metrics.resume_at(resumed.step)
-    setup = build_setup(recipe, run.blocks, schedule, run.arguments, run.tokenizer, model)
+    setup = build_setup(run.materials, run.blocks, schedule, run.arguments, model)
     run.clock.end("loading")
     if recipe.train.micro_batch == "auto" and known is None:
         schedule = _measured_schedule(run, setup, schedule, console)
@@ -240,7 +239,7 @@ def _report(
         from vocagnolm.train.trackers import Trackers
 
         texts = not objective_config(recipe).selects_all
-        opened = Trackers(recipe, arguments, run.tokenizer, step=step, texts=texts)
+        opened = Trackers(recipe, arguments, run.materials.tokenizer, step=step, texts=texts)
         trackers = held.enter_context(opened)
     share = flops_share(setup.student.model, schedule, arguments.device)
     return RunReport(metrics, console, run.clock, schedule, share, trackers)
@@ -289,23 +288,29 @@ def _where_to_resume(folder: Path, console: Console, restart: bool) -> Resumable
 def _warn_of_teacher(run: Run, student: GuidedStudent, console: Console) -> None:
     """Warn of a teacher that is not clearly better than the student: by the bits per byte that the
     recipe gives, or as measured here if corpus and store are on this machine."""
-    recipe = run.recipe
+    for name, materials in run.materials.by_corpus().items():
+        _warn_of_teacher_of(materials, student, console, name and f"{name}: ")
+
+
+def _warn_of_teacher_of(
+    materials: Materials, student: GuidedStudent, console: Console, named: str
+) -> None:
+    """The warning for one corpus, whose name is written before it."""
+    recipe = materials.recipe
     if not (recipe.needs_guidance and recipe.stores) or recipe.train.parallel != "ddp":
         return
     student_bits = recipe.student.bits_per_byte
     if student_bits is None and any(map(address_of, (*recipe.stores, *recipe.corpus.files))):
         return  # not copied here for the sake of a warning
     try:
-        stores = [LossStore.open(path) for path in recipe.stores]
-        corpus = recipe_corpus(recipe) if student_bits is None else None
+        stores = materials.stores
+        corpus = materials.corpus if student_bits is None else None
     except VocagnolmError:
         return  # they need not be on the machine that trains
     store = best_store(stores)
     teacher_bits = store.bits_per_byte
     if corpus is not None:
-        tokenizer = run.tokenizer
-        if corpus.conversations:
-            tokenizer = student_chat(recipe, tokenizer)
+        tokenizer = materials.reader(corpus.conversations)
         # its shapes are not those of training: nothing is compiled for them
         eager = torch.compiler.set_stance("force_eager") if recipe.train.compile else nullcontext()
         with eager:
@@ -313,20 +318,30 @@ def _warn_of_teacher(run: Run, student: GuidedStudent, console: Console) -> None
         if strength is None:
             return
         teacher_bits, student_bits = strength.teacher, strength.student
-        console.say(str(strength))
+        console.say(f"{named}{strength}")
     if warning := teacher_warning(teacher_bits, student_bits):
-        console.say(f"warning: {warning}")
+        console.say(f"warning: {named}{warning}")
 
 
 # ---- before the first step ----
 
 
-def open_blocks(
-    recipe: Recipe, tokenizer: TextTokenizer | None = None, *, verify: bool = False
-) -> Blocks:
-    """The recipe's blocks; refused where they were made for or from something else. `tokenizer`:
-    the student's, if it is loaded already. `verify`: read them through once, and look at the
-    files they were made from."""
+def open_corpora(materials: Materials, *, verify: bool = False) -> Blocks | MixedBlocks:
+    """The blocks of a run: those of its corpus, or of several corpora together. For `verify` see
+    `open_blocks`."""
+    recipe = materials.recipe
+    if not recipe.corpora:
+        return open_blocks(materials, verify=verify)
+    if problems := recipe.store_problems():
+        raise RecipeError("\n".join(problems))
+    parts = {name: open_blocks(part, verify=verify) for name, part in materials.by_corpus().items()}
+    return MixedBlocks(parts, document_mask=recipe.data.document_mask)
+
+
+def open_blocks(materials: Materials, *, verify: bool = False) -> Blocks:
+    """A recipe's blocks; refused where they were made for or from something else. `verify`: read
+    them through once, and look at the files they were made from."""
+    recipe = materials.recipe
     folder = local_blocks(recipe)
     stored = recipe.needs_guidance and not recipe.needs_online_teacher
     by_chunks = stored and recipe.method.unit == "chunk" and not recipe.needs_stretches
@@ -339,11 +354,8 @@ def open_blocks(
         teacher_sums=stored and recipe.objective.unmapped == "mean",
         targets=stored and recipe.needs_targets,
     )
-    tokenizer = tokenizer or student_tokenizer(recipe)
-    if blocks.conversations:
-        tokenizer = student_chat(recipe, tokenizer)
-    wanted = block_settings(recipe, tokenizer, None)
-    unmet = differing_inputs(blocks.manifest, recipe, wanted, None, look=verify)
+    wanted = block_settings(materials, materials.reader(blocks.conversations), None)
+    unmet = differing_inputs(blocks.manifest, materials, wanted, None, look=verify)
     if unmet:
         raise BlocksError(
             f"The blocks in {folder} do not belong to this recipe:\n  "
@@ -362,19 +374,43 @@ def open_blocks(
     return blocks
 
 
+def _facts_of_corpora(
+    recipe: Recipe, blocks: Blocks | MixedBlocks, schedule: Schedule
+) -> dict[str, Any] | None:
+    """What a run reads of each of several corpora, by name, for run.json; None for one corpus."""
+    if not isinstance(blocks, MixedBlocks):
+        return None
+    read = corpora_read(recipe, schedule)
+    return {
+        name: {
+            "share": float(recipe.shares[name]),
+            "blocks": len(part),
+            "blocks_read": read[name],
+            "epochs": read[name] / len(part),
+            "fingerprint": part.fingerprint,
+        }
+        for name, part in zip(blocks.names, blocks.parts, strict=True)
+    }
+
+
 def build_setup(
-    recipe: Recipe,
-    blocks: Blocks,
+    materials: Materials,
+    blocks: Blocks | MixedBlocks,
     schedule: Schedule,
     arguments: TrainingArguments,
-    tokenizer: TextTokenizer,
     model: PreTrainedModel | None = None,
 ) -> Setup:
     """Student, blocks in their order, collator and teacher of a recipe. `model`: the student, if it
     is loaded already."""
+    recipe, tokenizer = materials.recipe, materials.tokenizer
     adapted = adapt_student(recipe, arguments, tokenizer, model or build_student(recipe))
     documents = recipe.data.document_mask or blocks.conversations
-    order: Any = TrainingOrder(blocks, schedule.steps * schedule.batch_blocks, recipe.run.seed)
+    length, seed = schedule.steps * schedule.batch_blocks, recipe.run.seed
+    order: Any
+    if isinstance(blocks, MixedBlocks):
+        order = MixedOrder(blocks, recipe.shares, length, seed)
+    else:
+        order = TrainingOrder(blocks, length, seed)
     teacher = None
     if recipe.needs_online_teacher:
         teacher, order = online_teacher(recipe, order, tokenizer)
@@ -424,13 +460,12 @@ def save_result(run: Run, loop: TrainingLoop) -> None:
         save_tokenizer(recipe, target)
         template = None
         if blocks.conversations:
-            template = student_chat(recipe, run.tokenizer).template
+            template = run.materials.chat.template
             (target / "chat_template.jinja").write_text(template.source, encoding="utf-8")
-        teacher = blocks.manifest.get("teacher")
         # a model that is made again from the checkpoint of the last step makes no step
         written = read_metrics(folder / "metrics.jsonl")[-1:] or [{}]
         last = loop.last_record or written[0]
-        card = model_card(recipe, loop.schedule, teacher, last, template)
+        card = model_card(recipe, loop.schedule, blocks.teacher, last, template)
         (target / "README.md").write_text(card, encoding="utf-8")
     run.clock.end("finishing")
     note_in_run(

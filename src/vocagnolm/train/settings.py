@@ -11,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vocagnolm.data.mixture import Interleaving
 from vocagnolm.errors import RecipeError
 from vocagnolm.recipe import Recipe
 from vocagnolm.recipe.schema import fields_of
@@ -77,6 +78,13 @@ def plan_schedule(
         block_size=recipe.data.block_size,
         blocks=blocks,
     )
+
+
+def corpora_read(recipe: Recipe, schedule: Schedule) -> dict[str, int]:
+    """The number of blocks that a run reads of each of several corpora, by name."""
+    length = schedule.steps * schedule.batch_blocks
+    counts = Interleaving(recipe.shares, length).counts(length)
+    return dict(zip(recipe.shares, counts, strict=True))
 
 
 def check_batch(recipe: Recipe, world_size: int, measured: int | None = None) -> int:

@@ -1,6 +1,5 @@
 """Is the teacher better than the student? Bits per byte of both on documents of the store."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -8,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vocagnolm.alignment import TextTokenizer
+from vocagnolm.base.statistics import bits_per_byte
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.data.corpus import Corpus, document_hash
+from vocagnolm.data.guidance import TeacherLosses, nats_and_bytes
 from vocagnolm.store import LossStore
 
 if TYPE_CHECKING:
@@ -127,12 +128,8 @@ def _sample(
     return rows, texts
 
 
-def _bits(documents: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    """Bits per byte of documents, given (bytes of each token, nll of each token), over the tokens
-    that have a loss."""
-    nats = covered = 0.0
-    for token_bytes, nll in documents:
-        known = np.isfinite(nll)
-        nats += float(nll[known].sum(dtype=np.float64))
-        covered += float(np.asarray(token_bytes)[known].sum())
-    return nats / math.log(2) / max(covered, 1.0)
+def _bits(documents: Sequence[TeacherLosses]) -> float:
+    """Bits per byte of documents, given the bytes and the nll of each one's tokens, over the tokens
+    that have a loss; 0 where none has."""
+    nats, covered = np.sum([nats_and_bytes(*document) for document in documents], axis=0)
+    return float(bits_per_byte(nats, covered)) if covered else 0.0

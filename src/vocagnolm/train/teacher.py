@@ -39,7 +39,7 @@ from vocagnolm.data.guidance import (
     target_table,
     unbroken,
 )
-from vocagnolm.data.identity import student_chat, teacher_chat, teacher_tokenizer
+from vocagnolm.data.materials import student_chat, teacher_chat, teacher_tokenizer
 from vocagnolm.errors import TrainingError
 from vocagnolm.model import open_model
 from vocagnolm.model.nll import AlternativeChoice, losses_through_logits, token_scores
