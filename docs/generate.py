@@ -106,7 +106,7 @@ def recipes() -> str:
             written = json.dumps(value) if value is None or isinstance(value, bool) else value
             unset = field.metadata["unset"]
             meaning = field.metadata["help"] + (f"; null: {unset}" if unset else "")
-            about = f"{describe(types[field.name])} | {meaning}"
+            about = f"{describe(types[field.name])} | {_cell(meaning)}"
             lines.append(f"| `{field.name}` | `{written}` | {about} |")
     before, _, rest = RECIPES.read_text(encoding="utf-8").partition(BEGIN)
     return before + "\n".join([*lines, "", END]) + rest.partition(END)[2]
