@@ -57,7 +57,9 @@ def with_lost_nodes(gpu_hours: float, away_hours: float | None) -> tuple[float, 
 def main() -> None:
     teacher_tokens = STUDENT_TOKENS * TEACHER_TOKENS_PER_STUDENT_TOKEN
     scoring = hours(teacher_tokens, SCORING)
-    print("| step | k tokens/s on one GPU | GPU hours | hours on 32 GPUs | GPU hours for 1B tokens |")
+    print(
+        "| step | k tokens/s on one GPU | GPU hours | hours on 32 GPUs | GPU hours for 1B tokens |"
+    )
     print("| --- | ---: | ---: | ---: | ---: |")
     steps = {f"scoring {teacher_tokens / 1e9:.1f}B teacher tokens, once": (SCORING, scoring)}
     steps |= {name: (rate, hours(STUDENT_TOKENS, rate)) for name, rate in TRAINING.items()}
