@@ -163,7 +163,7 @@ def _print_prompts(result: dict[str, Any]) -> None:
     run = result["runs"][WRITTEN]
     by_answers = result["measure"] == "right answers"
     if by_answers:
-        rows = [["trained on", "right answers", "95 % interval", f"against {WRITTEN}", ""]]
+        rows = [["trained on", "right", "95 % interval", f"against {WRITTEN}", ""]]
         for row in result["rows"]:
             interval, change = (
                 "{:+.1f} to {:+.1f}".format(*(100 * end for end in row[name]))

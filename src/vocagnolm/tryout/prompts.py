@@ -27,8 +27,7 @@ from vocagnolm.tryout.prompt_sample import MOST_SAMPLES, PASSES, PromptSample, a
 from vocagnolm.tryout.runs import Material, run_recipe, train_short, write_run_page
 from vocagnolm.tryout.text import BEFORE, ranked
 
-GIVEN, WRITTEN = "the given answers", "the teacher's answers"
-DISTILLED = f"{WRITTEN}, distilled"
+GIVEN, WRITTEN, DISTILLED = "given answers", "teacher's answers", "the same, distilled"
 METHODS = {GIVEN: "cpt", WRITTEN: "cpt", DISTILLED: "distill"}
 """What a student is trained on, and how."""
 RIGHT_CAVEAT = (
