@@ -8,7 +8,6 @@ from tryout_kit import chat_models, demo_prompts, digests, killed_at_every_step,
 
 from vocagnolm.errors import VocagnolmError
 from vocagnolm.recipe import load_recipe
-from vocagnolm.tryout import try_prompts
 from vocagnolm.tryout.folder import LEAST, TrySettings
 from vocagnolm.tryout.prompts import (
     BEFORE,
@@ -17,6 +16,7 @@ from vocagnolm.tryout.prompts import (
     METHODS,
     WRITTEN,
     scored,
+    try_prompts,
     verdict,
     worth_doing,
 )

@@ -22,9 +22,8 @@ from vocagnolm.evaluate.results import TextScore
 from vocagnolm.recipe import load_recipe
 from vocagnolm.train.check import check
 from vocagnolm.tryout import text as tried_text
-from vocagnolm.tryout import try_text
 from vocagnolm.tryout.folder import LEAST, TrySettings
-from vocagnolm.tryout.text import BEFORE, RULES, recommended, verdict
+from vocagnolm.tryout.text import BEFORE, RULES, recommended, try_text, verdict
 
 
 @pytest.fixture(scope="module")

@@ -83,8 +83,9 @@ def try_(
     doing and what the whole would cost, and write a page. Run it again to resume after an
     interruption.
     """
-    from vocagnolm.tryout import try_prompts, try_text
     from vocagnolm.tryout.folder import TrySettings
+    from vocagnolm.tryout.prompts import try_prompts
+    from vocagnolm.tryout.text import try_text
 
     if learning_rate is not None and learning_rate <= 0:
         raise typer.BadParameter("must be above 0", param_hint="--learning-rate")

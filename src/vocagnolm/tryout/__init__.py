@@ -5,18 +5,3 @@ Read `try_text` or `try_prompts` from top to bottom. Measured speeds decide once
 the minutes; that plan is the first thing kept in the folder, so that an interrupted try takes the
 same samples when it is run again, and ends with the same models.
 """
-
-from typing import TYPE_CHECKING
-
-from vocagnolm.errors import lazy_names
-
-_PUBLIC = {"prompts": ("try_prompts",), "text": ("try_text",)}
-"""Module -> the public names that it defines."""
-
-if TYPE_CHECKING:
-    from vocagnolm.tryout.prompts import try_prompts
-    from vocagnolm.tryout.text import try_text
-
-__all__ = ["try_prompts", "try_text"]
-
-__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

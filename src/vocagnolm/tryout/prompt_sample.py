@@ -22,7 +22,9 @@ MODELS_MEASURED, MODELS_TRAINED = 4, 3
 MEASURING_SHARE, TRAINING_SHARE = 0.25, 0.65
 """Of the minutes: for answers to held-out prompts; for writing and training. The rest is for
 loading."""
-PASSES, MOST_SAMPLES, PILOT_PROMPTS = 2, 4, (8, 64, 512)
+PASSES, MOST_SAMPLES = 2, 4
+PILOT_PROMPTS, GPU_PILOT_PROMPTS = (8, 64, 512), (512,)
+"""Prompts of a pilot, more where few take less than a second. A GPU answers many at a time."""
 MOST_QUESTIONS = 1_000
 STUDENT_COST = 1.0
 """Tokens of a student's answer, in those of the teacher's: a guess; small students do not end."""
@@ -102,7 +104,7 @@ class PromptSample:
         self._require_gradable(some)
         place = self.tryout.sample("pilot")
         files = tryout.files[tryout.student]
-        for count in PILOT_PROMPTS:  # more where that is quick
+        for count in GPU_PILOT_PROMPTS if tryout.on_gpu else PILOT_PROMPTS:
             self.write_sample("pilot", some[:count])
             with TemporaryDirectory() as folder, tryout.bar("pilot", "answers") as note:
                 written = self._written(place, Path(folder) / "pilot", 1, note)
