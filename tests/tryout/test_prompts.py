@@ -78,8 +78,8 @@ def test_again_it_is_all_there_and_other_prompts_are_refused(tried, lab, monkeyp
         monkeypatch.setattr(f"vocagnolm.tryout.prompts.{name}", None)
     assert run(*command).stdout == done.stdout
     assert json.loads(run(*command, "--json").stdout)["measure"] == "right answers"
-    other = run(*command, "--temperature", "0.5")
-    assert other.returncode == 2 and "writing.temperature" in other.stderr
+    other = run(*command, "--system", "Be brief.")
+    assert other.returncode == 2 and "writing.system None, not Be brief." in other.stderr
 
 
 @pytest.mark.slow

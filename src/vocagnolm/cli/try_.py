@@ -41,7 +41,7 @@ def demo(
         run_demo(out)
 
 
-_WRITING = ("max_new_tokens", "temperature", "system", "examples", "stop", "grade", "chat_template")
+_WRITING = ("max_new_tokens", "system", "examples", "stop", "grade", "chat_template")
 
 
 @with_options
@@ -56,11 +56,12 @@ def try_(
     prompts: list[str] = option(
         PromptsSection,
         "files",
-        before="Instead of --corpus, what the teacher shall answer. A record that also holds an "
-        "answer (a completion, an Alpaca output, the assistant's last message) gives the answers "
-        "that the teacher's are compared with. In it: ",
+        help="Instead of --corpus: prompts that the teacher answers, in any form that `write` "
+        "reads. If records also hold an answer (a completion, an Alpaca output, the assistant's "
+        "last message), the teacher's answers are compared with these. Can be repeated.",
     ),
-    reading: Given = options(PromptsSection, "text_field", "split", "answer_field"),
+    reading: Given = options(CorpusSection, "text_field", "split"),
+    expected: Given = options(PromptsSection, "answer_field"),
     writing: Given = options(WriteSection, *_WRITING),
     minutes: float = typer.Option(
         10.0, min=0.1, help="Approximate duration; determines the size of the sample."
@@ -92,7 +93,8 @@ def try_(
     if bool(corpus) == bool(prompts):
         raise UsageError("try needs either --corpus or --prompts.")
     settings = TrySettings(minutes, learning_rate, seed, **engine)
-    asked: dict[str, Any] = {"settings": settings, "reading": reading, "progress": progress}
+    asked: dict[str, Any] = {"settings": settings, "progress": progress}
+    asked["reading"] = {**reading, **expected}
     asked["say"] = lambda line: typer.echo(f"✓ {line}", err=True)
     with quiet_libraries():
         if prompts:
@@ -100,7 +102,7 @@ def try_(
                 raise UsageError("--prompts takes a single --teacher: try them one after another.")
             result = try_prompts(student, teacher[0], prompts, out, writing=writing, **asked)
         else:
-            if only := [*writing, *({"answer_field"} & {*reading})]:
+            if only := [*writing, *expected]:
                 raise UsageError(f"--{only[0].replace('_', '-')} can only be used with --prompts.")
             result = try_text(student, teacher, corpus, out, **asked)
     if as_json:

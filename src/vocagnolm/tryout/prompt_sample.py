@@ -28,8 +28,6 @@ PILOT_PROMPTS, GPU_PILOT_PROMPTS = (8, 64, 512), (512,)
 MOST_QUESTIONS = 1_000
 STUDENT_COST = 1.0
 """Tokens of a student's answer, in those of the teacher's: a guess; small students do not end."""
-TRY_TOKENS = 256
-"""Tokens of an answer, at most, where nothing else is asked for."""
 
 
 def asked_settings(prompts: Prompts, writing: Mapping[str, Any]) -> Facts:
@@ -40,7 +38,9 @@ def asked_settings(prompts: Prompts, writing: Mapping[str, Any]) -> Facts:
             "--grade needs the expected answers: name their field with --answer-field."
         )
     kind = (grade or "mixed") if prompts.answer_field else None
-    return {"max_new_tokens": TRY_TOKENS, "stop": [], **writing, "grade": kind}
+    usual = WriteSettings()
+    defaults = {"max_new_tokens": usual.max_new_tokens, "stop": usual.stop}
+    return {**defaults, **writing, "grade": kind}
 
 
 class PromptSample:

@@ -253,8 +253,6 @@ def next_commands(
     ]
     if "grade" not in given and runs.sample.asked["grade"]:
         options += ["--grade", runs.sample.asked["grade"]]
-    if "max_new_tokens" not in given:
-        options += ["--max-new-tokens", str(runs.sample.asked["max_new_tokens"])]
     files = [word for path in prompts for word in ("--prompts", path)]
     written = str(out / "whole")
     write = ["vocagnolm", "write", "--teacher", result["teacher"], *files, "--drop-answers"]
