@@ -106,7 +106,7 @@ def recipes() -> str:
                 continue
             unset = field.metadata["unset"]
             meaning = field.metadata["help"] + (f"; null: {unset}" if unset else "")
-            about = f"{describe(types[field.name])} | {meaning}"
+            about = f"{describe(types[field.name])} | {_cell(meaning)}"
             lines.append(f"| `{field.name}` | {_written(field)} | {about} |")
     before, _, rest = RECIPES.read_text(encoding="utf-8").partition(BEGIN)
     return before + "\n".join([*lines, "", END]) + rest.partition(END)[2]

@@ -9,6 +9,8 @@ from latex2mathml.converter import convert
 LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+(research/[^)#\s]*)[^)\s]*\)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 TAG = re.compile(r"\\tag\{(\w+)\}")
+CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+OPTION = re.compile(r"(?<![\w#/-])--[a-z][a-z-]*")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -17,7 +19,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """MathML instead of TeX: browsers draw it, and nothing is loaded from elsewhere."""
+    """MathML instead of TeX: browsers draw it, and nothing is loaded from elsewhere. Options in
+    tables stay on one line: browsers would break them behind their hyphens."""
+    content = CELL.sub(
+        lambda cell: OPTION.sub(r'<span class="option">\g<0></span>', cell[0]), content
+    )
     return FORMULA.sub(_mathml, content)
 
 

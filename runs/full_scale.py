@@ -57,15 +57,15 @@ def with_lost_nodes(gpu_hours: float, away_hours: float | None) -> tuple[float, 
 def main() -> None:
     teacher_tokens = STUDENT_TOKENS * TEACHER_TOKENS_PER_STUDENT_TOKEN
     scoring = hours(teacher_tokens, SCORING)
-    print("| step | k tokens/s on one GPU | GPU hours | hours on 32 GPUs |")
-    print("| --- | ---: | ---: | ---: |")
     print(
-        f"| scoring {teacher_tokens / 1e9:.1f}B teacher tokens, once | {SCORING} | "
-        f"{scoring:,.0f} | {scoring / GPUS:.1f} |"
+        "| step | k tokens/s on one GPU | GPU hours | hours on 32 GPUs | GPU hours for 1B tokens |"
     )
-    for name, rate in TRAINING.items():
-        one = hours(STUDENT_TOKENS, rate)
-        print(f"| {name} | {rate} | {one:,.0f} | {one / GPUS:.1f} |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    steps = {f"scoring {teacher_tokens / 1e9:.1f}B teacher tokens, once": (SCORING, scoring)}
+    steps |= {name: (rate, hours(STUDENT_TOKENS, rate)) for name, rate in TRAINING.items()}
+    for name, (rate, whole) in steps.items():
+        billion = hours(1e9, rate)
+        print(f"| {name} | {rate} | {whole:,.0f} | {whole / GPUS:.1f} | {billion:.1f} |")
     print()
     print("| runs with one teacher | score once, then guide | guided online |")
     print("| ---: | ---: | ---: |")

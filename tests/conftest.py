@@ -66,7 +66,8 @@ SLOW = (
     "train/test_online.py",
     "test_cli.py",
     "test_paper.py",
-    "test_trial.py",
+    "tryout/test_prompts.py",
+    "tryout/test_text.py",
 )
 
 

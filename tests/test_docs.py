@@ -64,6 +64,19 @@ def test_the_table_of_faults_names_every_test_of_faults():
     assert named == tried | {"score/test_ray.py", "score/test_score_crash.py"}
 
 
+def test_the_page_on_trouble_quotes_what_the_program_says():
+    page = (ROOT / "docs/trouble.md").read_text()
+    code = "".join(path.read_text() for path in sorted((ROOT / "src/vocagnolm").rglob("*.py")))
+    said = re.sub(r'"\s*\n\s*f?"', "", code)
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")]
+    quotes = [quote for row in rows for quote in re.findall(r"\*([^*]+)\*", row)]
+    parts = [
+        part.strip(" .:") for quote in quotes for part in re.split(r"\.\.\.|[.:] |\bN\b", quote)
+    ]
+    assert len(quotes) > 15
+    assert [part for part in parts if part not in said and part.lower() not in said] == []
+
+
 def test_the_version_stands_in_one_place():
     version = re.compile(r'^_*version_*\s*[:=]\s*"?\d', re.MULTILINE)
     places = ["CITATION.cff", "pyproject.toml", "src/vocagnolm/__init__.py"]

@@ -182,6 +182,16 @@ def test_a_shown_recipe_is_the_recipe(tmp_path):
         load_recipe("labtop")
 
 
+def test_the_recipe_for_conversations_sets_rate_and_length():
+    from vocagnolm.train.settings import plan_schedule
+
+    recipe, text = load_recipe("chat"), shipped_recipes()["chat"].text
+    assert (recipe.objective.method, recipe.data.train_on) == ("distill", "assistant")
+    blocks = 100_000 * 500 // recipe.data.block_size
+    steps = plan_schedule(recipe, blocks).steps
+    assert round(steps, -3) == 3_000 and f"{3_000:,} steps" in text
+
+
 def test_the_papers_rows_are_as_printed():
     kld = load_recipe("paper/kld-llemma").objective
     assert (kld.kl_direction, kld.distill_weight) == ("reverse", 1.0)

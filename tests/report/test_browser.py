@@ -285,6 +285,8 @@ def test_every_teacher_has_its_row(visit) -> None:
     one = visit(Page(title="two", passages=passages, selection=rule))
     labels = one.page.locator(".rows .label").all_inner_texts()
     assert labels == ["Student · student", "Teacher · teacher", "Teacher · second"]
+    # what is counted is said
+    assert "counted and coloured for teacher, the first of 2" in one.page.inner_text("#tokens")
     one.token(CERTAIN).click()
     lit = one.page.eval_on_selector_all(
         ".box.on", "all => all.map(b => [b.dataset.row, b.dataset.i])"

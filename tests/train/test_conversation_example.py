@@ -74,6 +74,14 @@ def test_from_conversations_to_scores(lab):
     assert "| conversations | trained on: assistant; its own template |" in card
 
 
+def test_a_store_names_the_template_that_its_teacher_read(lab, tmp_path):
+    given = ["score", "--recipe", lab / "guided.yaml", "--device", "cpu", "--out"]
+    assert "template      its own template\n" in run(*given, tmp_path / "own")
+    assert "template      its own template\n" in run("store", "inspect", tmp_path / "own")
+    shown = run(*given, tmp_path / "plain", "--chat-template", "plain")
+    assert "template      no template of its own: plain `role: content`\n" in shown
+
+
 def test_a_model_without_a_template_says_so(lab, tmp_path):
     (tmp_path / "bare").mkdir()
     for file in (lab / "start").iterdir():

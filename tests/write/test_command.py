@@ -48,6 +48,7 @@ def test_a_run_says_what_it_has_left_and_what_comes_next(lab, tmp_path, monkeypa
     rows = rows_of(tmp_path / "out")
     assert "4 shards written; 20 answers, " in done.stdout and "tokens/s" in done.stdout
     assert f"kept          {len(rows)} of 20 answers\n" in done.stdout
+    assert "template      its own template\n" in done.stdout
     assert " cut" in done.stdout and "(dropped/ holds their texts)" in done.stdout
     assert f"% of {len(rows)} answers, at least one to" in done.stdout
     assert "nats per token" in done.stdout and "3 per token" in done.stdout

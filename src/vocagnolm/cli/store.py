@@ -256,6 +256,8 @@ def print_store(about: dict[str, Any]) -> None:
     for name, template in (_STATED_OF_WRITTEN if written else _STATED).items():
         with contextlib.suppress(KeyError):
             rows += [(name, template.format(**about))] if template else []
+    if (read_in := template_of_store(about)) is not None:
+        rows.append(("template", read_in))
     rows += [
         ("shards", _shards(about)),
         ("documents", f"{about['documents']:,} scored, {about['skipped']:,} skipped"),
@@ -291,6 +293,22 @@ def print_store(about: dict[str, Any]) -> None:
         columns = ("rank", "probability", "so far", "is the token that follows")
         print_table("alternatives", columns, cells)
     print_histogram(about["histogram"]["counts"], about["histogram"]["step_nats"], 13)
+
+
+def template_of_store(about: dict[str, Any]) -> str | None:
+    """The template in which the teacher read conversations, in words; None for texts."""
+    from vocagnolm.chat.survey import template_words
+
+    if "writing" in about:
+        writing = about["writing"]
+        if "template" not in writing:
+            return "that of the server"
+        if (read_in := writing["template"]) is None:
+            return "none: the teacher went on with the prompts as they stand"
+    elif (read_in := about.get("template")) is None:
+        return None
+    shown = ", ".join(f"{name}={value}" for name, value in read_in["options"].items())
+    return template_words(read_in["origin"]) + (f" ({shown})" if shown else "")
 
 
 def _shards(about: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
 """`vocagnolm demo`: the whole pipeline on an embedded example. `vocagnolm try`: a student, its
-possible teachers and a corpus; a verdict in minutes."""
+teacher and a corpus or prompts; a verdict in minutes."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,14 @@ import typer
 
 from vocagnolm.cli.common import print_json, progress, quiet_libraries
 from vocagnolm.cli.options import JSON, Given, option, options, with_options
-from vocagnolm.recipe.sections import CorpusSection, EngineSection, RunSection
+from vocagnolm.errors import UsageError
+from vocagnolm.recipe.sections import (
+    CorpusSection,
+    EngineSection,
+    PromptsSection,
+    RunSection,
+    WriteSection,
+)
 
 
 def demo(
@@ -34,16 +41,28 @@ def demo(
         run_demo(out)
 
 
+_WRITING = ("max_new_tokens", "system", "examples", "stop", "grade", "chat_template")
+
+
 @with_options
 def try_(
     student: str = typer.Option(
         ..., help="The student: model folder, hub id (owner/name) or GGUF file."
     ),
     teacher: list[str] = typer.Option(
-        ..., help="A teacher, in the same form. Can be repeated; teachers are ranked."
+        ..., help="A teacher, in the same form. Can be repeated with --corpus; teachers are ranked."
     ),
-    corpus: list[str] = option(CorpusSection, "files", default=...),
-    reading: Given = options(CorpusSection, "text_field", "split", recipe_key="corpus"),
+    corpus: list[str] = option(CorpusSection, "files"),
+    prompts: list[str] = option(
+        PromptsSection,
+        "files",
+        help="Instead of --corpus: prompts that the teacher answers, in any form that `write` "
+        "reads. If records also hold an answer (a completion, an Alpaca output, the assistant's "
+        "last message), the teacher's answers are compared with these. Can be repeated.",
+    ),
+    reading: Given = options(CorpusSection, "text_field", "split"),
+    expected: Given = options(PromptsSection, "answer_field"),
+    writing: Given = options(WriteSection, *_WRITING),
     minutes: float = typer.Option(
         10.0, min=0.1, help="Approximate duration; determines the size of the sample."
     ),
@@ -55,32 +74,41 @@ def try_(
     out: Path = typer.Option(Path("out/try"), help="Output folder."),
     as_json: bool = JSON,
 ) -> None:
-    """Find out in minutes, on a sample, whether a teacher helps a student on your text.
+    """Find out in minutes, on a sample, whether a teacher helps a student.
 
-    Ranks student and teachers by bits per byte on held-out documents. Trains the student briefly
-    on every token, guided and distilled, and compares the three. Estimates the cost of the whole
-    corpus, and writes a recipe and a page. Run it again to resume after an interruption.
+    With --corpus (texts or conversations): ranks student and teachers by bits per byte on held-out
+    documents, trains the student briefly on every token, guided and distilled, and compares the
+    three. With --prompts: lets the teacher answer some, trains the student briefly on the given
+    answers (if there are any), on the teacher's, and distilled from them, and compares their right
+    answers to held-out prompts (--answer-field), or else bits per byte. Both say what is worth
+    doing and what the whole would cost, and write a page. Run it again to resume after an
+    interruption.
     """
-    from vocagnolm.trial import try_pair
+    from vocagnolm.tryout.folder import TrySettings
+    from vocagnolm.tryout.prompts import try_prompts
+    from vocagnolm.tryout.text import try_text
 
     if learning_rate is not None and learning_rate <= 0:
         raise typer.BadParameter("must be above 0", param_hint="--learning-rate")
+    if bool(corpus) == bool(prompts):
+        raise UsageError("try needs either --corpus or --prompts.")
+    settings = TrySettings(minutes, learning_rate, seed, **engine)
+    asked: dict[str, Any] = {"settings": settings, "progress": progress}
+    asked["reading"] = {**reading, **expected}
+    asked["say"] = lambda line: typer.echo(f"✓ {line}", err=True)
     with quiet_libraries():
-        result = try_pair(
-            student,
-            teacher,
-            corpus,
-            out,
-            minutes=minutes,
-            learning_rate=learning_rate,
-            seed=seed,
-            say=lambda line: typer.echo(f"✓ {line}", err=True),
-            progress=progress,
-            **engine,
-            **reading,
-        )
+        if prompts:
+            if len(teacher) > 1:
+                raise UsageError("--prompts takes a single --teacher: try them one after another.")
+            result = try_prompts(student, teacher[0], prompts, out, writing=writing, **asked)
+        else:
+            if only := [*writing, *expected]:
+                raise UsageError(f"--{only[0].replace('_', '-')} can only be used with --prompts.")
+            result = try_text(student, teacher, corpus, out, **asked)
     if as_json:
         print_json(result)
+    elif prompts:
+        _print_prompts(result)
     else:
         _print(result)
 
@@ -89,7 +117,7 @@ def _print(result: dict[str, Any]) -> None:
     from rich.filesize import decimal
 
     from vocagnolm.evaluate.results import TextScore, format_table, ranking_table
-    from vocagnolm.trial import CAVEAT
+    from vocagnolm.tryout.text import CAVEAT
 
     def table(rows: list[dict[str, Any]], baseline: str) -> str:
         return format_table(ranking_table([TextScore(**row) for row in rows], baseline))
@@ -126,6 +154,62 @@ Next:
 {f"  vocagnolm score --recipe {recipe}{chr(10)}" if teacher else ""}  vocagnolm prepare {recipe}
   vocagnolm train {recipe}
 Report: {result["page"]}""")
+
+
+def _print_prompts(result: dict[str, Any]) -> None:
+    from rich.filesize import decimal
+
+    from vocagnolm.evaluate.results import OUTCOMES, TextScore, format_table, ranking_table
+    from vocagnolm.tryout.prompts import BITS_CAVEAT, RIGHT_CAVEAT, WRITTEN
+
+    split, written, whole = result["split"], result["written"], result["whole"]
+    run = result["runs"][WRITTEN]
+    by_answers = result["measure"] == "right answers"
+    if by_answers:
+        rows = [["trained on", "right", "95 % interval", f"against {WRITTEN}", ""]]
+        for row in result["rows"]:
+            interval, change = (
+                "{:+.1f} to {:+.1f}".format(*(100 * end for end in row[name]))
+                for name in ("interval", "difference_interval")
+            )
+            shown = [f"{100 * row['difference']:+.1f} ({change})", OUTCOMES[row["outcome"]]]
+            base = row["name"] == WRITTEN
+            rows.append(
+                [
+                    row["name"],
+                    f"{row['right']:.1%}",
+                    interval.replace("+", ""),
+                    *([] if base else shown),
+                ]
+            )
+    else:
+        rows = ranking_table([TextScore(**row) for row in result["rows"]], WRITTEN)
+    costs = [["all prompts", "time", "disk"]] + [
+        [step, _time(whole[step][0]), decimal(round(whole[step][1]))]
+        for step in ("writing", "training")
+    ]
+    lines = "\n".join(f"  {command}" for command in result["next"])
+    following = f"Next:\n{lines}\n" if lines else ""
+    held = f"{split['held_out']:,} held-out prompts"
+    typer.echo(f"""
+{RIGHT_CAVEAT if by_answers else BITS_CAVEAT}
+
+The teacher wrote {written["kept"]:,} answers to {split["prompts"]:,} prompts; \
+{split["given"]:,} of these have given answers.
+
+What is worth training on? ({held}, after {run["tokens"]:,} tokens in {run["steps"]:,} steps, \
+learning rate {run["learning_rate"]:g})
+
+{format_table(rows)}
+
+VERDICT
+{chr(10).join(result["verdict"])}
+
+{format_table(costs)}
+{whole["prompts"]:,} prompts with {whole["answers"]:,} answers, on this machine \
+({result["device"]}) at the throughput just measured.
+
+{following}Report: {result["page"]}""")
 
 
 def _time(seconds: float) -> str:

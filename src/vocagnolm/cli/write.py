@@ -15,6 +15,7 @@ from vocagnolm.cli.common import (
     what_is_missing,
 )
 from vocagnolm.cli.options import JSON, Given, option, options, require_asked, with_options
+from vocagnolm.cli.store import template_of_store
 from vocagnolm.errors import UsageError
 from vocagnolm.recipe.schema import hints
 from vocagnolm.recipe.sections import (
@@ -173,6 +174,7 @@ def _rows(folder: dict[str, Any]) -> list[tuple[str, str]]:
     written, kept, left_out = folder["written"], folder["documents"], folder["skipped"]
     rows = [
         ("teacher", folder["teacher"]["name"]),
+        ("template", template_of_store(folder) or ""),
         ("prompts", f"{written['prompts']:,}"),
         ("kept", f"{kept:,} of {kept + left_out:,} answers"),
     ]

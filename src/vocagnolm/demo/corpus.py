@@ -121,7 +121,7 @@ def _algebra(chance: random.Random) -> Problem:
 CLEAN, WRONG, JUNK = "clean", "wrong", "junk"
 # problems for measuring come from another seed than any text that is trained on
 START_SEED, CORPUS_SEED, HELD_OUT_SEED = 7, 11, 20250325
-SPECIALISTS_SEED = 13
+SPECIALISTS_SEED, PROMPTS_SEED = 13, 17
 SHARES = {CLEAN: 0.4, WRONG: 0.3, JUNK: 0.3}
 
 _MENU = words(
@@ -252,6 +252,21 @@ def write_labelled(path: Path, documents: Iterable[tuple[str, str]]) -> None:
     """The solved pages, each with whether it is right, for `study selection --label correct`."""
     solved = (document for document in documents if document[0] in (CLEAN, WRONG))
     write_jsonl(path, solved, labelled=True)
+
+
+def write_prompts(path: Path, n_prompts: int) -> None:
+    """Different problems to answer, each with the solution of somebody who errs in every third one,
+    and with the right answer."""
+    chance = random.Random(PROMPTS_SEED)
+    rows: dict[str, dict[str, str]] = {}
+    while len(rows) < n_prompts:
+        problem = draw_problem(chance)
+        result = _wrong_result(problem, chance) if chance.random() < 1 / 3 else None
+        row = {"prompt": problem.question, "completion": problem.solution(result)}
+        rows.setdefault(problem.question, {**row, "answer": str(problem.answer)})
+    with whole_file(path) as file:
+        for row in rows.values():
+            file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
 
 
 def write_jsonl(

@@ -23,6 +23,7 @@ from rich.console import Console
 from vocagnolm.alignment import load_tokenizer
 from vocagnolm.base import statistics
 from vocagnolm.base.children import WorkerPool
+from vocagnolm.base.files import write_text
 from vocagnolm.data.prepare import prepare
 from vocagnolm.demo import corpus, students
 from vocagnolm.demo.corpus import Problem
@@ -285,7 +286,8 @@ TASK = "gsm8k"  # how its answers are read: "The answer is 7."
 
 
 def write_materials(folder: Path) -> None:
-    """The demo's corpus, models and problems in one folder."""
+    """The demo's corpus, models, problems and prompts in one folder. The models get the chat
+    template in which they read questions and answers."""
     budget = students.Budget()
     documents = corpus.corpus_documents(budget.documents)
     problems = corpus.held_out_problems(budget.problems, documents)
@@ -295,6 +297,7 @@ def write_materials(folder: Path) -> None:
     for name, texts in corpus.specialists(budget.documents).items():
         corpus.write_jsonl(folder / f"{name}.jsonl", texts)
     corpus.write_held_out(folder / "held-out.jsonl", problems)
+    corpus.write_prompts(folder / "prompts.jsonl", 2_000)
     tokens = students.NEW_TOKENS
     requests = [
         Request(TASK, index, one.prompt, str(one.answer), ("\nQuestion:",), tokens)
@@ -303,3 +306,4 @@ def write_materials(folder: Path) -> None:
     write_requests(folder / "requests.jsonl", requests)
     for model in (students.START, students.TEACHER):
         shutil.copytree(model, folder / model.name, dirs_exist_ok=True)
+        write_text(folder / model.name / "chat_template.jinja", students.TEMPLATE)

@@ -13,6 +13,7 @@ from vocagnolm.alignment import TokenSpans
 from vocagnolm.alignment.tokenizer import warn_of_missing_beginning
 from vocagnolm.base.statistics import bits
 from vocagnolm.chat import ChatTokenizer, template_of
+from vocagnolm.chat.tokens import TrainOn, trained_ranges, trained_tokens
 from vocagnolm.data.corpus import Corpus, Document, LeftOut, left_out_of, open_corpus
 from vocagnolm.data.sources import LONGEST_TEXT, Split
 from vocagnolm.errors import CorpusError, EvaluationError, TemplateError, TilingError
@@ -53,6 +54,7 @@ def bits_per_byte(
     text_field: str = "text",
     split: Split = "none",
     parts_field: str | None = None,
+    train_on: TrainOn = "all",
     chat_template: str | None = None,
     template_options: Mapping[str, Any] | None = None,
     on_documents: Callable[[int, int], None] | None = None,
@@ -67,6 +69,7 @@ def bits_per_byte(
     parts_field: a field that says which parts of a document count, as `[[start, stop], ...]` in
         characters; the rest is read and not counted. A token that lies in a part by one byte counts
         whole. Without the field all of a document counts.
+    train_on: which messages of conversations count, as in `data.train_on`.
     """
     corpus = open_corpus(list(paths), text_field=text_field, split=split)
     parts = _parts(paths, parts_field)
@@ -124,6 +127,8 @@ def bits_per_byte(
         else:
             documents += 1
             counts = _counting(spans, document, parts)
+            if corpus.conversations and train_on != "all":
+                counts &= trained_tokens(spans, trained_ranges(document.text or "", train_on))
             waiting.append((spans.ids, spans.token_bytes, counts, document.index))
         if sum(len(ids) for ids, *_ in waiting) >= _TOKENS_AT_A_TIME:
             score()

@@ -641,7 +641,7 @@ def scores_table(evaluation: Evaluation) -> list[list[str]]:
     return rows
 
 
-OUTCOMES = {"better": "better", "worse": "worse", "equal": "no difference that this sample shows"}
+OUTCOMES = {"better": "better", "worse": "worse", "equal": "no clear difference"}
 
 
 def ranking_table(ranked: Sequence[TextScore], baseline: str = "the best") -> list[list[str]]:

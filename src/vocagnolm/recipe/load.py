@@ -297,7 +297,7 @@ class Shipped:
 @cache
 def shipped_recipes() -> dict[str, Shipped]:
     found = {}
-    for path in sorted(FOLDER.glob("laptop*.yaml")):
+    for path in sorted(set(FOLDER.glob("*.yaml")) - set(FOLDER.glob("paper*.yaml"))):
         text = path.read_text(encoding="utf-8")
         about = text.partition("\n")[0].removeprefix("# ").rstrip(".")
         found[path.stem] = Shipped(path.stem, "", about, None, text)

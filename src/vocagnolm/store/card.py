@@ -147,7 +147,7 @@ def _asked(about: dict[str, Any]) -> dict[str, Any]:
 def _settings(writing: dict[str, Any]) -> dict[str, Any]:
     names = ("samples", "temperature", "top_p", "max_new_tokens", "seed", "dtype")
     facts = {name.replace("_", " "): writing.get(name) for name in names}
-    template = writing.get("template")
+    template = writing.get("template", {"origin": "the server's"})
     facts["chat template"] = template["origin"] if template else "none"
     facts["cut answers"] = "kept" if writing.get("cut") == "keep" else "left out"
     return {name: value for name, value in facts.items() if value is not None}

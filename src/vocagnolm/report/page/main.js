@@ -39,6 +39,7 @@ function headline() {
     items = known.map((g, row) => [g.about || g.name, fixed(mean(g.values[at].filter(isNumber)), digits) + sign, ranges[row] && ranges[row].map((v) => fixed(v, digits)).join(" to ")]);
     caption = [unit && !sign ? `${name}, ${unit}` : name, ranges.some(Boolean) ? "below it the 95 % interval" : ""].filter(Boolean).join("; ");
   } else {
+    if (pair && page.preflight.length > 1) caption = `Vocabularies and coverage: with ${pair.teacher}, the first of ${page.preflight.length} teachers`;
     if (stats) items.push(page.selection?.graded ? ["mean weight of a token", fixed(stats.kept / stats.tokens)] : ["tokens kept", percent(stats.kept / stats.tokens)]);
     if (pair && isNumber(pair.overlap_raw)) items.push(["vocabulary shared", percent(pair.overlap_raw)]);
     if (pair && isNumber(pair.ios)) items.push(["of the text covered", percent(pair.ios)]);

@@ -46,7 +46,7 @@ function layout(boxes) {
 
 function makeRows(choose) {
   const stage = h("div", { class: "stage" });
-  const scroll = h("div", { class: "scroll", tabindex: "0", role: "img", "aria-label": "The sentence in both tokenisations" }, stage);
+  const scroll = h("div", { class: "scroll", tabindex: "0", role: "img", "aria-label": "The sentence in all tokenizations" }, stage);
   const element = h("div", { class: "card rows" }, h("h3", {}, page.passages.some((p) => p.teachers.length > 1) ? "The sentence in all vocabularies" : "The sentence in both vocabularies"), scroll);
   let shown = null; // { passage, from, to, mode, boxes, links }
 

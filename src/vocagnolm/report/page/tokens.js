@@ -257,12 +257,19 @@ function tokenLabel(passage, info, i) {
   return parts.join(", ");
 }
 
+function tokenizationsTitle() {
+  const most = Math.max(...page.passages.map((p) => p.teachers.length));
+  return most === 1 ? "The two tokenizations" : `The ${most + 1} tokenizations`;
+}
+
 function tokensSection() {
   if (!page.passages.length) return null;
   const rule = page.selection;
-  const title = rule && !rule.guided ? "What counts in the loss" : page.passages.some((p) => p.excess) ? "What the teacher changed" : page.passages.some(lead) ? "The two tokenisations" : "The text";
+  const title = rule && !rule.guided ? "What counts in the loss" : page.passages.some((p) => p.excess) ? "What the teacher changed" : page.passages.some(lead) ? tokenizationsTitle() : "The text";
   const caption = ["The text as the student reads it, token by token."];
   if (page.passages.some(lead)) caption.push("Point at a token, or walk with the arrow keys, to see the teacher tokens that cover it" + (page.passages.some((p) => p.teachers.some((t) => t.alternatives)) ? ", and what the teacher expected there." : "."));
+  const several = page.passages.find((p) => p.teachers.length > 1);
+  if (several) caption.push(`One to one, several and unmapped are counted and coloured for ${lead(several).name}, the first of ${several.teachers.length} teachers.`);
   if (rule && page.runs.length) caption.push(`The rule of the run: ${rule.label || rule.method}.`);
   if (rule && !rule.guided && page.passages.some((p) => p.excess)) caption.push("The teacher's losses are shown beside it; they decide nothing here.");
   const element = section("tokens", title, caption.join(" "));
