@@ -44,11 +44,9 @@ def document_sources(files: Sequence[str], field: str, text_field: str = "text")
         except CorpusError:  # no such field in it; a file that cannot be read is told here
             sources += [stem] * len(open_corpus(name))
             continue
-        texts, own = (
-            [document.text or stem for document in named],
-            open_corpus(name, text_field=text_field),
-        )
-        sources += [texts[own.record_of(index)] for index in range(len(own))]
+        of_record = [document.text or stem for document in named]
+        documents = open_corpus(name, text_field=text_field)
+        sources += [of_record[documents.record_of(index)] for index in range(len(documents))]
     return sources
 
 

@@ -68,7 +68,8 @@ class Document:
     problem: str | None = None
     """Why it cannot be used."""
     record: int = -1
-    """Number of its record in the corpus: that of the document, unless texts were split."""
+    """Number of its record in the corpus, which is its own unless texts were split; -1 for a
+    document that no corpus has read."""
     parts: int = 1
     """How many documents the text of its record is."""
 
@@ -226,10 +227,7 @@ class Corpus:
     def require_unchanged(self) -> None:
         """The files must be those that were counted and hashed when the corpus was opened."""
         if changed := self.changed_sources():
-            raise CorpusError(
-                f"{changed[0]} changed while it was being read. Do not change it during the run; "
-                "start again with another --out."
-            )
+            raise _changed(changed[0])
 
     def changed_sources(self) -> list[str]:
         """Sources that are not, on this machine, the files that were counted and hashed."""
@@ -243,7 +241,7 @@ class Corpus:
         own = self._record_starts[number] + offset
         pieces: list[Any] = [text] if isinstance(text, Problem) else self._pieces(text, number)
         if len(pieces) != self._layouts[number].parts.get(offset, 1):
-            raise CorpusError(f"{self.sources[number].name} changed while it was being read.")
+            raise _changed(self.sources[number].name)
         for part, piece in enumerate(pieces):
             problem = self._problem_of(piece) if isinstance(piece, str) else piece
             where = place
@@ -335,6 +333,13 @@ class Corpus:
             f"{record.place} has no field {self.text_field!r}; its fields are: "
             f"{', '.join(fields)}. {advice} (corpus.text_field in a recipe){'?' if near else '.'}"
         )
+
+
+def _changed(name: str) -> CorpusError:
+    return CorpusError(
+        f"{name} changed while it was being read. Do not change it during the run; start again "
+        "with another --out."
+    )
 
 
 def _is_right(value: Any) -> bool:
