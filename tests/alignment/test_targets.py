@@ -118,7 +118,7 @@ def goes_on_with(pair, ours, row, begin, alternative):
 
 
 def behind_blanks(pair, ours, row, begin, read):
-    """Whether the token before is blanks from before byte `begin` to the one blank that was read."""
+    """Whether the token before is blanks from before `begin` to the one blank that was read."""
     if row == 0 or read != b" ":
         return False
     start, end = ours.spans[row - 1].tolist()

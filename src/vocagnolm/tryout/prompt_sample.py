@@ -183,7 +183,7 @@ class PromptSample:
 
     def given_answer(self, prompt: Prompt) -> str | None:
         """The prompt with the answer that its record holds, as a shared text."""
-        for _, record, _ in self.prompts.records.records(prompt.index, prompt.index + 1):
+        for _, record in self.prompts.records.records(prompt.index, prompt.index + 1):
             fields = record.value if isinstance(record.value, dict) else {}
             if (kind := format_of(fields, "")) is None:
                 continue
