@@ -33,6 +33,7 @@ SMALLER = {
     r"tokens: [48]00_000": "tokens: 8_000",
     r"--tasks gsm8k": "--tasks gsm8k --benchmarks benchmarks --shots 0 --max-new-tokens 8",
     r"vocagnolm write": "vocagnolm write --samples 1 --max-new-tokens 48",
+    r"--answer-field answer": "--answer-field answer --max-new-tokens 48",
     r"topics\.values\(\)": "list(topics.values())[:6]",
     r'\("student", 1000\), \("teacher", 4000\)': '("student", 400), ("teacher", 700)',
     r"vocab_size: 1000": "vocab_size: 400",
