@@ -33,9 +33,9 @@ SMALLER = {
     r"tokens: [48]00_000": "tokens: 8_000",
     r"--tasks gsm8k": "--tasks gsm8k --benchmarks benchmarks --shots 0 --max-new-tokens 8",
     r"vocagnolm write": "vocagnolm write --samples 1 --max-new-tokens 48",
+    r"--answer-field answer": "--answer-field answer --max-new-tokens 48",
     r"topics\.values\(\)": "list(topics.values())[:6]",
     r'\("student", 1000\), \("teacher", 4000\)': '("student", 400), ("teacher", 700)',
-    r"\[0\.9, 0\.1, 3\.2, 1\.4\]": "[1.0] * len(theirs)",
     r"vocab_size: 1000": "vocab_size: 400",
     r"vocab_size: 4000": "vocab_size: 700",
 }
@@ -108,7 +108,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page", "least"), [("README.md", 6), ("docs/quick-start.md", 6), ("docs/tutorial.md", 8)]
+    ("page", "least"), [("README.md", 5), ("docs/quick-start.md", 6), ("docs/tutorial.md", 8)]
 )
 def test_a_page_runs_from_top_to_bottom(page, least, place):
     found = list(blocks(page))
