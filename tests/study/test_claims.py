@@ -22,6 +22,7 @@ from result_tables import (
     TEXTS,
     Difference,
     bits_text,
+    chosen_rows,
     difference,
     interval_text,
     level_text,
@@ -193,6 +194,13 @@ def readme() -> list[str]:
         "train-step-distill", "distilled, 4 alternatives", "throughput relative to plain, ours"
     )
     assert round(distilled, 2) == 1.00 and bytes_of_four == 16
+    written = [
+        difference("teacher-writes", f"half-{rate}", f"plain-{rate}")
+        for rate in ("1.6e-3", "8e-4", "4e-4")
+    ]
+    assert chosen_rows()["half"]["row"] == "half-1.6e-3"
+    assert chosen_rows()["plain"]["row"] == "plain-1.6e-3"
+    assert {d.seeds for d in written} == {1}
     return [
         f"reaches {level_text(plain)} % exact answers, guided training {level_text(guided)} % and "
         f"distillation {level_text(three)} % (three seeds;",
@@ -210,6 +218,9 @@ def readme() -> list[str]:
         f"or {rounded(once)} x if the store is used once",
         f"runs at {train_ratio('TinyLlama', 1)} x (1.1B student; {train_ratio('TinyLlama', 2)} x "
         f"with CODE) and {train_ratio('SmolLM2', 1)[:3]} x (135M)",
+        f"add {signed(written[0].value)} points to the same text ({interval_text(written[0].interval)} "
+        f"over questions; at two lower learning rates {signed(written[1].value)} and "
+        f"{signed(written[2].value)})",
         *hardware(),
     ]
 
@@ -243,7 +254,18 @@ def hardware() -> list[str]:
 
 
 def choosing() -> list[str]:
-    return [*methods_by_text(), *distill_or_guide(), *strength_of_teachers(), *what_to_expect()]
+    return [*by_what_is_there(), *methods_by_text(), *distill_or_guide(), *strength_of_teachers(), *what_to_expect()]
+
+
+def by_what_is_there() -> list[str]:
+    text = difference("teacher-writes", "plain-1.6e-3", "human-1.6e-3")
+    kept_too = difference("teacher-writes", "half-1.6e-3", "plain-1.6e-3")
+    assert text.seeds == kept_too.seeds == 1
+    return [
+        f"The teacher's text instead of human solutions: {signed(text.value)} points "
+        f"({interval_text(text.interval)}); distilled instead of plain: {signed(kept_too.value)} "
+        f"({interval_text(kept_too.interval)})",
+    ]
 
 
 def methods_by_text() -> list[str]:
