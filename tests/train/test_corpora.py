@@ -132,6 +132,7 @@ def test_a_run_reads_every_corpus_by_its_share_and_in_epochs_of_its_own(lab, mix
     for name, facts in about["corpora"].items():
         assert facts["blocks"] == sizes[name] and facts["share"] == SHARES[name] / 8
         assert facts["blocks_read"] == len(read[name])
+        assert facts["tokens_read"] == len(read[name]) * 32
         assert facts["epochs"] == len(read[name]) / sizes[name]
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert "taught 62.5% (" in card and "made-up" in card

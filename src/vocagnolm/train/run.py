@@ -386,6 +386,7 @@ def _facts_of_corpora(
             "share": float(recipe.shares[name]),
             "blocks": len(part),
             "blocks_read": read[name],
+            "tokens_read": read[name] * schedule.block_size,
             "epochs": read[name] / len(part),
             "fingerprint": part.fingerprint,
         }
