@@ -95,7 +95,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("VOCAGNOLM_PROGRESS_SECONDS", "1000")
     chat_models(tmp_path / "models")
     documents = [text for _, text in demo_corpus.corpus_documents(100)]
-    demo_prompts(tmp_path / "prompts.jsonl", 48)
+    demo_prompts(tmp_path / "prompts.jsonl", 36)
     shutil.copy("prompts.jsonl", "conversations.jsonl")
     for name, texts in (("corpus", documents[:70]), ("held-out", documents[70:])):
         lines = (json.dumps({"text": text}) + "\n" for text in texts)

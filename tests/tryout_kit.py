@@ -41,8 +41,9 @@ def demo_prompts(path: Path, count: int = 48, right: bool = False) -> Path:
 
 @contextmanager
 def speed(value: float) -> Iterator[None]:
-    """A machine of this speed, whatever is measured."""
+    """A machine of this speed, whatever is measured: little is."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_sample, "PILOT_PROMPTS", (8,))
         for module in (prompt_sample, text_sample):
             patch.setattr(module, "rounded_speed", lambda _: value)
         yield

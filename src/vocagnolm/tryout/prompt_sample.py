@@ -25,6 +25,8 @@ loading."""
 PASSES, MOST_SAMPLES = 2, 4
 PILOT_PROMPTS, GPU_PILOT_PROMPTS = (8, 64, 512), (512,)
 """Prompts of a pilot, more where few take less than a second. A GPU answers many at a time."""
+LOOKED_AT = 512
+"""Prompts of which it is seen whether they can be asked and their answers graded."""
 MOST_QUESTIONS = 1_000
 STUDENT_COST = 1.0
 """Tokens of a student's answer, in those of the teacher's: a guess; small students do not end."""
@@ -98,7 +100,7 @@ class PromptSample:
         tryout, some = self.tryout, list[Prompt]()
         for prompt in self.order():
             some.append(prompt)
-            if len(some) == max(PILOT_PROMPTS):
+            if len(some) == LOOKED_AT:
                 break
         self._require_enough(len(some))
         self._require_gradable(some)
