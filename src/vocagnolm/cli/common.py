@@ -107,8 +107,7 @@ KEPT = {
     "score": "every finished shard is kept; run the same command again to score the rest.",
     "write": "every finished shard is kept; run the same command again to write the rest.",
     "prepare": "every finished part is kept; run the same command again to make the rest.",
-    "train": "the newest checkpoint is kept; run the same command again to resume from it, with "
-    "the same result. (SIGTERM instead of Ctrl-C writes a checkpoint first.)",
+    "train": "no step was made; run the same command again.",
     "evaluate": "with --out every answer is kept, and the same command resumes; without --out "
     "nothing is kept.",
     "try": "finished steps are kept; run the same command again to resume.",

@@ -479,6 +479,9 @@ class RunSection(Schema):
         "seed for the order of the blocks, random selection and random weights", 0, ge=0, lt=2**32
     )
     save_every: int = key("steps between checkpoints; 0: only at the end", 500, ge=0)
+    save_minutes: float = key(
+        "also write a checkpoint when the newest is so many minutes old; 0: never", 10.0, ge=0
+    )
     keep_checkpoints: int = key("number of complete checkpoints to keep", 2, ge=1)
     log_every: int = key(
         "steps between lines on the console and in trackers; metrics.jsonl has every step", 10, ge=1

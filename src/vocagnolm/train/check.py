@@ -457,7 +457,8 @@ class _Check:
         if self.parameters is None or self.folder is None:
             return
         width = 4 if recipe.student.dtype == "float32" else 2
-        kept = recipe.run.keep_checkpoints + 1 if recipe.run.save_every else 0
+        saves = recipe.run.save_every or recipe.run.save_minutes
+        kept = recipe.run.keep_checkpoints + 1 if saves else 0
         run_bytes = self.parameters * width * (3 * kept + 1)
         # ids and guidance; ids take four bytes beyond 65,536 tokens, a target an id and two bytes
         vocabulary = 0 if self.tokenizer is None else self.tokenizer.vocabulary_size

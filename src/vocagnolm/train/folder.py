@@ -64,6 +64,7 @@ RUNTIME_KEYS = frozenset(
         "run.log_every",
         "run.report_to",
         "run.keep_checkpoints",
+        "run.save_minutes",
         "train.loader_workers",
         "train.device",
         "student.bits_per_byte",
@@ -169,6 +170,14 @@ def begin_run(
         write_json(folder / "run.json", about, sealed=True)
     elif read_run(folder)["schedule"] != asdict(schedule):
         note_in_run(folder, schedule=asdict(schedule))
+
+
+def newest_checkpoint(folder: Path) -> int:
+    """The step of the newest checkpoint of a run that was finished, by its marker; 0 if there is
+    none."""
+    markers = folder.glob("checkpoints/checkpoint-*/complete.json")
+    steps = (path.parent.name.rpartition("-")[2] for path in markers)
+    return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
 def note_in_run(folder: Path, **facts: Any) -> None:
