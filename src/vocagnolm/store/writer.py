@@ -51,6 +51,7 @@ from vocagnolm.store.format import (
     listed,
     merged_vocabulary,
     parse_shard,
+    read_about,
     read_entries,
     read_manifest,
     read_records,
@@ -59,6 +60,7 @@ from vocagnolm.store.format import (
     record_name,
     record_of,
     shard_name,
+    shard_names,
     version_of,
     vocabulary_damage,
 )
@@ -163,17 +165,41 @@ class StoreWriter:
             self._require_own_shards()  # then the manifest can be made again from them
             return
         self._agree(found["identity"], complete)
-        # a run that failed before its first shard (a teacher that does not load) must not hold
-        # the folder against the corrected command
-        worth = (f"{SHARD_FOLDER}/", f"{ANSWER_FOLDER}/")
-        if complete or any(name.startswith(worth) for name in self._files):
-            refuse_other_identity(str(self.storage), found["identity"], self.identity)
+        if found["identity"] != self.identity:
+            # a run that failed before its first shard (a teacher that does not load), or that could
+            # score no document, must not hold the folder against the corrected command
+            if self._holds_work():
+                refuse_other_identity(str(self.storage), found["identity"], self.identity)
+            self._clear()
+            complete = False
+        if complete:
             self._listed = found.get("shards", [])
-        elif found["identity"] != self.identity:
-            head = files.json_bytes(self._manifest_head(False), sealed=True)
-            self.storage.put(PARTIAL_MANIFEST_FILE, head)
-        if not complete:
+        else:
             self._try_writing()
+
+    def _holds_work(self) -> bool:
+        """Whether the folder holds a document, or an answer; a damaged shard may have held one."""
+        for name in self._files:
+            if DOCUMENT_FILE.fullmatch(name) or name.startswith(f"{ANSWER_FOLDER}/"):
+                return True
+            if name in shard_names([name]):
+                try:
+                    about = read_about(self.storage, name, self._files[name])
+                    if about["statistics"]["documents"]:
+                        return True
+                except (StoreError, KeyError, TypeError):
+                    return True
+        return False
+
+    def _clear(self) -> None:
+        """Begin anew where nothing was made: first the manifest goes that speaks of the rest."""
+        head = files.json_bytes(self._manifest_head(False), sealed=True)
+        self.storage.put(PARTIAL_MANIFEST_FILE, head)
+        left = [name for name in self._files if name.startswith(f"{RECORD_FOLDER}/")]
+        left += [*shard_names(self._files), *({VOCABULARY_FILE} & self._files.keys())]
+        self.storage.remove(*({MANIFEST_FILE} & self._files.keys()), *left)
+        self._had_manifest = False
+        self.look()
 
     def _agree(self, found: dict[str, Any], complete: bool) -> None:
         """What was measured: the first measurement counts for all that agree with it."""
@@ -330,28 +356,32 @@ class StoreWriter:
         there = self.storage.files(SHARD_FOLDER)
         return [number for number in range(self.shard_count) if shard_name(number) not in there]
 
-    def finish(self, more: Callable[[list[Record]], dict[str, Any]] | None = None) -> None:
+    def finish(self, more: Callable[[list[Record]], dict[str, Any]] | None = None) -> bool:
         """When all shards are present, make the manifest from their records, which completes the
         store. An existing manifest with other content is replaced. `more`: what the manifest says
-        beside, made from the records."""
+        beside, made from the records. Returns False, and writes nothing, if no shard holds a
+        document."""
         if len(self._known) < self.shard_count:  # other processes have scored them
             self._files = self.storage.files(*STORE_FOLDERS, RECORD_FOLDER)
             found = self._records()
             self._known = {**found, **self._known}
         records = [self._record(number) for number in range(self.shard_count)]
         totals = add_statistics([record["statistics"] for record in records])
+        if not totals["documents"]:
+            return False
         shards = [listed(record) for record in records]
         manifest = {**self._manifest_head(True), "totals": totals, "shards": shards}
         manifest |= {} if more is None else more(records)
         content = files.json_bytes(manifest, sealed=True)
         if self.storage.create(MANIFEST_FILE, content):
-            return
+            return True
         try:
             there: Any = read_manifest(self.storage)
         except StoreError:
             there = None
         if there is None or (self._had_manifest and there != json.loads(json.dumps(manifest))):
             self.storage.put(MANIFEST_FILE, content)
+        return True
 
     def merge_vocabulary(self) -> dict[str, Any]:
         """When all shards are present, and have tables of their own: write the vocabulary that they
