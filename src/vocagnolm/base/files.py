@@ -312,10 +312,27 @@ def as_write_error(what: Path | str) -> Iterator[None]:
 
 def not_written(path: Path | str, error: Exception) -> WriteError:
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    mend = next((mend for mend, numbers in _MENDS if _says(error, reason, numbers)), _OTHER_MEND)
     return WriteError(
-        f"{path} could not be written: {reason}. Finished work is kept. Free some space or fix "
-        f"the path, and run the same command again to resume."
+        f"{path} could not be written: {reason}. What was finished before is kept. {mend}, and run "
+        "the same command again."
     )
+
+
+_MENDS = (
+    ("Free some space", (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)),
+    (
+        "Choose a folder that this user may write to, or change its rights",
+        (errno.EROFS, errno.EACCES, errno.EPERM),
+    ),
+)
+_OTHER_MEND = "Check the path and the disk"
+
+
+def _says(error: Exception, reason: str, numbers: tuple[int, ...]) -> bool:
+    """Whether an error is one of these of the system; libraries repeat its words."""
+    number = getattr(error, "errno", None)
+    return number in numbers or any(os.strerror(n) in reason for n in numbers)
 
 
 # ---- reading back ----

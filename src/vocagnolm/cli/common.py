@@ -274,7 +274,9 @@ def _leave(message: str, code: int) -> NoReturn:
             Path(report).write_text(json.dumps({"message": about}), "utf-8")
     if not report or leading():
         typer.echo(message, err=True)
-    sys.exit(code)
+    from vocagnolm.base.children import leave
+
+    leave(code)
 
 
 def _trace_written(error: BaseException) -> str:

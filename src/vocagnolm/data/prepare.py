@@ -100,7 +100,12 @@ def prepare_blocks(
                 plan = _plan(materials, tokenizer, settings)
                 entries = _make_parts(materials, folder, plan, workers, progress)
                 corpus.require_unchanged()
-                manifest = _manifest(materials, settings, tokenizer, entries)
+                try:
+                    manifest = _manifest(materials, settings, tokenizer, entries)
+                    _require_a_block(str(storage), recipe, corpus, manifest)
+                except BlocksError:
+                    _free(folder, entries)
+                    raise
                 files.write_json(folder / MANIFEST, manifest, sealed=True)
                 files.remove_leftovers(folder)
             return manifest
@@ -117,9 +122,14 @@ def prepare_blocks(
             _upload(folder, storage, found)
             files.move_folder(folder, blocks_cache(recipe) / found["fingerprint"][:32])
         manifest = found
-    if not corpus.conversations and not block_count(manifest["tokens"], recipe.data.block_size):
-        raise too_few_tokens(str(storage), manifest["tokens"], recipe.data.block_size)
+    _require_a_block(str(storage), recipe, corpus, manifest)
     return manifest
+
+
+def _require_a_block(where: str, recipe: Recipe, corpus: Corpus, manifest: dict[str, Any]) -> None:
+    tokens, size = manifest["tokens"], recipe.data.block_size
+    if not corpus.conversations and not block_count(tokens, size):
+        raise too_few_tokens(where, tokens, size)
 
 
 # ---- whose the folder is ----
@@ -137,13 +147,26 @@ def _refuse_strangers(storage: Storage) -> None:
 
 def _claim(storage: Storage, settings: dict[str, Any]) -> None:
     """The settings are written before the first part: a place belongs to one recipe."""
-    if storage.create(SETTINGS, files.json_bytes(settings, sealed=True)):
+    content = files.json_bytes(settings, sealed=True)
+    if storage.create(SETTINGS, content):
+        return
+    if isinstance(storage, Folder) and not any(map(_is_part, storage.files())):
+        # a run that failed before its first part must not hold the folder against the corrected one
+        storage.put(SETTINGS, content)
         return
     advice = "Choose another place for data.blocks."
     path = storage.shown(SETTINGS)
     found = files.read_json(path, BlocksError, advice, read=lambda: storage.read(SETTINGS))
     different = files.differences(found, settings)
     _refuse(storage, [f"{name}: {old!r:.50} -> {new!r:.50}" for name, old, new in different])
+
+
+def _free(folder: Path, entries: Sequence[dict[str, Any]]) -> None:
+    """Remove parts that hold nothing to train on: they must not hold the folder against the
+    corrected recipe. The settings go last, which make them ours."""
+    for entry in entries:
+        files.remove(folder / entry["name"])
+    files.remove(folder / SETTINGS)
 
 
 def _refuse(storage: Storage, difference: list[str]) -> None:
@@ -360,10 +383,11 @@ class PartMaker:
         path = self.folder / part_name(number)
         part = self._pack(documents)
         about = {"identity": self.identity, "summary": part.summary.as_json()}
+        metadata = json.dumps(about, sort_keys=True)
         with files.whole_path(path) as temporary:
-            metadata = {METADATA_KEY: json.dumps(about, sort_keys=True)}
-            save_file(part.columns, temporary, metadata=metadata)
-        return _entry(path, about)
+            save_file(part.columns, temporary, metadata={METADATA_KEY: metadata})
+        # as it is read back after a kill, down to the order of its keys
+        return _entry(path, json.loads(metadata))
 
     def _pack(self, documents: Sequence[Document]) -> Part:
         recipe, settings = self.plan.recipe, self.plan.settings
@@ -474,6 +498,10 @@ def in_batches(read: Callable[[list[str]], list[Read]], texts: Sequence[str]) ->
 
 def part_name(number: int) -> str:
     return f"part-{number:05d}.safetensors"
+
+
+def _is_part(name: str) -> bool:
+    return name.startswith("part-") and name.endswith(".safetensors")
 
 
 def _finished_part(path: Path, identity: str) -> dict[str, Any] | None:

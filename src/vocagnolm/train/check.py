@@ -19,6 +19,7 @@ from vocagnolm.alignment import TextTokenizer
 from vocagnolm.alignment.targets import TARGETS_RULE
 from vocagnolm.alignment.tokenizer import missing_beginning
 from vocagnolm.base.files import address_of, model_damage
+from vocagnolm.base.progress import byte_text
 from vocagnolm.chat import ChatTokenizer, survey
 from vocagnolm.data.blocks import MANIFEST, cut_parts, read_manifest
 from vocagnolm.data.corpus import Corpus, document_hash
@@ -482,9 +483,8 @@ class _Check:
         }
         if run_bytes > free:
             self.report.problem(
-                f"the run needs about {run_bytes / 1e9:.1f} GB for checkpoints and model, "
-                f"{existing} has {free / 1e9:.1f} GB free. Lower run.keep_checkpoints or change "
-                "disk."
+                f"the run needs about {byte_text(run_bytes)} for checkpoints and model, "
+                f"{existing} has {byte_text(free)} free. Lower run.keep_checkpoints or change disk."
             )
 
     def look_at_run(self) -> None:
