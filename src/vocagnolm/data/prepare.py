@@ -5,6 +5,7 @@ same files. A part appears by rename when it is complete and the manifest comes 
 moment and run it again. Blocks at an address are made in a folder of this machine and uploaded.
 """
 
+import contextlib
 import json
 import os
 import warnings
@@ -60,6 +61,7 @@ Progress = Callable[[PackingSummary, float], None]
 Read = TypeVar("Read")
 
 SETTINGS = "settings.json"
+_RECORDS = "part-*.json"
 METADATA_KEY = "vocagnolm"
 # Guided training below this share of mapped tokens is hardly guided.
 LEAST_MAPPED_SHARE = 0.5
@@ -108,6 +110,7 @@ def prepare_blocks(
                     raise
                 files.write_json(folder / MANIFEST, manifest, sealed=True)
                 files.remove_leftovers(folder)
+            _remove_records(folder)
             return manifest
 
     if isinstance(storage, Folder):
@@ -166,7 +169,15 @@ def _free(folder: Path, entries: Sequence[dict[str, Any]]) -> None:
     corrected recipe. The settings go last, which make them ours."""
     for entry in entries:
         files.remove(folder / entry["name"])
+    _remove_records(folder)
     files.remove(folder / SETTINGS)
+
+
+def _remove_records(folder: Path) -> None:
+    """The manifest holds what they say. What is finished may also stand on read-only media."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(_RECORDS):
+            files.remove(path)
 
 
 def _refuse(storage: Storage, difference: list[str]) -> None:
@@ -386,8 +397,11 @@ class PartMaker:
         metadata = json.dumps(about, sort_keys=True)
         with files.whole_path(path) as temporary:
             save_file(part.columns, temporary, metadata={METADATA_KEY: metadata})
-        # as it is read back after a kill, down to the order of its keys
-        return _entry(path, json.loads(metadata))
+            # as it is read back after a kill, down to the order of its keys
+            entry = _entry(temporary, json.loads(metadata))
+            record = {"identity": self.identity, "sha256": entry["sha256"]}
+            files.write_json(_record_of(path), record, sealed=True)
+        return entry
 
     def _pack(self, documents: Sequence[Document]) -> Part:
         recipe, settings = self.plan.recipe, self.plan.settings
@@ -504,10 +518,22 @@ def _is_part(name: str) -> bool:
     return name.startswith("part-") and name.endswith(".safetensors")
 
 
-def _finished_part(path: Path, identity: str) -> dict[str, Any] | None:
-    """The manifest entry of a part that an earlier run made, or None where there is none."""
+def _record_of(part: Path) -> Path:
+    """The record of a part until there is a manifest: it is there before the part."""
+    return part.with_suffix(".json")
+
+
+def _finished_part(path: Path, identity: str, *, recorded: bool) -> dict[str, Any] | None:
+    """The manifest entry of a part that an earlier run made, or None where there is none, or one
+    that has changed since. `recorded`: parts have records, which 0.1.0 did not write."""
     if not path.exists():
         return None
+    record: dict[str, Any] = {}
+    if recorded:
+        try:
+            record = files.read_json(_record_of(path), BlocksError, "", {"sha256": str})
+        except (OSError, BlocksError):
+            return None  # it is made again
     try:
         with safe_open(path, framework="np") as file:
             about = files.parse_json(file.metadata()[METADATA_KEY])
@@ -517,7 +543,8 @@ def _finished_part(path: Path, identity: str) -> dict[str, Any] | None:
         raise BlocksError(
             f"{path} was made with other settings. Choose another folder for data.blocks."
         )
-    return _entry(path, about)
+    entry = _entry(path, about)
+    return entry if record.get("sha256", entry["sha256"]) == entry["sha256"] else None
 
 
 def _entry(path: Path, about: dict[str, Any]) -> dict[str, Any]:
@@ -558,8 +585,10 @@ def _make_parts(
             progress(PackingSummary(**entry["summary"]), len(entries) / len(starts))
 
     identity = files.json_digest(plan.settings)
+    recorded = any(folder.glob(_RECORDS))
     for number in range(len(starts)):
-        if (entry := _finished_part(folder / part_name(number), identity)) is not None:
+        path = folder / part_name(number)
+        if (entry := _finished_part(path, identity, recorded=recorded)) is not None:
             note(number, entry)
     wanted = [number for number in range(len(starts)) if number not in entries]
 

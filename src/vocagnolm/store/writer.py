@@ -22,13 +22,14 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from vocagnolm.base import files
 from vocagnolm.errors import StorageWarning, StoreError
 from vocagnolm.jobs.job import CLAIM_FOLDER
-from vocagnolm.storage import storage_of
+from vocagnolm.storage import Folder, storage_of
 from vocagnolm.storage.bucket import PROBE
 from vocagnolm.store.format import (
     ANSWER_FILE,
@@ -109,6 +110,7 @@ def _is_measured(value: Mapping[str, Any]) -> bool:
 # ---- the writer ----
 
 
+_THREADS = 8
 # A share that comes while another one writes the manifest waits so long.
 _FINISHING_SECONDS = 60.0
 
@@ -137,6 +139,7 @@ class StoreWriter:
         self._listed: list[dict[str, Any]] = []  # by the manifest, where there is one
         self._files: dict[str, int] = {}
         self._known: dict[int, Record] = {}
+        self._made: set[int] = set()
 
     @property
     def digest(self) -> str:
@@ -340,6 +343,7 @@ class StoreWriter:
         record = record_of(parse_shard(memoryview(content), name), shard.number, self.device)
         self.storage.put(record_at, record_bytes(self._digest, record))
         self._known[shard.number] = record
+        self._made.add(shard.number)
 
     @property
     def was_complete(self) -> bool:
@@ -369,6 +373,7 @@ class StoreWriter:
         totals = add_statistics([record["statistics"] for record in records])
         if not totals["documents"]:
             return False
+        self._require_unchanged(records)
         shards = [listed(record) for record in records]
         manifest = {**self._manifest_head(True), "totals": totals, "shards": shards}
         manifest |= {} if more is None else more(records)
@@ -382,6 +387,32 @@ class StoreWriter:
         if there is None or (self._had_manifest and there != json.loads(json.dumps(manifest))):
             self.storage.put(MANIFEST_FILE, content)
         return True
+
+    def _require_unchanged(self, records: Sequence[Record]) -> None:
+        """Read through what earlier runs or other processes have made: the manifest vouches for it.
+        A bucket looks after its own bytes, and would be copied here as a whole."""
+        if self._had_manifest or not isinstance(self.storage, Folder):
+            return
+        others = [number for number in range(self.shard_count) if number not in self._made]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            changed = [*pool.map(self._changed, others, (records[number] for number in others))]
+        for number, wrong in zip(others, changed, strict=True):
+            if wrong is not None:  # without its record the next run looks into the shard itself
+                self.storage.remove(record_name(number))
+                raise StoreError(
+                    f"{wrong} since they were written. Run the same command again: what is damaged "
+                    "is made again."
+                )
+
+    def _changed(self, number: int, record: Record) -> str | None:
+        """Which file of a shard is not as its record says."""
+        name = shard_name(number)
+        if hashlib.sha256(self.storage.read(name)).hexdigest() != record["sha256"]:
+            return f"{self.storage.shown(name)}: its bytes have changed"
+        for name, about in (record.get("files") or {}).items():
+            if hashlib.sha256(self.storage.read(name)).hexdigest() != about["sha256"]:
+                return f"{self.storage.shown(name)}: its bytes have changed"
+        return None
 
     def merge_vocabulary(self) -> dict[str, Any]:
         """When all shards are present, and have tables of their own: write the vocabulary that they

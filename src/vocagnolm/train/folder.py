@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from vocagnolm import __version__
 from vocagnolm.base.files import (
     LOCK_FILE,
+    file_digest,
     is_leftover,
     parse_json,
     read_json,
+    unsealed,
     write_json,
     write_text,
 )
@@ -40,12 +42,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
-            record = parse_json(line)
+            record = unsealed(line)
         except ValueError:
             record = None
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append({_NAMES.get(name) or name: value for name, value in record.items()})
-        elif number < len(lines):
+        elif number < len(lines) or _is_object(line[:-1]):  # the line break itself is damaged
             damaged.append(number)
     if damaged:
         shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
@@ -53,6 +55,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             f"{path}: line {shown} is damaged and was skipped.", VocagnolmWarning, stacklevel=2
         )
     return records
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(parse_json(line), dict)
+    except ValueError:
+        return False
 
 
 # ---- the folder ----
@@ -92,10 +101,24 @@ def run_recipe(folder: Path) -> Recipe:
     """The recipe that a run was started with; 0.1.0 wrote `train.bf16` instead of `train.dtype`."""
     path = folder / "recipe.yaml"
     tree = read_tree(path, RecipeError, _MEND)
+    warn_of_other_recipe(folder, read_run(folder))
     train = tree.get("train")
     if isinstance(train, dict) and "bf16" in train:
         train["dtype"] = "bfloat16" if train.pop("bf16") else "float32"
     return recipe_from_dict(tree, origin=str(path))
+
+
+def warn_of_other_recipe(folder: Path, about: dict[str, Any]) -> None:
+    """Warn where a run's recipe.yaml is not the file that `about`, its run.json, was written for;
+    older runs do not say."""
+    path = folder / "recipe.yaml"
+    known = about.get("recipe_sha256")
+    if known is not None and path.is_file() and known != file_digest(path):
+        warnings.warn(
+            f"{path} is damaged or was edited: it does not match its checksum in run.json.",
+            VocagnolmWarning,
+            stacklevel=3,
+        )
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -160,6 +183,7 @@ def begin_run(
             "schedule": asdict(schedule),
             "blocks": blocks,
             **({} if corpora is None else {"corpora": corpora}),
+            "recipe_sha256": file_digest(folder / "recipe.yaml"),
             "versions": {
                 "vocagnolm": __version__,
                 "torch": version("torch"),
