@@ -1,18 +1,21 @@
 """The whole pipeline on a small example, by its commands, each in a forked process."""
 
-import json
 import os
+import shutil
 import signal
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from evaluation_kit import ROWS, write_rows
 from faults_kit import in_child, tiny_tree, write_recipe
 from training_kit import documents, fresh_process, save_tokenizer, write_corpus
 from write.write_kit import save_writer, write_prompts
+
+from vocagnolm.base import files
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def words_of(name: str, material: Path, home: Path) -> list[object]:
             *("write", *teacher, "--prompts", material / "prompts.jsonl", "--out"),
             *(home / "written", "--max-new-tokens", 8, "--alternatives", 2, "--shard-prompts", 2),
         ],
-        "prepare": ["prepare", recipe],
+        "prepare": ["prepare", recipe, "--workers", 1],
         "train": ["train", recipe, "--quiet"],
         "evaluate": [
             *("evaluate", material / "teacher", "--tasks", "gsm8k", "--out", home / "evaluated"),
@@ -125,13 +128,27 @@ MADE = {
 """The folder that a command makes."""
 
 
-def home_of(material: Path, folder: Path, upto: str | None = None) -> Path:
-    """The whole pipeline in `folder`, or what comes before the command `upto`."""
-    for name in PIPELINE[: None if upto is None else PIPELINE.index(upto)]:
-        ended = command(words_of(name, material, folder), folder.parent)
+NEEDED = {"prepare": ("store",), "train": ("store", "blocks")}
+"""The folders that a command reads."""
+
+
+def noting(path: Path) -> None:
+    """Write every step of writing into a file."""
+    file = open(path, "a", buffering=1)  # noqa: SIM115  (until the process ends)
+    files.reached = lambda point, place: file.write(f"{point}\t{place.name}\n")
+
+
+def whole_pipeline(material: Path, home: Path) -> Path:
+    """All commands, and beside `home` the steps of writing of each, in NAME.steps."""
+    for name in PIPELINE:
+        steps = home.parent / f"{name}.steps"
+        ended = command(words_of(name, material, home), home.parent, partial(noting, steps))
         assert ended.code == 0, (name, ended.said)
-    return folder
+    return home
 
 
-def json_of(path: Path) -> dict:
-    return json.loads(path.read_text())
+def home_before(name: str, whole: Path, home: Path) -> Path:
+    """A home with what a command reads."""
+    for folder in NEEDED.get(name, ()):
+        shutil.copytree(whole / folder, home / folder)
+    return home

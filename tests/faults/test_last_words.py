@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 from faults.test_kills import digests
-from faults_kit import LONG, SEED, copy_of, some
+from faults_kit import LONG, SEED, some
 from pipeline_kit import (
     MADE,
     PIPELINE,
     Ended,
     command,
-    import_everything,
-    make_material,
+    home_before,
     words_of,
 )
 
@@ -34,28 +33,6 @@ REFUSING = ("begin", "written", "begin removing", "begin moving")
 # what differs between two runs: times, and paths in the recipe and the card
 RESULTS = ("*.safetensors", "*.jsonl", "manifest.json", "settings.json", "results.json")
 TIMED = ("metrics.jsonl", "run.json")
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory) -> Path:
-    import_everything()
-    return make_material(tmp_path_factory.mktemp("material"))
-
-
-@pytest.fixture(scope="module")
-def whole(material, tmp_path_factory) -> Path:
-    """The pipeline without a fault. A command writes down the steps that it passes."""
-    home = tmp_path_factory.mktemp("whole") / "home"
-    for name in PIPELINE:
-        steps = home.parent / f"{name}.steps"
-        ended = command(words_of(name, material, home), home.parent, lambda at=steps: noting(at))
-        assert ended.code == 0, (name, ended.said)
-    return home
-
-
-def noting(path: Path) -> None:
-    file = open(path, "a", buffering=1)  # noqa: SIM115  (until the process ends)
-    files.reached = lambda point, place: file.write(f"{point}\t{place.name}\n")
 
 
 def failing(fault: str, at: int) -> None:
@@ -138,13 +115,9 @@ def test_last_words_are_true_and_the_same_command_goes_on(material, whole, tmp_p
         for n, step in enumerate(steps, 1)
         if fault in SIGNALS or step.partition("\t")[0] in REFUSING
     ]
-    before = PIPELINE[: PIPELINE.index(name)]
     for number in numbers if LONG else some(numbers, 1):
         home = tmp_path / f"{number}"
-        words = words_of(name, material, home)
-        for earlier in before:
-            if earlier not in ("write", "evaluate"):
-                copy_of(whole / MADE[earlier], home / MADE[earlier])
+        words = words_of(name, material, home_before(name, whole, home))
         ended = command(words, tmp_path, lambda at=number: failing(fault, at))
         folder = home / MADE[name]
         require_true(name, fault, ended, folder)

@@ -264,9 +264,15 @@ def end(error: BaseException) -> NoReturn:
     )
 
 
+_MOST_CHARACTERS = 2000
+
+
 def _leave(message: str, code: int) -> NoReturn:
     """Under torchrun only the leading process prints: torchrun itself shows, behind its own trace,
     what the process that failed first has left in a file."""
+    if len(message) > _MOST_CHARACTERS:
+        half = _MOST_CHARACTERS // 2 - 10
+        message = f"{message[:half]} [...] {message[-half:]}"
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
         about = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}

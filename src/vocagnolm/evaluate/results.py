@@ -182,6 +182,9 @@ class RunFolder:
         with folder_lock(self.folder, advice):
             for folder in (self.folder, self.outputs):
                 remove_leftovers(folder)
+            for path in self.outputs.glob("*.partial.jsonl"):
+                if path.with_name(path.name.replace(".partial.", ".")).is_file():
+                    remove(path)  # killed between the graded file and this
             yield self
 
     # --- settings -----------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from vocagnolm.alignment.targets import TARGETS_RULE
 from vocagnolm.alignment.tokenizer import missing_beginning
 from vocagnolm.base.files import address_of, model_damage
 from vocagnolm.base.progress import byte_text
+from vocagnolm.base.strangers import read_config
 from vocagnolm.chat import ChatTokenizer, survey
 from vocagnolm.data.blocks import MANIFEST, cut_parts, read_manifest
 from vocagnolm.data.corpus import Corpus, document_hash
@@ -644,6 +645,8 @@ def about_student(recipe: Recipe) -> dict[str, Any]:
         config = gguf_config(Path(source))
     else:
         revision = recipe.student.revision or "main"
+        if Path(source, "config.json").is_file():
+            read_config(Path(source), TrainingError)
         try:
             config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         except Exception as error:  # network, cache, format: many types, one meaning here
