@@ -133,7 +133,8 @@ NEEDED = {"prepare": ("store",), "train": ("store", "blocks")}
 
 
 def noting(path: Path) -> None:
-    """Write every step of writing into a file."""
+    """Write every step of writing into a file; the cache is beside the results."""
+    os.environ["VOCAGNOLM_CACHE"] = str(path.parent / "home" / "cache")
     file = open(path, "a", buffering=1)  # noqa: SIM115  (until the process ends)
     files.reached = lambda point, place: file.write(f"{point}\t{place.name}\n")
 

@@ -138,12 +138,14 @@ def require_weights(folder: Path, error: type[VocagnolmError]) -> None:
         names = read_stranger(path, error).get("weight_map")
         if not isinstance(names, dict):
             raise error(f"{path} has no weight_map. {_MEND}")
-        for name in set(map(str, names.values())):
+        listed = sorted(set(map(str, names.values())))
+        for name in listed:
             if not plain_name(name) or not name.endswith(".safetensors"):
                 raise error(
                     f"{path} names the weights {name!r:.80}, which are not a safetensors file of "
                     f"this folder. {_MEND}"
                 )
+        for name in listed:
             try:
                 require_file(folder / name, error)
             except FileNotFoundError:

@@ -14,6 +14,7 @@ from vocagnolm.base.files import (
     is_leftover,
     parse_json,
     read_json,
+    require_keys,
     unsealed,
     write_json,
     write_text,
@@ -221,6 +222,8 @@ def run_summary(folder: Path, *, already: bool = False) -> dict[str, Any]:
     about = read_run(folder)
     records = read_metrics(folder / "metrics.jsonl")
     schedule = about["schedule"]
+    whole = dict.fromkeys(("steps", "batch_blocks", "block_size"), int)
+    require_keys(schedule, folder / "run.json", TrainingError, _MEND, whole)
     return {
         "run": str(folder),
         "model": str(folder / "model"),
