@@ -406,7 +406,7 @@ class OptimizerSection(Schema):
         "optimizer name as in transformers' TrainingArguments; adamw_torch is fused on a GPU",
         "adamw_torch",
     )
-    learning_rate: float = key("peak learning rate", 8e-5, gt=0, le=1e6)
+    learning_rate: float = key("peak learning rate", 8e-5, gt=0, le=10**6)
     min_learning_rate: float = key(
         "learning rate that the cosine would reach one step after the last", 8e-6, ge=0
     )
