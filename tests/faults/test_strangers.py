@@ -120,7 +120,7 @@ def test_a_file_by_chance_is_read_or_refused_shortly(model, tmp_path, name):
     path.parent.mkdir(exist_ok=True)
 
     @settings(
-        max_examples=examples(1000) if LONG else 40,
+        max_examples=examples(1000) if LONG else 15,
         deadline=10_000 if LONG else None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
@@ -143,7 +143,7 @@ def test_a_recipe_by_chance_is_checked_or_refused_shortly(lab, tmp_path):
     path = tmp_path / "recipe.yaml"
     valid = recipe_dict(lab, run={"folder": str(tmp_path / "run")})
 
-    @settings(max_examples=examples(1000) if LONG else 40, deadline=None)
+    @settings(max_examples=examples(1000) if LONG else 15, deadline=None)
     @given(changed(valid))
     def use(tree):
         path.write_text(json.dumps(tree))

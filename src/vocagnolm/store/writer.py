@@ -182,17 +182,17 @@ class StoreWriter:
 
     def _holds_work(self) -> bool:
         """Whether the folder holds a document, or an answer; a damaged shard may have held one."""
-        for name in self._files:
-            if DOCUMENT_FILE.fullmatch(name) or name.startswith(f"{ANSWER_FOLDER}/"):
-                return True
-            if name in shard_names([name]):
-                try:
-                    about = read_about(self.storage, name, self._files[name])
-                    if about["statistics"]["documents"]:
-                        return True
-                except (StoreError, KeyError, TypeError):
-                    return True
-        return False
+        if any(
+            DOCUMENT_FILE.fullmatch(n) or n.startswith(f"{ANSWER_FOLDER}/") for n in self._files
+        ):
+            return True
+        try:
+            return any(
+                read_about(self.storage, name, self._files[name])["statistics"]["documents"]
+                for name in shard_names(self._files)
+            )
+        except (StoreError, KeyError, TypeError):
+            return True
 
     def _clear(self) -> None:
         """Begin anew where nothing was made: first the manifest goes that speaks of the rest."""
@@ -406,11 +406,14 @@ class StoreWriter:
 
     def _changed(self, number: int, record: Record) -> str | None:
         """Which file of a shard is not as its record says."""
-        name = shard_name(number)
-        if hashlib.sha256(self.storage.read(name)).hexdigest() != record["sha256"]:
-            return f"{self.storage.shown(name)}: its bytes have changed"
-        for name, about in (record.get("files") or {}).items():
-            if hashlib.sha256(self.storage.read(name)).hexdigest() != about["sha256"]:
+        digests = {shard_name(number): record["sha256"]}
+        digests |= {name: about["sha256"] for name, about in (record.get("files") or {}).items()}
+        for name, digest in digests.items():
+            try:
+                content = self.storage.read(name)
+            except FileNotFoundError:
+                return f"{self.storage.shown(name)}: its bytes have gone"
+            if hashlib.sha256(content).hexdigest() != digest:
                 return f"{self.storage.shown(name)}: its bytes have changed"
         return None
 
