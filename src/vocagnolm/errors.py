@@ -100,6 +100,12 @@ class StoppedError(VocagnolmError):
     exit_code = 143  # 128 + SIGTERM, as shells and schedulers write it
 
 
+class InterruptedRunError(StoppedError):
+    """A run stopped at Ctrl-C, with all it has made kept."""
+
+    exit_code = 130  # 128 + SIGINT
+
+
 class PushError(VocagnolmError):
     """The hub does not take a model."""
 

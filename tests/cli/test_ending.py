@@ -51,6 +51,12 @@ def test_an_unforeseen_error_is_one_line_and_a_file(monkeypatch, capsys, tmp_pat
     assert "Traceback" in trace.read_text() and "workings" in trace.read_text()
 
 
+def test_a_message_of_a_megabyte_keeps_its_beginning_and_its_end(monkeypatch, capsys):
+    code, said = ended(monkeypatch, capsys, UsageError(f"what. {'x' * 10**6} Do this."))
+    assert code == 2 and len(said) <= 2001
+    assert said.startswith("error: what. xx") and said.endswith("xx Do this.\n")
+
+
 def test_packages_of_unlike_age_are_no_fault_of_the_program(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     error = ImportError("cannot import name 'HybridCache' from 'transformers'")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vocagnolm.base.files import json_digest
+from vocagnolm.base.files import finished_lines, json_digest
 from vocagnolm.evaluate.render import render
 from vocagnolm.evaluate.run import checksum
 from vocagnolm.questions.suite import TASKS
@@ -24,8 +24,7 @@ def test_answers_and_grades(finished):
     out, _ = finished
     found = {}
     for path in sorted((out / "evaluation" / "outputs").glob("*.jsonl")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        found[path.stem] = json_digest([json.loads(line) for line in lines])[:16]
+        found[path.stem] = json_digest(finished_lines(path))[:16]
     assert found == PINS["outputs"]
 
 

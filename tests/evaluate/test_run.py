@@ -56,6 +56,7 @@ def test_standard_errors():
 def test_results_have_the_promised_form(finished):
     out, evaluation = finished
     values = json.loads((out / "evaluation/results.json").read_text())
+    assert len(values.pop("content_sha256")) == 64
     assert values == evaluation.to_json()
     assert list(values) == [
         "protocol", "tasks", "avg", "avg_dagger", "avg_double_dagger", "bits_per_byte",
@@ -69,7 +70,7 @@ def test_results_have_the_promised_form(finished):
     for name in SUITES["math"]:
         for line in (out / f"evaluation/outputs/{name}.jsonl").read_text().splitlines():
             assert list(json.loads(line)) == [
-                "index", "prompt", "output", "extracted", "gold", "correct", "complete",
+                "index", "prompt", "output", "extracted", "gold", "correct", "complete", "crc32",
             ]  # fmt: skip
     assert not list(out.rglob("*.partial.jsonl")) and not list(out.rglob("*tmp"))
 

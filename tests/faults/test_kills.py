@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from faults_kit import copy_of, kill_at, some, tiny_tree, write_points
-from training_kit import fresh_process, recipe_dict
+from training_kit import fresh_process, make_lab, recipe_dict
 
 from vocagnolm.data.prepare import prepare
+from vocagnolm.errors import BlocksError
 from vocagnolm.recipe import recipe_from_dict
 
 
@@ -34,6 +35,43 @@ def test_prepare(lab, tmp_path):
         kill_at(number, work(f"killed-{number}"))
         work(f"killed-{number}")()
         assert digests(tmp_path / f"killed-{number}") == expected, steps[number - 1]
+
+
+def test_prepare_with_alternatives(tmp_path):
+    make_lab(tmp_path, 20, alternatives=3)
+
+    def work(name):
+        data = {"blocks": str(tmp_path / name), "part_documents": 8}
+        tree = recipe_dict(tmp_path, data=data, objective={"method": "distill"})
+        return lambda: prepare(recipe_from_dict(tree))
+
+    steps = write_points(work("whole"))
+    expected = digests(tmp_path / "whole")
+    parts = [n for n, step in enumerate(steps, 1) if step == "renamed part-00001.safetensors"]
+    kill_at(parts[0], work("killed"))
+    work("killed")()
+    assert digests(tmp_path / "killed") == expected
+
+
+@pytest.mark.parametrize("wrong", ["missing", "empty", "short"])
+def test_prepare_that_failed_leaves_its_folder_to_the_corrected_recipe(lab, tmp_path, wrong):
+    """A corpus that the store does not hold, one that gives no token, and one of too few."""
+    tree = recipe_dict(lab, data={"blocks": str(tmp_path / "b"), "missing": "error"})
+    corpus = tmp_path / "other.jsonl"
+    texts = {"missing": '{"text": "not in the store"}', "empty": '{"text": 3}'}
+    first = (lab / "corpus.jsonl").read_text().partition("\n")[0]
+    corpus.write_text(texts.get(wrong, first) + "\n")
+    broken = {**tree, "corpus": {"files": [str(corpus)]}}
+    if wrong == "short":
+        broken["data"] = {**tree["data"], "block_size": 4096}
+    with pytest.raises(BlocksError, match=r"not in the loss store|gave no tokens|4,096"):
+        prepare(recipe_from_dict(broken))
+    prepare(recipe_from_dict(tree))
+    prepare(recipe_from_dict({**tree, "data": {**tree["data"], "blocks": str(tmp_path / "fresh")}}))
+    assert digests(tmp_path / "b") == digests(tmp_path / "fresh")
+    with pytest.raises(BlocksError, match="made with other settings"):
+        prepare(recipe_from_dict(broken))
+    assert digests(tmp_path / "b") == digests(tmp_path / "fresh")
 
 
 def test_train(lab, tmp_path):

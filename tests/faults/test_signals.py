@@ -42,6 +42,8 @@ def command_in_child(*words: object) -> int:
 
         TrainingLoop.end_step = slowly
         fresh_process()
+        # a shell that runs the tests in the background lets them ignore the key
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = ["vocagnolm", *map(str, words)]
         try:
             main()
@@ -89,7 +91,8 @@ def test_progress_bars_of_a_child_and_its_parent_do_not_stop_each_other():
         thread.join()
 
 
-def test_sigusr1_saves_and_goes_on_sigterm_saves_and_leaves(lab, tmp_path):
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
+def test_sigusr1_saves_and_goes_on_sigterm_and_ctrl_c_save_and_leave(lab, tmp_path, asked, capfd):
     from vocagnolm.recipe import recipe_from_dict
     from vocagnolm.train.run import train
 
@@ -107,11 +110,12 @@ def test_sigusr1_saves_and_goes_on_sigterm_saves_and_leaves(lab, tmp_path):
     wait_until(lambda: newest_complete(folder / "checkpoints").step > 0, lambda: alive(child))
     first = newest_complete(folder / "checkpoints").step
     wait_until(lambda: steps() > first + 2, lambda: alive(child))
-    os.kill(child, signal.SIGTERM)
+    os.kill(child, asked)
     _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 143
+    assert os.waitstatus_to_exitcode(status) == 128 + asked
     newest = newest_complete(folder / "checkpoints").step
     assert first < newest == steps() < STEPS
+    assert f"after step {newest} of {STEPS}; a checkpoint was written" in capfd.readouterr().err
     assert not (folder / "model").exists() and not (folder / ".lock").exists()
     # run again it is the same as a run that nobody disturbed
     for target in (folder, whole):
@@ -121,6 +125,54 @@ def test_sigusr1_saves_and_goes_on_sigterm_saves_and_leaves(lab, tmp_path):
     assert weights[0] == weights[1]
     losses = [[r["loss"] for r in read_metrics(f / "metrics.jsonl")] for f in (folder, whole)]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
+
+
+@pytest.mark.parametrize(("minutes", "made"), [(1e-12, {1, 2, 3}), (1e9, set()), (0, set())])
+def test_checkpoints_are_also_made_by_time_and_change_no_result(lab, tmp_path, minutes, made):
+    from vocagnolm.recipe import recipe_from_dict
+    from vocagnolm.train.run import train
+
+    kept = {"save_every": 0, "save_minutes": minutes, "keep_checkpoints": 9}
+    for name, run in (("timed", kept), ("whole", {"save_every": 0, "save_minutes": 0})):
+        fresh_process()
+        train(recipe_from_dict(tiny_tree(lab, tmp_path / name, run=run)), quiet=True)
+    folders = (tmp_path / "timed" / "checkpoints").glob("checkpoint-*")
+    assert {int(path.name.rpartition("-")[2]) for path in folders} == made
+    weights = [tmp_path / name / "model" / "model.safetensors" for name in ("timed", "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_a_second_ctrl_c_leaves_at_once_and_names_the_checkpoint(lab, tmp_path, capfd):
+    tree = tiny_tree(lab, tmp_path / "run", train={"tokens": STEPS * 4 * 32}, run={"save_every": 2})
+
+    def work():
+        from vocagnolm.cli import main
+        from vocagnolm.train.loop import TrainingLoop
+
+        end_step = TrainingLoop.end_step
+
+        def twice(self, learning_rate):
+            end_step(self, learning_rate)
+            if self.step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        TrainingLoop.end_step = twice
+        fresh_process()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        recipe = write_recipe(tmp_path / "r.yaml", tree)
+        sys.argv = ["vocagnolm", "train", str(recipe), "--quiet"]
+        try:
+            main()
+        except SystemExit as left:
+            os._exit(left.code or 0)
+
+    _, status = os.waitpid(in_child(work), 0)
+    assert os.waitstatus_to_exitcode(status) == 130
+    said = capfd.readouterr().err
+    assert "Ctrl-C again leaves at once" in said
+    assert said.endswith("resumes from the checkpoint of step 2, with the same result.\n"), said
+    assert newest_complete(tmp_path / "run" / "checkpoints").step == 2
 
 
 def train_all(trees) -> None:

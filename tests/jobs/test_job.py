@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from functools import partial
@@ -263,6 +264,32 @@ def test_when_no_worker_becomes_ready_the_run_says_so_and_ends(tmp_path, on_clus
         pytest.raises(ClusterError, match=r"(no step|of memory).* 0 shards were made and"),
     ):
         on_cluster(tmp_path, play, patience=0.5)
+
+
+def test_a_cluster_that_has_stopped_altogether_is_no_hang(tmp_path, on_cluster, monkeypatch):
+    """Ray's own questions to it have no limit of time."""
+    stopped, goes_on = threading.Event(), threading.Event()
+    there = Ray.nodes
+
+    def play(actor, name, arguments):
+        if name == "work":
+            stopped.set()
+        return NEVER if stopped.is_set() else None
+
+    def nodes(self):
+        return goes_on.wait() if stopped.is_set() else there(self)
+
+    monkeypatch.setattr(Ray, "nodes", nodes)
+    monkeypatch.setattr(Ray, "kill", lambda *_: stopped.is_set() and goes_on.wait())
+    monkeypatch.setattr(cluster_module, "_ANSWER_SECONDS", 0.05)
+    with (
+        pytest.warns(WaitingWarning, match=r"no worker .* the cluster does not answer"),
+        pytest.raises(ClusterError, match=r"does not answer; .* were made and are kept"),
+    ):
+        try:
+            on_cluster(tmp_path, play, patience=0.5)
+        finally:
+            goes_on.set()
 
 
 def test_what_a_worker_cannot_write_is_tried_again_and_blames_nobody(tmp_path, on_cluster):

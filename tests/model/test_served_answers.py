@@ -1,7 +1,6 @@
 """What servers answer, read by structure: whatever stands there, it is a record or a message of one
 line. And the tokens of a chat answer laid over its text."""
 
-import copy
 import itertools
 import json
 import math
@@ -10,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from changed_kit import changed
 from faults_kit import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,43 +83,6 @@ KINDS = {
     "version": ({"version": "0.32"}, answers.parse_version),
     "tokens": ({"tokens": [1, 2]}, answers.parse_tokens),
 }
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=True, allow_infinity=True)
-    | st.text(max_size=5)
-    | st.sampled_from(["9" * 4000, "\ud800", "token_id:2147483648", "token_id:7", ""])
-)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-@st.composite
-def changed(draw, valid):
-    """A valid answer in which something at some place is another value, twice, or not there."""
-    answer = copy.deepcopy(valid)
-    for _ in range(draw(st.integers(1, 3))):
-        here, key = {"": answer}, ""
-        holder = here
-        while isinstance(holder[key], dict | list) and holder[key] and draw(st.integers(0, 5)):
-            holder = holder[key]
-            keys = list(holder) if isinstance(holder, dict) else range(len(holder))
-            key = draw(st.sampled_from(list(keys)))
-        how = draw(st.integers(0, 4))
-        if how == 0 and holder is not here:
-            del holder[key]
-        elif how == 1 and isinstance(holder, list):
-            holder.append(copy.deepcopy(holder[key]))
-        else:
-            holder[key] = draw(VALUES)
-        answer = here[""]
-    return answer
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,7 +122,7 @@ def test_what_engines_make_of_any_answer(kind):
     valid, _ = KINDS[kind]
     entry = answers.ModelEntry("tiny", "vllm", "/m", 128)
 
-    @settings(max_examples=examples(600), deadline=None)
+    @settings(max_examples=examples(1000), deadline=None)
     @given(changed(valid), st.booleans())
     def use(answer, scoring):
         exchange = Answering(answer)
@@ -206,7 +169,7 @@ def test_abilities_of_any_chat_endpoint():
     """The probe ends: with abilities, or with an error for the user."""
     asked = ChatRequest(tokens=16, temperature=0.7, alternatives=2)
 
-    @settings(max_examples=examples(600), deadline=None)
+    @settings(max_examples=examples(1000), deadline=None)
     @given(changed(CHAT), changed(CHAT))
     def probe(first, then):
         import warnings
@@ -261,7 +224,7 @@ def test_a_response_that_is_none_may_pass(name):
         assert len(str(error.value)) < 400
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(
     st.text(max_size=30) | st.sampled_from(["http://[", "http://a:b", "//", "http://" + "a" * 99])
 )
@@ -310,7 +273,7 @@ def _broken(data, place):
     return 0 < place < len(data) and data[place] & 0xC0 == 0x80
 
 
-@settings(max_examples=examples(2000), deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(tokenized())
 def test_tokens_that_spell_a_text_tile_it(given_tokens):
     text, tokens, ended = given_tokens

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 from faults_kit import LONG
-from score.teacher_kit import SETTINGS, ArithmeticTeacher, save_teacher, store_bytes, write_corpus
+from score.teacher_kit import (
+    SETTINGS,
+    ArithmeticTeacher,
+    TellingTeacher,
+    save_teacher,
+    store_bytes,
+    write_corpus,
+)
 from training_kit import free_port, run_processes
 from typer.testing import CliRunner
 
@@ -23,7 +30,7 @@ from vocagnolm.cli import app
 from vocagnolm.data.corpus import document_hash, open_corpus
 from vocagnolm.errors import BusyError, CorpusError, ModelError, ScoreError, StoreError, UsageError
 from vocagnolm.model.load import open_model
-from vocagnolm.score import LocalTeacher, score_corpus, score_shard
+from vocagnolm.score import LocalTeacher, Share, score_corpus, score_shard
 from vocagnolm.score.run import shared_corpus
 from vocagnolm.store import LossStore, inspect_store, verify_store
 from vocagnolm.store.format import encode_shard, shard_name
@@ -376,3 +383,34 @@ def test_a_store_without_a_shard_is_left_to_the_corrected_command(tmp_path, teac
         score_corpus(broken, corpus, out, settings=SETTINGS)
     score_corpus(teacher, corpus, out, settings=SETTINGS)
     assert LossStore.open(out).manifest["identity"]["teacher"]["name"] == teacher.name
+
+
+@pytest.mark.parametrize("shares", [1, 2])
+@pytest.mark.parametrize("teacher", [ArithmeticTeacher, TellingTeacher])
+def test_a_corpus_without_a_usable_document_leaves_the_folder_to_the_repaired_one(
+    tmp_path, teacher, shares
+):
+    out, kept = tmp_path / "out", 2 if teacher is TellingTeacher else 0
+    settings = change(alternatives=kept)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": 3}\n' * 12)
+
+    def scored(corpus, out):
+        for number in range(1, shares + 1):
+            share = None if shares == 1 else Share(number, shares)
+            last = score_corpus(teacher(), corpus, out, settings=settings, share=share)
+        return last
+
+    for _ in range(2):  # said again, as long as nothing was corrected
+        with pytest.raises(ScoreError, match=r"none of the 12 .*broken.jsonl:1.*not complete"):
+            scored(broken, out)
+    about = inspect_store(out)
+    assert not about["complete"] and about["skipped"] == 12
+    with pytest.raises(StoreError, match="not complete"):
+        LossStore.open(out)
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    assert scored(corpus, out).store["complete"]
+    scored(corpus, tmp_path / "fresh")
+    assert store_bytes(out) == store_bytes(tmp_path / "fresh")
+    with pytest.raises(StoreError, match="other settings or another corpus"):
+        scored(broken, out)

@@ -1,7 +1,9 @@
 """A storage that is away for a while ends nobody's run. Here nobody listens for some seconds; in
 `make faults` the server is killed for a minute, and starts again with what it held."""
 
+import re
 import shutil
+import threading
 
 import pytest
 from bucket_kit import CuttingProxy, bucket_bytes
@@ -52,7 +54,7 @@ def test_in_the_middle_of_scoring(away, address, tmp_path, step, when):
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     score_corpus(ArithmeticTeacher(), corpus, tmp_path / "whole", settings=SETTINGS)
     step(when, away)
-    with pytest.warns(WaitingWarning, match=r"s3://lab does not answer; .* for 10 minutes"):
+    with pytest.warns(WaitingWarning, match=r"s3://lab has not answered for .* until \d+:"):
         summary = score_corpus(ArithmeticTeacher(), corpus, address, settings=SETTINGS)
     assert summary.scored_shards == 5
     assert bucket_bytes(address) == store_bytes(tmp_path / "whole")
@@ -82,6 +84,23 @@ def test_a_storage_that_stays_away_ends_the_run(address, away, monkeypatch):
     monkeypatch.setattr(bucket, "_SAID_SECONDS", 1e9)
     monkeypatch.setenv(bucket.PATIENCE_VARIABLE, "100")
     assert Bucket(address).read("a") == b"one"
+
+
+def test_a_server_that_takes_a_request_and_hangs_is_mentioned(monkeypatch):
+    """While it hangs: what is waited for, how long, and until when; with one line a request."""
+    said, spoken = [], threading.Event()
+
+    def warn(text, *about, **more):
+        said.append(text)
+        spoken.set()
+
+    monkeypatch.setattr(bucket.warnings, "warn", warn)
+    monkeypatch.setattr(bucket, "_HANGING_SECONDS", 0.0)
+    assert bucket.patiently(lambda: spoken.wait(60), "s3://lab", limit_seconds=900.0)
+    assert len(said) == 1
+    assert re.fullmatch(
+        r"a request to s3://lab has been under way for 0 s; .* until \d\d:\d\d:\d\d", said[0]
+    )
 
 
 @pytest.mark.filterwarnings("ignore::vocagnolm.errors.WaitingWarning")

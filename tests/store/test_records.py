@@ -86,10 +86,20 @@ def test_a_record_of_another_size_or_run_does_not_count(half, corpus):
     assert store_bytes(out) == whole
 
 
-def test_what_a_record_hid_is_found_by_every_reader_and_mended(half, corpus):
+def test_a_shard_that_changed_behind_its_record_is_no_part_of_a_complete_store(half, corpus):
     out, whole = half
     flip_bit(out / shard_name(1))
+    with pytest.raises(StoreError, match=r"000001.*have changed since .* same command again"):
+        score(corpus, out)
+    assert not inspect_store(out)["complete"]
+    assert len(score(corpus, out).mended) == 1
+    assert store_bytes(out) == whole and verify_store(out) == []
+
+
+def test_damage_behind_a_manifest_is_found_by_every_reader_and_mended(half, corpus):
+    out, whole = half
     score(corpus, out)
+    flip_bit(out / shard_name(1))
     assert any("000001" in problem for problem in verify_store(out))
     with pytest.raises(Exception, match="checksum"):
         list(LossStore.open(out))

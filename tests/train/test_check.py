@@ -1,5 +1,7 @@
 import json
+import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -46,6 +48,12 @@ def test_what_is_hardly_meant_is_said(lab, tmp_path):
     assert any("no token would be kept" in line for line in found.problems)
     step = report(lab, tmp_path, objective={"scope": "global"}).plan["schedule"]["a_step_depends"]
     assert step == "neither on train.micro_batch nor on the number of processes"
+
+
+def test_a_full_disk_is_said_in_units_that_fit(lab, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4096))
+    found = report(lab, tmp_path)
+    assert any(re.search(r"needs about \d+\.\d [kM]B .* has 4\.1 kB", p) for p in found.problems)
 
 
 def test_several_teachers_are_shown_side_by_side(lab, tmp_path):

@@ -16,7 +16,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from vocagnolm.alignment.alignment import TokenSpans
 from vocagnolm.alignment.spans import SPACE_MARK, Spanner
-from vocagnolm.base.files import read_json, require_nameable
+from vocagnolm.base.files import require_nameable
+from vocagnolm.base.strangers import read_stranger, require_tokenizer
 from vocagnolm.errors import (
     MissingExtraError,
     TokenizerError,
@@ -143,7 +144,7 @@ def _id(tokenizer: Tokenizer, token: Any) -> int | None:
 def _read(path: Path) -> dict[str, Any]:
     mend = "It says which tokens begin and end a text: get it again from where it came from."
     try:
-        return read_json(path, TokenizerError, mend)
+        return read_stranger(path, TokenizerError, mend)
     except FileNotFoundError:
         return {}
 
@@ -518,11 +519,12 @@ def _tokenizer_file(folder: Path) -> Path:
 
 
 def _read_json(path: Path) -> Tokenizer:
+    require_tokenizer(path, TokenizerError)
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises bare Exception
         raise TokenizerError(
-            f"{path} is not a tokenizer that the library 'tokenizers' can read: {error}. "
+            f"{path} is not a tokenizer that the library 'tokenizers' can read: {error!s:.300}. "
             "Expected a tokenizer.json as written by save_pretrained"
         ) from None
 

@@ -1,16 +1,18 @@
 """Processes that work for a command, and a limit of time for code of somebody else."""
 
+import atexit
 import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import connection, get_context, parent_process
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 
 class WorkerPool(ProcessPoolExecutor):
@@ -62,6 +64,58 @@ def _end_with_parent() -> None:
 
 
 # ---- a limit of time ----
+
+
+Result = TypeVar("Result")
+
+
+def answer_within(seconds: float, ask: Callable[[], Result]) -> Result:
+    """What `ask` returns, or TimeoutError if it has not returned by then; it may hang in C code,
+    where no exception reaches it, so its thread is left behind."""
+    answer: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        _hanging.append(thread)
+        raise
+
+
+_hanging: list[threading.Thread] = []
+
+
+def leave(code: int) -> NoReturn:
+    """End the process. Python itself would wait for threads that hang in C code, or crash there."""
+    if any(thread.is_alive() for thread in _hanging):
+        with contextlib.suppress(TimeoutError):
+            answer_within(_LEAVING_SECONDS, atexit._run_exitfuncs)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+_LEAVING_SECONDS = 10.0
+
+
+@contextlib.contextmanager
+def calling_after(seconds: float, call: Callable[[], object]) -> Iterator[None]:
+    """Calls `call` from another thread if the block has not ended after so many seconds."""
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class TookTooLong(Exception):

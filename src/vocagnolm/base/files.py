@@ -19,7 +19,8 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import IO, Any
@@ -28,6 +29,8 @@ from vocagnolm.errors import BusyError, UsageError, VocagnolmError, WriteError
 
 CHECKSUM = "content_sha256"
 """The key of a JSON file's own checksum."""
+LINE_CHECKSUM = "crc32"
+"""The key of the checksum that a line of JSON lines carries."""
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 # one slash: what `Path` makes of two; two letters: a drive has one
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -97,7 +100,10 @@ def json_bytes(value: Any, *, indent: int | None = 1, sealed: bool = False) -> b
     """`sealed`: an object that carries its own checksum, which `read_json` compares."""
     if sealed:
         value = {**value, CHECKSUM: json_digest(parse_json(json.dumps(value)))}
-    return (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode()
+    try:
+        return (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # it spells bytes that are no UTF-8
+        return (json.dumps(value, indent=indent) + "\n").encode()
 
 
 def create_bytes(path: str | Path, content: bytes) -> bool:
@@ -312,13 +318,59 @@ def as_write_error(what: Path | str) -> Iterator[None]:
 
 def not_written(path: Path | str, error: Exception) -> WriteError:
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    mend = next((mend for mend, numbers in _MENDS if _says(error, reason, numbers)), _OTHER_MEND)
     return WriteError(
-        f"{path} could not be written: {reason}. Finished work is kept. Free some space or fix "
-        f"the path, and run the same command again to resume."
+        f"{path} could not be written: {reason}. What was finished before is kept. {mend}, and run "
+        "the same command again."
     )
 
 
+_MENDS = (
+    ("Free some space", (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)),
+    (
+        "Choose a folder that this user may write to, or change its rights",
+        (errno.EROFS, errno.EACCES, errno.EPERM),
+    ),
+)
+_OTHER_MEND = "Check the path and the disk"
+
+
+def _says(error: Exception, reason: str, numbers: tuple[int, ...]) -> bool:
+    """Whether an error is one of these of the system; libraries repeat its words."""
+    number = getattr(error, "errno", None)
+    return number in numbers or any(os.strerror(n) in reason for n in numbers)
+
+
 # ---- reading back ----
+
+
+def sealed_lines(records: Iterable[Mapping[str, Any]]) -> str:
+    """JSON lines that each carry their own checksum, which `unsealed` compares."""
+    rows = ({**record, LINE_CHECKSUM: _line_checksum(record)} for record in records)
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def unsealed(line: str | bytes) -> Any:
+    """The value of a line of JSON lines. ValueError where it is not JSON, or not what its checksum
+    says; lines of older versions have none."""
+    value = parse_json(line)
+    if isinstance(value, dict) and LINE_CHECKSUM in value:
+        checksum = value.pop(LINE_CHECKSUM)
+        if checksum != _line_checksum(value):
+            raise ValueError("the line does not match its checksum")
+    return value
+
+
+def finished_lines(path: Path) -> list[Any]:
+    """The values of a file of JSON lines that was written whole. ValueError where it is damaged."""
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        raise ValueError("its last line is cut")
+    return [unsealed(line) for line in content.split(b"\n")[:-1]]
+
+
+def _line_checksum(record: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(record, sort_keys=True).encode()):08x}"
 
 
 def parse_json(content: str | bytes) -> Any:

@@ -88,6 +88,14 @@ def clock_time(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def byte_text(size: int) -> str:
+    """`512 bytes`, `4.1 MB`, `51.1 GB`."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:,.1f} {unit}"
+    return f"{size} bytes"
+
+
 # ---- seconds ----
 
 

@@ -107,8 +107,7 @@ KEPT = {
     "score": "every finished shard is kept; run the same command again to score the rest.",
     "write": "every finished shard is kept; run the same command again to write the rest.",
     "prepare": "every finished part is kept; run the same command again to make the rest.",
-    "train": "the newest checkpoint is kept; run the same command again to resume from it, with "
-    "the same result. (SIGTERM instead of Ctrl-C writes a checkpoint first.)",
+    "train": "no step was made; run the same command again.",
     "evaluate": "with --out every answer is kept, and the same command resumes; without --out "
     "nothing is kept.",
     "try": "finished steps are kept; run the same command again to resume.",
@@ -265,9 +264,15 @@ def end(error: BaseException) -> NoReturn:
     )
 
 
+_MOST_CHARACTERS = 2000
+
+
 def _leave(message: str, code: int) -> NoReturn:
     """Under torchrun only the leading process prints: torchrun itself shows, behind its own trace,
     what the process that failed first has left in a file."""
+    if len(message) > _MOST_CHARACTERS:
+        half = _MOST_CHARACTERS // 2 - 10
+        message = f"{message[:half]} [...] {message[-half:]}"
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
         about = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -275,7 +280,9 @@ def _leave(message: str, code: int) -> NoReturn:
             Path(report).write_text(json.dumps({"message": about}), "utf-8")
     if not report or leading():
         typer.echo(message, err=True)
-    sys.exit(code)
+    from vocagnolm.base.children import leave
+
+    leave(code)
 
 
 def _trace_written(error: BaseException) -> str:

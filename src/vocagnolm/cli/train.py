@@ -3,12 +3,15 @@
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vocagnolm.cli.common import App, leading, print_json, quiet_libraries
+from vocagnolm.cli.common import App, Interrupted, leading, print_json, quiet_libraries
 from vocagnolm.cli.options import JSON, RECIPE, SET
+
+if TYPE_CHECKING:
+    from vocagnolm.recipe import Recipe
 
 recipes = App(help="List and show the recipes in the package, and write new ones.")
 
@@ -144,7 +147,8 @@ def train(
     may change when a run is resumed. The run folder contains recipe.yaml, metrics.jsonl,
     checkpoints/ and model/, an ordinary Hugging Face folder.
 
-    SIGTERM writes a checkpoint and ends with exit code 143; SIGUSR1 writes one and continues.
+    Ctrl-C and SIGTERM write a checkpoint and end, with exit codes 130 and 143; a second Ctrl-C
+    leaves at once. SIGUSR1 writes a checkpoint and continues.
     """
     began = time.perf_counter()
     from vocagnolm.recipe import load_recipe
@@ -153,7 +157,10 @@ def train(
     from vocagnolm.train.run import train as run
 
     imported = time.perf_counter() - began
-    summary = run(loaded, quiet=quiet, restart=restart, earlier=imported)
+    try:
+        summary = run(loaded, quiet=quiet, restart=restart, earlier=imported)
+    except KeyboardInterrupt:
+        raise Interrupted(f"Interrupted: {_where_it_resumes(loaded)}") from None
     if not leading():
         return
     if as_json:
@@ -172,6 +179,16 @@ def train(
         from vocagnolm.train.metrics import Times
 
         typer.echo(str(Times(**summary["times"])))
+
+
+def _where_it_resumes(recipe: "Recipe") -> str:
+    """What is left of a run that was left at once."""
+    from vocagnolm.train.folder import newest_checkpoint, run_folder
+
+    folder = run_folder(recipe)
+    if (step := newest_checkpoint(folder)) == 0:
+        return f"{folder} has no checkpoint; the same command begins at the first step."
+    return f"the same command resumes from the checkpoint of step {step:,}, with the same result."
 
 
 def push(

@@ -450,16 +450,20 @@ def _sources_of(path: str | Path, text_field: str | None, split: Split) -> list[
             if file.name in documents:
                 source = opened(file.fetch(), file.name)
                 source.origin = file
+                _require_content(source, documents[file.name], str(address))
                 sources.append(source)
         if not sources:
             raise CorpusError(f"{address} holds no file that can be read. {_KNOWN}")
         return sources
     local = local_path(path)
     if local.is_dir():
-        files = files_of_folder(local)
+        files = _documents_in(local)
         if not files:
             raise CorpusError(f"{local} holds no file that can be read. {_KNOWN}")
-        return [opened(file, file.relative_to(local).as_posix()) for file in files]
+        there = [opened(file, file.relative_to(local).as_posix()) for file in files]
+        for source, digest in zip(there, files.values(), strict=True):
+            _require_content(source, digest, str(local))
+        return [*there]
     if local.is_file():
         if not is_corpus_file(local):
             raise CorpusError(f"{local} has an unknown ending. {_KNOWN}")
@@ -496,6 +500,21 @@ def is_corpus_file(path: str | Path) -> bool:
 
 def files_of_folder(folder: Path) -> list[Path]:
     """The files of a folder that hold documents, at any depth."""
+    return [*_documents_in(folder)]
+
+
+def _require_content(source: Source, digest: str | None, place: str) -> None:
+    """Refuse a file of a folder that a teacher wrote, which is not as its manifest says."""
+    if digest is not None and source.fingerprint != digest:
+        raise CorpusError(
+            f"{place}: {source.name} is damaged or was edited: its bytes do not match the checksum "
+            "in the manifest, and the teacher's losses are those of other texts. Run the command "
+            "that wrote it again."
+        )
+
+
+def _documents_in(folder: Path) -> dict[Path, str | None]:
+    """The files of `files_of_folder`, with their digests as in `_documents_of`."""
 
     def content(name: str) -> bytes | None:
         return (folder / name).read_bytes() if (folder / name).is_file() else None
@@ -503,26 +522,30 @@ def files_of_folder(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in files]
     documents = _documents_of(names, content, str(folder))
-    return [path for path, name in zip(files, names, strict=True) if name in documents]
+    named = zip(files, names, strict=True)
+    return {path: documents[name] for path, name in named if name in documents}
 
 
 def _documents_of(
     names: Iterable[str], content: Callable[[str], bytes | None], place: str
-) -> set[str]:
+) -> dict[str, str | None]:
     """The files that hold documents, of those with these names in a folder: what can be read, but
-    for the card of a dataset; and in a folder that a teacher wrote, its documents alone. `content`
-    gives a file of the folder, None where there is none."""
+    for the card of a dataset; and in a folder that a teacher wrote, its documents alone, with the
+    digests that its manifest has. `content` gives a file of the folder, None where there is
+    none."""
     written = _written_documents(content, place)
     if written is not None:
-        return set(written)
+        return {name: str(about["sha256"]) for name, about in written.items()}
     readable = {name for name in names if is_corpus_file(name)}
     texts = {name for name in readable if PurePosixPath(name).suffix.lower() in TEXT_SUFFIXES}
     if readable > texts and _CARD in readable and (content(_CARD) or b"").startswith(b"---"):
         readable.remove(_CARD)
-    return readable
+    return dict.fromkeys(readable)
 
 
-def _written_documents(content: Callable[[str], bytes | None], place: str) -> list[str] | None:
+def _written_documents(
+    content: Callable[[str], bytes | None], place: str
+) -> dict[str, dict[str, Any]] | None:
     """The files of documents in a folder that a teacher wrote; None for other folders."""
     for name in (MANIFEST_FILE, PARTIAL_MANIFEST_FILE):
         if (data := content(name)) is None:
@@ -538,7 +561,8 @@ def _written_documents(content: Callable[[str], bytes | None], place: str) -> li
             raise CorpusError(
                 f"{place} is still being written. Run the command that started it again to resume."
             )
-        return [name for name in document_files(manifest) if name.startswith(f"{DATA_FOLDER}/")]
+        named = document_files(manifest).items()
+        return {name: about for name, about in named if name.startswith(f"{DATA_FOLDER}/")}
     return None
 
 

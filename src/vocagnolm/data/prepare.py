@@ -5,6 +5,7 @@ same files. A part appears by rename when it is complete and the manifest comes 
 moment and run it again. Blocks at an address are made in a folder of this machine and uploaded.
 """
 
+import contextlib
 import json
 import os
 import warnings
@@ -60,6 +61,7 @@ Progress = Callable[[PackingSummary, float], None]
 Read = TypeVar("Read")
 
 SETTINGS = "settings.json"
+_RECORDS = "part-*.json"
 METADATA_KEY = "vocagnolm"
 # Guided training below this share of mapped tokens is hardly guided.
 LEAST_MAPPED_SHARE = 0.5
@@ -100,9 +102,15 @@ def prepare_blocks(
                 plan = _plan(materials, tokenizer, settings)
                 entries = _make_parts(materials, folder, plan, workers, progress)
                 corpus.require_unchanged()
-                manifest = _manifest(materials, settings, tokenizer, entries)
+                try:
+                    manifest = _manifest(materials, settings, tokenizer, entries)
+                    _require_a_block(str(storage), recipe, corpus, manifest)
+                except BlocksError:
+                    _free(folder, entries)
+                    raise
                 files.write_json(folder / MANIFEST, manifest, sealed=True)
                 files.remove_leftovers(folder)
+            _remove_records(folder)
             return manifest
 
     if isinstance(storage, Folder):
@@ -117,9 +125,14 @@ def prepare_blocks(
             _upload(folder, storage, found)
             files.move_folder(folder, blocks_cache(recipe) / found["fingerprint"][:32])
         manifest = found
-    if not corpus.conversations and not block_count(manifest["tokens"], recipe.data.block_size):
-        raise too_few_tokens(str(storage), manifest["tokens"], recipe.data.block_size)
+    _require_a_block(str(storage), recipe, corpus, manifest)
     return manifest
+
+
+def _require_a_block(where: str, recipe: Recipe, corpus: Corpus, manifest: dict[str, Any]) -> None:
+    tokens, size = manifest["tokens"], recipe.data.block_size
+    if not corpus.conversations and not block_count(tokens, size):
+        raise too_few_tokens(where, tokens, size)
 
 
 # ---- whose the folder is ----
@@ -137,13 +150,34 @@ def _refuse_strangers(storage: Storage) -> None:
 
 def _claim(storage: Storage, settings: dict[str, Any]) -> None:
     """The settings are written before the first part: a place belongs to one recipe."""
-    if storage.create(SETTINGS, files.json_bytes(settings, sealed=True)):
+    content = files.json_bytes(settings, sealed=True)
+    if storage.create(SETTINGS, content):
+        return
+    if isinstance(storage, Folder) and not any(map(_is_part, storage.files())):
+        # a run that failed before its first part must not hold the folder against the corrected one
+        storage.put(SETTINGS, content)
         return
     advice = "Choose another place for data.blocks."
     path = storage.shown(SETTINGS)
     found = files.read_json(path, BlocksError, advice, read=lambda: storage.read(SETTINGS))
     different = files.differences(found, settings)
     _refuse(storage, [f"{name}: {old!r:.50} -> {new!r:.50}" for name, old, new in different])
+
+
+def _free(folder: Path, entries: Sequence[dict[str, Any]]) -> None:
+    """Remove parts that hold nothing to train on: they must not hold the folder against the
+    corrected recipe. The settings go last, which make them ours."""
+    for entry in entries:
+        files.remove(folder / entry["name"])
+    _remove_records(folder)
+    files.remove(folder / SETTINGS)
+
+
+def _remove_records(folder: Path) -> None:
+    """The manifest holds what they say. What is finished may also stand on read-only media."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(_RECORDS):
+            files.remove(path)
 
 
 def _refuse(storage: Storage, difference: list[str]) -> None:
@@ -360,10 +394,14 @@ class PartMaker:
         path = self.folder / part_name(number)
         part = self._pack(documents)
         about = {"identity": self.identity, "summary": part.summary.as_json()}
+        metadata = json.dumps(about, sort_keys=True)
         with files.whole_path(path) as temporary:
-            metadata = {METADATA_KEY: json.dumps(about, sort_keys=True)}
-            save_file(part.columns, temporary, metadata=metadata)
-        return _entry(path, about)
+            save_file(part.columns, temporary, metadata={METADATA_KEY: metadata})
+            # as it is read back after a kill, down to the order of its keys
+            entry = _entry(temporary, json.loads(metadata))
+            record = {"identity": self.identity, "sha256": entry["sha256"]}
+            files.write_json(_record_of(path), record, sealed=True)
+        return entry
 
     def _pack(self, documents: Sequence[Document]) -> Part:
         recipe, settings = self.plan.recipe, self.plan.settings
@@ -476,10 +514,26 @@ def part_name(number: int) -> str:
     return f"part-{number:05d}.safetensors"
 
 
-def _finished_part(path: Path, identity: str) -> dict[str, Any] | None:
-    """The manifest entry of a part that an earlier run made, or None where there is none."""
+def _is_part(name: str) -> bool:
+    return name.startswith("part-") and name.endswith(".safetensors")
+
+
+def _record_of(part: Path) -> Path:
+    """The record of a part until there is a manifest: it is there before the part."""
+    return part.with_suffix(".json")
+
+
+def _finished_part(path: Path, identity: str, *, recorded: bool) -> dict[str, Any] | None:
+    """The manifest entry of a part that an earlier run made, or None where there is none, or one
+    that has changed since. `recorded`: parts have records, which 0.1.0 did not write."""
     if not path.exists():
         return None
+    record: dict[str, Any] = {}
+    if recorded:
+        try:
+            record = files.read_json(_record_of(path), BlocksError, "", {"sha256": str})
+        except (OSError, BlocksError):
+            return None  # it is made again
     try:
         with safe_open(path, framework="np") as file:
             about = files.parse_json(file.metadata()[METADATA_KEY])
@@ -489,7 +543,8 @@ def _finished_part(path: Path, identity: str) -> dict[str, Any] | None:
         raise BlocksError(
             f"{path} was made with other settings. Choose another folder for data.blocks."
         )
-    return _entry(path, about)
+    entry = _entry(path, about)
+    return entry if record.get("sha256", entry["sha256"]) == entry["sha256"] else None
 
 
 def _entry(path: Path, about: dict[str, Any]) -> dict[str, Any]:
@@ -530,8 +585,10 @@ def _make_parts(
             progress(PackingSummary(**entry["summary"]), len(entries) / len(starts))
 
     identity = files.json_digest(plan.settings)
+    recorded = any(folder.glob(_RECORDS))
     for number in range(len(starts)):
-        if (entry := _finished_part(folder / part_name(number), identity)) is not None:
+        path = folder / part_name(number)
+        if (entry := _finished_part(path, identity, recorded=recorded)) is not None:
             note(number, entry)
     wanted = [number for number in range(len(starts)) if number not in entries]
 

@@ -193,6 +193,10 @@ LONGEST_TEXT = 2**20
 # A place to seek to is remembered this often; between two, lines are skipped unread.
 _LINES_PER_MARK = 256
 _READ_BYTES = 2**20
+# A frame may unfold a few bytes into 128 KiB: so little is given to it at once.
+_COMPRESSED_BYTES = 2**12
+MOST_LINE_BYTES = 2**28
+_TOO_LONG = f"huge: a line of more than {MOST_LINE_BYTES:,} bytes"
 
 
 @dataclass(frozen=True)
@@ -304,17 +308,20 @@ class JsonLines(_File):
         self._documents = 0
         self.long_records: list[int] = []
         """Numbers of the records that may hold a long text: no text is longer than its line."""
-        position = 0
+        position = number = 0
+        begun = False  # of a line that is read in pieces
         with self._open() as file, self._readable():
-            for number, line in enumerate(file):
+            while line := file.readline(MOST_LINE_BYTES):
                 digest.update(line)
-                if not line.isspace():
+                if not begun and not line.isspace():
                     if len(line) > LONGEST_TEXT:
                         self.long_records.append(self._documents)
                     if self._documents % _LINES_PER_MARK == 0:
                         self._marks.append((position, number))
                     self._documents += 1
                 position += len(line)
+                begun = not line.endswith(b"\n")
+                number += not begun
         # Of the content, not of the compressed bytes: compressing a corpus does not change it.
         self.fingerprint = digest.hexdigest()
 
@@ -325,13 +332,17 @@ class JsonLines(_File):
         file, document, number = self._at(start)
         try:
             with self._readable():
-                while document < stop and (line := file.readline()):
+                while document < stop and (line := file.readline(MOST_LINE_BYTES)):
                     number += 1
-                    if line.isspace():
+                    cut = len(line) == MOST_LINE_BYTES and not line.endswith(b"\n")
+                    if cut:
+                        _skip_line(file)
+                    elif line.isspace():
                         continue
                     document += 1
                     if document > start:
-                        yield Record(f"{self.name}:{number}", _json_value(line))
+                        value = Problem(_TOO_LONG) if cut else _json_value(line)
+                        yield Record(f"{self.name}:{number}", value)
         except BaseException:
             file.close()  # also where the reader stops early
             raise
@@ -370,9 +381,15 @@ class JsonLines(_File):
             return _open_zstandard(self.path) if suffix == ".zst" else super()._open()
 
 
+def _skip_line(file: io.BufferedIOBase) -> None:
+    """Read to the end of a line, in pieces."""
+    while (piece := file.readline(_READ_BYTES)) and not piece.endswith(b"\n"):
+        pass
+
+
 def _open_zstandard(path: Path) -> io.BufferedIOBase:
     zstandard = optional("zstandard", "data", f"reading {path.name}")
-    stream = _ZstandardStream(open(path, "rb"), zstandard.ZstdDecompressor())  # noqa: SIM115
+    stream = _ZstandardStream(open(path, "rb"), zstandard.ZstdDecompressor(max_window_size=2**27))  # noqa: SIM115
     return io.BufferedReader(stream, _READ_BYTES)
 
 
@@ -392,7 +409,7 @@ class _ZstandardStream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
             waiting = self._frame.unused_data if self._frame and self._frame.eof else b""
-            block = waiting or self._file.read(_READ_BYTES)
+            block = waiting or self._file.read(_COMPRESSED_BYTES)
             if not block:
                 if self._frame is not None and not self._frame.eof:
                     raise EOFError("it is cut short")
@@ -537,7 +554,8 @@ class ParquetRows(_File):
             rows = self._file.metadata.row_group(group).num_rows
             low, high = max(start, first), min(stop, first + rows)
             if low < high:
-                table = self._file.read_row_group(group, columns=wanted)
+                with self._readable():
+                    table = self._file.read_row_group(group, columns=wanted)
                 columns = [table.column(name).slice(low - first, high - low) for name in wanted]
                 for row, *values in zip(range(low, high), *columns, strict=True):
                     try:

@@ -14,7 +14,6 @@ byte.
 """
 
 import contextlib
-import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -26,13 +25,15 @@ import numpy as np
 from vocagnolm.base.files import (
     append_lines,
     differences,
+    finished_lines,
     folder_lock,
     json_digest,
     local_path,
-    parse_json,
     read_json,
     remove,
     remove_leftovers,
+    sealed_lines,
+    unsealed,
     whole_lines,
     write_json,
     write_text,
@@ -181,6 +182,9 @@ class RunFolder:
         with folder_lock(self.folder, advice):
             for folder in (self.folder, self.outputs):
                 remove_leftovers(folder)
+            for path in self.outputs.glob("*.partial.jsonl"):
+                if path.with_name(path.name.replace(".partial.", ".")).is_file():
+                    remove(path)  # killed between the graded file and this
             yield self
 
     # --- settings -----------------------------------------------------------------------------
@@ -239,7 +243,7 @@ class RunFolder:
         answers = {}
         for number, line in enumerate(whole_lines(path), 1):
             try:
-                fields = parse_json(line)
+                fields = unsealed(line)
                 index = int(fields.pop("index"))
                 answers[index] = Answer(**fields)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -251,7 +255,7 @@ class RunFolder:
 
     def add_answers(self, task: str, answers: Iterable[tuple[int, Answer]]) -> None:
         rows = ({"index": index, **fields_of(answer)} for index, answer in answers)
-        append_lines(self._partial(task), _json_lines(rows))
+        append_lines(self._partial(task), sealed_lines(rows))
 
     # --- graded records -----------------------------------------------------------------------
 
@@ -260,29 +264,30 @@ class RunFolder:
         if not path.is_file():
             return None
         try:
-            with open(path, encoding="utf-8", newline="\n") as file:
-                return [Record(**parse_json(line)) for line in file]
+            return [Record(**fields) for fields in finished_lines(path)]
         except (ValueError, TypeError) as error:
             raise EvaluationError(
                 f"{path} is damaged ({error}). Remove it and run the evaluation again."
             ) from None
 
     def finish_task(self, task: str, records: list[Record]) -> None:
-        write_text(self.outputs / f"{task}.jsonl", _json_lines(map(fields_of, records)))
+        write_text(self.outputs / f"{task}.jsonl", sealed_lines(map(fields_of, records)))
         remove(self._partial(task))
 
     # --- the documents of a text --------------------------------------------------------------
 
     def write_text_sums(self, sums: TextSums) -> None:
         rows = ({"index": at, "bits": bits, "bytes": n} for at, (bits, n) in sorted(sums.items()))
-        write_text(self.outputs / f"{BITS}.jsonl", _json_lines(rows))
+        write_text(self.outputs / f"{BITS}.jsonl", sealed_lines(rows))
 
     def text_sums(self) -> TextSums:
         """Empty where none were kept: there was no text, or the evaluation is of an older
         version."""
         path = self.outputs / f"{BITS}.jsonl"
+        if not path.is_file():
+            return {}
         try:
-            rows = [parse_json(line) for line in whole_lines(path)]
+            rows = finished_lines(path)
             return {int(row["index"]): (float(row["bits"]), int(row["bytes"])) for row in rows}
         except (ValueError, TypeError, KeyError) as error:
             raise EvaluationError(
@@ -315,12 +320,8 @@ class RunFolder:
             before.conditions | evaluation.conditions,
             of_text.bits_per_byte_stderr,
         )
-        write_json(self.folder / "results.json", merged.to_json())
+        write_json(self.folder / "results.json", merged.to_json(), sealed=True)
         return merged
-
-
-def _json_lines(rows: Iterable[Any]) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 class NotEvaluated(EvaluationError):

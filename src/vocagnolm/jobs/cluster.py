@@ -2,6 +2,7 @@
 the driver hands shards to workers that wait, and replaces those that die or give no sign of life.
 """
 
+import atexit
 import contextlib
 import logging
 import os
@@ -15,9 +16,11 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from vocagnolm import errors
+from vocagnolm.base.children import answer_within
 from vocagnolm.errors import (
     AddressError,
     ClusterError,
@@ -39,6 +42,8 @@ _TICK_SECONDS, _FILL_SECONDS = 1.0, 2.0
 _SILENT_SHARE, _SIGNS = 0.5, 30
 # After such a silence of all workers the driver says what it waits for.
 _SAID_SECONDS = 30.0
+# Ray's own calls have no limit of time, and wait for ever for a cluster that has stopped.
+_ANSWER_SECONDS = 10.0
 Needs = dict[str, float]
 """CPUs and GPUs of a worker, by Ray's names."""
 
@@ -63,7 +68,10 @@ class RayCluster(RaySection, frozen=True):
             yield Connection(ray, self)
         finally:
             if ours:
-                ray.shutdown()
+                try:
+                    answer_within(_ANSWER_SECONDS, ray.shutdown)
+                except TimeoutError:
+                    atexit.unregister(ray.shutdown)  # Python would wait there for ever, too
 
 
 def import_ray() -> Any:
@@ -162,8 +170,14 @@ class Connection:
     def room(self, needs: Needs, *, say: bool = False) -> tuple[int, str]:
         """How many workers the nodes can hold, and what of them is free. `say`: warn if we wait."""
         name = "GPU" if "GPU" in needs else "CPU"
-        there = [node["Resources"].get(name, 0) for node in self.ray.nodes() if node["Alive"]]
-        free = self.ray.available_resources().get(name, 0)
+        try:
+            nodes, resources = answer_within(
+                _ANSWER_SECONDS, lambda: (self.ray.nodes(), self.ray.available_resources())
+            )
+        except TimeoutError:
+            return 0, "the cluster does not answer"
+        there = [node["Resources"].get(name, 0) for node in nodes if node["Alive"]]
+        free = resources.get(name, 0)
         each = f", {needs[name]:g} for a worker" if needs[name] > 1 else ""
         room = f"{free:g} of {sum(there):g} {name}s free{each}"
         if say and free < needs[name]:
@@ -272,7 +286,11 @@ class _Run:
         for _ in range(min(wanted, self._open) - len(self._workers)):
             # signs of life are answered by a thread of their own, beside the work
             remote = self._ray.remote(concurrency_groups={"signs": 1}, **_options(self._needs))
-            actor = remote(ShardActor).remote(self._opened)
+            made = partial(remote(ShardActor).remote, self._opened)
+            try:
+                actor = answer_within(_ANSWER_SECONDS, made)
+            except TimeoutError:
+                return  # `_look_after` says so
             self._workers.append(_Worker(actor, actor.hello.remote()))
 
     def _look_after(self) -> None:
@@ -412,7 +430,7 @@ class _Run:
 
     def _kill(self, worker: _Worker) -> None:
         with contextlib.suppress(Exception):  # it is dead, or the cluster is
-            self._ray.kill(worker.actor)
+            answer_within(_ANSWER_SECONDS, lambda: self._ray.kill(worker.actor))
 
     def _require_none_set_aside(self) -> None:
         if not self._set_aside:

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.alignment.tokenizer import from_hub
-from vocagnolm.base.files import model_damage, parse_json, require_nameable
+from vocagnolm.base.files import model_damage, require_nameable
+from vocagnolm.base.strangers import read_config, read_stranger, require_file, require_weights
 from vocagnolm.errors import ModelError, UsageError, optional
 from vocagnolm.model.fp8 import require_fp8, to_fp8
 
@@ -138,7 +139,7 @@ class ModelFiles:
         generation = self.folder / "generation_config.json"
         named = [self.tokenizer.eos_id, self.config.get_text_config().eos_token_id]
         if self.gguf_file is None and generation.is_file():
-            named.append(parse_json(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+            named.append(read_stranger(generation, ModelError).get("eos_token_id"))
         lists = [value if isinstance(value, list) else [value] for value in named]
         return tuple(sorted({id for ids in lists for id in ids if isinstance(id, int)}))
 
@@ -264,6 +265,8 @@ def open_model(
         if weights and (wrong := model_damage(path)):
             raise ModelError(wrong)
         files = _weight_files(path, hub_id) if weights else []
+        if (path / "config.json").is_file():
+            read_config(path, ModelError)
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         except Exception as error:
@@ -330,8 +333,10 @@ def weights_fingerprint(files: list[Path]) -> str:
 
 def gguf_config(path: Path) -> Any:
     """The transformers configuration of a GGUF file."""
-    if not path.is_file():
-        raise ModelError(f"{path} does not exist.")
+    try:
+        require_file(path, ModelError)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ModelError(f"{path} does not exist.") from None
     optional("gguf", "gguf", f"reading {path.name}")
     try:
         return AutoConfig.from_pretrained(
@@ -345,6 +350,7 @@ def _weight_files(folder: Path, hub_id: str | None) -> list[Path]:
     name = hub_id or str(folder)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{name} has no config.json: it is not a model folder.")
+    require_weights(folder, ModelError)
     files = sorted(folder.glob("model*.safetensors"))
     if files:
         return files
@@ -370,4 +376,6 @@ def _loading_message(folder: Path, error: Exception) -> str:
             f"{folder} has its own Python code, which is not run by default. Review that code, "
             f"and pass --trust-remote-code to `score` or `evaluate` if you trust it."
         )
-    return f"{folder} cannot be loaded as a causal language model: {type(error).__name__}: {text}"
+    return (
+        f"{folder} cannot be loaded as a causal language model: {type(error).__name__}: {text:.600}"
+    )

@@ -11,6 +11,7 @@ import difflib
 import operator
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import (
     get_type_hints,
 )
 
+from vocagnolm.base.strangers import require_file
 from vocagnolm.errors import SettingError, UsageError
 
 Tree = dict[str, Any]
@@ -182,7 +184,8 @@ def fits(hint: Any, value: Any) -> bool:
         number = isinstance(value, Real) and not isinstance(value, bool)
         return number and -MOST <= value <= MOST  # not NaN, not infinite
     if hint is int:
-        return isinstance(value, Integral) and not isinstance(value, bool)
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        return whole and abs(value) < 2**63  # what a library in C++ can hold
     if hint is str:
         return isinstance(value, str) and "\0" not in value  # which no path has
     if origin is None:
@@ -298,6 +301,7 @@ def read_tree(
     if resolved in seen:
         raise error(f"{path}: `extends` goes in a circle: {' -> '.join(map(str, seen))}.")
     try:
+        require_file(path, error, 4 * MOST_YAML_BYTES)
         tree = parse_yaml(path.read_bytes().decode())
     except OSError as failure:
         raise error(f"{path} cannot be read ({failure.strerror or failure}). {advice}") from None
@@ -318,27 +322,55 @@ def read_tree(
     return merge(read_tree(path.parent / parent, error, advice, named=named, seen=seen), tree)
 
 
+MOST_YAML_BYTES = 2**20
+_MOST_VALUES = 100_000
+
+
 def parse_yaml(text: str) -> Any:
-    """The content of a YAML text; ValueError for whatever is wrong with it, a key that is given
-    twice included, of which YAML itself would keep the last without a word."""
+    """The content of a YAML text; ValueError for whatever is wrong with it: a key that is given
+    twice, of which YAML itself would keep the last without a word, and aliases that would unfold
+    to a flood."""
     import yaml
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            if twice := sorted({name for name in names if names.count(name) > 1}):
+            names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            if twice := sorted(name for name, count in names.items() if count > 1):
                 line = node.start_mark.line + 1
                 raise ValueError(
                     f"the key '{twice[0]}' is given twice in the mapping of line {line}"
                 )
             return super().construct_mapping(node, deep)
 
+    if len(text) > MOST_YAML_BYTES:
+        raise ValueError(f"it has more than {MOST_YAML_BYTES:,} characters")
     try:
-        return yaml.load(text, Loader)
+        value = yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(f"{error!s:.500}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except TypeError as error:  # a key that is a list or a mapping
+        raise ValueError(str(error)) from None
+    _require_bounded(value)
+    return value
+
+
+def _require_bounded(value: Any) -> None:
+    """Aliases share what they stand for, but whoever walks through it meets it each time."""
+    waiting, met = [(value, 0)], 0
+    while waiting:
+        one, depth = waiting.pop()
+        met += 1
+        if met > _MOST_VALUES or depth > _DEEPEST:
+            raise ValueError(f"it unfolds to more than {_MOST_VALUES:,} values, or too deeply")
+        if isinstance(one, dict):
+            waiting += [(inner, depth + 1) for inner in one.values()]
+        elif isinstance(one, list | set | tuple):
+            waiting += [(inner, depth + 1) for inner in one]
+
+
+_DEEPEST = 50
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:

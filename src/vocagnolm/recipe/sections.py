@@ -406,7 +406,7 @@ class OptimizerSection(Schema):
         "optimizer name as in transformers' TrainingArguments; adamw_torch is fused on a GPU",
         "adamw_torch",
     )
-    learning_rate: float = key("peak learning rate", 8e-5, gt=0)
+    learning_rate: float = key("peak learning rate", 8e-5, gt=0, le=10**6)
     min_learning_rate: float = key(
         "learning rate that the cosine would reach one step after the last", 8e-6, ge=0
     )
@@ -431,8 +431,12 @@ class LoraSection(Schema):
 class TrainSection(Schema):
     """The training loop: its length, batches and precision."""
 
-    tokens: int | None = key("number of student tokens to train on; null: use `epochs`", ge=1)
-    epochs: float = key("passes over the blocks if `tokens` is null; may be fractional", 1.0, gt=0)
+    tokens: int | None = key(
+        "number of student tokens to train on; null: use `epochs`", ge=1, le=10**18
+    )
+    epochs: float = key(
+        "passes over the blocks if `tokens` is null; may be fractional", 1.0, gt=0, le=10**6
+    )
     batch_blocks: int = key("blocks per optimizer step, over all devices", 64, ge=1)
     micro_batch: Annotated[int, Limits(ge=1)] | Literal["auto"] = key(
         "blocks on one device at a time; gradients are accumulated over the rest; auto: the "
@@ -479,6 +483,9 @@ class RunSection(Schema):
         "seed for the order of the blocks, random selection and random weights", 0, ge=0, lt=2**32
     )
     save_every: int = key("steps between checkpoints; 0: only at the end", 500, ge=0)
+    save_minutes: float = key(
+        "also write a checkpoint when the newest is so many minutes old; 0: never", 10.0, ge=0
+    )
     keep_checkpoints: int = key("number of complete checkpoints to keep", 2, ge=1)
     log_every: int = key(
         "steps between lines on the console and in trackers; metrics.jsonl has every step", 10, ge=1

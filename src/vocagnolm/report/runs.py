@@ -4,8 +4,8 @@ stored losses, and the run's own rule selects."""
 
 import contextlib
 import dataclasses
-import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,12 +16,12 @@ import numpy as np
 
 from vocagnolm.alignment import TargetTable, TextTokenizer, TokenSpans, load_tokenizer
 from vocagnolm.alternatives import Alternatives
-from vocagnolm.base.files import json_digest, local_path, parse_json, write_text
+from vocagnolm.base.files import json_digest, local_path, read_json, write_json
 from vocagnolm.data.corpus import Corpus, Document, document_hash, open_corpus
 from vocagnolm.data.guidance import common_alternatives, target_table, tiling
 from vocagnolm.data.materials import recipe_corpus, student_chat
 from vocagnolm.data.teachers import Lookup
-from vocagnolm.errors import CorpusError, TemplateError, VocagnolmError
+from vocagnolm.errors import CorpusError, TemplateError, VocagnolmError, VocagnolmWarning
 from vocagnolm.evaluate.results import BITS, Evaluation, RunFolder, Score, in_order
 from vocagnolm.evaluate.settings import marks
 from vocagnolm.questions.suite import AVERAGES, TASKS
@@ -75,7 +75,9 @@ def read_run(folder: str | Path, name: str | None = None, setting: str | None = 
         "tokens": ("tokens", "{:,.0f}"),
         "last loss": ("loss", "{:.4f}"),
     }
-    versions, flat = _about(path).get("versions"), _flat_recipe(path) or {}
+    about, flat = _about(path), _flat_recipe(path) or {}
+    versions = about.get("versions")
+    run_folder.warn_of_other_recipe(path, about)
     return Run(
         name=name or path.name,
         method=flat.get("objective.method"),
@@ -116,7 +118,8 @@ def _about(run: Path) -> dict[str, Any]:
     """run.json; empty where an older run, or one of another program, has none that can be read."""
     try:
         return run_folder.read_run(run)
-    except VocagnolmError:
+    except VocagnolmError as error:
+        warnings.warn(f"{error} The run is shown without it.", VocagnolmWarning, stacklevel=2)
         return {}
 
 
@@ -330,6 +333,9 @@ MAX_TOKENS = 50_000
 """Student tokens on a page, over all documents of the sample."""
 
 
+_MAKE_AGAIN = "Remove it: `vocagnolm report --html` makes it again."
+
+
 class SampleError(VocagnolmError):
     """A selection sample cannot be read or made."""
 
@@ -353,7 +359,7 @@ def save_sample(sample: Sample, run: str | Path) -> Path:
     """Write `tokens.json` into a run folder, whole or not at all."""
     path = Path(run) / SAMPLE_FILE
     content = {"format": FORMAT_VERSION, **plain(sample)}
-    write_text(path, json.dumps(content, separators=(",", ":")))
+    write_json(path, content, indent=None, sealed=True)
     return path
 
 
@@ -361,7 +367,7 @@ def read_sample(run: str | Path) -> Sample | None:
     """None where there is none of today's form; older ones showed another rule's selection."""
     path = Path(run) / SAMPLE_FILE
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = read_json(path, SampleError, _MAKE_AGAIN, {"format": int})
         if content["format"] < FORMAT_VERSION:
             return None
         if content["format"] > FORMAT_VERSION:
@@ -383,10 +389,7 @@ def read_sample(run: str | Path) -> Sample | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise SampleError(
-            f"{path} is no selection sample ({error}). Remove it: `vocagnolm report --html` makes "
-            "it again"
-        ) from None
+        raise SampleError(f"{path} is no selection sample ({error}). {_MAKE_AGAIN}") from None
 
 
 def compute_sample(

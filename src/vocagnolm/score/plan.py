@@ -17,7 +17,7 @@ import torch
 
 from vocagnolm import __version__
 from vocagnolm.alignment.tokenizer import warn_of_missing_beginning
-from vocagnolm.base.files import address_of, differences, json_bytes, parse_json
+from vocagnolm.base.files import address_of, differences, json_bytes, read_json
 from vocagnolm.base.ranks import Ranks
 from vocagnolm.data.corpus import Corpus, files_of_folder, open_corpus
 from vocagnolm.data.sources import DatasetSource, JsonLines, ParquetRows, RemoteFile, TextFile
@@ -238,7 +238,7 @@ def make_plan(about: Description, corpus: Corpus, out: str, **sources: Any) -> P
 
 def save_plan(out: str, plan: Any) -> str:
     """Write a plan into the folder that grows, and return the digest of what was written."""
-    content = json_bytes(_encoded(plan), indent=None)
+    content = json_bytes(_encoded(plan), indent=None, sealed=True)
     storage_of(out).put(PLAN_FILE, content)
     return hashlib.sha256(content).hexdigest()
 
@@ -257,7 +257,7 @@ def load_plan(out: str | Path, digest: str | None = None, kind: type[AnyPlan] = 
     if digest is not None and hashlib.sha256(content).hexdigest() != digest:
         raise StoreError(f"{path} is not the plan of this run: another run has taken the store.")
     try:
-        plan = _decoded(parse_json(content))
+        plan = _decoded(read_json(path, StoreError, "", read=lambda: content))
     except Exception as error:  # damaged bytes can raise anything
         raise StoreError(f"{path} cannot be read: {error}. Run the command again.") from None
     if not isinstance(plan, kind) or getattr(plan, "version", None) != __version__:

@@ -230,9 +230,9 @@ class ScoreJob:
     def remote_worker(self) -> Callable[[], ShardWorker]:
         return partial(open_worker, self.plan.absolute().out, self._digest)
 
-    def complete(self) -> None:
-        """Make the manifest, from shards that are all there."""
-        self.writer.finish()
+    def complete(self) -> bool:
+        """Make the manifest, from shards that are all there; False where none has a document."""
+        return self.writer.finish()
 
     def publish(self) -> None:
         """Add what stands beside a complete store."""
@@ -245,17 +245,17 @@ class ScoreJob:
         if not absent:
             alone = contextlib.nullcontext() if share.count == 1 else store_lock(self.out)
             with contextlib.suppress(BusyError), alone:  # another share is at work, and will do it
-                if share.count == 1:
-                    self.complete()
-                else:
-                    self._finish_last(share, worked)
-                storage_of(self.out).remove(PLAN_FILE)
-                self.writer.tidy()
-                self.publish()
+                if self.complete() if share.count == 1 else self._finish_last(share, worked):
+                    storage_of(self.out).remove(PLAN_FILE)
+                    self.writer.tidy()
+                    self.publish()
         summary = inspect_store(self.out)
-        if summary["complete"] and summary["documents"] == 0:
+        if not absent and summary["documents"] == 0:
             first = summary["skipped_documents"][0]
-            raise ScoreError(f"{self.nothing} The first: {first['place']}: {first['reason']}.")
+            raise ScoreError(
+                f"{self.nothing} The first: {first['place']}: {first['reason']}. {self.out} is not "
+                f"complete. {self.corrected}"
+            )
         return absent, summary
 
     @property
@@ -263,11 +263,13 @@ class ScoreJob:
         """What is said of a store without documents."""
         return f"none of the {len(self.plan.corpus):,} documents could be scored."
 
-    def _finish_last(self, share: Share, worked: bool) -> None:
+    corrected = "Correct the corpus and run the same command again."
+
+    def _finish_last(self, share: Share, worked: bool) -> bool:
         """Look through what other shares have left, and complete the store."""
         writer = self.writer
         if writer.completed_by_others or (writer.was_complete and not worked):
-            return
+            return True
         writer.look()
         states = map(writer.has_shard, range(writer.shard_count))
         damaged = {number: damage for number, (whole, damage) in enumerate(states) if not whole}
@@ -277,4 +279,4 @@ class ScoreJob:
                 f"{', '.join(share.of_shards([*damaged]))} again, or `score` without --share: what "
                 "is damaged is scored again."
             )
-        self.complete()
+        return self.complete()

@@ -397,9 +397,9 @@ class WriteJob(ScoreJob):
     def remote_worker(self) -> Callable[[], ShardWorker]:
         return partial(open_worker, self.plan.absolute().out, self._digest)
 
-    def complete(self) -> None:
+    def complete(self) -> bool:
         seen = self.writer.merge_vocabulary()
-        self.writer.finish(lambda records: {**seen, **self._written(records)})
+        return self.writer.finish(lambda records: {**seen, **self._written(records)})
 
     def publish(self) -> None:
         """Write the card, unless there is one, which may be the user's."""
@@ -429,6 +429,8 @@ class WriteJob(ScoreJob):
     @property
     def nothing(self) -> str:
         return f"none of the {len(self.plan.prompts):,} prompts has an answer worth keeping."
+
+    corrected = "Give other prompts or settings another --out."
 
 
 def right_answers(marked: int, prompts: Sequence[int]) -> dict[str, Any]:

@@ -14,19 +14,23 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from vocagnolm.base import files
+from vocagnolm.base.children import calling_after
 from vocagnolm.errors import AddressError, VocagnolmError, WaitingWarning, optional
 
 BUCKET_SCHEMES = ("s3", "gs", "az")
 PROBE = "probe"
 PATIENCE_VARIABLE, PATIENCE_SECONDS = "VOCAGNOLM_STORAGE_PATIENCE", 600.0
 """For so long a storage may be away before a run ends: an environment variable, in seconds."""
-_START_SECONDS, _SAID_SECONDS = 20.0, 5.0
+_START_SECONDS, _SAID_SECONDS, _HANGING_SECONDS = 20.0, 5.0, 30.0
+_REQUEST_SECONDS = 900.0
+"""For a whole request with its body: a large shard over a slow line."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 10.0
 _REFRESH = datetime.timedelta(minutes=10)
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
@@ -151,8 +155,11 @@ class Bucket:
 
         from_url: Any = store.from_url  # whose types know one kind of bucket each
         options = _s3_options() if self.address.startswith("s3:") else {}
-        # the whole of a request, its body too: a large shard over a slow line
-        client = {"timeout": "15m", "connect_timeout": "10s", **options.pop("client", {})}
+        client = {
+            "timeout": f"{_REQUEST_SECONDS:.0f}s",
+            "connect_timeout": "10s",
+            **options.pop("client", {}),
+        }
         retries = {"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=30)}
         with self._translated("opened", self.address):
             return from_url(self.address, client_options=client, retry_config=retries, **options)
@@ -164,7 +171,7 @@ class Bucket:
             with self._translated(done, shown):
                 return request(obstore)
 
-        return patiently(attempt, _server_of(self.address))
+        return patiently(attempt, _server_of(self.address), limit_seconds=_REQUEST_SECONDS)
 
     @contextlib.contextmanager
     def _translated(self, done: str, shown: str) -> Iterator[None]:
@@ -192,23 +199,43 @@ class BrokenOffError(Exception):
 
 
 def patiently(
-    request: Callable[[], Result], server: str, error: type[VocagnolmError] = AddressError
+    request: Callable[[], Result],
+    server: str,
+    error: type[VocagnolmError] = AddressError,
+    limit_seconds: float | None = None,
 ) -> Result:
     """Repeat a request that breaks off, for minutes and with random pauses, so that a storage that
     is away for a while ends nobody's run. A server that has never answered is given up soon: its
-    address may be wrong."""
+    address may be wrong. `limit_seconds`: how long a single request may take, if it has a limit;
+    one that takes long is mentioned."""
     longest = float(os.environ.get(PATIENCE_VARIABLE, PATIENCE_SECONDS))
     began, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+    said = False
+
+    def say(what: str, until: float) -> None:
+        """Say what is waited for, how long, and until when; once for a request."""
+        nonlocal said
+        if not said:
+            now = time.monotonic()
+            end = datetime.datetime.now() + datetime.timedelta(seconds=until - now)
+            text = f"{what} for {now - began:.0f} s; it is waited for until {end:%H:%M:%S}"
+            warnings.warn(text, WaitingWarning, stacklevel=3)
+        said = True
+
+    def hangs() -> None:
+        say(f"a request to {server} has been under way", time.monotonic() + (limit_seconds or 0.0))
+
     while True:
+        watched = nullcontext() if limit_seconds is None else calling_after(_HANGING_SECONDS, hangs)
         try:
-            result = request()
+            with watched:
+                result = request()
         except BrokenOffError as broken:
             waited = time.monotonic() - began
             if waited + pause > (longest if server in _answered else min(longest, _START_SECONDS)):
                 raise error(str(broken)) from None
-            if waited > _SAID_SECONDS:  # shown once: the text is always the same
-                text = f"{server} does not answer; it is tried again for {longest / 60:.0f} minutes"
-                warnings.warn(text, WaitingWarning, stacklevel=2)
+            if waited > _SAID_SECONDS:
+                say(f"{server} has not answered", began + longest)
         except Exception:
             _answered.add(server)
             raise

@@ -42,11 +42,11 @@ def remembered(name: str, about: Sequence[object], work: Callable[[], Any]) -> A
     key = hashlib.sha256(repr([name, *installed, *about]).encode()).hexdigest()
     path = cache_folder() / "remembered" / f"{key[:32]}.json"
     try:
-        return files.parse_json(path.read_bytes())["answer"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return files.read_json(path, AddressError, "")["answer"]
+    except (OSError, AddressError, KeyError):
         answer = work()
     with contextlib.suppress(WriteError):  # a home that cannot be written: asked again next time
-        files.write_json(path, {"name": name, "answer": answer})
+        files.write_json(path, {"name": name, "answer": answer}, sealed=True)
     return answer
 
 

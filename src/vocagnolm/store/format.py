@@ -522,7 +522,7 @@ def record_name(number: int) -> str:
 
 
 def record_bytes(identity: str, record: Record) -> bytes:
-    return files.json_bytes({"identity": identity, **record})
+    return files.json_bytes({"identity": identity, **record}, sealed=True)
 
 
 def read_records(

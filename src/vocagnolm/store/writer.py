@@ -22,13 +22,14 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from vocagnolm.base import files
 from vocagnolm.errors import StorageWarning, StoreError
 from vocagnolm.jobs.job import CLAIM_FOLDER
-from vocagnolm.storage import storage_of
+from vocagnolm.storage import Folder, storage_of
 from vocagnolm.storage.bucket import PROBE
 from vocagnolm.store.format import (
     ANSWER_FILE,
@@ -51,6 +52,7 @@ from vocagnolm.store.format import (
     listed,
     merged_vocabulary,
     parse_shard,
+    read_about,
     read_entries,
     read_manifest,
     read_records,
@@ -59,6 +61,7 @@ from vocagnolm.store.format import (
     record_name,
     record_of,
     shard_name,
+    shard_names,
     version_of,
     vocabulary_damage,
 )
@@ -107,6 +110,7 @@ def _is_measured(value: Mapping[str, Any]) -> bool:
 # ---- the writer ----
 
 
+_THREADS = 8
 # A share that comes while another one writes the manifest waits so long.
 _FINISHING_SECONDS = 60.0
 
@@ -135,6 +139,7 @@ class StoreWriter:
         self._listed: list[dict[str, Any]] = []  # by the manifest, where there is one
         self._files: dict[str, int] = {}
         self._known: dict[int, Record] = {}
+        self._made: set[int] = set()
 
     @property
     def digest(self) -> str:
@@ -163,17 +168,41 @@ class StoreWriter:
             self._require_own_shards()  # then the manifest can be made again from them
             return
         self._agree(found["identity"], complete)
-        # a run that failed before its first shard (a teacher that does not load) must not hold
-        # the folder against the corrected command
-        worth = (f"{SHARD_FOLDER}/", f"{ANSWER_FOLDER}/")
-        if complete or any(name.startswith(worth) for name in self._files):
-            refuse_other_identity(str(self.storage), found["identity"], self.identity)
+        if found["identity"] != self.identity:
+            # a run that failed before its first shard (a teacher that does not load), or that could
+            # score no document, must not hold the folder against the corrected command
+            if self._holds_work():
+                refuse_other_identity(str(self.storage), found["identity"], self.identity)
+            self._clear()
+            complete = False
+        if complete:
             self._listed = found.get("shards", [])
-        elif found["identity"] != self.identity:
-            head = files.json_bytes(self._manifest_head(False), sealed=True)
-            self.storage.put(PARTIAL_MANIFEST_FILE, head)
-        if not complete:
+        else:
             self._try_writing()
+
+    def _holds_work(self) -> bool:
+        """Whether the folder holds a document, or an answer; a damaged shard may have held one."""
+        if any(
+            DOCUMENT_FILE.fullmatch(n) or n.startswith(f"{ANSWER_FOLDER}/") for n in self._files
+        ):
+            return True
+        try:
+            return any(
+                read_about(self.storage, name, self._files[name])["statistics"]["documents"]
+                for name in shard_names(self._files)
+            )
+        except (StoreError, KeyError, TypeError):
+            return True
+
+    def _clear(self) -> None:
+        """Begin anew where nothing was made: first the manifest goes that speaks of the rest."""
+        head = files.json_bytes(self._manifest_head(False), sealed=True)
+        self.storage.put(PARTIAL_MANIFEST_FILE, head)
+        left = [name for name in self._files if name.startswith(f"{RECORD_FOLDER}/")]
+        left += [*shard_names(self._files), *({VOCABULARY_FILE} & self._files.keys())]
+        self.storage.remove(*({MANIFEST_FILE} & self._files.keys()), *left)
+        self._had_manifest = False
+        self.look()
 
     def _agree(self, found: dict[str, Any], complete: bool) -> None:
         """What was measured: the first measurement counts for all that agree with it."""
@@ -314,6 +343,7 @@ class StoreWriter:
         record = record_of(parse_shard(memoryview(content), name), shard.number, self.device)
         self.storage.put(record_at, record_bytes(self._digest, record))
         self._known[shard.number] = record
+        self._made.add(shard.number)
 
     @property
     def was_complete(self) -> bool:
@@ -330,28 +360,62 @@ class StoreWriter:
         there = self.storage.files(SHARD_FOLDER)
         return [number for number in range(self.shard_count) if shard_name(number) not in there]
 
-    def finish(self, more: Callable[[list[Record]], dict[str, Any]] | None = None) -> None:
+    def finish(self, more: Callable[[list[Record]], dict[str, Any]] | None = None) -> bool:
         """When all shards are present, make the manifest from their records, which completes the
         store. An existing manifest with other content is replaced. `more`: what the manifest says
-        beside, made from the records."""
+        beside, made from the records. Returns False, and writes nothing, if no shard holds a
+        document."""
         if len(self._known) < self.shard_count:  # other processes have scored them
             self._files = self.storage.files(*STORE_FOLDERS, RECORD_FOLDER)
             found = self._records()
             self._known = {**found, **self._known}
         records = [self._record(number) for number in range(self.shard_count)]
         totals = add_statistics([record["statistics"] for record in records])
+        if not totals["documents"]:
+            return False
+        self._require_unchanged(records)
         shards = [listed(record) for record in records]
         manifest = {**self._manifest_head(True), "totals": totals, "shards": shards}
         manifest |= {} if more is None else more(records)
         content = files.json_bytes(manifest, sealed=True)
         if self.storage.create(MANIFEST_FILE, content):
-            return
+            return True
         try:
             there: Any = read_manifest(self.storage)
         except StoreError:
             there = None
         if there is None or (self._had_manifest and there != json.loads(json.dumps(manifest))):
             self.storage.put(MANIFEST_FILE, content)
+        return True
+
+    def _require_unchanged(self, records: Sequence[Record]) -> None:
+        """Read through what earlier runs or other processes have made: the manifest vouches for it.
+        A bucket looks after its own bytes, and would be copied here as a whole."""
+        if self._had_manifest or not isinstance(self.storage, Folder):
+            return
+        others = [number for number in range(self.shard_count) if number not in self._made]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            changed = [*pool.map(self._changed, others, (records[number] for number in others))]
+        for number, wrong in zip(others, changed, strict=True):
+            if wrong is not None:  # without its record the next run looks into the shard itself
+                self.storage.remove(record_name(number))
+                raise StoreError(
+                    f"{wrong} since they were written. Run the same command again: what is damaged "
+                    "is made again."
+                )
+
+    def _changed(self, number: int, record: Record) -> str | None:
+        """Which file of a shard is not as its record says."""
+        digests = {shard_name(number): record["sha256"]}
+        digests |= {name: about["sha256"] for name, about in (record.get("files") or {}).items()}
+        for name, digest in digests.items():
+            try:
+                content = self.storage.read(name)
+            except FileNotFoundError:
+                return f"{self.storage.shown(name)}: its bytes have gone"
+            if hashlib.sha256(content).hexdigest() != digest:
+                return f"{self.storage.shown(name)}: its bytes have changed"
+        return None
 
     def merge_vocabulary(self) -> dict[str, Any]:
         """When all shards are present, and have tables of their own: write the vocabulary that they

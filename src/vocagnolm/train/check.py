@@ -19,6 +19,8 @@ from vocagnolm.alignment import TextTokenizer
 from vocagnolm.alignment.targets import TARGETS_RULE
 from vocagnolm.alignment.tokenizer import missing_beginning
 from vocagnolm.base.files import address_of, model_damage
+from vocagnolm.base.progress import byte_text
+from vocagnolm.base.strangers import read_config
 from vocagnolm.chat import ChatTokenizer, survey
 from vocagnolm.data.blocks import MANIFEST, cut_parts, read_manifest
 from vocagnolm.data.corpus import Corpus, document_hash
@@ -457,7 +459,8 @@ class _Check:
         if self.parameters is None or self.folder is None:
             return
         width = 4 if recipe.student.dtype == "float32" else 2
-        kept = recipe.run.keep_checkpoints + 1 if recipe.run.save_every else 0
+        saves = recipe.run.save_every or recipe.run.save_minutes
+        kept = recipe.run.keep_checkpoints + 1 if saves else 0
         run_bytes = self.parameters * width * (3 * kept + 1)
         # ids and guidance; ids take four bytes beyond 65,536 tokens, a target an id and two bytes
         vocabulary = 0 if self.tokenizer is None else self.tokenizer.vocabulary_size
@@ -481,9 +484,8 @@ class _Check:
         }
         if run_bytes > free:
             self.report.problem(
-                f"the run needs about {run_bytes / 1e9:.1f} GB for checkpoints and model, "
-                f"{existing} has {free / 1e9:.1f} GB free. Lower run.keep_checkpoints or change "
-                "disk."
+                f"the run needs about {byte_text(run_bytes)} for checkpoints and model, "
+                f"{existing} has {byte_text(free)} free. Lower run.keep_checkpoints or change disk."
             )
 
     def look_at_run(self) -> None:
@@ -643,6 +645,8 @@ def about_student(recipe: Recipe) -> dict[str, Any]:
         config = gguf_config(Path(source))
     else:
         revision = recipe.student.revision or "main"
+        if Path(source, "config.json").is_file():
+            read_config(Path(source), TrainingError)
         try:
             config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         except Exception as error:  # network, cache, format: many types, one meaning here

@@ -70,7 +70,8 @@ def mark_complete(checkpoint: Path, step: int, world_size: int) -> None:
     """Write the marker that all files of a checkpoint are on the disk."""
     sync_tree(checkpoint)
     files = file_records(checkpoint, MARKER)
-    write_json(checkpoint / MARKER, {"step": step, "world_size": world_size, "files": files})
+    about = {"step": step, "world_size": world_size, "files": files}
+    write_json(checkpoint / MARKER, about, sealed=True)
 
 
 def damage(checkpoint: Path, *, read: bool = True) -> str | None:

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 from vocagnolm import __version__
 from vocagnolm.base.files import (
     LOCK_FILE,
+    file_digest,
     is_leftover,
     parse_json,
     read_json,
+    require_keys,
+    unsealed,
     write_json,
     write_text,
 )
@@ -40,12 +43,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
-            record = parse_json(line)
+            record = unsealed(line)
         except ValueError:
             record = None
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append({_NAMES.get(name) or name: value for name, value in record.items()})
-        elif number < len(lines):
+        elif number < len(lines) or _is_object(line[:-1]):  # the line break itself is damaged
             damaged.append(number)
     if damaged:
         shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
@@ -53,6 +56,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             f"{path}: line {shown} is damaged and was skipped.", VocagnolmWarning, stacklevel=2
         )
     return records
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(parse_json(line), dict)
+    except ValueError:
+        return False
 
 
 # ---- the folder ----
@@ -64,6 +74,7 @@ RUNTIME_KEYS = frozenset(
         "run.log_every",
         "run.report_to",
         "run.keep_checkpoints",
+        "run.save_minutes",
         "train.loader_workers",
         "train.device",
         "student.bits_per_byte",
@@ -91,10 +102,24 @@ def run_recipe(folder: Path) -> Recipe:
     """The recipe that a run was started with; 0.1.0 wrote `train.bf16` instead of `train.dtype`."""
     path = folder / "recipe.yaml"
     tree = read_tree(path, RecipeError, _MEND)
+    warn_of_other_recipe(folder, read_run(folder))
     train = tree.get("train")
     if isinstance(train, dict) and "bf16" in train:
         train["dtype"] = "bfloat16" if train.pop("bf16") else "float32"
     return recipe_from_dict(tree, origin=str(path))
+
+
+def warn_of_other_recipe(folder: Path, about: dict[str, Any]) -> None:
+    """Warn where a run's recipe.yaml is not the file that `about`, its run.json, was written for;
+    older runs do not say."""
+    path = folder / "recipe.yaml"
+    known = about.get("recipe_sha256")
+    if known is not None and path.is_file() and known != file_digest(path):
+        warnings.warn(
+            f"{path} is damaged or was edited: it does not match its checksum in run.json.",
+            VocagnolmWarning,
+            stacklevel=3,
+        )
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -159,6 +184,7 @@ def begin_run(
             "schedule": asdict(schedule),
             "blocks": blocks,
             **({} if corpora is None else {"corpora": corpora}),
+            "recipe_sha256": file_digest(folder / "recipe.yaml"),
             "versions": {
                 "vocagnolm": __version__,
                 "torch": version("torch"),
@@ -169,6 +195,14 @@ def begin_run(
         write_json(folder / "run.json", about, sealed=True)
     elif read_run(folder)["schedule"] != asdict(schedule):
         note_in_run(folder, schedule=asdict(schedule))
+
+
+def newest_checkpoint(folder: Path) -> int:
+    """The step of the newest checkpoint of a run that was finished, by its marker; 0 if there is
+    none."""
+    markers = folder.glob("checkpoints/checkpoint-*/complete.json")
+    steps = (path.parent.name.rpartition("-")[2] for path in markers)
+    return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
 def note_in_run(folder: Path, **facts: Any) -> None:
@@ -188,6 +222,8 @@ def run_summary(folder: Path, *, already: bool = False) -> dict[str, Any]:
     about = read_run(folder)
     records = read_metrics(folder / "metrics.jsonl")
     schedule = about["schedule"]
+    whole = dict.fromkeys(("steps", "batch_blocks", "block_size"), int)
+    require_keys(schedule, folder / "run.json", TrainingError, _MEND, whole)
     return {
         "run": str(folder),
         "model": str(folder / "model"),

@@ -71,6 +71,8 @@ class Requests:
 
     stop: bool = False
     save: bool = False
+    interrupted: bool = False
+    """The stop was asked for with Ctrl-C."""
 
 
 class TrainingLoop:
@@ -122,6 +124,7 @@ class TrainingLoop:
         self.gradient_norm: Tensor | None = None
         self._meter, self._unread = StepMeter(), deque[StepMeter]()
         self._waited, self._last_moment = 0.0, Moment(self.device)
+        self._saved_at = time.monotonic()
         self._broken: Tensor | None = None
         """1 on the device once a loss was not finite: no weight changes after that."""
 
@@ -247,7 +250,9 @@ class TrainingLoop:
     def end_step(self, learning_rate: float) -> None:
         """Send the step's measures to the host, and read those of earlier steps; all of them where
         something depends on them: a checkpoint, a line of the log, the end."""
-        stop, save, waited = self.requests.stop, self.requests.save, self._waited
+        # the clock of the first process decides for all, in the same step
+        save = self.requests.save or (self.ranks.leads and self._checkpoint_is_due())
+        stop, waited = self.requests.stop, self._waited
         self._meter.finish(self.step, learning_rate, stop=stop, save=save, waited=waited)
         self._unread.append(self._meter)
         self._meter, self._waited = StepMeter(), 0.0
@@ -260,6 +265,12 @@ class TrainingLoop:
             self._read_steps(0)
             self.checkpoints.save(self.step, self.state)
             self._last_moment = Moment(self.device)  # writing is no part of the next step
+            self._saved_at = time.monotonic()
+
+    def _checkpoint_is_due(self) -> bool:
+        """Whether the newest checkpoint, or the start, is `run.save_minutes` ago."""
+        minutes = self.recipe.run.save_minutes
+        return minutes > 0 and time.monotonic() - self._saved_at > 60 * minutes
 
     def _read_steps(self, behind: int) -> bool:
         """Read and report all steps but the newest `behind`; whether one of them asks for a

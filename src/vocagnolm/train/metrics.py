@@ -1,7 +1,6 @@
 """The reports of a run: the measures of a step, metrics.jsonl, lines on stderr, and the time of
 each stage."""
 
-import json
 import math
 import sys
 import time
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vocagnolm.base.files import append_lines, write_text
+from vocagnolm.base.files import append_lines, sealed_lines, write_text
 from vocagnolm.base.progress import Seconds, Throttle, clock_time
 from vocagnolm.base.ranks import Ranks
 from vocagnolm.errors import TrainingError
@@ -140,11 +139,11 @@ class MetricsFile:
     def resume_at(self, step: int) -> None:
         """Drop what was written after `step`, and a line that a kill left half-written."""
         if self.path.exists():
-            kept = [json.dumps(r) + "\n" for r in read_metrics(self.path) if r["step"] <= step]
-            write_text(self.path, "".join(kept))
+            kept = (r for r in read_metrics(self.path) if r["step"] <= step)
+            write_text(self.path, sealed_lines(kept))
 
     def append(self, record: dict[str, Any]) -> None:
-        append_lines(self.path, json.dumps(record) + "\n", sync=False)
+        append_lines(self.path, sealed_lines([record]), sync=False)
 
 
 class Console:

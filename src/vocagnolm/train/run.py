@@ -45,6 +45,7 @@ from vocagnolm.data.materials import Materials, local_blocks
 from vocagnolm.data.mixture import MixedBlocks, MixedOrder
 from vocagnolm.errors import (
     BlocksError,
+    InterruptedRunError,
     RecipeError,
     StoppedError,
     TrainingError,
@@ -97,9 +98,9 @@ def train(
 ) -> dict[str, Any]:
     """Train a recipe, or resume it. Returns a summary of the run.
 
-    `restart`: start over if no checkpoint can be used. SIGTERM writes a checkpoint and raises
-    `StoppedError`; SIGUSR1 writes one and continues. `earlier`: seconds that a command has used
-    before this call.
+    `restart`: start over if no checkpoint can be used. SIGTERM and Ctrl-C write a checkpoint and
+    raise `StoppedError`; a second Ctrl-C raises `KeyboardInterrupt` at once. SIGUSR1 writes a
+    checkpoint and continues. `earlier`: seconds that a command has used before this call.
     """
     clock = Clock(earlier)
     refuse_lone_process()
@@ -201,7 +202,8 @@ def _train(
         )
         _run_loop(loop, resumed)
     if loop.stopped and loop.step < schedule.steps:
-        raise StoppedError(
+        kind = InterruptedRunError if requests.interrupted else StoppedError
+        raise kind(
             f"stopped on request after step {loop.step:,} of {schedule.steps:,}; a checkpoint "
             f"was written. Run the same command again to resume."
         )
@@ -499,19 +501,33 @@ def refuse_lone_process() -> None:
         )
 
 
+_STOPPING = (
+    b"\nCtrl-C: the run stops after this step, with a checkpoint. Ctrl-C again leaves at once.\n"
+)
+
+
 @contextlib.contextmanager
 def listening() -> Iterator[Requests]:
-    """Note SIGTERM and SIGUSR1 as requests inside the block; only Python's main thread can."""
+    """Note SIGTERM, SIGUSR1 and a first Ctrl-C as requests inside the block; only Python's main
+    thread can."""
     requests = Requests()
     if threading.current_thread() is not threading.main_thread():
         yield requests
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        requests.stop |= number == signal.SIGTERM
+        if number == signal.SIGINT:
+            if requests.interrupted:
+                raise KeyboardInterrupt
+            requests.interrupted = True
+            if is_main():
+                os.write(2, _STOPPING)  # not `print`: the signal may have come while it printed
+        requests.stop |= number in (signal.SIGTERM, signal.SIGINT)
         requests.save |= number == signal.SIGUSR1
 
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # another process handles Ctrl-C
+        numbers.remove(signal.SIGINT)
     before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield requests

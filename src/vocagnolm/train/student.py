@@ -18,7 +18,8 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from vocagnolm.alignment import TextTokenizer
 from vocagnolm.alignment.tokenizer import gguf_tokenizer
-from vocagnolm.errors import TrainingError, VocagnolmWarning, optional
+from vocagnolm.base.strangers import config_problem
+from vocagnolm.errors import TrainingError, VocagnolmWarning, first_line, optional
 from vocagnolm.model.fp8 import FP8_WIDTH, require_fp8, train_in_fp8
 from vocagnolm.model.load import DTYPES, load_causal_lm
 from vocagnolm.model.runtime import (
@@ -83,14 +84,16 @@ def _forget_quantisation(model: PreTrainedModel) -> None:
 
 def model_config(settings: dict[str, Any]) -> Any:
     """A transformers configuration from the keys of `student.config`."""
+    if problem := config_problem(settings):
+        raise TrainingError(f"student.config: {problem}.")
     settings = dict(settings)
     kind = settings.pop("model_type", None)
     if kind is None:
         raise TrainingError("student.config needs `model_type`, for example llama.")
     try:
         return AutoConfig.for_model(kind, **settings)
-    except (ValueError, KeyError) as error:
-        raise TrainingError(f"student.config: {error}") from error
+    except Exception as error:  # transformers checks with a dozen kinds
+        raise TrainingError(f"student.config: {first_line(error):.300}") from error
 
 
 def add_lora(model: PreTrainedModel, section: LoraSection) -> nn.Module:

@@ -200,7 +200,7 @@ def _noted_id(folder: Path) -> str:
         return str(read_json(path, TrainingError, mend, {"wandb": str})["wandb"])
     except FileNotFoundError:
         noted = uuid.uuid4().hex[:12]
-        write_json(path, {"wandb": noted})
+        write_json(path, {"wandb": noted}, sealed=True)
         return noted
 
 

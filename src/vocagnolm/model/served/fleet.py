@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
+from vocagnolm.base.children import calling_after
 from vocagnolm.errors import ServerError, UsageError, WaitingWarning
 from vocagnolm.model.served.exchange import Exchange, PassingError
 from vocagnolm.recipe.sections import ServerSection
@@ -175,7 +177,8 @@ class Fleet(Generic[Engine]):
             try:
                 if address.engine is None:
                     address.engine = self._opened(address.exchange)
-                result = work(address.engine)
+                with calling_after(_SAID_SECONDS, partial(self._say_hanging, began, patience)):
+                    result = work(address.engine)
             except PassingError as error:
                 now = time.monotonic()
                 silent = isinstance(error.__cause__, TimeoutError)
@@ -256,6 +259,11 @@ class Fleet(Generic[Engine]):
             self._changed.notify_all()
 
     # ---- words ----
+
+    def _say_hanging(self, began: float, patience: float) -> None:
+        """Say that a request which began then has no answer, unless others are answered."""
+        since = max(began, self._state.useful_at)
+        self._say_silence(time.monotonic() - since, since + patience)
 
     def _say_silence(self, seconds: float, until: float) -> None:
         """Say what is waited for, how long, and until when; once until an answer comes."""
