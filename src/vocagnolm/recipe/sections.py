@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from vocagnolm.errors import SettingError
-from vocagnolm.recipe.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
+from vocagnolm.recipe.methods import (
+    CHOOSABLE_WEIGHTINGS,
+    DIVERGENCES,
+    METHODS,
+    Divergence,
+    Method,
+)
 from vocagnolm.recipe.schema import REQUIRED, Limits, OneOf, Schema, key
 
 Attention = Literal[
@@ -271,6 +277,12 @@ class LossSection(Schema):
     chunk_choice: Literal["teacher", "random"] = key(
         "chunk: keep chunks by excess over the teacher, or at random", "teacher"
     )
+    divergence: Annotated[str, OneOf(DIVERGENCES)] = key(
+        "on_policy: forward is KL(teacher || student), reverse KL(student || teacher), both over "
+        "the teacher's alternatives and everything else as one; sampled_token estimates the "
+        "reverse one by the tokens that the student drew",
+        "reverse",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -282,8 +294,14 @@ class LossSection(Schema):
         return METHODS[self.method]
 
     @property
+    def towards(self) -> Divergence | None:
+        """What an on-policy method minimizes; None for all others."""
+        return DIVERGENCES[self.divergence] if self.rule.on_policy else None
+
+    @property
     def by_stretch(self) -> bool:
-        return self.compare == "stretch" or self.rule.by_stretch
+        weighs_stretches = self.towards is not None and self.towards.weighting is not None
+        return self.compare == "stretch" or self.rule.by_stretch or weighs_stretches
 
     @property
     def by_chance(self) -> bool:
@@ -302,7 +320,8 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
     cross entropy against `(1 - mix) * label + mix * targets`, where the targets are the teacher's
     alternatives and the label gets the rest; `mix_by` reducible multiplies the mix by `max(0, 1 - T
     / S)`. rho1 with `entropy_keep`: `keep` stays a share of all mapped tokens, so that both
-    variants train on the same number."""
+    variants train on the same number. on_policy: the mean of `divergence` over the tokens that the
+    student drew and the teacher can judge."""
 
     seed: int = key("random choices depend on (seed, step, sequence, position) alone", 0)
 
@@ -312,7 +331,8 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
             raise ValueError(f"weighting {self.weighting} belongs to guided, distill and rho1")
         if self.compare == "stretch" and not self.rule.guidance:
             raise ValueError(f"compare stretch needs a method with guidance, not {self.method}")
-        if self.rule.weighting is not None and self.normalise == "selected":
+        own_weighting = self.rule.weighting or (self.towards and self.towards.weighting)
+        if own_weighting and self.normalise == "selected":
             raise ValueError(
                 f"{self.method} may have weights of both signs: normalise by all tokens"
             )
@@ -336,6 +356,8 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
     def graded_by(self) -> str | None:
         """The weighting that gives every token a weight based on its own stretch; None: some tokens
         are selected and have equal weights."""
+        if self.towards is not None:
+            return self.towards.weighting
         return self.rule.weighting or (None if self.weighting == "top_k" else self.weighting)
 
     @property
@@ -382,8 +404,8 @@ class ObjectiveSection(LossSection):
         "Phi: how to combine the losses of the teacher tokens that cover one student token", "max"
     )
     alternatives: int | None = key(
-        "distill: number of teacher alternatives per token; null: all in the store, or 4 with an "
-        "online teacher",
+        "distill, on_policy: number of teacher alternatives per token; null: all in the store, 4 "
+        "with an online teacher, 16 in rounds",
         ge=1,
         le=64,
     )
