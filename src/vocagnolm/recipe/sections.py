@@ -33,6 +33,7 @@ KlDirection = Literal["forward", "reverse"]
 Pairing = Literal["bytes", "index"]
 Choices = Literal["generate", "likelihood"]
 Protocol = Literal["strict", "paper"]
+Grading = Literal["number", "mixed", "math", "choice"]
 
 CHAT_TEMPLATE = (
     "chat template for conversations: a Jinja file, a folder with one, plain (`role: content`), "
@@ -85,7 +86,16 @@ class TeacherSection(Schema):
         "conversations: more variables for the template, for example enable_thinking: false", {}
     )
     online: bool = key("keep the teacher in memory during training instead of using a store", False)
-    dtype: Dtype = key("dtype of the teacher's weights when it is online", "auto")
+    dtype: Dtype = key("dtype of the teacher's weights when it is online, or in rounds", "auto")
+    system: str | None = key("rounds: system message for the teacher, which the student never sees")
+    examples: str | None = key(
+        "rounds: file with worked examples, earlier turns for the teacher, which the student never "
+        "sees"
+    )
+    server: str | list[str] | None = key(
+        "rounds: address of a vLLM or SGLang server that runs the teacher, or several; its "
+        "tokenizer is read from `model`"
+    )
 
 
 class KeepDocuments(Schema):
@@ -421,6 +431,45 @@ class ObjectiveSection(LossSection):
     )
 
 
+class RoundsSection(Schema):
+    """Rounds on policy: the student writes, the teacher reads, some optimizer steps follow."""
+
+    prompts: list[str] = key(
+        "what the student is asked: files, folders, addresses or hub datasets, as for `write`", []
+    )
+    answer_field: str | None = key("field of a record that contains the expected answer")
+    grade: Grading | None = key(
+        "measure how many answers are right, by the expected answer: a number; a number or a short "
+        "text; an expression in LaTeX; the letter of an option"
+    )
+    rounds: int = key("number of rounds", 100, ge=1)
+    prompts_per_round: int = key("prompts in a round", 256, ge=1)
+    samples: int = key("answers to every prompt of a round", 1, ge=1, le=1024)
+    updates_per_round: int = key(
+        "optimizer steps in a round, each on an equal part of its answers", 1, ge=1
+    )
+    temperature: float = key("temperature of the student's draws", 1.0, gt=0, le=10)
+    max_new_tokens: int = key("tokens of an answer, at most", 512, ge=1)
+    prefix_tokens: int | None = key(
+        "write and train only the first tokens of every answer; null: whole answers", ge=1
+    )
+    offline_share: float = key(
+        "share of a round's answers that come from the corpus and its store instead of the student",
+        0.0,
+        ge=0,
+        lt=1,
+    )
+    held_out: list[str] = key(
+        "prompts with expected answers, for the accuracy of greedy answers during the run", []
+    )
+    held_out_every: int = key("rounds between two such measurements", 10, ge=1)
+
+    @property
+    def limit(self) -> int:
+        """Tokens that are written of an answer, at most."""
+        return min(self.max_new_tokens, self.prefix_tokens or self.max_new_tokens)
+
+
 class OptimizerSection(Schema):
     """AdamW with warm-up and a cosine schedule down to `min_learning_rate`."""
 
@@ -649,7 +698,7 @@ class WriteSection(Schema, frozen=True):
         "answers that were broken off at the limit: leave them out, or keep them, without an end",
         "drop",
     )
-    grade: Literal["number", "mixed", "math", "choice"] | None = key(
+    grade: Grading | None = key(
         "mark answers as right or wrong by the expected answer: a number; a number or a short "
         "text; an expression in LaTeX; the letter of an option"
     )
