@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vocagnolm.base.files import json_digest
+from vocagnolm.base.files import differences, json_digest
 from vocagnolm.base.ranks import Ranks
 from vocagnolm.chat import ChatTokenizer, Refused
 from vocagnolm.chat.answers import LaidAnswer
@@ -43,8 +43,9 @@ from vocagnolm.rounds.writer import Asked, StudentWriter
 from vocagnolm.score.write import grader_of
 from vocagnolm.score.writers import answer_seed
 from vocagnolm.storage.copies import version
+from vocagnolm.store import LossStore
 from vocagnolm.store.format import encode_vocabulary
-from vocagnolm.store.writer import refuse_other_identity, with_values_of
+from vocagnolm.store.writer import measured_apart, refuse_other_identity, with_values_of
 
 _PACKAGES = ("tokenizers", "torch", "transformers")
 FOLDER = "rounds"
@@ -161,6 +162,7 @@ class Rounds:
         """Every rank writes and reads its share of the answers; the first puts all into the
         folder."""
         ranks, began = Ranks.of(), time.perf_counter()
+        ranks.decide(lambda: self._require_first_teacher(number))
         self.writer.follow(student)
         reads = [(prompt, self.writer.read(prompt)) for prompt in self.pool.of_round(number)]
         samples = self.recipe.rounds.samples
@@ -183,6 +185,19 @@ class Rounds:
             dist.all_gather_object(gathered, answers)
         every = sorted((a for part in gathered for a in part), key=lambda answer: answer.slot)
         ranks.decide(lambda: self._put(number, every))
+
+    def _require_first_teacher(self, number: int) -> None:
+        """Refuse a teacher that is not the one of the first round: a server may have been started
+        again with another model."""
+        if number == 0 or not found_round(self.path(0)):
+            return
+        first, now = LossStore.open(self.path(0)).manifest["identity"], self.identity(0)
+        for name, then, here in differences(first, with_values_of(first, now)):
+            apart = measured_apart(name, then, here) or f"{here!r:.60}, and was {then!r:.60}"
+            raise TrainingError(
+                f"round {number + 1} has another teacher or other settings than the first: {name} "
+                f"is {apart}. Give the run its first teacher back, or choose another run.folder."
+            )
 
     def _put(self, number: int, answers: Sequence[RoundAnswer]) -> None:
         measures = round_measures(answers)
