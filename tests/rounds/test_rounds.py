@@ -23,6 +23,7 @@ from vocagnolm.data.corpus import open_corpus
 from vocagnolm.data.prepare import prepare
 from vocagnolm.errors import VocagnolmError
 from vocagnolm.recipe import recipe_from_dict
+from vocagnolm.report.runs import read_run
 from vocagnolm.rounds import rounds, train_rounds
 from vocagnolm.rounds.folder import read_round
 from vocagnolm.rounds.offline import OfflineAnswers
@@ -127,6 +128,13 @@ def test_a_round_is_a_corpus_with_its_store(lab, whole, tmp_path):
     offline = recipe_from_dict(settings)
     prepare(offline)
     assert train(offline, quiet=True)["finished"]
+
+
+def test_the_page_of_a_run_shows_its_rounds(whole):
+    page = read_run(whole)
+    assert page.facts["rounds"] == "3" and page.facts["finished answers"].endswith("%")
+    losses = [record["loss"] for record in read_metrics(whole / "metrics.jsonl")]
+    assert [value for _, value in page.loss] == pytest.approx(losses, rel=1e-4)
 
 
 def test_answers_change_from_round_to_round(whole):
