@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from chat_kit import loaded
 from rounds.rounds_kit import ASKED, write_prompts
 from safetensors.torch import load_file
 from training_kit import fresh_process, run_processes
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
@@ -29,6 +31,7 @@ from vocagnolm.rounds.folder import read_round
 from vocagnolm.rounds.offline import OfflineAnswers
 from vocagnolm.rounds.rounds import PromptPool
 from vocagnolm.rounds.run import build_rounds, rounds_schedule
+from vocagnolm.rounds.writer import merged_weights
 from vocagnolm.store import LossStore, verify_store
 from vocagnolm.store.writer import StoreWriter
 from vocagnolm.train import checkpoint
@@ -388,6 +391,34 @@ def test_offline_rows_are_those_of_the_same_answers(lab, whole):
         np.testing.assert_allclose(row["target_p"], other["target_p"])
 
 
+def test_the_copy_that_writes_has_the_adapters_merged(lab):
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(lab / "start", dtype=torch.float32)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    ours = merged_weights(adapted)
+    theirs = dict(adapted.merge_and_unload().named_parameters())
+    assert set(ours) == set(theirs)
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight)
+
+
+def test_a_teacher_that_is_no_better_is_warned_of(lab, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(rounds, "LEAST_COMPARED_BYTES", 16)
+    same = recipe(lab, tmp_path / "run", teacher={"model": str(lab / "start")})
+    same["rounds"] |= {"rounds": 1}
+    train_rounds(recipe_from_dict(same))
+    said = capsys.readouterr().err
+    (line,) = [line for line in said.splitlines() if "on the prompts the teacher has" in line]
+    teacher, student = re.findall(r"has (\S+) bits per byte, the student (\S+):", line)[0]
+    assert float(teacher) == pytest.approx(float(student), rel=1e-3)
+
+
 # ---- what is refused ----
 
 
@@ -428,3 +459,8 @@ def test_the_command(lab, tmp_path):
     ran = CliRunner().invoke(app, ["train", str(path)])
     assert ran.exit_code == 0, ran.output
     assert "round     1/1" in ran.output and "last step: loss" in ran.output
+
+
+def test_training_on_blocks_is_not_for_rounds(lab, tmp_path):
+    with pytest.raises(VocagnolmError, match="trains in rounds"):
+        train(recipe_from_dict(recipe(lab, tmp_path / "run")), quiet=True)

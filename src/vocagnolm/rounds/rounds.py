@@ -15,10 +15,11 @@ from torch import nn
 
 from vocagnolm.base.files import differences, json_digest
 from vocagnolm.base.ranks import Ranks
+from vocagnolm.base.statistics import bits_per_byte
 from vocagnolm.chat import ChatTokenizer, Refused
 from vocagnolm.chat.answers import LaidAnswer
 from vocagnolm.chat.tokens import ChatTokens
-from vocagnolm.data.guidance import TargetsPlan
+from vocagnolm.data.guidance import TargetsPlan, nats_and_bytes
 from vocagnolm.data.prompts import Prompt, Prompts, open_prompts
 from vocagnolm.errors import TrainingError
 from vocagnolm.recipe import Recipe
@@ -49,6 +50,8 @@ from vocagnolm.store.writer import measured_apart, refuse_other_identity, with_v
 
 _PACKAGES = ("tokenizers", "torch", "transformers")
 FOLDER = "rounds"
+COMPARED_PROMPTS, LEAST_COMPARED_BYTES = 32, 256
+"""Prompts on which the teacher is compared with the student, and the text that this takes."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +260,29 @@ class Rounds:
         if kind is None or prompt.expected is None:
             return None
         return grader_of(kind)(content, prompt.expected, prompt.text or "", finished)
+
+    def prompt_bits(self, student: nn.Module) -> tuple[float, float] | None:
+        """Bits per byte of the teacher and of the student on the text of some prompts; None where
+        there is too little to compare."""
+        self.writer.follow(student)
+        prompts = (prompt.text for prompt in self.pool.of_round(0)[:COMPARED_PROMPTS])
+        texts = [text for text in prompts if text is not None]
+        theirs: list[tuple[float, int]] = []
+        for reading in self.teacher.read([(text, 0) for text in texts]):
+            if isinstance(reading, Reading):
+                theirs.append(nats_and_bytes(reading.token_bytes, reading.nll))  # type: ignore[arg-type]
+        tokens = [one for one in self.chat.outcomes(texts) if isinstance(one, ChatTokens)]
+        own = [
+            nats_and_bytes(one.token_bytes, np.where(one.token_bytes > 0, nll, np.nan))
+            for one, nll in zip(
+                tokens, self.writer.losses([one.ids.tolist() for one in tokens]), strict=True
+            )
+        ]
+        found = [np.sum(side, axis=0) for side in (theirs, own) if side]
+        if len(found) < 2 or min(covered for _, covered in found) < LEAST_COMPARED_BYTES:
+            return None
+        teacher_bits, student_bits = (float(bits_per_byte(*sums)) for sums in found)
+        return teacher_bits, student_bits
 
     # ---- training on a round ----
 

@@ -61,6 +61,7 @@ from vocagnolm.train.run import (
     where_to_resume,
 )
 from vocagnolm.train.settings import Schedule, training_arguments, uses_accelerator
+from vocagnolm.train.strength import CLEARLY_BETTER
 from vocagnolm.train.student import (
     adapt_student,
     autocast_dtype,
@@ -233,6 +234,8 @@ def _train(
             records = read_metrics(folder / "metrics.jsonl")
             tokens = records[-1]["tokens"] if records else 0
             report = _report(run, setup, metrics, console, notes, tokens, resumed.step, held)
+            if resumed.step == 0:
+                warn_of_teacher(run.rounds, setup.student.model, console)
             console.start(schedule, resumed.step)
         run.clock.end("measuring")
         loop = RoundsLoop(setup, recipe, schedule, run.arguments, report=report, requests=requests)
@@ -248,6 +251,16 @@ def _train(
     save_model(recipe, folder, loop, run.clock, template, recipe.teacher.model)
     Ranks.of().wait_for_all()
     return run_summary(folder)
+
+
+def warn_of_teacher(rounds: Rounds, student: torch.nn.Module, console: Console) -> None:
+    """Warn of a teacher that does not read the prompts clearly better than the student."""
+    bits = rounds.prompt_bits(student)
+    if bits is not None and bits[0] > CLEARLY_BETTER * bits[1]:
+        console.say(
+            f"warning: on the prompts the teacher has {bits[0]:.3f} bits per byte, the student "
+            f"{bits[1]:.3f}: a teacher that is not clearly better can teach it little."
+        )
 
 
 def _report(

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -86,6 +88,10 @@ class StudentWriter:
     def likeliest(self, asked: Sequence[Asked]) -> list[Rollout]:
         """The greedy answer to each prompt."""
         return self._answers(self._greedy, asked, [0] * len(asked))
+
+    def losses(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """The student's losses on the tokens of some texts; NaN for the first of each."""
+        return self._greedy.losses(rows)
 
     def _answers(
         self, decoder: Decoder, asked: Sequence[Asked], seeds: Sequence[int]

@@ -104,7 +104,7 @@ def train(
     """
     if recipe.in_rounds:
         raise UsageError(
-            "this recipe trains in rounds: use vocagnolm.train_rounds, or `vocagnolm train`."
+            "this recipe trains in rounds: use vocagnolm.rounds.train_rounds, or `vocagnolm train`."
         )
     clock = Clock(earlier)
     refuse_lone_process()
