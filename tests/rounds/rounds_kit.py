@@ -29,10 +29,10 @@ def drawn(
     texts = [shared_text([Message("user", prompt)]) for prompt in prompts]
     ids = [student.answering_ids(text) for text in texts]
     asked = [PromptTokens(row, (seed * 10**9 + 10**6 * n,), limit) for n, row in enumerate(ids)]
-    found = {done.prompt: done.tokens for done in decoder.answers(asked)}
+    answers = {done.prompt: done.tokens for done in decoder.answers(asked)}
     decoder.close()
     return [
-        Rollout(texts[n], ids[n], found[n].ids.tolist(), found[n].finished, found[n].nll)
+        Rollout(texts[n], ids[n], answers[n].ids.tolist(), answers[n].finished, answers[n].nll)
         for n in range(len(prompts))
     ]
 

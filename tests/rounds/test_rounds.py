@@ -288,9 +288,9 @@ def test_two_processes_write_the_same_answers(lab, tmp_path):
     for count in (1, 2):
         tree = recipe(lab, tmp_path / f"run{count}", **settings)
         run_processes(_by_ranks, count, tree)
-    one, two = (left(tmp_path / f"run{count}") for count in (1, 2))
-    first = [name for name in one if name.startswith("rounds/000001")]
-    assert first and all(one[name] == two[name] for name in first)
+    alone, both = (left(tmp_path / f"run{count}") for count in (1, 2))
+    first = [name for name in alone if name.startswith("rounds/000001")]
+    assert first and all(alone[name] == both[name] for name in first)
     a, b = (read_metrics(tmp_path / f"run{count}" / "metrics.jsonl") for count in (1, 2))
     assert len(a) == len(b) == 6
     for x, y in zip(a[:2], b[:2], strict=True):

@@ -23,12 +23,12 @@ def student(lab):
 @pytest.fixture(scope="module")
 def rollouts(lab, student):
     """Finished answers, and some that were cut, of which the student can read all."""
-    found = [
+    some = [
         *drawn(student, lab / "start", ASKED * 2),
         *drawn(student, lab / "start", ASKED, limit=3, seed=1),
     ]
     kept = []
-    for rollout in found:
+    for rollout in some:
         try:
             lay_rollout(rollout, student)
             kept.append(rollout)
@@ -42,13 +42,13 @@ def rollouts(lab, student):
 @pytest.fixture(scope="module")
 def canonical(student, rollouts):
     """Answers in which a teacher with the student's tokens has the drawn ones."""
-    found = [
+    some = [
         rollout
         for rollout in rollouts
         if not tokenizes_to_others(rollout, lay_rollout(rollout, student), student)
     ]
-    assert 5 < len(found) < len(rollouts)
-    return found
+    assert 5 < len(some) < len(rollouts)
+    return some
 
 
 def columns(lab, student, rollouts, name, **options):
@@ -127,7 +127,7 @@ def test_stretches_add_up_to_the_teachers_losses(lab, student, rollouts):
     teacher = AnswerTeacher(open_model(lab / "teacher", device="cpu"))
     rows = rollout_targets(rollouts, student, teacher)
     laid = [lay_rollout(rollout, student) for rollout in rollouts]
-    readings = teacher.read([(one.text, one.begin) for one in laid])
+    readings = teacher.read([(answer.text, answer.begin) for answer in laid])
     stretched = 0
     for row, reading in zip(rows, readings, strict=True):
         known = ~np.isnan(row["guidance"])

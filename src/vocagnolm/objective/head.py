@@ -626,7 +626,7 @@ class Summed(NamedTuple):
     distance_K: Tensor | None
     """By how much each loss exceeds the label's nll; None without soft targets."""
     entropy_K: Tensor | None = None
-    """Of the student's distribution, if asked for."""
+    """The entropy of the student's distribution, if asked for."""
 
 
 def summed_loss(

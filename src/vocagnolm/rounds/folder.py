@@ -42,7 +42,7 @@ class RoundAnswer:
     """One answer of a round: kept with its reading, or left out for a reason."""
 
     slot: int
-    """Its place in the round."""
+    """The answer's place in the round."""
     prompt: Prompt
     text: str = ""
     """What was written, for people."""
@@ -53,7 +53,7 @@ class RoundAnswer:
     other_ids: bool = False
     """Whether its text tokenizes to other ids than were drawn."""
     right: bool | None = None
-    """As marked by the expected answer, if there is one."""
+    """Whether the expected answer says so; None without one."""
 
 
 def found_round(folder: Path) -> bool:
@@ -105,7 +105,7 @@ def _shard(answers: Sequence[RoundAnswer], documents: dict[str, bytes]) -> Shard
     kept = [answer for answer in answers if answer.reason is None]
     laid = [answer.laid for answer in kept if answer.laid is not None]
     readings = [answer.reading for answer in kept if answer.reading is not None]
-    hashes = b"".join(document_hash(one.text) for one in laid)
+    hashes = b"".join(document_hash(answer.text) for answer in laid)
     return Shard(
         number=0,
         first_document=0,

@@ -10,7 +10,7 @@ from vocagnolm.alternatives import AlternativesSpec
 from vocagnolm.chat import ChatTokenizer
 from vocagnolm.chat.answers import LaidAnswer
 from vocagnolm.chat.tokens import ChatTokens, TrainOn, trained_ranges, trained_tokens
-from vocagnolm.data.corpus import Corpus
+from vocagnolm.data.corpus import Corpus, document_hash
 from vocagnolm.data.guidance import TargetsPlan, common_alternatives, target_table
 from vocagnolm.data.materials import recipe_corpus
 from vocagnolm.errors import RecipeError
@@ -74,8 +74,10 @@ class OfflineAnswers:
         rollouts, laid, readings = [], [], []
         for document in self._texts(documents):
             (tokens,) = self.chat.outcomes([document])
-            found = self.store.of(document)
-            if not isinstance(tokens, ChatTokens) or len(tokens.ids) > self.longest:
+            index = self.store.find(document_hash(document))
+            if index is None or not isinstance(tokens, ChatTokens):
+                continue
+            if len(tokens.ids) > self.longest:
                 continue
             trained = trained_tokens(tokens, trained_ranges(document, self.train_on))
             if not trained[1:].any():
@@ -88,8 +90,8 @@ class OfflineAnswers:
             spans[context, 0] = spans[context, 1]
             rollouts.append(Rollout("", ids[:first], ids[first:], True))
             laid.append(LaidAnswer(document, "", "", 0, spans))
-            token_bytes, nll = self.store[found]
-            readings.append(Reading(token_bytes, nll, self.store.alternatives(found).packed))
+            token_bytes, nll = self.store[index]
+            readings.append(Reading(token_bytes, nll, self.store.alternatives(index).packed))
         rows = rollout_columns(rollouts, laid, readings, self.plan)
         return [row for row in rows if (row["labels"] != -100).any()]
 

@@ -56,7 +56,7 @@ COMPARED_PROMPTS, LEAST_COMPARED_BYTES = 32, 256
 
 @dataclass(frozen=True)
 class PromptPool:
-    """All prompts of a run, and which of them a round asks: every pass over them in an order of its
+    """The prompts of a run, and which of them a round asks: every pass over them in an order of its
     own, by seed."""
 
     prompts: Prompts
@@ -91,7 +91,7 @@ class Rounds:
     about_student: dict[str, Any]
     offline: OfflineAnswers | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of the round that was opened last, by what they were spent on."""
+    """What the round that was opened last took, by what it was spent on."""
 
     @property
     def chat(self) -> ChatTokenizer:
@@ -271,17 +271,16 @@ class Rounds:
         for reading in self.teacher.read([(text, 0) for text in texts]):
             if isinstance(reading, Reading):
                 theirs.append(nats_and_bytes(reading.token_bytes, reading.nll))  # type: ignore[arg-type]
-        tokens = [one for one in self.chat.outcomes(texts) if isinstance(one, ChatTokens)]
+        reads = [read for read in self.chat.outcomes(texts) if isinstance(read, ChatTokens)]
+        losses = self.writer.losses([read.ids.tolist() for read in reads])
         own = [
-            nats_and_bytes(one.token_bytes, np.where(one.token_bytes > 0, nll, np.nan))
-            for one, nll in zip(
-                tokens, self.writer.losses([one.ids.tolist() for one in tokens]), strict=True
-            )
+            nats_and_bytes(read.token_bytes, np.where(read.token_bytes > 0, nll, np.nan))
+            for read, nll in zip(reads, losses, strict=True)
         ]
-        found = [np.sum(side, axis=0) for side in (theirs, own) if side]
-        if len(found) < 2 or min(covered for _, covered in found) < LEAST_COMPARED_BYTES:
+        sides = [np.sum(side, axis=0) for side in (theirs, own) if side]
+        if len(sides) < 2 or min(covered for _, covered in sides) < LEAST_COMPARED_BYTES:
             return None
-        teacher_bits, student_bits = (float(bits_per_byte(*sums)) for sums in found)
+        teacher_bits, student_bits = (float(bits_per_byte(*sums)) for sums in sides)
         return teacher_bits, student_bits
 
     # ---- training on a round ----

@@ -293,7 +293,7 @@ class RoundNotes:
 
     by_step: dict[int, dict[str, Any]] = field(default_factory=dict)
     tokens: int = 0
-    """Of all steps so far."""
+    """The tokens of the steps so far."""
 
 
 class RoundsLoop(TrainingLoop):

@@ -92,20 +92,17 @@ def rollout_targets(
             laid.append(lay_rollout(rollout, student))
         except Refused:
             laid.append(None)
-    there = [one for one in laid if one is not None]
-    answers = iter(teacher.read([(one.text, one.begin) for one in there]))
-    kept, readings = [], []
-    for number, one in enumerate(laid):
-        reading = None if one is None else next(answers)
-        if isinstance(reading, Reading):
+    readable = [answer for answer in laid if answer is not None]
+    outcomes = iter(teacher.read([(answer.text, answer.begin) for answer in readable]))
+    kept, readings, places = [], [], []
+    for number, answer in enumerate(laid):
+        reading = None if answer is None else next(outcomes)
+        if answer is not None and isinstance(reading, Reading):
             kept.append(number)
+            places.append(answer)
             readings.append(reading)
-    rows = rollout_columns(
-        [rollouts[n] for n in kept],
-        [one for n in kept if (one := laid[n]) is not None],
-        readings,
-        targets_plan(student, teacher),
-    )
+    asked = [rollouts[number] for number in kept]
+    rows = rollout_columns(asked, places, readings, targets_plan(student, teacher))
     by_number = dict(zip(kept, rows, strict=True))
     return [by_number.get(number) for number in range(len(rollouts))]
 
@@ -119,9 +116,9 @@ def rollout_columns(
     """`rollout_targets` for answers that are laid and read."""
     if not rollouts:
         return []
-    texts = [one.text.encode() for one in laid]
+    texts = [answer.text.encode() for answer in laid]
     origins = np.cumsum([0, *(len(text) + 1 for text in texts[:-1])], dtype=np.int64)
-    spans = end_to_end([one.spans for one in laid], origins)
+    spans = end_to_end([answer.spans for answer in laid], origins)
     counts = [len(rollout.ids) for rollout in rollouts]
     labels = np.concatenate([np.asarray(rollout.ids, np.int64) for rollout in rollouts])
     # tokens without text (thinking marks, white space that is no part of the answer) have no
@@ -175,7 +172,7 @@ def _listed(
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """For every drawn token the student's tokens of which the teacher's probability is known, its
     own among them."""
-    found, _ = carry_targets(
+    soft, _ = carry_targets(
         labels[where],
         ours,
         [theirs],
@@ -183,10 +180,10 @@ def _listed(
         np.frombuffer(text, np.uint8),
         plan,
     )
-    assert found.label is not None
-    given = np.concatenate([found.probability, found.label[:, None]], axis=1)
-    given[~found.has_targets] = 0.0
-    ids = np.concatenate([found.ids, labels[where][:, None].astype(np.int32)], axis=1)
+    assert soft.label is not None
+    given = np.concatenate([soft.probability, soft.label[:, None]], axis=1)
+    given[~soft.has_targets] = 0.0
+    ids = np.concatenate([soft.ids, labels[where][:, None].astype(np.int32)], axis=1)
     merged_ids, merged = merged_targets(ids, given)
     listed = np.repeat(labels[:, None].astype(np.int32), ids.shape[1], axis=1)
     r = np.zeros(listed.shape, np.float32)

@@ -103,20 +103,20 @@ class AnswerTeacher:
     def read(self, answers: Sequence[tuple[str, int]]) -> list[Reading | str]:
         """Losses and alternatives of answers, each the shared text of a conversation and the byte
         at which its last message begins; or the reason why the teacher cannot read it."""
-        found: list[Reading | str] = []
+        readings: list[Reading | str] = []
         rows: list[NDArray[np.int64]] = []
         places: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []
         for number, (text, begin) in enumerate(answers):
             laid = self._laid(text, begin)
-            found.append(laid if isinstance(laid, str) else "")
+            readings.append(laid if isinstance(laid, str) else "")
             if not isinstance(laid, str):
                 ids, where, spans = laid
                 rows.append(ids)
                 places.append((number, where, spans))
         for scores, (number, where, spans) in zip(self._scores(rows), places, strict=True):
             text, begin = answers[number]
-            found[number] = _tiled(len(text.encode()), begin, where, spans, scores)
-        return found
+            readings[number] = _tiled(len(text.encode()), begin, where, spans, scores)
+        return readings
 
     def _laid(
         self, text: str, begin: int

@@ -97,15 +97,15 @@ class StudentWriter:
         self, decoder: Decoder, asked: Sequence[Asked], seeds: Sequence[int]
     ) -> list[Rollout]:
         prompts = [
-            PromptTokens(one.ids, (seed,), self.limit)
-            for one, seed in zip(asked, seeds, strict=True)
+            PromptTokens(read.ids, (seed,), self.limit)
+            for read, seed in zip(asked, seeds, strict=True)
         ]
         answers: list[Rollout | None] = [None] * len(asked)
         for done in decoder.answers(prompts, rows=min(len(prompts), GPU_ROWS)):
-            one, tokens = asked[done.prompt], done.tokens
-            assert one.prompt.text is not None
+            read, tokens = asked[done.prompt], done.tokens
+            assert read.prompt.text is not None
             answers[done.prompt] = Rollout(
-                one.prompt.text, one.ids, tokens.ids.tolist(), tokens.finished, tokens.nll
+                read.prompt.text, read.ids, tokens.ids.tolist(), tokens.finished, tokens.nll
             )
         return [answer for answer in answers if answer is not None]
 
