@@ -35,6 +35,7 @@ from vocagnolm.rounds.writer import merged_weights
 from vocagnolm.store import LossStore, verify_store
 from vocagnolm.store.writer import StoreWriter
 from vocagnolm.train import checkpoint
+from vocagnolm.train.check import check
 from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.loop import TrainingLoop
 from vocagnolm.train.run import train
@@ -464,3 +465,14 @@ def test_the_command(lab, tmp_path):
 def test_training_on_blocks_is_not_for_rounds(lab, tmp_path):
     with pytest.raises(VocagnolmError, match="trains in rounds"):
         train(recipe_from_dict(recipe(lab, tmp_path / "run")), quiet=True)
+
+
+def test_check_knows_rounds(lab, tmp_path):
+    report = check(recipe_from_dict(recipe(lab, tmp_path / "run")))
+    assert report.ready, report.problems
+    assert report.plan["prompts"]["prompts"] == len(ASKED)
+    assert report.plan["prompts"]["answers"] == 18 and report.plan["steps"] == {"steps": 6}
+    wrong = recipe(lab, tmp_path / "run", rounds={"grade": "number", "answer_field": "nowhere"})
+    wrong["rounds"]["updates_per_round"] = 7
+    problems = "\n".join(check(recipe_from_dict(wrong)).problems)
+    assert "at most the 6 answers" in problems and "no prompt has a field nowhere" in problems
