@@ -40,6 +40,7 @@ SLOW = (
     "write",
     "faults",
     "train/test_processes.py",
+    "rounds",
     "report/test_browser.py",
     "train/test_read_behind.py",
     "generate/test_generator.py",

@@ -19,6 +19,7 @@ RUNS = (
     "score_gpu.py corpus",
     "write_cpu.py",
     "write_gpu.py",
+    "rounds_gpu.py",
     "head_gpu.py --only TinyLlama --rounds 1",
     "train_step_gpu.py",
     "alternatives_rounding.py",  # which needs no GPU, but models that take minutes

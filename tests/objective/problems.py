@@ -103,6 +103,26 @@ def soft_targets(
     )
 
 
+def listed(given: Problem, count: int = 4, seed: int = 3) -> Targets:
+    """Different tokens for every position, often the label among them; some positions list fewer,
+    some none."""
+    g = torch.Generator().manual_seed(seed)
+    B, T = given.labels.shape
+    V = given.head.weight.shape[0]
+    ids = torch.stack([torch.randperm(V, generator=g)[:count] for _ in range(B * T)])
+    ids = ids.view(B, T, count)
+    p = torch.rand(B, T, count, generator=g) + 0.05
+    p = p / p.sum(-1, keepdim=True) * torch.rand(B, T, 1, generator=g)
+    p[..., -1] = torch.where(torch.rand(B, T, generator=g) < 0.3, 0.0, p[..., -1])
+    p[torch.rand(B, T, generator=g) < 0.2] = 0.0
+    device = given.hidden.device
+    return replace(
+        given.targets,
+        soft_ids_BTK=torch.where(p > 0, ids, given.labels.clamp(min=0)[..., None].cpu()).to(device),
+        soft_p_BTK=p.to(device, given.hidden.dtype),
+    )
+
+
 def obvious_k(n: int, keep: float) -> int:
     k = math.floor(Fraction(str(keep)) * n + Fraction(1, 2))
     return max(k, 1) if n and keep > 0 else k

@@ -5,10 +5,10 @@ import os
 
 import pytest
 import torch
-from objective.problems import problem, soft_targets, some_stretches
+from objective.problems import listed, problem, soft_targets, some_stretches
 
 from vocagnolm.objective import ObjectiveConfig, head, objective_loss
-from vocagnolm.objective.head import TRITON_ROWS, SoftRows, Transform
+from vocagnolm.objective.head import TRITON_ROWS, SoftRows, SparseRows, Transform
 
 pytest.importorskip("triton", exc_type=ImportError)
 pytestmark = [] if os.environ.get("TRITON_INTERPRET") == "1" else [pytest.mark.gpu]
@@ -32,7 +32,7 @@ def test_kernels_equal_their_torch_twins(dtype, N, V, bias, softcap, scale):
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     atol = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
-    for soft in (None, _soft(N, V, 1), _soft(N, V, 5)):
+    for soft in (None, _soft(N, V, 1), _soft(N, V, 5), _sparse(N, V, 1), _sparse(N, V, 5)):
         expected = head.gradient_(x.clone(), labels, slow.lse_N, transform, soft)
         own = x.clone()
         given = TRITON_ROWS.gradient_(own, labels, slow.lse_N, transform, soft)
@@ -45,6 +45,11 @@ def _soft(N, V, count):
     ids[:, -1] = ids[:, 0]  # twice the same
     weights = torch.rand(N, count, device=DEVICE) / count
     return SoftRows(ids, weights)
+
+
+def _sparse(N, V, count):
+    ids, weights = _soft(N, V, count)
+    return SparseRows(torch.randn(N, device=DEVICE).tanh() / 4, ids, weights / 4)
 
 
 def test_a_nan_row_stays_nan():
@@ -65,6 +70,9 @@ RULES = [
     {"method": "distill", "mix": 1.0},
     {"method": "distill", "keep": 0.4},
     {"method": "distill", "weighting": "reducible", "compare": "stretch", "mix_by": "reducible"},
+    {"method": "on_policy", "divergence": "forward"},
+    {"method": "on_policy", "divergence": "reverse"},
+    {"method": "on_policy", "divergence": "sampled_token"},
 ]
 
 
@@ -78,7 +86,9 @@ def test_fused_head_equals_chunked(keys, options, dtype, monkeypatch):
         p = problem(dtype=dtype, device=DEVICE, **options).fresh()
         config = ObjectiveConfig(**keys)
         targets = some_stretches(p) if config.by_stretch else p.targets
-        if config.rule.alternatives:
+        if config.towards is not None and config.towards.bucket:
+            targets = listed(p)
+        elif config.rule.alternatives:
             targets = soft_targets(p, targets=targets)
         loss = objective_loss(p.hidden, p.head, targets, config, impl=impl).loss
         loss.backward()

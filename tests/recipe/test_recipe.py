@@ -133,8 +133,8 @@ def test_a_file_that_is_not_text_is_no_recipe(tmp_path):
 
 
 def test_sections_are_small():
-    # the objective holds the settings of ten methods, so that a comparison changes one word
-    assert all(len(hints(section)) <= 24 for section in SECTIONS.values())
+    # the objective holds the settings of all methods, so that a comparison changes one word
+    assert all(len(hints(section)) <= 25 for section in SECTIONS.values())
 
 
 @pytest.mark.parametrize("name", SHIPPED)

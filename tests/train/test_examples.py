@@ -259,3 +259,14 @@ def test_titans_loader_goes_on_where_it_stopped(titan, lab):
     again.load_state_dict(loader.state_dict())
     (ours, labels), (theirs, expected) = next(seen), next(iter(again))
     assert torch.equal(ours["input"], theirs["input"]) and torch.equal(labels, expected)
+
+
+def test_a_loop_on_policy(demo, tmp_path, monkeypatch):
+    """Answers that transformers draws, a teacher with other tokens: the divergence falls."""
+    sys.modules["demo_data"] = demo
+    example = load("on_policy_loop.py")
+    monkeypatch.setattr(example, "STEPS", 6)
+    monkeypatch.setattr(example, "ROWS", 6)
+    losses = example.train(*example.demo(tmp_path))
+    assert len(losses) == 6 and all(np.isfinite(losses))
+    assert np.mean(losses[-2:]) < np.mean(losses[:2])

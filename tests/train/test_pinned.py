@@ -20,7 +20,7 @@ from vocagnolm.train.folder import read_metrics
 from vocagnolm.train.run import train
 
 METHOD_SETTINGS: dict[str, dict] = {
-    **{name: {"method": name} for name in METHODS},
+    **{name: {"method": name} for name, method in METHODS.items() if not method.on_policy},
     "chunk": {"method": "chunk", "aggregation": "mean"},  # the default when it was pinned
     "stretch": {"method": "guided", "compare": "stretch"},
     "reducible": {"method": "guided", "weighting": "reducible"},

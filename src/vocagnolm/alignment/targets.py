@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from vocagnolm.alignment.alignment import Alignment, IntArray
+from vocagnolm.alignment.alignment import Alignment, IntArray, carry
 from vocagnolm.alignment.spans import components
 from vocagnolm.alignment.tokenizer import TextTokenizer
 from vocagnolm.alternatives import (
@@ -41,6 +41,7 @@ _MEASURED_TOKENS = 1 << 14
 _SPACE = ord(" ")
 _WHITE_SPACE = (" ", "\n", "\r", "\t")
 _ODD = 4
+_LEFT = 1e-6  # less is rounding of what the bytes already read leave
 _KNOWN_CHARACTERS = 8  # that may complete one that a token breaks off
 # What becomes of an alternative.
 UNSPELLED, FIRST_OF_SEVERAL, EXACT, FOLLOWING = range(4)
@@ -350,6 +351,10 @@ class SoftTargets:
     has_targets: NDArray[np.bool_]
     """[N] Whether the teacher provides targets here; otherwise there is only the label."""
     mass: TargetMass
+    label: NDArray[np.float32] | None = None
+    """[N] What is known of the label's own probability, if the teacher's losses are: that of the
+    teacher's tokens which cover it, and of alternatives that become the same token. What neither
+    the label nor another target has is then the probability of tokens that are not listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,6 +367,8 @@ class TeacherTokens:
     """[M, K] The alternatives at the position of each token."""
     begins: IntArray | None = None
     """Indices of the tokens with which texts begin. None: the first one."""
+    nll: NDArray[np.floating[Any]] | None = None
+    """[M] Their losses, for `SoftTargets.label`."""
 
 
 def carry_alternatives(
@@ -440,6 +447,11 @@ def unmeasured_targets(
     takes_part = ~follows & (target >= 0) & (target != own) & has_targets[:, None]
     ids = np.where(takes_part, target, own)
     probability = here.mass
+    label = None
+    if teacher.nll is not None:
+        following = np.exp(-np.nan_to_num(carry(alignment, teacher.nll, "sum"), nan=np.inf))
+        same = row_sums(probability * (~follows & (target == own)))
+        label = np.where(has_targets, following + same, 0.0).astype(np.float32)
     probability *= takes_part
     shared = position[has_targets]
 
@@ -457,7 +469,12 @@ def unmeasured_targets(
         target = np.where(behind_blanks, unspaced, target)
         kept = (target >= 0) & (behind_blanks | _as_in_text(table, labels, spans, found))
         continued = len(np.unique(token[kept]))
-        kept &= target != labels.take(token)
+        as_label = kept & (target == labels.take(token))
+        if label is not None:
+            told = np.flatnonzero(has_targets.take(plain))
+            label[plain[told]] = (following.take(plain) / np.maximum(found.left, _LEFT)).take(told)
+            np.add.at(label, token[as_label], found.probability[as_label])
+        kept &= ~as_label
         ids[token[kept], column[kept]] = target[kept]
         probability[token[kept], column[kept]] = found.probability[kept]
     mass = TargetMass(
@@ -466,7 +483,7 @@ def unmeasured_targets(
         inside=len(within),
         continued=continued,
     )
-    return SoftTargets(ids, probability, has_targets, mass), shared
+    return SoftTargets(ids, probability, has_targets, mass, label), shared
 
 
 def measured(
@@ -509,6 +526,8 @@ class _GoingOn:
     agrees: NDArray[np.bool_]
     """For every student token that was asked about: the token that follows in the text, which goes
     on too, is among the alternatives."""
+    left: NDArray[np.float32]
+    """For every such token: the probability that the bytes already read do not rule out."""
 
 
 def _going_on(
@@ -553,6 +572,7 @@ def _going_on(
         place=begin + wanted.take(alive),
         probability=mass.take(alive) / left.take(row),
         agrees=np.logical_or.reduce(follows, axis=1),
+        left=left,
     )
 
 

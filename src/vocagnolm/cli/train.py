@@ -141,7 +141,7 @@ def train(
     quiet: bool = typer.Option(False, "--quiet", help="No progress on stderr."),
     as_json: bool = JSON,
 ) -> None:
-    """Train a student on prepared blocks. Run it again to resume.
+    """Train a student on prepared blocks, or in rounds on what it writes. Run it again to resume.
 
     For several processes use torchrun --nproc-per-node N -m vocagnolm train RECIPE; their number
     may change when a run is resumed. The run folder contains recipe.yaml, metrics.jsonl,
@@ -154,7 +154,10 @@ def train(
     from vocagnolm.recipe import load_recipe
 
     loaded = load_recipe(recipe, set_)  # first: a typo is answered before torch is imported
-    from vocagnolm.train.run import train as run
+    if loaded.in_rounds:
+        from vocagnolm.rounds import train_rounds as run
+    else:
+        from vocagnolm.train.run import train as run
 
     imported = time.perf_counter() - began
     try:

@@ -307,6 +307,8 @@ class TargetsPlan:
     spec: AlternativesSpec
     inside: bool
     weights: tuple[float, ...]
+    with_label: bool = False
+    """Also what is known of the label's own probability, which needs the teacher's losses."""
 
     def given(self, packed: NDArray[np.uint32]) -> Alternatives:
         """Those that count, of all that a store holds of some documents; it may lack them all."""
@@ -400,7 +402,12 @@ def carry_targets(
     for table, teacher, alignment in zip(plan.tables, theirs, alignments, strict=True):
         assert teacher.packed is not None
         given = plan.given(teacher.packed)
-        tokens = TeacherTokens(spans=teacher.spans, alternatives=given, begins=teacher.begins)
+        tokens = TeacherTokens(
+            spans=teacher.spans,
+            alternatives=given,
+            begins=teacher.begins,
+            nll=teacher.nll if plan.with_label else None,
+        )
         known = (table, labels, ours.spans, tokens, alignment, text)
         own, rows = unmeasured_targets(*known, inside=plan.inside)
         found.append(own)

@@ -24,6 +24,7 @@ from vocagnolm.objective.loss import (
     student_nll,
     token_losses,
 )
+from vocagnolm.objective.on_policy import BUCKETS
 from vocagnolm.objective.selection import (
     RANKINGS,
     WEIGHTINGS,
@@ -35,7 +36,7 @@ from vocagnolm.objective.selection import (
     select,
     weigh_step,
 )
-from vocagnolm.recipe.methods import CHOOSABLE_WEIGHTINGS, METHODS
+from vocagnolm.recipe.methods import CHOOSABLE_WEIGHTINGS, DIVERGENCES, METHODS
 from vocagnolm.recipe.sections import ObjectiveConfig, Pairing
 
 __all__ = [
@@ -78,6 +79,10 @@ def check_tables() -> None:
     ]
     graded = [name for name in CHOOSABLE_WEIGHTINGS if name != "top_k"]  # which is a choice
     named += [("objective.weighting", name, WEIGHTINGS) for name in graded]
+    for name, row in DIVERGENCES.items():
+        divergence = f"divergence {name}"
+        named += [(divergence, row.weighting, WEIGHTINGS)]
+        named += [(divergence, name, BUCKETS)] if row.bucket else []
     for who, key, table in named:
         if key is not None and key not in table:
             raise LookupError(f"{who} names '{key}', and there are only: {', '.join(table)}")

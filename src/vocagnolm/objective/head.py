@@ -175,6 +175,43 @@ class SoftRows(NamedTuple):
         return (self.weights_NK * (z[:, :1] - z[:, 1:])).sum(1)
 
 
+class SparseRows(NamedTuple):
+    """A gradient by rows of logits: `scale * softmax`, and a value at each of some columns."""
+
+    scale_N: Tensor
+    ids_NK: Tensor
+    """int64; what several columns of a row give the same id is added up."""
+    values_NK: Tensor
+
+
+Bucket = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(log p [N, K], r [N, K], P [N], R [N]) -> a divergence [N], and its gradient by the logits: the
+factor of the softmax [N], and what is added at the listed tokens [N, K]. See
+`objective.on_policy`."""
+
+
+class BucketRows(NamedTuple):
+    """A teacher's probabilities r of some tokens of each row, listed once each; all others are one
+    bucket with what is left."""
+
+    ids_NK: Tensor
+    """int64; any id where r is 0: such an entry lists nothing."""
+    r_NK: Tensor
+    bucket: Bucket
+
+    def settled(
+        self, x_NV: Tensor, lse_N: Tensor, transform: Transform
+    ) -> tuple[Tensor, SparseRows]:
+        """The divergence of each row [N] and its gradient by the logits."""
+        r = self.r_NK.to(lse_N.dtype)
+        log_p = transform.at(x_NV, self.ids_NK) - lse_N[:, None]
+        log_p = torch.where(r > 0, log_p, -torch.inf)
+        rest = (1.0 - log_p.exp().sum(1)).clamp(min=0.0)
+        left = (1.0 - r.sum(1)).clamp(min=0.0)
+        divergence, scale, values = self.bucket(log_p, r, rest, left)
+        return divergence, SparseRows(scale, self.ids_NK, values)
+
+
 class RowLosses(NamedTuple):
     """Losses of rows of logits."""
 
@@ -188,7 +225,7 @@ class RowOperations(NamedTuple):
     """The two functions in which the chunked and the fused head differ."""
 
     losses: Callable[[Tensor, Tensor, Transform, bool], RowLosses]
-    gradient_: Callable[[Tensor, Tensor, Tensor, Transform, SoftRows | None], Tensor]
+    gradient_: Callable[[Tensor, Tensor, Tensor, Transform, SoftRows | SparseRows | None], Tensor]
 
 
 def losses(
@@ -211,20 +248,25 @@ def gradient_(
     labels_N: Tensor,
     lse_N: Tensor,
     transform: Transform,
-    soft: SoftRows | None = None,
+    soft: SoftRows | SparseRows | None = None,
 ) -> Tensor:
     """Overwrites the raw products by d nll / d x = (softmax - target) through the transform; the
-    target is the label, or with `soft` the label and some tokens beside it."""
+    target is the label, or with `soft` the label and some tokens beside it. `SparseRows` are a
+    gradient of their own, in which the label has no part."""
     z = transform(x_NV)
     own = transform.softcap is None  # z is not needed again: work in place
     g = torch.sub(z, lse_N[:, None], out=z) if own else z - lse_N[:, None]
     g.exp_()
-    # one-hot by scatter: each row has one label, so no two writes meet
-    of_label = g.new_full((g.shape[0], 1), -1.0)
-    if soft is not None:
-        of_label += soft.weights_NK.sum(1, keepdim=True)
-        g.scatter_add_(1, soft.ids_NK, -soft.weights_NK.to(g.dtype))
-    g.scatter_add_(1, labels_N[:, None], of_label)
+    if isinstance(soft, SparseRows):
+        g *= soft.scale_N.to(g.dtype)[:, None]
+        g.scatter_add_(1, soft.ids_NK, soft.values_NK.to(g.dtype))
+    else:
+        # one-hot by scatter: each row has one label, so no two writes meet
+        of_label = g.new_full((g.shape[0], 1), -1.0)
+        if soft is not None:
+            of_label += soft.weights_NK.sum(1, keepdim=True)
+            g.scatter_add_(1, soft.ids_NK, -soft.weights_NK.to(g.dtype))
+        g.scatter_add_(1, labels_N[:, None], of_label)
     g = transform.chain(g, z)
     return x_NV if g is x_NV else x_NV.copy_(g)
 
@@ -247,12 +289,15 @@ def fused_gradient_(
     labels_N: Tensor,
     lse_N: Tensor,
     transform: Transform,
-    soft: SoftRows | None = None,
+    soft: SoftRows | SparseRows | None = None,
 ) -> Tensor:
     """`gradient_` in one Triton kernel."""
     from vocagnolm.objective import triton_rows
 
     how = transform.bias, transform.softcap, transform.scale
+    if isinstance(soft, SparseRows):
+        entries = soft.ids_NK, -soft.values_NK
+        return triton_rows.gradient_(x_NV, labels_N, lse_N, *how, *entries, soft.scale_N)
     ids, weights = (None, None) if soft is None else soft
     return triton_rows.gradient_(x_NV, labels_N, lse_N, *how, ids, weights)
 
@@ -510,7 +555,7 @@ class Wanted(NamedTuple):
 GradientOfRows = Callable[[int, int, Tensor], Tensor]
 # (which of the K tokens, their losses) -> their weights, or their targets beside the label
 WeighRows = Callable[[slice, Tensor], Tensor]
-SoftenRows = Callable[[slice, Tensor], SoftRows]
+SoftenRows = Callable[[slice, Tensor], SoftRows | BucketRows]
 CutChunks = Callable[[list[int]], list[int]]
 
 
@@ -580,6 +625,8 @@ class Summed(NamedTuple):
     weights_K: Tensor | None
     distance_K: Tensor | None
     """By how much each loss exceeds the label's nll; None without soft targets."""
+    entropy_K: Tensor | None = None
+    """The entropy of the student's distribution, if asked for."""
 
 
 def summed_loss(
@@ -593,6 +640,7 @@ def summed_loss(
     weigh: WeighRows | None = None,
     soften: SoftenRows | None = None,
     cut_chunks: CutChunks | None = None,
+    with_entropy: bool = False,
 ) -> Summed:
     """Phase 2: the summed loss of the tokens `index_K`, with gradient. `losses` are those of phase
     1 for all N tokens; None if there was no phase 1. `weigh` gives the weights of tokens, `soften`
@@ -602,7 +650,7 @@ def summed_loss(
     labels_K = labels_N.index_select(0, index_K)
     with isolated(hidden_ND) as dtype:
         work = Workspace.of(hidden_ND.index_select(0, index_K), head, rows, dtype)
-        one_pass = any(wanted) or soften is not None
+        one_pass = any(wanted) or soften is not None or with_entropy
         if losses is not None:
             losses_K = RowLosses(losses.nll_N[index_K], losses.lse_N[index_K], None)
         elif one_pass:  # filled by the one pass below
@@ -613,19 +661,27 @@ def summed_loss(
         nll_K = losses_K.nll_N
         weights_K = None if weigh is None else torch.ones_like(nll_K)
         distance_K = None if soften is None else torch.zeros_like(nll_K)
+        entropy_K = torch.zeros_like(nll_K) if with_entropy else None
 
         def gradient_of_rows(a: int, b: int, x: Tensor) -> Tensor:
             part = slice(a, b)
             if losses is None:
-                nll_K[part], losses_K.lse_N[part], _ = rows.losses(
-                    x, labels_K[part], work.transform, False
+                nll_K[part], losses_K.lse_N[part], entropy = rows.losses(
+                    x, labels_K[part], work.transform, with_entropy
                 )
+                if entropy_K is not None and entropy is not None:
+                    entropy_K[part] = entropy
             if weigh is not None and weights_K is not None:
                 weights_K[part] = weigh(part, nll_K[part])
-            soft = None
+            soft: SoftRows | SparseRows | None = None
             if soften is not None and distance_K is not None:
-                soft = soften(part, nll_K[part])
-                distance_K[part] = soft.distance(x, labels_K[part], work.transform)
+                softened = soften(part, nll_K[part])
+                if isinstance(softened, BucketRows):
+                    divergence, soft = softened.settled(x, losses_K.lse_N[part], work.transform)
+                    distance_K[part] = divergence - nll_K[part]
+                else:
+                    soft = softened
+                    distance_K[part] = soft.distance(x, labels_K[part], work.transform)
             return rows.gradient_(x, labels_K[part], losses_K.lse_N[part], work.transform, soft)
 
         if one_pass:
@@ -643,7 +699,7 @@ def summed_loss(
     total = loss_K.sum() if weights_K is None else (loss_K * weights_K).sum()
     if any(wanted):
         total = attach(total, gradients, hidden_ND, head, index_K)
-    return Summed(total, nll_K, weights_K, distance_K)
+    return Summed(total, nll_K, weights_K, distance_K, entropy_K)
 
 
 def attach(

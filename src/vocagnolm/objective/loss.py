@@ -17,6 +17,8 @@ from vocagnolm.objective.distill import Teacher, distil, distil_reference
 from vocagnolm.objective.head import (
     IGNORE_INDEX,
     TORCH_ROWS,
+    Bucket,
+    BucketRows,
     Head,
     Implementation,
     RowLosses,
@@ -32,6 +34,7 @@ from vocagnolm.objective.head import (
     token_nll,
     weighted_sum,
 )
+from vocagnolm.objective.on_policy import BUCKETS, bucket_distance
 from vocagnolm.objective.selection import (
     ScoredBatch,
     Targets,
@@ -118,7 +121,7 @@ def objective_loss(
     config = config or ObjectiveConfig()
     decided = decided or Decided()
     _check(hidden_BTD, head, targets, decided)
-    ranks = Ranks.of(group)
+    ranks, entropy_BT = Ranks.of(group), None
     if config.rule.distance is not None and config.distill_weight > 0:
         if teacher is None:
             raise ValueError(f"method {config.method} needs an online teacher, got teacher=None")
@@ -134,11 +137,15 @@ def objective_loss(
             sums = weighed.with_full_logits(logits_BTV)
         else:
             sums = weighed.in_chunks(hidden_BTD, head, row_operations(impl, hidden_BTD))
-        total, nll_BT, weights_BT, above_BT = sums
+        total, nll_BT, weights_BT, above_BT, entropy_BT = sums
         stats = _soft_stats(above_BT, nll_BT, weights_BT, targets)
         if weighed.rule is not None and config.graded_by == "likelihood":
             # the weights are the derivative of this value
             value, stats["distill_loss"] = weighed.rule.likelihood_loss(nll_BT.flatten())
+            total = total + (value.to(total.dtype) - total).detach()
+        if weighed.rule is not None and config.graded_by == "advantage":
+            # whose expectation has this gradient
+            value = weighed.rule.reverse_divergence(nll_BT.flatten())
             total = total + (value.to(total.dtype) - total).detach()
     weights_BT, denominator = weights_BT.float(), decided.denominator
     if denominator is None:
@@ -149,6 +156,9 @@ def objective_loss(
         if config.scope == "global":
             denominator = ranks.sum(denominator)
     divisor = torch.as_tensor(denominator, device=total.device).to(total.dtype)
+    if entropy_BT is not None:  # so that the mean over micro-batches is that of the step's tokens
+        share = decided.micro_batches / divisor.clamp(min=1)
+        stats["entropy"] = entropy_BT[targets.valid_BT].sum() * share
     return ObjectiveOutput(
         loss=total / torch.where(divisor > 0, divisor, 1.0),
         nll_BT=nll_BT.detach(),
@@ -159,9 +169,10 @@ def objective_loss(
     )
 
 
-_WeightedSum = tuple[Tensor, Tensor, Tensor, Tensor | None]
+_WeightedSum = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """(the weighted sum of the losses, with gradient; nll; weights; by how much each loss exceeds the
-label's nll, or None without soft targets)."""
+label's nll, or None without soft targets; the student's entropy, or None where it is not
+measured)."""
 
 
 class _Weighed:
@@ -195,10 +206,17 @@ class _Weighed:
         total = weighted_sum(logits_BTV, labels_BT, weights_BT)
         if self.soft is not None:
             shape = (*nll_BT.shape, -1)
-            ids, p = (t.view(shape) for t in self.soft.rows(slice(None), nll_BT.flatten()))
-            above_BT = soft_distance(logits_BTV, labels_BT, ids, p)
+            ids, p = (t.view(shape) for t in self.soft.rows(slice(None), nll_BT.flatten())[:2])
+            if self.config.towards is None:
+                above_BT = soft_distance(logits_BTV, labels_BT, ids, p)
+            else:
+                above_BT = bucket_distance(logits_BTV, labels_BT, ids, p, self.config.divergence)
             total = total + (above_BT * weights_BT).sum()
-        return total, nll_BT, weights_BT, above_BT
+        entropy_BT = None
+        if self.config.rule.on_policy:
+            log_p = torch.log_softmax(logits_BTV.detach(), dim=-1)
+            entropy_BT = -torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0.0).sum(-1)
+        return total, nll_BT, weights_BT, above_BT, entropy_BT
 
     def in_chunks(self, hidden_BTD: Tensor, head: Head, rows: RowOperations) -> _WeightedSum:
         """The weighted sum in chunks of tokens: in one phase if the weight of a token does not
@@ -244,6 +262,7 @@ class _Weighed:
             weigh=weigh,
             soften=None if soft_K is None else soft_K.rows,
             cut_chunks=None if together is None else together.cut_chunks,
+            with_entropy=config.rule.on_policy,
         )
 
         def everywhere(values_K: Tensor) -> Tensor:
@@ -256,7 +275,8 @@ class _Weighed:
         if nll_BT is None:
             nll_BT = everywhere(summed.nll_K)
         above_BT = None if summed.distance_K is None else everywhere(summed.distance_K)
-        return summed.total, nll_BT, weights_BT, above_BT
+        entropy_BT = None if summed.entropy_K is None else everywhere(summed.entropy_K)
+        return summed.total, nll_BT, weights_BT, above_BT, entropy_BT
 
 
 @dataclass(frozen=True)
@@ -269,13 +289,17 @@ class _Soft:
     mix: float
     share: WeightRule | None
     """The rule that gives each token's share of the mix; None: all of it."""
+    bucket: Bucket | None = None
+    """on_policy: the divergence from the targets, in which the label is a token like others."""
 
     def __getitem__(self, index: Tensor) -> "_Soft":
         share = None if self.share is None else self.share[index]
-        return _Soft(self.ids_NK[index], self.p_NK[index], self.mix, share)
+        return _Soft(self.ids_NK[index], self.p_NK[index], self.mix, share, self.bucket)
 
-    def rows(self, part: slice, nll: Tensor) -> SoftRows:
+    def rows(self, part: slice, nll: Tensor) -> SoftRows | BucketRows:
         """The targets of some of the tokens, whose losses are known now."""
+        if self.bucket is not None:
+            return BucketRows(self.ids_NK[part].long(), self.p_NK[part], self.bucket)
         weights = self.p_NK[part].to(nll.dtype) * self.mix
         if self.share is not None:
             weights = weights * self.share.weights_of(part, nll)[:, None]
@@ -285,16 +309,21 @@ class _Soft:
 def _soft_targets(targets: Targets, config: ObjectiveConfig, ranks: Ranks) -> _Soft | None:
     """The targets beside the labels; None if there are none, and the loss is that of plain training
     to the last bit."""
-    if not config.rule.alternatives or config.mix == 0.0:
+    bucket = None
+    if config.towards is not None:
+        if not config.towards.bucket:
+            return None
+        bucket = BUCKETS[config.divergence]
+    elif not config.rule.alternatives or config.mix == 0.0:
         return None
     ids, p = targets.soft_ids_BTK, targets.soft_p_BTK
     if ids is None or p is None:
         raise ValueError(f"method {config.method} needs soft_ids_BTK and soft_p_BTK, got None")
     share = None
-    if config.mix_by == "reducible":
+    if config.mix_by == "reducible" and bucket is None:
         by_loss = replace(config, weighting="reducible", floor=0.0, unmapped="exclude")
         (share,) = weight_rules([targets], by_loss, ranks)
-    return _Soft(ids.flatten(0, 1), p.flatten(0, 1), config.mix, share)
+    return _Soft(ids.flatten(0, 1), p.flatten(0, 1), config.mix, share, bucket)
 
 
 @torch.no_grad()
@@ -321,6 +350,7 @@ COLUMNS: dict[str, tuple[str, float]] = {
     "stretch": ("stretch_BT", 0),
     "target_ids": ("soft_ids_BTK", 0),
     "target_p": ("soft_p_BTK", 0.0),
+    "drawn_nll": ("drawn_nll_BT", 0.0),
 }
 """Columns of a dataset (`vocagnolm.guide`) -> (the field of `Targets`, the padding)."""
 
@@ -386,8 +416,10 @@ def guided_output(
             f"method {config.method} compares whole distributions, which no column holds: "
             "`vocagnolm train` keeps a teacher in memory for it."
         )
-    needed = ["guidance"] * config.rule.guidance + ["stretch"] * config.by_stretch
-    needed += ["target_ids", "target_p"] * config.rule.alternatives
+    bucket = config.towards is not None and config.towards.bucket
+    advantage = config.towards is not None and not bucket
+    needed = ["guidance"] * (config.rule.guidance or advantage) + ["stretch"] * config.by_stretch
+    needed += ["target_ids", "target_p"] * (config.rule.alternatives or bucket)
     if missing := [column for column in needed if columns.get(column) is None]:
         raise ObjectiveError(
             f"method {config.method} needs the columns {', '.join(needed)}, and the batch has no "

@@ -14,7 +14,7 @@ row.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -58,7 +58,11 @@ class Targets:
     """int64 or int32: for distill, tokens other than the label that the teacher finds likely. Any
     valid id where `soft_p_BTK` is 0."""
     soft_p_BTK: Tensor | None = None
-    """Their probabilities; the rest belongs to the label."""
+    """Their probabilities; the rest belongs to the label. on_policy: the probabilities of the
+    listed tokens, the label among them, each listed once; the rest belongs to all others."""
+    drawn_nll_BT: Tensor | None = None
+    """on_policy with several updates in a round: the student's loss on each token when it drew it.
+    None: as it is now."""
     sequence_index_B: Tensor | None = None
     """int64: index of each sequence in the whole batch of the optimizer step. Used to break ties
     and for random choices. None: by micro-batch, rank and row, which is the order in which
@@ -127,6 +131,8 @@ FIXED_POINT = float(1 << 20)
 LARGEST_NATS = 1e6
 # Below this a loss is rounding: nothing is left to reduce, and 1 / S must stay finite.
 _SMALLEST_NATS = 1e-4
+CLIP = 0.2
+"""By how much the probability of a stretch may change while the same answers are trained on."""
 
 
 class Compared(NamedTuple):
@@ -571,7 +577,8 @@ def weight_rules(
             stretch = begins.flatten().long().cumsum(0) - 1
         compared = valid if config.unmapped == "mean" else mapped
         columns = (column.flatten() for column in (valid, mapped, compared, teacher_BT, stretch))
-        rules.append(WeightRule(config, *columns))
+        drawn = None if targets.drawn_nll_BT is None else targets.drawn_nll_BT.flatten()
+        rules.append(replace(WeightRule(config, *columns), drawn_N=drawn))
     return rules
 
 
@@ -589,10 +596,14 @@ class WeightRule:
     teacher_N: Tensor
     stretch_N: Tensor
     """int64, ascending: the same number for the tokens of a stretch."""
+    drawn_N: Tensor | None = None
+    """The student's losses when it drew the tokens, if it has changed since (on_policy)."""
 
     def __getitem__(self, rows: slice | Tensor) -> "WeightRule":
-        columns = (self.valid_N, self.mapped_N, self.compared_N, self.teacher_N, self.stretch_N)
-        return WeightRule(self.config, *(column[rows] for column in columns))
+        columns: dict[str, Any] = {
+            name: column[rows] for name, column in vars(self).items() if isinstance(column, Tensor)
+        }
+        return replace(self, **columns)
 
     @property
     def _begins_N(self) -> Tensor:
@@ -611,7 +622,8 @@ class WeightRule:
 
     def _everywhere(self, compared: Tensor | float) -> Tensor:
         """The weights of all tokens, given those of the tokens that are compared."""
-        rest = 0.0 if self.config.unmapped == "exclude" else 1.0
+        left_out = self.config.unmapped == "exclude" or self.config.rule.on_policy
+        rest = 0.0 if left_out else 1.0
         return torch.where(self.valid_N, torch.where(self.compared_N, compared, rest), 0.0)
 
     @torch.no_grad()
@@ -619,7 +631,12 @@ class WeightRule:
         """The weights of the tokens, given their losses."""
         assert self.config.graded_by is not None
         weighting = WEIGHTINGS[self.config.graded_by]
-        weights = weighting(self._losses(nll_N), self.teacher_N.to(nll_N.dtype), self.config)
+        own, teacher = self._losses(nll_N), self.teacher_N.to(nll_N.dtype)
+        if self.drawn_N is None:
+            weights = weighting(own, teacher, self.config)
+        else:
+            drawn = self._losses(self.drawn_N.to(nll_N.dtype))
+            weights = clipped(weighting(drawn, teacher, self.config), own, drawn)
         # a loss that is not a number must reach the total, be noticed and stop the run
         return torch.where(self.valid_N & torch.isnan(nll_N), 1.0, self._everywhere(weights))
 
@@ -654,6 +671,15 @@ class WeightRule:
         loss = self.config.distill_weight * distance + cross_entropy
         return loss, distance / stretches.clamp(min=1)
 
+    def reverse_divergence(self, nll_N: Tensor) -> Tensor:
+        """The sum over stretches of log p - log q, whose expectation is the reverse divergence.
+        Every token of a stretch carries its part."""
+        compared, number = self.compared_N, self._number_N
+        tokens = torch.zeros_like(nll_N).scatter_add(0, number, compared.to(nll_N.dtype))
+        tokens = tokens.gather(0, number)[compared]
+        teacher = self.teacher_N[compared].to(nll_N.dtype)
+        return ((teacher - self._losses(nll_N)[compared]) / tokens).sum()
+
 
 def reducible_weights(own: Tensor, teacher: Tensor, config: ObjectiveConfig) -> Tensor:
     """Weights by the share of the student's loss that the teacher shows to be reducible."""
@@ -674,10 +700,28 @@ def likelihood_weights(own: Tensor, teacher: Tensor, config: ObjectiveConfig) ->
     return config.cross_entropy + config.distill_weight * pull
 
 
+def advantage_weights(own: Tensor, teacher: Tensor, config: ObjectiveConfig) -> Tensor:
+    """The gradient of the reverse divergence KL(student || teacher) of what was drawn, as a weight:
+    by the score function it is E[(log p - log q) * d log p], where p and q are the two
+    probabilities of a stretch. Every token of the stretch gets all of it, since log p is the sum of
+    theirs. Positive where the teacher finds the stretch likelier than the student does."""
+    return own - teacher
+
+
+def clipped(weights: Tensor, own: Tensor, drawn: Tensor) -> Tensor:
+    """Weights of stretches that were drawn from an earlier student, by PPO's clipped ratio: times p
+    now over p when it was drawn, and 0 where that has moved by `CLIP` in the weight's direction."""
+    ratio = torch.exp(drawn - own)
+    beyond = torch.where(weights > 0, ratio > 1 + CLIP, ratio < 1 - CLIP)
+    return torch.where(beyond, 0.0, weights * ratio)
+
+
 # (student's loss, teacher's loss, config) of tokens in a row, or of their stretches -> weights
 Weighting = Callable[[Tensor, Tensor, ObjectiveConfig], Tensor]
 WEIGHTINGS: dict[str, Weighting] = {
     "reducible": reducible_weights,
     "likelihood": likelihood_weights,
+    "advantage": advantage_weights,
 }
-"""The weightings that leave no token out, by their names in `objective.weighting` or `METHODS`."""
+"""The weightings that leave no token out, by their names in `objective.weighting`, `METHODS` or
+`DIVERGENCES`."""

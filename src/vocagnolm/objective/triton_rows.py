@@ -91,6 +91,7 @@ def _gradient_kernel(
     bias_ptr,
     soft_id_ptr,
     soft_weight_ptr,
+    factor_ptr,
     row_stride,
     scale,
     softcap,
@@ -98,9 +99,11 @@ def _gradient_kernel(
     BIAS: tl.constexpr,
     CAP: tl.constexpr,
     SOFT: tl.constexpr,
+    FACTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for BLOCK columns of a row, in place. SOFT: tokens beside the label."""
+    """One program for BLOCK columns of a row, in place. SOFT: tokens beside the label. FACTOR: the
+    softmax is multiplied by a number for each row, and the label has no part in it."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < V
@@ -108,12 +111,15 @@ def _gradient_kernel(
     x = tl.load(x_block, mask=inside, other=0.0)
     z = _logits(x, bias_ptr, columns, inside, scale, softcap, BIAS, CAP)
     g = tl.exp(z - tl.load(lse_ptr + row))
+    if FACTOR:
+        g *= tl.load(factor_ptr + row)
     left = 1.0
     for k in tl.static_range(SOFT):
         weight = tl.load(soft_weight_ptr + row * SOFT + k)
         g -= tl.where(columns == tl.load(soft_id_ptr + row * SOFT + k), weight, 0.0)
         left -= weight
-    g -= tl.where(columns == tl.load(label_ptr + row), left, 0.0)
+    if not FACTOR:
+        g -= tl.where(columns == tl.load(label_ptr + row), left, 0.0)
     if CAP:
         ratio = tl.where(inside, z / softcap, 0.0)
         g *= 1.0 - ratio * ratio
@@ -165,9 +171,10 @@ def gradient_(
     scale: float,
     soft_ids_NK: Tensor | None,
     soft_weights_NK: Tensor | None,
+    factor_N: Tensor | None = None,
 ) -> Tensor:
     """Overwrites the raw products by the gradient of their nll, against the label or against soft
-    targets."""
+    targets; with factors by `factor * softmax - weights`."""
     n, v = x_NV.shape
     ids, weights = labels_N, lse_N  # placeholders: not read without soft targets
     if soft_ids_NK is not None and soft_weights_NK is not None:
@@ -181,6 +188,7 @@ def gradient_(
             x_NV if bias_V is None else bias_V,
             ids,
             weights,
+            lse_N if factor_N is None else factor_N.float().contiguous(),
             x_NV.stride(0),
             scale,
             softcap or 1.0,
@@ -188,6 +196,7 @@ def gradient_(
             BIAS=bias_V is not None,
             CAP=softcap is not None,
             SOFT=0 if soft_ids_NK is None else ids.shape[1],
+            FACTOR=factor_N is not None,
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )

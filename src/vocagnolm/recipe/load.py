@@ -39,6 +39,7 @@ class Recipe(Schema):
     """Several corpora instead of `corpus` and `store`, by their names."""
     data: sections.DataSection = field(default_factory=sections.DataSection)
     objective: sections.ObjectiveSection = field(default_factory=sections.ObjectiveSection)
+    rounds: sections.RoundsSection = field(default_factory=sections.RoundsSection)
     optimizer: sections.OptimizerSection = field(default_factory=sections.OptimizerSection)
     lora: sections.LoraSection = field(default_factory=sections.LoraSection)
     train: sections.TrainSection = field(default_factory=sections.TrainSection)
@@ -88,6 +89,63 @@ class Recipe(Schema):
     def needs_targets(self) -> bool:
         """Whether the teacher's alternatives in the student's vocabulary are needed."""
         return self.method.alternatives
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the student is trained in rounds on what it writes, not on blocks."""
+        return self.method.on_policy or bool(self.rounds.prompts)
+
+    def rounds_problems(self) -> list[str]:
+        """Contradictions in the settings of rounds."""
+        if not self.in_rounds:
+            return []
+        problems = []
+        if not self.method.on_policy:
+            problems.append(
+                f"rounds.prompts is set and objective.method is {self.objective.method}: set "
+                "objective.method to on_policy."
+            )
+        if not self.rounds.prompts:
+            problems.append(
+                f"objective.method {self.objective.method} trains on what the student writes: set "
+                "rounds.prompts."
+            )
+        if self.student.model is None:
+            problems.append(
+                "rounds need a student that answers: set student.model, for example to the result "
+                "of distillation."
+            )
+        if self.teacher.model is None:
+            problems.append("rounds need teacher.model" + self._tokenizer_alone() + ".")
+        if self.train.parallel != "ddp":
+            problems.append(
+                f"train.parallel {self.train.parallel} is not for rounds, in which every process "
+                "writes with the whole student: use ddp."
+            )
+        if self.train.micro_batch == "auto":
+            problems.append("train.micro_batch auto is not for rounds: give a number.")
+        rounds, answers = self.rounds, self.rounds.prompts_per_round * self.rounds.samples
+        if answers < rounds.updates_per_round:
+            problems.append(
+                f"rounds.updates_per_round is {rounds.updates_per_round}, expected at most the "
+                f"{answers} answers of a round."
+            )
+        if rounds.grade is not None and rounds.answer_field is None:
+            problems.append("rounds.grade needs rounds.answer_field, the expected answer.")
+        if rounds.held_out and rounds.grade is None:
+            problems.append("rounds.held_out needs rounds.grade, the kind of the expected answer.")
+        if self.rounds.offline_share:
+            if not (self.corpus.files and self.stores):
+                problems.append("rounds.offline_share needs corpus.files and store.path.")
+            if self.objective.divergence == "sampled_token":
+                problems.append(
+                    "rounds.offline_share is for forward and reverse: the student did not draw "
+                    "the tokens of a corpus."
+                )
+        return problems
+
+    def _tokenizer_alone(self) -> str:
+        return "" if self.teacher.server is None else ", whose tokenizer is read for the server"
 
     @property
     def stores(self) -> list[str]:

@@ -35,6 +35,9 @@ class Method:
     """Student and teacher must share it; an online teacher then reads the student's ids."""
     entropy: bool = False
     """May also ask how sure the reference model is (`entropy_keep`)."""
+    on_policy: bool = False
+    """The student writes the answers that it is trained on, in the rounds of a recipe (`rounds`);
+    what it is trained towards is a row of `DIVERGENCES`."""
 
     @property
     def selects(self) -> bool:
@@ -91,6 +94,32 @@ METHODS: dict[str, Method] = {
         guidance=True,
         by_stretch=True,
         weighting="likelihood",
+    ),
+    "on_policy": Method(
+        label="on-policy distillation: the student writes, and the teacher reads its answers",
+        on_policy=True,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """What `on_policy` minimizes."""
+
+    label: str
+    bucket: bool = False
+    """Compares the two probabilities of the teacher's alternatives and of everything else together
+    (`objective.on_policy.BUCKETS`)."""
+    weighting: str | None = None
+    """Weights the tokens that were drawn, stretch by stretch, by this row of `WEIGHTINGS`."""
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "forward": Divergence(label="KL(teacher || student) over the alternatives", bucket=True),
+    "reverse": Divergence(label="KL(student || teacher) over the alternatives", bucket=True),
+    "sampled_token": Divergence(
+        label="KL(student || teacher), estimated by the tokens that were drawn",
+        weighting="advantage",
     ),
 }
 CHOOSABLE_WEIGHTINGS: list[str] = ["top_k", "reducible"]

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from vocagnolm.errors import SettingError
-from vocagnolm.recipe.methods import CHOOSABLE_WEIGHTINGS, METHODS, Method
+from vocagnolm.recipe.methods import (
+    CHOOSABLE_WEIGHTINGS,
+    DIVERGENCES,
+    METHODS,
+    Divergence,
+    Method,
+)
 from vocagnolm.recipe.schema import REQUIRED, Limits, OneOf, Schema, key
 
 Attention = Literal[
@@ -27,6 +33,7 @@ KlDirection = Literal["forward", "reverse"]
 Pairing = Literal["bytes", "index"]
 Choices = Literal["generate", "likelihood"]
 Protocol = Literal["strict", "paper"]
+Grading = Literal["number", "mixed", "math", "choice"]
 
 CHAT_TEMPLATE = (
     "chat template for conversations: a Jinja file, a folder with one, plain (`role: content`), "
@@ -79,7 +86,16 @@ class TeacherSection(Schema):
         "conversations: more variables for the template, for example enable_thinking: false", {}
     )
     online: bool = key("keep the teacher in memory during training instead of using a store", False)
-    dtype: Dtype = key("dtype of the teacher's weights when it is online", "auto")
+    dtype: Dtype = key("dtype of the teacher's weights when it is online, or in rounds", "auto")
+    system: str | None = key("rounds: system message for the teacher, which the student never sees")
+    examples: str | None = key(
+        "rounds: file with worked examples, earlier turns for the teacher, which the student never "
+        "sees"
+    )
+    server: str | list[str] | None = key(
+        "rounds: address of a vLLM or SGLang server that runs the teacher, or several; its "
+        "tokenizer is read from `model`"
+    )
 
 
 class KeepDocuments(Schema):
@@ -271,6 +287,12 @@ class LossSection(Schema):
     chunk_choice: Literal["teacher", "random"] = key(
         "chunk: keep chunks by excess over the teacher, or at random", "teacher"
     )
+    divergence: Annotated[str, OneOf(DIVERGENCES)] = key(
+        "on_policy: forward is KL(teacher || student), reverse KL(student || teacher), both over "
+        "the teacher's alternatives and everything else as one; sampled_token estimates the "
+        "reverse one by the tokens that the student drew",
+        "reverse",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -282,8 +304,14 @@ class LossSection(Schema):
         return METHODS[self.method]
 
     @property
+    def towards(self) -> Divergence | None:
+        """What an on-policy method minimizes; None for all others."""
+        return DIVERGENCES[self.divergence] if self.rule.on_policy else None
+
+    @property
     def by_stretch(self) -> bool:
-        return self.compare == "stretch" or self.rule.by_stretch
+        weighs_stretches = self.towards is not None and self.towards.weighting is not None
+        return self.compare == "stretch" or self.rule.by_stretch or weighs_stretches
 
     @property
     def by_chance(self) -> bool:
@@ -302,7 +330,8 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
     cross entropy against `(1 - mix) * label + mix * targets`, where the targets are the teacher's
     alternatives and the label gets the rest; `mix_by` reducible multiplies the mix by `max(0, 1 - T
     / S)`. rho1 with `entropy_keep`: `keep` stays a share of all mapped tokens, so that both
-    variants train on the same number."""
+    variants train on the same number. on_policy: the mean of `divergence` over the tokens that the
+    student drew and the teacher can judge."""
 
     seed: int = key("random choices depend on (seed, step, sequence, position) alone", 0)
 
@@ -312,7 +341,8 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
             raise ValueError(f"weighting {self.weighting} belongs to guided, distill and rho1")
         if self.compare == "stretch" and not self.rule.guidance:
             raise ValueError(f"compare stretch needs a method with guidance, not {self.method}")
-        if self.rule.weighting is not None and self.normalise == "selected":
+        own_weighting = self.rule.weighting or (self.towards and self.towards.weighting)
+        if own_weighting and self.normalise == "selected":
             raise ValueError(
                 f"{self.method} may have weights of both signs: normalise by all tokens"
             )
@@ -336,6 +366,8 @@ class ObjectiveConfig(LossSection, frozen=True):  # type: ignore[misc]  # the re
     def graded_by(self) -> str | None:
         """The weighting that gives every token a weight based on its own stretch; None: some tokens
         are selected and have equal weights."""
+        if self.towards is not None:
+            return self.towards.weighting
         return self.rule.weighting or (None if self.weighting == "top_k" else self.weighting)
 
     @property
@@ -382,8 +414,8 @@ class ObjectiveSection(LossSection):
         "Phi: how to combine the losses of the teacher tokens that cover one student token", "max"
     )
     alternatives: int | None = key(
-        "distill: number of teacher alternatives per token; null: all in the store, or 4 with an "
-        "online teacher",
+        "distill, on_policy: number of teacher alternatives per token; null: all in the store, 4 "
+        "with an online teacher, 16 in rounds",
         ge=1,
         le=64,
     )
@@ -397,6 +429,45 @@ class ObjectiveSection(LossSection):
         "document, truncated to the shorter, as ULD's authors do",
         "bytes",
     )
+
+
+class RoundsSection(Schema):
+    """Rounds on policy: the student writes, the teacher reads, some optimizer steps follow."""
+
+    prompts: list[str] = key(
+        "what the student is asked: files, folders, addresses or hub datasets, as for `write`", []
+    )
+    answer_field: str | None = key("field of a record that contains the expected answer")
+    grade: Grading | None = key(
+        "measure how many answers are right, by the expected answer: a number; a number or a short "
+        "text; an expression in LaTeX; the letter of an option"
+    )
+    rounds: int = key("number of rounds", 100, ge=1)
+    prompts_per_round: int = key("prompts in a round", 256, ge=1)
+    samples: int = key("answers to every prompt of a round", 1, ge=1, le=1024)
+    updates_per_round: int = key(
+        "optimizer steps in a round, each on an equal part of its answers", 1, ge=1
+    )
+    temperature: float = key("temperature of the student's draws", 1.0, gt=0, le=10)
+    max_new_tokens: int = key("tokens of an answer, at most", 512, ge=1)
+    prefix_tokens: int | None = key(
+        "write and train only the first tokens of every answer; null: whole answers", ge=1
+    )
+    offline_share: float = key(
+        "share of a round's answers that come from the corpus and its store instead of the student",
+        0.0,
+        ge=0,
+        lt=1,
+    )
+    held_out: list[str] = key(
+        "prompts with expected answers, for the accuracy of greedy answers during the run", []
+    )
+    held_out_every: int = key("rounds between two such measurements", 10, ge=1)
+
+    @property
+    def limit(self) -> int:
+        """Tokens that are written of an answer, at most."""
+        return min(self.max_new_tokens, self.prefix_tokens or self.max_new_tokens)
 
 
 class OptimizerSection(Schema):
@@ -634,7 +705,7 @@ class WriteSection(Schema, frozen=True):
         "answers that were broken off at the limit: leave them out, or keep them, without an end",
         "drop",
     )
-    grade: Literal["number", "mixed", "math", "choice"] | None = key(
+    grade: Grading | None = key(
         "mark answers as right or wrong by the expected answer: a number; a number or a short "
         "text; an expression in LaTeX; the letter of an option"
     )

@@ -68,12 +68,22 @@ def read_run(folder: str | Path, name: str | None = None, setting: str | None = 
         )
     # where a resumed run wrote a step again, the later line counts
     steps = {record["step"]: record for record in run_folder.read_metrics(metrics_file)}
-    loss, per_point = _loss_curve([steps[step] for step in sorted(steps)])
-    last = steps[max(steps)] if steps else {}
+    records = [steps[step] for step in sorted(steps)]
+    in_rounds = bool(records) and "round" in records[-1]
+    loss, per_point = _loss_curve(records, ("loss",) if in_rounds else ("nll_all", "loss"))
+    # a round is measured in its first step
+    last = {name: value for record in records[-1000:] for name, value in record.items()}
     forms = {
         "steps": ("step", "{:,}"),
         "tokens": ("tokens", "{:,.0f}"),
         "last loss": ("loss", "{:.4f}"),
+        "rounds": ("round", "{:,}"),
+        "finished answers": ("finished_share", "{:.1%}"),
+        "tokens of an answer": ("answer_tokens", "{:,.0f}"),
+        "answers in other tokens": ("other_ids_share", "{:.1%}"),
+        "entropy": ("entropy", "{:.3f}"),
+        "right answers": ("right_share", "{:.1%}"),
+        "held out, right": ("held_out_right", "{:.1%}"),
     }
     about, flat = _about(path), _flat_recipe(path) or {}
     versions = about.get("versions")
@@ -97,10 +107,13 @@ def read_run(folder: str | Path, name: str | None = None, setting: str | None = 
     )
 
 
-def _loss_curve(steps: Sequence[dict[str, Any]]) -> tuple[list[tuple[float, float]], int]:
-    """The mean loss over all tokens, which methods can be compared by, and how many steps one
-    point stands for; of a run that did not write it, the loss that was minimised."""
-    for metric in ("nll_all", "loss"):
+def _loss_curve(
+    steps: Sequence[dict[str, Any]], metrics: Sequence[str]
+) -> tuple[list[tuple[float, float]], int]:
+    """The first of these metrics that the run has written, and how many steps one point stands for:
+    the mean loss over all tokens, which methods can be compared by, or the loss that was minimised,
+    which in rounds is the divergence."""
+    for metric in metrics:
         pairs = [
             (float(record["step"]), float(record[metric]))
             for record in steps

@@ -31,10 +31,13 @@ from vocagnolm.data.materials import (
     Materials,
     opened_count,
     separator_ids,
+    student_chat,
+    student_tokenizer,
     teacher_chat,
     teacher_tokenizer,
 )
 from vocagnolm.data.mixture import mixed_fingerprint
+from vocagnolm.data.prompts import count_prompts, open_prompts
 from vocagnolm.data.teachers import best_shares
 from vocagnolm.errors import TrainingError, VocagnolmError, first_line
 from vocagnolm.recipe import Recipe
@@ -100,6 +103,8 @@ def check(
     """Validate a recipe against what is on this machine. `measure`: also load the student, if it
     has weights, and compare it with the teacher on a few documents; `on_weights` is called right
     before that."""
+    if recipe.in_rounds:
+        return check_rounds(recipe)
     checked = (_CheckCorpora if recipe.corpora else _Check)(Materials(recipe), processes)
     looks = [
         *(checked.find_corpus, checked.find_tokenizer, checked.find_student, checked.find_stores),
@@ -114,6 +119,52 @@ def check(
         except VocagnolmError as error:
             checked.report.problem(str(error))
     return checked.report
+
+
+def check_rounds(recipe: Recipe) -> CheckReport:
+    """Validate a recipe with rounds: its settings, the prompts and the two tokenizers."""
+    report = CheckReport()
+    rounds = recipe.rounds
+    for problem in recipe.rounds_problems():
+        report.problem(problem)
+    if not recipe.run.folder:
+        report.problem("run.folder is not set.")
+
+    def prompts() -> None:
+        if not rounds.prompts:
+            return
+        opened = open_prompts(rounds.prompts, answer_field=rounds.answer_field)
+        count = count_prompts(opened.read())
+        report.plan["prompts"] = {
+            "prompts": count.asked,
+            "with_an_expected_answer": count.expected,
+            "answers": rounds.rounds * rounds.prompts_per_round * rounds.samples,
+            "passes": rounds.rounds * rounds.prompts_per_round / count.asked,
+        }
+        report.plan["steps"] = {"steps": rounds.rounds * rounds.updates_per_round}
+        if rounds.grade is not None and not count.expected:
+            report.problem(f"rounds.answer_field: no prompt has a field {rounds.answer_field}.")
+
+    def tokenizers() -> None:
+        if recipe.student.model is not None:
+            report.plan["student"] = _template_of(student_chat(recipe, student_tokenizer(recipe)))
+        if recipe.teacher.model is not None:
+            report.plan["teacher"] = _template_of(teacher_chat(recipe, teacher_tokenizer(recipe)))
+
+    def run() -> None:
+        if recipe.run.folder:
+            refuse_other_run(Path(recipe.run.folder), recipe, read_run(Path(recipe.run.folder)))
+
+    for look in (lambda: objective_config(recipe), prompts, tokenizers, run):
+        try:
+            look()
+        except VocagnolmError as error:
+            report.problem(str(error))
+    return report
+
+
+def _template_of(chat: ChatTokenizer) -> dict[str, Any]:
+    return {"tokenizer": chat.name, "kind": chat.kind, "chat_template": chat.template.origin}
 
 
 def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:

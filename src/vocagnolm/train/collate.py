@@ -201,6 +201,7 @@ def batch_targets(batch: Mapping[str, Any], sequence_index_B: Tensor | None = No
         teacher_sums_B2=batch.get("teacher_sums"),
         soft_ids_BTK=batch.get("target_ids"),
         soft_p_BTK=batch.get("target_p"),
+        drawn_nll_BT=batch.get("drawn_nll"),
         sequence_index_B=sequence_index_B,
     )
 

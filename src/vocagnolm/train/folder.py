@@ -224,13 +224,16 @@ def run_summary(folder: Path, *, already: bool = False) -> dict[str, Any]:
     schedule = about["schedule"]
     whole = dict.fromkeys(("steps", "batch_blocks", "block_size"), int)
     require_keys(schedule, folder / "run.json", TrainingError, _MEND, whole)
+    tokens = schedule["steps"] * schedule["batch_blocks"] * schedule["block_size"]
+    if about.get("rounds"):  # whose steps have as many tokens as were written
+        tokens = records[-1]["tokens"] if records else 0
     return {
         "run": str(folder),
         "model": str(folder / "model"),
         "finished": about["finished"],
         "already_finished": already,
         "steps": schedule["steps"],
-        "tokens": schedule["steps"] * schedule["batch_blocks"] * schedule["block_size"],
+        "tokens": tokens,
         "last": records[-1] if records else None,
         "times": None if already else about.get("times"),
         "seconds_to_first_step": None if already else about.get("seconds_to_first_step"),
@@ -252,14 +255,28 @@ def model_card(
 
     method = recipe.objective.method
     base = recipe.student.model or "random weights"
+    rounds = recipe.rounds
     rows = {
         "method": f"`{method}`: {recipe.method.label}",
         "student": f"`{base}`" + (" with LoRA, merged" if recipe.lora.rank else ""),
         "teacher": _teacher(recipe, store_teacher),
-        "corpora" if recipe.corpora else "corpus": _corpora(recipe) or "not stated",
-        "tokens": f"{schedule.tokens:,} in {schedule.steps:,} steps of "
-        f"{schedule.tokens_per_step:,} (blocks of {schedule.block_size:,})",
-        "epochs": f"{schedule.epochs:.3g}",
+    }
+    if recipe.method.on_policy:
+        rows |= {
+            "prompts": ", ".join(f"`{name}`" for name in rounds.prompts),
+            "rounds": f"{rounds.rounds:,}, each of {rounds.prompts_per_round:,} prompts with "
+            f"{rounds.samples} answer{'s' * (rounds.samples > 1)} and {rounds.updates_per_round} "
+            f"step{'s' * (rounds.updates_per_round > 1)}",
+            "divergence": f"{recipe.objective.divergence}, temperature {rounds.temperature:g}",
+        }
+    else:
+        rows |= {
+            "corpora" if recipe.corpora else "corpus": _corpora(recipe) or "not stated",
+            "tokens": f"{schedule.tokens:,} in {schedule.steps:,} steps of "
+            f"{schedule.tokens_per_step:,} (blocks of {schedule.block_size:,})",
+            "epochs": f"{schedule.epochs:.3g}",
+        }
+    rows |= {
         "learning rate": f"{recipe.optimizer.learning_rate:g} to "
         f"{recipe.optimizer.min_learning_rate:g}, cosine, "
         f"{recipe.optimizer.warmup_steps} warm-up steps",
@@ -330,6 +347,8 @@ def _corpora(recipe: Recipe) -> str:
 
 
 def _teacher(recipe: Recipe, store_teacher: str | None) -> str:
+    if recipe.method.on_policy:
+        return f"`{recipe.teacher.model}`, which read the answers"
     if recipe.needs_online_teacher:
         return f"`{recipe.teacher.model}`, online"
     if not recipe.needs_guidance:

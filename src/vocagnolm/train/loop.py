@@ -9,6 +9,7 @@ while the next one is under way.
 Shape letters: B sequences of T positions.
 """
 
+import itertools
 import math
 import time
 from collections import deque
@@ -137,14 +138,20 @@ class TrainingLoop:
         if hasattr(self.optimizer, "train"):  # optimizers that need no schedule
             self.optimizer.train()
         self._last_moment = Moment(self.device)
-        batches = iter(self._loader())
+        steps = self.steps()
         if checkpoint is not None:
             self.checkpoints.load_random_numbers(checkpoint, step)
         while self.step < self.schedule.steps and not self.stopped:
-            self.train_step([self.next_batch(batches) for _ in range(self.schedule.accumulation)])
+            self.train_step(next(steps))
         self.checkpoints.wait()
 
     # ---- batches ----
+
+    def steps(self) -> Iterator[list[Batch]]:
+        """The micro-batches of this rank for each step, from the next one on."""
+        batches = iter(self._loader())
+        per_step = range(self.schedule.accumulation)
+        return ([self.next_batch(batches) for _ in per_step] for _ in itertools.count())
 
     def _loader(self) -> DataLoader[Any]:
         """The micro-batches of this rank, from the next step on."""

@@ -38,6 +38,7 @@ from vocagnolm.base.files import (
     whole_folder,
 )
 from vocagnolm.base.ranks import Ranks, world_size
+from vocagnolm.chat import ChatTemplate
 from vocagnolm.data.blocks import Blocks, TrainingOrder, damaged_parts
 from vocagnolm.data.differences import differing_inputs
 from vocagnolm.data.fingerprints import block_settings
@@ -102,6 +103,10 @@ def train(
     raise `StoppedError`; a second Ctrl-C raises `KeyboardInterrupt` at once. SIGUSR1 writes a
     checkpoint and continues. `earlier`: seconds that a command has used before this call.
     """
+    if recipe.in_rounds:
+        raise UsageError(
+            "this recipe trains in rounds: use vocagnolm.rounds.train_rounds, or `vocagnolm train`."
+        )
     clock = Clock(earlier)
     refuse_lone_process()
     transformers.utils.logging.disable_progress_bar()
@@ -113,16 +118,10 @@ def train(
             advice = "Wait for it to end, or choose another run.folder."
             held.enter_context(folder_lock(folder, advice))
             remove_leftovers(folder)
+        if (summary := finished_run(folder)) is not None:
+            return summary
         about = read_run(folder)
-        if about.get("finished"):
-            damage = model_damage(folder / "model")
-            if damage is None and (folder / "model" / "config.json").is_file():
-                return run_summary(folder, already=True)
-            about["finished"] = False
-            if is_main():
-                note_in_run(folder, finished=False)
-                lost = damage or f"{folder}: the model of this finished run is missing."
-                warnings.warn(f"{lost} It is made again now.", VocagnolmWarning, stacklevel=2)
+        about |= {"finished": False} if about else {}
         if recipe.train.compile:
             import_compiler_meanwhile()
         materials = Materials(recipe)
@@ -147,6 +146,21 @@ def train(
         held.enter_context(torch_threads(1 if arguments.device.type == "cuda" else None))
         console = Console(quiet=quiet, log_every=recipe.run.log_every)
         return _train(run, schedule, model, console, requests, restart=restart)
+
+
+def finished_run(folder: Path) -> dict[str, Any] | None:
+    """The summary of a run that is finished and whole; None for one that has something to do. A
+    model that is damaged is made again."""
+    if not read_run(folder).get("finished"):
+        return None
+    damage = model_damage(folder / "model")
+    if damage is None and (folder / "model" / "config.json").is_file():
+        return run_summary(folder, already=True)
+    if is_main():
+        note_in_run(folder, finished=False)
+        lost = damage or f"{folder}: the model of this finished run is missing."
+        warnings.warn(f"{lost} It is made again now.", VocagnolmWarning, stacklevel=3)
+    return None
 
 
 @dataclass(frozen=True)
@@ -178,7 +192,7 @@ def _train(
     recipe, folder = run.recipe, run.folder
     known = found_micro_batch(folder)
     metrics = MetricsFile(folder / "metrics.jsonl")
-    resumed: Resumable = Ranks.of().decide(lambda: _where_to_resume(folder, console, restart))
+    resumed: Resumable = Ranks.of().decide(lambda: where_to_resume(folder, console, restart))
     if is_main():
         corpora = _facts_of_corpora(recipe, run.blocks, schedule)
         begin_run(folder, recipe, schedule, run.blocks.fingerprint, corpora)
@@ -200,7 +214,7 @@ def _train(
         loop = TrainingLoop(
             setup, recipe, schedule, run.arguments, report=report, requests=requests
         )
-        _run_loop(loop, resumed)
+        run_loop(loop, resumed)
     if loop.stopped and loop.step < schedule.steps:
         kind = InterruptedRunError if requests.interrupted else StoppedError
         raise kind(
@@ -247,7 +261,7 @@ def _report(
     return RunReport(metrics, console, run.clock, schedule, share, trackers)
 
 
-def _run_loop(loop: TrainingLoop, resumed: Resumable) -> None:
+def run_loop(loop: TrainingLoop, resumed: Resumable) -> None:
     """Train to the end, or to an error that names its cause."""
     try:
         loop.run(resumed.path, resumed.step)
@@ -275,7 +289,8 @@ def _lost_connection(error: BaseException | None) -> str | None:
     return None
 
 
-def _where_to_resume(folder: Path, console: Console, restart: bool) -> Resumable:
+def where_to_resume(folder: Path, console: Console, restart: bool) -> Resumable:
+    """The newest checkpoint of a run; refused where all of them are damaged."""
     resumed = newest_complete(folder / "checkpoints")
     for line in resumed.damaged:
         console.say(f"damaged, passed over: {line}")
@@ -447,7 +462,20 @@ def refuse_missing_trackers(recipe: Recipe) -> None:
 
 def save_result(run: Run, loop: TrainingLoop) -> None:
     """Write the model folder, which appears by rename, and mark the run as finished."""
-    recipe, folder, blocks = run.recipe, run.folder, run.blocks
+    template = run.materials.chat.template if run.blocks.conversations else None
+    save_model(run.recipe, run.folder, loop, run.clock, template, run.blocks.teacher)
+
+
+def save_model(
+    recipe: Recipe,
+    folder: Path,
+    loop: TrainingLoop,
+    clock: Clock,
+    template: ChatTemplate | None,
+    teacher: str | None,
+) -> None:
+    """`save_result` for the parts of a run. `template`: that of its conversations; `teacher`: the
+    name that stands in its blocks."""
     model: Any = loop.student.model
     state_dict = full_state_dict(model) if loop.sharded else None
     if not is_main():
@@ -461,21 +489,19 @@ def save_result(run: Run, loop: TrainingLoop) -> None:
         else:
             model.save_pretrained(target, state_dict=state_dict)
         save_tokenizer(recipe, target)
-        template = None
-        if blocks.conversations:
-            template = run.materials.chat.template
+        if template is not None:
             (target / "chat_template.jinja").write_text(template.source, encoding="utf-8")
         # a model that is made again from the checkpoint of the last step makes no step
         written = read_metrics(folder / "metrics.jsonl")[-1:] or [{}]
         last = loop.last_record or written[0]
-        card = model_card(recipe, loop.schedule, blocks.teacher, last, template)
+        card = model_card(recipe, loop.schedule, teacher, last, template)
         (target / "README.md").write_text(card, encoding="utf-8")
-    run.clock.end("finishing")
+    clock.end("finishing")
     note_in_run(
         folder,
         finished=True,
-        times=asdict(run.clock.times),
-        seconds_to_first_step=run.clock.first_step,
+        times=asdict(clock.times),
+        seconds_to_first_step=clock.first_step,
         model_files=file_records(folder / "model", "README.md"),  # the card may be edited
     )
 
