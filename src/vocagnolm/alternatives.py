@@ -92,7 +92,7 @@ class Alternatives:
         return len(self.packed)
 
     def at(self, rows: NDArray[np.integer[Any]]) -> "Alternatives":
-        """Of these positions."""
+        """The alternatives at these positions."""
         return Alternatives(self.packed.take(rows, axis=0), self.sampled)
 
     @property

@@ -254,7 +254,13 @@ def hardware() -> list[str]:
 
 
 def choosing() -> list[str]:
-    return [*by_what_is_there(), *methods_by_text(), *distill_or_guide(), *strength_of_teachers(), *what_to_expect()]
+    return [
+        *by_what_is_there(),
+        *methods_by_text(),
+        *distill_or_guide(),
+        *strength_of_teachers(),
+        *what_to_expect(),
+    ]
 
 
 def by_what_is_there() -> list[str]:

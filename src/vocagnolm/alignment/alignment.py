@@ -101,7 +101,7 @@ def as_spans(spans: Spans, name: str = "spans") -> IntArray:
 
 
 def _rectangle(rows: Any, name: str) -> NDArray[Any]:
-    """As an array; rows of unequal length are named, which NumPy does not."""
+    """Convert rows to an array; the error for rows of unequal length names the first odd one."""
     try:
         return np.asarray(rows)
     except ValueError:

@@ -36,7 +36,7 @@ _SPECIAL_NAMES = tuple(
 
 @dataclass(frozen=True)
 class Frame:
-    """As the files beside a tokenizer say it."""
+    """What the files beside a tokenizer say about the tokens around a text, and its template."""
 
     bos_id: int | None = None
     """Put before a text where the tokenizer's own template puts nothing."""
@@ -91,7 +91,7 @@ def read_template(folder: Path) -> str | None:
 
 
 def _default_template(value: Any) -> str | None:
-    """Of several, the one called default."""
+    """The chat template; where a list or mapping names several, the one called default."""
     if isinstance(value, list):
         value = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
     if isinstance(value, dict):
@@ -122,7 +122,7 @@ def refuse_code(folder: Path) -> None:
 
 
 def frame_of(transformers_tokenizer: Any) -> Frame:
-    """The same for a tokenizer object of transformers."""
+    """What a tokenizer object of transformers says about the tokens around a text."""
     adds_bos = getattr(transformers_tokenizer, "add_bos_token", False)
     bos = getattr(transformers_tokenizer, "bos_token_id", None) if adds_bos else None
     eos = getattr(transformers_tokenizer, "eos_token_id", None)
@@ -157,7 +157,7 @@ _HEADER_BYTES = 128 * 2**20
 
 
 def gguf_tokenizer(path: Path) -> Any:
-    """As a tokenizer of transformers."""
+    """Load the tokenizer of a GGUF file as a transformers tokenizer."""
     if not path.is_file():
         raise TokenizerError(f"{path} does not exist")
     if find_spec("gguf") is None:
@@ -566,7 +566,7 @@ def _from_transformers(source: Any, special_tokens: str) -> TextTokenizer:
 
 
 def _digests(folder: Path) -> list[tuple[str, str]]:
-    """Of all files that may say what the tokenizer is; weights and corpora are larger."""
+    """Name and digest of every file that may define the tokenizer; larger files are weights."""
     kinds, largest = (".json", ".model", ".spm", ".tiktoken", ".txt"), 2**27
     files = [p for p in folder.iterdir() if p.suffix in kinds and p.stat().st_size < largest]
     return sorted((p.name, hashlib.sha256(p.read_bytes()).hexdigest()) for p in files)

@@ -101,7 +101,7 @@ def json_bytes(value: Any, *, indent: int | None = 1, sealed: bool = False) -> b
 
 
 def create_bytes(path: str | Path, content: bytes) -> bool:
-    """As `write_bytes`, unless the name is taken: False then, and nothing is changed."""
+    """Write a new file atomically. Where the name is taken, change nothing and give False."""
     if local_path(path).exists():
         return False
     try:
@@ -157,8 +157,8 @@ def whole_file(path: str | Path, *, new: bool = False) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def whole_path(path: str | Path) -> Iterator[Path]:
-    """As `whole_file`, for a library that opens the file itself, or moves one of its own there: the
-    path to write to."""
+    """A temporary path, for a library that opens the file itself or moves one of its own there. At
+    the end it is synced and renamed to `path`; after an error `path` is unchanged."""
     path = local_path(path)
     with _temporary(path) as folder, as_write_error(path):
         folder.mkdir()
@@ -322,7 +322,7 @@ def not_written(path: Path | str, error: Exception) -> WriteError:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """As `json.loads`, for text of unknown origin: nested too deeply is a ValueError too."""
+    """Parse JSON of unknown origin; text that is nested too deeply raises a ValueError too."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -376,7 +376,7 @@ def file_digest(path: str | Path) -> str:
 
 
 def file_digests(paths: Sequence[Path]) -> list[str]:
-    """Of several files at once: hashing lets other threads run."""
+    """Digests of several files, computed in threads, since hashing releases the GIL."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(file_digest, paths))
 

@@ -20,7 +20,7 @@ def new_figure(width: float, height: float) -> tuple[Any, Any, Any]:
 
 
 def new_panels(width: float, height: float, count: int) -> tuple[Any, Any, list[Any]]:
-    """The same with several Axes side by side, over one y axis."""
+    """A figure with several Axes side by side that share their y axis."""
     matplotlib = optional("matplotlib", "plots", "drawing a figure")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -406,7 +406,7 @@ class _Slot(NamedTuple):
 
     @property
     def stored(self) -> str:
-        """As it stands in the message's text."""
+        """The value as it is written in the message's text."""
         return self.in_json if self.what in ("name", "argument") else self.text
 
     def forms(self, text: str) -> tuple[str, ...]:
@@ -427,7 +427,7 @@ of the function alone."""
 
 
 def _slots(messages: Sequence[Message], leaves: Leaves) -> tuple[list[_Slot], tuple[Message, ...]]:
-    """All slots in the order of the shared text, and the conversation with marks in them."""
+    """Every slot in the order of the shared text, and the conversation with marks in them."""
     slots: list[_Slot] = []
     blank = []
     for number, message in enumerate(messages):

@@ -555,8 +555,8 @@ def trained_tokens(tokens: TokenSpans, ranges: NDArray[np.int64]) -> NDArray[np.
 def trained_spans(
     spans: NDArray[np.int64], turns: NDArray[np.int64], ranges: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """The same for spans; of several texts where they are laid end to end. A token that stands for
-    a part of a message that is not trained on is not trained on either; the one that ends the turn
+    """The spans that are trained on; several texts are laid end to end. A token that stands for a
+    part of a message that is not trained on is not trained on either; the one that ends the turn
     before may also begin this one."""
     if not len(ranges):
         return np.zeros(len(spans), bool)

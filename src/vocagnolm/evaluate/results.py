@@ -80,7 +80,7 @@ class Record:
 
 
 def fields_of(one: Answer | Record) -> dict[str, Any]:
-    """As they are written; reasoning where there is some."""
+    """The fields that are written to a file; `reasoning` is left out where it is empty."""
     fields = asdict(one)
     return fields if one.reasoning else {k: v for k, v in fields.items() if k != "reasoning"}
 
@@ -100,7 +100,7 @@ def in_order(tasks: Iterable[str]) -> list[str]:
 
 
 def title_of(row: str) -> str:
-    """Of a task, an average or the text."""
+    """The title of a row: a task, an average or the text."""
     return TASKS[row].title if row in TASKS else _TITLES.get(row, row)
 
 
@@ -221,7 +221,8 @@ class RunFolder:
         write_json(path, merged, sealed=True)
 
     def checksums(self) -> dict[str, str]:
-        """Of every task's requests, as they were when it was claimed; empty where not known."""
+        """Checksum of every task's requests, as they were when the folder was claimed; empty where
+        they are not known."""
         with contextlib.suppress(FileNotFoundError):
             path = self.folder / "settings.json"
             return dict(read_json(path, EvaluationError, _BEGIN_ANEW, _SETTINGS_KEYS)["prompts"])

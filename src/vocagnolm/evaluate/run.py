@@ -227,7 +227,7 @@ class _Count:
 
 
 def checksum(requests: Sequence[Request]) -> str:
-    """Of all that a prompt is; the settings name the protocol."""
+    """A digest of every field of the requests but the protocol, which the settings name."""
     fields = ({k: v for k, v in asdict(one).items() if k != "protocol"} for one in requests)
     return hashlib.sha256("".join(map(json.dumps, fields)).encode()).hexdigest()
 

@@ -19,7 +19,7 @@ OF_THE_QUESTIONS = ("questions", "prompts")
 
 
 def task_conditions(requests: Sequence[Request]) -> Conditions:
-    """Of one task. `prompts` stands for the benchmark's files and the task's version."""
+    """Conditions of one task. `prompts` stands for the benchmark's files and the task's version."""
     first = requests[0]
     shots, talk = TASKS[first.task].shots, {}
     if is_conversation(first.prompt):
@@ -38,7 +38,7 @@ def task_conditions(requests: Sequence[Request]) -> Conditions:
 
 
 def text_conditions(text: Sequence[str | Path], text_field: str) -> Conditions:
-    """Of bits per byte: the text itself, whatever its files are called."""
+    """Conditions of bits per byte: a digest of the text itself, whatever its files are called."""
     content = [file_digest(path) if Path(path).is_file() else str(path) for path in text]
     return {"text": json_digest([content, text_field])[:16]}
 

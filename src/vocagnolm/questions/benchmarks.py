@@ -300,7 +300,7 @@ if SOURCES.keys() != TASKS.keys():
 def load_examples(
     task: str, folder: str | Path | None = None, protocol: Protocol = "strict"
 ) -> list[Example]:
-    """All questions of a task, from `folder` or, without one, from where they are published."""
+    """The questions of a task, from `folder` or, without one, from where they are published."""
     name = task_named(task).name
     source = SOURCES[name]
     read = (source.read_paper if protocol == "paper" else None) or source.read

@@ -224,8 +224,8 @@ def plain_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer:
 
 
 def _read(tokenizer: TextTokenizer, documents: Sequence[str]) -> list[TokenSpans]:
-    """Of conversations, the tokens of contents and ends of turns; what the template leaves out is
-    no fault of the tokenizer."""
+    """Tokens of every document. Conversations keep the tokens of contents and ends of turns, and no
+    bytes count as lost: what the template leaves out is no fault of the tokenizer."""
     found = tokenizer.spans_batch(documents)
     if not isinstance(tokenizer, ChatTokenizer):
         return found
