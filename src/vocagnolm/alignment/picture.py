@@ -31,7 +31,7 @@ class AlignedText:
     def shares(self) -> Shares:
         """How the tokens that stand for text map, without those that a chat template prints."""
         shown = self.student.shown(self.text, self.student_tokens)
-        text = np.array([one is None for one in shown], bool) | self.alignment.mapped
+        text = np.array([name is None for name in shown], bool) | self.alignment.mapped
         return shares(Alignment(self.alignment.first[text], self.alignment.last[text]))
 
     def as_json(self) -> dict[str, Any]:

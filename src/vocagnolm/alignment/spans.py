@@ -275,15 +275,15 @@ models for which whole lines are words: these never come again, and take hundred
 
 def batches(documents: Sequence[Item], size: Callable[[Item], int]) -> list[list[Item]]:
     """Documents in batches of at most `BATCH` characters; one that is longer is alone."""
-    found: list[list[Item]] = []
+    grouped: list[list[Item]] = []
     room = 0
-    for one in documents:
-        room -= size(one)
-        if room < 0 or not found:
-            found.append([])
-            room = BATCH - size(one)
-        found[-1].append(one)
-    return found
+    for document in documents:
+        room -= size(document)
+        if room < 0 or not grouped:
+            grouped.append([])
+            room = BATCH - size(document)
+        grouped[-1].append(document)
+    return grouped
 
 
 @contextlib.contextmanager
@@ -414,10 +414,10 @@ class Spanner:
         """Whole or in segments; first in the way that did last time."""
         ways = (self._joined, self._joined_segments)
         for segmented in (self._segmented, not self._segmented):
-            found = ways[segmented](ids, encoded)
-            if found is not None:
+            tokens = ways[segmented](ids, encoded)
+            if tokens is not None:
                 self._segmented = segmented
-                return found
+                return tokens
         return None
 
     def _joined(self, ids: list[int], encoded: bytes) -> TokenSpans | None:

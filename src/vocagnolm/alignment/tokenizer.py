@@ -85,23 +85,25 @@ def read_template(folder: Path) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
     for name in ("chat_template.json", "tokenizer_config.json"):
-        if (found := _default_template(_read(folder / name).get("chat_template"))) is not None:
-            return found
+        if (template := _default_template(_read(folder / name).get("chat_template"))) is not None:
+            return template
     return None
 
 
 def _default_template(value: Any) -> str | None:
     """The chat template; where a list or mapping names several, the one called default."""
     if isinstance(value, list):
-        value = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+        value = {
+            entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)
+        }
     if isinstance(value, dict):
         value = value.get("default", next(iter(value.values()), None))
     return value if isinstance(value, str) else None
 
 
 def _special_tokens(named: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    found = {name: _content(named.get(name)) for name in _SPECIAL_NAMES}
-    return tuple((name, str(token)) for name, token in found.items() if str(token or ""))
+    tokens = {name: _content(named.get(name)) for name in _SPECIAL_NAMES}
+    return tuple((name, str(token)) for name, token in tokens.items() if str(token or ""))
 
 
 def _content(token: Any) -> Any:
@@ -229,11 +231,11 @@ def read_sentencepiece(path: Path) -> Tokenizer:
     tokenizer = _convert(proto, path)
     for probe in _PROBES:
         expected = processor.encode(probe)
-        found = tokenizer.encode(probe, add_special_tokens=False).ids
-        if expected != found:
+        converted = tokenizer.encode(probe, add_special_tokens=False).ids
+        if expected != converted:
             raise TokenizerError(
                 f"{path} cannot be converted exactly: for {probe!r} SentencePiece gives "
-                f"{expected}, the converted tokenizer {found}. Pass the model's tokenizer.json"
+                f"{expected}, the converted tokenizer {converted}. Pass the model's tokenizer.json"
             )
     return tokenizer
 
@@ -511,9 +513,9 @@ def _tokenizer_file(folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
             return folder / name
-    found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
     raise TokenizerError(
-        f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model, found {found}"
+        f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model, found {names}"
     )
 
 
@@ -598,15 +600,15 @@ def _refuse_other_ids(file: Tokenizer, other: Tokenizer, file_name: str, other_n
     for probe in PROBES:
         expected = file.encode(probe, add_special_tokens=False)
         try:
-            found = other.encode(probe, add_special_tokens=False)
+            encoded = other.encode(probe, add_special_tokens=False)
         except Exception as error:  # the Rust side raises bare Exception
             raise TokenizerError(
                 f"{other_name}, made for {file_name}, cannot encode {probe!r}: {error}. The "
                 f"configuration next to tokenizer.json belongs to another tokenizer"
             ) from None
-        if expected.ids != found.ids:
+        if expected.ids != encoded.ids:
             raise TokenizerError(
-                f"{other_name} and {file_name} give different ids for {probe!r}: {found.tokens} "
+                f"{other_name} and {file_name} give different ids for {probe!r}: {encoded.tokens} "
                 f"against {expected.tokens}. One of them is not what the model was trained with. "
                 "Download tokenizer.json again, or correct 'tokenizer_class' in "
                 "tokenizer_config.json (transformers ignores it for some architectures). If "

@@ -349,8 +349,8 @@ def read_json(
     except ValueError as failure:
         raise error(f"{path} is not JSON ({failure}). {mend}") from None
     if not isinstance(content, dict):
-        found = type(content).__name__
-        raise error(f"{path} holds a {found}, expected a JSON object. {mend}")
+        kind = type(content).__name__
+        raise error(f"{path} holds a {kind}, expected a JSON object. {mend}")
     checksum = content.pop(CHECKSUM, None)  # older files have none
     if checksum is not None and checksum != json_digest(content):
         raise error(f"{path} is damaged: its content does not match its checksum. {mend}")
@@ -359,15 +359,15 @@ def read_json(
 
 
 def require_keys(
-    found: Mapping[str, Any],
+    content: Mapping[str, Any],
     path: str | Path,
     error: type[VocagnolmError],
     mend: str,
     keys: Mapping[str, type | tuple[type, ...]],
 ) -> None:
     for name, kind in keys.items():
-        if not isinstance(found.get(name), kind):
-            raise error(f"{path} is damaged: its '{name}' is {found.get(name)!r:.40}. {mend}")
+        if not isinstance(content.get(name), kind):
+            raise error(f"{path} is damaged: its '{name}' is {content.get(name)!r:.40}. {mend}")
 
 
 def file_digest(path: str | Path) -> str:
@@ -430,14 +430,14 @@ def json_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def differences(found: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """`(name, found, wanted)` for every leaf in which two nested mappings differ."""
-    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-        for key in sorted({*found, *wanted}):
+def differences(actual: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """`(name, actual, wanted)` for every leaf in which two nested mappings differ."""
+    if isinstance(actual, Mapping) and isinstance(wanted, Mapping):
+        for key in sorted({*actual, *wanted}):
             inner = f"{name}.{key}" if name else str(key)
-            yield from differences(found.get(key), wanted.get(key), inner)
-    elif found != wanted:
-        yield name, found, wanted
+            yield from differences(actual.get(key), wanted.get(key), inner)
+    elif actual != wanted:
+        yield name, actual, wanted
 
 
 # ---- locks ----
