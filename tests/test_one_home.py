@@ -77,6 +77,18 @@ def test_what_a_method_needs_is_asked_of_its_row():
     assert found == {"vocagnolm/demo/students.py"}  # what the demo compares
 
 
+def test_docstrings_stand_alone():
+    """They do not begin with words that need the function above: "Of", "The same", ..."""
+    leaning = re.compile(r"(Of|As|The same|All|Its|Not)\b")
+    sentences = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    unclear = []
+    for path in sorted((SOURCE / "vocagnolm").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, sentences) and leaning.match(ast.get_docstring(node) or ""):
+                unclear.append(f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 1)}")
+    assert not unclear
+
+
 def test_every_imported_package_is_declared():
     """Of those that are needed at once; extras are imported where they are used."""
     project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]

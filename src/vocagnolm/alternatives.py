@@ -44,14 +44,14 @@ class AlternativesSpec:
     @classmethod
     def parse(cls, text: str | int) -> "AlternativesSpec | None":
         """`4`, `sampled:4`; None for `0`. ValueError for all else."""
-        found = re.fullmatch(r"(sampled:)?(\d+)", str(text))
-        count = int(found[2]) if found else -1
-        if found is None or count > MOST_ALTERNATIVES or (found[1] and count == 0):
+        match = re.fullmatch(r"(sampled:)?(\d+)", str(text))
+        count = int(match[2]) if match else -1
+        if match is None or count > MOST_ALTERNATIVES or (match[1] and count == 0):
             raise ValueError(
                 f"alternatives is {text!r}, expected a number from 0 to {MOST_ALTERNATIVES}, or "
                 f"sampled:1 to sampled:{MOST_ALTERNATIVES}"
             )
-        return cls(count, bool(found[1])) if count else None
+        return cls(count, bool(match[1])) if count else None
 
     def __str__(self) -> str:
         return f"{'sampled:' if self.sampled else ''}{self.count}"
@@ -92,7 +92,7 @@ class Alternatives:
         return len(self.packed)
 
     def at(self, rows: NDArray[np.integer[Any]]) -> "Alternatives":
-        """Of these positions."""
+        """The alternatives at these positions."""
         return Alternatives(self.packed.take(rows, axis=0), self.sampled)
 
     @property
@@ -115,9 +115,9 @@ class Alternatives:
     @property
     def probability(self) -> NDArray[np.float32]:
         """[M, K] The teacher's; 0 where there is none."""
-        found = _PROBABILITY.take(self.packed & NLL_STEPS)
-        found *= self.present
-        return found
+        probability = _PROBABILITY.take(self.packed & NLL_STEPS)
+        probability *= self.present
+        return probability
 
     @property
     def mass(self) -> NDArray[np.float32]:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from vocagnolm.cli import app
 from vocagnolm.errors import EvaluationError, UsageError
 from vocagnolm.evaluate import evaluate
-from vocagnolm.evaluate.results import Record, RunFolder, score_records
+from vocagnolm.evaluate.results import QuestionRecord, RunFolder, score_records
 from vocagnolm.evaluate.settings import Engine, Questions
 from vocagnolm.generate import Decoder, Generator
 from vocagnolm.questions import averages
@@ -42,8 +42,8 @@ def test_averages_are_those_of_the_paper():
 
 
 def test_standard_errors():
-    record = Record(0, "p", "o", "1", "1", True)
-    score = score_records([record] * 3 + [Record(1, "p", "o", None, "1", False)])
+    record = QuestionRecord(0, "p", "o", "1", "1", True)
+    score = score_records([record] * 3 + [QuestionRecord(1, "p", "o", None, "1", False)])
     assert (score.score, score.n, score.no_answer) == (75.0, 4, 1)
     values = [1, 1, 1, 0]
     spread = (sum((v - 0.75) ** 2 for v in values) / 3) ** 0.5

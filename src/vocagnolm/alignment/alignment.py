@@ -45,10 +45,10 @@ class TokenSpans:
 
     def inside(self, ranges: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
         """Mask [N] of the tokens that overlap one of the byte ranges."""
-        found = np.zeros(len(self), bool)
+        mask = np.zeros(len(self), bool)
         for start, stop in ranges:
-            found |= (self.spans[:, 0] < stop) & (self.spans[:, 1] > start)
-        return found
+            mask |= (self.spans[:, 0] < stop) & (self.spans[:, 1] > start)
+        return mask
 
 
 Spans = ArrayLike | TokenSpans
@@ -101,7 +101,7 @@ def as_spans(spans: Spans, name: str = "spans") -> IntArray:
 
 
 def _rectangle(rows: Any, name: str) -> NDArray[Any]:
-    """As an array; rows of unequal length are named, which NumPy does not."""
+    """Convert rows to an array; the error for rows of unequal length names the first odd one."""
     try:
         return np.asarray(rows)
     except ValueError:
@@ -323,31 +323,33 @@ def stretches(student_spans: ArrayLike, *teacher_spans: ArrayLike) -> Stretches:
 
 
 def stretch_losses(
-    found: Stretches, teacher_spans: ArrayLike, teacher_nll: ArrayLike
+    token_stretches: Stretches, teacher_spans: ArrayLike, teacher_nll: ArrayLike
 ) -> NDArray[np.float64]:
     """The teacher's total loss on the stretch of each token. NaN if the token has no stretch, if
     the teacher's tokens do not cover all of it, or if one of their losses is missing."""
     spans = as_spans(teacher_spans, "teacher_spans")
     if len(np.asarray(teacher_nll)) != len(spans):
         raise ValueError(f"{len(np.asarray(teacher_nll))} teacher losses for {len(spans)} tokens")
-    return whole_sums(stretch_alignment(found, spans), teacher_nll)
+    return whole_sums(stretch_alignment(token_stretches, spans), teacher_nll)
 
 
-def stretch_alignment(found: Stretches, teacher_spans: ArrayLike) -> Alignment:
+def stretch_alignment(token_stretches: Stretches, teacher_spans: ArrayLike) -> Alignment:
     """The teacher tokens of each token's stretch; -1 if it has none, or if the teacher's tokens do
     not cover all of it. A teacher token without text counts for the text that follows it."""
     spans = as_spans(teacher_spans, "teacher_spans")
-    bounds = found.boundaries
+    bounds = token_stretches.boundaries
     if len(bounds) < 2 or not len(spans):
-        return Alignment(np.full(len(found.number), -1), np.full(len(found.number), -1))
+        return Alignment(
+            np.full(len(token_stretches.number), -1), np.full(len(token_stretches.number), -1)
+        )
     # tokens that start inside a stretch; those without text at its end belong to the next
     index = ranks(spans[:, 0], bounds, side="left")
     covered = np.concatenate([[0], np.cumsum(spans[:, 1] - spans[:, 0])])
     spelled = np.diff(covered[index]) == np.diff(bounds)
-    known = (found.number >= 0) & spelled[found.number]
+    known = (token_stretches.number >= 0) & spelled[token_stretches.number]
     return Alignment(
-        np.where(known, index[:-1][found.number], -1),
-        np.where(known, index[1:][found.number] - 1, -1),
+        np.where(known, index[:-1][token_stretches.number], -1),
+        np.where(known, index[1:][token_stretches.number] - 1, -1),
     )
 
 
@@ -400,13 +402,13 @@ def _spelled(spans: IntArray, boundaries: IntArray, number: IntArray) -> NDArray
     return spelled
 
 
-def kinds(found: Stretches, teacher_spans: ArrayLike) -> NDArray[np.int8]:
+def kinds(token_stretches: Stretches, teacher_spans: ArrayLike) -> NDArray[np.int8]:
     """For each token, the kind of its stretch as an index into `KINDS`."""
     spans = _with_text(as_spans(teacher_spans, "teacher_spans"))
-    bounds = found.boundaries
+    bounds = token_stretches.boundaries
     if len(bounds) < 2:
-        return np.zeros(len(found.number), np.int8)
-    several_theirs = (np.diff(ranks(spans[:, 0], bounds, side="left")) > 1)[found.number]
-    several_ours = found.tokens() > 1
+        return np.zeros(len(token_stretches.number), np.int8)
+    several_theirs = (np.diff(ranks(spans[:, 0], bounds, side="left")) > 1)[token_stretches.number]
+    several_ours = token_stretches.tokens() > 1
     kind = 1 + several_theirs.astype(np.int8) + 2 * several_ours.astype(np.int8)
-    return np.where(found.number >= 0, kind, 0).astype(np.int8)
+    return np.where(token_stretches.number >= 0, kind, 0).astype(np.int8)

@@ -149,11 +149,12 @@ def granularity(
     """
     points = []
     for n in (*n_chunks, None):
-        found = [
-            token_overlap(*one) if n is None else chunk_overlap(*one[:2], n) for one in documents
+        overlaps = [
+            token_overlap(*document) if n is None else chunk_overlap(*document[:2], n)
+            for document in documents
         ]
-        iou = np.concatenate([np.zeros(0), *(one.iou for one in found)])
-        ios = np.concatenate([np.zeros(0), *(one.ios for one in found)])
+        iou = np.concatenate([np.zeros(0), *(overlap.iou for overlap in overlaps)])
+        ios = np.concatenate([np.zeros(0), *(overlap.ios for overlap in overlaps)])
         points.append(Granularity(n_chunks=n, iou=_mean(iou), ios=_mean(ios)))
     return points
 
@@ -180,8 +181,8 @@ def vocabulary_overlap(student: TextTokenizer, teacher: TextTokenizer) -> Vocabu
     shared = len(ours & theirs)
     marked = [{token.replace("Ġ", SPACE_MARK) for token in tokens} for tokens in (ours, theirs)]
     texts = [
-        {one.bytes_of(index) for index in one.vocabulary.values()} - {None}
-        for one in (student, teacher)
+        {tokenizer.bytes_of(index) for index in tokenizer.vocabulary.values()} - {None}
+        for tokenizer in (student, teacher)
     ]
     return VocabularyOverlap(
         raw=shared / max(len(theirs), 1),

@@ -29,9 +29,9 @@ class AlignedText:
 
     @property
     def shares(self) -> Shares:
-        """Of the tokens that stand for text; those that a chat template prints do not."""
+        """How the tokens that stand for text map, without those that a chat template prints."""
         shown = self.student.shown(self.text, self.student_tokens)
-        text = np.array([one is None for one in shown], bool) | self.alignment.mapped
+        text = np.array([name is None for name in shown], bool) | self.alignment.mapped
         return shares(Alignment(self.alignment.first[text], self.alignment.last[text]))
 
     def as_json(self) -> dict[str, Any]:

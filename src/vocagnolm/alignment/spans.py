@@ -92,9 +92,9 @@ def is_mark_step(step: dict[str, Any]) -> bool:
 
 
 def own_mark(description: dict[str, Any]) -> Literal["always", "missing", "never"] | None:
-    """Of a model that reads a text with its spaces marked, as one word or from mark to mark: where
-    another mark comes before the text. Always (`Prepend ▁`, `Replace ' ' by ▁`: Llama-2, Mistral),
-    where the text has none (`Metaspace`: Llama's as transformers builds it), or never (Gemma)."""
+    """When a tokenizer that marks spaces puts one more mark before the text: "always" (`Prepend ▁`,
+    `Replace ' ' by ▁`: Llama-2, Mistral), only where the text has none ("missing"; `Metaspace`:
+    Llama's as transformers builds it), or "never" (Gemma). None for tokenizers of other kinds."""
     steps = components(description.get("normalizer"), "normalizers")
     splits = components(description.get("pre_tokenizer"), "pretokenizers")
     kinds, bpe = [step["type"] for step in steps], description["model"].get("type") == "BPE"
@@ -275,15 +275,15 @@ models for which whole lines are words: these never come again, and take hundred
 
 def batches(documents: Sequence[Item], size: Callable[[Item], int]) -> list[list[Item]]:
     """Documents in batches of at most `BATCH` characters; one that is longer is alone."""
-    found: list[list[Item]] = []
+    grouped: list[list[Item]] = []
     room = 0
-    for one in documents:
-        room -= size(one)
-        if room < 0 or not found:
-            found.append([])
-            room = BATCH - size(one)
-        found[-1].append(one)
-    return found
+    for document in documents:
+        room -= size(document)
+        if room < 0 or not grouped:
+            grouped.append([])
+            room = BATCH - size(document)
+        grouped[-1].append(document)
+    return grouped
 
 
 @contextlib.contextmanager
@@ -356,7 +356,7 @@ class Spanner:
         return str(whole.to_str())
 
     def renamed(self, tokenizer: Tokenizer, names: dict[int, bytes]) -> "Spanner":
-        """The same for a tokenizer that differs in the names of some added tokens alone."""
+        """A spanner for a tokenizer that differs in the names of added tokens alone."""
         other = copy.copy(self)
         other._tokenizer = tokenizer
         other._post_processor = other._decoder = None
@@ -379,8 +379,8 @@ class Spanner:
         return tokens
 
     def spans_batch(self, texts: Sequence[str]) -> list[TokenSpans]:
-        """All texts at once. The tokenizer works in parallel and without the GIL; offsets are
-        asked for again only where a text needs them."""
+        """Spans of several texts. The tokenizer reads them in parallel and without the GIL; offsets
+        are asked for again only where a text needs them."""
         encoded_texts = [encode_utf8(text) for text in texts]
         with _without_panic():
             encodings = self._encodings([*texts])
@@ -414,10 +414,10 @@ class Spanner:
         """Whole or in segments; first in the way that did last time."""
         ways = (self._joined, self._joined_segments)
         for segmented in (self._segmented, not self._segmented):
-            found = ways[segmented](ids, encoded)
-            if found is not None:
+            tokens = ways[segmented](ids, encoded)
+            if tokens is not None:
                 self._segmented = segmented
-                return found
+                return tokens
         return None
 
     def _joined(self, ids: list[int], encoded: bytes) -> TokenSpans | None:
@@ -439,7 +439,8 @@ class Spanner:
         return TokenSpans(array, spans, len(encoded), lost_bytes=0)
 
     def _joined_segments(self, ids: list[int], encoded: bytes) -> TokenSpans | None:
-        """The same between added tokens, each piece of text behind a dummy space or without."""
+        """Spans from byte lengths, where each piece between added tokens, with or without a dummy
+        space before it, is spelled by its tokens; None where one is not."""
         array = np.array(ids, np.int32)
         added = np.flatnonzero(self._is_added[array]).tolist()
         if not self.pipeline.joins or not added:

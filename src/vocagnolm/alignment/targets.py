@@ -141,12 +141,12 @@ class Speller:
         for text in filter(None, self.texts):
             if not text.isascii():
                 characters |= dict.fromkeys(text.decode(errors="ignore"))
-        found: dict[bytes, list[str]] = {}
+        by_beginning: dict[bytes, list[str]] = {}
         for character in characters:
             encoded = character.encode()
             for end in range(1, len(encoded)):
-                found.setdefault(encoded[:end], []).append(character)
-        return found
+                by_beginning.setdefault(encoded[:end], []).append(character)
+        return by_beginning
 
     def _within(self, text: bytes, ids: list[int]) -> list[int]:
         """Those of the tokens that spell the text from its beginning and end within it."""
@@ -297,8 +297,8 @@ class TargetTable:
     @cached_property
     def first_bytes(self) -> NDArray[np.int16]:
         """[V + 1] First byte of every entry, -1 if it has no bytes."""
-        found = self._starts(self.vocabulary.content.astype(np.int16), -1)
-        return np.append(found, np.int16(-1))
+        first = self._starts(self.vocabulary.content.astype(np.int16), -1)
+        return np.append(first, np.int16(-1))
 
     @cached_property
     def student_lengths(self) -> NDArray[np.int32]:
@@ -404,9 +404,9 @@ def carry_alternatives(
     SentencePiece), alternatives are read without it or spelled with it.
     """
     known = (table, labels, spans, teacher, alignment, text)
-    found, shared = unmeasured_targets(*known, inside=inside)
+    targets, shared = unmeasured_targets(*known, inside=inside)
     became = measured(table, [(teacher.alternatives, shared)])
-    return replace(found, mass=replace(found.mass, **became))
+    return replace(targets, mass=replace(targets.mass, **became))
 
 
 def unmeasured_targets(
@@ -459,15 +459,15 @@ def unmeasured_targets(
     continued = 0
     if inside:
         plain = within[behind.take(within) == 0]
-        found = _going_on(table, plain, position, read, teacher, text)
-        has_targets[found.token] = True
-        has_targets[plain[found.agrees]] = True
-        token, column = found.token, found.column
-        target = table.spelling.token.take(found.place)
-        behind_blanks = _crosses_blank(table, labels, spans, found)
-        unspaced = table.spelling.without_space.take(found.entry)
+        ongoing = _going_on(table, plain, position, read, teacher, text)
+        has_targets[ongoing.token] = True
+        has_targets[plain[ongoing.agrees]] = True
+        token, column = ongoing.token, ongoing.column
+        target = table.spelling.token.take(ongoing.place)
+        behind_blanks = _crosses_blank(table, labels, spans, ongoing)
+        unspaced = table.spelling.without_space.take(ongoing.entry)
         target = np.where(behind_blanks, unspaced, target)
-        kept = (target >= 0) & (behind_blanks | _as_in_text(table, labels, spans, found))
+        kept = (target >= 0) & (behind_blanks | _as_in_text(table, labels, spans, ongoing))
         continued = len(np.unique(token[kept]))
         as_label = kept & (target == labels.take(token))
         if label is not None:
@@ -476,7 +476,7 @@ def unmeasured_targets(
             np.add.at(label, token[as_label], found.probability[as_label])
         kept &= ~as_label
         ids[token[kept], column[kept]] = target[kept]
-        probability[token[kept], column[kept]] = found.probability[kept]
+        probability[token[kept], column[kept]] = ongoing.probability[kept]
     mass = TargetMass(
         tokens=len(position),
         shared=len(shared),
@@ -577,20 +577,20 @@ def _going_on(
 
 
 def _as_in_text(
-    table: TargetTable, labels: NDArray[np.integer[Any]], spans: IntArray, found: _GoingOn
+    table: TargetTable, labels: NDArray[np.integer[Any]], spans: IntArray, ongoing: _GoingOn
 ) -> NDArray[np.bool_]:
     """Whether the student writes what is already read of each alternative with the tokens that
     stand in the text: compared one token at a time, backwards to where the alternative begins."""
-    same = np.zeros(len(found.token), bool)
-    going, token, place = np.arange(len(same)), found.token - 1, found.place
-    at = spans[:, 0].take(found.token)
+    same = np.zeros(len(ongoing.token), bool)
+    going, token, place = np.arange(len(same)), ongoing.token - 1, ongoing.place
+    at = spans[:, 0].take(ongoing.token)
     while len(going):
         before = table.spelling.before.take(place)
         length = table.student_lengths.take(before)
         stands = (before >= 0) & (token >= 0) & (labels.take(token) == before)
         stands &= (spans[:, 1].take(token) == at) & (spans[:, 0].take(token) == at - length)
         place, at = place - length, at - length
-        done = place == found.begin.take(going)
+        done = place == ongoing.begin.take(going)
         same[going[stands & done]] = True
         on = np.flatnonzero(stands & ~done)
         going, token, place, at = going[on], token[on] - 1, place[on], at[on]
@@ -601,16 +601,16 @@ def _crosses_blank(
     table: TargetTable,
     labels: NDArray[np.integer[Any]],
     spans: IntArray,
-    found: _GoingOn,
+    ongoing: _GoingOn,
 ) -> NDArray[np.bool_]:
     """Whether a student token stands behind blanks that it writes as one token together with the
     blank that begins the teacher's token, as Gemma does: its tokenizer cuts behind them, whatever
     follows."""
-    before = np.maximum(found.token - 1, 0)
+    before = np.maximum(ongoing.token - 1, 0)
     begins, place = spans.take(before, axis=0).T
-    one_blank = (found.place - found.begin == 1) & (found.token > 0)
-    one_blank &= table.vocabulary.content.take(found.begin) == _SPACE
-    crossing = one_blank & (place == spans[:, 0].take(found.token)) & (begins < place - 1)
+    one_blank = (ongoing.place - ongoing.begin == 1) & (ongoing.token > 0)
+    one_blank &= table.vocabulary.content.take(ongoing.begin) == _SPACE
+    crossing = one_blank & (place == spans[:, 0].take(ongoing.token)) & (begins < place - 1)
     blank = table.blanks.take(labels.take(before), mode="clip")
     both: NDArray[np.bool_] = blank & crossing
     return both

@@ -37,7 +37,7 @@ _SPECIAL_NAMES = tuple(
 
 @dataclass(frozen=True)
 class Frame:
-    """As the files beside a tokenizer say it."""
+    """What the files beside a tokenizer say about the tokens around a text, and its template."""
 
     bos_id: int | None = None
     """Put before a text where the tokenizer's own template puts nothing."""
@@ -86,23 +86,25 @@ def read_template(folder: Path) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
     for name in ("chat_template.json", "tokenizer_config.json"):
-        if (found := _default_template(_read(folder / name).get("chat_template"))) is not None:
-            return found
+        if (template := _default_template(_read(folder / name).get("chat_template"))) is not None:
+            return template
     return None
 
 
 def _default_template(value: Any) -> str | None:
-    """Of several, the one called default."""
+    """The chat template; where a list or mapping names several, the one called default."""
     if isinstance(value, list):
-        value = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+        value = {
+            entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)
+        }
     if isinstance(value, dict):
         value = value.get("default", next(iter(value.values()), None))
     return value if isinstance(value, str) else None
 
 
 def _special_tokens(named: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    found = {name: _content(named.get(name)) for name in _SPECIAL_NAMES}
-    return tuple((name, str(token)) for name, token in found.items() if str(token or ""))
+    tokens = {name: _content(named.get(name)) for name in _SPECIAL_NAMES}
+    return tuple((name, str(token)) for name, token in tokens.items() if str(token or ""))
 
 
 def _content(token: Any) -> Any:
@@ -123,7 +125,7 @@ def refuse_code(folder: Path) -> None:
 
 
 def frame_of(transformers_tokenizer: Any) -> Frame:
-    """The same for a tokenizer object of transformers."""
+    """What a tokenizer object of transformers says about the tokens around a text."""
     adds_bos = getattr(transformers_tokenizer, "add_bos_token", False)
     bos = getattr(transformers_tokenizer, "bos_token_id", None) if adds_bos else None
     eos = getattr(transformers_tokenizer, "eos_token_id", None)
@@ -158,7 +160,7 @@ _HEADER_BYTES = 128 * 2**20
 
 
 def gguf_tokenizer(path: Path) -> Any:
-    """As a tokenizer of transformers."""
+    """Load the tokenizer of a GGUF file as a transformers tokenizer."""
     if not path.is_file():
         raise TokenizerError(f"{path} does not exist")
     if find_spec("gguf") is None:
@@ -230,11 +232,11 @@ def read_sentencepiece(path: Path) -> Tokenizer:
     tokenizer = _convert(proto, path)
     for probe in _PROBES:
         expected = processor.encode(probe)
-        found = tokenizer.encode(probe, add_special_tokens=False).ids
-        if expected != found:
+        converted = tokenizer.encode(probe, add_special_tokens=False).ids
+        if expected != converted:
             raise TokenizerError(
                 f"{path} cannot be converted exactly: for {probe!r} SentencePiece gives "
-                f"{expected}, the converted tokenizer {found}. Pass the model's tokenizer.json"
+                f"{expected}, the converted tokenizer {converted}. Pass the model's tokenizer.json"
             )
     return tokenizer
 
@@ -512,9 +514,9 @@ def _tokenizer_file(folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
             return folder / name
-    found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
     raise TokenizerError(
-        f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model, found {found}"
+        f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model, found {names}"
     )
 
 
@@ -568,7 +570,7 @@ def _from_transformers(source: Any, special_tokens: str) -> TextTokenizer:
 
 
 def _digests(folder: Path) -> list[tuple[str, str]]:
-    """Of all files that may say what the tokenizer is; weights and corpora are larger."""
+    """Name and digest of every file that may define the tokenizer; larger files are weights."""
     kinds, largest = (".json", ".model", ".spm", ".tiktoken", ".txt"), 2**27
     files = [p for p in folder.iterdir() if p.suffix in kinds and p.stat().st_size < largest]
     return sorted((p.name, hashlib.sha256(p.read_bytes()).hexdigest()) for p in files)
@@ -600,15 +602,15 @@ def _refuse_other_ids(file: Tokenizer, other: Tokenizer, file_name: str, other_n
     for probe in PROBES:
         expected = file.encode(probe, add_special_tokens=False)
         try:
-            found = other.encode(probe, add_special_tokens=False)
+            encoded = other.encode(probe, add_special_tokens=False)
         except Exception as error:  # the Rust side raises bare Exception
             raise TokenizerError(
                 f"{other_name}, made for {file_name}, cannot encode {probe!r}: {error}. The "
                 f"configuration next to tokenizer.json belongs to another tokenizer"
             ) from None
-        if expected.ids != found.ids:
+        if expected.ids != encoded.ids:
             raise TokenizerError(
-                f"{other_name} and {file_name} give different ids for {probe!r}: {found.tokens} "
+                f"{other_name} and {file_name} give different ids for {probe!r}: {encoded.tokens} "
                 f"against {expected.tokens}. One of them is not what the model was trained with. "
                 "Download tokenizer.json again, or correct 'tokenizer_class' in "
                 "tokenizer_config.json (transformers ignores it for some architectures). If "

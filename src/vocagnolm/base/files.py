@@ -107,7 +107,7 @@ def json_bytes(value: Any, *, indent: int | None = 1, sealed: bool = False) -> b
 
 
 def create_bytes(path: str | Path, content: bytes) -> bool:
-    """As `write_bytes`, unless the name is taken: False then, and nothing is changed."""
+    """Write a new file atomically. Where the name is taken, change nothing and give False."""
     if local_path(path).exists():
         return False
     try:
@@ -163,8 +163,8 @@ def whole_file(path: str | Path, *, new: bool = False) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def whole_path(path: str | Path) -> Iterator[Path]:
-    """As `whole_file`, for a library that opens the file itself, or moves one of its own there: the
-    path to write to."""
+    """A temporary path, for a library that opens the file itself or moves one of its own there. At
+    the end it is synced and renamed to `path`; after an error `path` is unchanged."""
     path = local_path(path)
     with _temporary(path) as folder, as_write_error(path):
         folder.mkdir()
@@ -374,7 +374,7 @@ def _line_checksum(record: Mapping[str, Any]) -> str:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """As `json.loads`, for text of unknown origin: nested too deeply is a ValueError too."""
+    """Parse JSON of unknown origin; text that is nested too deeply raises a ValueError too."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -401,8 +401,8 @@ def read_json(
     except ValueError as failure:
         raise error(f"{path} is not JSON ({failure}). {mend}") from None
     if not isinstance(content, dict):
-        found = type(content).__name__
-        raise error(f"{path} holds a {found}, expected a JSON object. {mend}")
+        kind = type(content).__name__
+        raise error(f"{path} holds a {kind}, expected a JSON object. {mend}")
     checksum = content.pop(CHECKSUM, None)  # older files have none
     if checksum is not None and checksum != json_digest(content):
         raise error(f"{path} is damaged: its content does not match its checksum. {mend}")
@@ -411,15 +411,15 @@ def read_json(
 
 
 def require_keys(
-    found: Mapping[str, Any],
+    content: Mapping[str, Any],
     path: str | Path,
     error: type[VocagnolmError],
     mend: str,
     keys: Mapping[str, type | tuple[type, ...]],
 ) -> None:
     for name, kind in keys.items():
-        if not isinstance(found.get(name), kind):
-            raise error(f"{path} is damaged: its '{name}' is {found.get(name)!r:.40}. {mend}")
+        if not isinstance(content.get(name), kind):
+            raise error(f"{path} is damaged: its '{name}' is {content.get(name)!r:.40}. {mend}")
 
 
 def file_digest(path: str | Path) -> str:
@@ -428,7 +428,7 @@ def file_digest(path: str | Path) -> str:
 
 
 def file_digests(paths: Sequence[Path]) -> list[str]:
-    """Of several files at once: hashing lets other threads run."""
+    """Digests of several files, computed in threads, since hashing releases the GIL."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(file_digest, paths))
 
@@ -482,14 +482,14 @@ def json_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def differences(found: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """`(name, found, wanted)` for every leaf in which two nested mappings differ."""
-    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-        for key in sorted({*found, *wanted}):
+def differences(actual: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """`(name, actual, wanted)` for every leaf in which two nested mappings differ."""
+    if isinstance(actual, Mapping) and isinstance(wanted, Mapping):
+        for key in sorted({*actual, *wanted}):
             inner = f"{name}.{key}" if name else str(key)
-            yield from differences(found.get(key), wanted.get(key), inner)
-    elif found != wanted:
-        yield name, found, wanted
+            yield from differences(actual.get(key), wanted.get(key), inner)
+    elif actual != wanted:
+        yield name, actual, wanted
 
 
 # ---- locks ----

@@ -20,7 +20,7 @@ def new_figure(width: float, height: float) -> tuple[Any, Any, Any]:
 
 
 def new_panels(width: float, height: float, count: int) -> tuple[Any, Any, list[Any]]:
-    """The same with several Axes side by side, over one y axis."""
+    """A figure with several Axes side by side that share their y axis."""
     matplotlib = optional("matplotlib", "plots", "drawing a figure")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -55,11 +55,11 @@ def save_figure(matplotlib: Any, figure: Any, path: str | Path) -> Path:
 # ---- two teachers, document by document ----
 
 
-def document_scatter(found: dict[str, Any], path: str | Path) -> Path:
+def document_scatter(comparison: dict[str, Any], path: str | Path) -> Path:
     """One panel for every store against the first (`data.teachers.compare_stores`)."""
-    stores = found["stores"]
+    stores = comparison["stores"]
     matplotlib, figure, panels = new_panels(4.2 * (len(stores) - 1), 4.0, len(stores) - 1)
-    rows = found["document_bits_per_byte"]
+    rows = comparison["document_bits_per_byte"]
     longest = max(value for row in rows for value in row if value != float("inf"))
     for number, axes in enumerate(panels, 1):
         axes.plot([0, longest], [0, longest], color=LINE, linewidth=1)

@@ -85,8 +85,8 @@ def paired_interval(differences: NDArray[np.float64]) -> tuple[float, float] | N
         return None
     if np.std(differences) == 0:
         return float(differences[0]), float(differences[0])
-    found = _scipy_stats().ttest_1samp(differences, 0.0).confidence_interval(0.95)
-    return float(found.low), float(found.high)
+    interval = _scipy_stats().ttest_1samp(differences, 0.0).confidence_interval(0.95)
+    return float(interval.low), float(interval.high)
 
 
 def mcnemar_exact(only_first: int, only_second: int) -> float:
@@ -123,7 +123,9 @@ def bootstrap_interval(
     means = np.empty(resamples)
     for at in range(resamples):
         drawn = contributions_SQ[generator.integers(0, n_seeds, n_seeds)].mean(0)
-        means[at] = sum(drawn[generator.choice(one, len(one))].sum() for one in members)
+        means[at] = sum(
+            drawn[generator.choice(questions, len(questions))].sum() for questions in members
+        )
     return middle_95(means)
 
 

@@ -64,8 +64,8 @@ class Message:
     @cached_property
     def fields(self) -> dict[str, Any]:
         """The contents of `more`."""
-        found: dict[str, Any] = json.loads(self.more) if self.more else {}
-        return found
+        parsed: dict[str, Any] = json.loads(self.more) if self.more else {}
+        return parsed
 
     @property
     def cut(self) -> bool:
@@ -92,13 +92,13 @@ def shared_text(messages: Sequence[Message]) -> str:
 
 def messages_of(text: str) -> list[Message]:
     """The messages of a shared text."""
-    found, end = [], 0
+    messages, end = [], 0
     for match in _MESSAGE.finditer(text):
-        found.append(_message_of(match[1], *_ROLE_OF[match[2]]))
+        messages.append(_message_of(match[1], *_ROLE_OF[match[2]]))
         end = match.end()
-    if not found or end != len(text):
+    if not messages or end != len(text):
         raise ValueError(f"not the shared text of a conversation: {text[-60:]!r}")
-    return found
+    return messages
 
 
 def _message_of(text: str, role: str, given: bool) -> Message:
@@ -198,7 +198,7 @@ def _renamed(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         names["messages"] = [_renamed_message(entry) for entry in listed]
     elif "instruction" in fields and "output" in fields:
         asked = [fields["instruction"], *([fields["input"]] if fields.get("input") else [])]
-        texts = all(isinstance(one, str) for one in asked)
+        texts = all(isinstance(part, str) for part in asked)
         names["prompt"] = "\n\n".join(asked) if texts else asked
         names["completion"] = fields["output"]
     return {**fields, **names}
@@ -238,8 +238,8 @@ def conversation_of(
         raise Refused("empty: no message has content")
     more = {"tools": _tools(fields.get("tools"))}
     more["chat_template_kwargs"] = _without_nulls(_parsed(fields.get("chat_template_kwargs")))
-    if found := {name: value for name, value in more.items() if value}:
-        messages[0] = replace(messages[0], more=_checked_json({**messages[0].fields, **found}))
+    if present := {name: value for name, value in more.items() if value}:
+        messages[0] = replace(messages[0], more=_checked_json({**messages[0].fields, **present}))
     if fields.get("finished") is False and messages[-1].role == "assistant":
         messages[-1] = broken_off(messages[-1])
     return messages
@@ -283,8 +283,8 @@ def _as_entries(prompt: Any) -> Any:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _parsed(value: Any) -> Any:
@@ -305,11 +305,11 @@ def _checked_json(value: Any) -> str:
 def _tools(value: Any) -> list[Any]:
     """Tools in OpenAI's form, which templates read."""
     tools = _parsed(value) or []
-    if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise Refused(f"tools: {type(value).__name__}, not a list of mappings")
     return [
-        {"type": "function", "function": one} if "name" in one and "type" not in one else one
-        for one in tools
+        {"type": "function", "function": tool} if "name" in tool and "type" not in tool else tool
+        for tool in tools
     ]
 
 
@@ -353,9 +353,9 @@ def _message(number: int, entry: Any) -> Message:
     if content is None and calls:
         more["content"], content = None, ""
     content, reasoning = _content(number, content)
-    texts = [one for one in (reasoning, *map(entry.get, REASONING_FIELDS)) if one]
+    texts = [text for text in (reasoning, *map(entry.get, REASONING_FIELDS)) if text]
     reasoning = texts[0] if texts else ""
-    if reasoning and (role != "assistant" or any(one != reasoning for one in texts)):
+    if reasoning and (role != "assistant" or any(text != reasoning for text in texts)):
         raise Refused(f"reasoning: message {number} ({role}); an assistant has one text of it")
     if not isinstance(reasoning, str):
         raise Refused(
@@ -370,7 +370,7 @@ def _calls(number: int, entry: Mapping[str, Any]) -> list[Any]:
     calls = entry.get("tool_calls") or []
     if entry.get("function_call"):  # OpenAI's older form
         calls = [entry["function_call"]]
-    found = []
+    checked = []
     for call in calls if isinstance(calls, list | tuple) else [calls]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -381,8 +381,8 @@ def _calls(number: int, entry: Mapping[str, Any]) -> list[Any]:
         parsed = _parsed(arguments)
         named = {**function, "arguments": parsed if isinstance(parsed, Mapping) else arguments}
         start = call if "function" in call else {"type": "function"}
-        found.append({**start, "function": named})
-    return found
+        checked.append({**start, "function": named})
+    return checked
 
 
 def _content(number: int, content: Any) -> tuple[str, str]:

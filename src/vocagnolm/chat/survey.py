@@ -52,8 +52,8 @@ class Survey:
         total = f"of {self.conversations:,} conversations"
         return [
             f"{self.name}: its template {words.format(what=what, count=f'{count:,} {total}')}"
-            for words, found in sentences.items()
-            for what, count in found
+            for words, counted in sentences.items()
+            for what, count in counted
         ]
 
 
@@ -63,32 +63,34 @@ def template_words(origin: str) -> str:
 
 def readable_by(tokenizers: Iterable[ChatTokenizer], texts: Iterable[str]) -> list[str]:
     """The conversations that no template refuses."""
-    found = list(texts)
+    readable = list(texts)
     for tokenizer in tokenizers:
-        outcomes = tokenizer.outcomes(found)
-        found = [t for t, one in zip(found, outcomes, strict=True) if not isinstance(one, str)]
-    return found
+        outcomes = tokenizer.outcomes(readable)
+        readable = [
+            t for t, outcome in zip(readable, outcomes, strict=True) if not isinstance(outcome, str)
+        ]
+    return readable
 
 
 def survey(tokenizer: ChatTokenizer, texts: Iterable[str]) -> Survey:
     """`texts` are shared texts."""
-    found = Survey(tokenizer.name, template_words(tokenizer.template.origin))
+    result = Survey(tokenizer.name, template_words(tokenizer.template.origin))
     for text in texts:
-        found.conversations += 1
+        result.conversations += 1
         try:
             rendering = tokenizer.rendering(text)
         except Refused as error:
-            found.refused[str(error)] += 1
+            result.refused[str(error)] += 1
             continue
-        found.changes.update(rendering.changes)
-        found.unwritten.update({turn.unwritten for turn in rendering.turns if turn.unwritten})
+        result.changes.update(rendering.changes)
+        result.unwritten.update({turn.unwritten for turn in rendering.turns if turn.unwritten})
         if tokenizer.template.marks_generation:
-            found.disputed.update(_disputed(tokenizer, text))
-    return found
+            result.disputed.update(_disputed(tokenizer, text))
+    return result
 
 
 def _disputed(tokenizer: ChatTokenizer, text: str) -> set[str]:
-    ours, marked = (tokenizer.outcomes([text], by_rule=one)[0] for one in (True, False))
+    ours, marked = (tokenizer.outcomes([text], by_rule=rule)[0] for rule in (True, False))
     assert not isinstance(ours, str) and not isinstance(marked, str)
     ranges = trained_ranges(text, "assistant")
     pairs = zip(trained_tokens(ours, ranges), trained_tokens(marked, ranges), strict=True)

@@ -67,8 +67,8 @@ def _compiled(source: str) -> Any:
 
 
 def _product(left: Any, right: Any) -> Any:
-    sizes = [len(one) for one in (left, right) if hasattr(one, "__len__")]
-    numbers = [abs(one) for one in (left, right) if isinstance(one, int)]
+    sizes = [len(factor) for factor in (left, right) if hasattr(factor, "__len__")]
+    numbers = [abs(factor) for factor in (left, right) if isinstance(factor, int)]
     if sizes and numbers and sizes[0] * numbers[0] > _MOST_REPEATED:
         raise OverflowError(f"it repeats something {numbers[0]:,} times")
     return left * right
@@ -101,24 +101,24 @@ class _Form(NamedTuple):
     def given(self, message: Message) -> dict[str, Any]:
         more = message.fields
         role = self.developer if message.role == "developer" else message.role
-        found: dict[str, Any] = {"role": role, "content": message.content}
-        found |= {name: more[name] for name in _MESSAGE_FIELDS if name in more}
+        fields: dict[str, Any] = {"role": role, "content": message.content}
+        fields |= {name: more[name] for name in _MESSAGE_FIELDS if name in more}
         parts = [{"type": "text", "text": message.content}]
         if "content" in more:
-            found["content"], parts = self.null, []
+            fields["content"], parts = self.null, []
         elif self.in_parts:
-            found["content"] = parts
+            fields["content"] = parts
         if message.reasoning and self.reasoning == "parts":
-            found["content"] = [{"type": "thinking", "thinking": message.reasoning}, *parts]
+            fields["content"] = [{"type": "thinking", "thinking": message.reasoning}, *parts]
         elif message.reasoning:
-            found[self.reasoning] = message.reasoning
-        if self.arguments_as_text and "tool_calls" in found:
-            found["tool_calls"] = [
+            fields[self.reasoning] = message.reasoning
+        if self.arguments_as_text and "tool_calls" in fields:
+            fields["tool_calls"] = [
                 {**call, "function": {**function, "arguments": as_json(function["arguments"])}}
-                for call in found["tool_calls"]
+                for call in fields["tool_calls"]
                 for function in [call["function"]]
             ]
-        return found
+        return fields
 
 
 _MESSAGE_FIELDS = ("name", "tool_call_id", "tool_calls")
@@ -194,8 +194,10 @@ class ChatTemplate:
         asked = Message("user", "a")
         call = replace(answer, more=as_json({"tool_calls": [_PROBE_CALL]}))  # Gemma 4: there alone
         forms = [form._replace(reasoning=name) for name in (*REASONING_FIELDS, "parts")]
-        tried = [(one, said) for said in (answer, call) for one in forms]
-        form = next((one for one, said in tried if prints(one, asked, said)), form)
+        tried = [(candidate, said) for said in (answer, call) for candidate in forms]
+        form = next(
+            (candidate for candidate, said in tried if prints(candidate, asked, said)), form
+        )
         answer = replace(answer, reasoning="")
         if not prints(form, Message("developer", _PROBE), asked, answer):
             form = form._replace(developer="system")
@@ -355,26 +357,26 @@ def render(
     for leaves in ("all", "values", "names") if calls else ("names",):
         slots, blank = _slots(messages, leaves)
         frame = _frame(template, blank, prompt)
-        found = _put_back(frame, slots, real)
-        if found is None and not all(slot.text for slot in slots):
+        pieces = _put_back(frame, slots, real)
+        if pieces is None and not all(slot.text for slot in slots):
             kept = _kept_empty(slots, blank)
-            found = _put_back(_frame(template, kept, prompt), slots, real)
-            if found is not None:
-                found = _with_empty_answers(template, found, slots, blank, kept)
-        if found is not None:
+            pieces = _put_back(_frame(template, kept, prompt), slots, real)
+            if pieces is not None:
+                pieces = _with_empty_answers(template, pieces, slots, blank, kept)
+        if pieces is not None:
             break
     else:
-        found = _inside_marks(template, messages, slots, prompt, frame, real)
-    changes = _changes(found, slots, messages)
-    found, moved = _in_order(found, slots, messages)
+        pieces = _inside_marks(template, messages, slots, prompt, frame, real)
+    changes = _changes(pieces, slots, messages)
+    pieces, moved = _in_order(pieces, slots, messages)
     changes += moved
     first = messages[0]
     if "tools" in first.fields:
-        others = as_json({name: one for name, one in first.fields.items() if name != "tools"})
+        others = as_json({name: value for name, value in first.fields.items() if name != "tools"})
         without = [replace(first, more=others), *messages[1:]]
         if _attempt(template, without, prompt) == real:
             changes.append("leaves out the list of tools")
-    segments = tuple(_located(found, slots))
+    segments = tuple(_located(pieces, slots))
     turns = _turns(template, segments, blank, marked)
     return Rendering(segments, tuple(dict.fromkeys(changes)), turns)
 
@@ -406,7 +408,7 @@ class _Slot(NamedTuple):
 
     @property
     def stored(self) -> str:
-        """As it stands in the message's text."""
+        """The value as it is written in the message's text."""
         return self.in_json if self.what in ("name", "argument") else self.text
 
     def forms(self, text: str) -> tuple[str, ...]:
@@ -427,21 +429,21 @@ of the function alone."""
 
 
 def _slots(messages: Sequence[Message], leaves: Leaves) -> tuple[list[_Slot], tuple[Message, ...]]:
-    """All slots in the order of the shared text, and the conversation with marks in them."""
+    """Every slot in the order of the shared text, and the conversation with marks in them."""
     slots: list[_Slot] = []
     blank = []
     for number, message in enumerate(messages):
-        found: list[tuple[str, str]] = []
+        entries: list[tuple[str, str]] = []
 
-        def mark(value: Any, what: str, found: list[tuple[str, str]] = found) -> Any:
-            slot = len(slots) + len(found)
-            found.append((value if isinstance(value, str) else as_json(value), what))
+        def mark(value: Any, what: str, entries: list[tuple[str, str]] = entries) -> Any:
+            slot = len(slots) + len(entries)
+            entries.append((value if isinstance(value, str) else as_json(value), what))
             return _OPEN.format(slot) if isinstance(value, str) else _NUMBER + slot
 
         blank.append(_filled(message, leaves, mark))
         text, start, end = blank[-1].text, 0, 0
         spans = {int(m[1] or int(m[2]) - _NUMBER): m.span() for m in _BLANK.finditer(text)}
-        for entry in found:
+        for entry in entries:
             opens, shuts = spans[len(slots)]
             start += opens - end
             slots.append(_Slot(number, start, *entry))
@@ -459,9 +461,9 @@ def _filled(message: Message, leaves: Leaves, fill: Callable[[Any, str], Any]) -
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
             every = leaves == "all"
-            return {fill(k, "argument") if every else k: walk(one) for k, one in value.items()}
+            return {fill(k, "argument") if every else k: walk(item) for k, item in value.items()}
         if isinstance(value, list):
-            return [walk(one) for one in value]
+            return [walk(item) for item in value]
         kept = leaves == "names" or value is None or isinstance(value, bool)
         return value if kept else fill(value, "argument")
 
@@ -470,8 +472,8 @@ def _filled(message: Message, leaves: Leaves, fill: Callable[[Any, str], Any]) -
             {
                 **call,
                 "function": {
-                    name: fill(one, "name") if name == "name" else walk(one)
-                    for name, one in call["function"].items()
+                    name: fill(item, "name") if name == "name" else walk(item)
+                    for name, item in call["function"].items()
                 },
             }
             for call in message.fields["tool_calls"]
@@ -489,17 +491,17 @@ def _frame(
     marked = _attempt(template, blank, prompt)
     if marked is None:
         return None
-    found: list[Segment] = []
+    segments: list[Segment] = []
     seen: set[int] = set()
     end = 0
     for match in _BLANK.finditer(marked):
-        found.append(Segment(marked[end : match.start()], template=True))
+        segments.append(Segment(marked[end : match.start()], template=True))
         number = int(match[1] or int(match[2]) - _NUMBER)
         # a copy of a content is text that is not aligned: it is put back all the same
-        found.append(Segment("", number, start=-1 if number in seen else 0))
+        segments.append(Segment("", number, start=-1 if number in seen else 0))
         seen.add(number)
         end = match.end()
-    return (*found, Segment(marked[end:], template=True))
+    return (*segments, Segment(marked[end:], template=True))
 
 
 def _kept_empty(slots: Sequence[_Slot], blank: Sequence[Message]) -> tuple[Message, ...]:
@@ -560,7 +562,7 @@ def _located(segments: Sequence[Segment], slots: Sequence[_Slot]) -> Iterator[Se
         # printed as JSON and stored as text, or the other way round
         shown, stored = (_escaped, str) if segment.text == slot.in_json else (str, _escaped)
         start = slot.start
-        for same, run in groupby(slot.text, lambda one: _escaped(one) == one):
+        for same, run in groupby(slot.text, lambda character: _escaped(character) == character):
             text = "".join(run)
             located = Segment(text, slot.message, start)
             yield located if same else Segment(shown(text), template=True)
@@ -603,8 +605,8 @@ def _inside_marks(
         for before, segment, behind in around
         if segment.message is not None and segment.start == 0
     }
-    found = _survivors(marked, contents, neighbours)
-    return _stripped(found, slots, real) or _carried_over(found, real)
+    segments = _survivors(marked, contents, neighbours)
+    return _stripped(segments, slots, real) or _carried_over(segments, real)
 
 
 def _survivors(
@@ -682,15 +684,15 @@ def _equal_words(a: str, b: str) -> list[tuple[int, int, int]]:
 
 
 def _cut(text: str, pieces: list[tuple[int, int, int, int]]) -> list[Segment]:
-    found: list[Segment] = []
+    segments: list[Segment] = []
     end = 0
     for start, stop, number, there in sorted(pieces):
         if start < end:  # two contents would overlap
             continue
-        found.append(Segment(text[end:start], template=True))
-        found.append(Segment(text[start:stop], number, there))
+        segments.append(Segment(text[end:start], template=True))
+        segments.append(Segment(text[start:stop], number, there))
         end = stop
-    return [*found, Segment(text[end:], template=True)]
+    return [*segments, Segment(text[end:], template=True)]
 
 
 def _stripped(
@@ -699,14 +701,14 @@ def _stripped(
     """The marks keep a template from stripping contents: with the white space that it takes away
     from the real ones, the segments must give the real rendering. What it prints of a tool call may
     be JSON."""
-    found: list[Segment] = []
+    result: list[Segment] = []
     at = 0
     for segment, behind in zip(segments, [*segments[1:], Segment("")], strict=True):
         text = segment.text
         if segment.message is None:
             if not real.startswith(text, at):
                 return None
-            found.append(segment)
+            result.append(segment)
             at += len(text)
             continue
         for kept in slots[segment.message].forms(text):
@@ -716,9 +718,9 @@ def _stripped(
             return None
         start = segment.start + max(text.find(kept), 0)
         is_copy = segment.start < 0
-        found.append(Segment(kept) if is_copy else Segment(kept, segment.message, start))
+        result.append(Segment(kept) if is_copy else Segment(kept, segment.message, start))
         at += len(kept)
-    return tuple(found) if at == len(real) else None
+    return tuple(result) if at == len(real) else None
 
 
 def _carried_over(segments: list[Segment], real: str) -> tuple[Segment, ...]:
@@ -783,7 +785,7 @@ def _in_order(
         return segments, []
     roles = [messages[slot.message].role for slot in slots]
     kept = _heaviest_chain(order, [1000 if roles[n] == "assistant" else 1 for n in order])
-    moved = dict(one for at, one in enumerate(held) if at not in kept)
+    moved = dict(piece for at, piece in enumerate(held) if at not in kept)
     left = tuple(Segment(s.text) if n in moved else s for n, s in enumerate(segments))
     return left, [f"moves the {roles[n]}'s {slots[n].what}" for n in moved.values()]
 
@@ -825,10 +827,10 @@ def _turns(
             start = contents.pop()[0]
         elif number >= 0 and "tool_calls" in blank[number].fields:
             # a copy of a name or an argument may stand between
-            while any(one[2] == number for one in contents):
+            while any(content[2] == number for content in contents):
                 start = contents.pop()[0]
         contents.append((start, end, number))
-    found = []
+    turns = []
     around = zip([(0, 0, -1), *contents], contents, [*contents[1:], None], strict=False)
     for (_, before, previous), (start, end, number), following in around:
         behind = len(text) if following is None else following[0]
@@ -849,8 +851,8 @@ def _turns(
             inside = [(a, b) for a, b in marked if a <= end and b >= start]
             mine = (inside[0][0], inside[-1][1]) if inside else (start, start)
         calls = "tool_calls" in blank[number].fields
-        found.append(Turn(number, begin, end, stop, behind, calls, mine, unwritten))
-    return tuple(found)
+        turns.append(Turn(number, begin, end, stop, behind, calls, mine, unwritten))
+    return tuple(turns)
 
 
 def _prompt_end(

@@ -132,9 +132,11 @@ class ChatTokenizer(TextTokenizer):
                 laid.append(self._lay(render(self.template, messages), messages, by_rule))
             except Refused as error:
                 laid.append(str(error))
-        readable = [one for one in laid if isinstance(one, _Laid)]
-        shared = iter(self._shared(readable, super().spans_batch([one.text for one in readable])))
-        return [one if isinstance(one, str) else next(shared) for one in laid]
+        readable = [entry for entry in laid if isinstance(entry, _Laid)]
+        shared = iter(
+            self._shared(readable, super().spans_batch([entry.text for entry in readable]))
+        )
+        return [entry if isinstance(entry, str) else next(shared) for entry in laid]
 
     def shown(self, text: str, tokens: TokenSpans) -> list[str | None]:
         """Display names of the template's tokens; None for tokens of contents, which the text
@@ -151,10 +153,10 @@ class ChatTokenizer(TextTokenizer):
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """The tokens after which the assistant's answer begins."""
         try:
-            found = render(self.template, messages, add_generation_prompt=True)
+            rendering = render(self.template, messages, add_generation_prompt=True)
         except Refused as error:
             raise TemplateError(f"{self.name} cannot read a conversation: {error}") from None
-        return list(super().spans_batch([self._lay(found, messages).text])[0].ids.tolist())
+        return list(super().spans_batch([self._lay(rendering, messages).text])[0].ids.tolist())
 
     def answering_ids(self, text: str) -> list[int]:
         """The tokens of a shared text up to the assistant's answer, and those of what follows its
@@ -174,8 +176,8 @@ class ChatTokenizer(TextTokenizer):
         text = shared_text([Message("user", "a"), Message("assistant", "b")])
         tokens = self.spans(text)
         (last,) = np.nonzero(tokens.spans[:, 1] == len(text))
-        found = [n for n in last.tolist() if tokens.token_bytes[n] == 1]
-        return int(tokens.ids[found[0]]) if found else None
+        ends = [n for n in last.tolist() if tokens.token_bytes[n] == 1]
+        return int(tokens.ids[ends[0]]) if ends else None
 
     def private_bytes_of(self, index: int) -> bytes | None:
         """What a token spells, with private characters for control tokens."""
@@ -233,13 +235,13 @@ class ChatTokenizer(TextTokenizer):
         talk = [Message("user", "a"), Message("assistant", "probe-content")]
         reasoned = [talk[0], replace(talk[1], reasoning="probe-reasoning")]
         plain, thought = map(self._written_in, (talk, reasoned))
-        before, found, behind = plain.partition("probe-content")
-        if not found:
+        before, separator, behind = plain.partition("probe-content")
+        if not separator:
             return _Around()
         (*_, turn) = self.rendering(shared_text(talk)).turns
         opens, _, rest = thought.partition("probe-reasoning")
-        shuts, found, _ = rest.partition("probe-content")
-        marks = (opens, shuts) if found else ("", "")
+        shuts, separator, _ = rest.partition("probe-content")
+        marks = (opens, shuts) if separator else ("", "")
         return _Around(before, _PRIVATE.split(behind)[0], *marks, turn.unwritten.strip())
 
     def _written_in(self, messages: Sequence[Message]) -> str:
@@ -252,7 +254,9 @@ class ChatTokenizer(TextTokenizer):
         own = tokens.ids[tokens.turns == len(text.encode()) - 1].tolist()
         return b"".join(self.private_bytes_of(n) or b"" for n in own).decode(errors="replace")
 
-    def _lay(self, found: Rendering, messages: Sequence[Message], by_rule: bool = False) -> "_Laid":
+    def _lay(
+        self, rendering: Rendering, messages: Sequence[Message], by_rule: bool = False
+    ) -> "_Laid":
         """Pieces of contents: where they stand in the text that is read, and in the shared one."""
         contents = [message.text for message in messages]
         sizes = [len(content.encode()) for content in contents]
@@ -262,7 +266,7 @@ class ChatTokenizer(TextTokenizer):
         ends: dict[int, tuple[int, int]] = {}
         at, ended = 0, -1
         edges: list[int] = []  # where the segments begin in `text`
-        for segment in found.segments:
+        for segment in rendering.segments:
             text = self._aliased(segment.text) if segment.template else segment.text
             edges.append(at)
             if not segment.template and _PRIVATE.search(text):
@@ -281,10 +285,10 @@ class ChatTokenizer(TextTokenizer):
                 ended = -1
             texts.append(text)
             at += width
-        at_byte = partial(self._at_byte, found, edges)
+        at_byte = partial(self._at_byte, rendering, edges)
         if any("tool_calls" in message.fields for message in messages):
-            for number, (start, stop) in self._written(found, messages, True):
-                closing = [m.start() for m in self._control.finditer(found.text, start, stop)]
+            for number, (start, stop) in self._written(rendering, messages, True):
+                closing = [m.start() for m in self._control.finditer(rendering.text, start, stop)]
                 if "tool_calls" in messages[number].fields:  # the turn's last one, not a call's
                     ends[number] = (at_byte(max(closing, default=stop - 1)), at_byte(stop))
         return _Laid(
@@ -293,7 +297,7 @@ class ChatTokenizer(TextTokenizer):
             ends=[(*ends[n], origins[n] + sizes[n]) for n in sorted(ends) if not messages[n].cut],
             turns=[
                 (at_byte(start), at_byte(stop), origins[n] + sizes[n])
-                for n, (start, stop) in self._written(found, messages, by_rule)
+                for n, (start, stop) in self._written(rendering, messages, by_rule)
             ],
             n_bytes=origins[-1],
             n_hidden=sum(sizes) - sum(len((m.reasoning + m.content).encode()) for m in messages),
@@ -303,14 +307,14 @@ class ChatTokenizer(TextTokenizer):
         return self._control.sub(lambda match: self._alias[match[0]], text)
 
     def _written(
-        self, found: Rendering, messages: Sequence[Message], by_rule: bool
+        self, rendering: Rendering, messages: Sequence[Message], by_rule: bool
     ) -> Iterator[tuple[int, tuple[int, int]]]:
         """Messages, and the characters of the rendering that the model writes: from the end of the
         generation prompt through the last control token of the turn. Without one the turn ends with
         the token that reaches over the content's end; an answer that was broken off, with its
         content."""
-        text = found.text
-        for turn in found.turns:
+        text = rendering.text
+        for turn in rendering.turns:
             if messages[turn.message].cut:
                 yield turn.message, (turn.start, turn.end)
                 continue
@@ -318,7 +322,7 @@ class ChatTokenizer(TextTokenizer):
                 if turn.marked[0] < turn.marked[1]:
                     yield turn.message, turn.marked
                 continue
-            closing = [one.end() for one in self._control.finditer(text[turn.end : turn.stop])]
+            closing = [match.end() for match in self._control.finditer(text[turn.end : turn.stop])]
             if closing:
                 size = closing[-1]
             elif turn.calls and turn.stop > turn.end:
@@ -329,13 +333,13 @@ class ChatTokenizer(TextTokenizer):
                 size = int(turn.end < turn.next or turn.next == len(text))
             yield turn.message, (turn.start, turn.end + size)
 
-    def _at_byte(self, found: Rendering, edges: Sequence[int], position: int) -> int:
+    def _at_byte(self, rendering: Rendering, edges: Sequence[int], position: int) -> int:
         """A position in the characters of a rendering in bytes of the text that is read."""
         number, inside = 0, position
-        while inside > len(found.segments[number].text) and number + 1 < len(edges):
-            inside -= len(found.segments[number].text)
+        while inside > len(rendering.segments[number].text) and number + 1 < len(edges):
+            inside -= len(rendering.segments[number].text)
             number += 1
-        segment = found.segments[number]
+        segment = rendering.segments[number]
         text = segment.text[:inside]
         read = self._aliased(text) if segment.template else text
         # one behind the end is the byte between two conversations
@@ -346,12 +350,12 @@ class ChatTokenizer(TextTokenizer):
         once, laid end to end with a byte between two of them."""
         if not laid:
             return []
-        counts = [len(one) for one in read]
-        there = _origins([one.n_bytes for one in read])
-        here = _origins([one.n_bytes for one in laid])
-        tokens = np.concatenate([one.spans for one in read])
+        counts = [len(reading) for reading in read]
+        there = _origins([reading.n_bytes for reading in read])
+        here = _origins([conversation.n_bytes for conversation in laid])
+        tokens = np.concatenate([reading.spans for reading in read])
         tokens = tokens + np.repeat(there, counts)[:, None]
-        control = self._is_control[np.concatenate([one.ids for one in read])]
+        control = self._is_control[np.concatenate([reading.ids for reading in read])]
         spans = _over_pieces(tokens, _moved(laid, "pieces", there, here))
         spans[control] = 0  # one that takes the white space beside it stands for none of it
         _add_ends(spans, tokens, control, _moved(laid, "ends", there, here))
@@ -368,11 +372,11 @@ class ChatTokenizer(TextTokenizer):
         cuts = np.cumsum([0, *counts]).tolist()
         return [
             ChatTokens(
-                *(one.ids, spans[a:b], own.n_bytes),
+                *(reading.ids, spans[a:b], own.n_bytes),
                 max(own.n_bytes - own.n_hidden - int(covered[b] - covered[a]), 0),
                 turns=turns[a:b],
             )
-            for one, own, (a, b) in zip(read, laid, pairwise(cuts), strict=True)
+            for reading, own, (a, b) in zip(read, laid, pairwise(cuts), strict=True)
         ]
 
 
@@ -395,10 +399,10 @@ def _behind(text: str, start: str) -> str:
     """The text behind something that it begins with, whatever the white space before that."""
     if not start.strip():
         return text.removeprefix(start)
-    core, found = start.strip(), text.lstrip()
-    if not found.startswith(core):
+    core, stripped = start.strip(), text.lstrip()
+    if not stripped.startswith(core):
         return text
-    return found[len(core) :].removeprefix(start[len(start.rstrip()) :])
+    return stripped[len(core) :].removeprefix(start[len(start.rstrip()) :])
 
 
 @dataclass(frozen=True)
@@ -432,11 +436,11 @@ def _add_ends(
     sentinel = np.iinfo(np.int64).max
     starts, stops = (np.append(tokens[control, side], sentinel) for side in (0, 1))
     near = np.searchsorted(stops, shut, side="right")
-    found = starts[near] < behind
+    has_end = starts[near] < behind
     over = np.minimum(np.searchsorted(tokens[:, 1], shut, side="right"), len(tokens) - 1)
     reaches = (tokens[over, 1] > shut) & (tokens[over, 0] < behind) & (shut < behind)
-    chosen = np.where(found, np.append(control, 0)[near], over)
-    known = found | reaches
+    chosen = np.where(has_end, np.append(control, 0)[near], over)
+    known = has_end | reaches
     at, mark = chosen[known], mark[known]
     alone = spans[at, 0] == spans[at, 1]
     spans[at, 0] = np.where(alone, mark, spans[at, 0])
@@ -457,10 +461,10 @@ def _in_turns(
     near = np.minimum(first, len(tokens) - 1)
     first = first + (is_control[near] & (starts[near] < start))
     counts = np.maximum(np.searchsorted(starts, stop, side="left") - first, 0)
-    found = np.full(len(tokens), -1, np.int64)
+    numbers = np.full(len(tokens), -1, np.int64)
     offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    found[np.repeat(first, counts) + offsets] = np.repeat(mark, counts)
-    return found
+    numbers[np.repeat(first, counts) + offsets] = np.repeat(mark, counts)
+    return numbers
 
 
 def _origins(sizes: Sequence[int]) -> NDArray[np.int64]:
@@ -471,9 +475,9 @@ def _moved(
     laid: Sequence[_Laid], name: str, there: NDArray[np.int64], here: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Pieces or ends of all conversations [N, 3], on the axes that they are laid on."""
-    rows = [getattr(one, name) for one in laid]
-    counts = [len(one) for one in rows]
-    table = np.array([row for one in rows for row in one], np.int64).reshape(-1, 3)
+    rows = [getattr(conversation, name) for conversation in laid]
+    counts = [len(part) for part in rows]
+    table = np.array([row for part in rows for row in part], np.int64).reshape(-1, 3)
     table[:, :2] += np.repeat(there, counts)[:, None]
     table[:, 2] += np.repeat(here, counts)
     return table
@@ -555,8 +559,8 @@ def trained_tokens(tokens: TokenSpans, ranges: NDArray[np.int64]) -> NDArray[np.
 def trained_spans(
     spans: NDArray[np.int64], turns: NDArray[np.int64], ranges: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """The same for spans; of several texts where they are laid end to end. A token that stands for
-    a part of a message that is not trained on is not trained on either; the one that ends the turn
+    """The spans that are trained on; several texts are laid end to end. A token that stands for a
+    part of a message that is not trained on is not trained on either; the one that ends the turn
     before may also begin this one."""
     if not len(ranges):
         return np.zeros(len(spans), bool)

@@ -14,7 +14,7 @@ from vocagnolm.recipe.sections import CorpusSection, EngineSection, QuestionsSec
 
 if TYPE_CHECKING:
     from vocagnolm.evaluate.bits import BitsPerByte
-    from vocagnolm.evaluate.run import Progress
+    from vocagnolm.evaluate.run import EvaluationProgress
 
 
 @with_options
@@ -105,7 +105,7 @@ def evaluate(
             typer.echo(line, err=True)
 
 
-def _note(meter: Meter, now: "Progress") -> None:
+def _note(meter: Meter, now: "EvaluationProgress") -> None:
     of_text = now.task == "text"
     meter.unit = "documents" if of_text else "questions"
     before = now.all_done - now.fresh  # answered by an earlier run

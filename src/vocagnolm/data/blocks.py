@@ -371,12 +371,12 @@ def read_manifest(folder: Path | Storage) -> dict[str, Any]:
     return manifest
 
 
-def cut_parts(manifest: dict[str, Any], found: Mapping[str, int]) -> list[str]:
-    """As `damaged_parts`, by the sizes of the files that were `found` alone."""
+def cut_parts(manifest: dict[str, Any], sizes: Mapping[str, int]) -> list[str]:
+    """Parts of blocks that are missing or truncated; `sizes`: bytes of the files that are there."""
     return [
         f"{part['name']}: it is missing or truncated"
         for part in manifest["parts"]
-        if found.get(part["name"]) != part.get("bytes", found.get(part["name"], -1))
+        if sizes.get(part["name"]) != part.get("bytes", sizes.get(part["name"], -1))
     ]
 
 

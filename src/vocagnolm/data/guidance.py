@@ -124,7 +124,7 @@ def nats_and_bytes(token_bytes: NDArray[Any], nll: NDArray[Any]) -> tuple[float,
 
 
 def nats_per_byte(token_bytes: NDArray[Any], nll: NDArray[Any]) -> float:
-    """Of a document; infinite where no token has a loss."""
+    """A document's mean loss per byte; infinite where no token has a loss."""
     nats, covered = nats_and_bytes(token_bytes, nll)
     return nats / covered if covered else np.inf
 

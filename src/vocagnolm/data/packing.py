@@ -126,7 +126,7 @@ def target_shares(mass: Mapping[str, float]) -> dict[str, float]:
 
 
 def target_words(shares: Mapping[str, float]) -> list[str]:
-    """The same for people."""
+    """The shares of alternatives that became targets, as two sentences for the console."""
     return [
         f"targets: {shares['shared']:.1%} of the tokens begin where a teacher token begins, "
         f"{shares['inside']:.1%} inside a teacher token ({shares['continued']:.1%} where an "

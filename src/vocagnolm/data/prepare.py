@@ -457,7 +457,7 @@ class PartMaker:
         return kept, missing, left_out
 
     def _batches(self, kept: Sequence[_Kept], refused: Counter[str]) -> Iterator[Batch]:
-        """All documents, at least one batch of them. The conversations that the template refuses
+        """Read the documents in batches, at least one. The conversations that the template refuses
         are counted by reason."""
         tokenizer, train_on = self.plan.tokenizer, self.plan.recipe.data.train_on
         for batch in batches(kept, lambda one: len(one.text)) or [[]]:
@@ -502,7 +502,7 @@ class PartMaker:
 
 
 def tokenise(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[TokenSpans]:
-    """All texts, in batches of bounded size."""
+    """Tokenize texts in batches of bounded size."""
     return in_batches(tokenizer.spans_batch, texts)
 
 

@@ -116,7 +116,8 @@ def remote_files(address: str) -> list[RemoteFile]:
 
 
 def _remote_file(address: str, name: str, about: Mapping[str, Any] | None = None) -> RemoteFile:
-    """As it is found now; `about`: what its server says of it, where that is known."""
+    """A remote file with its current size and version; `about`: what its server says of it, if
+    that is known already."""
 
     def info() -> Mapping[str, Any]:
         system, inner = _system(address)
@@ -394,8 +395,8 @@ def _open_zstandard(path: Path) -> io.BufferedIOBase:
 
 
 class _ZstandardStream(io.RawIOBase):
-    """All frames of a file, one after the other. The library's own reader stops after the first
-    frame, and takes a frame that is cut short for a whole one."""
+    """Reads every frame of a Zstandard file in turn. The library's own reader stops after the first
+    frame, and takes a truncated frame for a whole one."""
 
     def __init__(self, file: IO[bytes], decompressor: Any):
         self._file = file

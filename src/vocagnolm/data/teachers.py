@@ -104,8 +104,8 @@ def _bits(sums: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _compared(sums: Sequence[NDArray[np.float64]]) -> dict[str, Any]:
-    """Of some documents: every teacher's bits per byte, and the share of the documents on which it
-    needs the fewest; shared where several do."""
+    """Every teacher's bits per byte over some documents, and the share of the documents on which it
+    needs the fewest bits; a tie counts for each teacher in equal parts."""
     nats, covered = np.sum(sums, axis=0)
     best = np.zeros(len(nats))
     for one in sums:
@@ -224,8 +224,8 @@ the one behind it, and every teacher's nats."""
 def _stretches_apart(
     entries: Sequence[Sequence[TeacherLosses]], rows: Sequence[int], examples: int
 ) -> tuple[NDArray[Any], NDArray[Any], list[_Stretch]]:
-    """Of some documents, for every store: tokens of the first one that both know, and those on
-    which the two are apart; and the widest stretches."""
+    """Where stores disagree on some documents. For every store: how many tokens of the first store
+    both know, and on how many of them the two differ; then the widest stretches."""
     widths = np.array([int(np.sum(entry[0][0], dtype=np.int64)) for entry in entries])
     origins = np.concatenate([[0], np.cumsum(widths + 1)])[:-1].astype(np.int64)
     by_store = list(zip(*entries, strict=True))

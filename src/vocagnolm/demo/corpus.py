@@ -235,12 +235,12 @@ def held_out_problems(n_problems: int, documents: Iterable[tuple[str, str]]) -> 
     behind them do: there are fewer than two hundred, and learning them is the task."""
     seen = set(questions_of(documents))
     chance = random.Random(HELD_OUT_SEED)
-    found: dict[str, Problem] = {}
-    while len(found) < n_problems:
+    problems: dict[str, Problem] = {}
+    while len(problems) < n_problems:
         problem = draw_problem(chance)
         if problem.question not in seen:
-            found.setdefault(problem.question, problem)
-    return list(found.values())
+            problems.setdefault(problem.question, problem)
+    return list(problems.values())
 
 
 def write_held_out(path: Path, problems: Iterable[Problem]) -> None:

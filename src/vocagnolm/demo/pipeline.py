@@ -177,7 +177,7 @@ def make_page(
 def print_results(results: Results) -> None:
     rows = [["method", *(f"{measure.name}, {measure.unit}" for measure in results.measures)]]
     digits = [measure.digits for measure in results.measures]
-    rows += [[one.name, *map(mean_and_spread, one.values, digits)] for one in results.groups]
+    rows += [[group.name, *map(mean_and_spread, group.values, digits)] for group in results.groups]
     console.print(f"\n{format_table(rows, rule=False)}\n\n{results.verdict}\n")
 
 
@@ -221,8 +221,8 @@ def results_of(measured: Measured) -> Results:
     groups = []
     for method, records in measured.items():
         parts = [parts_of(key, records) for key in MEASURES]
-        values: list[list[float | None]] = [one.sum(1).tolist() for one in parts]
-        intervals: list[tuple[float, float] | None] = [interval_of(one) for one in parts]
+        values: list[list[float | None]] = [part.sum(1).tolist() for part in parts]
+        intervals: list[tuple[float, float] | None] = [interval_of(part) for part in parts]
         if sum(records[0]["answers"]) == 0 and len(records) == 1:
             # none was right, whichever problems are drawn: as many may still be by chance
             n = np.array(float(len(records[0]["answers"])))
@@ -300,8 +300,8 @@ def write_materials(folder: Path) -> None:
     corpus.write_prompts(folder / "prompts.jsonl", 2_000)
     tokens = students.NEW_TOKENS
     requests = [
-        Request(TASK, index, one.prompt, str(one.answer), ("\nQuestion:",), tokens)
-        for index, one in enumerate(problems)
+        Request(TASK, index, problem.prompt, str(problem.answer), ("\nQuestion:",), tokens)
+        for index, problem in enumerate(problems)
     ]
     write_requests(folder / "requests.jsonl", requests)
     for model in (students.START, students.TEACHER):

@@ -24,8 +24,8 @@ _ANSWER = re.compile(r"The answer is (-?\d+)\.")
 
 def read_answer(output: str) -> int | None:
     """The number of the first "The answer is N."; None where there is none."""
-    found = _ANSWER.search(output)
-    return int(found.group(1)) if found else None
+    match = _ANSWER.search(output)
+    return int(match.group(1)) if match else None
 
 
 def exact_answers(answers: Sequence[int | None], problems: Sequence[Problem]) -> list[int]:
@@ -187,7 +187,7 @@ def measure(model: Path, held_out: Path, problems: Sequence[Problem]) -> Record:
     generator.prefix_ids = [files.tokenizer.vocabulary[END]]
     prompts = [problem.prompt for problem in problems]
     batches = generator.generate(prompts, stop=(), max_new_tokens=NEW_TOKENS)
-    written = dict(one for batch in batches for one in batch)
+    written = dict(pair for batch in batches for pair in batch)
     generator.close()
     answers = [read_answer(written[number].output) for number in range(len(problems))]
     right = exact_answers(answers, problems)

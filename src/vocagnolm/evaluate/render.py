@@ -74,10 +74,10 @@ _PAPER_CHOICE = (
 
 
 def _lm_eval_file(*parts: str) -> str:
-    found = importlib.util.find_spec("lm_eval")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
         raise MissingExtraError("lm-eval", "eval", "Evaluation")
-    return Path(found.origin).parent.joinpath("tasks", *parts).read_text(encoding="utf-8")
+    return Path(spec.origin).parent.joinpath("tasks", *parts).read_text(encoding="utf-8")
 
 
 @cache
@@ -104,7 +104,7 @@ def _minerva_shots() -> tuple[Shot, ...]:
 def _mathqa_shots(protocol: Protocol) -> tuple[Shot, ...]:
     text = (TASK_FOLDER / f"mathqa_{protocol}.md").read_text(encoding="utf-8").strip()
     _, *examples = text.split("\n\n\n")  # first, where they are from
-    halves = [one.removeprefix("Problem:\n").partition("\nSolution:\n") for one in examples]
+    halves = [example.removeprefix("Problem:\n").partition("\nSolution:\n") for example in examples]
     return tuple((question, answer) for question, _, answer in halves)
 
 

@@ -68,7 +68,9 @@ TextSums = Mapping[int, Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Record:
+class QuestionRecord:
+    """What a model answered to one question, and how the answer was graded."""
+
     index: int
     prompt: str
     output: str
@@ -80,10 +82,10 @@ class Record:
     reasoning: str = ""
 
 
-def fields_of(one: Answer | Record) -> dict[str, Any]:
-    """As they are written; reasoning where there is some."""
-    fields = asdict(one)
-    return fields if one.reasoning else {k: v for k, v in fields.items() if k != "reasoning"}
+def fields_of(answer: Answer | QuestionRecord) -> dict[str, Any]:
+    """The fields that are written to a file; `reasoning` is left out where it is empty."""
+    fields = asdict(answer)
+    return fields if answer.reasoning else {k: v for k, v in fields.items() if k != "reasoning"}
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,11 @@ def in_order(tasks: Iterable[str]) -> list[str]:
 
 
 def title_of(row: str) -> str:
-    """Of a task, an average or the text."""
+    """The title of a row: a task, an average or the text."""
     return TASKS[row].title if row in TASKS else _TITLES.get(row, row)
 
 
-def score_records(records: Iterable[Record]) -> TaskScore:
+def score_records(records: Iterable[QuestionRecord]) -> TaskScore:
     listed = list(records)
     n = len(listed)
     share = sum(record.correct for record in listed) / n
@@ -225,7 +227,8 @@ class RunFolder:
         write_json(path, merged, sealed=True)
 
     def checksums(self) -> dict[str, str]:
-        """Of every task's requests, as they were when it was claimed; empty where not known."""
+        """Checksum of every task's requests, as they were when the folder was claimed; empty where
+        they are not known."""
         with contextlib.suppress(FileNotFoundError):
             path = self.folder / "settings.json"
             return dict(read_json(path, EvaluationError, _BEGIN_ANEW, _SETTINGS_KEYS)["prompts"])
@@ -259,18 +262,18 @@ class RunFolder:
 
     # --- graded records -----------------------------------------------------------------------
 
-    def records(self, task: str) -> list[Record] | None:
+    def records(self, task: str) -> list[QuestionRecord] | None:
         path = self.outputs / f"{task}.jsonl"
         if not path.is_file():
             return None
         try:
-            return [Record(**fields) for fields in finished_lines(path)]
+            return [QuestionRecord(**fields) for fields in finished_lines(path)]
         except (ValueError, TypeError) as error:
             raise EvaluationError(
                 f"{path} is damaged ({error}). Remove it and run the evaluation again."
             ) from None
 
-    def finish_task(self, task: str, records: list[Record]) -> None:
+    def finish_task(self, task: str, records: list[QuestionRecord]) -> None:
         write_text(self.outputs / f"{task}.jsonl", sealed_lines(map(fields_of, records)))
         remove(self._partial(task))
 
@@ -363,7 +366,9 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Run:
+class EvaluatedRun:
+    """A finished evaluation with its single answers, as it is compared with others."""
+
     name: str
     evaluation: Evaluation
     correct: dict[str, dict[int, bool]]  # task -> question -> right
@@ -374,7 +379,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    runs: list[Run]
+    runs: list[EvaluatedRun]
     # row (task, average or bits per byte) -> difference of every run but the first to the first;
     # None where one of the two was not evaluated on it, or under other conditions
     differences: dict[str, list[Difference | None]]
@@ -426,9 +431,11 @@ class Comparison:
 
     def rows(self) -> list[str]:
         """Tasks, averages and the text, of which any run has a score."""
-        found = [run.evaluation for run in self.runs]
-        known = [r for r in (*AVERAGES, BITS) if any(e.score(r)[0] is not None for e in found)]
-        return in_order(task for e in found for task in e.tasks) + known
+        evaluations = [run.evaluation for run in self.runs]
+        known = [
+            r for r in (*AVERAGES, BITS) if any(e.score(r)[0] is not None for e in evaluations)
+        ]
+        return in_order(task for e in evaluations for task in e.tasks) + known
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -457,29 +464,32 @@ def average_difference(
     hypothesis the two models' answers to a question may be exchanged."""
     parts, contributions = [], []
     for task in tasks:
-        one = paired_difference(first.get(task, {}), second.get(task, {}))
-        if one is None:
+        part = paired_difference(first.get(task, {}), second.get(task, {}))
+        if part is None:
             return None
-        parts.append(one)
-        weight = 100 / (one.n * len(tasks))
+        parts.append(part)
+        weight = 100 / (part.n * len(tasks))
         shared = sorted(first[task].keys() & second[task].keys())
         contributions += [weight * (second[task][i] - first[task][i]) for i in shared]
-    difference = sum(one.difference for one in parts) / len(tasks)
-    known = [one.stderr for one in parts if one.stderr is not None]
+    difference = sum(part.difference for part in parts) / len(tasks)
+    known = [part.stderr for part in parts if part.stderr is not None]
     stderr = sum(e * e for e in known) ** 0.5 / len(tasks) if len(known) == len(parts) else None
     p_value = sign_flip_p(np.array(contributions))
-    return Difference(difference, stderr, p_value, sum(one.n for one in parts))
+    return Difference(difference, stderr, p_value, sum(part.n for part in parts))
 
 
-def load_run(path: str | Path) -> Run:
+def load_run(path: str | Path) -> EvaluatedRun:
     folder, evaluation = open_run(path)
     records = {task: folder.records(task) or [] for task in evaluation.tasks}
-    return Run(
+    return EvaluatedRun(
         folder.path.resolve().name,
         evaluation,
-        {task: {one.index: one.correct for one in listed} for task, listed in records.items()},
         {
-            task: {one.index: json_digest([one.prompt, one.gold]) for one in listed}
+            task: {record.index: record.correct for record in listed}
+            for task, listed in records.items()
+        },
+        {
+            task: {record.index: json_digest([record.prompt, record.gold]) for record in listed}
             for task, listed in records.items()
         },
         folder.checksums(),
@@ -510,7 +520,7 @@ def compare_runs(paths: list[str | Path]) -> Comparison:
     return table
 
 
-def _difference(first: Run, second: Run, row: str) -> Difference | None:
+def _difference(first: EvaluatedRun, second: EvaluatedRun, row: str) -> Difference | None:
     if _unlike(first, second, row):
         return None
     if row in AVERAGES:
@@ -520,11 +530,12 @@ def _difference(first: Run, second: Run, row: str) -> Difference | None:
     sums = {"first": first.text_sums, "second": second.text_sums}
     if not all(sums.values()):
         return None
-    one = {one.name: one for one in rank_texts(sums, "first")}["second"]
-    return Difference(one.difference, None, None, one.documents, one.difference_interval)
+    ranked = {score.name: score for score in rank_texts(sums, "first")}
+    score = ranked["second"]
+    return Difference(score.difference, None, None, score.documents, score.difference_interval)
 
 
-def _unlike(first: Run, second: Run, row: str) -> list[str]:
+def _unlike(first: EvaluatedRun, second: EvaluatedRun, row: str) -> list[str]:
     """What the conditions of two runs differ in; nothing where one of them lacks the row."""
     a, b = first.evaluation, second.evaluation
     if row == BITS:
@@ -540,7 +551,7 @@ def _unlike(first: Run, second: Run, row: str) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _unlike_task(first: Run, second: Run, task: str) -> list[str]:
+def _unlike_task(first: EvaluatedRun, second: EvaluatedRun, task: str) -> list[str]:
     pair = []
     for run in (first, second):
         known = run.evaluation.conditions.get(task, {})
@@ -561,7 +572,7 @@ def _unlike_task(first: Run, second: Run, task: str) -> list[str]:
 
 def bits_stderr(sums: TextSums) -> float | None:
     """The standard error of bits per byte: bootstrap over documents. None for a single one."""
-    above_D, below_D = np.array([one for one in sums.values() if one[1]], np.float64).T
+    above_D, below_D = np.array([pair for pair in sums.values() if pair[1]], np.float64).T
     if len(above_D) < 2:
         return None
     return float(resampled_ratios(above_D[None], below_D[None]).std(ddof=1))
@@ -583,16 +594,20 @@ class TextScore:
     """Than the baseline; equal: no difference that these documents can show."""
 
 
-def rank_texts(found: Mapping[str, TextSums], baseline: str | None = None) -> list[TextScore]:
+def rank_texts(by_model: Mapping[str, TextSums], baseline: str | None = None) -> list[TextScore]:
     """Models by their bits per byte, the best first, from the `BitsPerByte.by_document` of each.
     `baseline`: the model that all are compared with; None: the best."""
-    names = list(found)
-    common = set.intersection(*({at for at, (_, n) in one.items() if n} for one in found.values()))
+    names = list(by_model)
+    common = set.intersection(
+        *({at for at, (_, n) in sums.items() if n} for sums in by_model.values())
+    )
     if not common:
         raise EvaluationError(
             f"{', '.join(names)}: there is no document that all of them can read."
         )
-    sums_MD2 = np.array([[one[at] for at in sorted(common)] for one in found.values()], np.float64)
+    sums_MD2 = np.array(
+        [[sums[at] for at in sorted(common)] for sums in by_model.values()], np.float64
+    )
     value_M = np.divide(*sums_MD2.sum(1).T)
     drawn_RM = resampled_ratios(sums_MD2[..., 0], sums_MD2[..., 1])
     base = int(value_M.argmin()) if baseline is None else names.index(baseline)
@@ -648,12 +663,12 @@ OUTCOMES = {"better": "better", "worse": "worse", "equal": "no clear difference"
 def ranking_table(ranked: Sequence[TextScore], baseline: str = "the best") -> list[list[str]]:
     """Rows of cells for models on one text; `baseline` names what they are compared with."""
     rows = [["model", "bits per byte", "95 % interval", f"against {baseline}", ""]]
-    for one in ranked:
-        low, high = one.difference_interval
-        against = f"{one.difference:+.4f} ({low:+.4f} to {high:+.4f})"
-        compared = [] if one.difference == low == high else [against, OUTCOMES[one.outcome]]
-        interval = "{:.4f} to {:.4f}".format(*one.interval)
-        rows.append([one.name, f"{one.bits_per_byte:.4f}", interval, *compared])
+    for model in ranked:
+        low, high = model.difference_interval
+        against = f"{model.difference:+.4f} ({low:+.4f} to {high:+.4f})"
+        compared = [] if model.difference == low == high else [against, OUTCOMES[model.outcome]]
+        interval = "{:.4f} to {:.4f}".format(*model.interval)
+        rows.append([model.name, f"{model.bits_per_byte:.4f}", interval, *compared])
     return rows
 
 
@@ -664,8 +679,8 @@ def comparison_table(comparison: Comparison) -> list[list[str]]:
     rows = [["task", first, *(cell for title in others for cell in (title, "difference", ""))]]
     for row in comparison.rows():
         cells = [title_of(row), _score(base, row)]
-        for one, change in zip(rest, comparison.differences[row], strict=True):
-            cells += [_score(one, row), *_difference_cells(change)]
+        for evaluation, change in zip(rest, comparison.differences[row], strict=True):
+            cells += [_score(evaluation, row), *_difference_cells(change)]
         rows.append(cells)
     return rows
 

@@ -17,7 +17,7 @@ from vocagnolm.evaluate.render import Request
 from vocagnolm.evaluate.results import (
     BITS,
     Evaluation,
-    Record,
+    QuestionRecord,
     RunFolder,
     bits_stderr,
     score_records,
@@ -37,7 +37,7 @@ _FORMAT = 2
 
 
 @dataclass(frozen=True)
-class Progress:
+class EvaluationProgress:
     """How far a task is, and all of them together. `text` counts documents, by itself."""
 
     task: str
@@ -49,7 +49,7 @@ class Progress:
     """Of `all_done`, what this run itself has done."""
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[EvaluationProgress], None]
 
 
 def evaluate(
@@ -145,7 +145,7 @@ def evaluate(
 
             def on_documents(done: int, total: int) -> None:
                 if on_progress is not None:
-                    on_progress(Progress("text", done, total, done, total, done))
+                    on_progress(EvaluationProgress("text", done, total, done, total, done))
 
             measured = bits_per_byte(
                 loaded,
@@ -223,12 +223,14 @@ class _Count:
         self.fresh += fresh
         if self.on_progress is not None:
             all_done = self.before + done
-            self.on_progress(Progress(task, done, total, all_done, self.total, self.fresh))
+            self.on_progress(
+                EvaluationProgress(task, done, total, all_done, self.total, self.fresh)
+            )
 
 
 def checksum(requests: Sequence[Request]) -> str:
-    """Of all that a prompt is; the settings name the protocol."""
-    fields = ({k: v for k, v in asdict(one).items() if k != "protocol"} for one in requests)
+    """A digest of every field of the requests but the protocol, which the settings name."""
+    fields = ({k: v for k, v in asdict(request).items() if k != "protocol"} for request in requests)
     return hashlib.sha256("".join(map(json.dumps, fields)).encode()).hexdigest()
 
 
@@ -295,6 +297,6 @@ def grade_task(run: RunFolder, task: str, requests: list[Request]) -> None:
             graded = grade(
                 task, output, gold, complete=complete, protocol=protocol, question=prompt
             )
-        found = graded.extracted, gold, graded.correct, complete, answer.reasoning
-        records.append(Record(request.index, prompt, output, *found))
+        graded_fields = graded.extracted, gold, graded.correct, complete, answer.reasoning
+        records.append(QuestionRecord(request.index, prompt, output, *graded_fields))
     run.finish_task(task, records)

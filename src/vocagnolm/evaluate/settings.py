@@ -19,7 +19,7 @@ OF_THE_QUESTIONS = ("questions", "prompts")
 
 
 def task_conditions(requests: Sequence[Request]) -> Conditions:
-    """Of one task. `prompts` stands for the benchmark's files and the task's version."""
+    """Conditions of one task. `prompts` stands for the benchmark's files and the task's version."""
     first = requests[0]
     shots, talk = TASKS[first.task].shots, {}
     if is_conversation(first.prompt):
@@ -38,7 +38,7 @@ def task_conditions(requests: Sequence[Request]) -> Conditions:
 
 
 def text_conditions(text: Sequence[str | Path], text_field: str) -> Conditions:
-    """Of bits per byte: the text itself, whatever its files are called."""
+    """Conditions of bits per byte: a digest of the text itself, whatever its files are called."""
     content = [file_digest(path) if Path(path).is_file() else str(path) for path in text]
     return {"text": json_digest([content, text_field])[:16]}
 
@@ -59,23 +59,23 @@ def differing(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None)
 
 def marks(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
     """For scores of one task side by side: what sets each apart from the others, or nothing."""
-    recorded = [one for one in conditions if len(one) > 1]
+    recorded = [known for known in conditions if len(known) > 1]
     apart = _apart(recorded)
     # other questions have other prompts: their number says it
     if "questions" in apart:
         apart = [name for name in apart if name != "prompts"]
-    shared = [name for name in _apart(conditions) if all(name in one for one in conditions)]
+    shared = [name for name in _apart(conditions) if all(name in known for known in conditions)]
     result = []
-    for one in conditions:
-        old = recorded and one not in recorded
-        parts = [f"{name} {_shown(one.get(name))}" for name in (shared if old else apart)]
+    for known in conditions:
+        old = recorded and known not in recorded
+        parts = [f"{name} {_shown(known.get(name))}" for name in (shared if old else apart)]
         result.append(", ".join([*parts, *(["conditions not recorded"] if old else [])]))
     return result
 
 
 def _apart(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = dict.fromkeys(name for one in conditions for name in one)
-    return [n for n in names if len({_shown(one.get(n)) for one in conditions}) > 1]
+    names = dict.fromkeys(name for known in conditions for name in known)
+    return [n for n in names if len({_shown(known.get(n)) for known in conditions}) > 1]
 
 
 def _shown(value: Any) -> str:

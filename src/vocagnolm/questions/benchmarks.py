@@ -300,16 +300,16 @@ if SOURCES.keys() != TASKS.keys():
 def load_examples(
     task: str, folder: str | Path | None = None, protocol: Protocol = "strict"
 ) -> list[Example]:
-    """All questions of a task, from `folder` or, without one, from where they are published."""
+    """The questions of a task, from `folder` or, without one, from where they are published."""
     name = task_named(task).name
     source = SOURCES[name]
     read = (source.read_paper if protocol == "paper" else None) or source.read
     if folder is None and (source.hub or source.url):
-        found = _published_rows(name, source)
+        rows = _published_rows(name, source)
     else:
-        found = _local_rows(name, source, Path(folder or ""))
+        rows = _local_rows(name, source, Path(folder or ""))
     examples = []
-    for where, row in found:
+    for where, row in rows:
         try:
             example = read(row)
         except (_Malformed, ValueError, SyntaxError, TypeError) as error:
@@ -436,7 +436,7 @@ def task_from_file(path: str | Path) -> Task:
     choice = own.kind == "choice"
     shots, examples = 4 if own.kind == "math" else 8, None  # Minerva's or GSM8K's
     if choice or own.examples is not None:
-        examples = tuple((one.question, str(one.answer)) for one in own.examples or ())
+        examples = tuple((example.question, str(example.answer)) for example in own.examples or ())
         shots = len(examples)
     task = Task(
         name=path.stem,

@@ -125,8 +125,8 @@ def average_stderrs(stderrs: Mapping[str, float | None]) -> dict[str, float | No
 def _each_average(
     values: Mapping[str, float | None], combine: Callable[[list[float]], float]
 ) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
+    averages: dict[str, float | None] = {}
     for key, names in AVERAGES.items():
         known = [value for name in names if (value := values.get(name)) is not None]
-        found[key] = combine(known) if len(known) == len(names) else None
-    return found
+        averages[key] = combine(known) if len(known) == len(names) else None
+    return averages

@@ -81,7 +81,7 @@ def measure_fit(
 ) -> Fit:
     """Spans of the same texts in both tokenizations, and their alignments."""
     counts = [shares(alignment) for alignment in alignments]
-    covers = [token_overlap(*one) for one in zip(ours, theirs, alignments, strict=True)]
+    covers = [token_overlap(*pair) for pair in zip(ours, theirs, alignments, strict=True)]
     tokens = max(sum(count.tokens for count in counts), 1)
     return Fit(
         student_tokens=sum(map(len, ours)),
@@ -224,15 +224,15 @@ def plain_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer:
 
 
 def _read(tokenizer: TextTokenizer, documents: Sequence[str]) -> list[TokenSpans]:
-    """Of conversations, the tokens of contents and ends of turns; what the template leaves out is
-    no fault of the tokenizer."""
-    found = tokenizer.spans_batch(documents)
+    """Tokens of every document. Conversations keep the tokens of contents and ends of turns, and no
+    bytes count as lost: what the template leaves out is no fault of the tokenizer."""
+    readings = tokenizer.spans_batch(documents)
     if not isinstance(tokenizer, ChatTokenizer):
-        return found
-    held = [one.token_bytes > 0 for one in found]
+        return readings
+    held = [reading.token_bytes > 0 for reading in readings]
     return [
-        TokenSpans(one.ids[here], one.spans[here], one.n_bytes, lost_bytes=0)
-        for one, here in zip(found, held, strict=True)
+        TokenSpans(reading.ids[here], reading.spans[here], reading.n_bytes, lost_bytes=0)
+        for reading, here in zip(readings, held, strict=True)
     ]
 
 
@@ -251,7 +251,7 @@ def _shared_starts(
 def _spelled(
     student: TextTokenizer, teacher: TextTokenizer, theirs: list[TokenSpans]
 ) -> SpelledShares:
-    ids, counts = np.unique(np.concatenate([one.ids for one in theirs]), return_counts=True)
+    ids, counts = np.unique(np.concatenate([tokens.ids for tokens in theirs]), return_counts=True)
     control = teacher.control_ids
     texts = [b"" if n in control else teacher.bytes_of(n) or b"" for n in ids.tolist()]
     held = np.array([bool(text) for text in texts])
@@ -273,17 +273,17 @@ def _widest(
     alignments: list[Alignment],
     n_widest: int,
 ) -> list[WideToken]:
-    found: dict[int, tuple[int, WideToken]] = {}  # by student id
+    widest: dict[int, tuple[int, WideToken]] = {}  # by student id
     for text, own, other, alignment in zip(documents, ours, theirs, alignments, strict=True):
         widths = np.where(alignment.mapped, alignment.last - alignment.first + 1, 0)
         encoded = text.encode()
         for i in np.argsort(-widths, kind="stable")[: 4 * n_widest].tolist():
             index, width = int(own.ids[i]), int(widths[i])
-            if width < 2 or found.get(index, (0,))[0] >= width:
+            if width < 2 or widest.get(index, (0,))[0] >= width:
                 continue
             start, end = own.spans[i]
             covering = other.ids[alignment.first[i] : alignment.last[i] + 1].tolist()
-            found[index] = (
+            widest[index] = (
                 width,
                 WideToken(
                     token=student.token(index),
@@ -291,7 +291,7 @@ def _widest(
                     teacher_tokens=[teacher.token(t) for t in covering],
                 ),
             )
-    return [wide for _, wide in sorted(found.values(), key=lambda entry: -entry[0])[:n_widest]]
+    return [wide for _, wide in sorted(widest.values(), key=lambda entry: -entry[0])[:n_widest]]
 
 
 # ---- figures ----
@@ -333,8 +333,8 @@ def tokenisation_rows(tokenizers: Sequence[TextTokenizer], text: str, path: str 
     width = min(max(3.0 + 0.14 * len(encoded), 5.0), 24.0)
     matplotlib, figure, axes = new_figure(width, 0.8 + 0.55 * len(tokenizers))
     for row, tokenizer in enumerate(tokenizers):
-        one = tokenizer.spans(text)
-        for at, (start, end) in enumerate(one.spans.tolist()):
+        tokens = tokenizer.spans(text)
+        for at, (start, end) in enumerate(tokens.spans.tolist()):
             if start == end:
                 continue
             axes.add_patch(
@@ -359,7 +359,7 @@ def tokenisation_rows(tokenizers: Sequence[TextTokenizer], text: str, path: str 
                 color=INK,
                 parse_math=False,
             )
-        name = f"{tokenizer.name}  ({len(one)})"
+        name = f"{tokenizer.name}  ({len(tokens)})"
         axes.text(-0.6, -row, name, ha="right", va="center", fontsize=9, color=SOFT)
     axes.set_xlim(0, max(len(encoded), 1))
     axes.set_ylim(-len(tokenizers) + 0.4, 0.6)

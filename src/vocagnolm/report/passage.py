@@ -54,18 +54,20 @@ class Reading:
 def joined(parts: Sequence[Reading], begins: NDArray[np.int64]) -> Reading:
     """Documents that lie end to end, each from its byte of `begins`, as one text."""
     first = parts[0]
-    given = [one.alternatives for one in parts if one.alternatives is not None]
-    packed = [one.packed for one in given]
-    counts = np.array([len(one.spans) for one in parts])
+    given = [part.alternatives for part in parts if part.alternatives is not None]
+    packed = [alternatives.packed for alternatives in given]
+    counts = np.array([len(part.spans) for part in parts])
     return dataclasses.replace(
         first,
-        spans=np.concatenate([one.spans + at for one, at in zip(parts, begins, strict=True)]),
-        ids=None if first.ids is None else np.concatenate([one.ids for one in parts]),
-        nll=None if first.nll is None else np.concatenate([one.nll for one in parts]),
-        shown=None if first.shown is None else [name for one in parts for name in one.shown or ()],
+        spans=np.concatenate([part.spans + at for part, at in zip(parts, begins, strict=True)]),
+        ids=None if first.ids is None else np.concatenate([part.ids for part in parts]),
+        nll=None if first.nll is None else np.concatenate([part.nll for part in parts]),
+        shown=None
+        if first.shown is None
+        else [name for part in parts for name in part.shown or ()],
         trained=None
         if first.trained is None
-        else [why for one in parts for why in one.trained or ()],
+        else [why for part in parts for why in part.trained or ()],
         alternatives=Alternatives(np.concatenate(packed), given[0].sampled) if given else None,
         begins=(np.cumsum(counts) - counts)[counts > 0],
     )
@@ -83,17 +85,19 @@ def make_passage(
     """One text with the student's row and the teachers'. `inside`: alternatives have a say inside
     the teacher's tokens too."""
     ours, *theirs = (
-        token_row(one.name, text, one.spans, one.ids, one.nll, one.shown)
-        for one in (student, *teachers)
+        token_row(reading.name, text, reading.spans, reading.ids, reading.nll, reading.shown)
+        for reading in (student, *teachers)
     )
     if student.trained is not None:
         ours = dataclasses.replace(ours, trained=[*student.trained])
     rows = []
     for row, teacher in zip(theirs, teachers, strict=True):
-        found = teacher_row(row, align(student.spans, teacher.spans))
+        teacher_tokens = teacher_row(row, align(student.spans, teacher.spans))
         if teacher.alternatives is not None:
-            found = with_alternatives(found, student, teacher, text, inside=inside)
-        rows.append(found)
+            teacher_tokens = with_alternatives(
+                teacher_tokens, student, teacher, text, inside=inside
+            )
+        rows.append(teacher_tokens)
     return Passage(title=title, student=ours, teachers=rows, breaks=breaks)
 
 
@@ -180,7 +184,7 @@ def with_alternatives(
     are shown."""
     table, given = teacher.table, teacher.alternatives
     assert table is not None and given is not None and student.ids is not None
-    found = carry_alternatives(
+    carried = carry_alternatives(
         table,
         student.ids,
         student.spans,
@@ -193,11 +197,11 @@ def with_alternatives(
     ids_given = given.ids.tolist()
     targets: list[list[tuple[str | None, float] | None]] = []
     for token, first in enumerate(row.first):
-        if first < 0 or not found.has_targets[token]:
+        if first < 0 or not carried.has_targets[token]:
             targets.append([])
             continue
         read = text[int(teacher.spans[first, 0]) : int(student.spans[token, 0])]
-        pairs = zip(found.ids[token].tolist(), found.probability[token].tolist(), strict=True)
+        pairs = zip(carried.ids[token].tolist(), carried.probability[token].tolist(), strict=True)
         targets.append(
             [
                 _target(table, *pair) if _goes_on(table.vocabulary, index, read) else None
@@ -212,7 +216,7 @@ def _shown(given: Alternatives, vocabulary: Vocabulary) -> list[list[tuple[str, 
     least = 0.0 if given.sampled else _LEAST  # draws stand in no order
     ends = set(vocabulary.ends.tolist())
     columns = (given.ids, given.probability, given.present, given.follows)
-    found = []
+    shown = []
     for token in zip(*(column[:, :SHOWN].tolist() for column in columns), strict=True):
         rows: list[tuple[str, float, bool]] = []
         for index, p, present, is_next in zip(*token, strict=True):
@@ -220,8 +224,8 @@ def _shown(given: Alternatives, vocabulary: Vocabulary) -> list[list[tuple[str, 
                 break
             spelled = _spelled(vocabulary, index).decode("utf-8", "surrogateescape")
             rows.append((_END if index in ends else spelled, round(p, 4), is_next))
-        found.append(rows)
-    return found
+        shown.append(rows)
+    return shown
 
 
 def _spelled(vocabulary: Vocabulary, index: int) -> bytes:
@@ -259,22 +263,22 @@ def preflight(
 ) -> Preflight:
     """How the pair fits on these texts. A store needs no teacher's tokenizer; where there is one,
     the vocabularies are compared."""
-    spans = [one.spans for one in ours]
+    spans = [tokens.spans for tokens in ours]
     if isinstance(student, ChatTokenizer):  # what a template prints is neither mapped nor unmapped
-        spans = [one.spans[one.token_bytes > 0] for one in ours]
-    found = Preflight(
+        spans = [tokens.spans[tokens.token_bytes > 0] for tokens in ours]
+    fit = Preflight(
         student=names[0],
         teacher=names[1],
         student_vocabulary=student.vocabulary_size,
-        text_bytes=sum(one.n_bytes for one in ours),
+        text_bytes=sum(tokens.n_bytes for tokens in ours),
         exact=exact,
         **vars(measure_fit(spans, theirs, align_batch(spans, theirs))),
     )
     if teacher is None:
-        return found
+        return fit
     overlap = vocabulary_overlap(plain_tokenizer(student), plain_tokenizer(teacher))
     return dataclasses.replace(
-        found,
+        fit,
         teacher_vocabulary=plain_tokenizer(teacher).vocabulary_size,
         overlap_raw=overlap.raw,
         overlap_marks=overlap.marks,

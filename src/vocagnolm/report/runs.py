@@ -151,7 +151,7 @@ def report_page(
         raise RunError("no run was given: expected one or more run folders")
     names = _names(folders)
     settings = setting_names(folders, names)
-    read = [read_run(*one) for one in zip(folders, names, settings, strict=True)]
+    read = [read_run(*run) for run in zip(folders, names, settings, strict=True)]
     sample = next(filter(None, map(read_sample, folders)), Sample())
     return Page(
         title=title or (read[0].name if len(read) == 1 else f"{len(read)} runs, side by side"),
@@ -180,9 +180,11 @@ def write_report(
     notes: list[str] = []
     samples = list(filter(None, map(read_sample, folders)))
     if source_field is not None:  # those that do not know the sources are made again
-        samples = [one for one in samples if all(passage.sources for passage in one.passages)]
+        samples = [
+            sample for sample in samples if all(passage.sources for passage in sample.passages)
+        ]
     if sample_documents and not samples:
-        for folder in sorted(folders, key=lambda one: read_run(one).method != "guided"):
+        for folder in sorted(folders, key=lambda path: read_run(path).method != "guided"):
             try:
                 write_sample(folder, documents=sample_documents, source_field=source_field)
                 notes = []
@@ -214,9 +216,11 @@ def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results 
     scores: list[dict[str, Score]] = [{} for _ in folders]
     measures: dict[str, Measure] = {}
     evaluations = [RunFolder(folder).results() or Evaluation({}) for folder in folders]
-    tasks = in_order(name for one in evaluations for name in one.tasks)
+    tasks = in_order(name for evaluation in evaluations for name in evaluation.tasks)
     for task in (*tasks, *AVERAGES, BITS):
-        held = [at for at, one in enumerate(evaluations) if one.score(task)[0] is not None]
+        held = [
+            at for at, evaluation in enumerate(evaluations) if evaluation.score(task)[0] is not None
+        ]
         apart = marks([_conditions(evaluations[at], task) for at in held])
         names = [f"{task} ({mark})" if mark else task for mark in apart]
         for name, at in zip(names, held, strict=True):
@@ -229,10 +233,10 @@ def evaluation_results(folders: Sequence[Path], runs: Sequence[Run]) -> Results 
     if not measures:
         return None
     groups: dict[str, list[dict[str, Score]]] = {}
-    for run, found in zip(runs, scores, strict=True):
-        groups.setdefault(run.setting or run.name, []).append(found)
+    for run, results in zip(runs, scores, strict=True):
+        groups.setdefault(run.setting or run.name, []).append(results)
     tables = {
-        row: [[found.get(name, (None, None)) for found in seeds] for name in measures]
+        row: [[results.get(name, (None, None)) for results in seeds] for name in measures]
         for row, seeds in groups.items()
     }
     return Results(
@@ -287,7 +291,7 @@ def _flat_recipe(run: Path) -> Setting | None:
     flat: Setting = {}
     for section, value in content.items():
         if isinstance(value, Mapping):
-            flat |= {f"{section}.{key}": one for key, one in value.items()}
+            flat |= {f"{section}.{key}": setting for key, setting in value.items()}
         else:
             flat[section] = value
     # the blocks' fingerprint: equal recipes may have read other data
@@ -308,13 +312,13 @@ def setting_names(runs: Sequence[Path], names: Sequence[str]) -> list[str]:
     known: list[tuple[Setting | None, str]] = []
     result = []
     for setting, name in zip(settings, names, strict=True):
-        found = next((label for other, label in known if setting and other == setting), None)
-        if found is None:
-            found = name if setting is None else _label(setting, settings) or name
-            if found in (label for _, label in known):  # long values look alike in the short
-                found = f"{found} · {name}"
-            known.append((setting, found))
-        result.append(found)
+        title = next((label for other, label in known if setting and other == setting), None)
+        if title is None:
+            title = name if setting is None else _label(setting, settings) or name
+            if title in (label for _, label in known):  # long values look alike in the short
+                title = f"{title} · {name}"
+            known.append((setting, title))
+        result.append(title)
     return result
 
 
@@ -432,19 +436,21 @@ def compute_sample(
     if recipe.needs_targets and not recipe.needs_online_teacher:
         spec = common_alternatives(stores, recipe.objective.alternatives)
     count = None if spec is None else spec.count
-    teachers = [_reader(one, corpus, _table(recipe, tokenizer, one), count) for one in stores]
+    teachers = [_reader(store, corpus, _table(recipe, tokenizer, store), count) for store in stores]
     read = _choose(corpus, teachers, tokenizer, documents, seed)
     made = (recipe.student.config or {}).get("model_type", "model")
     name = model_name(recipe.student.model) if recipe.student.model else f"{made} from scratch"
     sources = None if source_field is None else _sources(recipe, source_field, read)
     ours = []
-    for one, nll in zip(read, score([one.tokens.ids for one in read]), strict=True):
+    for document, nll in zip(read, score([document.tokens.ids for document in read]), strict=True):
         assert isinstance(nll, np.ndarray)
-        ours.append(read_text(name, tokenizer, one.text, one.tokens, nll, recipe.data.train_on))
+        ours.append(
+            read_text(name, tokenizer, document.text, document.tokens, nll, recipe.data.train_on)
+        )
     passages, rule = weigh_passages(
         [
             _passage(read[group], ours[group], recipe.objective.inside, sources and sources[group])
-            for group in _groups([len(one.tokens) for one in read])
+            for group in _groups([len(document.tokens) for document in read])
         ],
         objective_config(recipe),
         aggregation=recipe.objective.aggregation,
@@ -453,15 +459,15 @@ def compute_sample(
     )
     pairs = []
     for at, store in enumerate(stores):
-        held = [one for one in read if len(one.teachers[at].spans)]
+        held = [document for document in read if len(document.teachers[at].spans)]
         pairs.append(
             preflight(
                 (name, store.teacher_name),
                 tokenizer,
                 _teacher_tokenizer(recipe),
-                [one.tokens for one in held],
-                [one.teachers[at].spans for one in held],
-                exact=all(one.tokens.exact for one in held),
+                [document.tokens for document in held],
+                [document.teachers[at].spans for document in held],
+                exact=all(document.tokens.exact for document in held),
             )
         )
     return Sample(passages=passages, selection=rule, preflight=pairs)
@@ -518,8 +524,8 @@ def _reader(
         if at is not None:
             token_bytes, nll = store[at]
             if table is not None:
-                found = store.alternatives(at)
-                given = Alternatives(found.packed[:, :count], found.sampled)
+                alternatives = store.alternatives(at)
+                given = Alternatives(alternatives.packed[:, :count], alternatives.sampled)
         spans = tiling(token_bytes)
         return Reading(
             name=store.teacher_name, spans=spans, nll=nll, alternatives=given, table=table
@@ -556,22 +562,22 @@ def _choose(
         if not document.text:
             continue
         digest = document_hash(document.text)
-        found = [read(index, digest) for read in teachers]
-        if teachers and not any(len(one.spans) for one in found):
+        readings = [read(index, digest) for read in teachers]
+        if teachers and not any(len(reading.spans) for reading in readings):
             continue
         try:
             tokens = tokenizer.spans(document.text)
         except TemplateError:  # prepare left it out as well
             continue
         if len(tokens) <= room:
-            chosen.append(_Read(document, document.text, tokens, found))
+            chosen.append(_Read(document, document.text, tokens, readings))
             room -= len(tokens)
     if not chosen:
         raise SampleError(
             "no document of the corpus is in the store and short enough for a page. "
             "Check that corpus.files and store.path of the recipe belong together"
         )
-    return sorted(chosen, key=lambda one: one.document.index)
+    return sorted(chosen, key=lambda choice: choice.document.index)
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[slice]:
@@ -590,22 +596,25 @@ def _sources(recipe: Recipe, field: str, read: Sequence[_Read]) -> list[str]:
         corpus = open_corpus(recipe.corpus.files, text_field=field, format="text")
     except CorpusError as error:
         raise SampleError(f"--source-field {field}: {error}") from None
-    found = [corpus.field(one.document.record) for one in read]
-    return ["" if one is None else str(one) for one in found]
+    fields = [corpus.field(choice.document.record) for choice in read]
+    return ["" if value is None else str(value) for value in fields]
 
 
 def _passage(
     group: Sequence[_Read], ours: Sequence[Reading], inside: bool, sources: list[str] | None
 ) -> Passage:
-    text = b"".join(one.text.encode() for one in group)
-    begins = np.cumsum([0, *(len(one.text.encode()) for one in group)])[:-1]
+    text = b"".join(document.text.encode() for document in group)
+    begins = np.cumsum([0, *(len(document.text.encode()) for document in group)])[:-1]
     more = f" and {len(group) - 1} more" if len(group) > 1 else ""
     passage = make_passage(
         group[0].document.place + more,
         text,
         joined(ours, begins),
-        [joined(parts, begins) for parts in zip(*(one.teachers for one in group), strict=True)],
-        breaks=np.cumsum([len(one.tokens) for one in group])[:-1].tolist() or None,
+        [
+            joined(parts, begins)
+            for parts in zip(*(document.teachers for document in group), strict=True)
+        ],
+        breaks=np.cumsum([len(document.tokens) for document in group])[:-1].tolist() or None,
         inside=inside,
     )
     return dataclasses.replace(passage, sources=sources)

@@ -244,7 +244,9 @@ _PIECES = {
 }
 KINDS = (*_PIECES, "other")
 _SPACE, _OTHER = KINDS.index("white space"), KINDS.index("other")
-_PIECE = re.compile("|".join(f"({one})" for one in _PIECES.values()), re.VERBOSE | re.MULTILINE)
+_PIECE = re.compile(
+    "|".join(f"({pattern})" for pattern in _PIECES.values()), re.VERBOSE | re.MULTILINE
+)
 
 
 def _byte_kinds(text: str) -> NDArray[np.uint8]:
@@ -312,7 +314,7 @@ def statistics(passages: Sequence[Passage], *, listed: int = 16) -> Statistics |
             for at, name in enumerate(KINDS)
             if (kind == at).any()
         ],
-        sources=[_source_share(*one) for one in documents.items()],
+        sources=[_source_share(*named) for named in documents.items()],
         most_kept=most_kept,
         most_dropped=most_dropped,
         excess=_histogram(given[mapped], kept[mapped], np.concatenate(certain)[mapped])
@@ -370,8 +372,8 @@ def _histogram(
     inside = np.clip(excess, low, high)
 
     def counts(weights: NDArray[np.float64]) -> list[float]:
-        found, _ = np.histogram(inside, edges, weights=weights)
-        return [round(float(count), 2) for count in found]
+        heights, _ = np.histogram(inside, edges, weights=weights)
+        return [round(float(height), 2) for height in heights]
 
     return Histogram(
         edges=[round(float(edge), 4) for edge in edges],

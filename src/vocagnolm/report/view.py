@@ -70,8 +70,8 @@ def view_page(
     contents = [text for _, text in texts]
     spans = [side.tokenizer.spans_batch(contents) for side in (student, *teachers)]
     ours, *theirs = (
-        _read(side, contents, found, student.tokenizer)
-        for side, found in zip((student, *teachers), spans, strict=True)
+        _read(side, contents, tokens, student.tokenizer)
+        for side, tokens in zip((student, *teachers), spans, strict=True)
     )
     passages = []
     for (title, text), own, *read in zip(texts, ours, *theirs, strict=True):
@@ -96,10 +96,10 @@ def view_page(
                 student.tokenizer,
                 teacher.tokenizer,
                 spans[0],
-                [one.spans for one in found],
-                exact=all(one.exact for one in (*spans[0], *found)),
+                [reading.spans for reading in tokens],
+                exact=all(reading.exact for reading in (*spans[0], *tokens)),
             )
-            for teacher, found in zip(teachers, spans[1:], strict=True)
+            for teacher, tokens in zip(teachers, spans[1:], strict=True)
         ],
         environment=environment(),
     )
@@ -114,16 +114,18 @@ def _read(
     side: Side, texts: Sequence[str], spans: Sequence[TokenSpans], student: TextTokenizer
 ) -> list[Reading]:
     """The texts as one side reads them, with what its model expected where it was asked."""
-    scores = [None] * len(spans) if side.score is None else side.score([one.ids for one in spans])
+    scores = (
+        [None] * len(spans) if side.score is None else side.score([tokens.ids for tokens in spans])
+    )
     table: TargetTable | None = None
     readings = []
-    for text, one, score in zip(texts, spans, scores, strict=True):
+    for text, tokens, score in zip(texts, spans, scores, strict=True):
         nll = score if score is None or isinstance(score, np.ndarray) else score.nll
-        found = read_text(side.label, side.tokenizer, text, one, nll)
+        reading = read_text(side.label, side.tokenizer, text, tokens, nll)
         if (packed := getattr(score, "alternatives", None)) is not None:
             table = table or _target_table(student, side.tokenizer)
-            found = replace(found, alternatives=Alternatives(packed), table=table)
-        readings.append(found)
+            reading = replace(reading, alternatives=Alternatives(packed), table=table)
+        readings.append(reading)
     return readings
 
 
@@ -151,7 +153,7 @@ def _target_table(student: TextTokenizer, teacher: TextTokenizer) -> TargetTable
 
     base = plain_tokenizer(teacher)
     turn = teacher.end_of_turn if isinstance(teacher, ChatTokenizer) else None
-    ends = [one for one in (base.eos_id, turn) if one is not None]
+    ends = [token for token in (base.eos_id, turn) if token is not None]
     return target_table(student, token_texts(base, ends), plain_tokenizer(student).eos_id)
 
 
@@ -178,13 +180,13 @@ def _subtitle(student: Side, teachers: Sequence[Side]) -> str:
 
 def environment() -> dict[str, str]:
     """The versions that a page was made with."""
-    found = {"python": platform.python_version(), "system": platform.system()}
+    facts = {"python": platform.python_version(), "system": platform.system()}
     if machine := platform.machine():
-        found["machine"] = f"{machine}, {os.cpu_count()} cores"
+        facts["machine"] = f"{machine}, {os.cpu_count()} cores"
     for package in ("vocagnolm", "torch", "transformers", "tokenizers", "accelerate", "numpy"):
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            facts[package] = version(package)
+    return facts
 
 
 # `train` leaves its models under these names, which say nothing outside the run folder
@@ -207,7 +209,7 @@ def model_name(source: str | Path) -> str:
 def model_names(sources: Sequence[str]) -> dict[str, str]:
     """Models by their short names, or as they were given where two would be called the same."""
     names = {source: model_name(source) for source in sources}
-    return names if len(set(names.values())) == len(names) else {one: one for one in names}
+    return names if len(set(names.values())) == len(names) else {name: name for name in names}
 
 
 def model_scorer(

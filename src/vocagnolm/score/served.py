@@ -176,7 +176,7 @@ class ServedWriter(ABC):
         seeds: Sequence[Sequence[int]],
         on_tokens: Callable[[int], None] | None = None,
     ) -> Iterator[tuple[int, int, WrittenAnswer]]:
-        """All answers, as in `Writer`; `seeds` says how many."""
+        """Every answer to the prompts, with its place; a prompt gets as many as it has seeds."""
         for response in self.responses(reads, [range(len(numbers)) for numbers in seeds]):
             if on_tokens is not None:
                 on_tokens(response.tokens)
@@ -189,8 +189,8 @@ def kept_answers(
     reads: Sequence[ReadPrompt],
     on_tokens: Callable[[int], None],
 ) -> Iterator[tuple[int, int, WrittenAnswer]]:
-    """All answers to some prompts: those that are there, and then what is asked for now, each kept
-    before it comes here."""
+    """Every answer to some prompts: first those in the journal, then those that the server writes
+    now, each of which is kept in the journal before it is given."""
     there, samples = journal.read(), writer.settings.samples
     wanted: list[list[int]] = [[] for _ in reads]
     for prompt, read in enumerate(reads):

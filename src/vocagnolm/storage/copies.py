@@ -27,7 +27,7 @@ _listeners: list[Listener] = []
 
 
 def cache_folder() -> Path:
-    """Of this user on this machine: $VOCAGNOLM_CACHE, or vocagnolm in the user's cache folder."""
+    """This user's cache on this machine: $VOCAGNOLM_CACHE, or vocagnolm in the cache folder."""
     if given := os.environ.get(CACHE_VARIABLE):
         return files.local_path(given)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -51,7 +51,7 @@ def document_bits(store: LossStore) -> DocumentBits:
 
 
 def _sums(values: NDArray[Any], ends: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Of every document's tokens."""
+    """The sum of every document's values; `ends`: where each document's tokens end."""
     total = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
     return np.asarray(np.diff(total[np.append(0, ends)]))
 

@@ -143,7 +143,7 @@ class StoreWriter:
 
     @property
     def digest(self) -> str:
-        """Of the identity, as every shard names it."""
+        """The digest of the store's identity, which every shard names."""
         return self._digest
 
     def begin(self) -> None:

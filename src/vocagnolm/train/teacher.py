@@ -211,9 +211,9 @@ def conversation_view(
     pairing: Pairing = "bytes",
     by_stretch: bool = False,
 ) -> dict[str, Any]:
-    """The same for a block of conversations, each in the teacher's template. Only tokens that are
-    trained on meet the teacher's: as in blocks that are made from a store. `teacher_counts`: the
-    teacher's tokens over what is trained on."""
+    """What the teacher reads for a block of conversations, each in its own template. Only tokens
+    that are trained on meet the teacher's, like in blocks that are made from a store.
+    `teacher_counts`: the teacher's tokens over what is trained on."""
     theirs = tokenizer.outcomes([text for text, _ in conversations])
     none = np.zeros(0, np.int64)
     ids, owners, placed = [none], [none], [np.zeros((0, 2), np.int64)]
@@ -263,7 +263,8 @@ def _aligned_view(
     pair: NDArray[np.int64],
     pairing: Pairing,
 ) -> dict[str, Any]:
-    """Of the student's tokens at `where`, the others meet none; `pair`: the n-th with the n-th."""
+    """The teacher's tokens for the student's tokens at `where`; the others meet none. `pair`: the
+    partners where `pairing` is "index"."""
     ours = spans[where]
     alignment = align(ours, laid)
     if pairing == "bytes":

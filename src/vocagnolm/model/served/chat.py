@@ -296,7 +296,7 @@ class ChatModel:
         return endpoint
 
     def answer(self, messages: Sequence[Any], samples: int, more: Mapping[str, Any]) -> ChatAnswer:
-        """As `ChatEndpoint.answer`, by a server that is free."""
+        """Ask a free server for its answers to a conversation."""
         return self._fleet.call(lambda endpoint: endpoint.answer(messages, samples, more))
 
     def each(

@@ -165,7 +165,7 @@ def parse_number(text: str) -> Number | None:
     return number_in_words(text) if NUMBER_WORD.fullmatch(text) else None
 
 
-def same_number(found: Number, gold: Number, rounds: bool = False) -> bool:
+def same_number(answer: Number, gold: Number, rounds: bool = False) -> bool:
     """Equal, allowing for what is a way of writing and not a different result.
 
     A percent sign may stand for the figure or for a hundredth of it. A repeating reference
@@ -173,9 +173,9 @@ def same_number(found: Number, gold: Number, rounds: bool = False) -> bool:
     with more digits than the reference may round to it (5.375 for 5.38). An integer is exact: 17.6
     is not 18.
     """
-    values = [found.value, found.value / 100] if found.percent else [found.value]
+    values = [answer.value, answer.value / 100] if answer.percent else [answer.value]
     golds = [gold.value, gold.value / 100] if gold.percent else [gold.value]
-    rounds = rounds and found.decimals > gold.decimals > 0
+    rounds = rounds and answer.decimals > gold.decimals > 0
     return any(_close(v, g, gold.decimals if rounds else None) for v in values for g in golds)
 
 
@@ -287,7 +287,7 @@ def closing_braces(text: str) -> dict[int, int]:
 
 def _boxed_clauses(text: str) -> list[Clause]:
     closing = closing_braces(text) if "box" in text else {}
-    found: list[tuple[int, list[str]]] = []
+    boxes: list[tuple[int, list[str]]] = []
     end = 0  # of the last box
     for match in _BOXED.finditer(text):
         if match.start() < end:  # a box in a box
@@ -295,7 +295,7 @@ def _boxed_clauses(text: str) -> list[Clause]:
         at = match.end()
         if text[at : at + 1] == "{":
             if at not in closing:  # cut off in the middle of the answer
-                found.append((match.start(), [""]))
+                boxes.append((match.start(), [""]))
                 continue
             content, after = text[at + 1 : closing[at]], closing[at] + 1
         else:
@@ -306,11 +306,11 @@ def _boxed_clauses(text: str) -> list[Clause]:
         # "\boxed{2} and \boxed{3}" is one answer in two boxes
         between = _LATEX_SPACE.sub(" ", text[end : min(match.start(), end + 100)]).split()
         near = end and match.start() - end <= 100 and _AND.fullmatch(" ".join(between))
-        parts = found.pop()[1] if near else []
+        parts = boxes.pop()[1] if near else []
         parts.append(content)
-        found.append((match.start(), parts))
+        boxes.append((match.start(), parts))
         end = after
-    return [Clause(start, "boxed", _short(", ".join(parts))) for start, parts in found]
+    return [Clause(start, "boxed", _short(", ".join(parts))) for start, parts in boxes]
 
 
 def _short(answer: str) -> str:
@@ -343,14 +343,14 @@ MATH_SPAN = re.compile(
 def clauses(text: str, choice: bool = False) -> list[Clause]:
     """The clauses in which the text states an answer, in the order of the text. A bare heading
     ("Answer: ...") often opens the reasoning, so it counts only where nothing else does."""
-    found = [Clause(m.start(), "hash", _short(m[1].strip())) for m in _HASH.finditer(text)]
-    found += _boxed_clauses(text)
-    found += _sentences_after(_SAID, "said", text)
+    result = [Clause(m.start(), "hash", _short(m[1].strip())) for m in _HASH.finditer(text)]
+    result += _boxed_clauses(text)
+    result += _sentences_after(_SAID, "said", text)
     if choice:
-        found += _sentences_after(_CHOICE_SAID, "said", text)
-    found = found or _sentences_after(_HEADING, "heading", text)
+        result += _sentences_after(_CHOICE_SAID, "said", text)
+    result = result or _sentences_after(_HEADING, "heading", text)
     # "The answer is \boxed{5}": the box, not the words around it
-    return sorted(found, key=lambda c: (c.start, c.kind == "boxed"))[-_MOST_CLAUSES:]
+    return sorted(result, key=lambda c: (c.start, c.kind == "boxed"))[-_MOST_CLAUSES:]
 
 
 def _sentences_after(mark: re.Pattern[str], kind: ClauseKind, text: str) -> list[Clause]:
@@ -436,13 +436,13 @@ def canonical_text(text: str) -> str:
     return re.sub(r"[^\w:/%.+-]+", " ", text).strip(" .")
 
 
-def same_text(found: str, gold: str) -> bool:
+def same_text(answer: str, gold: str) -> bool:
     """Equal as short text; what follows a comma or a "because" is explanation."""
     wanted = canonical_text(gold)
-    short = re.split(r",|;|\(|\b(?:because|since|as|with)\b", found, maxsplit=1)[0]
-    if wanted in {canonical_text(found), canonical_text(short)}:
+    short = re.split(r",|;|\(|\b(?:because|since|as|with)\b", answer, maxsplit=1)[0]
+    if wanted in {canonical_text(answer), canonical_text(short)}:
         return True
-    ratio = re.fullmatch(r"(\d+)\s*(?::|to|/)\s*(\d+)", canonical_text(found))
+    ratio = re.fullmatch(r"(\d+)\s*(?::|to|/)\s*(\d+)", canonical_text(answer))
     return ratio is not None and f"{ratio[1]}:{ratio[2]}" == wanted
 
 
@@ -631,11 +631,11 @@ def _number_of_last_sentence(text: str, cut: bool) -> Number | None:
     if "=" in words:
         words = words.rpartition("=")[2]
         complete = complete or (not cut and bool(re.search(r"\d", words)))
-    found = [number_of(m) for m in NUMBER.finditer(words)]
-    distinct = {(n.value, n.percent) for n in found if n is not None}
+    numbers = [number_of(m) for m in NUMBER.finditer(words)]
+    distinct = {(n.value, n.percent) for n in numbers if n is not None}
     if len(distinct) != 1 or not (complete or short):
         return None
-    return next(n for n in found if n is not None)
+    return next(n for n in numbers if n is not None)
 
 
 # ---- answers that are LaTeX expressions, as they were written ----
@@ -676,17 +676,17 @@ def math_in_clause(clause: str, kind: ClauseKind) -> str | None:
 
 def _formulas(text: str) -> list[str]:
     """The formulas of a text with what belongs to them; "$2$ and $3$", "$2$, $3$" are one."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for match in MATH_SPAN.finditer(text):
         if _prose(next(group for group in match.groups() if group is not None)):
             continue
         start, end = match.span()
         if percent := _PERCENT.match(text, end):
             end = percent.end()
-        if found and text[found[-1][1] : start].replace(" ", "") in _LIST_WORDS:
-            start = found.pop()[0]
-        found.append((start, end))
-    return [text[start:end] for start, end in found]
+        if ranges and text[ranges[-1][1] : start].replace(" ", "") in _LIST_WORDS:
+            start = ranges.pop()[0]
+        ranges.append((start, end))
+    return [text[start:end] for start, end in ranges]
 
 
 def _content(formula: str) -> str:
@@ -714,13 +714,13 @@ def _concluded(sentence: str, ended: bool) -> str | None:
         if _DENIED.search(sentence[:start]) or part.startswith("not "):
             return None
         if formulas := _formulas(part):
-            one = len(formulas) == 1 and (start > 0 or len(MATH_SPAN.findall(formulas[0])) == 1)
-            return formulas[0] if one and (ended or part.endswith(formulas[0])) else None
+            single = len(formulas) == 1 and (start > 0 or len(MATH_SPAN.findall(formulas[0])) == 1)
+            return formulas[0] if single and (ended or part.endswith(formulas[0])) else None
         words = delatex(part).rpartition("=")[2]
         if numbers := list(NUMBER.finditer(words)):
-            one = len({parse_number(m[0]) for m in numbers}) == 1
+            single = len({parse_number(m[0]) for m in numbers}) == 1
             last = start > 0 and re.fullmatch(r"\s?\S{0,4}", words[numbers[-1].end() :])
-            return numbers[0][0].strip() if one and (ended or last) else None
+            return numbers[0][0].strip() if single and (ended or last) else None
     return None
 
 

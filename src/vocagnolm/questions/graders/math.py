@@ -44,12 +44,12 @@ class Verifier:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
-    def equal(self, found: str, gold: str, tolerance: float = 0.0) -> bool:
+    def equal(self, answer: str, gold: str, tolerance: float = 0.0) -> bool:
         with self._lock:
             process = self._running()
             assert process.stdin is not None
             try:
-                process.stdin.write(json.dumps([found, gold, tolerance]) + "\n")
+                process.stdin.write(json.dumps([answer, gold, tolerance]) + "\n")
                 process.stdin.flush()
                 line = self._answer(process, self.timeout_seconds * _PATIENCE)
             except OSError:
@@ -111,14 +111,14 @@ class Verifier:
 _shared: Verifier | None = None
 
 
-def verify_latex(found: str, gold: str, *, tolerance: float = 0.0) -> bool:
+def verify_latex(answer: str, gold: str, *, tolerance: float = 0.0) -> bool:
     """Whether two LaTeX expressions are equal, as far as math-verify can tell in time, or are
     numbers that differ by less than the relative tolerance."""
     global _shared
     if _shared is None:
         _shared = Verifier()
         atexit.register(_shared.close)
-    return _shared.equal(found, gold, tolerance)
+    return _shared.equal(answer, gold, tolerance)
 
 
 def _limit(seconds: float) -> None:
@@ -151,8 +151,8 @@ def _serve(seconds: float) -> None:
             return float(parsed[0].evalf())
         return None
 
-    def equal(found: str, gold: str, tolerance: float) -> bool:
-        theirs, ours = (parse(_as_formula(text), parsing_timeout=None) for text in (found, gold))
+    def equal(answer: str, gold: str, tolerance: float) -> bool:
+        theirs, ours = (parse(_as_formula(text), parsing_timeout=None) for text in (answer, gold))
         if not theirs or not ours:
             return False
         value = number(ours)
@@ -161,7 +161,7 @@ def _serve(seconds: float) -> None:
             digits -= math.floor(math.log10(abs(value))) + 1
         both = {"float_rounding": digits, "timeout_seconds": None}
         if verify(ours, theirs, **both) or (
-            re.search(r"[<>]|\\[lg]e", found)
+            re.search(r"[<>]|\\[lg]e", answer)
             and not tolerance
             and verify(ours, theirs, **both, allow_set_relation_comp=True)
         ):
@@ -227,10 +227,10 @@ def _is_words(text: str) -> bool:
     return bool(re.fullmatch(r"[A-Za-z]{2,}(?:[\s,'-]+[A-Za-z]+)*", text))
 
 
-def same_math(found: str, gold: str, rounds: bool = False) -> bool:
+def same_math(answer: str, gold: str, rounds: bool = False) -> bool:
     """Equal as mathematics: numbers exactly (or, with `rounds`, by rounding), words as words, and
     everything else as math-verify says."""
-    a, b = readable_math(found), readable_math(gold)
+    a, b = readable_math(answer), readable_math(gold)
     b = re.sub(r"^\$?\s*(?:\\approx|≈)\s*", "", b)
     explained = _EXPLAINED.fullmatch(a)
     if explained and verify_latex(explained[2], explained[1]):

@@ -34,8 +34,8 @@ _UNITS = re.compile(
 def extract_letter(output: str) -> str | None:
     """The first letter after "answer is" or "choice is". Nothing else is tried."""
     text = output.partition("Problem:")[0].replace("choice is", "answer is").lower()
-    found = re.search(r"answer is \(?([a-e])", text)
-    return found[1].upper() if found else None
+    match = re.search(r"answer is \(?([a-e])", text)
+    return match[1].upper() if match else None
 
 
 def extract_answer(output: str) -> str | None:
@@ -63,10 +63,10 @@ def _boxed(after: str) -> str:
     return after.partition("$")[0]
 
 
-def same_answer(found: str, gold: str) -> bool:
-    if len(found) > LONGEST_ANSWER:
+def same_answer(answer: str, gold: str) -> bool:
+    if len(answer) > LONGEST_ANSWER:
         return False
-    return _same(_spelling(found), _spelling(gold))
+    return _same(_spelling(answer), _spelling(gold))
 
 
 def _spelling(text: str) -> str:
@@ -129,21 +129,21 @@ def canonical_math(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
-def _same(found: str, gold: str) -> bool:
-    if found == gold:
+def _same(answer: str, gold: str) -> bool:
+    if answer == gold:
         return True
-    x, y = _number(found), _number(gold)
+    x, y = _number(answer), _number(gold)
     if x is not None and y is not None:
         return any(_close(x, y * scale) for scale in (Fraction(1, 100), 1, 100))
-    if not found:
+    if not answer:
         return False
-    if _without_brackets(found) == _without_brackets(gold):
+    if _without_brackets(answer) == _without_brackets(gold):
         return True
-    if _in_brackets(found) and _in_brackets(gold):
-        parts = found[1:-1].split(","), gold[1:-1].split(",")
+    if _in_brackets(answer) and _in_brackets(gold):
+        parts = answer[1:-1].split(","), gold[1:-1].split(",")
         if 1 < len(parts[0]) == len(parts[1]):
             return all(_same(a.strip(), b.strip()) for a, b in zip(*parts, strict=True))
-    return _is_formula(found, gold) and verify_latex(found, gold, tolerance=float(_TOLERANCE))
+    return _is_formula(answer, gold) and verify_latex(answer, gold, tolerance=float(_TOLERANCE))
 
 
 def _number(text: str) -> Fraction | None:
@@ -155,13 +155,13 @@ def _number(text: str) -> Fraction | None:
     return None if number is None else number.value
 
 
-def _is_formula(found: str, gold: str) -> bool:
+def _is_formula(answer: str, gold: str) -> bool:
     """Whether there is anything to compute: a letter is never a number, a word, a time or a number
     in another base is no expression, and `9 * 2 = 18` is no `18`."""
-    letters = re.findall(r"[A-Za-z]+", re.sub(r"\\[A-Za-z]+", " ", found))
+    letters = re.findall(r"[A-Za-z]+", re.sub(r"\\[A-Za-z]+", " ", answer))
     if any(len(word) > 2 for word in letters) or (letters and _number(gold) is not None):
         return False
-    return ":" not in found and found.count("=") == gold.count("=") and same_base(found, gold)
+    return ":" not in answer and answer.count("=") == gold.count("=") and same_base(answer, gold)
 
 
 def _close(value: Fraction, gold: Fraction) -> bool:
