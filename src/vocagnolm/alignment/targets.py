@@ -472,8 +472,8 @@ def unmeasured_targets(
         as_label = kept & (target == labels.take(token))
         if label is not None:
             told = np.flatnonzero(has_targets.take(plain))
-            label[plain[told]] = (following.take(plain) / np.maximum(found.left, _LEFT)).take(told)
-            np.add.at(label, token[as_label], found.probability[as_label])
+            label[plain[told]] = (following.take(plain) / np.maximum(ongoing.left, _LEFT)).take(told)
+            np.add.at(label, token[as_label], ongoing.probability[as_label])
         kept &= ~as_label
         ids[token[kept], column[kept]] = target[kept]
         probability[token[kept], column[kept]] = ongoing.probability[kept]
