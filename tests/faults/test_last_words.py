@@ -92,7 +92,7 @@ def require_true(name: str, fault: str, ended: Ended, folder: Path) -> None:
             assert (int(named[1]) if named else 0) == complete, where
             assert named or "has no checkpoint" in last or "no step was made" in last, where
         else:
-            assert "is kept" in last and "same command again" in last, where
+            assert "is kept" in last and "same command" in last, where
     else:
         assert ended.code == 1 and os.strerror(ERRORS[fault]) in last, where
         said = {"full disk": "Free some space", "read-only": "may write to|its rights"}[fault]
