@@ -472,7 +472,8 @@ def unmeasured_targets(
         as_label = kept & (target == labels.take(token))
         if label is not None:
             told = np.flatnonzero(has_targets.take(plain))
-            label[plain[told]] = (following.take(plain) / np.maximum(ongoing.left, _LEFT)).take(told)
+            left = np.maximum(ongoing.left, _LEFT)
+            label[plain[told]] = (following.take(plain) / left).take(told)
             np.add.at(label, token[as_label], ongoing.probability[as_label])
         kept &= ~as_label
         ids[token[kept], column[kept]] = target[kept]

@@ -74,7 +74,7 @@ class Document:
     """How many documents the text of its record is."""
 
 
-class _Layout:
+class RecordLayout:
     """Which documents the records of a source are: one each, but for those that are split."""
 
     def __init__(self, records: int, parts: Mapping[int, int]):
@@ -139,7 +139,9 @@ class Corpus:
         # One pass over the bytes: counts records, remembers where to seek, takes the checksum.
         self._record_starts = [0, *itertools.accumulate(len(source) for source in self.sources)]
         self._formats = self._found_formats(format)
-        self._layouts = [_Layout(len(s), self._parts_of(n)) for n, s in enumerate(self.sources)]
+        self._layouts = [
+            RecordLayout(len(s), self._parts_of(n)) for n, s in enumerate(self.sources)
+        ]
         self._starts = [0, *itertools.accumulate(map(len, self._layouts))]
 
     @property

@@ -19,7 +19,7 @@ from vocagnolm import __version__
 from vocagnolm.alignment.tokenizer import warn_of_missing_beginning
 from vocagnolm.base.files import address_of, differences, json_bytes, read_json
 from vocagnolm.base.ranks import Ranks
-from vocagnolm.data.corpus import Corpus, files_of_folder, open_corpus
+from vocagnolm.data.corpus import Corpus, RecordLayout, files_of_folder, open_corpus
 from vocagnolm.data.sources import DatasetSource, JsonLines, ParquetRows, RemoteFile, TextFile
 from vocagnolm.errors import CorpusError, ScoreError, StoreError, UsageError
 from vocagnolm.jobs.cluster import Connection
@@ -275,7 +275,7 @@ _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *(Plan, TeacherSource, CorpusSource, ScoreSettings, Server),
-        *(Corpus, JsonLines, ParquetRows, TextFile, DatasetSource, RemoteFile),
+        *(Corpus, RecordLayout, JsonLines, ParquetRows, TextFile, DatasetSource, RemoteFile),
     )
 }
 
