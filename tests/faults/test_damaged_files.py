@@ -194,8 +194,11 @@ def test_what_is_no_folder_is_not_called_missing(lab, tmp_path):
 
 
 def test_a_document_beyond_the_limit_is_named_by_prepare(lab, tmp_path):
-    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "a " * 9_000_000}) + "\n")
+    """A conversation: texts are split."""
+    said = [{"role": "user", "content": "a " * 9_000_000}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": said}) + "\n")
     tree = tiny_tree(lab, tmp_path / "run", data={"blocks": str(tmp_path / "b")})
+    tree["student"]["chat_template"] = "plain"
     tree |= {"corpus": {"files": [str(tmp_path / "c.jsonl")]}, "objective": {"method": "cpt"}}
     del tree["store"]
     said = one_message("prepare", write_recipe(tmp_path / "r.yaml", tree))
