@@ -35,8 +35,8 @@ class Bins:
 
     def documents(self, index: int) -> list[int]:
         start = int(self.ends[index - 1]) if index else 0
-        found: list[int] = self.order[start : int(self.ends[index])].tolist()
-        return found
+        documents: list[int] = self.order[start : int(self.ends[index])].tolist()
+        return documents
 
 
 def fill_bins(

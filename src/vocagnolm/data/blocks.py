@@ -194,7 +194,7 @@ class Blocks:
 
     def conversation_texts(self, index: int) -> list[tuple[str, NDArray[np.int64]]]:
         """Per conversation of a block its shared text, and the spans [N, 2] of its tokens in it."""
-        found = []
+        texts = []
         for start, stop in self.windows(index):
             ((part, a, b),) = self._pieces(start, stop)
             handle = self._handle(part)
@@ -205,8 +205,8 @@ class Blocks:
             low = int(own[0, 0])
             last = behind == begins[-1]
             high = text.get_shape()[0] if last else int(spans[behind : behind + 1][0, 0])
-            found.append((text[low:high].tobytes().decode(), own - low))
-        return found
+            texts.append((text[low:high].tobytes().decode(), own - low))
+        return texts
 
     def window(self, index: int) -> tuple[int, int]:
         """The stream's tokens of a block: `start..stop`."""
@@ -233,13 +233,15 @@ class Blocks:
             return [int(indices[n]) for n in self.bins.documents(index)]
         low, high = self.window(index)
         first = int(np.searchsorted(starts, low, side="right")) - 1
-        found: list[int] = indices[first : int(np.searchsorted(starts, high, side="left"))].tolist()
-        return found
+        documents: list[int] = indices[
+            first : int(np.searchsorted(starts, high, side="left"))
+        ].tolist()
+        return documents
 
     def positions(self, index: int) -> NDArray[np.int64]:
         """Where the tokens of the window [L + 1] stand in the stream; -1 for padding."""
-        found = np.concatenate([np.arange(*window) for window in self.windows(index)])
-        return _padded(found, self.block_size + 1, -1)
+        positions = np.concatenate([np.arange(*window) for window in self.windows(index)])
+        return _padded(positions, self.block_size + 1, -1)
 
     def places(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Per token of the window [L + 1]: the corpus index of its document, and its number there

@@ -138,7 +138,7 @@ class Corpus:
         self.answers = answers
         # One pass over the bytes: counts records, remembers where to seek, takes the checksum.
         self._record_starts = [0, *itertools.accumulate(len(source) for source in self.sources)]
-        self._formats = self._found_formats(format)
+        self._formats = self._source_formats(format)
         self._layouts = [
             RecordLayout(len(s), self._parts_of(n)) for n, s in enumerate(self.sources)
         ]
@@ -298,10 +298,10 @@ class Corpus:
             return Problem(f"huge: {n_bytes:,} bytes, the limit is {self.max_document_bytes:,}")
         return None
 
-    def _found_formats(self, wanted: Format) -> list[Format]:
+    def _source_formats(self, wanted: Format) -> list[Format]:
         """What the records of each source hold, by its first one. A wrong --text-field would skip
         every document: it is said at the start."""
-        found: list[Format] = []
+        formats: list[Format] = []
         for source in self.sources:
             holds: Format = "text" if wanted == "auto" else wanted
             for record in source.read(0, min(1, len(source))):
@@ -312,21 +312,21 @@ class Corpus:
                     holds = format_of(fields, self.text_field) or "text"
                 if holds == "text" and self.text_field not in fields:
                     raise self._no_text_field(record, fields)
-            found.append(holds)
-        known = [holds for s, holds in zip(self.sources, found, strict=True) if len(s)]
+            formats.append(holds)
+        known = [holds for s, holds in zip(self.sources, formats, strict=True) if len(s)]
         if known:  # an empty file is of the kind of the others
-            pairs = zip(self.sources, found, strict=True)
-            found = [holds if len(s) else known[0] for s, holds in pairs]
-        if len({holds == "text" for holds in found}) > 1:
-            names = [f"{s.name} ({holds})" for s, holds in zip(self.sources, found, strict=True)]
+            pairs = zip(self.sources, formats, strict=True)
+            formats = [holds if len(s) else known[0] for s, holds in pairs]
+        if len({holds == "text" for holds in formats}) > 1:
+            names = [f"{s.name} ({holds})" for s, holds in zip(self.sources, formats, strict=True)]
             raise CorpusError(
                 f"the corpus mixes texts and conversations: {', '.join(names[:4])}. Read them "
                 f"separately, or set --format (corpus.format in a recipe)."
             )
-        return found
+        return formats
 
-    def _no_text_field(self, record: Record, found: dict[str, Any]) -> CorpusError:
-        fields = sorted(map(str, found))
+    def _no_text_field(self, record: Record, content: dict[str, Any]) -> CorpusError:
+        fields = sorted(map(str, content))
         near = difflib.get_close_matches(self.text_field, fields, n=1)
         advice = (
             f"Did you mean --text-field {near[0]}" if near else "Name the text with --text-field"
@@ -595,13 +595,15 @@ class LeftOut:
         if not self.documents:
             return []
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.reasons.items())
-        places = [f"  {one['place']}: {one['reason']}" for one in self.first[:_PLACES_SHOWN]]
+        places = [
+            f"  {problem['place']}: {problem['reason']}" for problem in self.first[:_PLACES_SHOWN]
+        ]
         return [f"left out {self.documents:,} documents: {reasons}", *places]
 
 
 def left_out_of(problems: Sequence[dict[str, str]]) -> LeftOut:
     """From the `place` and `reason` of every document that was left out."""
-    reasons = count_reasons(one["reason"] for one in problems)
+    reasons = count_reasons(problem["reason"] for problem in problems)
     return LeftOut(len(problems), reasons, problems[:MOST_PLACES])
 
 

@@ -54,26 +54,26 @@ def differing_inputs(
     runs of several methods. Where no `corpus` was opened, what the recipe names is compared, and
     with `look` the files on this machine."""
     recipe = materials.recipe
-    found, inputs = manifest["settings"], manifest.get("inputs") or {}
+    settings, inputs = manifest["settings"], manifest.get("inputs") or {}
     lines = []
-    if found.get("tokenizer") != wanted["tokenizer"]:
+    if settings.get("tokenizer") != wanted["tokenizer"]:
         named = inputs.get("tokenizer", "another one")
         lines.append(f"tokenizer: the blocks hold ids of {named}, or of an older version of it")
     if corpus is None:
         lines += _unread_corpus_differences(manifest, materials) if look else []
-    elif found.get("corpus") != wanted["corpus"]:
+    elif settings.get("corpus") != wanted["corpus"]:
         lines += corpus_differences(inputs.get("corpus"), corpus.describe())
     guided = recipe.needs_guidance and not recipe.teacher.online
     if guided and not wanted["guidance"]:
         return [*lines, "store: this recipe needs guidance, but store.path is not set"]
-    if guided and found.get("guidance"):
-        made_with, now = found["guidance"]["store"], wanted["guidance"]["store"]
+    if guided and settings.get("guidance"):
+        made_with, now = settings["guidance"]["store"], wanted["guidance"]["store"]
         if now not in (None, made_with):
             lines += _store_differences(inputs.get("stores"), materials)
         if manifest["summary"].get("mapped") == 0:
             lines.append("guidance: no token has any, the store held none of these documents")
     for name, old, new in differences(
-        _needed(found, wanted, recipe), _needed(wanted, wanted, recipe)
+        _needed(settings, wanted, recipe), _needed(wanted, wanted, recipe)
     ):
         section, _, key = name.rpartition(".")
         known = f"corpus.keep_documents: {key} is {_VALUES}" if section == "documents" else None
@@ -155,7 +155,7 @@ def _named_corpus(before: dict[str, Any], recipe: Recipe, here: Container[str]) 
             names.append(PurePosixPath(path).name)
     sources = [known[n].pop() if known[n] else {"name": n, "documents": 0} for n in names]
     if elsewhere:
-        sources = before["sources"] + [one for one in sources if "sha256" not in one]
+        sources = before["sources"] + [source for source in sources if "sha256" not in source]
     total = sum(source["documents"] for source in before["sources"])
     documents = min(total, asked.limit_documents or total)
     same = documents == before["documents"]
@@ -173,10 +173,10 @@ def _named_corpus(before: dict[str, Any], recipe: Recipe, here: Container[str]) 
 
 def _by_name(corpus: dict[str, Any]) -> defaultdict[str, list[dict[str, Any]]]:
     """A corpus's sources by their names, which need not be unique; the first comes last."""
-    found = defaultdict(list)
+    groups = defaultdict(list)
     for source in reversed(corpus["sources"]):
-        found[source["name"]].append(source)
-    return found
+        groups[source["name"]].append(source)
+    return groups
 
 
 def corpus_differences(before: dict[str, Any] | None, now: dict[str, Any]) -> list[str]:

@@ -143,10 +143,10 @@ def described_inputs(materials: Materials, tokenizer: TextTokenizer) -> dict[str
 
 def local_files(recipe: Recipe) -> dict[str, Path]:
     """Name -> path of the corpus's files that are on this machine."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for path in map(Path, recipe.corpus.files):
         if path.is_dir():
-            found |= {p.relative_to(path).as_posix(): p for p in files_of_folder(path)}
+            paths |= {p.relative_to(path).as_posix(): p for p in files_of_folder(path)}
         elif path.is_file():
-            found[path.name] = path
-    return found
+            paths[path.name] = path
+    return paths

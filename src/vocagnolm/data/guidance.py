@@ -193,13 +193,13 @@ def student_guidance(
     for among, documents in _by_teachers(theirs, how):
         here = np.isin(ours.document, documents)
         part = Laid(ours.spans[here], ours.document[here], ours.origins)
-        found = stretches(part.spans, *(teacher.spans for teacher in among))
+        common = stretches(part.spans, *(teacher.spans for teacher in among))
         carried = [
-            carry_losses(stretch_alignment(found, teacher.spans), teacher.nll, rule)
+            carry_losses(stretch_alignment(common, teacher.spans), teacher.nll, rule)
             for teacher in among
         ]
         losses[here] = combine(carried, among, part, how)
-        begins[here] = found.begins
+        begins[here] = common.begins
     return losses, ~np.isnan(losses) & ~begins
 
 
@@ -216,7 +216,7 @@ def _by_teachers(
         groups.setdefault(tuple(has[:, document].tolist()), []).append(document)
     for present, documents in groups.items():
         if any(present):
-            yield [one for one, there in zip(theirs, present, strict=True) if there], documents
+            yield [entry for entry, there in zip(theirs, present, strict=True) if there], documents
 
 
 def combine(
@@ -266,8 +266,8 @@ def cut_stretches(
 
 def kind_counts(ours: Laid, teacher: LaidTeacher) -> list[int]:
     """Tokens by the kind of their stretch."""
-    found = kinds(stretches(ours.spans, teacher.spans), teacher.spans)
-    counts: list[int] = np.bincount(found, minlength=len(KINDS)).tolist()
+    token_kinds = kinds(stretches(ours.spans, teacher.spans), teacher.spans)
+    counts: list[int] = np.bincount(token_kinds, minlength=len(KINDS)).tolist()
     return counts
 
 
@@ -380,8 +380,8 @@ def _cached(path: Path, size: int) -> Spelling | None:
     try:
         content = path.read_bytes()
         if hashlib.sha256(content[32:]).digest() == content[:32]:
-            found = Spelling(**load(content[32:]))
-            return found if len(found.token) == size else None
+            spelling = Spelling(**load(content[32:]))
+            return spelling if len(spelling.token) == size else None
     except (OSError, SafetensorError, ValueError):
         pass
     return None
@@ -398,7 +398,7 @@ def carry_targets(
     """The teachers' targets side by side, each by its weight; where one has no say, the others
     share its weight. What became of the alternatives is counted for the first teacher, whose tokens
     at shared starts come second."""
-    found, shared = [], []
+    carried, shared = [], []
     for table, teacher, alignment in zip(plan.tables, theirs, alignments, strict=True):
         assert teacher.packed is not None
         given = plan.given(teacher.packed)
@@ -410,16 +410,18 @@ def carry_targets(
         )
         known = (table, labels, ours.spans, tokens, alignment, text)
         own, rows = unmeasured_targets(*known, inside=plan.inside)
-        found.append(own)
+        carried.append(own)
         shared.append(rows)
-    if len(found) == 1:
-        return found[0], shared[0]
-    weights = np.array(plan.weights)[:, None] * np.stack([one.has_targets for one in found])
+    if len(carried) == 1:
+        return carried[0], shared[0]
+    weights = np.array(plan.weights)[:, None] * np.stack([target.has_targets for target in carried])
     shares = (weights / np.maximum(weights.sum(0), 1e-30)).astype(np.float32)
-    weighted = [one.probability * share[:, None] for one, share in zip(found, shares, strict=True)]
+    weighted = [
+        target.probability * share[:, None] for target, share in zip(carried, shares, strict=True)
+    ]
     together = replace(
-        found[0],
-        ids=np.concatenate([one.ids for one in found], axis=1),
+        carried[0],
+        ids=np.concatenate([target.ids for target in carried], axis=1),
         probability=np.concatenate(weighted, axis=1),
     )
     return together, shared[0]

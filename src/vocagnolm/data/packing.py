@@ -198,19 +198,19 @@ def pack_documents(
         known, shared = new_column(), []
         summary = PackingSummary()
         for batch in batches:
-            one = _pack(batch, id_dtype, prefix, eos, guidance, keep_text, targets)
+            packed = _pack(batch, id_dtype, prefix, eos, guidance, keep_text, targets)
             before = {"spans": summary.bytes, "teacher_range": grown["teacher_nll"].rows}
-            summary.add(one.summary)
-            for name, values in one.columns.items():
+            summary.add(packed.summary)
+            for name, values in packed.columns.items():
                 if name in before:
                     values[values >= 0] += before[name]
                 grown[name].append(values)
-            known.append(one.known)
-            if one.shared is not None:
-                shared.append(one.shared)
+            known.append(packed.known)
+            if packed.shared is not None:
+                shared.append(packed.shared)
         # of all at once: sums of parts would differ from it in their last bits
         summary.guidance_sum = float(known.whole().sum(dtype=np.float64))
-        columns = {name: grown[name].whole() for name in one.columns}
+        columns = {name: grown[name].whole() for name in packed.columns}
     if targets is not None and shared:
         summary.targets |= measured(targets.tables[0], shared)
     if "spans" in columns:
@@ -305,9 +305,9 @@ def _pack(
     if batch.trained is not None:
         ranges = end_to_end(batch.trained, ours.origins)
         turns = [
-            np.where(one.turns < 0, one.turns, one.turns + origin)
-            for one, origin in zip(students, ours.origins, strict=True)
-            if isinstance(one, ChatTokens)
+            np.where(student.turns < 0, student.turns, student.turns + origin)
+            for student, origin in zip(students, ours.origins, strict=True)
+            if isinstance(student, ChatTokens)
         ]
         mask = trained_spans(ours.spans, np.concatenate([*turns, np.zeros(0, np.int64)]), ranges)
         _add_trained(columns, summary, mask, at, document_tokens)
@@ -326,12 +326,12 @@ def _pack(
         if targets is not None:
             assert texts is not None and theirs[0].packed is not None
             axis = _on_axis(texts, ours.origins)
-            found, rows = carry_targets(ids[there], ours, theirs, alignments, axis, targets)
-            columns["target_ids"] = _rows_scattered(found.ids.astype(id_dtype), there, n_tokens)
+            carried, rows = carry_targets(ids[there], ours, theirs, alignments, axis, targets)
+            columns["target_ids"] = _rows_scattered(carried.ids.astype(id_dtype), there, n_tokens)
             columns["target_p"] = _rows_scattered(
-                found.probability.astype(np.float16), there, n_tokens
+                carried.probability.astype(np.float16), there, n_tokens
             )
-            summary.targets = asdict(found.mass)
+            summary.targets = asdict(carried.mass)
             result.shared = targets.given(theirs[0].packed), rows.astype(np.uint32)
     if texts is not None and keep_text:
         columns["text"] = np.frombuffer(b"".join(texts), np.uint8)
@@ -383,8 +383,8 @@ def _add_guidance(
     carried, _ = student_guidance(ours, theirs, alignments, rule, plan.combine)
     columns["guidance"] = _scattered(carried, at, len(columns["ids"]))
     if plan.stretch:
-        found = student_guidance(ours, theirs, alignments, CarryRule("stretch"), plan.combine)
-        columns["stretch"] = _stretch_column(*found, at, len(columns["ids"]))
+        guidance = student_guidance(ours, theirs, alignments, CarryRule("stretch"), plan.combine)
+        columns["stretch"] = _stretch_column(*guidance, at, len(columns["ids"]))
     known = result.known = carried[~np.isnan(carried)]
     summary.mapped = len(known)
     # of the first teacher, where there are several

@@ -55,7 +55,7 @@ class Prompt:
 class Records(Corpus):
     """Records of any kind: what each holds shows when it is read."""
 
-    def _found_formats(self, wanted: Format) -> list[Format]:
+    def _source_formats(self, wanted: Format) -> list[Format]:
         return ["text"] * len(self.sources)
 
     def _parts_of(self, number: int) -> dict[int, int]:

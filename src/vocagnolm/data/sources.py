@@ -106,11 +106,11 @@ def remote_files(address: str) -> list[RemoteFile]:
     answer = _patiently(address, listed)
     if isinstance(answer, str):
         return [_remote_file(address, answer)]
-    below, found = answer
+    below, listing = answer
     start = address.partition("://")[0]
     return [
         _remote_file(f"{start}://{path}", path[len(below) :].lstrip("/"), about)
-        for path, about in sorted(found.items())
+        for path, about in sorted(listing.items())
         if about["type"] == "file"
     ]
 
@@ -216,13 +216,13 @@ class Record:
 def wanted_fields(names: Iterable[str], text_field: str | None) -> list[str]:
     """The fields of a record that are read: the text, or else what a conversation is in; None: all
     of them."""
-    found = [*names]
+    fields = [*names]
     if text_field is None:
-        return found
-    if text_field in found:
+        return fields
+    if text_field in fields:
         return [text_field]
-    own = "messages" in found or "prompt" in found
-    return [name for name in (CONVERSATION_FIELDS if own else RENAMED_FIELDS) if name in found]
+    own = "messages" in fields or "prompt" in fields
+    return [name for name in (CONVERSATION_FIELDS if own else RENAMED_FIELDS) if name in fields]
 
 
 class _File:
@@ -521,17 +521,17 @@ class ParquetRows(_File):
         """Numbers of the rows with a long text. The texts are read through for it, once on a
         machine."""
         about = self.fingerprint, self._text_field, LONGEST_TEXT
-        numbers: list[int] = remembered("long texts", about, self._found_long)
+        numbers: list[int] = remembered("long texts", about, self._long_rows)
         return numbers
 
-    def _found_long(self) -> list[int]:
+    def _long_rows(self) -> list[int]:
         """The rows with a long text; row groups that have no room for one are not read."""
         compute = optional("pyarrow.compute", "data", f"reading {self.path.name}")
         field, metadata = self._text_field or "", self._file.metadata
         columns = [metadata.schema.column(n).path for n in range(metadata.num_columns)]
         if field not in columns:
             return []
-        found: list[int] = []
+        rows: list[int] = []
         first = 0
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
@@ -539,9 +539,9 @@ class ParquetRows(_File):
                 with self._readable():
                     texts = self._file.read_row_group(number, columns=[field]).column(field)
                     long = compute.greater(compute.binary_length(texts), LONGEST_TEXT)
-                    found += [first + row for row in compute.indices_nonzero(long).to_pylist()]
+                    rows += [first + row for row in compute.indices_nonzero(long).to_pylist()]
             first += group.num_rows
-        return found
+        return rows
 
     def read(self, start: int, stop: int) -> Iterator[Record]:
         names = self._file.schema_arrow.names

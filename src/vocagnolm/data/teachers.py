@@ -108,8 +108,8 @@ def _compared(sums: Sequence[NDArray[np.float64]]) -> dict[str, Any]:
     needs the fewest bits; a tie counts for each teacher in equal parts."""
     nats, covered = np.sum(sums, axis=0)
     best = np.zeros(len(nats))
-    for one in sums:
-        bits = _bits(one)
+    for document_sums in sums:
+        bits = _bits(document_sums)
         if np.isfinite(bits).any():
             winners = bits == bits.min()
             best += winners / winners.sum()
@@ -141,16 +141,16 @@ def compare_stores(
     def document(row: int) -> Document | None:
         """In the corpus, if that is the one which was scored."""
         index = first.document_index(row)
-        for found in () if corpus is None else corpus.read(index, index + 1):
-            text = found.text
+        for scored in () if corpus is None else corpus.read(index, index + 1):
+            text = scored.text
             if text is not None and document_hash(text) == first.document_hash(row):
-                return found
+                return scored
         return None
 
-    def source(found: Document) -> str:
+    def source(scored: Document) -> str:
         if sources is None:
-            return found.place.partition("[")[0].partition(":")[0]
-        (named,) = sources.read(found.record, found.record + 1)
+            return scored.place.partition("[")[0].partition(":")[0]
+        (named,) = sources.read(scored.record, scored.record + 1)
         return named.text or "(none)"
 
     sums: list[NDArray[np.float64]] = []
@@ -162,8 +162,8 @@ def compare_stores(
         entries = [_entries(stores, rows) for rows in batch]
         for rows, entry in zip(batch, entries, strict=True):
             sums.append(_sums(entry))
-            if (found := document(rows[0])) is not None:
-                by_source[source(found)].append(sums[-1])
+            if (scored := document(rows[0])) is not None:
+                by_source[source(scored)].append(sums[-1])
         known, differ, wide = _stretches_apart(entries, [rows[0] for rows in batch], examples)
         tokens += known
         apart += differ
@@ -177,9 +177,9 @@ def compare_stores(
 
     def shown(stretch: _Stretch) -> dict[str, Any]:
         _, row, start, end, nats = stretch
-        found, text = document(row), None
-        if found is not None and found.text is not None:
-            text = found.text.encode()[start:end].decode(errors="replace")
+        scored, text = document(row), None
+        if scored is not None and scored.text is not None:
+            text = scored.text.encode()[start:end].decode(errors="replace")
         where = {"document": first.document_index(row), "bytes": [start, end]}
         return {**where, "text": text, "nats": nats}
 
@@ -198,7 +198,7 @@ def compare_stores(
         ],
         "sources": [{"name": name, **_compared(by_source[name])} for name in sorted(by_source)],
         "stretches": [shown(stretch) for stretch in widest],
-        "document_bits_per_byte": [_bits(one).tolist() for one in sums],
+        "document_bits_per_byte": [_bits(document_sums).tolist() for document_sums in sums],
     }
 
 
@@ -211,9 +211,9 @@ def _common(stores: Sequence[LossStore], limit: int | None) -> Iterator[tuple[in
         digest = first.document_hash(row)
         number = first.document_index(row)
         rows = [row, *(lookup.row(number, digest) for lookup in lookups)]
-        found = tuple(one for one in rows if one is not None)
-        if len(found) == len(stores):
-            yield found
+        present = tuple(place for place in rows if place is not None)
+        if len(present) == len(stores):
+            yield present
 
 
 _Stretch = tuple[float, int, int, int, list[float]]
@@ -229,22 +229,24 @@ def _stretches_apart(
     widths = np.array([int(np.sum(entry[0][0], dtype=np.int64)) for entry in entries])
     origins = np.concatenate([[0], np.cumsum(widths + 1)])[:-1].astype(np.int64)
     by_store = list(zip(*entries, strict=True))
-    spans = [end_to_end([tiling(lengths) for lengths, _ in one], origins) for one in by_store]
-    found = stretches(spans[0], *spans[1:])
+    spans = [
+        end_to_end([tiling(lengths) for lengths, _ in documents], origins) for documents in by_store
+    ]
+    common = stretches(spans[0], *spans[1:])
     losses = np.stack(
         [
-            stretch_losses(found, own, np.concatenate([nll for _, nll in one]))
-            for own, one in zip(spans, by_store, strict=True)
+            stretch_losses(common, own, np.concatenate([nll for _, nll in documents]))
+            for own, documents in zip(spans, by_store, strict=True)
         ]
     )
     apart = np.abs(losses - losses[0])
     known = ~np.isnan(apart)
-    spread = np.where(known.all(0) & found.begins, np.ptp(losses, axis=0), -1.0)
+    spread = np.where(known.all(0) & common.begins, np.ptp(losses, axis=0), -1.0)
     widest: list[_Stretch] = []
     for token in np.argsort(-spread, kind="stable")[:examples]:
         if spread[token] <= 0:
             break
-        start, end = found.boundaries[found.number[token] :][:2].tolist()
+        start, end = common.boundaries[common.number[token] :][:2].tolist()
         inside = int(np.searchsorted(origins, start, side="right")) - 1
         begin, nats = int(origins[inside]), losses[:, token].tolist()
         widest.append((float(spread[token]), rows[inside], start - begin, end - begin, nats))
