@@ -370,7 +370,7 @@ def _with_text(spans: IntArray) -> IntArray:
 
 
 def _common_boundaries(tokenisations: Sequence[IntArray]) -> IntArray:
-    """Bytes at which all of them have a boundary; tokens without text have none."""
+    """Bytes at which all tokenizations have a boundary; tokens without text have none."""
     ends = [(int(s[0, 0]), int(s[:, 1].max())) for s in tokenisations if len(s)]
     if len(ends) < len(tokenisations):
         return np.zeros(0, np.int64)

@@ -70,7 +70,7 @@ def _rows(tokenizer: TextTokenizer, tokens: TokenSpans) -> list[dict[str, Any]]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no NaN: null where nothing could be measured."""
+    """The value for JSON, which has no NaN: null where nothing could be measured."""
     return None if np.isnan(value) else value
 
 

@@ -274,7 +274,8 @@ models for which whole lines are words: these never come again, and take hundred
 
 
 def batches(documents: Sequence[Item], size: Callable[[Item], int]) -> list[list[Item]]:
-    """Documents in batches of at most `BATCH` characters; one that is longer is alone."""
+    """Documents in batches of at most `BATCH` characters; a longer document is a batch of its
+    own."""
     grouped: list[list[Item]] = []
     room = 0
     for document in documents:
@@ -288,7 +289,8 @@ def batches(documents: Sequence[Item], size: Callable[[Item], int]) -> list[list
 
 @contextlib.contextmanager
 def _without_panic() -> Iterator[None]:
-    """A regular expression that runs away ends in a panic of the library, which is no Exception."""
+    """Turn a panic of the tokenizers library, which is no Exception, into a TilingError. A regular
+    expression that runs away ends in one."""
     try:
         yield
     except BaseException as error:
@@ -337,7 +339,7 @@ class Spanner:
         )
 
     def _tabulate(self, token_bytes: list[bytes | None]) -> None:
-        """What is looked up by id."""
+        """Set up the tables that are looked up by token id."""
         self.token_bytes = token_bytes
         self._pieces = np.array(token_bytes, object)
         lengths = [-1 if entry is None else len(entry) for entry in token_bytes]
@@ -390,8 +392,9 @@ class Spanner:
         ]
 
     def _bare_of(self, tokenizer: Tokenizer) -> tuple[Tokenizer, list[str]] | None:
-        """Where a mark always comes before the text: the model alone, and what a text must not hold
-        for it to do, the added tokens that would be read as such."""
+        """For a tokenizer that always puts a mark before the text: a tokenizer with its model
+        alone, and the names of added tokens, in texts with which the model alone would go wrong.
+        None for others."""
         if self._own_mark != "always":
             return None
         literal = tokenizer.encode_special_tokens
@@ -400,7 +403,8 @@ class Spanner:
         return Tokenizer(tokenizer.model), [name.replace(" ", SPACE_MARK) for name in names]
 
     def _encodings(self, texts: list[str]) -> list[Encoding]:
-        """Without offsets. Spaces are marked here, which is faster than in the library."""
+        """Encode texts without offsets. Spaces are marked here, which is faster than in the
+        library."""
         if self._bare is not None:
             model, added = self._bare
             marked = [
@@ -411,7 +415,8 @@ class Spanner:
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     def _by_bytes(self, ids: list[int], encoded: bytes) -> TokenSpans | None:
-        """Whole or in segments; first in the way that did last time."""
+        """Spans from the bytes behind the ids, of the whole text or of its segments; the way that
+        worked for the last text is tried first. None where neither spells the text."""
         ways = (self._joined, self._joined_segments)
         for segmented in (self._segmented, not self._segmented):
             tokens = ways[segmented](ids, encoded)
@@ -567,7 +572,8 @@ class Spanner:
 
 
 def _in_template(tokens: TokenSpans, encoding: Encoding) -> TokenSpans:
-    """Between the template's special tokens, which hold no text: they get zero-width spans."""
+    """Add the special tokens of the tokenizer's template to a text's tokens. They hold no text and
+    get zero-width spans."""
     template = np.array(encoding.special_tokens_mask, bool)
     assert int((~template).sum()) == len(tokens), "the template changed the text's own tokens"
     text_before = np.cumsum(~template)

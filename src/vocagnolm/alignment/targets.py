@@ -54,7 +54,7 @@ def token_texts(tokenizer: TextTokenizer, ends: Iterable[int]) -> Vocabulary:
 
 
 def _entries(tokenizer: TextTokenizer) -> list[bytes | None]:
-    """By id; None for tokens that are no text."""
+    """The bytes of every token, by id; None for tokens that are no text."""
     control = tokenizer.control_ids
     size = max(tokenizer.vocabulary.values(), default=-1) + 1
     return [None if n in control else tokenizer.bytes_of(n) for n in range(size)]
@@ -73,7 +73,7 @@ class Speller:
     """Finds the tokens that a student writes for a teacher's tokens in the middle of a text."""
 
     def __init__(self, student: TextTokenizer, vocabulary: Vocabulary):
-        """`vocabulary`: the teacher's."""
+        """`vocabulary`: the tokens of the teacher."""
         self._tokenizer = _without_beginning(student)
         self.texts = _entries(student)
         self.dummy_space = _has_dummy_space(student)
@@ -149,7 +149,7 @@ class Speller:
         return by_beginning
 
     def _within(self, text: bytes, ids: list[int]) -> list[int]:
-        """Those of the tokens that spell the text from its beginning and end within it."""
+        """The tokens that spell the text from its beginning and end within it."""
         end = count = 0
         for index in ids:
             spelled = self.texts[index]
@@ -270,19 +270,20 @@ class TargetTable:
 
     @cached_property
     def kinds(self) -> NDArray[np.uint8]:
-        """[V + 1] `UNSPELLED`, `FIRST_OF_SEVERAL` or `EXACT`."""
+        """[V + 1] The kind of every entry: `UNSPELLED`, `FIRST_OF_SEVERAL` or `EXACT`."""
         kinds = np.where(self._starts(self.spelling.token, -1) >= 0, FIRST_OF_SEVERAL, UNSPELLED)
         kinds[self.spelling.exact] = EXACT
         end = UNSPELLED if self.end_id < 0 else EXACT
         return self._by_id(kinds.astype(np.uint8), UNSPELLED, end)
 
     def _starts(self, values: NDArray[Any], missing: int) -> NDArray[Any]:
-        """[V] What is known of the first place of every entry."""
+        """[V] The value at the first byte of every entry; `missing` for entries without text."""
         first = np.append(values, values.dtype.type(missing))[self.vocabulary.offsets[:-1]]
         return np.where(self.vocabulary.lengths > 0, first, values.dtype.type(missing))
 
     def _by_id(self, values: NDArray[Any], missing: int, end: int) -> NDArray[Any]:
-        """[V + 1] With what the teacher's ends become."""
+        """[V + 1] Values by id, with `end` for the teacher's ends and `missing` for ids beyond the
+        vocabulary."""
         table = np.append(values, values.dtype.type(missing))
         ends = self.vocabulary.ends
         table[ends[ends < len(self.vocabulary)]] = end

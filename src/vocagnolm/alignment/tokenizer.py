@@ -56,7 +56,8 @@ _BEGINS = re.compile(r"bos|begin|start.?of.?(text|sentence)|^<s>$", re.IGNORECAS
 
 
 def read_frame(tokenizer: Tokenizer, folder: Path) -> Frame:
-    """`tokenizer_config.json` first, `config.json` for the end where that says nothing."""
+    """The tokens around a text, as a tokenizer's folder names them: in `tokenizer_config.json`, or,
+    for the end where that says nothing, in `config.json`."""
     settings = _read(folder / "tokenizer_config.json")
     bos = _id(tokenizer, settings.get("bos_token")) if settings.get("add_bos_token") else None
     named = str(_content(settings.get("bos_token")) or "")
@@ -108,13 +109,13 @@ def _special_tokens(named: dict[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _content(token: Any) -> Any:
-    """A token's text, of an AddedToken that is written out too."""
+    """The text of a token, which may be written out as an AddedToken."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def refuse_code(folder: Path) -> None:
-    """A tokenizer that is made by Python code of its own: that code is not run, and what
-    tokenizer.json says need not be what it does."""
+    """Refuse a folder whose tokenizer is made by its own Python code: the code is not run, and
+    tokenizer.json may describe another tokenizer."""
     named = _read(folder / "tokenizer_config.json").get("auto_map")
     if isinstance(named, dict) and named.get("AutoTokenizer"):
         raise TokenizerError(
@@ -186,8 +187,8 @@ def gguf_tokenizer(path: Path) -> Any:
 
 
 def metadata(path: Path, key: str) -> bool | str | None:
-    """A truth value or a text under a key, found by the key's bytes: package gguf makes an object
-    of every token before it can say anything, which takes it tens of seconds."""
+    """The truth value or text under a key of a GGUF file, found by the key's bytes: package gguf
+    makes an object of every token before it can say anything, which takes it tens of seconds."""
     name = struct.pack("<Q", len(key)) + key.encode()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         offset = content.find(name, 0, _HEADER_BYTES)
@@ -346,7 +347,7 @@ class TextTokenizer:
 
     @property
     def kind(self) -> str:
-        """For example 'byte-level BPE', 'SentencePiece BPE', 'WordPiece'."""
+        """The kind of tokenizer, for example 'byte-level BPE', 'SentencePiece BPE', 'WordPiece'."""
         return self._spanner.pipeline.kind
 
     @property
@@ -355,7 +356,7 @@ class TextTokenizer:
 
     @cached_property
     def vocabulary(self) -> dict[str, int]:
-        """Token string -> id, including added tokens."""
+        """Every token's id by its string, including added tokens."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))
 
     @cached_property
@@ -532,7 +533,8 @@ def _read_json(path: Path) -> Tokenizer:
 
 
 def from_hub(name: str, error: type[VocagnolmError], expected: str, **wanted: Any) -> Path:
-    """The folder of a repository of the hub; of its files those that are `wanted`."""
+    """Download a repository of the hub, or those of its files that are `wanted`, and give its
+    folder."""
     if Path(name).exists() or name.count("/") > 1 or name.startswith((".", "/", "~")):
         wrong = "is no folder" if Path(name).exists() else "does not exist"
         raise error(

@@ -56,7 +56,7 @@ def _start(start: Callable[..., None] | None, *given: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed must not go on."""
+    """End this worker when its parent is gone, for example killed."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
@@ -129,8 +129,9 @@ _watch: threading.Thread | None = None
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Ends Python code of this thread after so many seconds, within a quarter of one, in any
-    thread (a signal would reach the main one alone). Not nested, and not inside of C code."""
+    """End Python code of this thread after so many seconds, within a quarter of a second, in any
+    thread (a signal would reach the main thread alone). It cannot be nested, and does not end C
+    code."""
     global _watch
     thread = threading.get_ident()
     _deadlines[thread] = time.monotonic() + seconds
@@ -150,7 +151,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def _end_late_ones() -> None:
-    """Without a lock: an exception between two instructions would leave it closed."""
+    """Raise TookTooLong in threads that are past their deadline. This takes no lock: an exception
+    between two instructions would leave it closed."""
     while True:
         time.sleep(_CHECK_SECONDS)
         for thread, deadline in list(_deadlines.items()):

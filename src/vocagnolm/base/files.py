@@ -97,7 +97,8 @@ def write_json(
 
 
 def json_bytes(value: Any, *, indent: int | None = 1, sealed: bool = False) -> bytes:
-    """`sealed`: an object that carries its own checksum, which `read_json` compares."""
+    """A value as JSON. `sealed`: an object that carries its own checksum, which `read_json`
+    compares."""
     if sealed:
         value = {**value, CHECKSUM: json_digest(parse_json(json.dumps(value)))}
     try:
@@ -119,7 +120,7 @@ def create_bytes(path: str | Path, content: bytes) -> bool:
 
 
 class _TakenError(Exception):
-    """Another process was first."""
+    """The name is taken: another process was first."""
 
 
 @contextlib.contextmanager
@@ -211,7 +212,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
 
 
 def append_lines(path: str | Path, lines: str, *, sync: bool = True) -> None:
-    """Whole lines behind those that are there. `sync`: a power cut must not lose them either."""
+    """Append whole lines to a file. `sync`: they survive a power cut too."""
     path = local_path(path)
     try:
         reached("begin", path)
@@ -277,8 +278,8 @@ def plain_name(name: Any) -> bool:
 
 
 def sync_tree(folder: Path) -> None:
-    """Every file below the folder to the disk, readable for whom the umask lets read (libraries
-    that write through temporary files leave them to their owner alone)."""
+    """Flush every file below the folder to the disk, and make it readable for whom the umask lets
+    read (libraries that write through temporary files leave them to their owner alone)."""
     readable = folder.stat().st_mode & 0o666
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not path.is_symlink():
@@ -303,8 +304,8 @@ def _temporary_name(path: Path) -> Path:
 
 @contextlib.contextmanager
 def as_write_error(what: Path | str) -> Iterator[None]:
-    """For files that libraries write: torch and safetensors raise kinds of their own when a disk
-    is full."""
+    """Turn the errors of libraries that write files into a write error: torch and safetensors raise
+    kinds of their own when a disk is full."""
     try:
         yield
     except VocagnolmError:
@@ -540,7 +541,8 @@ def _is_read_only(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def claim(path: str | Path) -> Iterator[bool]:
-    """Whether the file could be locked; the lock dies with its holder, the file stays."""
+    """Try to lock a file; gives whether that worked. The lock dies with its holder, the file
+    stays."""
     with _open_lock(Path(path)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -56,7 +56,8 @@ def save_figure(matplotlib: Any, figure: Any, path: str | Path) -> Path:
 
 
 def document_scatter(comparison: dict[str, Any], path: str | Path) -> Path:
-    """One panel for every store against the first (`data.teachers.compare_stores`)."""
+    """Bits per byte of every document: one panel for each store against the first
+    (`data.teachers.compare_stores`)."""
     stores = comparison["stores"]
     matplotlib, figure, panels = new_panels(4.2 * (len(stores) - 1), 4.0, len(stores) - 1)
     rows = comparison["document_bits_per_byte"]

@@ -17,7 +17,8 @@ Clock = Callable[[], float]
 
 
 class Throttle:
-    """A line after ten seconds, then one every half minute at most."""
+    """Says when the next line of progress is due: after ten seconds, then every half minute at
+    most."""
 
     def __init__(self, clock: Clock = time.monotonic):
         self._clock = clock
@@ -33,13 +34,13 @@ class Throttle:
         return True
 
     def said(self) -> None:
-        """A line was written for another reason: the next can wait."""
+        """Note that a line was written for another reason, so that the next can wait."""
         self._next = self._clock() + self._every
 
 
 class Speed:
-    """Rate and time left. What comes within the first second was there before: a run that goes on
-    is not faster for what it finds."""
+    """Rate and time left of work that may resume. What is done within the first second counts as
+    done before: a resumed run is not faster for what it finds."""
 
     GRACE_SECONDS = 1.0
 
@@ -61,13 +62,13 @@ class Speed:
 
     @property
     def rate(self) -> float | None:
-        """Amount a second; None while nothing can be said."""
+        """Amount per second; None while nothing can be said."""
         seconds, _, gained = self._gains()
         return gained / seconds if seconds > 0 and gained > 0 else None
 
     @property
     def done_rate(self) -> float | None:
-        """Done a second; None while nothing can be said."""
+        """Units of work done per second; None while nothing can be said."""
         seconds, gained, _ = self._gains()
         return gained / seconds if seconds > 0 and gained > 0 else None
 
@@ -80,7 +81,7 @@ class Speed:
 
 
 def clock_time(seconds: float | None) -> str:
-    """`4:05`, `1:04:05`; `-` where it is not known."""
+    """Seconds as `4:05` or `1:04:05`; `-` where they are not known."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -101,7 +102,7 @@ def byte_text(size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """One after the other: they add up to all that passed."""
+    """Seconds of consecutive stages of a command: together they are all the time that passed."""
 
     start: float = 0.0
 
@@ -110,7 +111,8 @@ class Seconds:
         return sum(float(getattr(self, field.name)) for field in fields(self))
 
     def with_earlier(self, seconds: float) -> Self:
-        """What passed before the run was called: the imports of a command."""
+        """These seconds and those that passed before the run was called: the imports of a
+        command."""
         return replace(self, start=self.start + seconds)
 
     def __str__(self) -> str:

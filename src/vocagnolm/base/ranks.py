@@ -33,7 +33,7 @@ class Ranks:
 
     @classmethod
     def of(cls, group: "dist.ProcessGroup | None" = None) -> "Ranks":
-        """The given group, the default one, or this process alone."""
+        """The processes of the given group, of the default one, or this process alone."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         return cls(dist.get_rank(group), dist.get_world_size(group), group=group)
@@ -72,7 +72,7 @@ class Ranks:
         return self._reduce(value, "MAX")
 
     def gather(self, value: Tensor) -> Tensor:
-        """[count, *value.shape]; every rank gives the same shape."""
+        """Every rank's value, [count, *value.shape]; all values have the same shape."""
         if self.count == 1:
             return value[None]
         parts = [torch.empty_like(value) for _ in range(self.count)]

@@ -39,8 +39,8 @@ def bits_per_byte(nats: Any, scored_bytes: Any) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class AllSeeds:
-    """Every seed of both rows, as independent runs (Welch: unequal variances), not paired by their
-    start and data order."""
+    """A comparison of all seeds of two rows as independent runs (Welch: unequal variances), not
+    paired by their start and data order."""
 
     n_a: int
     n_b: int
@@ -80,7 +80,8 @@ def paired_t_p(differences: NDArray[np.float64]) -> float:
 
 
 def paired_interval(differences: NDArray[np.float64]) -> tuple[float, float] | None:
-    """95 % of Student's t for the mean of paired differences; None for a single one."""
+    """95 % interval of Student's t for the mean of paired differences; None for a single
+    difference."""
     if len(differences) < 2:
         return None
     if np.std(differences) == 0:
@@ -115,8 +116,8 @@ def sign_flip_p(contributions_Q: NDArray[np.float64], resamples: int = RESAMPLES
 def bootstrap_interval(
     contributions_SQ: NDArray[np.float64], stratum_Q: NDArray[np.int64], resamples: int = 2000
 ) -> tuple[float, float]:
-    """95 %: seeds and, within each task, questions are drawn again with replacement (two levels,
-    which `scipy.stats.bootstrap` does not draw)."""
+    """95 % interval of a mean over seeds and tasks. Seeds and, within each task, questions are
+    drawn again with replacement (two levels, which `scipy.stats.bootstrap` does not draw)."""
     generator = np.random.default_rng(0)
     n_seeds = len(contributions_SQ)
     members = [np.flatnonzero(stratum_Q == stratum) for stratum in np.unique(stratum_Q)]

@@ -93,8 +93,8 @@ def lay_continuation(
 
 
 def _decoded(pieces: Sequence[bytes], *, whole: bool) -> str:
-    """The text of some tokens. One that was broken off (not `whole`) may end within a character:
-    the tokens that reach into it are left out."""
+    """The text of some tokens. Where an answer was broken off (not `whole`), its end may lie within
+    a character: the tokens that reach into it are left out."""
     data = b"".join(pieces)
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:

@@ -63,7 +63,7 @@ class Message:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """The contents of `more`."""
+        """The message's other fields, parsed from `more`."""
         parsed: dict[str, Any] = json.loads(self.more) if self.more else {}
         return parsed
 
@@ -246,7 +246,7 @@ def conversation_of(
 
 
 def broken_off(message: Message) -> Message:
-    """An answer that did not come to its end."""
+    """Mark an answer that did not come to its end."""
     return replace(message, more=as_json({**message.fields, "cut": True}))
 
 
@@ -288,7 +288,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    """What a text that holds JSON holds."""
+    """The value of a text that holds JSON; any other value as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -321,7 +321,7 @@ def _field(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def _either(value: Any, name: str, role: str) -> list[Message]:
-    """A plain text is one message; a list is a conversation."""
+    """The messages of a field: a plain text is one message, a list is a conversation."""
     return [_checked(0, role, value)] if isinstance(value, str) else _listed(value, name)
 
 

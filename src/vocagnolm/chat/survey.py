@@ -73,7 +73,7 @@ def readable_by(tokenizers: Iterable[ChatTokenizer], texts: Iterable[str]) -> li
 
 
 def survey(tokenizer: ChatTokenizer, texts: Iterable[str]) -> Survey:
-    """`texts` are shared texts."""
+    """Statistics of conversations in a tokenizer's template; `texts` are shared texts."""
     result = Survey(tokenizer.name, template_words(tokenizer.template.origin))
     for text in texts:
         result.conversations += 1

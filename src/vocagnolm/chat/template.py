@@ -53,9 +53,9 @@ _MOST_REPEATED, _LARGEST_POWER = 10**6, 10**4
 
 @lru_cache
 def _compiled(source: str) -> Any:
-    """In transformers' sandbox, which limits `range` alone. The time of a loop is limited by
-    `time_limit`, which cannot end a single step: `9 ** 9 ** 9`, `'x' * 10 ** 11`. So these are
-    limited in their size."""
+    """The template, compiled in transformers' sandbox, which limits `range` alone. `time_limit`
+    limits the time of loops but cannot end a single step (`9 ** 9 ** 9`, `'x' * 10 ** 11`), so
+    these are limited in size here."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     # of a comment: compiling works out what is constant
@@ -81,11 +81,11 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 class TemplateRaised(ValueError):
-    """A template that refuses a conversation; its text is what the template says."""
+    """A template refused a conversation; the text is what the template says."""
 
 
 class _Form(NamedTuple):
-    """How a template reads what templates read differently."""
+    """The form of messages that a template reads, in what differs between templates."""
 
     in_parts: bool = False
     """Contents as lists of parts of type `text`."""
@@ -148,7 +148,7 @@ class ChatTemplate:
         return hash(self.fingerprint)  # options may be lists and mappings
 
     def describe(self) -> dict[str, Any]:
-        """For manifests and cards."""
+        """The template's identity for manifests and cards."""
         return {
             "origin": self.origin,
             "options": dict(self.options),
@@ -412,7 +412,7 @@ class _Slot(NamedTuple):
         return self.in_json if self.what in ("name", "argument") else self.text
 
     def forms(self, text: str) -> tuple[str, ...]:
-        """In which a template may print (a piece of) it."""
+        """The forms in which a template may print the value, or a piece of it."""
         stripped = text.rstrip(), text.lstrip(), text.strip()
         if self.what in ("content", "reasoning"):
             return text, *stripped
@@ -505,7 +505,7 @@ def _frame(
 
 
 def _kept_empty(slots: Sequence[_Slot], blank: Sequence[Message]) -> tuple[Message, ...]:
-    """Without marks in contents that are empty."""
+    """Messages with marks only in contents that are not empty."""
     empty = {s.message for s in slots if s.what in ("content", "result") and not s.text}
     return tuple(replace(m, content="") if n in empty else m for n, m in enumerate(blank))
 
@@ -517,9 +517,9 @@ def _with_empty_answers(
     blank: tuple[Message, ...],
     kept: tuple[Message, ...],
 ) -> tuple[Segment, ...]:
-    """With a segment for each empty answer of which the template prints nothing: the model still
-    writes what the template closes it with. `kept`: the conversation without marks in what is
-    empty."""
+    """Segments with an additional one for each empty answer of which the template prints nothing:
+    the model still writes what the template closes it with. `kept`: the conversation without marks
+    in what is empty."""
     for number, slot in enumerate(slots):
         answer = blank[slot.message].role == "assistant" and slot.what == "content"
         if slot.text or not answer or any(s.message == number for s in segments):
@@ -541,7 +541,8 @@ def _with_empty_answers(
 def _put_back(
     frame: tuple[Segment, ...] | None, slots: Sequence[_Slot], real: str
 ) -> tuple[Segment, ...] | None:
-    """The contents, whole or without the white space around them, give the real rendering."""
+    """The rendering with the contents in their slots, whole or without the white space around them;
+    None where that is not the real rendering."""
     if frame is None or any(s.message is not None and s.message >= len(slots) for s in frame):
         return None
     whole = [s if s.message is None else replace(s, text=slots[s.message].text) for s in frame]
@@ -653,15 +654,15 @@ def _survivors(
 
 
 def _require_known(text: str, around: str, content: str) -> None:
-    """Refused where a text holds words of neither the template nor the content."""
+    """Refuse a text that holds words of neither the template nor the content."""
     known = {*_UNITS.findall(around), *_UNITS.findall(content), *_WORDS.findall(content)}
     if any(unit not in known for unit in _UNITS.findall(text) if unit.strip()):
         raise Refused(_LOST)
 
 
 def _require_only(text: str, pieces: Sequence[tuple[int, int]]) -> None:
-    """Refused where the text holds more than these pieces of it. A template may set the tags that
-    it knows, as of reasoning, on lines of their own."""
+    """Refuse a text that holds more than these pieces of it. A template may set the tags that it
+    knows, for example of reasoning, on lines of their own."""
     for (_, start), (stop, _) in pairwise([(0, 0), *pieces, (len(text), len(text))]):
         before, behind = text[:start].rstrip("\n"), text[stop:].lstrip("\n")
         beside_tag = before.endswith(">") or behind.startswith("<")
@@ -698,9 +699,9 @@ def _cut(text: str, pieces: list[tuple[int, int, int, int]]) -> list[Segment]:
 def _stripped(
     segments: Sequence[Segment], slots: Sequence[_Slot], real: str
 ) -> tuple[Segment, ...] | None:
-    """The marks keep a template from stripping contents: with the white space that it takes away
-    from the real ones, the segments must give the real rendering. What it prints of a tool call may
-    be JSON."""
+    """The segments without the white space that the template strips from real contents, which marks
+    protect; None where they do not give the real rendering. What a template prints of a tool call
+    may be JSON."""
     result: list[Segment] = []
     at = 0
     for segment, behind in zip(segments, [*segments[1:], Segment("")], strict=True):
@@ -724,8 +725,8 @@ def _stripped(
 
 
 def _carried_over(segments: list[Segment], real: str) -> tuple[Segment, ...]:
-    """The last resort: the rendering with marks and the real one, compared word by word; what is
-    equal in both is known."""
+    """Align the rendering with marks and the real one word by word, as a last resort; what is equal
+    in both is known."""
     text = "".join(segment.text for segment in segments)
     starts = list(accumulate((len(segment.text) for segment in segments), initial=0))
     pieces: list[tuple[int, int, int, int]] = []
@@ -777,8 +778,8 @@ def _changes(
 def _in_order(
     segments: tuple[Segment, ...], slots: Sequence[_Slot], messages: Sequence[Message]
 ) -> tuple[tuple[Segment, ...], list[str]]:
-    """Spans run forward: contents that the template moves out of their order are not aligned, as
-    few as can be, and the assistant's last of all. Also returns what was moved."""
+    """Segments whose spans run forward, and what was moved. Contents that the template moves out of
+    their order are not aligned: as few as possible, and the assistant's last of all."""
     held = [(n, s.message) for n, s in enumerate(segments) if s.message is not None]
     order = [number for _, number in held]
     if all(a <= b for a, b in pairwise(order)):
@@ -813,8 +814,8 @@ def _turns(
     blank: tuple[Message, ...],
     marked: Sequence[tuple[int, int]],
 ) -> tuple[Turn, ...]:
-    """From the end of the generation prompt through the end of the turn, of every message that is
-    aligned. How a prompt and a turn end is seen where the conversation is rendered up to there."""
+    """The turn of every aligned message, from the end of the generation prompt through the end of
+    the turn. How a prompt and a turn end is seen where the conversation is rendered up to there."""
     text = "".join(segment.text for segment in segments)
     edges = accumulate((len(segment.text) for segment in segments), initial=0)
     # contents from, to, and their messages; -1 for those that are not aligned
@@ -878,8 +879,8 @@ def _prompt_end(
 
 @lru_cache(maxsize=8192)
 def _tail(template: ChatTemplate, blank: tuple[Message, ...], prompt: bool) -> str | None:
-    """The template's text behind the last content of such a conversation; None where there is no
-    such text to be seen."""
+    """The template's text behind the last content of a conversation; None where no such text is to
+    be seen."""
     frame = _frame.__wrapped__(template, blank, prompt)
     if frame is None:
         return None

@@ -72,7 +72,7 @@ class ChatTokenizer(TextTokenizer):
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the tokenizer; the template has its own."""
+        """The fingerprint of the tokenizer; the template has a fingerprint of its own."""
         return self.base.fingerprint
 
     @cached_property
@@ -474,7 +474,7 @@ def _origins(sizes: Sequence[int]) -> NDArray[np.int64]:
 def _moved(
     laid: Sequence[_Laid], name: str, there: NDArray[np.int64], here: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Pieces or ends of all conversations [N, 3], on the axes that they are laid on."""
+    """Pieces or ends of all conversations [N, 3], moved to their places on the common axes."""
     rows = [getattr(conversation, name) for conversation in laid]
     counts = [len(part) for part in rows]
     table = np.array([row for part in rows for row in part], np.int64).reshape(-1, 3)

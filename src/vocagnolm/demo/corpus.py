@@ -157,7 +157,7 @@ def wrong_document(chance: random.Random, wrong_share: float = 0.8) -> str:
 
 
 def _head(chance: random.Random) -> str:
-    """Who posted it and when, before every third page."""
+    """The header of a page, before every third page: who posted it and when."""
     if chance.random() < 2 / 3:
         return ""
     when = f"{chance.randint(1, 28)}.{chance.randint(1, 12)}.20{chance.randint(10, 24)}"
@@ -244,18 +244,19 @@ def held_out_problems(n_problems: int, documents: Iterable[tuple[str, str]]) -> 
 
 
 def write_held_out(path: Path, problems: Iterable[Problem]) -> None:
-    """Their solved pages: clean text to measure bits per byte on."""
+    """Write the solved pages of problems: clean text to measure bits per byte on."""
     write_jsonl(path, ((CLEAN, problem.text()) for problem in problems))
 
 
 def write_labelled(path: Path, documents: Iterable[tuple[str, str]]) -> None:
-    """The solved pages, each with whether it is right, for `study selection --label correct`."""
+    """Write the solved pages, each with whether it is right, for `study selection --label
+    correct`."""
     solved = (document for document in documents if document[0] in (CLEAN, WRONG))
     write_jsonl(path, solved, labelled=True)
 
 
 def write_prompts(path: Path, n_prompts: int) -> None:
-    """Different problems to answer, each with the solution of somebody who errs in every third one,
+    """Write problems to answer, each with the solution of somebody who errs in every third problem,
     and with the right answer."""
     chance = random.Random(PROMPTS_SEED)
     rows: dict[str, dict[str, str]] = {}

@@ -242,12 +242,13 @@ def parts_of(key: str, records: Sequence[students.Record]) -> NDArray[np.float64
 
 
 def interval_of(parts_SQ: NDArray[np.float64]) -> tuple[float, float]:
-    """95 %, over seeds and problems or texts: both are drawn again."""
+    """95 % interval over seeds and problems or texts; both are drawn again."""
     return statistics.bootstrap_interval(parts_SQ, np.zeros(parts_SQ.shape[1], np.int64))
 
 
 def verdict(measured: Measured) -> str:
-    """What has a teacher against each control, first by answers and then by bits per byte."""
+    """What methods with a teacher gain over each control, first in answers and then in bits per
+    byte."""
     sentences = []
     for key, measure in MEASURES.items():
         for method, (name, controls) in WITH_TEACHER.items():
@@ -265,7 +266,7 @@ def verdict(measured: Measured) -> str:
 
 
 def _against(measure: Measure, ours_SQ: NDArray[np.float64], theirs_SQ: NDArray[np.float64]) -> str:
-    """`60.9 (+25.2, +20.1 to +30.4)`: the other's mean, and the paired difference."""
+    """A control's mean and the paired difference to it: `60.9 (+25.2, +20.1 to +30.4)`."""
     low, high = interval_of(ours_SQ - theirs_SQ)
     other, difference = theirs_SQ.sum(1).mean(), (ours_SQ - theirs_SQ).sum(1).mean()
     digits, unclear = measure.digits, ", not clear" if low <= 0 <= high else ""

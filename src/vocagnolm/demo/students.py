@@ -70,9 +70,9 @@ class Budget:
 def recipe_of(
     out: Path, method: str, seed: int, budget: Budget, *, alternatives: bool = False
 ) -> Recipe:
-    """The methods differ in `objective` alone. The seed decides the order of the blocks, the same
-    for all methods, and what `random` keeps. `alternatives`: the store has some, and the blocks
-    serve distillation too."""
+    """The recipe of a student. The methods differ in `objective` alone. The seed decides the order
+    of the blocks, the same for all methods, and what `random` keeps. `alternatives`: the store has
+    some, and the blocks serve distillation too."""
     objective = BY_STRETCH.get(method, {"method": method})
     blocks = "blocks-stretch" if method in BY_STRETCH else "blocks"
     return recipe_from_dict(
@@ -111,7 +111,8 @@ def recipe_of(
 
 
 def written_recipe_of(out: Path, name: str, seed: int, budget: Budget) -> Recipe:
-    """A student of the teacher's answers; the settings are those of the others."""
+    """The recipe of a student that learns from the teacher's answers, with the settings of the
+    other students."""
     tree = recipe_of(out, WRITTEN[name], seed, budget).to_dict()
     written = str(out / "written")
     tree["student"]["chat_template"] = str(out / "questions.jinja")
@@ -123,7 +124,8 @@ def written_recipe_of(out: Path, name: str, seed: int, budget: Budget) -> Recipe
 
 
 def write(out: Path, questions: Sequence[str]) -> dict[str, Any]:
-    """The teacher answers questions; what the folder holds, as `vocagnolm store inspect` says."""
+    """Let the teacher answer questions; gives what the folder holds, in the words of `vocagnolm
+    store inspect`."""
     one_thread()
     from vocagnolm.score import WriteSettings, write_answers
 
@@ -143,7 +145,7 @@ def write(out: Path, questions: Sequence[str]) -> dict[str, Any]:
 
 
 def score(teacher: Path, corpus: Path, store: Path, alternatives: int | str = 0) -> float:
-    """The teacher reads the corpus once; its bits per byte."""
+    """Let the teacher read the corpus once; gives its bits per byte."""
     from vocagnolm.score import ScoreSettings, score_corpus
 
     settings = ScoreSettings(device="cpu", context=512, bos=END, alternatives=alternatives)
@@ -157,7 +159,8 @@ that it solves exactly, and `documents`, the bits and bytes of every held-out te
 
 
 def train_and_measure(recipe: Recipe, held_out: Path, problems: Sequence[Problem]) -> Record:
-    """One student from its start to its two numbers; what is finished is not done again."""
+    """Train one student from its start and give its two numbers; what is finished is not done
+    again."""
     folder = Path(recipe.run.folder or "")
     measured = folder / "measures.json"
     if measured.is_file():
@@ -201,14 +204,15 @@ def measure(model: Path, held_out: Path, problems: Sequence[Problem]) -> Record:
 
 
 def one_thread() -> None:
-    """Small students side by side are faster than one after the other with several threads."""
+    """Run torch in one thread: small students side by side are faster than one after the other with
+    several threads."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     torch.set_num_threads(1)
     quiet()
 
 
 def quiet() -> None:
-    """The demo prints its own lines."""
+    """Silence the output of libraries; the demo prints its own lines."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -153,7 +153,8 @@ def bits_per_byte(
 
 
 def _parts(paths: Sequence[str | Path], field: str | None) -> Corpus | None:
-    """The field that says which parts count; None where the corpus has none."""
+    """A corpus of the field that says which parts of a document count; None where there is no such
+    field."""
     if field is None:
         return None
     try:
@@ -163,7 +164,7 @@ def _parts(paths: Sequence[str | Path], field: str | None) -> Corpus | None:
 
 
 def _counting(spans: TokenSpans, document: Document, parts: Corpus | None) -> np.ndarray:
-    """Which tokens count [N]."""
+    """Mask [N] of the tokens in the parts of the document that count."""
     if parts is None:
         return np.ones(len(spans), bool)
     if document.parts > 1:

@@ -230,7 +230,7 @@ def render(
 
 
 def spread(total: int, limit: int | None) -> list[int]:
-    """`limit` indices spread evenly: MATH and MMLU are sorted by subject, and the first few
+    """`limit` indices spread evenly: MATH and MMLU are sorted by subject, so the first few
     questions would be all algebra."""
     if limit is None or limit >= total:
         return list(range(total))
@@ -240,7 +240,8 @@ def spread(total: int, limit: int | None) -> list[int]:
 def _request(
     task: Task, loaded: Any, index: int, by_likelihood: bool, limit: int | None, turns: int | None
 ) -> Request:
-    """`turns`: worked examples of a conversation; None where it is none. `limit`: of new tokens."""
+    """A task's question as it is put to the model. `turns`: worked examples of a conversation, None
+    where it is none. `limit`: of new tokens."""
     chat, doc = turns is not None, loaded.test_docs()[index]
     generation = {} if by_likelihood else loaded.config.generation_kwargs
     allowed = int(generation.get("max_gen_toks", 0))
@@ -278,7 +279,7 @@ _HOW_TO_END: dict[AnswerKind, str] = {
 def _conversation(
     task: Task, loaded: Any, doc: dict[str, Any], by_likelihood: bool, turns: int
 ) -> str:
-    """The shared text: worked examples as turns, and the question."""
+    """A question as the shared text of a conversation, behind worked examples as turns."""
     messages = []
     for shot in list(loaded.dataset["shots"])[:turns]:
         answer = f"({shot['gold']})" if by_likelihood else shot["answer"]

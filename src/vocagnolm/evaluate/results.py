@@ -179,7 +179,8 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator["RunFolder"]:
-        """Only one evaluation may write here; what a killed one left behind is removed."""
+        """Hold the folder, so that only one evaluation writes here; what a killed one left behind
+        is removed."""
         advice = "Wait for it to end, or choose another --out."
         with folder_lock(self.folder, advice):
             for folder in (self.folder, self.outputs):
@@ -284,8 +285,8 @@ class RunFolder:
         write_text(self.outputs / f"{BITS}.jsonl", sealed_lines(rows))
 
     def text_sums(self) -> TextSums:
-        """Empty where none were kept: there was no text, or the evaluation is of an older
-        version."""
+        """Bits and bytes of every document; empty where there was no text, or the evaluation is of
+        an older version."""
         path = self.outputs / f"{BITS}.jsonl"
         if not path.is_file():
             return {}
@@ -328,7 +329,7 @@ class RunFolder:
 
 
 class NotEvaluated(EvaluationError):
-    """A folder without results."""
+    """The folder has no results."""
 
 
 def open_run(path: str | Path) -> tuple[RunFolder, Evaluation]:

@@ -181,7 +181,7 @@ def _served(server: "str | Sequence[str] | Server", engine: Engine) -> "ServedMo
 
 
 def _found(model: str | Path | None, engine: Engine, served: "ServedModel | None") -> "ModelFiles":
-    """With its weights, or without those that a server has."""
+    """The files of the model, with its weights or, where a server has these, without."""
     from vocagnolm.model import open_model
 
     source = model if model is not None or served is None else served.engine.source
@@ -219,7 +219,8 @@ class _Count:
     fresh: int = 0
 
     def note(self, task: str, done: int, total: int, fresh: int = 0) -> None:
-        """`done` questions of the task are answered, `fresh` more of them in this run."""
+        """Report that `done` questions of the task are answered, `fresh` more of them in this
+        run."""
         self.fresh += fresh
         if self.on_progress is not None:
             all_done = self.before + done

@@ -58,7 +58,8 @@ def differing(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None)
 
 
 def marks(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For scores of one task side by side: what sets each apart from the others, or nothing."""
+    """What sets each of several scores of one task apart from the others; an empty text where
+    nothing does."""
     recorded = [known for known in conditions if len(known) > 1]
     apart = _apart(recorded)
     # other questions have other prompts: their number says it

@@ -50,7 +50,7 @@ def _text(row: Row, *names: str) -> str:
 
 
 def _yes_or_no(question: str, gold: str) -> str:
-    """The protocol tells the model when the answer is a plain yes or no."""
+    """A question whose answer is a plain yes or no says so: the protocol tells the model."""
     return f"{question} (Yes or No)" if gold.strip().lower() in ("yes", "no") else question
 
 
@@ -396,7 +396,7 @@ class OwnExample(Schema):
 
 
 class OwnTask(Schema):
-    """What its YAML file says, see `task_from_file`."""
+    """A task of the user's own, as its YAML file describes it (see `task_from_file`)."""
 
     title: str | None = None
     kind: AnswerKind

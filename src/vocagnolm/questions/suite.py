@@ -33,7 +33,8 @@ class Task:
 
     @property
     def lm_eval_name(self) -> str:
-        """Prefixed, because lm-eval has tasks called gsm8k, asdiv and mathqa of its own."""
+        """The task's name in lm-eval. It has a prefix, because lm-eval has tasks called gsm8k,
+        asdiv and mathqa of its own."""
         return f"vocagnolm_{self.name}"
 
 

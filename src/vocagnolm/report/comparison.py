@@ -61,8 +61,8 @@ _KINDS = ("unmapped", "one_to_one", "one_to_many", "many_to_one")
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Shares are of the student's tokens; the overlaps are means over its mapped ones, None where
-    there is none."""
+    """How well two tokenizations fit. Shares are of the student's tokens; the overlaps are means
+    over its mapped ones, None where there is none."""
 
     student_tokens: int
     teacher_tokens: int
@@ -79,7 +79,7 @@ def measure_fit(
     theirs: Sequence[NDArray[np.int64]],
     alignments: Sequence[Alignment],
 ) -> Fit:
-    """Spans of the same texts in both tokenizations, and their alignments."""
+    """How well two tokenizations of the same texts fit, from their spans and alignments."""
     counts = [shares(alignment) for alignment in alignments]
     covers = [token_overlap(*pair) for pair in zip(ours, theirs, alignments, strict=True)]
     tokens = max(sum(count.tokens for count in counts), 1)

@@ -108,7 +108,7 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """How two tokenizers fit: shares are fractions."""
+    """How well two tokenizers fit; shares are fractions."""
 
     student: str
     teacher: str

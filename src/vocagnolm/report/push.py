@@ -13,7 +13,7 @@ _PLACEHOLDER = "from_pretrained(FOLDER)"  # in the card, for the address of the 
 
 @dataclass(frozen=True)
 class Upload:
-    """What goes, or went, where."""
+    """What was uploaded, or would be, and where."""
 
     repository: str
     private: bool

@@ -279,7 +279,8 @@ Setting = dict[str, Any]
 
 
 def _flat_recipe(run: Path) -> Setting | None:
-    """With the seed; None where the folder has no recipe that can be read."""
+    """A run's settings by flat key, the seed included; None where the folder has no recipe that can
+    be read."""
     try:
         content = parse_yaml((run / "recipe.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -381,7 +382,8 @@ def save_sample(sample: Sample, run: str | Path) -> Path:
 
 
 def read_sample(run: str | Path) -> Sample | None:
-    """None where there is none of today's form; older ones showed another rule's selection."""
+    """A run's selection sample; None where it has none of today's form, since older ones showed
+    another rule's selection."""
     path = Path(run) / SAMPLE_FILE
     try:
         content = read_json(path, SampleError, _MAKE_AGAIN, {"format": int})
@@ -499,7 +501,7 @@ def _table(recipe: Recipe, student: TextTokenizer, store: LossStore) -> TargetTa
 
 
 def _teacher_tokenizer(recipe: Recipe) -> TextTokenizer | None:
-    """The one that the recipe names, of its one teacher; the store itself needs none."""
+    """The tokenizer that the recipe names for its only teacher; the store itself needs none."""
     if recipe.teacher_tokenizer is None or len(recipe.stores) > 1:
         return None
     with contextlib.suppress(VocagnolmError):
@@ -581,7 +583,7 @@ def _choose(
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[slice]:
-    """Short documents are shown together: a page of fifty passages of one line is no joy."""
+    """Merge short documents into passages of about PASSAGE_TOKENS tokens."""
     start = held = 0
     for at, size in enumerate(sizes, 1):
         held += size

@@ -120,7 +120,8 @@ def _describe(
 
 
 def _mixture(config: "ObjectiveConfig", alternatives: AlternativesSpec | None) -> str:
-    """Behind the method's label: `, with a mix of 0.5 and 4 alternatives a token`."""
+    """The distillation settings that follow the method's label: `, with a mix of 0.5 and 4
+    alternatives a token`."""
     mix = f"of {config.mix:g}"
     if config.mix_end is not None:
         mix = f"from {config.mix:g} to {config.mix_end:g}"
@@ -223,7 +224,8 @@ def _losses(passage: Passage) -> FloatArray:
 
 
 def _with_guidance(passage: Passage, guidance: FloatArray, own: FloatArray) -> Passage:
-    """`own`: the student's loss that is held against it, of a token or of its stretch."""
+    """The passage with guidance and excess. `own`: the student's loss that the guidance is
+    subtracted from, of a token or of its stretch."""
     excess = None if passage.student.nll is None else rounded(own - guidance)
     return dataclasses.replace(passage, guidance=rounded(guidance), excess=excess)
 

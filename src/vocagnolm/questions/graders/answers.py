@@ -380,7 +380,7 @@ def last_sentence(text: str) -> tuple[str, bool]:
 
 
 class Ambiguous(Exception):
-    """The clause names several answers, or none on purpose: do not look further."""
+    """The clause names several answers, or none on purpose; later places are not searched."""
 
 
 _LATEX_TO_PLAIN = [
@@ -427,7 +427,8 @@ _ARTICLE = re.compile(r"^(?:the|a|an)\s+", re.IGNORECASE)
 
 
 def canonical_text(text: str) -> str:
-    """`The 60th caller.` -> `60th caller`; `2:35 P.M.` -> `2:35pm`; `3 : 4` -> `3:4`."""
+    """A short answer in one spelling: `The 60th caller.` -> `60th caller`; `2:35 P.M.` -> `2:35pm`;
+    `3 : 4` -> `3:4`."""
     text = plain(text).strip().strip("\"'*_.,;! ").casefold()
     text = re.sub(r"\b([ap])\.?\s?m\b\.?", r"\1m", text)
     text = re.sub(r"(?<=\d)\s*:\s*(?=\d)", ":", text)
@@ -437,7 +438,7 @@ def canonical_text(text: str) -> str:
 
 
 def same_text(answer: str, gold: str) -> bool:
-    """Equal as short text; what follows a comma or a "because" is explanation."""
+    """Whether two short texts are equal; what follows a comma or a "because" is explanation."""
     wanted = canonical_text(gold)
     short = re.split(r",|;|\(|\b(?:because|since|as|with)\b", answer, maxsplit=1)[0]
     if wanted in {canonical_text(answer), canonical_text(short)}:
@@ -675,7 +676,8 @@ def math_in_clause(clause: str, kind: ClauseKind) -> str | None:
 
 
 def _formulas(text: str) -> list[str]:
-    """The formulas of a text with what belongs to them; "$2$ and $3$", "$2$, $3$" are one."""
+    """The formulas of a text with what belongs to them; "$2$ and $3$" and "$2$, $3$" are each a
+    single formula."""
     ranges: list[tuple[int, int]] = []
     for match in MATH_SPAN.finditer(text):
         if _prose(next(group for group in match.groups() if group is not None)):
@@ -690,7 +692,7 @@ def _formulas(text: str) -> list[str]:
 
 
 def _content(formula: str) -> str:
-    """Without the signs around it, where there is one formula and nothing else."""
+    """A text without the signs around it, where it is one formula and nothing else."""
     spans = list(MATH_SPAN.finditer(formula))
     if len(spans) == 1 and spans[0][0] == formula:
         formula = next(group for group in spans[0].groups() if group is not None)
@@ -698,14 +700,15 @@ def _content(formula: str) -> str:
 
 
 def _prose(text: str) -> bool:
-    """More than a formula with a unit or a name: three or more words outside of commands."""
+    """Whether a text is more than a formula with a unit or a name: three or more words outside of
+    commands."""
     text = re.sub(r"\\(?:text|textbf|mathrm|mbox|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+", " ", text)
     return len(re.findall(r"[A-Za-z]{2,}", text)) > 3
 
 
 def _concluded(sentence: str, ended: bool) -> str | None:
-    """What a sentence comes to: its one formula or its one number, after the last "is" that has
-    any. A sentence that did not end must end in it."""
+    """What a sentence comes to: its only formula or number, after the last "is" that has any. A
+    sentence that did not end must end in it."""
     if verdict := _IS_ANSWER.search(sentence):
         sentence, ended = sentence[: verdict.start()], True
     starts = [0, *(m.end() for m in _CONCLUSION.finditer(_shielded(sentence)))]

@@ -122,13 +122,14 @@ def verify_latex(answer: str, gold: str, *, tolerance: float = 0.0) -> bool:
 
 
 def _limit(seconds: float) -> None:
-    """Ends this process when it has computed for so long, were it in the middle of one product."""
+    """End this process when it has computed for so long, even in the middle of one product."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _serve(seconds: float) -> None:
-    """The child: one JSON triple a line in, one JSON boolean a line out."""
+    """Serve comparisons in the child process: one JSON triple a line in, one JSON boolean a line
+    out."""
     with contextlib.suppress(ImportError, ValueError, OSError):  # not on every platform
         import resource
 
@@ -207,7 +208,7 @@ _EXPLAINED = re.compile(r"(-?[\d.]+) \(([^()=]*\d ?[-+*/] ?[^()=]*)\)")  # 18 (9
 
 
 def readable_math(text: str) -> str:
-    """What math-verify reads wrongly, rewritten."""
+    """A formula in which what math-verify reads wrongly is rewritten."""
     text = plain(text).strip().rstrip(".").strip()
     if "matrix" not in text and "array" not in text:  # there, two backslashes end a row
         text = re.sub(r"\\\\(?=[A-Za-z()\[\]])", r"\\", text)
@@ -228,8 +229,8 @@ def _is_words(text: str) -> bool:
 
 
 def same_math(answer: str, gold: str, rounds: bool = False) -> bool:
-    """Equal as mathematics: numbers exactly (or, with `rounds`, by rounding), words as words, and
-    everything else as math-verify says."""
+    """Whether two answers are equal as mathematics: numbers exactly (or, with `rounds`, by
+    rounding), words as words, and everything else as math-verify says."""
     a, b = readable_math(answer), readable_math(gold)
     b = re.sub(r"^\$?\s*(?:\\approx|≈)\s*", "", b)
     explained = _EXPLAINED.fullmatch(a)
@@ -247,6 +248,6 @@ def same_math(answer: str, gold: str, rounds: bool = False) -> bool:
 
 
 def same_base(a: str, b: str) -> bool:
-    """False for `52_8` and `52_9`."""
+    """Whether no two different bases are named: `52_8` and `52_9` are not in the same base."""
     bases = {base[1] for text in (a, b) if (base := re.search(r"_\{?(\d+)\}?\$?$", text))}
     return len(bases) < 2

@@ -57,7 +57,7 @@ def extract_answer(output: str) -> str | None:
 
 
 def _boxed(after: str) -> str:
-    """What the box holds; all that is left of a text that ends in an open box."""
+    """The content of the last box; all that is left of a text that ends in an open box."""
     if after.startswith("{"):
         return after[1 : closing_braces(after).get(0)]
     return after.partition("$")[0]
@@ -156,7 +156,7 @@ def _number(text: str) -> Fraction | None:
 
 
 def _is_formula(answer: str, gold: str) -> bool:
-    """Whether there is anything to compute: a letter is never a number, a word, a time or a number
+    """Whether there is anything to compute. A letter is never a number, a word, a time or a number
     in another base is no expression, and `9 * 2 = 18` is no `18`."""
     letters = re.findall(r"[A-Za-z]+", re.sub(r"\\[A-Za-z]+", " ", answer))
     if any(len(word) > 2 for word in letters) or (letters and _number(gold) is not None):
