@@ -25,7 +25,7 @@ class Bins:
         return len(self.ends)
 
     def words(self, room: int) -> str:
-        """How conversations fill blocks, for people."""
+        """How conversations fill blocks, as a sentence for the console."""
         parts = [f"{self.tokens / max(len(self) * room, 1):.1%} of the blocks filled"]
         if self.cut:
             parts.append(f"{self.cut:,} conversations longer than a block: cut at the end")
@@ -42,8 +42,8 @@ class Bins:
 def fill_bins(
     document_tokens: NDArray[np.int64], first_trained: NDArray[np.int64], room: int
 ) -> Bins:
-    """Blocks of `room` tokens. Every document goes into the fullest block that still has room for
-    it; blocks come in the order of their first documents."""
+    """Place documents into blocks of `room` tokens. Every document goes into the fullest block that
+    still has room for it; blocks come in the order of their first documents."""
     usable = (first_trained >= 0) & (first_trained < room)
     lengths = np.minimum(document_tokens, room)
     kept = np.flatnonzero(usable)

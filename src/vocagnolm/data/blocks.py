@@ -143,7 +143,7 @@ class Blocks:
     def _filled(
         self, column: str, windows: list[tuple[int, int]], dtype: Any, filling: Any
     ) -> NDArray[Any]:
-        """A column of the windows, one behind the other; the rest of the block is padding."""
+        """A column of several windows, one behind the other; the rest of the block is padding."""
         values = np.concatenate([self.read(column, *window) for window in windows])
         return _padded(values.astype(dtype), self.block_size + 1, filling)
 
@@ -260,7 +260,8 @@ class Blocks:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _add_teacher(self, block: Block, ranges: NDArray[np.int64], nll: NDArray[Any]) -> None:
-        """What takes all of the teacher's losses behind the window, in place."""
+        """Add to a window, in place, what is computed from all of the teacher's losses behind
+        it."""
         if self.chunks is not None:
             # the chunks are cut among the tokens that are predicted: all but the first
             predicted = Alignment(ranges[1:, 0], ranges[1:, 1])
@@ -322,7 +323,7 @@ class Blocks:
         return self._documents
 
     def _whole(self, column: str) -> NDArray[np.int64]:
-        """A per-document column of all parts."""
+        """A per-document column over all parts."""
         parts = range(len(self._names))
         columns = [self._handle(part).get_tensor(column) for part in parts]
         return np.concatenate(columns).astype(np.int64)
@@ -339,7 +340,8 @@ def _padded(values: NDArray[Any], width: int, filling: Any) -> NDArray[Any]:
 
 
 def block_count(tokens: int, block_size: int) -> int:
-    """Blocks in a stream of so many tokens: the first token of all is read only."""
+    """The number of blocks in a stream of so many tokens; the stream's first token is only read,
+    never predicted."""
     return max(tokens - 1, 0) // block_size
 
 
@@ -383,8 +385,8 @@ def cut_parts(manifest: dict[str, Any], sizes: Mapping[str, int]) -> list[str]:
 
 
 def damaged_parts(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """`part: what is wrong`, for every part; reads all of them. Blocks of older versions carry no
-    checksums: their parts are only looked for."""
+    """`part: what is wrong`, for every damaged part; reads all parts. Blocks of older versions have
+    no checksums: their parts only need to exist."""
     here = [part for part in manifest["parts"] if (folder / part["name"]).is_file()]
     lines = [f"{part['name']}: it is missing" for part in manifest["parts"] if part not in here]
     known = [part for part in here if "sha256" in part]

@@ -95,8 +95,8 @@ class RecordLayout:
 
 
 def split_text(text: str) -> list[str]:
-    """The documents that a text is: itself, or pieces of at most `LONGEST_TEXT` bytes, which end
-    with lines; where a line is longer, before a space, or else between two characters."""
+    """The documents that a text becomes: itself, or pieces of at most `LONGEST_TEXT` bytes, which
+    end with lines; where a line is longer, before a space, or else between two characters."""
     if len(text) <= LONGEST_TEXT // 4:
         return [text]
     content, start, pieces = text.encode(), 0, []
@@ -146,7 +146,7 @@ class Corpus:
 
     @property
     def conversations(self) -> bool:
-        """Whether its documents are conversations, and their texts shared texts."""
+        """Whether the documents are conversations, and their texts shared texts."""
         return bool(self._formats) and self._formats[0] != "text"
 
     def __len__(self) -> int:
@@ -227,7 +227,8 @@ class Corpus:
         return record.value.get(self.text_field) if isinstance(record.value, dict) else None
 
     def require_unchanged(self) -> None:
-        """The files must be those that were counted and hashed when the corpus was opened."""
+        """Refuse files that are not those which were counted and hashed when the corpus was
+        opened."""
         if changed := self.changed_sources():
             raise _changed(changed[0])
 
@@ -299,8 +300,8 @@ class Corpus:
         return None
 
     def _source_formats(self, wanted: Format) -> list[Format]:
-        """What the records of each source hold, by its first one. A wrong --text-field would skip
-        every document: it is said at the start."""
+        """What the records of each source hold, judged by the first record. A wrong --text-field
+        would skip every document, so it is an error at the start."""
         formats: list[Format] = []
         for source in self.sources:
             holds: Format = "text" if wanted == "auto" else wanted
@@ -369,8 +370,8 @@ def fingerprint_of(about: Mapping[str, Any]) -> str:
 
 
 def described_documents(sources: Sequence[dict[str, Any]], conversations: bool) -> dict[str, Any]:
-    """What `Corpus.describe` says of these files of documents, without reading them; `sources` name
-    each with its documents and its SHA-256."""
+    """What `Corpus.describe` would say of these files of documents, which are not read; `sources`
+    name each with its documents and its SHA-256."""
     about: dict[str, Any] = {
         "documents": sum(source["documents"] for source in sources),
         "text_field": CorpusSection.text_field,
@@ -424,8 +425,8 @@ def open_corpus(
 def open_sources(
     paths: str | Path | Sequence[str | Path], text_field: str | None, split: Split = "none"
 ) -> list[Source]:
-    """What these paths name. `text_field`: the only field of a record that is read, or else those
-    of conversations; None: every field."""
+    """The sources that these paths name. `text_field`: the only field of a record that is read, or
+    else those of conversations; None: every field."""
     listed = [paths] if isinstance(paths, str | Path) else paths
     if not listed:
         raise ValueError("a corpus needs at least one path")
@@ -591,7 +592,7 @@ class LeftOut:
         return {"documents": self.documents, "reasons": self.reasons, "first": list(self.first)}
 
     def lines(self) -> list[str]:
-        """Lines for people; none where nothing was left out."""
+        """Lines for the console; there are none where nothing was left out."""
         if not self.documents:
             return []
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.reasons.items())
@@ -602,7 +603,7 @@ class LeftOut:
 
 
 def left_out_of(problems: Sequence[dict[str, str]]) -> LeftOut:
-    """From the `place` and `reason` of every document that was left out."""
+    """What was left out, from the `place` and `reason` of every such document."""
     reasons = count_reasons(problem["reason"] for problem in problems)
     return LeftOut(len(problems), reasons, problems[:MOST_PLACES])
 

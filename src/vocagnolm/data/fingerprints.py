@@ -72,7 +72,8 @@ def block_settings(
 
 
 def _targets(materials: Materials, here: bool) -> dict[str, Any]:
-    """What decides the targets. `here`: the stores can be asked how many alternatives they hold."""
+    """The settings that decide the targets. `here`: the stores can be asked how many alternatives
+    they hold."""
     recipe = materials.recipe
     objective, wanted = recipe.objective, recipe.objective.alternatives
     if here:
@@ -98,7 +99,7 @@ def store_identity(store: LossStore) -> dict[str, Any]:
 
 
 def lacking_columns(manifest: dict[str, Any]) -> dict[str, str | None]:
-    """Method -> what the blocks lack for it, by its name in `data.extra_columns` (`store`: all of a
+    """What the blocks lack for each method, by its name in `data.extra_columns` (`store`: all of a
     teacher's losses); None where they serve it."""
     settings = manifest["settings"]
     guidance = settings["guidance"]
@@ -126,7 +127,8 @@ def lacking_columns(manifest: dict[str, Any]) -> dict[str, str | None]:
 
 
 def described_inputs(materials: Materials, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """The inputs of blocks for people, kept in the manifest."""
+    """A description of what blocks were made from, kept in the manifest so that differences can be
+    put into words."""
     about: dict[str, Any] = {
         "tokenizer": tokenizer.name,
         "corpus": materials.corpus.describe(),
@@ -142,7 +144,7 @@ def described_inputs(materials: Materials, tokenizer: TextTokenizer) -> dict[str
 
 
 def local_files(recipe: Recipe) -> dict[str, Path]:
-    """Name -> path of the corpus's files that are on this machine."""
+    """The path of every file of the corpus that is on this machine, by name."""
     paths: dict[str, Path] = {}
     for path in map(Path, recipe.corpus.files):
         if path.is_dir():

@@ -70,7 +70,7 @@ class Laid:
 
 @dataclass(frozen=True)
 class LaidTeacher:
-    """One teacher's tokens of the same documents, where it has them."""
+    """One teacher's tokens of laid documents, where it has them."""
 
     spans: NDArray[np.int64]
     nll: NDArray[Any]
@@ -134,7 +134,7 @@ def nats_per_byte(token_bytes: NDArray[Any], nll: NDArray[Any]) -> float:
 
 @dataclass(frozen=True)
 class CarryRule:
-    """What of a teacher's losses a student token is guided by."""
+    """Which of a teacher's losses guide a student token, and how they become one number."""
 
     unit: Literal["token", "stretch", "chunk"] = "token"
     """The teacher tokens that cover it, all those of its stretch, or those of its chunk."""
@@ -149,8 +149,8 @@ class CarryRule:
 
 
 def carry_losses(ranges: Alignment, nll: NDArray[Any], rule: CarryRule) -> NDArray[Any]:
-    """One teacher's loss for every student token. `ranges`: the teacher tokens that cover it, or
-    with `stretch` those of its stretch."""
+    """One teacher's loss for every student token. `ranges`: the teacher tokens that cover the
+    token, or with `stretch` those of its stretch."""
     if rule.unit == "stretch":
         return whole_sums(ranges, nll)
     if rule.unit == "chunk":
@@ -206,7 +206,8 @@ def student_guidance(
 def _by_teachers(
     theirs: Sequence[LaidTeacher], how: Combine
 ) -> Iterator[tuple[list[LaidTeacher], list[int]]]:
-    """Documents by the teachers that have them, or with `best_document` by the best of these."""
+    """Groups of documents: those that the same teachers have, or with `best_document` those that
+    the same teacher knows best."""
     bits = np.stack([teacher.bits for teacher in theirs])
     has = np.isfinite(bits)
     if how == "best_document":  # its own stretches, not those that it shares with the others
@@ -238,8 +239,8 @@ def combine(
 def unbroken(
     losses: NDArray[Any], goes_on: NDArray[np.bool_], position: NDArray[np.int64]
 ) -> NDArray[Any]:
-    """Without the stretches whose tokens are not neighbours at their places: a template's tokens
-    stand between them."""
+    """The losses without those of stretches whose tokens are not neighbours at their places: a
+    template's tokens stand between them."""
     apart = goes_on & (np.diff(position, prepend=position[:1] - 1) != 1)
     if not apart.any():
         return losses
@@ -265,7 +266,7 @@ def cut_stretches(
 
 
 def kind_counts(ours: Laid, teacher: LaidTeacher) -> list[int]:
-    """Tokens by the kind of their stretch."""
+    """The number of tokens by the kind of their stretch."""
     token_kinds = kinds(stretches(ours.spans, teacher.spans), teacher.spans)
     counts: list[int] = np.bincount(token_kinds, minlength=len(KINDS)).tolist()
     return counts
@@ -284,7 +285,7 @@ def tiling(token_bytes: NDArray[Any]) -> NDArray[np.int64]:
 def end_to_end(
     documents: Sequence[NDArray[np.int64]], origins: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Spans of several documents on one axis."""
+    """Spans of several documents on one common axis of bytes."""
     if not documents:
         return np.zeros((0, 2), np.int64)
     lengths = [len(spans) for spans in documents]
@@ -311,7 +312,8 @@ class TargetsPlan:
     """Also what is known of the label's own probability, which needs the teacher's losses."""
 
     def given(self, packed: NDArray[np.uint32]) -> Alternatives:
-        """Those that count, of all that a store holds of some documents; it may lack them all."""
+        """The alternatives that count, of all that a store holds of some documents; it may lack
+        them all."""
         count = self.spec.count
         rows = packed[:, :count] if len(packed) else np.zeros((0, count), np.uint32)
         return Alternatives(rows, self.spec.sampled)
@@ -350,8 +352,8 @@ def common_alternatives(stores: Sequence[LossStore], count: int | None) -> Alter
 
 
 def target_table(tokenizer: TextTokenizer, vocabulary: Vocabulary, eos: int | None) -> TargetTable:
-    """What a teacher's tokens become: out of the user's cache, or made and put there. Its ends
-    become `eos`, or of conversations the end of a turn."""
+    """What a teacher's tokens become for the student, read from the user's cache, or made and put
+    there. The teacher's ends become `eos`, or in conversations the end of a turn."""
     end_id = tokenizer.end_of_turn if isinstance(tokenizer, ChatTokenizer) else eos
     student = tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
     digest = hashlib.sha256(encode_vocabulary(vocabulary)).hexdigest()
@@ -376,7 +378,7 @@ def target_table(tokenizer: TextTokenizer, vocabulary: Vocabulary, eos: int | No
 
 
 def _cached(path: Path, size: int) -> Spelling | None:
-    """What was kept of another run, behind a checksum; None where it is not whole."""
+    """The spelling that another run kept, behind a checksum; None where the file is not whole."""
     try:
         content = path.read_bytes()
         if hashlib.sha256(content[32:]).digest() == content[:32]:

@@ -27,7 +27,7 @@ class Materials:
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
-        """The student's."""
+        """The student's tokenizer."""
         return student_tokenizer(self.recipe) if self._beside is None else self._beside.tokenizer
 
     @cached_property
@@ -49,7 +49,7 @@ class Materials:
 
     @cached_property
     def storage(self) -> Storage:
-        """Where the blocks are, or go."""
+        """The place of the blocks, which may not be there yet."""
         return blocks_storage(self.recipe)
 
     def by_corpus(self) -> dict[str, "Materials"]:
@@ -98,7 +98,7 @@ def _id_of(tokenizer: TextTokenizer, token: str, where: str) -> int:
 
 
 def blocks_storage(recipe: Recipe) -> Storage:
-    """Where the blocks are, or go."""
+    """The place of a recipe's blocks, which may not be there yet."""
     if not recipe.data.blocks:
         raise BlocksError("The recipe does not say where the blocks go: set data.blocks.")
     require_storage(recipe.data.blocks)
@@ -115,7 +115,7 @@ def student_tokenizer(recipe: Recipe) -> TextTokenizer:
 
 
 def teacher_tokenizer(recipe: Recipe) -> TextTokenizer:
-    """The teacher's own, or the one that the recipe names beside it."""
+    """The teacher's own tokenizer, or the one that the recipe names beside it."""
     assert recipe.teacher_tokenizer is not None
     revision = None if recipe.teacher.tokenizer else recipe.teacher.revision
     return load_tokenizer(recipe.teacher_tokenizer, revision=revision)

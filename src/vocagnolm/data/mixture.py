@@ -66,7 +66,7 @@ def _dealt(weights: list[int], places: int) -> list[int]:
 
 
 class MixedBlocks:
-    """The blocks of several corpora as one sequence, corpus after corpus. All have the same
+    """The blocks of several corpora as one sequence, corpus after corpus. They all have the same
     columns: tokens of a corpus without a store have no guidance and no targets."""
 
     def __init__(self, parts: Mapping[str, Blocks], *, document_mask: bool = False):
@@ -109,7 +109,7 @@ class MixedBlocks:
         return ", ".join(dict.fromkeys(names)) or None
 
     def _fillings(self, alternatives: int) -> dict[str, NDArray[Any]]:
-        """The columns that some corpus has, as they are in blocks of the others."""
+        """The values with which columns of some corpora are filled in blocks of the others."""
         width = self.parts[0].block_size + 1
         every: dict[str, tuple[bool, NDArray[Any]]] = {
             "trained": (self.conversations, np.ones(width, bool)),

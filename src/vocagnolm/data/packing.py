@@ -44,7 +44,7 @@ HISTOGRAM_BINS = 41  # the last one holds everything from 10 nats up
 
 @dataclass
 class PackingSummary:
-    """What packing met. Sums over parts; shares are derived."""
+    """Counts of what packing met. They are sums over parts; shares are derived."""
 
     documents: int = 0
     bytes: int = 0
@@ -88,7 +88,7 @@ class PackingSummary:
                 setattr(self, name, (mine or 0) + value)
 
     def as_json(self) -> dict[str, Any]:
-        """The form that parts keep: without what does not apply to them."""
+        """The summary in the form that parts keep, without what does not apply to them."""
         values = asdict(self)
         if not self.targets:
             del values["targets"]
@@ -100,7 +100,7 @@ class PackingSummary:
         return values
 
     def to_dict(self) -> dict[str, Any]:
-        """Shares are of the tokens that are trained on."""
+        """The summary with shares, which are of the tokens that are trained on."""
         tokens = max(self.tokens if self.trained is None else self.trained, 1)
         mapped = max(self.mapped, 1)
         return {
@@ -164,7 +164,7 @@ class Batch:
 
 @dataclass
 class _Packed(Part):
-    """A batch, and what the summary of all batches takes."""
+    """A packed batch, with what the summary of all batches needs."""
 
     known: NDArray[Any]
     """The guidance that there is, before it is rounded."""
@@ -183,7 +183,7 @@ def pack_documents(
     targets: TargetsPlan | None = None,
     folder: Path | None = None,
 ) -> Part:
-    """One part. Separators (the `prefix` of every document, EOS) hold no text: they are unmapped.
+    """Pack documents into a part. Separators (the `prefix` of every document, EOS) hold no text: they are unmapped.
     Of conversations, all tokens that are not trained on are context and have no guidance.
     `targets`: alternatives become targets; that takes the texts, which are kept only with
     `keep_text`.
@@ -257,7 +257,8 @@ class _Column:
 
 
 def _place_separators(spans: NDArray[np.int32]) -> None:
-    """They hold no text: they stand, zero-width, where the previous token ended. In place."""
+    """Give separators, which hold no text, zero-width spans where the previous token ended. In
+    place."""
     separator = spans[:, 0] < 0
     np.maximum(spans, 0, out=spans)
     np.maximum.accumulate(spans, axis=0, out=spans)
@@ -363,7 +364,7 @@ def _add_trained(
 
 
 def _only_trained(teacher: LaidTeacher, ranges: NDArray[np.int64]) -> LaidTeacher:
-    """The teacher's losses of what is trained on; the others are not known."""
+    """The teacher's losses on what is trained on; its other losses are not known."""
     near = np.searchsorted(ranges[:, 1], teacher.spans[:, 0], side="right")
     starts = np.append(ranges[:, 0], np.iinfo(np.int64).max)
     inside = starts[near] < teacher.spans[:, 1]
@@ -435,7 +436,7 @@ def _stretch_column(
 
 
 def guidance_histogram(known: NDArray[Any]) -> list[int]:
-    """Counts in steps of `HISTOGRAM_STEP_NATS`; the last bin is open."""
+    """Counts of guidance in steps of `HISTOGRAM_STEP_NATS`; the last bin is open."""
     index = np.clip(known / HISTOGRAM_STEP_NATS, 0, HISTOGRAM_BINS - 1).astype(np.int64)
     counts: list[int] = np.bincount(index, minlength=HISTOGRAM_BINS).tolist()
     return counts
@@ -444,7 +445,7 @@ def guidance_histogram(known: NDArray[Any]) -> list[int]:
 def _one_to_one(
     alignment: Alignment, spans: NDArray[np.int64], teacher_spans: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Student tokens whose text is exactly one teacher token."""
+    """Mask of the student tokens whose text is exactly one teacher token."""
     if not len(teacher_spans):
         return np.zeros(len(spans), bool)
     # unmapped tokens have first = -1, a valid place whose comparison is masked

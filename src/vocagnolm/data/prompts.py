@@ -187,7 +187,8 @@ class Prompts:
             raise Refused(f"benchmark: shares {SHARED_WORDS} words in a row with a question")
 
     def _expected(self, fields: dict[str, Any]) -> str | None:
-        """The expected answer; None where the record has none, whose answers are not marked."""
+        """The expected answer; None where the record has none, so that answers to it are not
+        marked."""
         value = None if self.answer_field is None else fields.get(self.answer_field)
         return None if value is None or isinstance(value, dict | list) else str(value)
 

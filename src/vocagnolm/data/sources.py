@@ -48,7 +48,7 @@ class RemoteFile:
     version: str | None
 
     def fetch(self) -> Path:
-        """The copy on this machine; made if there is none."""
+        """Copy the file to this machine, unless it is there already; gives the path."""
         state = f"{self.address}\n{self.size}\n{self.version}"
         key = hashlib.sha256(state.encode()).hexdigest()[:32]
         path = cache_folder() / "corpora" / key / PurePosixPath(self.name).name
@@ -86,7 +86,8 @@ class RemoteFile:
 
 
 def remote_files(address: str) -> list[RemoteFile]:
-    """The file at an address; or all below a folder, or that fit a pattern (`s3://b/x/*.jsonl`)."""
+    """The file at an address, or every file below a folder or that fits a pattern
+    (`s3://b/x/*.jsonl`)."""
     if scheme_of(address) not in PACKAGES:
         raise UsageError(
             f"{address} has a scheme that no corpus can be read from. Supported: "
@@ -159,7 +160,7 @@ def forget_client(address: str) -> None:
 
 @contextlib.contextmanager
 def _corpus_errors(address: str) -> Iterator[None]:
-    """The errors of a dozen libraries in our words."""
+    """Turn the errors of a dozen libraries into a CorpusError in our words."""
     try:
         yield
     except (VocagnolmError, BrokenOffError):
@@ -254,7 +255,8 @@ class _File:
 
     @contextlib.contextmanager
     def _readable(self) -> Iterator[None]:
-        """Errors of the file system, of decompressors and of pyarrow in our words."""
+        """Turn errors of the file system, of decompressors and of pyarrow into a CorpusError in our
+        words."""
         try:
             yield
         except OSError as error:
@@ -274,8 +276,9 @@ class _File:
     """SHA-256 of the content."""
 
     def changed(self) -> bool:
-        """An edit can keep the size and set the time back, but not that of the inode, which other
-        things touch too (a link, new rights): where it has moved, the content decides."""
+        """Whether the file has changed. An edit can keep the size and set the time back, but not
+        that of the inode, which other things touch too (a link, new rights): where it has moved,
+        the content decides."""
         now = self._stat()
         if now[:2] != self._state[:2] or (
             now != self._state and self._digest() != self.fingerprint
@@ -296,7 +299,7 @@ class _File:
 
 
 class JsonLines(_File):
-    """One JSON value a line; blank lines do not count. Plain, .gz or .zst."""
+    """A file with one JSON value per line; blank lines do not count. It is plain, .gz or .zst."""
 
     _opened = ("_cursor",)
     # Documents still to be read from an open file: shards are mostly asked for in order.
@@ -354,7 +357,7 @@ class JsonLines(_File):
             self._cursor[1].close()
 
     def _at(self, start: int) -> tuple[io.BufferedIOBase, int, int]:
-        """An open file before document `start` or some before it: (file, document, line)."""
+        """The open file, before document `start` or some before it: (file, document, line)."""
         cursor, self._cursor = self._cursor, None
         mark = start // _LINES_PER_MARK
         if cursor is not None:
@@ -439,7 +442,7 @@ def _json_value(line: bytes) -> Any:
 
 
 class TextFile(_File):
-    """One file, one document; or one for each paragraph or line, without its last line break.
+    """A text file as one document, or one for each paragraph or line, without its last line break.
     Blank lines are no documents."""
 
     def __init__(self, path: Path, name: str, split: Split = "none"):
@@ -496,7 +499,8 @@ def _utf8(content: bytes) -> str | Problem:
 
 
 class ParquetRows(_File):
-    """One row, one document. Only the columns of the text, or of a conversation, are read."""
+    """A Parquet file with one document per row. Only the columns of the text, or of a conversation,
+    are read."""
 
     _opened = ("_file",)
 

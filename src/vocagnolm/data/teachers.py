@@ -57,7 +57,8 @@ class Chosen:
 
 
 def chosen_documents(recipe: Recipe) -> Chosen | None:
-    """None: all of them. Documents that the teacher has not scored are not among the chosen."""
+    """The documents that `corpus.keep_documents` chooses; None: all of them. Documents that the
+    teacher has not scored are not chosen."""
     plan = recipe.corpus.keep_documents
     if plan is None:
         return None
@@ -88,17 +89,17 @@ def best_shares(stores: Sequence[LossStore], documents: int = 500) -> list[float
 
 
 def _entries(stores: Sequence[LossStore], rows: Sequence[int]) -> list[TeacherLosses]:
-    """One document, as every store has it."""
+    """One document's losses in every store."""
     return [store[row] for store, row in zip(stores, rows, strict=True)]
 
 
 def _sums(entries: Sequence[TeacherLosses]) -> NDArray[np.float64]:
-    """Nats, and the bytes of the tokens that have a loss, of one document in every store [2, S]."""
+    """One document's nats in every store, and the bytes of the tokens that have a loss [2, S]."""
     return np.array([nats_and_bytes(*entry) for entry in entries]).T
 
 
 def _bits(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Bits per byte; infinite where no token has a loss."""
+    """Bits per byte of every store, from its nats and bytes; infinite where no token has a loss."""
     bits = bits_per_byte(*sums)
     return np.where(np.isnan(bits), np.inf, bits)
 
@@ -139,7 +140,7 @@ def compare_stores(
     first = stores[0]
 
     def document(row: int) -> Document | None:
-        """In the corpus, if that is the one which was scored."""
+        """The document in the corpus, if it is the one which was scored."""
         index = first.document_index(row)
         for scored in () if corpus is None else corpus.read(index, index + 1):
             text = scored.text
@@ -203,7 +204,7 @@ def compare_stores(
 
 
 def _common(stores: Sequence[LossStore], limit: int | None) -> Iterator[tuple[int, ...]]:
-    """Places of the documents that all stores hold, evenly spread if there are too many."""
+    """Rows of the documents that all stores hold, evenly spread if there are too many."""
     first = stores[0]
     lookups = [Lookup(store, first.corpus_fingerprint) for store in stores[1:]]
     step = 1 if limit is None else max(1, len(first) // limit)

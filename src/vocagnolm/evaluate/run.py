@@ -95,7 +95,7 @@ def evaluate(
     from vocagnolm.model.served import ServedModel
 
     served = None if server is None else _served(server, engine)
-    files = _found(model, engine, served)
+    files = _model_files(model, engine, served)
     settings: dict[str, Any] = {
         "format": _FORMAT,
         "model": files.describe()["fingerprint"],
@@ -180,7 +180,9 @@ def _served(server: "str | Sequence[str] | Server", engine: Engine) -> "ServedMo
     return ServedModel(Server.of(server))
 
 
-def _found(model: str | Path | None, engine: Engine, served: "ServedModel | None") -> "ModelFiles":
+def _model_files(
+    model: str | Path | None, engine: Engine, served: "ServedModel | None"
+) -> "ModelFiles":
     """The files of the model, with its weights or, where a server has these, without."""
     from vocagnolm.model import open_model
 
