@@ -45,7 +45,7 @@ class AllSeeds:
     n_a: int
     n_b: int
     difference: float
-    """Of the means, a - b."""
+    """Difference of the means, a - b."""
     p: float | None
     """Two-sided, Welch's t test. None where a row has one seed: its spread is not known."""
     interval: tuple[float, float] | None

@@ -19,7 +19,7 @@ class Bins:
     without: int
     """Documents that have nothing to train on, or nothing before they are cut: left out."""
     tokens: int
-    """Of all blocks, padding not counted."""
+    """Tokens in the blocks, without padding."""
 
     def __len__(self) -> int:
         return len(self.ends)

@@ -183,8 +183,9 @@ def pack_documents(
     targets: TargetsPlan | None = None,
     folder: Path | None = None,
 ) -> Part:
-    """Pack documents into a part. Separators (the `prefix` of every document, EOS) hold no text: they are unmapped.
-    Of conversations, all tokens that are not trained on are context and have no guidance.
+    """Pack documents into a part. Separators (the `prefix` of every document, EOS) hold no text:
+    they are unmapped. Tokens of conversations that are not trained on are context and have no
+    guidance.
     `targets`: alternatives become targets; that takes the texts, which are kept only with
     `keep_text`.
 

@@ -371,7 +371,7 @@ class _Kept:
     index: int
     text: str
     rows: Sequence[int | None]
-    """Its index in every store; None where the store lacks it."""
+    """The document's index in every store; None where the store lacks it."""
 
 
 class PartMaker:

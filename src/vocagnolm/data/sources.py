@@ -43,7 +43,7 @@ class RemoteFile:
 
     address: str
     name: str
-    """As in a local corpus: without the folder that was named."""
+    """The path below the folder that was named, like in a local corpus."""
     size: int | None
     version: str | None
 

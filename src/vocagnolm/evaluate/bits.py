@@ -33,7 +33,7 @@ class BitsPerByte:
     by_document: dict[int, tuple[float, int]] = field(default_factory=dict)
     """Index in the corpus -> bits, and the bytes that were scored."""
     seconds: float = field(default=0.0, compare=False)
-    """Of reading the text, without loading the model."""
+    """Time to read the text, without loading the model."""
 
     @property
     def skipped_documents(self) -> int:

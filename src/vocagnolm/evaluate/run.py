@@ -46,7 +46,7 @@ class EvaluationProgress:
     all_done: int
     all_total: int
     fresh: int
-    """Of `all_done`, what this run itself has done."""
+    """The part of `all_done` that this run itself has done."""
 
 
 OnProgress = Callable[[EvaluationProgress], None]
@@ -217,7 +217,7 @@ class _Count:
     total: int
     on_progress: OnProgress | None
     before: int = 0
-    """Of the tasks that are done."""
+    """Questions of the tasks that are done."""
     fresh: int = 0
 
     def note(self, task: str, done: int, total: int, fresh: int = 0) -> None:

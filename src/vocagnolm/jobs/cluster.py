@@ -54,8 +54,8 @@ class RayCluster(RaySection, frozen=True):
     cluster grows."""
 
     address: str | None = None
-    """As for `ray.init`: `auto`, `HOST:6379`. None: the cluster that RAY_ADDRESS names, otherwise
-    one on this machine for this run."""
+    """The address that `ray.init` takes: `auto`, `HOST:6379`. None: the cluster that RAY_ADDRESS
+    names, otherwise one on this machine for this run."""
 
     @contextlib.contextmanager
     def connected(self) -> Iterator["Connection"]:

@@ -38,7 +38,7 @@ class TokenRow:
     nll: list[float | None] | None = None
     """-log p of each token in nats; None where the model gave no score."""
     trained: list[str | None] | None = None
-    """Of the student's row of a conversation: why a token is trained on; None where it is not."""
+    """Why a token is trained on, in the student's row of a conversation; None where it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ class Reading:
     shown: Sequence[str | None] | None = None
     """What a token is where the text does not show it, as of a chat template."""
     trained: Sequence[str | None] | None = None
-    """Of a conversation why each token is trained on; None where it is not."""
+    """Why each token of a conversation is trained on; None where it is not."""
     alternatives: Alternatives | None = None
     """A teacher's, with the table by which they become targets."""
     table: TargetTable | None = None

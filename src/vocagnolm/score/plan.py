@@ -173,7 +173,7 @@ class Description:
     """A teacher on the machine where it works."""
 
     teacher: dict[str, Any]
-    """As it describes itself."""
+    """The teacher's own description."""
     software: dict[str, str]
     settings: Any
     """`ScoreSettings` or `WriteSettings` with everything chosen: another machine chooses

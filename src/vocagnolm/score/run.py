@@ -62,7 +62,7 @@ class ScoreSummary:
     """What a run did, and the resulting store."""
 
     store: dict[str, Any]
-    """As in `vocagnolm store inspect`."""
+    """What `vocagnolm store inspect` shows of the store."""
     scored_shards: int
     """Scored by this process in this run; 0 if the store was already complete."""
     found_shards: int

@@ -38,7 +38,7 @@ SERVER_SHARD_PROMPTS = 256
 WRITING_REQUESTS = 16
 """Requests that each server has under way, if nobody says otherwise."""
 _ANSWERS_A_REQUEST = 16
-"""Of a server that takes several prompts at once. Each such request has a probe behind it."""
+"""Answers in a request to a server that takes several prompts; a probe follows each request."""
 _REFUSED_AT_FIRST = 16
 """So many requests are refused before any is answered: then it is not the prompts."""
 _BYTES_A_TOKEN = 4.0
@@ -92,7 +92,7 @@ class Response:
 
 
 Asked = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of a request: the numbers of its prompts, and of the answers that each of them is to have."""
+"""A request: the numbers of its prompts, and of the answers that each of them is to have."""
 
 
 class ServedWriter(ABC):

@@ -20,8 +20,8 @@ from vocagnolm.tryout.text_sample import TRAINING_COST, as_records, write_record
 MODELS_MEASURED, MODELS_TRAINED = 4, 3
 """The student before and after each short run."""
 MEASURING_SHARE, TRAINING_SHARE = 0.25, 0.65
-"""Of the minutes: for answers to held-out prompts; for writing and training. The rest is for
-loading."""
+"""Shares of the minutes: for answers to held-out prompts; for writing and training. The rest is
+for loading."""
 PASSES, MOST_SAMPLES = 2, 4
 PILOT_PROMPTS, GPU_PILOT_PROMPTS = (8, 64, 512), (512,)
 """Prompts of a pilot, more where few take less than a second. A GPU answers many at a time."""

@@ -26,9 +26,9 @@ class Material:
 
     files: Sequence[str]
     tokens: int
-    """Of the student, in all."""
+    """The number of the student's tokens."""
     longest: int | None = None
-    """Of a conversation, in tokens of the student; None for texts, which blocks may cut."""
+    """The student's tokens in the longest conversation; None for texts, which blocks may cut."""
     store: str | None = None
     reading: Facts | None = None
     """More keys of `corpus`."""

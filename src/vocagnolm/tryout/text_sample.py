@@ -20,8 +20,8 @@ documents say more than long ones. Conversations are never cut."""
 MOST_HELD_OUT, MOST_DOCUMENTS = 2_000, 300_000
 """Documents: on the held-out side, in all."""
 HELD_OUT_SHARE, TRAINING_SHARE = 0.25, 0.65
-"""Of the minutes: for reading the held-out documents, before and after training; for scoring and
-training. The rest is for loading."""
+"""Shares of the minutes: for reading the held-out documents, before and after training; for scoring
+and training. The rest is for loading."""
 SCORING_COST, TRAINING_COST = 1.2, 4.0
 """In the time that reading takes: guesses that choose the size of the sample and nothing else."""
 

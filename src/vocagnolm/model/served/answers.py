@@ -352,7 +352,7 @@ class ChatToken:
     """A token of an answer whose vocabulary nobody knows."""
 
     data: bytes | None
-    """Its text; None where the server cannot say it: it is a part of a character."""
+    """The token's bytes; None where the server cannot say them: it is a part of a character."""
     nll: float
     likeliest: Sequence[tuple[bytes | None, float]] = ()
     """Text and loss of the likeliest tokens at this place, in the server's order."""
@@ -379,7 +379,7 @@ class ChatAnswer:
     choices: Sequence[ChatChoice]
     prompt_tokens: int = 0
     new_tokens: int = 0
-    """As the server counts them, for all of the choices; thoughts are among them."""
+    """The server's count for all choices together; thoughts are included."""
     thought_tokens: int = 0
 
 

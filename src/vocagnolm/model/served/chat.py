@@ -24,7 +24,7 @@ _PATHS = ("/v1/chat/completions", "/chat/completions")
 _PROBE = [{"role": "user", "content": "Write one short sentence about the sea."}]
 _PROBE_TOKENS = 16
 _USUAL_LIMITS = (20, 10, 8, 5, 4, 3, 2, 1)
-"""Of the likeliest tokens at a place, the limits that servers have."""
+"""Limits that servers have for the number of likeliest tokens at a place."""
 _RAW_ALTERNATIVES = 5
 _RAW_SAMPLES = 8
 """At least so many of the likeliest tokens are compared at two temperatures; where none are listed,
@@ -47,7 +47,7 @@ class ChatRequest:
     top_p: float = 1.0
     stop: Sequence[str] = ()
     alternatives: int = 0
-    """As many as the server gives, at most this number."""
+    """At most this number; fewer where the server gives fewer."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of a request; null leaves a field out."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 from vocagnolm.errors import ServerError
 
 Losses = Mapping[Hashable, float]
-"""Of the likeliest tokens at one place, by id or by text."""
+"""Losses of the likeliest tokens at one place, by id or by text."""
 # Nats, on the median of some tokens: more than other batches make in half precision, less than a
 # temperature that is tried.
 _TOLERANCE = 0.15
