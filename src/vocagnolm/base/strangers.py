@@ -165,7 +165,9 @@ def require_tokenizer(path: Path, error: type[VocagnolmError]) -> None:
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
     ids += (
-        [one.get("id") for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+        [token.get("id") for token in added if isinstance(token, dict)]
+        if isinstance(added, list)
+        else []
     )
     for value in ids:
         if type(value) is not int or not 0 <= value <= MOST_ID:

@@ -149,7 +149,7 @@ class LocalTeacher:
             compiled=self.compiled,
             threads=self.threads,
         )
-        """As chosen here: another machine that is given them chooses nothing."""
+        """The settings that were chosen here: a machine that is given them chooses nothing."""
 
     def describe(self) -> dict[str, Any]:
         tokenizer, template = self._tokenizer, {}
