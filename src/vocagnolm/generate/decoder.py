@@ -229,15 +229,15 @@ class Decoder:
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
         position = torch.arange(width, device=self.device).expand(len(rows), width)
         hidden = self._forward(ids, position)
-        found = []
+        losses = []
         for row, hidden_QD in zip(rows, hidden, strict=True):
             nll = np.full(len(row), np.nan, np.float32)
             if len(row) > 1:
                 labels = torch.tensor(row[1:], device=self.device)
                 logits = self._logits(hidden_QD[: len(row) - 1])
                 nll[1:] = F.cross_entropy(logits, labels, reduction="none").cpu().numpy()
-            found.append(nll)
-        return found
+            losses.append(nll)
+        return losses
 
     def _losses_alone(self, row: Sequence[int]) -> NDArray[np.float32]:
         ids = torch.tensor([[*self._prefix_ids, *row]], device=self.device)
@@ -563,7 +563,7 @@ class _Graph:
     def run(self, state: _State, steps: int) -> list[Drawn]:
         for ours, given in zip(self._state, state, strict=True):
             ours.copy_(given)
-        found = []
+        draws = []
         for _ in range(steps):
             if self._graph is None:
                 drawn = self._decoder._step(self._state)
@@ -571,5 +571,5 @@ class _Graph:
                 self._graph.replay()
                 drawn = self._drawn
             packed = None if drawn.packed is None else drawn.packed.clone()
-            found.append(Drawn(drawn.ids.clone(), drawn.nll.clone(), packed))
-        return found
+            draws.append(Drawn(drawn.ids.clone(), drawn.nll.clone(), packed))
+        return draws

@@ -34,9 +34,9 @@ def triton_grouped(z_NV: Tensor, temperature: float) -> Groups:
     N, V = z_NV.shape
     G = -(-V // GROUP)
     assert z_NV.stride(1) == 1 and z_NV.dtype == torch.float32
-    found = Groups(*(torch.empty(N, G, device=z_NV.device) for _ in range(3)))
+    groups = Groups(*(torch.empty(N, G, device=z_NV.device) for _ in range(3)))
     _grouped_kernel[(N, triton.cdiv(G, _GROUPS_EACH))](
-        z_NV, *found, z_NV.stride(0), V, G, 1.0 / temperature,
+        z_NV, *groups, z_NV.stride(0), V, G, 1.0 / temperature,
         EACH=_GROUPS_EACH, WIDTH=GROUP, num_warps=4,
     )  # fmt: skip
-    return found
+    return groups

@@ -354,19 +354,19 @@ class Shipped:
 
 @cache
 def shipped_recipes() -> dict[str, Shipped]:
-    found = {}
+    recipes = {}
     for path in sorted(set(FOLDER.glob("*.yaml")) - set(FOLDER.glob("paper*.yaml"))):
         text = path.read_text(encoding="utf-8")
         about = text.partition("\n")[0].removeprefix("# ").rstrip(".")
-        found[path.stem] = Shipped(path.stem, "", about, None, text)
+        recipes[path.stem] = Shipped(path.stem, "", about, None, text)
     complete = (FOLDER / "paper.yaml").read_text(encoding="utf-8")
     runs = parse_yaml((FOLDER / "paper-runs.yaml").read_text(encoding="utf-8"))["runs"]
     for name, run in runs.items():
         after = f"paper/{run['after']}" if "after" in run else None
         changes = {"run.folder": f"out/paper/runs/{name}", **run["set"]}
         text = complete if name == BEST else with_changes(complete, run["about"], changes)
-        found[f"paper/{name}"] = Shipped(f"paper/{name}", run["shows"], run["about"], after, text)
-    return found
+        recipes[f"paper/{name}"] = Shipped(f"paper/{name}", run["shows"], run["about"], after, text)
+    return recipes
 
 
 def shipped_recipe(name: str) -> Shipped:

@@ -161,13 +161,13 @@ def hints(schema: type[Schema]) -> dict[str, Any]:
     where the type says otherwise, since the class then finds a value (`keep`)."""
     if schema in _HINTS:
         return _HINTS[schema]
-    found = get_type_hints(schema, include_extras=True)
+    resolved = get_type_hints(schema, include_extras=True)
     for name, field in fields_of(schema).items():
         if field.default is None:
-            found[name] |= None
+            resolved[name] |= None
         if limits := field.metadata.get("limits"):
-            found[name] = Annotated[found[name], limits]
-    _HINTS[schema] = {name: found[name] for name in fields_of(schema)}
+            resolved[name] = Annotated[resolved[name], limits]
+    _HINTS[schema] = {name: resolved[name] for name in fields_of(schema)}
     return _HINTS[schema]
 
 
@@ -175,9 +175,11 @@ def fits(hint: Any, value: Any) -> bool:
     """Whether the value is of the type and within the limits. Strictly: "123" is no number."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return fits(inner[0], value) and (value is None or all(value in one for one in inner[1:]))
+        return fits(inner[0], value) and (
+            value is None or all(value in option for option in inner[1:])
+        )
     if origin in (Union, UnionType):
-        return any(fits(one, value) for one in inner)
+        return any(fits(option, value) for option in inner)
     if origin is Literal:
         return isinstance(value, str) and value in inner
     if hint is float:
@@ -235,15 +237,19 @@ def _read(hint: Any, value: Any, path: tuple[str, ...], lines: list[str]) -> Any
     whole, limits = hint, None
     if get_origin(hint) is Annotated:
         hint, limits = get_args(hint)[:2]
-    for one in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
-        inner = get_args(one)
-        if isinstance(one, type) and issubclass(one, Schema) and isinstance(value, Mapping):
-            return _read_schema(one, value, path, lines)
-        if get_origin(one) is list and isinstance(value, list) and (not limits or value in limits):
+    for option in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+        inner = get_args(option)
+        if isinstance(option, type) and issubclass(option, Schema) and isinstance(value, Mapping):
+            return _read_schema(option, value, path, lines)
+        if (
+            get_origin(option) is list
+            and isinstance(value, list)
+            and (not limits or value in limits)
+        ):
             return [_read(inner[0], v, (*path, str(at)), lines) for at, v in enumerate(value)]
-        if get_origin(one) is dict and isinstance(value, Mapping):
+        if get_origin(option) is dict and isinstance(value, Mapping):
             return {k: _read(inner[1], v, (*path, str(k)), lines) for k, v in value.items()}
-        if one is float and isinstance(value, str | int) and not isinstance(value, bool):
+        if option is float and isinstance(value, str | int) and not isinstance(value, bool):
             with contextlib.suppress(ValueError, OverflowError):
                 value = float(value)
     if not fits(whole, value):
@@ -360,14 +366,14 @@ def _require_bounded(value: Any) -> None:
     """Aliases share what they stand for, but whoever walks through it meets it each time."""
     waiting, met = [(value, 0)], 0
     while waiting:
-        one, depth = waiting.pop()
+        node, depth = waiting.pop()
         met += 1
         if met > _MOST_VALUES or depth > _DEEPEST:
             raise ValueError(f"it unfolds to more than {_MOST_VALUES:,} values, or too deeply")
-        if isinstance(one, dict):
-            waiting += [(inner, depth + 1) for inner in one.values()]
-        elif isinstance(one, list | set | tuple):
-            waiting += [(inner, depth + 1) for inner in one]
+        if isinstance(node, dict):
+            waiting += [(inner, depth + 1) for inner in node.values()]
+        elif isinstance(node, list | set | tuple):
+            waiting += [(inner, depth + 1) for inner in node]
 
 
 _DEEPEST = 50

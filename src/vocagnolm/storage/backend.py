@@ -73,7 +73,7 @@ class Folder:
         return str(self.path / name)
 
     def files(self, *folders: str) -> dict[str, int]:
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for folder in ("", *folders):
             try:
                 entries = [*os.scandir(self.path / folder)]
@@ -86,8 +86,8 @@ class Folder:
                 name = f"{folder}/{entry.name}" if folder else entry.name
                 with contextlib.suppress(FileNotFoundError):  # removed at this moment
                     if name not in folders:
-                        found[name] = 0 if entry.is_dir() else entry.stat().st_size
-        return found
+                        sizes[name] = 0 if entry.is_dir() else entry.stat().st_size
+        return sizes
 
     def has(self, name: str) -> bool:
         return (self.path / name).is_file()

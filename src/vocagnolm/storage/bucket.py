@@ -256,8 +256,8 @@ def _server_of(address: str) -> str:
 
 def _code(text: str) -> str | None:
     """What S3 calls the error."""
-    found = re.search(r"<Code>(\w+)</Code>", text)
-    return found[1] if found else None
+    match = re.search(r"<Code>(\w+)</Code>", text)
+    return match[1] if match else None
 
 
 def _explained(
@@ -312,26 +312,26 @@ def _s3_options() -> dict[str, Any]:
         session = botocore.session.get_session()
         try:
             endpoint = endpoint or session.get_scoped_config().get("endpoint_url")
-            found = session.get_credentials()
+            resolved = session.get_credentials()
             region = session.get_config_variable("region")
         except botocore.exceptions.BotoCoreError as error:  # a profile that is not there
             raise AddressError(f"the AWS settings cannot be read: {error}.") from None
         options["config"]["region"] = region or "us-east-1"
-        if found is None:
+        if resolved is None:
             options["config"]["skip_signature"] = True  # a public bucket needs none
         else:
-            options["credential_provider"] = _refreshed(found)
+            options["credential_provider"] = _refreshed(resolved)
     if endpoint:
         options["config"]["endpoint"] = endpoint
         options["client"]["allow_http"] = endpoint.startswith("http://")
     return options
 
 
-def _refreshed(found: Any) -> Callable[[], dict[str, Any]]:
+def _refreshed(resolved: Any) -> Callable[[], dict[str, Any]]:
     """botocore's credentials, which it refreshes when they end, for obstore."""
 
     def credentials() -> dict[str, Any]:
-        now = found.get_frozen_credentials()
+        now = resolved.get_frozen_credentials()
         return {
             "access_key_id": now.access_key,
             "secret_access_key": now.secret_key,

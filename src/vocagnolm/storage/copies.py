@@ -100,24 +100,24 @@ def copy_files(storage: Storage, wanted: Sequence[Wanted], folder: Path, mend: s
     """Copies of these files in a local folder. What is copied is checked against its checksum; what
     is there already is known by its size, and its readers check it. `mend`: what to do about a
     file that is damaged where it comes from."""
-    if all(one.is_in(folder) for one in wanted):
+    if all(file.is_in(folder) for file in wanted):
         return
     with copying(folder), ThreadPoolExecutor(_THREADS) as pool:
-        absent = [one for one in wanted if not one.is_in(folder)]
-        total = sum(one.size or 0 for one in absent)
+        absent = [file for file in wanted if not file.is_in(folder)]
+        total = sum(file.size or 0 for file in absent)
         done = 0
-        for size in pool.map(lambda one: _copy(storage, one, folder, mend), absent):
+        for size in pool.map(lambda file: _copy(storage, file, folder, mend), absent):
             done += size
             tell(str(storage), folder, done, max(total, done))
 
 
-def _copy(storage: Storage, one: Wanted, folder: Path, mend: str) -> int:
-    shown = storage.shown(one.name)
+def _copy(storage: Storage, file: Wanted, folder: Path, mend: str) -> int:
+    shown = storage.shown(file.name)
     try:
-        content = storage.read(one.name)
+        content = storage.read(file.name)
     except FileNotFoundError:
         raise AddressError(f"{shown} is missing, and the manifest lists it. {mend}") from None
-    if problem := one.wrong(content):
+    if problem := file.wrong(content):
         raise AddressError(f"{shown} is damaged: {problem}. {mend}")
-    files.write_bytes(folder / one.name, bytes(content))
+    files.write_bytes(folder / file.name, bytes(content))
     return len(content)

@@ -431,7 +431,7 @@ def _chat_tokens(value: Any, where: str) -> list[ChatToken] | None:
         place = f"{where}[{number}]"
         data, nll = _chat_entry(entry, place)
         top = _list(entry.get("top_logprobs") or [], f"{place}.top_logprobs")
-        likeliest = [_chat_entry(one, f"{place}.top_logprobs") for one in top]
+        likeliest = [_chat_entry(choice, f"{place}.top_logprobs") for choice in top]
         tokens.append(ChatToken(data, nll, likeliest))
     return tokens
 

@@ -128,7 +128,7 @@ class ServedModel:
                 )
             prompts.append([*prefix_ids, *ids[: longest - len(prefix_ids)]])
         scores = self._fleet.call(lambda engine: engine.scores(prompts))
-        self._prompts, self._losses = prompts, [one.nll[1:] for one in scores]
+        self._prompts, self._losses = prompts, [score.nll[1:] for score in scores]
         if missing := sum(int(np.isnan(nll).sum()) for nll in self._losses):
             raise ServerError(
                 f"{self.url} has no log-probability for {missing} tokens of the probe. Check the "
@@ -230,7 +230,7 @@ class ServedModel:
     ) -> list[TokenScores]:
         """The scores of every document's token ids, in windows as `NllModel` reads them."""
         prefix = list(prefix_ids)
-        found = [
+        nlls = [
             TokenScores(
                 np.full(len(ids), np.nan, np.float32),
                 np.full((len(ids), alternatives), NOTHING, np.uint32) if alternatives else None,
@@ -252,10 +252,10 @@ class ServedModel:
         for batch, answers in self.each(ask, batches):
             for window, scores in zip(batch.windows, answers, strict=True):
                 skipped = len(prefix) + window.first_scored - window.start
-                here, scored = found[window.document], slice(window.first_scored, window.stop)
+                here, scored = nlls[window.document], slice(window.first_scored, window.stop)
                 here.nll[scored] = scores.nll[skipped:]
                 if here.alternatives is not None and scores.alternatives is not None:
                     here.alternatives[scored] = scores.alternatives[skipped:]
             if on_tokens is not None:
                 on_tokens(sum(w.stop - w.first_scored for w in batch.windows))
-        return found
+        return nlls
