@@ -230,7 +230,8 @@ def _attribute(node: ast.stmt, about: str) -> str:
 
 
 def _bullet(shown: str, about: str) -> str:
-    text = " ".join(about.split())
+    prose = (part for part in about.split("\n\n") if not part.startswith("    "))  # no examples
+    text = " ".join(" ".join(prose).split())
     return f"- `{shown}`" + (f": {text}\n" if text else "\n")
 
 

@@ -15,6 +15,7 @@ _PUBLIC = {
         *("Alignment", "TextTokenizer", "TokenSpans", "align", "align_batch", "carry"),
         *("chunk_align", "load_tokenizer", "token_spans"),
     ),
+    "alignment.picture": ("align_text",),
     "integrations": ("GuidedTrainer", "GuidedTrainerMixin", "export_columns", "guide"),
     "errors": ("VocagnolmError",),
     "questions": ("Grade", "grade"),
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         load_tokenizer,
         token_spans,
     )
+    from vocagnolm.alignment.picture import align_text
     from vocagnolm.errors import VocagnolmError
     from vocagnolm.integrations import GuidedTrainer, GuidedTrainerMixin, export_columns, guide
     from vocagnolm.objective import Head, ObjectiveConfig, Targets, guided_loss, objective_loss
@@ -74,6 +76,7 @@ __all__ = [  # noqa: RUF022  (grouped as in _PUBLIC)
     "write_answers",
     "align",
     "align_batch",
+    "align_text",
     "carry",
     "chunk_align",
     "load_tokenizer",

@@ -85,7 +85,18 @@ def test_the_public_name_is_the_function():
 
     assert vocagnolm.align is vocagnolm.alignment.align
     shown = pydoc.render_doc(vocagnolm.align, renderer=pydoc.plaintext)
-    assert "align(student_spans" in "".join(shown.split())
+    head, _, body = shown.partition("Map every student token")
+    assert "align(student_spans: 'Spans', teacher_spans: 'Spans')" in head
+    assert len(head) < 200 and body, "help begins with the signature in a line, and a sentence"
+
+
+def test_tokens_of_two_texts_are_refused():
+    longer = TokenSpans(np.array([1, 2], np.int32), np.array([[0, 2], [2, 5]]), 5, 0)
+    with pytest.raises(ValueError, match="text of 4 bytes, the teacher's of one of 5: give the"):
+        align(TOKENS, longer)
+    with pytest.raises(ValueError, match="document 1: the student's tokens are of a text of 5"):
+        align_batch([TOKENS, longer], [TOKENS, TOKENS])
+    assert ranges(align(TOKENS.spans, longer)) == ranges(align(TOKENS, TOKENS)), "arrays do not say"
 
 
 @many

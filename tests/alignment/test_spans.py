@@ -265,3 +265,10 @@ def test_added_tokens_are_read_as_the_tokenizer_reads_them_in_a_batch():
         (tokens,) = tokenizer.spans_batch([text])
         np.testing.assert_array_equal(tokens.ids, tokenizer.spans(text).ids, err_msg=repr(text))
     assert tokenizer._spanner._bare is not None
+
+
+def test_a_list_of_texts_and_a_single_text_are_told_apart(exact):
+    with pytest.raises(TypeError, match="got list: use spans_batch for a list of texts"):
+        exact.spans(["a", "b"])
+    with pytest.raises(TypeError, match="got one str: use spans"):
+        exact.spans_batch("ab")

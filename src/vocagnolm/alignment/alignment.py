@@ -4,6 +4,8 @@ smallest pieces of text at whose ends all tokenisations have a boundary.
 Pure NumPy over byte spans: no tokenizer and no torch. Equation numbers refer to arXiv 2503.19123.
 """
 
+from __future__ import annotations  # help() shows `Spans`, not everything that NumPy makes of it
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -70,6 +72,7 @@ class Alignment:
 
     @property
     def mapped(self) -> NDArray[np.bool_]:
+        """Mask of the student tokens that have teacher tokens."""
         return self.first >= 0
 
 
@@ -126,10 +129,24 @@ def align(student_spans: Spans, teacher_spans: Spans) -> Alignment:
     that starts before it ends. This takes two binary searches per token, O(N log M). Zero-width
     tokens have no text: student tokens of this kind are unmapped, and teacher tokens of this kind
     never open or close a range. A student token whose bytes no teacher token covers is unmapped.
+    Tokens of texts of unequal length are refused; plain arrays do not know their text.
     """
+    _require_one_text(student_spans, teacher_spans)
     return _search(
         as_spans(student_spans, "student_spans"), as_spans(teacher_spans, "teacher_spans")
     )
+
+
+def _require_one_text(student: Spans, teacher: Spans, document: str = "") -> None:
+    """Refuse tokens of two texts, where both know how long their text is."""
+    if not (isinstance(student, TokenSpans) and isinstance(teacher, TokenSpans)):
+        return
+    if student.n_bytes != teacher.n_bytes:
+        raise ValueError(
+            f"{document}the student's tokens are of a text of {student.n_bytes:,} bytes, the "
+            f"teacher's of one of {teacher.n_bytes:,}: give the tokens of one text under both "
+            "tokenizers"
+        )
 
 
 def _search(student: IntArray, teacher: IntArray) -> Alignment:
@@ -174,6 +191,8 @@ def align_batch(student_spans: Sequence[Spans], teacher_spans: Sequence[Spans]) 
         )
     if not student_spans:
         return []
+    for i, (student, teacher) in enumerate(zip(student_spans, teacher_spans, strict=True)):
+        _require_one_text(student, teacher, f"document {i}: ")
     students = [as_spans(spans, f"student_spans[{i}]") for i, spans in enumerate(student_spans)]
     teachers = [as_spans(spans, f"teacher_spans[{i}]") for i, spans in enumerate(teacher_spans)]
     n_student, n_teacher = [len(s) for s in students], [len(t) for t in teachers]

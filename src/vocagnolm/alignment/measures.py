@@ -1,5 +1,7 @@
 """How good an alignment is: IoU and IoS (section 2 of the paper), and the kinds of mapping."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

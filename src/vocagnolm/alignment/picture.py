@@ -1,8 +1,10 @@
-"""Two rows of tokens over one text: as data for a program, as a picture for a terminal."""
+"""Two rows of tokens over one text: as data for a program, as a picture for a terminal or a
+notebook."""
 
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import pairwise
 from typing import Any
 
@@ -13,12 +15,15 @@ from rich.text import Text
 
 from vocagnolm.alignment.alignment import Alignment, TokenSpans, align
 from vocagnolm.alignment.measures import Shares, shares, token_overlap
-from vocagnolm.alignment.tokenizer import TextTokenizer
+from vocagnolm.alignment.tokenizer import TextTokenizer, load_tokenizer
+from vocagnolm.errors import optional
+
+__all__ = ["AlignedText", "align_text", "draw"]
 
 
 @dataclass(frozen=True)
 class AlignedText:
-    """One text under two tokenizers."""
+    """One text under two tokenizers. A notebook shows it as a picture."""
 
     text: str
     student: TextTokenizer
@@ -61,6 +66,24 @@ class AlignedText:
             },
         }
 
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with one row per student token: its id and text, its bytes `start`
+        to `end`, and the teacher tokens `first` to `last` that cover it (-1 if none do), with their
+        text."""
+        rows = self.as_json()["student"]
+        teacher, encoded = self.teacher_tokens.spans, self.text.encode()
+        for row in rows:
+            row["text"] = encoded[row["start"] : row["end"]].decode(errors="replace")
+            start, end = (
+                (teacher[row["first"], 0], teacher[row["last"], 1]) if row["first"] >= 0 else (0, 0)
+            )
+            row["teacher_text"] = encoded[start:end].decode(errors="replace")
+        names = ["id", "token", "text", "start", "end", "first", "last", "teacher_text"]
+        return optional("pandas", "data", "a data frame").DataFrame(rows, columns=names)
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
 
 def _rows(tokenizer: TextTokenizer, tokens: TokenSpans) -> list[dict[str, Any]]:
     return [
@@ -74,7 +97,18 @@ def _number(value: float) -> float | None:
     return None if np.isnan(value) else value
 
 
-def align_text(student: TextTokenizer, teacher: TextTokenizer, text: str) -> AlignedText:
+def align_text(student: Any, teacher: Any, text: str) -> AlignedText:
+    """Align one text under two tokenizers, to look at: a notebook shows the result as a picture,
+    and `to_pandas` gives it as a table.
+
+        align_text("student/", "teacher/", "Probability, Uncertainty.")
+
+    The tokenizers are what `load_tokenizer` accepts.
+    """
+    student, teacher = (
+        given if isinstance(given, TextTokenizer) else load_tokenizer(given)
+        for given in (student, teacher)
+    )
     ours, theirs = student.spans(text), teacher.spans(text)
     return AlignedText(text, student, teacher, ours, theirs, align(ours.spans, theirs.spans))
 
@@ -111,12 +145,11 @@ def draw(pair: AlignedText, console: Console | None = None) -> None:
     shown = [tokenizer.shown(pair.text, tokens) for tokenizer, tokens in sides]
     label = len("student") + 2
     rows, width = [_new_row("student", label), _new_row("teacher", label)], label
+    encoded = pair.text.encode()
     for cell in _cells(pair):
-        ours, theirs = (part.stop - part.start for part in cell)
-        below = "green" if ours == theirs == 1 else "blue" if theirs == 1 < ours else "yellow"
-        styles = [_styles(pair, cell[0]), [below] * theirs]
+        styles = [_styles(pair, cell[0]), _below(cell)]
         texts = [
-            _row_text(tokens.spans[part], pair.text.encode(), style, names[part])
+            Text("╎", "dim").join(_texts(tokens.spans[part], encoded, style, names[part]))
             for (_, tokens), part, style, names in zip(sides, cell, styles, shown, strict=True)
         ]
         widest = max(cell_len(text.plain) for text in texts)
@@ -127,15 +160,7 @@ def draw(pair: AlignedText, console: Console | None = None) -> None:
             row.append("│", "dim").append(text).append(" " * (widest - cell_len(text.plain)))
         width += widest + 1
     _flush(console, rows)
-    counts = pair.shares
-    console.print(
-        Text(
-            f"{counts.tokens} student tokens over {len(pair.teacher_tokens)} teacher tokens: "
-            f"{counts.one_to_one} one-to-one, {counts.one_to_many} one-to-many, "
-            f"{counts.many_to_one} many-to-one, {counts.unmapped} unmapped",
-            style="dim",
-        )
-    )
+    console.print(Text(_counts(pair), style="dim"))
     for tokenizer, tokens in sides:
         if tokens.lost_bytes:
             console.print(
@@ -144,6 +169,67 @@ def draw(pair: AlignedText, console: Console | None = None) -> None:
                 style="yellow",
                 markup=False,
             )
+
+
+def _counts(pair: AlignedText) -> str:
+    counts = pair.shares
+    return (
+        f"{counts.tokens} student tokens over {len(pair.teacher_tokens)} teacher tokens: "
+        f"{counts.one_to_one} one-to-one, {counts.one_to_many} one-to-many, "
+        f"{counts.many_to_one} many-to-one, {counts.unmapped} unmapped"
+    )
+
+
+_HTML_CELLS = 400
+_HTML_COLOURS = {
+    "green": "#2ea04355",
+    "blue": "#388bfd55",
+    "yellow": "#d2992255",
+    "red": "#f8514955",
+}
+
+
+def html(pair: AlignedText) -> str:
+    """The two rows as HTML that needs no style sheet, in colours that fit light and dark pages: the
+    beginning of a long text, and a line of counts."""
+    encoded, cells = pair.text.encode(), _cells(pair)
+    sides = [
+        (tokens.spans, tokenizer.shown(pair.text, tokens))
+        for tokenizer, tokens in (
+            (pair.student, pair.student_tokens),
+            (pair.teacher, pair.teacher_tokens),
+        )
+    ]
+    columns = []
+    for cell in cells[:_HTML_CELLS]:
+        rows = []
+        for (spans, names), part, style in zip(
+            sides, cell, (_styles(pair, cell[0]), _below(cell)), strict=True
+        ):
+            texts = [text.plain for text in _texts(spans[part], encoded, style, names[part])]
+            tokens = "".join(
+                f'<span style="background:{_HTML_COLOURS[colour]};padding:0 2px;margin:1px">'
+                f"{escape(text)}</span>"
+                for text, colour in zip(texts, style, strict=True)
+            )
+            rows.append(f'<div style="white-space:nowrap">{tokens or "&nbsp;"}</div>')
+        columns.append(
+            f'<div style="display:inline-block;margin:2px 1px;vertical-align:top">{"".join(rows)}'
+            "</div>"
+        )
+    left_out = len(cells) - len(columns)
+    more = f"; the picture ends before the last {left_out:,} pieces" if left_out else ""
+    return (
+        f'<div style="font-family:monospace">{"".join(columns)}</div>'
+        f"<small>above {escape(pair.student.name)}, below {escape(pair.teacher.name)}: "
+        f"{_counts(pair)}{more}</small>"
+    )
+
+
+def _below(cell: tuple[slice, slice]) -> list[str]:
+    """The colours of a cell's teacher tokens."""
+    ours, theirs = (part.stop - part.start for part in cell)
+    return ["green" if ours == theirs == 1 else "blue" if theirs == 1 < ours else "yellow"] * theirs
 
 
 def _styles(pair: AlignedText, tokens: slice) -> list[str]:
@@ -155,16 +241,16 @@ def _styles(pair: AlignedText, tokens: slice) -> list[str]:
     ]
 
 
-def _row_text(
+def _texts(
     spans: np.ndarray, encoded: bytes, styles: list[str], shown: Sequence[str | None]
-) -> Text:
+) -> list[Text]:
     parts = []
     for (start, end), style, name in zip(spans.tolist(), styles, shown, strict=True):
         if name is not None:  # a chat template's own; the end of a turn keeps its colour
             parts.append(Text(visible(name.encode()), style if start < end else "dim"))
         else:
             parts.append(Text(visible(encoded[start:end]) or "∅", style))
-    return Text("╎", "dim").join(parts)
+    return parts
 
 
 def _new_row(name: str, width: int) -> Text:

@@ -352,6 +352,7 @@ class TextTokenizer:
 
     @property
     def vocabulary_size(self) -> int:
+        """Number of tokens, including added tokens."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @cached_property
@@ -392,9 +393,11 @@ class TextTokenizer:
         return _rebuild, (self._spanner.as_json(), self.name, self.special_tokens, self.frame)
 
     def token(self, index: int) -> str:
+        """The token of an id as the vocabulary spells it; empty if there is none."""
         return self._tokenizer.id_to_token(index) or ""
 
     def id_of(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it; None if there is none."""
         index = self._tokenizer.token_to_id(token)
         return None if index is None else int(index)
 
@@ -413,9 +416,18 @@ class TextTokenizer:
         return [None] * len(tokens)
 
     def spans(self, text: str, *, add_special_tokens: bool = False) -> TokenSpans:
+        """Ids and byte spans of one text. `spans_batch` reads many."""
+        if not isinstance(text, str):
+            raise TypeError(
+                f"spans takes one text as str, got {type(text).__name__}: use spans_batch for a "
+                "list of texts, and align_batch to align them"
+            )
         return self._spanner.spans(text, add_special_tokens=add_special_tokens)
 
     def spans_batch(self, texts: Sequence[str]) -> list[TokenSpans]:
+        """Ids and byte spans of many texts, tokenized in parallel; for `align_batch`."""
+        if isinstance(texts, str):
+            raise TypeError("spans_batch takes a list of texts, got one str: use spans for it")
         return self._spanner.spans_batch(texts)
 
 

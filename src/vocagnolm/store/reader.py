@@ -81,6 +81,16 @@ class LossStore:
 
     @classmethod
     def open(cls, path: str | Path) -> "LossStore":
+        """Open a complete store: a folder, or an address (s3://, gs://, az://, hf://datasets/...).
+
+            store = LossStore.open("store")
+            index = store.of(text)                  # the document with this text
+            token_bytes, nll = store[index]         # of the teacher's tokens
+            mapping = align(student.spans(text).spans, store.spans(index))
+            guidance = carry(mapping, nll)          # a loss for each of the student's tokens
+
+        What is not complete is refused with what to run to complete it.
+        """
         storage = storage_of(path)
         require_complete(storage)
         # of a dataset of the hub its copy is the store
@@ -92,6 +102,7 @@ class LossStore:
 
     @property
     def teacher_name(self) -> str:
+        """The name under which the teacher was scored."""
         teacher = self.manifest["identity"].get("teacher")
         return str(teacher.get("name", "unknown")) if isinstance(teacher, dict) else str(teacher)
 
@@ -186,6 +197,7 @@ class LossStore:
                 yield from self._shard(number)[0].about["skipped"]
 
     def document_hash(self, index: int) -> bytes:
+        """The first 16 bytes of the SHA-256 of a document's text."""
         shard, _, inside = self._locate(index)
         return bytes(shard.columns["document_hash"][inside])
 
