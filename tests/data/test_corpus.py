@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import shlex
 import sys
 
 import pytest
@@ -367,3 +368,22 @@ def test_a_package_that_cannot_be_imported_is_not_said_to_be_missing(tmp_path, m
         assert str(pickle.loads(pickle.dumps(told.value))) == str(told.value)
     with pytest.raises(MissingExtraError, match=r"'not-there', which is not installed\. Install"):
         optional("not_there.inner", "eval", "Evaluation")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", "text,n\none,1\ntwo,2\n"),
+        ("a.tsv", "text\tn\none\t1\ntwo\t2\n"),
+        ("a.json", '[{"text": "one"}, {"text": "two"}]'),
+    ],
+)
+def test_a_table_is_refused_with_the_line_that_converts_it(tmp_path, monkeypatch, name, content):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / name).write_text(content)
+    with pytest.raises(CorpusError, match="unknown ending") as no:
+        open_corpus(tmp_path / name)
+    _, _, code = shlex.split(str(no.value).partition("converts it: ")[2])
+    exec(code)
+    texts = [document.text for document in open_corpus(tmp_path / "a.jsonl").read()]
+    assert texts == ["one", "two"]

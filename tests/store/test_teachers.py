@@ -104,6 +104,39 @@ def test_commands(lab, tmp_path):
     assert "difference" in run(app, ["store", "rank", a, "--against", b]).output
 
 
+def test_a_store_is_read_with_its_text_beside_it(lab, tmp_path):
+    import pyarrow.parquet as pq
+
+    folder, _ = lab
+    run = CliRunner().invoke
+    a, corpus, out = str(folder / "a"), folder / "corpus.jsonl", tmp_path / "a.parquet"
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    result = run(app, ["store", "export", a, "--corpus", str(corpus), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    rows = pq.read_table(out).to_pylist()
+    assert [row["text"] for row in rows] == [texts[row["document_index"]] for row in rows]
+    for row in rows:
+        assert b"".join(row["tokens"]).decode() == row["text"]
+        assert [len(token) for token in row["tokens"]] == row["token_bytes"]
+
+    ranked = run(app, ["store", "rank", a, "--corpus", str(corpus), "--top", "2", "--json"])
+    shown = json.loads(ranked.stdout)["shown"]
+    assert len(shown) == 4
+    for row in shown:
+        assert row["text"] and " ".join(texts[row["document"]].split()).startswith(row["text"])
+    assert shown[0]["text"] in run(app, ["store", "rank", a, "--corpus", str(corpus)]).stdout
+
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"text": "another text"}) + "\n")
+    refused = run(
+        app, ["store", "export", a, "--corpus", str(other), "--out", str(tmp_path / "x.parquet")]
+    )
+    assert "the corpus does not hold document" in str(refused.exception)
+    assert not (tmp_path / "x.parquet").exists()
+    refused = run(app, ["store", "rank", a, "--corpus", str(other)])
+    assert "is not the one that was scored" in str(refused.exception)
+
+
 def test_stores_of_other_corpora_are_refused(lab, tmp_path):
     folder, _ = lab
     strange = write_store(tmp_path / "s", documents(5, seed=7), folder / "one")

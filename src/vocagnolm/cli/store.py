@@ -5,7 +5,7 @@ import itertools
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -13,12 +13,17 @@ from vocagnolm.cli.common import SPLIT_TEXTS, App, print_histogram, print_json, 
 from vocagnolm.cli.options import JSON, STUDENT, Given, option, options, with_options
 from vocagnolm.recipe.sections import CorpusSection, DataSection, ObjectiveSection, StudentSection
 
+if TYPE_CHECKING:
+    from vocagnolm.data.corpus import Corpus
+
 app = App(help="Inspect, verify, compare and export loss stores.")
 
 _STORE = typer.Argument(
     ..., help="The loss store: a folder, or an address (s3://, gs://, az://, hf://datasets/...)."
 )
+_READING = ("text_field", "format", "split")
 _MOST_RANGES = 12
+_EXCERPT = 60
 
 
 class ExportFormat(StrEnum):
@@ -62,23 +67,34 @@ def verify_command(store: str = _STORE, as_json: bool = JSON) -> None:
         raise typer.Exit(1)
 
 
-@app.command("export", example="vocagnolm store export store --out losses.parquet")
+@app.command("export", example="vocagnolm store export store --corpus corpus.jsonl")
+@with_options
 def export_command(
     store: str = _STORE,
+    corpus: list[str] = option(
+        *(CorpusSection, "files"),
+        before="The corpus that was scored: also write every text and the bytes of its tokens. ",
+    ),
+    reading: Given = options(CorpusSection, *_READING, recipe_key="corpus"),
     out: Path | None = typer.Option(None, help="The Parquet file.", show_default="STORE.parquet"),
     format_: ExportFormat = typer.Option(
         ExportFormat.parquet, "--format", help="The file format; `datasets` can load it."
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Write the store as Parquet, one row per document."""
+    """Write the store as Parquet, one row per document, with its text if the corpus is given."""
     from vocagnolm.base.files import address_of
+    from vocagnolm.data.corpus import open_corpus
     from vocagnolm.store import export_parquet
 
     address = store.rstrip("/")
     near = Path(address.rpartition("/")[2]) if address_of(address) else Path(address)
     target = out or near.with_name(near.name + ".parquet")
-    rows = export_parquet(store, target)
+    texts = None
+    if corpus:
+        documents = open_corpus(corpus, **reading).read()
+        texts = (document.text for document in documents if document.text is not None)
+    rows = export_parquet(store, target, texts)
     if as_json:
         print_json({"file": str(target), "rows": rows})
     else:
@@ -201,8 +217,14 @@ def compare_command(
 
 
 @app.command("rank", example="vocagnolm store rank store --against reference-store")
+@with_options
 def rank_command(
     store: str = _STORE,
+    corpus: list[str] = option(
+        *(CorpusSection, "files"),
+        before="The corpus that was scored: show how each document begins. ",
+    ),
+    reading: Given = options(CorpusSection, *_READING, recipe_key="corpus"),
     against: str | None = typer.Option(
         None, help="The store of a small reference model, or of the student, for the same corpus."
     ),
@@ -219,13 +241,33 @@ def rank_command(
         export_ranks(ranks, out)
         typer.echo(f"wrote {out}", err=True)
     ends = [*ranks.rows(0, top), *ranks.rows(max(top, len(ranks) - top), len(ranks))]
+    if corpus:
+        from vocagnolm.data.corpus import open_corpus
+
+        _add_excerpts(ends, open_corpus(corpus, **reading))
     if as_json:
         print_json({"documents": len(ranks), "by": ranks.by, "shown": ends})
     else:
         names = ["rank", "document", "bytes", "bits_per_byte"]
         names += ["difference"] if ranks.by == "difference" else []
+        names += ["text"] if corpus else []
         columns = [name.replace("_", " ") for name in names]
         print_table(f"by {ranks.by}", columns, ([row[name] for name in names] for row in ends))
+
+
+def _add_excerpts(rows: list[dict[str, Any]], corpus: "Corpus") -> None:
+    """Give each row the beginning of its document. The length says whether it is that document."""
+    from vocagnolm.errors import CorpusError
+
+    for row in rows:
+        texts = [document.text for document in corpus.read(row["document"], row["document"] + 1)]
+        text = texts[0] if texts else None
+        if text is None or len(text.encode()) != row["bytes"]:
+            raise CorpusError(
+                f"document {row['document']} of the corpus is not the one that was scored. Give "
+                "the corpus that the store was made from."
+            )
+        row["text"] = " ".join(text[: 2 * _EXCERPT].split())[:_EXCERPT].rstrip()
 
 
 # A teacher of one's own (`vocagnolm.score.Teacher`) may say less about itself.

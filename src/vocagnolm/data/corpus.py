@@ -469,7 +469,7 @@ def _sources_of(path: str | Path, text_field: str | None, split: Split) -> list[
         return [*there]
     if local.is_file():
         if not is_corpus_file(local):
-            raise CorpusError(f"{local} has an unknown ending. {_KNOWN}")
+            raise CorpusError(_unknown_ending(local))
         return [opened(local, local.name)]
     named_like_hub = isinstance(path, str) and path.count("/") == 1 and path[0] not in "./~"
     if named_like_hub and not is_corpus_file(local):
@@ -488,6 +488,23 @@ _KNOWN = (
     f"Known are {', '.join(_READERS)} files (jsonl also with .gz or .zst), folders of those, "
     "addresses of these (s3://, gs://, hf://, https://), and datasets of the hub (owner/name)."
 )
+
+
+_CONVERTERS = {".json": "json", ".csv": "csv", ".tsv": "csv"}
+"""Endings of tables that `datasets` reads, and the name of its reader."""
+
+
+def _unknown_ending(path: Path) -> str:
+    """Why a file is not read; for a table, with the line that converts it."""
+    if (reader := _CONVERTERS.get(path.suffix.lower())) is None:
+        return f"{path} has an unknown ending. {_KNOWN}"
+    tabs = ", sep='\\t'" if path.suffix.lower() == ".tsv" else ""
+    return (
+        f"{path} has an unknown ending. This line converts it: "
+        f'python -c "from datasets import load_dataset as load; '
+        f"load('{reader}', data_files='{path}', split='train'{tabs})"
+        f".to_json('{path.with_suffix('.jsonl')}')\""
+    )
 
 
 def _reader_of(path: Path) -> type[JsonLines] | type[ParquetRows] | type[TextFile] | None:
