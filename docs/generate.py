@@ -53,7 +53,11 @@ def _pages(command: Any, path: str) -> list[str]:
 
 def _page(command: Any, path: str) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    options = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
+    options = [
+        p
+        for p in command.params
+        if p.param_type_name == "option" and p.name not in ("help", "help_all")
+    ]
     usage = " ".join([path, *(_metavar(p) for p in arguments), "[OPTIONS]"])
     rows = "".join(
         f"| `{_names(p)}` | {_cell(p.help)} | {_default(p)} |\n" for p in [*arguments, *options]

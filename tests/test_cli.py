@@ -134,7 +134,8 @@ def test_every_command_has_an_example_that_it_understands():
 
 
 def test_help_names_values_and_groups_options():
-    shown = run("evaluate", "--help").stdout
+    assert "─ Server ─" not in run("evaluate", "--help").stdout
+    shown = run("evaluate", "--help-all").stdout
     assert "<" not in shown and "auto|cpu|cuda" in shown and "generate|likelihood" in shown
     for panel in ("Benchmarks", "Model", "Server"):
         assert f"─ {panel} ─" in shown

@@ -9,6 +9,7 @@ from command_kit import parse
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
+from vocagnolm.cli.common import progress
 from vocagnolm.cli.options import Given, option, options, with_options
 from vocagnolm.errors import SettingError, UsageError
 from vocagnolm.recipe.schema import Limits, OneOf, Schema, hints, key
@@ -102,6 +103,40 @@ def test_python_calls_are_checked_by_the_same_fields():
     with pytest.raises(AttributeError, match="cannot change heat"):
         Oven().heat = 200  # type: ignore[misc]
     assert Oven(trays=["a"]) == Oven(trays=["a"]) != Oven() and "heat=180" in repr(Oven())
+
+
+def test_rare_options_are_shown_by_help_all_and_always_understood():
+    def shown(*words: str) -> str:
+        return CliRunner().invoke(app, words, env={"COLUMNS": "200"}).output
+
+    rare = ("--ray-workers", "--server-patience", "--max-nonfinite-share", "--stride")
+    usual, everything = shown("score", "--help"), shown("score", "--help-all")
+    assert "--help-all" in usual and "--alternatives" in usual
+    for name in rare:
+        assert name not in usual and name in everything
+    assert "--alternatives" in everything
+    parse(["score", "--stride", "8"])
+
+
+def test_a_name_of_a_model_is_no_trap_and_a_bare_evaluate_asks_for_a_text():
+    for words, said in (
+        (["evaluate", "--model", "start"], "Give the model without an option (vocagnolm evaluate"),
+        (["score", "--model", "start"], "--model names the model on a server"),
+        (["evaluate", "start"], "needs something to measure: --text held-out.jsonl"),
+    ):
+        done = CliRunner().invoke(app, words)
+        assert isinstance(done.exception, UsageError) and said in str(done.exception)
+
+
+def test_progress_can_be_silenced_wherever_there_is_a_bar(capsys):
+    for command in ("score", "write", "prepare", "evaluate", "try", "train"):
+        words = ["--student", "s", "--teacher", "t"] if command == "try" else []
+        words = ["--prompts", "p", "--out", "o"] if command == "write" else words
+        recipe = ["r"] if command in ("prepare", "train") else []
+        parse([command, *recipe, *words, "--quiet"])
+    with progress("scoring", started=True, quiet=True) as meter:
+        meter.note(1, 2, "1/2", 10)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("section", [ScoreSection, QuestionsSection, CorpusSection])

@@ -57,6 +57,11 @@ def test_all_checkpoints_damaged_begins_anew_only_on_request(half):
         run()
     run(restart=True)
     assert (folder / "model" / "model.safetensors").read_bytes() == weights
+    (folder / "model" / "model.safetensors").write_bytes(b"of the run before")
+    summary = run(restart=True)
+    assert not summary["already_finished"], "a finished run starts over too"
+    assert (folder / "model" / "model.safetensors").read_bytes() == weights
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == summary["steps"]
 
 
 def test_blocks_that_changed_under_a_run_are_noticed(lab, tmp_path):

@@ -9,6 +9,7 @@ from training_kit import recipe_dict, write_corpus, write_store
 from typer.testing import CliRunner
 
 from vocagnolm.cli import app
+from vocagnolm.cli.train import _line
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.store import LossStore
 from vocagnolm.train.check import check
@@ -54,6 +55,20 @@ def test_a_full_disk_is_said_in_units_that_fit(lab, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4096))
     found = report(lab, tmp_path)
     assert any(re.search(r"needs about \d+\.\d [kM]B .* has 4\.1 kB", p) for p in found.problems)
+
+
+def test_a_student_that_is_its_own_teacher_is_warned_of(lab, tmp_path):
+    start = str(lab / "student")
+    found = report(lab, tmp_path, student={"model": start}, teacher={"model": start + "/"})
+    assert any("one model" in line and "learns nothing" in line for line in found.warnings)
+    found = report(lab, tmp_path, student={"model": start}, teacher={"model": str(lab)})
+    assert not any("learns nothing" in line for line in found.warnings)
+
+
+def test_the_plan_is_printed_in_words():
+    assert _line({"a_fact": {"free_bytes": 2 * 10**9, "none": None}, "many": [{"x": 1}, 2]}) == (
+        "a fact (free bytes 2.00 GB), many (x 1), 2"
+    )
 
 
 def test_several_teachers_are_shown_side_by_side(lab, tmp_path):

@@ -39,7 +39,6 @@ from vocagnolm.cli.write import write
 app = App(
     cls=Commands,
     name="vocagnolm",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help=("Train a language model with any teacher, even if their tokenizers differ."),

@@ -363,10 +363,15 @@ class Meter:
 
 
 @contextlib.contextmanager
-def progress(label: str, unit: str = "tokens", *, started: bool = False) -> Iterator[Meter]:
+def progress(
+    label: str, unit: str = "tokens", *, started: bool = False, quiet: bool = False
+) -> Iterator[Meter]:
     """A bar on a terminal, else, or beside another bar, a line now and then; of several processes
     the leading one shows it. `started`: the clock runs from here on, for work that begins at
-    once."""
+    once. `quiet`: nothing is shown."""
+    if quiet:
+        yield Meter(label, unit, lambda *shown: None)
+        return
     from rich.console import Console
     from rich.errors import LiveError
     from rich.progress import BarColumn, Progress, TextColumn

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vocagnolm.cli.common import Meter, print_json, progress, quiet_libraries
-from vocagnolm.cli.options import JSON, Given, option, options, require_asked, with_options
+from vocagnolm.cli.options import JSON, QUIET, Given, option, options, require_asked, with_options
 from vocagnolm.errors import UsageError
 from vocagnolm.recipe.sections import CorpusSection, EngineSection, QuestionsSection, ServerSection
 
@@ -42,6 +42,7 @@ def evaluate(
     out: Path | None = typer.Option(
         None, help="Run folder; keeps every answer, so that evaluation can be resumed."
     ),
+    quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
     """Evaluate a model: few-shot chain of thought on the math suite, bits per byte on text.
@@ -49,7 +50,13 @@ def evaluate(
     Several models are ranked by their bits per byte on --text, with 95 % intervals (bootstrap over
     documents) and paired differences from the best.
     """
-    require_asked("server", server, server_settings)
+    require_asked("server", server, server_settings, "without an option (vocagnolm evaluate MODEL)")
+    if not (text or questions):
+        raise UsageError(
+            "evaluate needs something to measure: --text held-out.jsonl for bits per byte, --tasks "
+            "gsm8k,math500 for some benchmarks, or --suite math for all of the paper's, which "
+            "downloads ten."
+        )
     from vocagnolm.evaluate.results import format_table, rank_texts, ranking_table, scores_table
     from vocagnolm.evaluate.run import evaluate as evaluate_model
     from vocagnolm.model.served import Server
@@ -65,7 +72,7 @@ def evaluate(
     read: list[BitsPerByte] = []
     notes: list[str] = []
     for source in sources:
-        with quiet_libraries(), progress("answering", "questions") as meter:
+        with quiet_libraries(), progress("answering", "questions", quiet=quiet) as meter:
             evaluation = evaluate_model(
                 source,
                 server=Server(url=server, **server_settings) if server else None,

@@ -39,6 +39,7 @@ STUDENT = typer.Option(
 )
 TEACHER = typer.Option(..., help="The teacher's tokenizer, in the same form.")
 JSON = typer.Option(False, "--json", help="Print one JSON object.")
+QUIET = typer.Option(False, "--quiet", help="No progress on stderr.")
 
 
 PANELS = {
@@ -54,6 +55,18 @@ PANELS = {
     WriteSection: "Writing",
 }
 """What the options of a section stand under in the help."""
+
+
+RARE: dict[type[Schema], tuple[str, ...] | None] = {
+    RaySection: None,
+    ServerSection: None,
+    SpendingSection: None,
+    ScoreSection: (
+        *("stride", "shard_documents", "bos", "template_options", "compiled", "threads"),
+        *("shard_teacher", "strict", "max_nonfinite_share"),
+    ),
+}
+"""Fields whose options only `--help-all` shows; None: all of a section."""
 
 
 class _Group(NamedTuple):
@@ -119,14 +132,20 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
                         name,
                         recipe_key=group.recipe_key,
                         rich_help_panel=PANELS.get(group.section),
+                        hidden=_is_rare(group.section, name),
                     ),
                     annotation=_kind(group.section, name)[0],
                 )
             )
     context = inspect.Parameter("_context", parameters[0].kind, annotation=typer.Context)
+    if any(_is_rare(group.section, name) for group in groups.values() for name in group.names):
+        parameters.append(
+            inspect.Parameter(_HELP_ALL, context.kind, default=_show_all, annotation=bool)
+        )
 
     @functools.wraps(function)
     def command(_context: typer.Context, **values: Any) -> None:
+        values.pop(_HELP_ALL, None)
         for name, group in groups.items():
             taken = {field: values.pop(f"{name}_{field}") for field in group.names}
             source = _context.get_parameter_source
@@ -139,9 +158,42 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def require_asked(name: str, asked: str | list[str] | None, more: Given) -> None:
-    """Options such as `--server-requests` say how `--server` is used."""
+_HELP_ALL = "help_all"
+
+
+def _print_all_help(context: typer.Context, wanted: bool) -> None:
+    if not wanted:
+        return
+    for parameter in context.command.params:
+        parameter.hidden = False  # type: ignore[attr-defined]
+    typer.echo(context.get_help())
+    raise typer.Exit
+
+
+_show_all = typer.Option(
+    False,
+    "--help-all",
+    callback=_print_all_help,
+    is_eager=True,
+    help="Show the rare options too, and exit.",
+)
+
+
+def _is_rare(section: type[Schema], name: str) -> bool:
+    return section in RARE and ((names := RARE[section]) is None or name in names)
+
+
+def require_asked(
+    name: str, asked: str | list[str] | None, more: Given, model: str | None = None
+) -> None:
+    """Options such as `--server-requests` say how `--server` is used. `model`: how the command is
+    given a model without a server."""
     if asked in (None, []) and more:
+        if model is not None and "model" in more:
+            raise UsageError(
+                f"--model names the model on a server, and there is no --server. Give the model "
+                f"{model} instead."
+            )
         named = f"--{name}-{next(iter(more)).partition('_')[0]}"
         raise UsageError(f"{named} can only be used with --{name}.")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vocagnolm.cli.common import SPLIT_TEXTS, print_histogram, print_json, progress
-from vocagnolm.cli.options import JSON, RECIPE, SET
+from vocagnolm.cli.options import JSON, QUIET, RECIPE, SET
 from vocagnolm.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def prepare(
     workers: int | None = typer.Option(
         None, min=1, help="Number of workers.", show_default="one per core"
     ),
+    quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
     """Tokenize and pack the corpus for a student, with the teacher's guidance for each token.
@@ -36,7 +37,7 @@ def prepare(
     from vocagnolm.data.materials import Materials
 
     parts = Materials(loaded).by_corpus()
-    made = {name: _prepared(part, workers, name) for name, part in parts.items()}
+    made = {name: _prepared(part, workers, name, quiet) for name, part in parts.items()}
     if as_json:
         summaries = {name: summary for name, (summary, _) in made.items()}
         print_json({"corpora": summaries} if loaded.corpora else summaries[""])
@@ -51,7 +52,7 @@ def prepare(
 
 
 def _prepared(
-    materials: "Materials", workers: int | None, name: str
+    materials: "Materials", workers: int | None, name: str, quiet: bool
 ) -> tuple[dict[str, Any], "Bins | None"]:
     """Make the blocks of one corpus, whose name is shown if there are several. Returns their
     summary, and how conversations fill them."""
@@ -61,7 +62,7 @@ def _prepared(
 
     recipe = materials.recipe
     documents = tokens = 0
-    with progress(f"preparing {name}".rstrip(), started=True) as meter:
+    with progress(f"preparing {name}".rstrip(), started=True, quiet=quiet) as meter:
 
         def note(part: "PackingSummary", share: float) -> None:
             nonlocal documents, tokens

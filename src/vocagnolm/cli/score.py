@@ -15,7 +15,7 @@ from vocagnolm.cli.common import (
     quiet_libraries,
     what_is_missing,
 )
-from vocagnolm.cli.options import JSON, Given, option, options, require_asked, with_options
+from vocagnolm.cli.options import JSON, QUIET, Given, option, options, require_asked, with_options
 from vocagnolm.cli.store import print_store
 from vocagnolm.errors import UsageError
 from vocagnolm.recipe.sections import (
@@ -76,6 +76,7 @@ def score(
         help="The student's bits per byte on this text (`vocagnolm evaluate --text`); used to warn "
         "about a teacher that is not clearly better.",
     ),
+    quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
     """Score a corpus with a teacher once, for any number of students.
@@ -110,18 +111,18 @@ def score(
         if given.method.alternatives:
             kept = given.objective.alternatives or DEFAULT_ALTERNATIVES
             settings = {"alternatives": kept, **settings}
+    require_asked("server", server, server_settings, "with --teacher")
     missing = {"--teacher": teacher, "--corpus": corpus, "--out": out}
     if lacking := [name for name, value in missing.items() if not value]:
         where = f"; the recipe {recipe} does not say either" if recipe else ", or --recipe"
         raise UsageError(f"score needs {', '.join(lacking)}{where}.")
     assert teacher is not None and out is not None
-    require_asked("server", server, server_settings)
     require_asked("ray", ray, ray_settings)
 
     from vocagnolm.score import RayCluster, ScoreSettings, Server, Share, score_corpus
     from vocagnolm.train.strength import teacher_warning
 
-    with quiet_libraries(), progress("scoring") as meter:
+    with quiet_libraries(), progress("scoring", quiet=quiet) as meter:
         imported = time.perf_counter() - began
         summary = score_corpus(
             teacher,

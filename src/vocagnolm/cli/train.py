@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vocagnolm.cli.common import App, Interrupted, leading, print_json, quiet_libraries
-from vocagnolm.cli.options import JSON, RECIPE, SET
+from vocagnolm.cli.options import JSON, QUIET, RECIPE, SET
 
 if TYPE_CHECKING:
     from vocagnolm.recipe import Recipe
@@ -129,16 +129,20 @@ def _show(name: str, value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.1%}" if name.endswith("share") else f"{value:.3g}"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, dict):
+        return f"({_line(value)})"
+    if isinstance(value, list):
+        return ", ".join(_show(name, item) for item in value)
+    return str(value)
 
 
 def train(
     recipe: str = RECIPE,
     set_: list[str] = SET,
     restart: bool = typer.Option(
-        False, help="Start over if all checkpoints of the run are damaged."
+        False, help="Start over: remove the run's checkpoints, and make a finished run again."
     ),
-    quiet: bool = typer.Option(False, "--quiet", help="No progress on stderr."),
+    quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
     """Train a student on prepared blocks, or in rounds on what it writes. Run it again to resume.

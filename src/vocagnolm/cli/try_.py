@@ -1,13 +1,14 @@
 """`vocagnolm demo`: the whole pipeline on an embedded example. `vocagnolm try`: a student, its
 teacher and a corpus or prompts; a verdict in minutes."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from vocagnolm.cli.common import print_json, progress, quiet_libraries
-from vocagnolm.cli.options import JSON, Given, option, options, with_options
+from vocagnolm.cli.options import JSON, QUIET, Given, option, options, with_options
 from vocagnolm.errors import UsageError
 from vocagnolm.recipe.sections import (
     CorpusSection,
@@ -72,6 +73,7 @@ def try_(
     seed: int = option(RunSection, "seed", help="Seed for the sample and the order of the blocks."),
     engine: Given = options(EngineSection, "device"),
     out: Path = typer.Option(Path("out/try"), help="Output folder."),
+    quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
     """Find out in minutes, on a sample, whether a teacher helps a student.
@@ -93,7 +95,7 @@ def try_(
     if bool(corpus) == bool(prompts):
         raise UsageError("try needs either --corpus or --prompts.")
     settings = TrySettings(minutes, learning_rate, seed, **engine)
-    asked: dict[str, Any] = {"settings": settings, "progress": progress}
+    asked: dict[str, Any] = {"settings": settings, "progress": partial(progress, quiet=quiet)}
     asked["reading"] = {**reading, **expected}
     asked["say"] = lambda line: typer.echo(f"✓ {line}", err=True)
     with quiet_libraries():

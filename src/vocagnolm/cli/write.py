@@ -14,7 +14,7 @@ from vocagnolm.cli.common import (
     quiet_libraries,
     what_is_missing,
 )
-from vocagnolm.cli.options import JSON, Given, option, options, require_asked, with_options
+from vocagnolm.cli.options import JSON, QUIET, Given, option, options, require_asked, with_options
 from vocagnolm.cli.store import template_of_store
 from vocagnolm.errors import UsageError
 from vocagnolm.recipe.schema import hints
@@ -73,6 +73,7 @@ def write(
         help="Write nothing: show three prompts as the teacher reads them, and count prompts, "
         "answers, tokens, disk space and, where a server has a price, money.",
     ),
+    quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
     """Let a teacher answer prompts, and keep what it found likely at every token.
@@ -83,7 +84,7 @@ def write(
     --share 1/N ... N/N, or --ray.
     """
     require_asked("ray", ray, ray_settings)
-    require_asked("server", server, server_settings)
+    require_asked("server", server, server_settings, "with --teacher")
     if spending and not server:
         name = next(iter(spending)).replace("_", "-")
         raise UsageError(f"--{name} can only be used with --server.")
@@ -112,7 +113,7 @@ def write(
         else:
             _print_preview(preview)
         return
-    with quiet_libraries(), progress("writing") as meter:
+    with quiet_libraries(), progress("writing", quiet=quiet) as meter:
         summary = write_answers(
             teacher,
             prompts,

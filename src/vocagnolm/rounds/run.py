@@ -52,6 +52,7 @@ from vocagnolm.train.loop import Batch, GuidedStudent, Requests, Setup, Training
 from vocagnolm.train.metrics import Clock, Console, MetricsFile, Report, RunReport, flops_share
 from vocagnolm.train.run import (
     finished_run,
+    forget_run,
     is_main,
     listening,
     refuse_lone_process,
@@ -93,7 +94,9 @@ def train_rounds(
             advice = "Wait for it to end, or choose another run.folder."
             held.enter_context(folder_lock(folder, advice))
             remove_leftovers(folder)
-        if (summary := finished_run(folder)) is not None:
+            if restart:
+                forget_run(folder)
+        if not restart and (summary := finished_run(folder)) is not None:
             return summary
         if recipe.train.compile:
             import_compiler_meanwhile()
@@ -109,7 +112,7 @@ def train_rounds(
         run = RoundsRun(recipe, folder, rounds, arguments, clock, schedule)
         console = RoundsConsole(quiet=quiet, log_every=recipe.run.log_every)
         console.updates = recipe.rounds.updates_per_round
-        return _train(run, setup, console, requests, restart=restart)
+        return _train(run, setup, console, requests)
 
 
 def rounds_schedule(recipe: Recipe, prompts: int) -> Schedule:
@@ -210,12 +213,10 @@ def _train(
     setup: Setup,
     console: "RoundsConsole",
     requests: Requests,
-    *,
-    restart: bool,
 ) -> dict[str, Any]:
     recipe, folder, schedule = run.recipe, run.folder, run.schedule
     metrics = MetricsFile(folder / "metrics.jsonl")
-    resumed = Ranks.of().decide(lambda: where_to_resume(folder, console, restart))
+    resumed = Ranks.of().decide(lambda: where_to_resume(folder, console))
     begun = read_run(folder).get("blocks")
     if resumed.step and begun not in (None, run.rounds.fingerprint):
         raise TrainingError(

@@ -213,6 +213,19 @@ def static_problems(recipe: Recipe, processes: int = 1) -> list[str]:
     return problems
 
 
+def own_teacher(recipe: Recipe) -> str | None:
+    """A warning where student and teacher are one model."""
+    student, teacher = recipe.student.model, recipe.teacher.model
+    if student is None or teacher is None or not (recipe.needs_guidance or recipe.needs_targets):
+        return None
+    if student != teacher and Path(student).resolve() != Path(teacher).resolve():
+        return None
+    return (
+        f"student.model and teacher.model are one model, {student}: a student learns nothing from "
+        "itself. Name a better teacher."
+    )
+
+
 # ---- what a recipe reads, and what it would write ----
 
 
@@ -240,6 +253,7 @@ class _Check:
         self.report = CheckReport(problems=static_problems(recipe, processes))
         self.plan, self.warn = self.report.plan, self.report.warn
         self.folder = Path(recipe.run.folder) if recipe.run.folder else None
+        self.warn(own_teacher(recipe))
 
     @property
     def conversations(self) -> bool:

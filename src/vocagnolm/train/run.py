@@ -12,6 +12,7 @@ RUN/tensorboard/     where run.report_to names tensorboard
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import warnings
@@ -99,9 +100,10 @@ def train(
 ) -> dict[str, Any]:
     """Train a recipe, or resume it. Returns a summary of the run.
 
-    `restart`: start over if no checkpoint can be used. SIGTERM and Ctrl-C write a checkpoint and
-    raise `StoppedError`; a second Ctrl-C raises `KeyboardInterrupt` at once. SIGUSR1 writes a
-    checkpoint and continues. `earlier`: seconds that a command has used before this call.
+    `restart`: remove the run's checkpoints and start over, even if it is finished. SIGTERM and
+    Ctrl-C write a checkpoint and raise `StoppedError`; a second Ctrl-C raises `KeyboardInterrupt`
+    at once. SIGUSR1 writes a checkpoint and continues. `earlier`: seconds that a command has used
+    before this call.
     """
     if recipe.in_rounds:
         raise UsageError(
@@ -118,7 +120,9 @@ def train(
             advice = "Wait for it to end, or choose another run.folder."
             held.enter_context(folder_lock(folder, advice))
             remove_leftovers(folder)
-        if (summary := finished_run(folder)) is not None:
+            if restart:
+                forget_run(folder)
+        if not restart and (summary := finished_run(folder)) is not None:
             return summary
         about = read_run(folder)
         about |= {"finished": False} if about else {}
@@ -145,7 +149,7 @@ def train(
         # threads takes longer than the work: 6 ms an operation were measured.
         held.enter_context(torch_threads(1 if arguments.device.type == "cuda" else None))
         console = Console(quiet=quiet, log_every=recipe.run.log_every)
-        return _train(run, schedule, model, console, requests, restart=restart)
+        return _train(run, schedule, model, console, requests)
 
 
 def finished_run(folder: Path) -> dict[str, Any] | None:
@@ -184,15 +188,13 @@ def _train(
     model: PreTrainedModel | None,
     console: Console,
     requests: Requests,
-    *,
-    restart: bool,
 ) -> dict[str, Any]:
     """Train a run that may begin. `model`: the student, or None where each process loads its own,
     for its shards."""
     recipe, folder = run.recipe, run.folder
     known = found_micro_batch(folder)
     metrics = MetricsFile(folder / "metrics.jsonl")
-    resumed: Resumable = Ranks.of().decide(lambda: where_to_resume(folder, console, restart))
+    resumed: Resumable = Ranks.of().decide(lambda: where_to_resume(folder, console))
     if is_main():
         corpora = _facts_of_corpora(recipe, run.blocks, schedule)
         begin_run(folder, recipe, schedule, run.blocks.fingerprint, corpora)
@@ -289,12 +291,19 @@ def _lost_connection(error: BaseException | None) -> str | None:
     return None
 
 
-def where_to_resume(folder: Path, console: Console, restart: bool) -> Resumable:
+def forget_run(folder: Path) -> None:
+    """Remove the checkpoints of a run, which then begins again with its recipe."""
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    if read_run(folder):
+        note_in_run(folder, finished=False)
+
+
+def where_to_resume(folder: Path, console: Console) -> Resumable:
     """The newest checkpoint of a run; refused where all of them are damaged."""
     resumed = newest_complete(folder / "checkpoints")
     for line in resumed.damaged:
         console.say(f"damaged, passed over: {line}")
-    if resumed.damaged and resumed.path is None and not restart:
+    if resumed.damaged and resumed.path is None:
         raise TrainingError(
             f"{folder}: no checkpoint can be used ({'; '.join(resumed.damaged)}). Restore them "
             f"from a copy, or start over with --restart."
