@@ -57,6 +57,19 @@ def test_a_full_disk_is_said_in_units_that_fit(lab, tmp_path, monkeypatch):
     assert any(re.search(r"needs about \d+\.\d [kM]B .* has 4\.1 kB", p) for p in found.problems)
 
 
+def test_a_batch_that_does_not_fit_is_answered_with_values_that_do(lab, tmp_path):
+    def problems(**train):
+        return report(lab, tmp_path, train=train).problems
+
+    wrong = {"tokens": 12 * 32, "batch_blocks": 96, "micro_batch": 64}
+    shorter = next(line for line in problems(**wrong) if "less than one step" in line)
+    right = {name: int(value) for name, value in re.findall(r"train\.(\w+) to (\d+)", shorter)}
+    assert right == {"batch_blocks": 12, "micro_batch": 12}
+    assert problems(**wrong | right) == []
+    (alone,) = problems(tokens=2**20, batch_blocks=96, micro_batch=64)
+    assert alone.endswith("Set train.micro_batch to 48, or train.batch_blocks to 128.")
+
+
 def test_a_student_that_is_its_own_teacher_is_warned_of(lab, tmp_path):
     start = str(lab / "student")
     found = report(lab, tmp_path, student={"model": start}, teacher={"model": start + "/"})

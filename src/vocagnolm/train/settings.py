@@ -56,7 +56,6 @@ def plan_schedule(
     incomplete batch is left out. `measured`: the micro-batch that `auto` stands for, if it is
     known; else the first that would be tried."""
     train = recipe.train
-    micro_batch = check_batch(recipe, world_size, measured)
     per_step = train.batch_blocks * recipe.data.block_size
     if train.tokens is not None:
         steps = train.tokens // per_step
@@ -65,10 +64,14 @@ def plan_schedule(
         steps = int(train.epochs * blocks) // train.batch_blocks
         asked = f"train.epochs = {train.epochs:g} of {blocks:,} blocks"
     if steps < 1:
+        read = int(train.epochs * blocks) if train.tokens is None else train.tokens
+        most = read if train.tokens is None else read // recipe.data.block_size
+        longer = f"train.tokens to at least {per_step}"
         raise RecipeError(
-            f"{asked} is less than one step of {train.batch_blocks:,} blocks "
-            f"({per_step:,} tokens). Lower train.batch_blocks or train longer."
+            f"{asked} is less than one step of {train.batch_blocks:,} blocks ({per_step:,} "
+            f"tokens). Set {_batch_that_fits(most, train.micro_batch, world_size)}{longer}."
         )
+    micro_batch = check_batch(recipe, world_size, measured)
     return Schedule(
         steps=steps,
         batch_blocks=train.batch_blocks,
@@ -87,6 +90,21 @@ def corpora_read(recipe: Recipe, schedule: Schedule) -> dict[str, int]:
     return dict(zip(recipe.shares, counts, strict=True))
 
 
+def _batch_that_fits(most_blocks: int, micro_batch: int | str, world_size: int) -> str:
+    """A batch and micro-batch for so few blocks, as the beginning of an advice."""
+    share = most_blocks // world_size
+    if share < 1:
+        return ""
+    batch = f"train.batch_blocks to {share * world_size}"
+    if isinstance(micro_batch, int) and share % micro_batch:
+        batch += f" and train.micro_batch to {_largest_divisor(share, micro_batch)}"
+    return f"{batch}, or "
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
+
+
 def check_batch(recipe: Recipe, world_size: int, measured: int | None = None) -> int:
     """The micro-batch of a recipe; refused if the batch cannot be split by it. `measured` is what
     `auto` stands for."""
@@ -100,9 +118,14 @@ def check_batch(recipe: Recipe, world_size: int, measured: int | None = None) ->
             )
         micro_batch = measured or first_micro_batch(train.batch_blocks // world_size)
     if train.batch_blocks % (micro_batch * world_size):
+        next_batch = math.ceil(train.batch_blocks / (micro_batch * world_size))
+        advice = f"train.batch_blocks to {next_batch * micro_batch * world_size}"
+        if train.batch_blocks % world_size == 0:
+            fitting = _largest_divisor(train.batch_blocks // world_size, micro_batch)
+            advice = f"train.micro_batch to {fitting}, or {advice}"
         raise RecipeError(
             f"train.batch_blocks = {train.batch_blocks} is not a multiple of train.micro_batch x "
-            f"processes = {micro_batch} x {world_size}. Change one of them."
+            f"processes = {micro_batch} x {world_size}. Set {advice}."
         )
     return micro_batch
 
