@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from vocagnolm.cli import app
 from vocagnolm.cli.train import _line
+from vocagnolm.model import open_model
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.store import LossStore
 from vocagnolm.train.check import check
@@ -76,6 +77,13 @@ def test_a_student_that_is_its_own_teacher_is_warned_of(lab, tmp_path):
     assert any("one model" in line and "learns nothing" in line for line in found.warnings)
     found = report(lab, tmp_path, student={"model": start}, teacher={"model": str(lab)})
     assert not any("learns nothing" in line for line in found.warnings)
+
+
+def test_a_model_is_called_by_its_run(lab, tmp_path):
+    shutil.copytree(lab / "student", tmp_path / "guided" / "model")
+    assert open_model(tmp_path / "guided" / "model", weights=False).name == "guided"
+    assert open_model(tmp_path / "guided" / "model", weights=False).tokenizer.name == "guided"
+    assert open_model(lab / "student", weights=False).name == "student"
 
 
 def test_the_plan_is_printed_in_words():

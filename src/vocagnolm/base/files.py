@@ -580,3 +580,10 @@ def _lock(file: IO[bytes], path: Path, advice: str, shared: bool) -> bool:
         return os.fstat(file.fileno()).st_ino == os.stat(path).st_ino
     except FileNotFoundError:
         return False
+
+
+def model_folder_name(path: Path) -> str:
+    """A model folder's name, or that of the folder around it where its own says nothing: `train`
+    calls every result `model`."""
+    path = path.resolve()
+    return path.parent.name if path.name == "model" and path.parent.name else path.name

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vocagnolm.alignment import TextTokenizer, load_tokenizer
 from vocagnolm.alignment.tokenizer import from_hub
-from vocagnolm.base.files import model_damage, require_nameable
+from vocagnolm.base.files import model_damage, model_folder_name, require_nameable
 from vocagnolm.base.strangers import read_config, read_stranger, require_file, require_weights
 from vocagnolm.errors import ModelError, UsageError, optional
 from vocagnolm.model.fp8 import require_fp8, to_fp8
@@ -251,7 +251,7 @@ def open_model(
         tokenizer, path, trust_remote_code = load_tokenizer(path), path.parent, False
     else:
         hub_id = None if path.is_dir() else str(source)
-        name = hub_id or path.resolve().name
+        name = hub_id or model_folder_name(path)
         if hub_id is not None:  # what is safe to open; nothing else even reaches this machine
             path = from_hub(
                 hub_id,

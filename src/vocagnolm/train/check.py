@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vocagnolm.alignment import TextTokenizer
 from vocagnolm.alignment.targets import TARGETS_RULE
 from vocagnolm.alignment.tokenizer import missing_beginning
-from vocagnolm.base.files import address_of, model_damage
+from vocagnolm.base.files import address_of, model_damage, model_folder_name
 from vocagnolm.base.progress import byte_text
 from vocagnolm.base.strangers import read_config
 from vocagnolm.chat import ChatTokenizer, survey
@@ -359,7 +359,8 @@ class _Check:
         """Check that the stores belong to the recipe's teacher and corpus."""
         wanted, missing = self.recipe.teacher.model, self.recipe.data.missing
         names = {Path(store.teacher_name).name for store in stores}
-        if wanted is not None and Path(wanted).name not in names:
+        called = () if wanted is None else (Path(wanted).name, model_folder_name(Path(wanted)))
+        if wanted is not None and names.isdisjoint(called):
             self.warn(
                 f"the store is of teacher {', '.join(sorted(names))}, the recipe names {wanted}."
             )
