@@ -80,10 +80,11 @@ def test_a_student_that_is_its_own_teacher_is_warned_of(lab, tmp_path):
 
 
 def test_a_model_is_called_by_its_run(lab, tmp_path):
-    shutil.copytree(lab / "student", tmp_path / "guided" / "model")
-    assert open_model(tmp_path / "guided" / "model", weights=False).name == "guided"
-    assert open_model(tmp_path / "guided" / "model", weights=False).tokenizer.name == "guided"
-    assert open_model(lab / "student", weights=False).name == "student"
+    for folder, name in ((tmp_path / "guided" / "model", "guided"), (tmp_path / "big", "big")):
+        shutil.copytree(lab / "student", folder)
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        files = open_model(folder, weights=False)
+        assert files.name == files.tokenizer.name == name
 
 
 def test_the_plan_is_printed_in_words():
