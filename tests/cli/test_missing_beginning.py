@@ -14,7 +14,7 @@ from vocagnolm.errors import VocagnolmWarning
 from vocagnolm.recipe import recipe_from_dict
 from vocagnolm.train.check import check
 
-SAYS = "model names <s> for the beginning of a text"
+SAYS = "teller names <s> for the beginning of a text"
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +25,16 @@ def lab(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("lab")
     make_lab(folder, 8)
-    shutil.copytree(folder / "teacher", folder / "model")
+    shutil.copytree(folder / "teacher", folder / "teller")
     torch.manual_seed(0)
     settings = {k: v for k, v in LLAMA.items() if k != "model_type"} | {"vocab_size": 520}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **settings))
-    model.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "teller")
     return folder
 
 
 def calls(folder):
-    model, corpus = str(folder / "model"), str(folder / "corpus.jsonl")
+    model, corpus = str(folder / "teller"), str(folder / "corpus.jsonl")
     here = ["--device", "cpu"]
     return {
         "compare": ["--student", str(folder / "student"), "--teacher", model, "--corpus", corpus],
@@ -45,7 +45,7 @@ def calls(folder):
 
 @pytest.mark.parametrize(("adds", "warned"), [({}, 1), ({"add_bos_token": False}, 0)], ids=str)
 def test_the_commands_say_so_once(lab, tmp_path, adds, warned):
-    config = lab / "model" / "tokenizer_config.json"
+    config = lab / "teller" / "tokenizer_config.json"
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
     config.write_text(json.dumps({**about, "bos_token": "<s>", **adds}))
     for name, call in calls(lab).items():
@@ -57,7 +57,7 @@ def test_the_commands_say_so_once(lab, tmp_path, adds, warned):
         assert done.stderr.count(SAYS) == warned, name
     recipe = recipe_dict(
         lab,
-        student={"tokenizer": str(lab / "model"), "config": {**LLAMA, "vocab_size": 520}},
+        student={"tokenizer": str(lab / "teller"), "config": {**LLAMA, "vocab_size": 520}},
         objective={"method": "cpt"},
         store={"path": None},
     )

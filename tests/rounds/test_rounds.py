@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from chat_kit import loaded
+from faults_kit import LONG, some
 from rounds.rounds_kit import ASKED, write_prompts
 from safetensors.torch import load_file
 from training_kit import fresh_process, run_processes
@@ -153,7 +154,7 @@ def test_answers_change_from_round_to_round(whole):
     assert not answers[0] & answers[1] and not answers[1] & answers[2]
 
 
-@pytest.mark.parametrize("divergence", ["forward", "reverse"])
+@pytest.mark.parametrize("divergence", ["forward", "reverse"] if LONG else ["reverse"])
 def test_the_student_comes_nearer_to_its_teacher(lab, tmp_path, divergence):
     trained(
         lab,
@@ -237,7 +238,7 @@ def test_a_killed_run_leaves_the_same_bytes(lab, tmp_path):
     tree = recipe(lab, tmp_path / "whole")
     assert _killed(tree, None) == 0
     expected = left(tmp_path / "whole")
-    for number, place in enumerate(PLACES):
+    for number, place in enumerate(some(PLACES, 2)):
         run = tmp_path / f"run{number}"
         tree = recipe(lab, run)
         assert _killed(tree, place) == 9, place

@@ -321,6 +321,7 @@ def processes_of_workers():
                 yield int(path.name)
 
 
+@pytest.mark.skipif(not LONG, reason="make faults")
 def test_when_all_workers_are_stopped_the_driver_says_so_and_ends(lab, tmp_path):
     """So are those that come in their place."""
     out, ended = tmp_path / "s", threading.Event()
@@ -373,6 +374,7 @@ def test_a_driver_without_a_gpu_asks_a_worker_what_the_teacher_is(lab):
     assert there == describe_source(source, SETTINGS)
 
 
+@pytest.mark.skipif(not LONG, reason="make faults: a cluster of its own")
 def test_workers_without_a_gpu_ask_a_server_when_there_is_room(lab, tmp_path):
     import ray
 

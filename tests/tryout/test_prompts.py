@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from faults_kit import LONG
 from test_cli import run
 from tryout_kit import chat_models, demo_prompts, digests, killed_at_every_step, speed
 
@@ -94,6 +95,7 @@ def test_without_expected_answers_it_compares_bits_and_warns(lab):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not LONG, reason="make faults: test_text.py tries the same with a text")
 def test_killed_in_any_step_it_ends_with_the_same_models(tried, lab, tmp_path):
     state = json.loads((lab / "out/state.json").read_text())
     assert [*state][:4] == ["try", "plan", "split", "written"]

@@ -95,9 +95,8 @@ def read_template(folder: Path) -> str | None:
 def _default_template(value: Any) -> str | None:
     """The chat template; where a list or mapping names several, the one called default."""
     if isinstance(value, list):
-        value = {
-            entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)
-        }
+        named = [entry for entry in value if isinstance(entry, dict)]
+        value = {str(entry.get("name")): entry.get("template") for entry in named}
     if isinstance(value, dict):
         value = value.get("default", next(iter(value.values()), None))
     return value if isinstance(value, str) else None
