@@ -9,6 +9,7 @@ weights and prompts and returns log probabilities. Each has all cores; the bette
 counts, after one that warms up. Some minutes.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -19,7 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import arguments, report
+from measure import report
+from record import add_json
 from shapes import config_of, random_model
 
 from vocagnolm.generate import Decoder, PromptTokens, Sampling
@@ -89,11 +91,14 @@ def theirs(
 
 
 def main() -> None:
-    given = arguments(
-        __doc__,
-        vllm={"metavar": "PYTHON", "help": "the Python of an environment with vLLM"},
-        rows={"type": int, "default": 32, "help": "answers at once"},
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes")
+    parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM")
+    parser.add_argument("--rows", type=int, default=32, help="answers at once")
+    add_json(parser)
+    given = parser.parse_args()
     new, rows = (4, 8) if given.smoke else (32, given.rows)
     model = random_model(config_of("smollm2-135m", given.smoke), torch.float32, "cpu").eval()
     random, size = np.random.default_rng(0), model.config.vocab_size
