@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import TrainingArguments
 
-from vocagnolm.base.files import folder_lock, remove_leftovers
 from vocagnolm.base.progress import clock_time
 from vocagnolm.base.ranks import Ranks, world_size
 from vocagnolm.data.materials import student_chat, student_tokenizer
@@ -44,24 +42,20 @@ from vocagnolm.train.folder import (
     note_in_run,
     read_metrics,
     read_run,
-    refuse_other_run,
-    run_folder,
     run_summary,
 )
 from vocagnolm.train.loop import Batch, GuidedStudent, Requests, Setup, TrainingLoop, sent
 from vocagnolm.train.metrics import Clock, Console, MetricsFile, Report, RunReport, flops_share
 from vocagnolm.train.run import (
-    finished_run,
-    forget_run,
+    hold_run,
     is_main,
     listening,
-    refuse_lone_process,
-    refuse_missing_trackers,
     run_loop,
     save_model,
+    start_processes,
     where_to_resume,
 )
-from vocagnolm.train.settings import Schedule, training_arguments, uses_accelerator
+from vocagnolm.train.settings import Schedule, uses_accelerator
 from vocagnolm.train.strength import CLEARLY_BETTER
 from vocagnolm.train.student import (
     adapt_student,
@@ -84,28 +78,16 @@ def train_rounds(
     clock = Clock(earlier)
     if problems := recipe.rounds_problems():
         raise RecipeError("\n".join(problems))
-    refuse_lone_process()
-    transformers.utils.logging.disable_progress_bar()
-    folder = run_folder(recipe)
-    refuse_other_run(folder, recipe, read_run(folder))
-    refuse_missing_trackers(recipe)
     with ExitStack() as held:
-        if is_main():
-            advice = "Wait for it to end, or choose another run.folder."
-            held.enter_context(folder_lock(folder, advice))
-            remove_leftovers(folder)
-            if restart:
-                forget_run(folder)
-        if not restart and (summary := finished_run(folder)) is not None:
+        folder, summary = hold_run(recipe, held, restart=restart)
+        if summary is not None:
             return summary
         if recipe.train.compile:
             import_compiler_meanwhile()
         pool = PromptPool.of(recipe)
         requests = held.enter_context(listening())
         schedule = rounds_schedule(recipe, len(pool.prompts))
-        arguments = training_arguments(recipe, schedule)
-        arguments.device  # noqa: B018  (starts torch.distributed)
-        transformers.utils.logging.set_verbosity(arguments.get_process_log_level())
+        arguments = start_processes(recipe, schedule)
         held.enter_context(torch_threads(1 if arguments.device.type == "cuda" else None))
         clock.end("start")
         setup, rounds = build_rounds(recipe, folder, pool, arguments)

@@ -110,19 +110,9 @@ def train(
             "this recipe trains in rounds: use vocagnolm.rounds.train_rounds, or `vocagnolm train`."
         )
     clock = Clock(earlier)
-    refuse_lone_process()
-    transformers.utils.logging.disable_progress_bar()
-    folder = run_folder(recipe)
-    refuse_other_run(folder, recipe, read_run(folder))
-    refuse_missing_trackers(recipe)
     with ExitStack() as held:
-        if is_main():
-            advice = "Wait for it to end, or choose another run.folder."
-            held.enter_context(folder_lock(folder, advice))
-            remove_leftovers(folder)
-            if restart:
-                forget_run(folder)
-        if not restart and (summary := finished_run(folder)) is not None:
+        folder, summary = hold_run(recipe, held, restart=restart)
+        if summary is not None:
             return summary
         about = read_run(folder)
         about |= {"finished": False} if about else {}
@@ -139,9 +129,7 @@ def train(
         refuse_other_run(folder, recipe, about, blocks.fingerprint)
         requests = held.enter_context(listening())
         schedule = plan_schedule(recipe, len(blocks), world_size(), found_micro_batch(folder))
-        arguments = training_arguments(recipe, schedule)
-        arguments.device  # noqa: B018  (starts torch.distributed)
-        transformers.utils.logging.set_verbosity(arguments.get_process_log_level())
+        arguments = start_processes(recipe, schedule)
         if not whole:
             held.enter_context(sharding_group(accelerator=uses_accelerator(recipe)))
         run = Run(materials, folder, blocks, arguments, clock)
@@ -150,6 +138,32 @@ def train(
         held.enter_context(torch_threads(1 if arguments.device.type == "cuda" else None))
         console = Console(quiet=quiet, log_every=recipe.run.log_every)
         return _train(run, schedule, model, console, requests)
+
+
+def hold_run(
+    recipe: Recipe, held: ExitStack, *, restart: bool
+) -> tuple[Path, dict[str, Any] | None]:
+    """The folder of a recipe's run, locked until `held` ends, and the summary of the run if it is
+    finished already. `restart`: its checkpoints are removed, and it counts as not begun."""
+    refuse_lone_process()
+    transformers.utils.logging.disable_progress_bar()
+    folder = run_folder(recipe)
+    refuse_other_run(folder, recipe, read_run(folder))
+    refuse_missing_trackers(recipe)
+    if is_main():
+        held.enter_context(folder_lock(folder, "Wait for it to end, or choose another run.folder."))
+        remove_leftovers(folder)
+        if restart:
+            forget_run(folder)
+    return folder, None if restart else finished_run(folder)
+
+
+def start_processes(recipe: Recipe, schedule: Schedule) -> TrainingArguments:
+    """transformers' arguments of a run; with several processes torch.distributed is started."""
+    arguments = training_arguments(recipe, schedule)
+    arguments.device  # noqa: B018  (starts torch.distributed)
+    transformers.utils.logging.set_verbosity(arguments.get_process_log_level())
+    return arguments
 
 
 def finished_run(folder: Path) -> dict[str, Any] | None:
