@@ -589,10 +589,10 @@ class TextScore:
     interval: tuple[float, float]
     """95 %, bootstrap over documents."""
     difference: float
-    """To the baseline, paired; below zero is better."""
+    """Difference from the baseline, paired; below zero is better."""
     difference_interval: tuple[float, float]
     outcome: Literal["better", "worse", "equal"]
-    """Than the baseline; equal: no difference that these documents can show."""
+    """Compared with the baseline; equal: no difference that these documents can show."""
 
 
 def rank_texts(by_model: Mapping[str, TextSums], baseline: str | None = None) -> list[TextScore]:

@@ -34,10 +34,10 @@ class AnswerScore:
     interval: tuple[float, float]
     """95 %, bootstrap over questions."""
     difference: float
-    """To the baseline, paired; above zero is better."""
+    """Difference from the baseline, paired; above zero is better."""
     difference_interval: tuple[float, float]
     outcome: Literal["better", "worse", "equal"]
-    """Than the baseline; equal: no difference that these questions can show."""
+    """Compared with the baseline; equal: no difference that these questions can show."""
 
 
 def answer_questions(
